@@ -1,0 +1,1 @@
+"""autopar: parallel training of an unmodified PyTorch model."""

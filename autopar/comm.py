@@ -1,0 +1,292 @@
+"""Communication between ranks: the calls of emitted code, whatever carries them.
+
+`Comm` reduces every collective to four operations on flat buffers that an engine
+provides: process groups in `autopar.process_groups`, the virtual mesh in
+`autopar.virtual`. Both thus run the same arithmetic.
+
+A Comm moves values: call it without autograd. In the shapes below n is the number of
+ranks on the axis, and an uneven dim is shared as `passes.mesh.balanced` says.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.placement import Placement
+from passes.mesh import Mesh, balanced
+
+
+class CommError(RuntimeError):
+    """Ranks that do not fit together: a missing group, a mismatch, a deadlock."""
+
+
+class Receipt(ABC):
+    """A transfer on its way. `wait` returns the tensor, once it is here (or gone)."""
+
+    @abstractmethod
+    def wait(self) -> Tensor: ...
+
+
+@dataclass
+class Traffic:
+    """How often this rank made a call, and how many bytes it brought into it."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+class Comm(Placement, ABC):
+    """One rank's end of every communication. `log` counts traffic by call and axes."""
+
+    def __init__(
+        self, mesh: Mesh, rank: int, microbatches: int, device: torch.device
+    ) -> None:
+        super().__init__(mesh, rank, microbatches, device)
+        self.log: defaultdict[tuple[str, tuple[str, ...]], Traffic]
+        self.log = defaultdict(Traffic)
+
+    # Collectives. The result never shares memory with x, unless `inplace`.
+
+    def all_reduce(
+        self, x: Tensor, axes: tuple[str, ...], op: str = "sum", inplace: bool = False
+    ) -> Tensor:
+        """x [...] -> [...], the "sum" or "max" over all ranks on `axes`.
+
+        `inplace` allows, and does not promise, that the result is x itself.
+        """
+        ranks = self._enter("all_reduce", axes, x, op=op)
+        if op not in ("sum", "max"):
+            raise ValueError(f"all_reduce has no op {op!r}: use 'sum' or 'max'")
+        if not (inplace and x.is_contiguous()):
+            x = x.clone(memory_format=torch.contiguous_format)
+        if len(ranks) > 1:
+            self._reduce_(x, ranks, op)
+        return x
+
+    def all_gather(
+        self, x: Tensor, axis: str, dim: int, sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        """x [..., mine, ...] -> [..., whole, ...]: the shards along dim, in order.
+
+        sizes: the extent of each rank's shard, where they are not all the same.
+        """
+        open_dim = None if sizes is None else dim
+        ranks = self._enter("all_gather", (axis,), x, open_dim, dim=dim, sizes=sizes)
+        if len(ranks) == 1:
+            return x.clone()
+        dim = _dim(x, dim)
+        sizes = self._sizes(x, axis, dim, sizes)
+        whole = self._gather(_padded(x, dim, max(sizes)), ranks)
+        if min(sizes) == max(sizes) and prod(x.shape[:dim]) == 1:
+            return whole.view(*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
+        parts = zip(whole.unbind(0), sizes, strict=True)
+        return torch.cat([part.narrow(dim, 0, size) for part, size in parts], dim)
+
+    def reduce_scatter(self, x: Tensor, axis: str, dim: int) -> Tensor:
+        """x [..., whole, ...] -> [..., my share, ...] of the sum over the axis."""
+        ranks = self._enter("reduce_scatter", (axis,), x, dim=dim)
+        if len(ranks) == 1:
+            return x.clone()
+        dim = _dim(x, dim)
+        shares = balanced(x.shape[dim], len(ranks))
+        flat, counts = _packed(x, dim, shares)
+        mine = shares[self.coords[axis]]
+        total = self._scatter_sum(flat, counts, ranks)
+        return total.view(*x.shape[:dim], mine, *x.shape[dim + 1 :])
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        axis: str,
+        split_dim: int,
+        concat_dim: int,
+        sizes: Sequence[int] | None = None,
+    ) -> Tensor:
+        """x, split on concat_dim, becomes split on split_dim.
+
+        [..., whole (split_dim), ..., mine (concat_dim), ...] ->
+        [..., my share,          ..., whole,             ...]
+        sizes: the extent of each rank's x along concat_dim, where not all the same.
+        """
+        open_dim = None if sizes is None else concat_dim
+        ranks = self._enter(
+            "all_to_all", (axis,), x, open_dim, split=split_dim, concat=concat_dim,
+            sizes=sizes,
+        )  # fmt: skip
+        if len(ranks) == 1:
+            return x.clone()
+        split_dim, concat_dim = _dim(x, split_dim), _dim(x, concat_dim)
+        if split_dim == concat_dim:
+            raise ValueError(f"all_to_all splits and joins the same dim {split_dim}")
+        sizes = self._sizes(x, axis, concat_dim, sizes)
+        shares = balanced(x.shape[split_dim], len(ranks))
+        flat, sent = _packed(x, split_dim, shares)
+        shape = list(x.shape)
+        shape[split_dim] = shares[self.coords[axis]]
+        unit = prod(shape[:concat_dim] + shape[concat_dim + 1 :])
+        counts = [unit * size for size in sizes]
+        flat = self._exchange(flat, sent, counts, ranks)
+        if prod(shape[:concat_dim]) == 1:
+            shape[concat_dim] = sum(sizes)
+            return flat.view(shape)
+        parts = []
+        for part, size in zip(flat.split(counts), sizes, strict=True):
+            shape[concat_dim] = size
+            parts.append(part.view(shape))
+        return torch.cat(parts, concat_dim)
+
+    def reduce_ranks_(self, flat: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        """Sum a contiguous buffer [...] in place over ranks, ascending, me included."""
+        self._enter("reduce_ranks_", (), flat)
+        if not flat.is_contiguous():
+            raise ValueError("reduce_ranks_ works in place: give a contiguous buffer")
+        if len(ranks) > 1:
+            self._reduce_(flat, ranks, "sum")
+        return flat
+
+    # Messages. The k-th send to a rank meets the k-th recv posted there for this one,
+    # and their tags must agree.
+
+    def send(self, x: Tensor, to_rank: int, tag: int) -> Receipt:
+        """Start sending x [...], which must not change before its wait or a flush."""
+        self._peer("send", to_rank, x)
+        return self._send(x.contiguous(), to_rank, tag)
+
+    def recv(
+        self, shape: Sequence[int], dtype: torch.dtype, from_rank: int, tag: int
+    ) -> Receipt:
+        """Be ready for a tensor; post it early, and wait when the value is needed."""
+        x = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        self._peer("recv", from_rank, x)
+        return self._recv(x, from_rank, tag)
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Wait until all that was sent has left."""
+
+    @abstractmethod
+    def gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank. All ranks must call it."""
+
+    @abstractmethod
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """The value of rank `source`, on every rank. All ranks must call it."""
+
+    # What an engine provides. Tensors are contiguous, groups have two ranks or more.
+
+    @abstractmethod
+    def _reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> None:
+        """Reduce x [...] in place over the group."""
+
+    @abstractmethod
+    def _gather(self, x: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        """x [...] -> [n, ...], of the same shape on all ranks."""
+
+    @abstractmethod
+    def _exchange(
+        self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
+    ) -> Tensor:
+        """x [sum(sent)], its parts for each rank -> [sum(counts)], parts from each."""
+
+    def _scatter_sum(
+        self, x: Tensor, counts: list[int], ranks: tuple[int, ...]
+    ) -> Tensor:
+        """x [sum(counts)] -> my part [counts[me]] of the sum, added in rank order."""
+        mine = counts[ranks.index(self.rank)]
+        rows = self._exchange(x, counts, [mine] * len(ranks), ranks)
+        return sum_in_order(rows.view(len(ranks), mine).unbind(0))
+
+    @abstractmethod
+    def _send(self, x: Tensor, to_rank: int, tag: int) -> Receipt: ...
+
+    @abstractmethod
+    def _recv(self, x: Tensor, from_rank: int, tag: int) -> Receipt: ...
+
+    def _enter(
+        self,
+        kind: str,
+        axes: tuple[str, ...],
+        x: Tensor,
+        open_dim: int | None = None,
+        **detail: Any,
+    ) -> tuple[int, ...]:
+        """Count a collective and give its ranks. All of them must pass the same detail,
+        and an x of the same dtype and shape but for the open dim."""
+        traffic = self.log[kind, axes]
+        traffic.calls += 1
+        traffic.bytes += x.numel() * x.element_size()
+        return self.ranks(axes)
+
+    def _peer(self, kind: str, rank: int, x: Tensor) -> None:
+        """Count a message to or from a rank, which must be another one."""
+        if rank == self.rank or not 0 <= rank < self.mesh.size:
+            raise ValueError(
+                f"rank {self.rank} cannot {kind} to or from rank {rank} "
+                f"in mesh '{self.mesh}'"
+            )
+        traffic = self.log[kind, ()]
+        traffic.calls += 1
+        traffic.bytes += x.numel() * x.element_size()
+
+    def _sizes(
+        self, x: Tensor, axis: str, dim: int, sizes: Sequence[int] | None
+    ) -> Sequence[int]:
+        """The extent along dim on each rank of the axis; mine must be that of x."""
+        n = len(self.ranks((axis,)))
+        if sizes is None:
+            return (x.shape[dim],) * n
+        if len(sizes) != n or x.shape[dim] != sizes[self.coords[axis]]:
+            raise ValueError(
+                f"sizes {tuple(sizes)} do not fit {axis}={self.coords[axis]} of {n}, "
+                f"where dim {dim} has {x.shape[dim]}"
+            )
+        return sizes
+
+
+def sum_in_order(rows: Sequence[Tensor]) -> Tensor:
+    """A new tensor: the sum of two rows [...] or more, added first to last.
+
+    A loop, because torch.sum over a dim may add in another order.
+    """
+    total = rows[0] + rows[1]
+    for row in rows[2:]:
+        total += row
+    return total
+
+
+def _dim(x: Tensor, dim: int) -> int:
+    """dim, counted from the front."""
+    if not -x.dim() <= dim < x.dim():
+        raise IndexError(f"x has {x.dim()} dims, and no dim {dim}")
+    return dim % x.dim()
+
+
+def _padded(x: Tensor, dim: int, extent: int) -> Tensor:
+    """x, contiguous, and lengthened along dim to extent by values that are not read."""
+    if x.shape[dim] == extent:
+        return x.contiguous()
+    padded = x.new_empty(*x.shape[:dim], extent, *x.shape[dim + 1 :])
+    padded.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return padded
+
+
+def _packed(x: Tensor, dim: int, shares: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """x cut along dim into shares, one after the other in a flat buffer (which may be
+    x itself), and the number of elements of each."""
+    unit = prod(x.shape[:dim]) * prod(x.shape[dim + 1 :])
+    counts = [unit * share for share in shares]
+    if prod(x.shape[:dim]) == 1:
+        return x.contiguous().view(-1), counts
+    flat = x.new_empty(x.numel())
+    parts = zip(x.split(list(shares), dim), flat.split(counts), strict=True)
+    for part, room in parts:
+        room.view(part.shape).copy_(part)
+    return flat, counts

@@ -1,0 +1,282 @@
+"""The executor: runs one rank's part of a program, action by action.
+
+It interprets the rank's list of the schedule, the same list that the checker and the
+simulator read. Messages are posted before they are needed and waited for when they are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.comm import Comm, Receipt
+from passes.mesh import TIME
+from passes.program import Program
+from passes.schedule import Action, Kind
+
+
+@dataclass
+class Bucket:
+    """Gradients that are reduced together: views into one flat buffer.
+
+    ranks: those over whose values the buffer is a pending sum (this one included).
+    """
+
+    ranks: tuple[int, ...]
+    flat: Tensor
+    names: list[str]
+
+
+@dataclass
+class RunningStage:
+    """One stage on this rank: its module and what it keeps between actions."""
+
+    module: dict[str, Any]
+    tensors: dict[str, Tensor]
+    grads: dict[str, Tensor]
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    batch: dict[str, Tensor] = field(default_factory=dict)
+    saved: dict[int, list[Tensor]] = field(default_factory=dict)
+
+
+def load_module(text: str, name: str) -> dict[str, Any]:
+    """Run an emitted module's text; returns its names."""
+    found: dict[str, Any] = {"__name__": name}
+    exec(compile(text, f"<{name}>", "exec"), found)
+    return found
+
+
+class Executor:
+    """Runs a program on the rank of `comm`.
+
+    parameters: the rank's shards by the model's names; gradients appear in `.grad`.
+    buffers: whole, by name.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        comm: Comm,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        seed: int = 0,
+    ) -> None:
+        self.program, self.comm = program, comm
+        self.parameters, self.buffers = dict(parameters), dict(buffers)
+        self.seed, self.steps = seed, 0
+        self.pp = comm.coords.get("pp", 0)
+        self.actions = program.schedule.ranks[self.pp]
+        self.grads: dict[str, Tensor] = {}
+        self.buckets = self._make_buckets()
+        self.stages = {i: self._start(i) for i in program.stages_of(comm.rank)}
+        self._arriving: dict[Action, list[Receipt]] = {}
+        self._outputs: dict[tuple[str, int, int], tuple[Tensor, ...]] = {}
+        self._leaving: dict[Action, list[Receipt]] = {}
+        self._losses: list[Tensor] = []
+
+    # --- before the first step -----------------------------------------------------
+
+    def _make_buckets(self) -> list[Bucket]:
+        """Lay out gradients that are reduced over the same ranks in one buffer."""
+        members: dict[Any, list[str]] = defaultdict(list)
+        for name, p in self.parameters.items():
+            if not p.requires_grad:
+                continue
+            ranks = self._gradient_ranks(name)
+            members[ranks, str(p.dtype)].append(name)
+        buckets = []
+        for (ranks, _), names in sorted(members.items()):
+            first = self.parameters[names[0]]
+            total = sum(self.parameters[n].numel() for n in names)
+            flat = torch.zeros(total, dtype=first.dtype, device=first.device)
+            start = 0
+            for n in names:
+                p = self.parameters[n]
+                self.grads[n] = flat[start : start + p.numel()].view(p.shape)
+                start += p.numel()
+            buckets.append(Bucket(ranks, flat, names))
+        return buckets
+
+    def _gradient_ranks(self, name: str) -> tuple[int, ...]:
+        """The ranks over which the parameter's gradient is a pending sum."""
+        spec, mesh = self.program.parameters[name], self.program.mesh
+        held_by = {self.program.schedule.stage_to_rank[s] for s in spec.stages}
+        axes = (*spec.pending, "pp") if len(held_by) > 1 else spec.pending
+        group = mesh.group(self.comm.rank, axes)
+        return tuple(r for r in group if mesh.coords(r).get("pp", 0) in held_by)
+
+    def _start(self, index: int) -> RunningStage:
+        program = self.program
+        key = program.module_of(self.comm.rank, index)
+        module = load_module(program.modules[key], f"autopar.emitted.{key}")
+        names = program.stages[index].names
+        tensors: dict[str, Tensor] = {}
+        for own, name in names.items():
+            held = self.parameters.get(name)
+            tensors[own] = self.buffers[name] if held is None else held.detach()
+        for name in module["LITERALS"]:
+            tensors[name] = program.literals[name].to(self.comm.device)
+        grads = {n: self.grads[names[n]] for n in module["TRAINED"]}
+        stage = RunningStage(module, tensors, grads)
+        stage.constants = module["setup"](self.comm, tensors)
+        return stage
+
+    # --- one step ------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Forward and backward of the whole batch; returns the loss, on every rank.
+
+        Gradients are added to what is in `.grad`, as by `loss.backward()`.
+        """
+        before = self._begin_gradients()
+        self.comm.key = (self.seed << 32) + self.steps
+        for stage in self.stages.values():
+            wanted = {k: batch[k] for k in stage.module["INPUTS"]}
+            made = stage.module["prologue"](
+                self.comm, stage.tensors, stage.constants, wanted
+            )
+            stage.batch = {**wanted, **made}
+        receives = [a for a in self.actions if a.kind.is_recv]
+        for action in self.actions:
+            # One message ahead: it arrives while something is computed.
+            while receives and len(self._arriving) < 2:
+                self._post(receives.pop(0))
+            self._run(action)
+        self.comm.flush()
+        self._leaving.clear()
+        for bucket in self.buckets:
+            self.comm.reduce_ranks_(bucket.flat, bucket.ranks)
+        self._end_gradients(before)
+        self.steps += 1
+        return self._loss()
+
+    def _begin_gradients(self) -> dict[int, Tensor]:
+        """Clear the buffers; what the user wants added to is kept aside."""
+        before = {}
+        for i, bucket in enumerate(self.buckets):
+            held = [n for n in bucket.names if self.parameters[n].grad is not None]
+            for n in set(bucket.names) - set(held):
+                self.grads[n].zero_()
+            for n in held:
+                grad = self.parameters[n].grad
+                assert grad is not None
+                if grad.data_ptr() != self.grads[n].data_ptr():
+                    self.grads[n].copy_(grad)
+            if held and bool(bucket.flat.any()):
+                before[i] = bucket.flat.clone()
+            bucket.flat.zero_()
+        return before
+
+    def _end_gradients(self, before: dict[int, Tensor]) -> None:
+        for i, old in before.items():
+            self.buckets[i].flat.add_(old)
+        for name, grad in self.grads.items():
+            self.parameters[name].grad = grad
+
+    # --- actions -------------------------------------------------------------------
+
+    def _run(self, action: Action) -> None:
+        kind = action.kind
+        if kind.is_recv:
+            key = ("x" if kind is Kind.RECV_F else "dy", action.stage, action.microbatch)
+            receipts = self._arriving.pop(action)
+            self._outputs[key] = tuple(r.wait() for r in receipts)
+        elif kind.is_send:
+            self._send(action)
+        elif kind is Kind.F:
+            self._forward(action)
+        elif kind is Kind.B:
+            self._backward(action)
+        else:
+            raise ValueError(f"the executor has no action {action}")
+
+    def _forward(self, action: Action) -> None:
+        stage, i = self.stages[action.stage], action.microbatch
+        self.comm.microbatch = i
+        xs = self._outputs.pop(("x", action.stage, i), ())
+        made, saved = stage.module["forward"](
+            self.comm, stage.tensors, stage.constants, stage.batch, *xs
+        )
+        stage.saved[i] = saved
+        if action.stage == len(self.program.stages) - 1:
+            self._losses.append(made[-1])
+        else:
+            self._hand_on("x", action.stage, action.stage + 1, i, made)
+
+    def _backward(self, action: Action) -> None:
+        stage, i = self.stages[action.stage], action.microbatch
+        self.comm.microbatch = i
+        dys = self._outputs.pop(("dy", action.stage, i), ())
+        made = stage.module["backward"](
+            self.comm,
+            stage.tensors,
+            stage.grads,
+            stage.constants,
+            stage.batch,
+            stage.saved.pop(i),
+            *dys,
+        )
+        # Its gradient is here, so what was sent for it has long arrived.
+        for receipt in self._leaving.pop(Action(action.stage, Kind.SEND_F, i), ()):
+            receipt.wait()
+        if action.stage > 0:
+            self._hand_on("dy", action.stage, action.stage - 1, i, made)
+
+    def _hand_on(
+        self, what: str, stage: int, to: int, i: int, made: tuple[Tensor, ...]
+    ) -> None:
+        """To the next stage on this rank, or to where the send will find it."""
+        if to in self.stages:
+            self._outputs[what, to, i] = made
+        else:
+            self._outputs[f"send {what}", stage, i] = made
+
+    def _post(self, action: Action) -> None:
+        table = "RECEIVES" if action.kind is Kind.RECV_F else "D_SENDS"
+        peer = self._peer(action)
+        self._arriving[action] = [
+            self.comm.recv(shape, dtype, peer, self._tag(action.partner, n))
+            for n, (shape, dtype) in enumerate(
+                row for row in self.stages[action.stage].module[table] if row
+            )
+        ]
+
+    def _send(self, action: Action) -> None:
+        what = "send x" if action.kind is Kind.SEND_F else "send dy"
+        tensors = self._outputs.pop((what, action.stage, action.microbatch))
+        peer = self._peer(action)
+        self._leaving[action] = [
+            self.comm.send(x, peer, self._tag(action, n)) for n, x in enumerate(tensors)
+        ]
+
+    def _peer(self, action: Action) -> int:
+        mesh = self.program.mesh
+        pp = self.program.schedule.peer(action)
+        return mesh.rank({**self.comm.coords, "pp": pp})
+
+    def _tag(self, send: Action, n: int) -> int:
+        """A number for each message of a step, the same on both ends."""
+        backward = send.kind is Kind.SEND_B
+        place = (send.stage * 2 + backward) * self.program.schedule.microbatches
+        return (place + send.microbatch) * 16 + n
+
+    def _loss(self) -> Tensor:
+        """The loss of the whole batch, from the shares of ranks and microbatches."""
+        program = self.program
+        total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
+        if self._losses:
+            total += torch.stack(self._losses).double().sum()
+            if TIME not in program.loss_pending:
+                total /= len(self._losses)
+            for axis, size in program.mesh.axes:
+                if axis != "pp" and axis not in program.loss_pending:
+                    total /= size
+        self._losses.clear()
+        self.comm.reduce_ranks_(total, tuple(range(program.mesh.size)))
+        return total.to(getattr(torch, program.loss_dtype))

@@ -1,0 +1,1 @@
+"""Programs that use autopar; the wheel ships this folder as `autopar.examples`."""

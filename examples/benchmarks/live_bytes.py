@@ -1,0 +1,84 @@
+"""Peak bytes of live tensors in one process: the same count for every runtime.
+
+A process's resident memory says little, because allocators keep pages; this counts
+storages instead: parameters, gradients, activations, buffers and optimizer state.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts every storage that is alive on entry or made inside, until it dies.
+
+    `now` and `peak` are bytes. Buffers inside the communication library are not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.alive: set[int] = set()
+
+    def __enter__(self) -> "LiveBytes":
+        for item in gc.get_objects():
+            # type(), as isinstance() would wake up proxies that merely look alike
+            if issubclass(type(item), Tensor):
+                self.watch(item)
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(is_wrapper(kind) for kind in types):
+            return NotImplemented  # let DTensor unwrap: its local ops come back here
+        result = func(*args, **(kwargs or {}))
+        for item in tree_leaves((args, kwargs, result)):
+            if isinstance(item, Tensor):
+                self.watch(item)
+        return result
+
+    def watch(self, tensor: Tensor) -> None:
+        """Count the tensor's storage, and its gradient's, unless they are known."""
+        if is_traceable_wrapper_subclass(tensor) or tensor.is_sparse:
+            return  # its parts are tensors of their own
+        storage = tensor.untyped_storage()
+        if storage.device.type == "meta" or storage.nbytes() == 0:
+            return
+        where, size = storage.data_ptr(), storage.nbytes()
+        if where not in self.alive:
+            self.alive.add(where)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.release, where, size).atexit = False
+        if tensor.is_leaf and tensor.grad is not None:
+            self.watch(tensor.grad)
+
+    def release(self, where: int, size: int) -> None:
+        self.alive.remove(where)
+        self.now -= size
+
+
+def is_wrapper(kind: type) -> bool:
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def peak_bytes(step: Callable[[], object]) -> int:
+    """The most bytes of tensors alive at once while `step` runs."""
+    gc.collect()
+    with torch.no_grad(), LiveBytes() as live, torch.enable_grad():
+        step()
+    return live.peak

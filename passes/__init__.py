@@ -1,0 +1,1 @@
+"""The pure compiler: types, and passes that are functions from one to another."""

@@ -1,0 +1,83 @@
+"""What a node costs: floating point operations, bytes, and seconds on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from passes.graph import Node, Value, show
+
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "reshape transpose t permute expand split chunk slice select unbind detach"
+    ).split()
+)
+# Backward costs twice the forward: one product for the input's gradient, one for the
+# weight's (Narayanan 2021, appendix).
+BACKWARD = 2.0
+
+
+def flops(node: Node) -> int:
+    """Floating point operations of the forward; a multiply-add counts as two."""
+    name = node.op.rpartition(".")[0] or node.op
+    if name in ("aten.linear", "aten.matmul", "aten.bmm"):
+        return 2 * node.out.numel * node.operands[0].shape[-1]
+    if node.op == "autopar.affine":
+        return 2 * node.out.numel * node.operands[0].shape[-1]
+    if node.op == "autopar.attention":
+        q, k, v = node.operands[:3]
+        # Not discounted for causality, as in the published formulas.
+        return 2 * q.numel * k.shape[-2] + 2 * v.shape[-1] * q.numel // q.shape[
+            -1
+        ] * k.shape[-2]
+    if name in VIEWS or node.op.startswith("comm."):
+        return 0
+    return sum(v.numel for v in node.results)
+
+
+def traffic(node: Node) -> int:
+    """Bytes read and written by the forward; views are free."""
+    if (node.op.rpartition(".")[0] or node.op) in VIEWS:
+        return 0
+    values = {v.name: v for v in (*node.operands, *node.results)}
+    return sum(v.bytes for v in values.values())
+
+
+def signature(node: Node) -> str:
+    """What the cost of a node depends on: `aten.add.Tensor(f32[4,8], f32[8])`."""
+
+    def text(arg: object) -> str:
+        return arg.type if isinstance(arg, Value) else show(arg)
+
+    parts = [
+        f"[{', '.join(map(text, a))}]" if isinstance(a, tuple) else text(a)
+        for a in node.args
+    ]
+    parts += [f"{k}={text(v)}" for k, v in node.kwargs.items()]
+    return f"{node.op}({', '.join(parts)})"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a node, forward and backward: measured, else from the roofline.
+
+    measured: `signature` -> seconds of forward and backward together.
+    """
+
+    measured: Mapping[str, float] = field(default_factory=dict)
+    flops_per_second: float = 5e10
+    bytes_per_second: float = 1e10
+    link_bytes_per_second: float = 1e9
+
+    def seconds(self, node: Node) -> float:
+        known = self.measured.get(signature(node))
+        if known is not None:
+            return known
+        if node.op.startswith("comm."):
+            moved = sum(v.bytes for v in node.results)
+            return 2 * moved / self.link_bytes_per_second
+        busy = max(
+            flops(node) / self.flops_per_second, traffic(node) / self.bytes_per_second
+        )
+        return (1 + BACKWARD) * busy

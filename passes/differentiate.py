@@ -1,0 +1,287 @@
+"""differentiate: a rank's forward of one stage -> its forward and backward.
+
+Reverse mode over the local graph, collectives included, so that the backward's
+collectives are the transposes of the forward's. Parameter gradients are added up in
+place over microbatches; what is pending over mesh axes stays so until the step's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from passes.cost import flops
+from passes.graph import Builder, Node, Value
+from passes.localize import Localizer
+from passes.split_stages import Stage
+from passes.tape import Tape, ones_like
+from passes.vjp import DERIVATIVES, expand_forward, forward_nodes, traced
+
+
+@dataclass(frozen=True)
+class LocalStage:
+    """What one rank runs of a stage. Shapes are the rank's own.
+
+    setup, prologue, forward: as in `Stage`. backward: from the cotangents of `sends` to
+    those of `receives`. saved: what forward keeps for backward. grads: parameter ->
+    the buffer that its gradient is added to. text: value name -> its named dims.
+    """
+
+    stage: Stage
+    setup: tuple[Node, ...]
+    prologue: tuple[Node, ...]
+    forward: tuple[Node, ...]
+    backward: tuple[Node, ...]
+    params: tuple[Value, ...]
+    buffers: tuple[Value, ...]
+    constants: tuple[Value, ...]
+    inputs: tuple[Value, ...]
+    receives: tuple[Value, ...]
+    sends: tuple[Value, ...]
+    d_sends: tuple[Value | None, ...]
+    d_receives: tuple[Value | None, ...]
+    loss: Value | None
+    saved: tuple[Value, ...]
+    grads: Mapping[str, Value]
+    texts: Mapping[str, str]
+
+    @property
+    def flops(self) -> int:
+        """Of one forward of one microbatch."""
+        return sum(flops(n) for n in self.forward)
+
+
+def differentiate(
+    stage: Stage, sizes: Mapping[str, int], coords: Mapping[str, int]
+) -> LocalStage:
+    """Localize a stage for the rank at `coords`, and write its backward."""
+    local = Localizer(stage.dims, stage.shardings, sizes, coords)
+    parts = {
+        part: [local.node(n) for n in getattr(stage, part)]
+        for part in ("setup", "prologue", "forward")
+    }
+    sources = {
+        part: tuple(local.value(v) for v in getattr(stage, part))
+        for part in ("params", "buffers", "constants", "inputs", "receives", "sends")
+    }
+    loss = local.value(stage.loss) if stage.loss else None
+    forward = fuse_bias(spell_dropout(parts["forward"]))
+    builder = Builder(set(stage.dims) | {v.name for n in forward for v in n.results})
+    grads = {
+        p.name: Value(f"grad.{p.name}", p.shape, p.dtype)
+        for p in sources["params"]
+        if p.name in stage.differentiable
+    }
+    writer = _Writer(builder, stage.differentiable, grads, sizes)
+    writer.run_forward(forward)
+    d_sends = writer.seed(sources["sends"], loss)
+    d_receives = writer.run_backward(sources["receives"])
+    written = writer.finish(parts["setup"], parts["prologue"], sources, d_receives)
+    return LocalStage(
+        stage=stage,
+        setup=tuple(parts["setup"]),
+        prologue=tuple(parts["prologue"]),
+        forward=tuple(writer.forward),
+        backward=tuple(writer.tape.nodes),
+        **sources,
+        d_sends=d_sends,
+        d_receives=d_receives,
+        loss=loss,
+        saved=written,
+        grads=grads,
+        texts=writer.texts(stage),
+    )
+
+
+class _Writer:
+    def __init__(
+        self,
+        builder: Builder,
+        differentiable: frozenset[str],
+        grads: Mapping[str, Value],
+        sizes: Mapping[str, int],
+    ) -> None:
+        self.tape = Tape(builder, differentiable, grads, sizes)
+        self.forward: list[Node] = []
+        # Nodes that a gradient flows through, as the backward sees them.
+        self.through: list[Node] = []
+        self.seeds: list[Value] = []
+
+    def run_forward(self, nodes: list[Node]) -> None:
+        for node in nodes:
+            if not any(self.tape.wanted(v) for v in node.results):
+                self.forward.append(node)
+                continue
+            node = forward_nodes(self.tape, node) or node
+            self.through.append(node)
+            if node.op in DERIVATIVES and not self._needs_trace(node):
+                self.forward.append(node)
+            else:
+                self.forward += expand_forward(self.tape, node)
+
+    def _needs_trace(self, node: Node) -> bool:
+        """Products of two activations, and embeddings of computed tables."""
+        if node.op == "aten.matmul.default":
+            x, w = node.operands[:2]
+            return not (len(w.shape) == 2 and len(x.shape) > 1)
+        if node.op == "aten.embedding.default":
+            return not self.tape.is_param(node.operands[0])
+        return False
+
+    def seed(self, sends: tuple[Value, ...], loss: Value | None) -> tuple:
+        """Start the backward with the cotangents that come in, and the loss's own."""
+        incoming: list[Value | None] = []
+        for v in sends:
+            if not self.tape.wanted(v):
+                incoming.append(None)
+                continue
+            dy = self.tape.fresh(v)
+            incoming.append(dy)
+            self.seeds.append(dy)
+            self.tape.add(v, dy)
+        if loss is not None and self.tape.wanted(loss):
+            self.tape.add(loss, ones_like(self.tape, loss, self.through[-1]))
+        return tuple(incoming)
+
+    def run_backward(self, receives: tuple[Value, ...]) -> tuple[Value | None, ...]:
+        tape = self.tape
+        for node in reversed(self.through):
+            dys = [None if v is None else tape.take(v, node) for v in node.outs]
+            if node.op in DERIVATIVES and not self._needs_trace(node):
+                if not any(dys):
+                    continue
+                found = DERIVATIVES[node.op](tape, node, dys)
+            elif any(dys):
+                found = traced(tape, node, dys)
+            else:
+                continue
+            for v, dy in zip(node.operands, found, strict=True):
+                if dy is None or not tape.wanted(v):
+                    continue
+                if tape.is_param(v):
+                    tape.accumulate(v, "autopar.add_", node, dy)
+                else:
+                    tape.add(v, dy)
+        if not self.through:
+            return tuple(None for _ in receives)
+        at = self.through[0]
+        return tuple(tape.take(v, at) if tape.wanted(v) else None for v in receives)
+
+    def finish(
+        self,
+        setup: list[Node],
+        prologue: list[Node],
+        sources: Mapping[str, tuple[Value, ...]],
+        outputs: tuple[Value | None, ...],
+    ) -> tuple[Value, ...]:
+        """Drop dead nodes; find what the backward needs of the forward."""
+        tape = self.tape
+        self.forward, tape.nodes = drop_identities(self.forward, tape.nodes)
+        tape.nodes = _alive(tape.nodes, {v.name for v in outputs if v is not None})
+        elsewhere = {v.name for n in (*setup, *prologue) for v in n.results}
+        for part in ("params", "buffers", "constants", "inputs"):
+            elsewhere.update(v.name for v in sources[part])
+        elsewhere.update(v.name for v in tape.grads.values())
+        elsewhere.update(v.name for v in self.seeds)
+        made = {v.name for n in tape.nodes for v in n.results}
+        saved: dict[str, Value] = {}
+        for node in tape.nodes:
+            for v in node.operands:
+                if v.name not in made and v.name not in elsewhere:
+                    saved[v.name] = v
+        for v in outputs:
+            if v is not None and v.name not in made and v.name not in elsewhere:
+                saved[v.name] = v
+        return tuple(saved.values())
+
+    def texts(self, stage: Stage) -> dict[str, str]:
+        """Named dims of each value; a cotangent lies as its value does."""
+        found = {name: stage.shardings[name].text(d) for name, d in stage.dims.items()}
+        for name, text in list(found.items()):
+            found[f"d_{name}"] = text.partition("] ")[0].rstrip("]") + "]"
+        return found
+
+
+def _alive(nodes: list[Node], needed: set[str]) -> list[Node]:
+    """Nodes that a result or a parameter's gradient depends on."""
+    kept: list[Node] = []
+    for node in reversed(nodes):
+        changes = not node.results and _target(node)
+        into_grad = bool(changes) and str(changes).startswith("grad.")
+        if into_grad or changes in needed or any(v.name in needed for v in node.results):
+            kept.append(node)
+            needed.update(v.name for v in node.operands)
+    return kept[::-1]
+
+
+def _target(node: Node) -> str:
+    """What an in-place node writes to: its first operand."""
+    return node.operands[0].name
+
+
+def drop_identities(
+    forward: list[Node], backward: list[Node]
+) -> tuple[list[Node], list[Node]]:
+    """Leave out what does nothing at run time: R -> V, and detach."""
+    aliases: dict[str, Value] = {}
+
+    def follow(nodes: list[Node]) -> list[Node]:
+        kept = []
+        for node in nodes:
+            node = node.substitute(lambda v: aliases.get(v.name, v))
+            if node.op in ("comm.enter", "aten.detach.default"):
+                aliases[node.out.name] = node.operands[0]
+            else:
+                kept.append(node)
+        return kept
+
+    return follow(forward), follow(backward)
+
+
+def spell_dropout(nodes: list[Node]) -> list[Node]:
+    """dropout -> a mask from the global position, and a scaled product with it."""
+    found = []
+    for node in nodes:
+        if node.op != "comm.dropout":
+            found.append(node)
+            continue
+        x, p, number, position = node.args
+        keep = Value(f"keep_{number}", x.shape, torch.bool)
+        found.append(
+            Node("comm.dropout_mask", (p, number, position), {}, (keep,), node.where)
+        )
+        scale = 1.0 / (1.0 - p)
+        found.append(
+            replace(node, op="autopar.masked_scale", args=(x, keep, scale))
+        )
+    return found
+
+
+def fuse_bias(nodes: list[Node]) -> list[Node]:
+    """A product and the bias added to it run as one kernel, where nothing is between."""
+    readers: dict[str, int] = {}
+    for node in nodes:
+        for v in node.operands:
+            readers[v.name] = readers.get(v.name, 0) + 1
+    made = {v.name: i for i, n in enumerate(nodes) for v in n.results}
+    found: list[Node | None] = list(nodes)
+    for i, node in enumerate(nodes):
+        if node.op != "aten.add.Tensor" or len(node.operands) != 2 or node.kwargs:
+            continue
+        y, b = node.args
+        product = found[made[y.name]] if y.name in made else None
+        if product is None or readers[y.name] != 1 or len(b.shape) != 1:
+            continue
+        x_rank = len(product.operands[0].shape)
+        is_linear = product.op == "aten.linear.default"
+        is_matmul = product.op == "aten.matmul.default" and x_rank > 1
+        if not (is_linear or is_matmul) or len(product.operands) != 2:
+            continue
+        if len(product.operands[1].shape) != 2 or b.shape[0] != y.shape[-1]:
+            continue
+        op = product.op if is_linear else "autopar.affine"
+        found[made[y.name]] = None
+        found[i] = replace(node, op=op, args=(*product.operands, b))
+    return [n for n in found if n is not None]

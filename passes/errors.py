@@ -1,0 +1,43 @@
+"""Errors that a user can act on: what is wrong, where in their source, and a fix."""
+
+from __future__ import annotations
+
+
+class AutoparError(Exception):
+    """Base of all errors about the user's model, mesh, hints, batch or plan.
+
+    The text has one fact a line: what, `at` the user's source line, `fix`.
+    """
+
+    def __init__(self, what: str, *, source: str = "", fix: str = "") -> None:
+        lines = [what]
+        if source:
+            lines.append(f"  at   {source}")
+        if fix:
+            lines.append(f"  fix  {fix}")
+        super().__init__("\n".join(lines))
+        self.what, self.source, self.fix = what, source, fix
+
+
+class CaptureError(AutoparError):
+    """The model cannot be read as one graph."""
+
+
+class ShardingConflict(AutoparError):
+    """A decision or a hint asks for a split that an op's rule forbids."""
+
+
+class LossNotSeparable(AutoparError):
+    """The loss over the batch is not a sum of losses over microbatches."""
+
+
+class HintError(AutoparError):
+    """A hint names nothing, or something that cannot be split so."""
+
+
+class BatchError(AutoparError):
+    """The batch does not fit the mesh, the microbatches or the compiled shapes."""
+
+
+class StageError(AutoparError):
+    """The graph cannot be cut into the stages that are asked for."""

@@ -1,0 +1,152 @@
+"""functionalize: a write in place becomes a new value.
+
+After `x.mul_(2)`, whatever reads x reads the new value. That is the same program as
+long as nobody looks at the old memory by another name: a view of x, or what x is a view
+of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from passes.errors import CaptureError
+from passes.graph import Graph, Node, Value, resolve, short
+
+# Ops whose result may be their operand itself, though their schema does not say so.
+SILENT_VIEWS = frozenset(
+    {
+        "aten.alpha_dropout",
+        "aten.broadcast_tensors",
+        "aten.dropout",
+        "aten.feature_dropout",
+        "aten.meshgrid",
+        "aten.type_as",
+    }
+)
+
+
+def functionalize(graph: Graph) -> Graph:
+    """The same graph without ops that write in place.
+
+    A write to the batch makes a new value too: the caller's tensor stays as it was.
+    Raises: CaptureError on a write to what outlives the step (a parameter, a buffer, a
+    tensor that the model holds), or to memory that is read later by another name.
+    """
+    memory = _Memory(graph)
+    nodes = []
+    for position, node in enumerate(graph.nodes):
+        new = node.substitute(memory.now)
+        if resolve(node.op)._schema.is_mutable:
+            target = _target(node)
+            memory.check(target, node, position)
+            new = replace(new, op=_without_write(node))
+            memory.write(target, node.out)
+        else:
+            memory.note_views(node)
+        nodes.append(new)
+    outputs = tuple(map(memory.now, graph.outputs))
+    return replace(graph, nodes=tuple(nodes), outputs=outputs).verify()
+
+
+class _Memory:
+    """Which values are the same tensor, and which share memory."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.tensor: dict[str, str] = {}  # another name of a tensor -> its first name
+        self.current: dict[str, Value] = {}  # first name -> what the tensor holds now
+        self.root: dict[str, str] = {}  # first name -> whose memory it sees
+        self.sharers: dict[str, list[str]] = {}  # root -> who sees its memory
+        self.last_read: dict[str, int] = {}
+        self.lasting = {v.name: "parameter" for v in graph.params}
+        self.lasting |= {v.name: "buffer" for v in graph.buffers}
+        self.lasting |= {v.name: "constant" for v in graph.constants}
+        for position, node in enumerate(graph.nodes):
+            for v in node.operands:
+                self.last_read[v.name] = position
+        for v in graph.outputs:
+            self.last_read[v.name] = len(graph.nodes)
+
+    def now(self, v: Value) -> Value:
+        return self.current.get(self._first(v.name), v)
+
+    def note_views(self, node: Node) -> None:
+        """Remember what the results of a node share memory with."""
+        name = node.op.rpartition(".")[0]
+        declared = any(r.alias_info for r in resolve(node.op)._schema.returns)
+        if not (declared or name in SILENT_VIEWS):
+            return
+        source = node.operands[0]
+        root = self._root(source.name)
+        for v in node.results:
+            copied = name == "aten.to" and v.dtype != source.dtype
+            if not copied:
+                self.root[v.name] = root
+                self.sharers.setdefault(root, [root]).append(v.name)
+
+    def check(self, target: Value, node: Node, position: int) -> None:
+        """Refuse a write that somebody else would see."""
+        first = self._first(target.name)
+        root = self._root(target.name)
+        write = short(node.op)
+        if root in self.lasting:
+            raise CaptureError(
+                f"'{write}' changes the model's {self.lasting[root]} '{root}' in "
+                "forward, which has no meaning when ranks run different microbatches",
+                source=str(node.where),
+                fix="compute it anew in each forward, or keep it out of forward (for "
+                "running statistics: freeze them with .eval())",
+            )
+        for other in self.sharers.get(root, []):
+            read_later = self.last_read.get(other, -1) > position
+            if self._first(other) != first and read_later:
+                raise CaptureError(
+                    f"'{write}' writes in place into a view: %{target.name} shares "
+                    f"memory with %{other}, which is read later",
+                    source=str(node.where),
+                    fix="make a new tensor: y = x.mul(2) instead of x.mul_(2), "
+                    "torch.where or torch.cat instead of x[...] = y",
+                )
+
+    def write(self, target: Value, result: Value) -> None:
+        first = self._first(target.name)
+        self.tensor[result.name] = first
+        self.current[first] = result
+        root = self._root(first)
+        self.sharers.setdefault(root, [root]).append(result.name)
+
+    def _first(self, name: str) -> str:
+        return self.tensor.get(name, name)
+
+    def _root(self, name: str) -> str:
+        first = self._first(name)
+        return self.root.get(first, first)
+
+
+def _target(node: Node) -> Value:
+    """The tensor that a node writes to."""
+    first, *rest = resolve(node.op)._schema.arguments
+    writes_first = first.alias_info is not None and first.alias_info.is_write
+    writes_more = any(a.alias_info is not None and a.alias_info.is_write for a in rest)
+    if not writes_first or writes_more or not isinstance(node.args[0], Value):
+        raise CaptureError(
+            f"'{short(node.op)}' writes into an argument that is not its first one",
+            source=str(node.where),
+            fix="use the form of the call that returns its result (no out=)",
+        )
+    return node.args[0]
+
+
+def _without_write(node: Node) -> str:
+    """`aten.mul_.Tensor` -> `aten.mul.Tensor`, `aten.__ior__.Scalar` -> `__or__`."""
+    space, name, overload = node.op.split(".")
+    plain = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
+    op = f"{space}.{plain}.{overload}"
+    try:
+        resolve(op)
+    except AttributeError:
+        raise CaptureError(
+            f"'{short(node.op)}' writes in place, and has no form that does not",
+            source=str(node.where),
+            fix="compute a new tensor instead of writing into one",
+        ) from None
+    return op

@@ -1,0 +1,285 @@
+"""The graph that every pass reads and returns: values, nodes, and a program of them.
+
+A graph is a flat list of nodes in execution order. It is immutable; a pass that
+changes something builds a new one (`Builder`). Facts that a pass finds out about a
+value (its named dims, its sharding) live in tables keyed by the value's name, in the
+type that the pass returns.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+DTYPES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+}
+
+
+class InvalidGraph(AssertionError):
+    """A pass broke an invariant of the graph: a bug of ours, not of the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor: its name is unique in its graph."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        size = 1
+        for extent in self.shape:
+            size *= extent
+        return size
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def type(self) -> str:
+        """`f32[4,16,48]`."""
+        name = DTYPES.get(self.dtype, str(self.dtype))
+        return f"{name}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where a node comes from: module path and line of the user's source."""
+
+    module: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        return "  ".join(part for part in (self.source, self.module) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operation: `outs = op(*args, **kwargs)`.
+
+    `op` is `aten.<name>.<overload>`, `autopar.<kernel>` or `comm.<collective>`.
+    Arguments are constants, values, and (nested) tuples of them. An out that nobody
+    reads may be None.
+    """
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outs: tuple[Value | None, ...]
+    where: Where = Where()
+
+    @property
+    def out(self) -> Value:
+        """The single result."""
+        (value,) = self.outs
+        assert value is not None, f"{self.op} has no result"
+        return value
+
+    @property
+    def operands(self) -> tuple[Value, ...]:
+        """The values among the arguments, in order, repeats included."""
+        return tuple(values_in((self.args, tuple(self.kwargs.values()))))
+
+    @property
+    def results(self) -> tuple[Value, ...]:
+        return tuple(v for v in self.outs if v is not None)
+
+    def substitute(self, change: Callable[[Value], Any]) -> Node:
+        """The same node with every operand replaced by `change(operand)`."""
+        return replace(
+            self,
+            args=map_values(change, self.args),
+            kwargs=map_values(change, self.kwargs),
+        )
+
+    def __str__(self) -> str:
+        outs = ", ".join("_" if v is None else f"%{v.name}" for v in self.outs)
+        parts = [show(a) for a in self.args]
+        parts += [f"{k}={show(v)}" for k, v in self.kwargs.items()]
+        return f"{outs} = {short(self.op)}({', '.join(parts)})"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A straight-line program over named tensors.
+
+    inputs: what a call passes in (the batch; for a stage also what it receives).
+    params: parameters, by the model's own names. buffers: as params, without gradient.
+    constants: tensors that the model's code holds as literals.
+    """
+
+    inputs: tuple[Value, ...]
+    params: tuple[Value, ...]
+    buffers: tuple[Value, ...]
+    constants: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Value, ...]
+
+    @property
+    def sources(self) -> tuple[Value, ...]:
+        """Every value that no node makes."""
+        return self.inputs + self.params + self.buffers + self.constants
+
+    def producers(self) -> dict[str, Node]:
+        return {v.name: n for n in self.nodes for v in n.results}
+
+    def consumers(self) -> dict[str, list[Node]]:
+        """Value name -> nodes that read it, in order, each once."""
+        table: dict[str, list[Node]] = {v.name: [] for v in self.sources}
+        for node in self.nodes:
+            for v in dict.fromkeys(node.operands):
+                table[v.name].append(node)
+            for v in node.results:
+                table[v.name] = []
+        return table
+
+    def verify(self) -> Graph:
+        """Check that names are unique and everything is made before it is used."""
+        made: dict[str, Value] = {}
+        for v in self.sources:
+            if v.name in made:
+                raise InvalidGraph(f"two sources are named %{v.name}")
+            made[v.name] = v
+        for node in self.nodes:
+            for v in node.operands:
+                if made.get(v.name) != v:
+                    raise InvalidGraph(f"{node} reads %{v.name} before it is made")
+            for v in node.results:
+                if v.name in made:
+                    raise InvalidGraph(f"{node} makes %{v.name} a second time")
+                made[v.name] = v
+        for v in self.outputs:
+            if made.get(v.name) != v:
+                raise InvalidGraph(f"the output %{v.name} is never made")
+        return self
+
+    def __str__(self) -> str:
+        lines = [f"input  %{v.name}  {v.type}" for v in self.inputs]
+        lines += [f"param  %{v.name}  {v.type}" for v in self.params]
+        lines += [f"buffer %{v.name}  {v.type}" for v in self.buffers]
+        lines += [f"const  %{v.name}  {v.type}" for v in self.constants]
+        for node in self.nodes:
+            types = ", ".join(v.type for v in node.results)
+            lines.append(f"{types:24} {node}  # {node.where}".rstrip(" #"))
+        lines.append("return " + ", ".join(f"%{v.name}" for v in self.outputs))
+        return "\n".join(lines)
+
+
+def values_in(tree: Any) -> Iterator[Value]:
+    """The values of nested tuples and dicts, in order."""
+    if isinstance(tree, Value):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from values_in(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from values_in(item)
+
+
+def map_values(change: Callable[[Value], Any], tree: Any) -> Any:
+    """The same nested structure with each value replaced by `change(value)`."""
+    if isinstance(tree, Value):
+        return change(tree)
+    if isinstance(tree, tuple | list):
+        return tuple(map_values(change, item) for item in tree)
+    if isinstance(tree, Mapping):
+        return {key: map_values(change, item) for key, item in tree.items()}
+    return tree
+
+
+def show(arg: Any) -> str:
+    """An argument as printed in a node."""
+    if isinstance(arg, Value):
+        return f"%{arg.name}"
+    if isinstance(arg, tuple | list):
+        return f"[{', '.join(map(show, arg))}]"
+    return str(arg)
+
+
+def short(op: str) -> str:
+    """`aten.add.Tensor` -> `add`; our own ops stay as they are."""
+    return op.split(".")[1] if op.startswith("aten.") else op
+
+
+@cache
+def resolve(op: str) -> Callable[..., Any]:
+    """The torch operator that `aten.<name>.<overload>` names."""
+    found: Callable[..., Any] = operator.attrgetter(op)(torch.ops)
+    return found
+
+
+@dataclass
+class Builder:
+    """Collects the nodes of a new graph, and gives fresh names."""
+
+    taken: set[str]
+    nodes: list[Node] = field(default_factory=list)
+
+    @classmethod
+    def beside(cls, sources: Iterable[Value]) -> Builder:
+        return cls({v.name for v in sources})
+
+    def name(self, wanted: str) -> str:
+        """`wanted`, or `wanted_1`, `wanted_2` ... if it is taken."""
+        candidate, count = wanted, 0
+        stem = re.sub(r"_\d+$", "", wanted)
+        while candidate in self.taken:
+            count += 1
+            candidate = f"{stem}_{count}"
+        self.taken.add(candidate)
+        return candidate
+
+    def value(self, wanted: str, shape: Iterable[int], dtype: torch.dtype) -> Value:
+        return Value(self.name(wanted), tuple(shape), dtype)
+
+    def emit(
+        self,
+        op: str,
+        args: tuple[Any, ...],
+        shape: Iterable[int],
+        dtype: torch.dtype,
+        where: Where,
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> Value:
+        """Append a node with one result, and return the result."""
+        wanted = name or op.split(".")[1]
+        out = self.value(wanted, shape, dtype)
+        self.nodes.append(Node(op, args, kwargs, (out,), where))
+        return out
+
+
+def prune(graph: Graph) -> Graph:
+    """Drop nodes, buffers and constants that no output depends on."""
+    needed = {v.name for v in graph.outputs}
+    kept = []
+    for node in reversed(graph.nodes):
+        if any(v.name in needed for v in node.results):
+            kept.append(node)
+            needed.update(v.name for v in node.operands)
+    return replace(
+        graph,
+        nodes=tuple(reversed(kept)),
+        buffers=tuple(v for v in graph.buffers if v.name in needed),
+        constants=tuple(v for v in graph.constants if v.name in needed),
+    )

@@ -1,0 +1,117 @@
+"""localize: from global shapes to one rank's own.
+
+Only what carries a size changes: shapes in views, the pieces of a split, and the ops
+that must know where in the global tensor their shard begins. Extents that do not divide
+are split as even as can be, so ranks may differ by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from passes.graph import Node, Value
+from passes.name_dims import Dims
+from passes.sharding import Sharding, local_extent
+
+
+@dataclass(frozen=True)
+class Localizer:
+    """Gives values and nodes the shapes they have on the rank at `coords`."""
+
+    dims: Mapping[str, Dims]
+    shardings: Mapping[str, Sharding]
+    sizes: Mapping[str, int]
+    coords: Mapping[str, int]
+
+    def value(self, v: Value) -> Value:
+        dims, sharding = self.dims[v.name], self.shardings[v.name]
+        return replace(v, shape=sharding.local_shape(dims, self.sizes, self.coords))
+
+    def node(self, node: Node) -> Node:
+        local = replace(
+            node.substitute(self.value),
+            outs=tuple(None if v is None else self.value(v) for v in node.outs),
+        )
+        change = CHANGES.get(node.op) or CHANGES.get(node.op.rpartition(".")[0])
+        return change(self, node, local) if change else local
+
+    def extents_along(self, v: Value, dim: int, axis: str) -> tuple[int, ...] | None:
+        """The extents of a split dim on the ranks of an axis; None if they are equal."""
+        (of,), (axes,) = self.dims[v.name][dim], self.shardings[v.name].slots[dim]
+        found = tuple(
+            local_extent(of.size, axes, self.sizes, {**self.coords, axis: i})
+            for i in range(self.sizes[axis])
+        )
+        return None if len(set(found)) == 1 else found
+
+
+def _out_shape(_: Localizer, node: Node, local: Node) -> Node:
+    """reshape, expand: the target shape is the local one."""
+    return replace(local, args=(local.args[0], local.out.shape))
+
+
+def _split(_: Localizer, node: Node, local: Node) -> Node:
+    dim = int(node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0))
+    pieces = tuple(v.shape[dim] for v in local.results)
+    if node.op == "aten.split.Tensor":
+        pieces = pieces[0]  # type: ignore[assignment]
+    return replace(local, args=(local.args[0], pieces, *local.args[2:]))
+
+
+def _lookup(at: Localizer, node: Node, local: Node) -> Node:
+    """An embedding whose rows are split is looked up by global index."""
+    table = node.operands[0]
+    rows, axes = table.shape[0], _axes_of(at, table, 0)
+    if not axes:
+        return local
+    return replace(local, op="comm.lookup", args=(*local.operands, rows, axes))
+
+
+def _pick(at: Localizer, node: Node, local: Node) -> Node:
+    x = node.operands[0]
+    axes = _axes_of(at, x, len(x.shape) - 1)
+    return replace(local, op="comm.pick", args=(*local.args, x.shape[-1], axes))
+
+
+def _axes_of(at: Localizer, v: Value, dim: int) -> tuple[str, ...]:
+    slots = at.shardings[v.name].slots[dim]
+    assert len(slots) == 1, f"%{v.name}: a dim that is looked up must be a single one"
+    return slots[0]
+
+
+def _dropout(at: Localizer, node: Node, local: Node) -> Node:
+    """The mask is a function of the global position of each element."""
+    x = node.operands[0]
+    position = tuple(
+        tuple((d.size, axes) for d, axes in zip(factors, slots, strict=True))
+        for factors, slots in zip(at.dims[x.name], at.shardings[x.name].slots, strict=True)
+    )
+    return replace(local, op="comm.dropout", args=(*local.args, position))
+
+
+def _gather(at: Localizer, node: Node, local: Node) -> Node:
+    x, axis, dim = node.args
+    sizes = at.extents_along(x, dim, axis)
+    varying = axis in at.shardings[node.out.name].varying
+    return replace(local, args=(*local.args, sizes, varying))
+
+
+def _all_to_all(at: Localizer, node: Node, local: Node) -> Node:
+    x, axis, _, concat_dim = node.args
+    return replace(local, args=(*local.args, at.extents_along(x, concat_dim, axis)))
+
+
+CHANGES: dict[str, Any] = {
+    "aten.reshape": _out_shape,
+    "aten.expand": _out_shape,
+    "aten.split": _split,
+    "aten.split_with_sizes": _split,
+    "aten.embedding": _lookup,
+    "autopar.pick": _pick,
+    "autopar.dropout": _dropout,
+    "comm.all_gather": _gather,
+    "comm.all_to_all": _all_to_all,
+}
+

@@ -1,0 +1,154 @@
+"""The mesh: named axes of ranks, and the arithmetic of splitting a dim over them.
+
+Ranks are laid out row-major in the order in which the axes were written: the last axis
+is the fastest, as in torch's DeviceMesh. In `pp=2,tp=3` rank 4 is `pp=1, tp=1`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from passes.errors import AutoparError
+
+AXES = ("pp", "dp", "cp", "ep", "tp")
+"""The axes a mesh may have: pipeline, data, context, expert and tensor parallel."""
+
+TIME = "time"
+"""The axis of microbatches: it splits dims like any other, but no rank lies on it."""
+
+
+class MeshError(AutoparError):
+    """A mesh that cannot be, or a question about an axis or rank that it lacks."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Axes and their sizes, outermost (slowest) first; no axes is a single rank."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for name, size in self.axes:
+            _known(name)
+            if name in seen:
+                raise MeshError(
+                    f"axis {name!r} is there twice in mesh '{self}'",
+                    fix="write it once, with the product of its sizes",
+                )
+            if size < 1:
+                raise MeshError(
+                    f"axis {name!r} has size {size}",
+                    fix="sizes are at least 1; leave out an axis that is not wanted",
+                )
+            seen.add(name)
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """Read `"pp=2,tp=2"`; the empty text is the mesh of one rank.
+
+        Raises: MeshError, naming the piece that is wrong.
+        """
+        pieces = text.split(",") if text.strip() else []
+        return cls(tuple(_parse_axis(piece.strip(), text) for piece in pieces))
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return prod(size for _, size in self.axes)
+
+    def axis_size(self, name: str) -> int:
+        """The number of ranks along an axis: 1 where this mesh does not have it."""
+        return dict(self.axes).get(_known(name), 1)
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Where a rank lies on each axis, in mesh order."""
+        if not 0 <= rank < self.size:
+            raise MeshError(
+                f"mesh '{self}' has no rank {rank}",
+                fix=f"its ranks are 0 to {self.size - 1}",
+            )
+        coords = {}
+        for name, size in reversed(self.axes):
+            rank, coords[name] = divmod(rank, size)
+        return dict(reversed(coords.items()))
+
+    def rank(self, coords: Mapping[str, int]) -> int:
+        """The rank that lies at these coordinates, one for each axis."""
+        if set(coords) != {name for name, _ in self.axes}:
+            raise MeshError(
+                f"coordinates {dict(coords)} do not fit mesh '{self}'",
+                fix="give one number for each of its axes",
+            )
+        rank = 0
+        for name, size in self.axes:
+            if not 0 <= coords[name] < size:
+                raise MeshError(
+                    f"{name}={coords[name]} is outside of mesh '{self}'",
+                    fix=f"{name} goes from 0 to {size - 1}",
+                )
+            rank = rank * size + coords[name]
+        return rank
+
+    def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` on these axes only, in ascending order.
+
+        Ascending is row-major over the axes in mesh order, whatever the order of
+        `axes`. Axes that this mesh lacks have size 1 and change nothing.
+        """
+        for name in axes:
+            _known(name)
+        coords = self.coords(rank)
+        free = [(name, size) for name, size in self.axes if name in axes]
+        places = product(*(range(size) for _, size in free))
+        names = [name for name, _ in free]
+        return tuple(
+            self.rank({**coords, **dict(zip(names, place, strict=True))})
+            for place in places
+        )
+
+
+def balanced(n: int, parts: int) -> tuple[int, ...]:
+    """The sizes of n things in as even parts as can be, as numpy.array_split has them:
+    the first n % parts get one more."""
+    least, more = divmod(n, parts)
+    return (least + 1,) * more + (least,) * (parts - more)
+
+
+def start(n: int, parts: int, i: int) -> int:
+    """Where part i of `balanced(n, parts)` begins."""
+    least, more = divmod(n, parts)
+    return i * least + min(i, more)
+
+
+def _known(name: str) -> str:
+    if name in AXES:
+        return name
+    if name == TIME:
+        raise MeshError(
+            f"{TIME!r} is the axis of microbatches and no axis of the mesh",
+            fix="set the number of microbatches instead",
+        )
+    raise MeshError(f"unknown axis {name!r}", fix=f"the axes are {', '.join(AXES)}")
+
+
+def _parse_axis(piece: str, text: str) -> tuple[str, int]:
+    name, equals, size = (part.strip() for part in piece.partition("="))
+    if not (name and equals):
+        raise MeshError(
+            f"{piece!r} in mesh {text!r} is not an axis",
+            fix="write name=size, with commas between, as in 'pp=2,tp=2'",
+        )
+    if not re.fullmatch(r"[+-]?\d+", size):
+        raise MeshError(
+            f"size {size!r} of axis {name!r} in mesh {text!r} is not a whole number",
+            fix=f"write for instance '{name}=2'",
+        )
+    return name, int(size)

@@ -1,0 +1,398 @@
+"""normalize: one spelling for each thing that models write in many ways.
+
+Afterwards there are no asserts, aliases, casts to the same type or dead nodes; every
+view is `reshape`, every matrix product of a weight is `linear` (weight [n, k]) or
+`matmul` (weight [k, n]) with its bias added apart; a causal mask is a flag; attention,
+dropout and the loss are made of ops whose sharding rules are plain.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from passes.graph import Graph, Node, Value
+from passes.loss import LOSS_RULES
+from passes.rewrite import Rewriter, Rule
+from passes.trace import Traced
+
+
+def normalize(traced: Traced) -> Traced:
+    """Bring the graph to its normal form. The loss stays the same function."""
+    graph = traced.graph
+    for rules in (CLEAN, MEANING):
+        graph = Rewriter(graph, traced.literals).run(rules)
+    graph = number_dropouts(graph)
+    literals = {v.name: traced.literals[v.name] for v in graph.constants}
+    return replace(traced, graph=graph, literals=literals)
+
+
+def identity(_: Rewriter, node: Node) -> Value:
+    return node.operands[0]
+
+
+def cast(rewriter: Rewriter, node: Node) -> Value | None:
+    """`to` in its many forms: only the dtype matters, the device is the rank's own."""
+    x, out = node.operands[0], node.out
+    if x.dtype == out.dtype:
+        return x
+    return rewriter.emit(
+        "aten.to.dtype", x, out.dtype, shape=x.shape, dtype=out.dtype, where=node.where
+    )
+
+
+def reshape(rewriter: Rewriter, node: Node) -> Value:
+    return rewriter.reshape(node.operands[0], node.out.shape, node.where)
+
+
+def collapse(rewriter: Rewriter, node: Node) -> Value:
+    """A view of a view is one view."""
+    x = node.operands[0]
+    while (inner := rewriter.producer(x, "aten.reshape")) is not None:
+        x = inner.operands[0]
+    return rewriter.reshape(x, node.out.shape, node.where)
+
+
+def add_nothing(_: Rewriter, node: Node) -> Value | None:
+    """`x + 0`, as position ids are written when there is no cache."""
+    x, other = node.args[:2]
+    nothing = not isinstance(other, Value) and other == 0
+    return x if nothing and x.dtype == node.out.dtype else None
+
+
+def expand(_: Rewriter, node: Node) -> Value | None:
+    x = node.operands[0]
+    return x if x.shape == node.out.shape else None
+
+
+def factory(rewriter: Rewriter, node: Node) -> tuple[Value, ...] | None:
+    """Constants are made on the rank's own device."""
+    dropped = ("device", "pin_memory", "layout")
+    kwargs = {k: v for k, v in node.kwargs.items() if k not in dropped}
+    kwargs.setdefault("dtype", node.out.dtype)
+    return rewriter.keep(replace(node, kwargs=kwargs))
+
+
+def new_factory(rewriter: Rewriter, node: Node) -> Value:
+    """`x.new_ones(shape)` does not depend on x."""
+    kind = node.op.split(".")[1].removeprefix("new_").removesuffix("_like")
+    fill = (node.args[-1],) if kind == "full" else ()
+    kind = "zeros" if kind == "empty" else kind
+    out = node.out
+    return rewriter.factory(
+        kind, out.shape, *fill, shape=out.shape, dtype=out.dtype, where=node.where
+    )
+
+
+def cat(rewriter: Rewriter, node: Node) -> Value | None:
+    """Drop what is empty (a fresh key/value cache); a lone piece is the whole."""
+    pieces = tuple(v for v in node.args[0] if v.shape != (0,))
+    if len(pieces) == 1:
+        return pieces[0]
+    if len(pieces) == len(node.args[0]):
+        return None
+    out = node.out
+    dim = node.args[1] if len(node.args) > 1 else 0
+    return rewriter.emit(
+        node.op, pieces, dim, shape=out.shape, dtype=out.dtype, where=node.where
+    )
+
+
+def product(rewriter: Rewriter, node: Node) -> Value:
+    """linear, addmm (as in Conv1D), mm -> a product without bias, plus the bias."""
+    kind = node.op.split(".")[1]
+    bias: Value | None = None
+    if kind == "addmm":
+        if node.kwargs:
+            return rewriter.keep(node)[0]
+        bias, x, weight = node.args
+    else:
+        x, weight, *rest = node.args
+        bias = rest[0] if rest else None
+    op = "aten.linear.default" if kind == "linear" else "aten.matmul.default"
+    flattened = rewriter.producer(x, "aten.reshape")
+    if flattened is not None and flattened.operands[0].shape[-1:] == x.shape[-1:]:
+        x = flattened.operands[0]
+    columns = node.out.shape[-1]
+    out = rewriter.emit(
+        op,
+        x,
+        weight,
+        shape=(*x.shape[:-1], columns),
+        dtype=node.out.dtype,
+        where=node.where,
+        name=kind,
+    )
+    if bias is not None:
+        out = rewriter.emit(
+            "aten.add.Tensor",
+            out,
+            bias,
+            shape=out.shape,
+            dtype=out.dtype,
+            where=node.where,
+            name="biased",
+        )
+    return rewriter.reshape(out, node.out.shape, node.where)
+
+
+def mean_of_all(rewriter: Rewriter, node: Node) -> Value:
+    """A mean over everything is a sum, which may stay pending, times a constant."""
+    x, out = node.operands[0], node.out
+    total = rewriter.emit(
+        "aten.sum.default", x, shape=(), dtype=out.dtype, where=node.where
+    )
+    return rewriter.emit(
+        "aten.mul.Tensor",
+        total,
+        1.0 / x.numel,
+        shape=(),
+        dtype=out.dtype,
+        where=node.where,
+        name="mean",
+    )
+
+
+def dropout(rewriter: Rewriter, node: Node) -> Value:
+    """A dropout that is on becomes ours: its mask does not depend on the plan."""
+    x, p, train = node.args
+    if not train or p == 0.0:
+        return x
+    return emit_dropout(rewriter, x, p, node)
+
+
+def emit_dropout(rewriter: Rewriter, x: Value, p: float, node: Node) -> Value:
+    return rewriter.emit(
+        "autopar.dropout",
+        x,
+        p,
+        shape=x.shape,
+        dtype=x.dtype,
+        where=node.where,
+    )
+
+
+def number_dropouts(graph: Graph) -> Graph:
+    """Number the dropouts in the order in which the model calls them."""
+    nodes, count = [], 0
+    for node in graph.nodes:
+        if node.op == "autopar.dropout":
+            node = replace(node, args=(*node.args, count))
+            count += 1
+        nodes.append(node)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def index(rewriter: Rewriter, node: Node) -> Value | None:
+    """`x[arange(b)[:, None], arange(s)]` is x itself, seen with more dims.
+
+    Masks of Hugging Face models look up the padding mask this way.
+    """
+    x, indices = node.args
+    if any(i is None for i in indices) or len(indices) != len(x.shape):
+        return None
+    out, last = node.out, -1
+    for dim, position in enumerate(indices):
+        rows = rewriter.constant(position)
+        if rows is None or rows.numel() != x.shape[dim]:
+            return None
+        if not torch.equal(rows.flatten(), torch.arange(x.shape[dim])):
+            return None
+        # Which dim of the result this index runs along, counted from the right.
+        along = [i - rows.ndim for i, n in enumerate(rows.shape) if n != 1]
+        place = out.shape and (along[0] + len(out.shape) if along else last)
+        if place < last:
+            return None
+        last = place
+    return rewriter.reshape(x, out.shape, node.where)
+
+
+def attention(rewriter: Rewriter, node: Node) -> Value:
+    """SDPA: a causal mask becomes the flag; with dropout it is spelled out."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    q, k, v = given["query"], given["key"], given["value"]
+    mask, is_causal = given.get("attn_mask"), bool(given.get("is_causal", False))
+    scale = given.get("scale") or 1.0 / math.sqrt(q.shape[-1])
+    known = rewriter.constant(mask) if mask is not None else None
+    if known is not None and known.dtype == torch.bool:
+        square = known.shape[-2] == known.shape[-1]
+        if bool(known.all()):
+            mask = None
+        elif square and torch.equal(known, torch.ones_like(known).tril()):
+            mask, is_causal = None, True
+    if given.get("dropout_p", 0.0) > 0.0:
+        return _explicit_attention(
+            rewriter, node, (q, k, v), mask, is_causal, scale, given["dropout_p"]
+        )
+    return rewriter.emit(
+        "autopar.attention",
+        q,
+        k,
+        v,
+        mask,
+        is_causal,
+        scale,
+        shape=node.out.shape,
+        dtype=q.dtype,
+        where=node.where,
+    )
+
+
+def _explicit_attention(
+    rewriter: Rewriter,
+    node: Node,
+    qkv: tuple[Value, Value, Value],
+    mask: Value | None,
+    is_causal: bool,
+    scale: float,
+    p: float,
+) -> Value:
+    """softmax(q k^T * scale + mask) with dropout, times v."""
+    q, k, v = qkv
+    where, rows, columns = node.where, q.shape[-2], k.shape[-2]
+    square = (*q.shape[:-1], columns)
+
+    def emit(op: str, *args: Any, shape: tuple[int, ...], dtype: Any = None) -> Value:
+        return rewriter.emit(
+            op, *args, shape=shape, dtype=dtype or q.dtype, where=where
+        )
+
+    if k.shape[1] != q.shape[1]:
+        k, v = (_repeat_heads(rewriter, x, q.shape[1], node) for x in (k, v))
+    turned = (*k.shape[:-2], k.shape[-1], k.shape[-2])
+    kt = emit("aten.transpose.int", k, -2, -1, shape=turned)
+    scores = emit("aten.matmul.default", q, kt, shape=square)
+    scores = emit("aten.mul.Tensor", scores, scale, shape=square)
+    if is_causal:
+        ones = (rows, columns)
+        allowed = rewriter.factory(
+            "ones", ones, shape=ones, dtype=torch.bool, where=where
+        )
+        mask = emit("aten.tril.default", allowed, shape=ones, dtype=torch.bool)
+    if mask is not None and mask.dtype == torch.bool:
+        hidden = emit(
+            "aten.logical_not.default", mask, shape=mask.shape, dtype=torch.bool
+        )
+        scores = emit(
+            "aten.masked_fill.Scalar", scores, hidden, -math.inf, shape=square
+        )
+    elif mask is not None:
+        scores = emit("aten.add.Tensor", scores, mask, shape=square)
+    weights = emit("aten.softmax.int", scores, -1, shape=square)
+    weights = emit_dropout(rewriter, weights, p, node)
+    return emit("aten.matmul.default", weights, v, shape=node.out.shape)
+
+
+def _repeat_heads(rewriter: Rewriter, x: Value, heads: int, node: Node) -> Value:
+    """[b, kv_heads, s, d] -> [b, heads, s, d] for grouped queries."""
+    batch, groups, seq, width = x.shape
+    shape = (batch, groups, heads // groups, seq, width)
+    x = rewriter.reshape(x, (batch, groups, 1, seq, width), node.where)
+    x = rewriter.emit(
+        "aten.expand.default", x, shape, shape=shape, dtype=x.dtype, where=node.where
+    )
+    return rewriter.reshape(x, (batch, heads, seq, width), node.where)
+
+
+def tanh_gelu(rewriter: Rewriter, node: Node) -> Value | None:
+    """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) -> gelu(x, "tanh").
+
+    Hendrycks and Gimpel, arXiv 1606.08415, section 2.
+    """
+    for half, bracket in (node.args, node.args[::-1]):
+        h = rewriter.producer(half, "aten.mul")
+        b = rewriter.producer(bracket, "aten.add")
+        t = rewriter.producer(b.args[0], "aten.tanh") if b else None
+        scaled = rewriter.producer(t.args[0], "aten.mul") if t else None
+        cubic = rewriter.producer(scaled.args[0], "aten.add") if scaled else None
+        small = rewriter.producer(cubic.args[1], "aten.mul") if cubic else None
+        power = rewriter.producer(small.args[0], "aten.pow") if small else None
+        if not (h and b and scaled and cubic and small and power):
+            continue
+        x = power.args[0]
+        constants = (h.args[1], b.args[1], scaled.args[1], small.args[1], power.args[1])
+        wanted = (0.5, 1.0, math.sqrt(2 / math.pi), 0.044715, 3.0)
+        plain = all(isinstance(c, int | float) for c in constants)
+        same_x = h.args[0] == x and cubic.args[0] == x and not cubic.kwargs
+        if plain and same_x and all(map(math.isclose, constants, wanted)):
+            return rewriter.emit(
+                "aten.gelu.default",
+                x,
+                shape=x.shape,
+                dtype=x.dtype,
+                where=node.where,
+                approximate="tanh",
+            )
+    return None
+
+
+CLEAN: dict[str, Rule] = {
+    **{
+        f"aten.{name}": identity
+        for name in (
+            "alias",
+            "contiguous",
+            "lift_fresh_copy",
+            "clone",
+        )
+    },
+    **{f"aten.{name}": cast for name in ("to", "_to_copy", "float", "type_as")},
+    **{
+        f"aten.{name}": reshape
+        for name in (
+            "view",
+            "reshape",
+            "_unsafe_view",
+            "flatten",
+            "unflatten",
+            "squeeze",
+            "unsqueeze",
+            "view_as",
+        )
+    },
+    **{
+        f"aten.{name}": factory
+        for name in (
+            "arange",
+            "empty",
+            "ones",
+            "zeros",
+            "full",
+            "scalar_tensor",
+            "tril_indices",
+        )
+    },
+    **{
+        f"aten.{name}": new_factory
+        for name in (
+            "new_ones",
+            "new_zeros",
+            "new_empty",
+            "new_full",
+            "empty_like",
+            "ones_like",
+            "zeros_like",
+            "full_like",
+        )
+    },
+    "aten.expand": expand,
+    "aten.cat": cat,
+    "aten.dropout": dropout,
+    "aten.linear": product,
+    "aten.addmm": product,
+    "aten.mm": product,
+}
+
+MEANING: dict[str, Rule] = {
+    "aten.reshape": collapse,
+    "aten.add": add_nothing,
+    "aten.index": index,
+    "aten.mul": tanh_gelu,
+    "aten.mean.default": mean_of_all,
+    "aten.scaled_dot_product_attention": attention,
+    **LOSS_RULES,
+}

@@ -1,0 +1,45 @@
+"""What a value depends on: nothing, the batch, parameters, or both.
+
+It decides when a value is computed: constants once, values of the batch alone possibly
+ahead of the microbatches, everything else in the loop.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from collections.abc import Collection
+
+from passes.graph import Graph
+
+
+class Origin(enum.Flag):
+    CONSTANT = 0  # also buffers and literals
+    INPUT = enum.auto()
+    PARAM = enum.auto()
+    BOTH = INPUT | PARAM
+
+
+def find_origins(graph: Graph) -> dict[str, Origin]:
+    """Value name -> what it depends on."""
+    found = {v.name: Origin.CONSTANT for v in (*graph.buffers, *graph.constants)}
+    found.update((v.name, Origin.INPUT) for v in graph.inputs)
+    found.update((v.name, Origin.PARAM) for v in graph.params)
+    for node in graph.nodes:
+        origin = Origin.CONSTANT
+        for v in node.operands:
+            origin |= found[v.name]
+        found.update((v.name, origin) for v in node.results)
+    return found
+
+
+def find_differentiable(graph: Graph, trainable: Collection[str]) -> frozenset[str]:
+    """Names of the values that a gradient flows through: floating point, and made from
+    a trainable parameter without a detach in between."""
+    found = {v.name for v in graph.params if v.name in trainable}
+    for node in graph.nodes:
+        if node.op == "aten.detach.default":
+            continue
+        if any(v.name in found for v in node.operands):
+            found.update(v.name for v in node.results if v.dtype.is_floating_point)
+    return frozenset(found)

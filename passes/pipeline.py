@@ -1,0 +1,197 @@
+"""The whole way from a captured model to a program, pass by pass."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from itertools import product
+
+from passes.cost import Costs
+from passes.differentiate import LocalStage, differentiate
+from passes.emit import emit
+from passes.errors import BatchError
+from passes.graph import Value
+from passes.insert_collectives import Lowered, insert_collectives
+from passes.mesh import TIME
+from passes.name_dims import name_dims
+from passes.normalize import normalize
+from passes.plan import Plan
+from passes.program import (
+    ParameterSpec,
+    Program,
+    StageSpec,
+    coords_text,
+    dtype_name,
+    schedule_of,
+)
+from passes.propagate import propagate
+from passes.sharding import local_extent
+from passes.split_stages import Stage, Staged, split_stages
+from passes.trace import Traced
+
+Watch = Callable[[str, str], None]
+
+
+def compile_program(
+    traced: Traced,
+    plan: Plan,
+    costs: Costs | Callable[[Lowered], Costs],
+    watch: Watch = lambda name, text: None,
+) -> Program:
+    """Run every pass after `trace`.
+
+    costs: seconds of nodes, or a function that measures those of the lowered graph.
+    watch: called with each pass's name and the text of what it made.
+    """
+    check_batch(traced, plan)
+    watch("trace", str(traced))
+    normal = normalize(traced)
+    watch("normalize", str(normal))
+    named = name_dims(normal)
+    watch("name_dims", str(named))
+    sharded = propagate(named, plan)
+    watch("propagate", str(sharded))
+    lowered = insert_collectives(sharded)
+    watch("insert_collectives", str(lowered))
+    staged = split_stages(lowered, costs if isinstance(costs, Costs) else costs(lowered))
+    watch("split_stages", str(staged))
+    modules = emit_modules(staged, watch)
+    notes = tuple(f"{name}: {note}" for name, note in named.unruled.items())
+    return assemble(staged, modules, notes)
+
+
+def check_batch(traced: Traced, plan: Plan) -> None:
+    """Every rank and every microbatch must get a whole, equal part of the batch."""
+    parts = plan.microbatches
+    for axis in plan.data_axes:
+        if axis != TIME:
+            parts *= plan.size(axis)
+    for v in traced.graph.inputs:
+        if v.shape and v.shape[0] % parts:
+            ranks = parts // plan.microbatches
+            raise BatchError(
+                f"the batch of {v.shape[0]} samples ('{v.name}') does not divide into "
+                f"{plan.microbatches} microbatches on {ranks} data parallel ranks",
+                fix=f"use a batch that {parts} divides, or other microbatches",
+            )
+
+
+def emit_modules(
+    staged: Staged, watch: Watch
+) -> list[tuple[dict[str, str], dict[str, tuple[str, LocalStage]]]]:
+    """For each stage: coordinates -> key, and key -> (text, local stage).
+
+    Stages of equal text, and ranks of equal shapes, are differentiated and emitted once.
+    """
+    plan = staged.plan
+    sizes = {axis: plan.size(axis) for axis in plan.axes}
+    mesh_axes = [(a, n) for a, n in plan.mesh.axes if a != "pp"]
+    known: dict[tuple[str, object], tuple[str, str, LocalStage]] = {}
+    found = []
+    for stage in staged.stages:
+        text = str(stage).partition("\n")[2]
+        keys: dict[str, str] = {}
+        texts: dict[str, tuple[str, LocalStage]] = {}
+        for place in product(*(range(n) for _, n in mesh_axes)):
+            coords = {a: i for (a, _), i in zip(mesh_axes, place, strict=True)}
+            full = {**dict.fromkeys(sizes, 0), **coords}
+            shapes = _shape_class(stage, sizes, full)
+            if (text, shapes) not in known:
+                local = differentiate(stage, sizes, full)
+                module = emit(local, len(staged.stages))
+                digest = hashlib.sha256(module.encode()).hexdigest()[:16]
+                known[text, shapes] = (digest, module, local)
+                watch(f"emit-{digest}", module)
+            digest, module, local = known[text, shapes]
+            keys[coords_text(coords)] = digest
+            texts[digest] = (module, local)
+        found.append((keys, texts))
+    return found
+
+
+def _shape_class(
+    stage: Stage, sizes: Mapping[str, int], coords: Mapping[str, int]
+) -> tuple[int, ...]:
+    """What a rank's shapes depend on: its extent of every dim that is split."""
+    splits = {
+        (dim.size, axes)
+        for name, sharding in stage.shardings.items()
+        for dims, slots in zip(stage.dims[name], sharding.slots, strict=True)
+        for dim, axes in zip(dims, slots, strict=True)
+        if axes
+    }
+    extents = [local_extent(n, axes, sizes, coords) for n, axes in sorted(splits)]
+    nested = any(len(axes) > 1 and n % _parts(axes, sizes) for n, axes in splits)
+    return (*extents, *(coords.values() if nested else ()))
+
+
+def _parts(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
+    parts = 1
+    for axis in axes:
+        parts *= sizes[axis]
+    return parts
+
+
+def assemble(
+    staged: Staged,
+    modules: list[tuple[dict[str, str], dict[str, tuple[str, LocalStage]]]],
+    notes: tuple[str, ...],
+) -> Program:
+    """Gather what ranks need to know beside the texts."""
+    lowered, plan = staged.lowered, staged.plan
+    graph, traced = lowered.graph, lowered.traced
+    holders: dict[str, list[int]] = {}
+    for stage in staged.stages:
+        for name in stage.names.values():
+            holders.setdefault(name, []).append(stage.index)
+
+    def spec(v: Value) -> ParameterSpec:
+        sharding, dims = lowered.shardings[v.name], lowered.dims[v.name]
+        trainable = v.name in traced.trainable
+        pending = [a for a in plan.axes if a in sharding.varying and a != TIME]
+        return ParameterSpec(
+            shape=v.shape,
+            dtype=dtype_name(v.dtype),
+            factors=tuple(tuple(d.size for d in dim) for dim in dims),
+            dims=tuple(tuple(d.name for d in dim) for dim in dims),
+            slots=sharding.slots,
+            pending=tuple(pending) if trainable else (),
+            stages=tuple(holders.get(v.name, ())),
+            trainable=trainable,
+        )
+
+    locals_ = [local for _, texts in modules for _, local in texts.values()]
+    loss = lowered.shardings[graph.outputs[0].name]
+    return Program(
+        plan=plan,
+        schedule=schedule_of(plan),
+        stages=tuple(
+            StageSpec(stage.modules, stage.names, keys, stage.seconds)
+            for stage, (keys, _) in zip(staged.stages, modules, strict=True)
+        ),
+        parameters={v.name: spec(v) for v in graph.params},
+        buffers={v.name: spec(v) for v in graph.buffers},
+        aliases=traced.aliases,
+        inputs={v.name: (v.shape, dtype_name(v.dtype)) for v in graph.inputs},
+        loss_pending=tuple(axis for axis, _ in loss.pending),
+        loss_dtype=dtype_name(graph.outputs[0].dtype),
+        literals=dict(traced.literals),
+        groups=_groups(locals_),
+        modules={k: text for _, texts in modules for k, (text, _) in texts.items()},
+        notes=notes,
+    )
+
+
+def _groups(locals_: list[LocalStage]) -> tuple[tuple[str, ...], ...]:
+    """The sets of axes that collectives run over, each once, in a fixed order."""
+    found = set()
+    for local in locals_:
+        for node in (*local.setup, *local.prologue, *local.forward, *local.backward):
+            kind, _, name = node.op.partition(".")
+            if kind == "comm" and name in COLLECTIVE_AXES:
+                axes = node.args[1]
+                found.add((axes,) if isinstance(axes, str) else tuple(axes))
+    return tuple(sorted(found))
+
+
+COLLECTIVE_AXES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

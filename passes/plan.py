@@ -1,0 +1,112 @@
+"""The plan: every decision that turns a model into programs, as readable data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from passes.errors import AutoparError
+from passes.mesh import TIME, Mesh
+
+FORMAT = 1
+
+# What each mesh axis splits, in order of preference: an op is split along the first of
+# these dims that flows through it. For tp this is Megatron's choice (Shoeybi 2019);
+# `seq` at the end is its sequence parallelism (Korthikanti 2022): what has no heads,
+# ffn or vocab is split along the sequence.
+SPLIT: dict[str, tuple[str, ...]] = {
+    "dp": ("batch",),
+    "tp": ("heads", "kv_heads", "q_per_kv", "ffn", "vocab", "seq"),
+    TIME: ("batch",),
+}
+
+
+class PlanError(AutoparError):
+    """A plan that cannot be read, or that contradicts itself."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions only: what follows from them is found out again by compiling.
+
+    mesh: the process mesh. microbatches: parts of the batch, run one after another.
+    schedule, stages_per_rank: the pipeline schedule. split: mesh axis (or `time`) ->
+    dims that it splits, in order of preference. hints: parameter pattern -> `dim/axis`.
+    cuts: for each pipeline boundary the value that crosses it; empty: balanced by cost.
+    """
+
+    mesh: Mesh
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    split: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict(SPLIT))
+    hints: Mapping[str, str] = field(default_factory=dict)
+    cuts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.microbatches < 1:
+            raise PlanError(
+                f"microbatches={self.microbatches}", fix="use a number of at least 1"
+            )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that split tensors, outermost first: the mesh without pp, and time."""
+        mesh = (name for name, size in self.mesh.axes if name != "pp" and size > 1)
+        return (*mesh, TIME) if self.microbatches > 1 else tuple(mesh)
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes that split the batch and nothing else."""
+        return tuple(a for a in self.axes if self.split.get(a) == ("batch",))
+
+    @property
+    def stages(self) -> int:
+        return self.mesh.axis_size("pp") * self.stages_per_rank
+
+    def size(self, axis: str) -> int:
+        return self.microbatches if axis == TIME else self.mesh.axis_size(axis)
+
+    def to_json(self) -> str:
+        data = asdict(self)
+        data["mesh"] = str(self.mesh)
+        return json.dumps({"format": FORMAT, **data}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read `to_json`'s text. Raises PlanError that names the key at fault."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"the plan is not JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise PlanError("the plan is not a JSON object")
+        if data.pop("format", None) != FORMAT:
+            raise PlanError(
+                f"the plan is not of format {FORMAT}",
+                fix="compile it again with this version of autopar",
+            )
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(data) - known):
+            raise PlanError(
+                f"unknown key '{unknown[0]}' in the plan",
+                fix=f"the keys are {', '.join(sorted(known))}",
+            )
+        if "mesh" not in data:
+            raise PlanError("the plan has no mesh", fix='add "mesh": "pp=2,tp=2"')
+        try:
+            return cls(**{k: _read(k, v) for k, v in data.items()})
+        except (TypeError, AttributeError, ValueError) as error:
+            raise PlanError(f"the plan cannot be read: {error}") from None
+
+
+def _read(key: str, value: Any) -> Any:
+    if key == "mesh":
+        return Mesh.parse(value)
+    if key == "split":
+        return {axis: tuple(dims) for axis, dims in value.items()}
+    if key == "cuts":
+        return tuple(value)
+    return value

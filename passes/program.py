@@ -1,0 +1,204 @@
+"""The program: everything that ranks need to run, as data beside the emitted text."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from passes.errors import AutoparError
+from passes.mesh import Mesh
+from passes.plan import Plan
+from passes.schedule import Schedule, add_communication, make_schedule
+
+FORMAT = 1
+
+
+class ProgramError(AutoparError):
+    """A program that cannot be read."""
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """Where a parameter or buffer rests, and how its gradient is completed.
+
+    factors, dims, slots: for each tensor dim its named factors: sizes, names, and the
+    axes that split them. pending: axes over which its gradient is a pending sum at the
+    end of a step. stages: those that hold it (several for a tied weight).
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    factors: tuple[tuple[int, ...], ...]
+    dims: tuple[tuple[str, ...], ...]
+    slots: tuple[tuple[tuple[str, ...], ...], ...]
+    pending: tuple[str, ...]
+    stages: tuple[int, ...]
+    trainable: bool
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        return tuple(a for dim in self.slots for axes in dim for a in axes)
+
+    @property
+    def pattern(self) -> str:
+        """`embed (3 heads/tp head_dim)`."""
+        parts = []
+        for names, slots in zip(self.dims, self.slots, strict=True):
+            named = ["/".join((n, *axes)) for n, axes in zip(names, slots, strict=True)]
+            parts.append(named[0] if len(named) == 1 else f"({' '.join(named)})")
+        return " ".join(p if p != "()" else "1" for p in parts)
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """One pipeline stage: its layers, its parameters, and which text each rank runs.
+
+    names: name in the text -> the model's own. modules: coordinates without pp, as
+    text -> key of the emitted module. seconds: estimated, one microbatch there and back.
+    """
+
+    layers: tuple[str, ...]
+    names: Mapping[str, str]
+    modules: Mapping[str, str]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Program:
+    """plan: the decisions. modules: key -> Python text, each distinct text once.
+
+    inputs: batch field -> (global shape, dtype). loss_pending: axes over which the
+    loss is a pending sum. literals: constants of the model's code, by name. groups: the
+    sets of axes that collectives run over. notes: what the user should know.
+    """
+
+    plan: Plan
+    schedule: Schedule
+    stages: tuple[StageSpec, ...]
+    parameters: Mapping[str, ParameterSpec]
+    buffers: Mapping[str, ParameterSpec]
+    aliases: Mapping[str, str]
+    inputs: Mapping[str, tuple[tuple[int, ...], str]]
+    loss_pending: tuple[str, ...]
+    loss_dtype: str
+    literals: Mapping[str, torch.Tensor]
+    groups: tuple[tuple[str, ...], ...]
+    modules: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.plan.mesh
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank runs, first to last."""
+        pp = self.mesh.coords(rank).get("pp", 0)
+        return tuple(i for i, r in enumerate(self.schedule.stage_to_rank) if r == pp)
+
+    def module_of(self, rank: int, stage: int) -> str:
+        """Key of the text that a rank runs for a stage."""
+        return self.stages[stage].modules[coords_text(self.mesh.coords(rank))]
+
+    @property
+    def batch_extent(self) -> int:
+        """Samples in the global batch."""
+        return next(shape[0] for shape, _ in self.inputs.values() if shape)
+
+    def to_json(self) -> str:
+        """Everything but the module texts and the plan."""
+        data = {
+            "format": FORMAT,
+            "stages": [asdict(s) for s in self.stages],
+            "parameters": {k: asdict(v) for k, v in self.parameters.items()},
+            "buffers": {k: asdict(v) for k, v in self.buffers.items()},
+            "aliases": dict(self.aliases),
+            "inputs": {k: list(v) for k, v in self.inputs.items()},
+            "loss_pending": list(self.loss_pending),
+            "loss_dtype": self.loss_dtype,
+            "literals": {k: _pack(t) for k, t in self.literals.items()},
+            "groups": list(self.groups),
+            "notes": list(self.notes),
+        }
+        return json.dumps(data, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, plan: Plan, modules: Mapping[str, str]) -> Program:
+        data = json.loads(text)
+        if data.get("format") != FORMAT:
+            raise ProgramError(
+                f"the program is not of format {FORMAT}",
+                fix="compile it again with this version of autopar",
+            )
+        return cls(
+            plan=plan,
+            schedule=schedule_of(plan),
+            stages=tuple(
+                StageSpec(tuple(s["layers"]), s["names"], s["modules"], s["seconds"])
+                for s in data["stages"]
+            ),
+            parameters={k: _spec(v) for k, v in data["parameters"].items()},
+            buffers={k: _spec(v) for k, v in data["buffers"].items()},
+            aliases=data["aliases"],
+            inputs={k: (tuple(v[0]), v[1]) for k, v in data["inputs"].items()},
+            loss_pending=tuple(data["loss_pending"]),
+            loss_dtype=data["loss_dtype"],
+            literals={k: _unpack(v) for k, v in data["literals"].items()},
+            groups=_tuples(data["groups"]),
+            modules=modules,
+            notes=tuple(data["notes"]),
+        )
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """The plan's schedule, with its messages."""
+    ranks = plan.mesh.axis_size("pp")
+    made = make_schedule(plan.schedule, ranks, plan.microbatches, plan.stages_per_rank)
+    return add_communication(made)
+
+
+def coords_text(coords: Mapping[str, int]) -> str:
+    """`dp=0,tp=1`: a rank's place within its stage."""
+    return ",".join(f"{a}={i}" for a, i in coords.items() if a != "pp")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _spec(data: dict[str, Any]) -> ParameterSpec:
+    spec = ParameterSpec(**data)
+    return replace(
+        spec,
+        shape=tuple(spec.shape),
+        factors=_tuples(spec.factors),
+        dims=_tuples(spec.dims),
+        slots=_tuples(spec.slots),
+        pending=tuple(spec.pending),
+        stages=tuple(spec.stages),
+    )
+
+
+def _tuples(tree: Any) -> Any:
+    return tuple(map(_tuples, tree)) if isinstance(tree, list | tuple) else tree
+
+
+def _pack(tensor: torch.Tensor) -> dict[str, Any]:
+    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return {
+        "dtype": dtype_name(tensor.dtype),
+        "shape": list(tensor.shape),
+        "data": base64.b64encode(bytes(raw.tolist())).decode(),
+    }
+
+
+def _unpack(data: dict[str, Any]) -> torch.Tensor:
+    raw = bytearray(base64.b64decode(data["data"]))
+    dtype = getattr(torch, data["dtype"])
+    if not raw:
+        return torch.empty(data["shape"], dtype=dtype)
+    return torch.frombuffer(raw, dtype=dtype).reshape(data["shape"])

@@ -1,0 +1,99 @@
+"""What a node computes, on plain tensors in one process.
+
+Ops of our own have kernels elsewhere; these formulas say what they mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.graph import Node, resolve
+
+Results = tuple[Tensor | None, ...]
+
+
+def evaluate(
+    node: Node, operands: Sequence[Tensor], start: int | None = None
+) -> Results:
+    """The results of a node on the given operands, one a tensor argument.
+
+    start: for a lookup in a shard of a table, which global index the shard begins at.
+    """
+    given = iter(operands)
+    node = node.substitute(lambda _: next(given))
+    if start is not None:
+        found = LOOKUPS[node.op](start, *node.args)
+    else:
+        found = (REFERENCE.get(node.op) or resolve(node.op))(*node.args, **node.kwargs)
+    if isinstance(found, Tensor):
+        return (found,)
+    return tuple(x if isinstance(x, Tensor) else None for x in found)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    """softmax(q k^T scale + mask) v -> [b,h,s,v].
+
+    q [b,h,s,e], k [b,g,t,e], v [b,g,t,v], where g divides h. A causal mask is
+    aligned at the top left; a row that attends to nothing gives 0.
+    """
+    copies = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
+    scores = q @ k.transpose(-2, -1) * scale
+    if is_causal:
+        causal = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~causal, -math.inf)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -math.inf)
+    elif mask is not None:
+        scores = scores + mask
+    nothing = (scores == -math.inf).all(-1, keepdim=True)
+    return scores.softmax(-1).masked_fill(nothing, 0) @ v
+
+
+def sum_exp(x: Tensor, largest: Tensor) -> Tensor:
+    """x [..., v], largest [...] -> [...]."""
+    return (x - largest[..., None]).exp().sum(-1)
+
+
+def pick(x: Tensor, index: Tensor) -> Tensor:
+    """x[..., index]: x [..., v], index [...] -> [...]; 0 where the index is outside."""
+    return _pick_from(0, x, index)
+
+
+def _pick_from(start: int, x: Tensor, index: Tensor) -> Tensor:
+    local, inside = _local(index, start, x.shape[-1])
+    return x.gather(-1, local[..., None])[..., 0].where(inside, 0)
+
+
+def _embedding_from(start: int, table: Tensor, index: Tensor, *_: Any) -> Tensor:
+    local, inside = _local(index, start, table.shape[0])
+    return table[local].where(inside[..., None], 0)
+
+
+def _local(index: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:
+    local = index - start
+    inside = (local >= 0) & (local < rows)
+    return local.where(inside, 0), inside
+
+
+REFERENCE: dict[str, Callable[..., Tensor]] = {
+    "autopar.attention": attention,
+    "autopar.sum_exp": sum_exp,
+    "autopar.pick": pick,
+}
+LOOKUPS: dict[str, Callable[..., Tensor]] = {
+    "aten.embedding.default": _embedding_from,
+    "autopar.pick": _pick_from,
+}

@@ -1,0 +1,124 @@
+"""A forward sweep that replaces nodes by rules: the engine under `normalize`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from passes.graph import Builder, Graph, Node, Value, Where, prune, resolve
+
+Rule = Callable[["Rewriter", Node], "Value | tuple[Value, ...] | None"]
+
+# A constant larger than this many elements is not evaluated while compiling.
+LARGEST_CONSTANT = 2**26
+
+
+class Rewriter:
+    """Builds a new graph node by node; rules see operands that are rewritten already.
+
+    A rule returns the value that takes the place of the node's result, or None to
+    keep the node as it is.
+    """
+
+    def __init__(self, graph: Graph, literals: Mapping[str, torch.Tensor]) -> None:
+        self.graph = graph
+        self.builder = Builder.beside(graph.sources)
+        self.made: dict[str, Node] = {}
+        self.replaced: dict[str, Value] = {}
+        self._constants: dict[str, torch.Tensor | None] = dict(literals)
+        self._inputs = {v.name for v in graph.inputs}
+
+    def run(self, rules: Mapping[str, Rule]) -> Graph:
+        """Apply the rule of each node's op (looked up by `aten.name` or full name)."""
+        for node in self.graph.nodes:
+            node = node.substitute(lambda v: self.replaced.get(v.name, v))
+            rule = rules.get(node.op) or rules.get(node.op.rpartition(".")[0])
+            new = rule(self, node) if rule else None
+            if new is None:
+                new = self.keep(node)
+            elif isinstance(new, Value):
+                new = (new,)
+            for old, fresh in zip(node.outs, new, strict=False):
+                if old is not None:
+                    self.replaced[old.name] = fresh
+        outputs = tuple(self.replaced.get(v.name, v) for v in self.graph.outputs)
+        nodes = tuple(self.builder.nodes)
+        return prune(replace(self.graph, nodes=nodes, outputs=outputs)).verify()
+
+    def keep(self, node: Node) -> tuple[Value, ...]:
+        """Copy a node over, under the names it had where they are free."""
+        outs = tuple(
+            None if v is None else Value(self.builder.name(v.name), v.shape, v.dtype)
+            for v in node.outs
+        )
+        node = replace(node, outs=outs)
+        self.builder.nodes.append(node)
+        self.made.update((v.name, node) for v in node.results)
+        return outs  # type: ignore[return-value]
+
+    def emit(
+        self,
+        op: str,
+        *args: Any,
+        shape: Iterable[int],
+        dtype: torch.dtype,
+        where: Where,
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> Value:
+        out = self.builder.emit(op, args, shape, dtype, where, name, **kwargs)
+        self.made[out.name] = self.builder.nodes[-1]
+        return out
+
+    def factory(
+        self, kind: str, *args: Any, shape: Iterable[int], dtype: Any, where: Where
+    ) -> Value:
+        """A constant: `aten.<kind>.default(*args, dtype=dtype)`."""
+        out = self.builder.value(kind, shape, dtype)
+        op = f"aten.{kind}.default"
+        self.builder.nodes.append(Node(op, args, {"dtype": dtype}, (out,), where))
+        self.made[out.name] = self.builder.nodes[-1]
+        return out
+
+    def reshape(self, x: Value, shape: Iterable[int], where: Where) -> Value:
+        """`x` seen with another shape, or what had that shape before it was a view."""
+        shape = tuple(shape)
+        source: Value | None = x
+        while source is not None:
+            if source.shape == shape:
+                return source
+            view = self.producer(source, "aten.reshape")
+            source = view.operands[0] if view else None
+        op = "aten.reshape.default"
+        return self.emit(
+            op, x, shape, shape=shape, dtype=x.dtype, where=where, name="view"
+        )
+
+    def producer(self, x: Any, *ops: str) -> Node | None:
+        """The node that made `x`, if its op is one of `ops` (without overload)."""
+        node = self.made.get(x.name) if isinstance(x, Value) else None
+        if node is not None and node.op.rpartition(".")[0] in ops:
+            return node
+        return None
+
+    def constant(self, x: Value) -> torch.Tensor | None:
+        """The tensor that `x` always is, or None if it depends on data or is large."""
+        if x.name not in self._constants:
+            self._constants[x.name] = self._evaluate(x)
+        return self._constants[x.name]
+
+    def _evaluate(self, x: Value) -> torch.Tensor | None:
+        node = self.made.get(x.name)
+        if node is None or not node.op.startswith("aten."):
+            return None
+        known = {v.name: self.constant(v) for v in node.operands}
+        if any(t is None for t in known.values()) or x.numel > LARGEST_CONSTANT:
+            return None
+        node = node.substitute(lambda v: known[v.name])
+        result = resolve(node.op)(*node.args, **node.kwargs)
+        if isinstance(result, torch.Tensor):
+            return result
+        return result[[v == x for v in node.outs].index(True)]

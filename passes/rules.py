@@ -1,0 +1,396 @@
+"""The sharding rule of every op, in einsum notation.
+
+A rule says which letters flow through an op. Operands are the tensor arguments in
+order; a suffix says what may be done with a letter:
+
+    m     may be split: each shard of the result needs that shard of the operands
+    k+    summed away: splitting it leaves a pending sum
+    k^    maximised away: splitting it leaves a pending maximum
+    v@    looked up by global index: splitting it leaves a pending sum, from an op that
+          knows where its shard starts
+    d!    must stay whole
+    (a b) a dim that is a product, a outermost
+    ...   leading dims, aligned from the right
+
+A dim of extent 1 broadcasts: it takes part in no letter.
+
+To add an op, add a line to `RULES` and an example to the test that proves the rules by
+running ops on shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+
+from passes.graph import Node, Value, resolve
+
+Role = Literal["map", "sum", "max", "lookup", "whole"]
+SUFFIXES: dict[str, Role] = {
+    "+": "sum",
+    "^": "max",
+    "@": "lookup",
+    "!": "whole",
+}
+# What an op's result is on an axis that splits a letter of this role.
+PENDING: dict[Role, str] = {"sum": "sum", "lookup": "sum", "max": "max"}
+
+
+@dataclass(frozen=True)
+class Equation:
+    """A rule written out for one node: for each dim of each tensor, its letters."""
+
+    operands: tuple[tuple[tuple[str, ...], ...], ...]
+    outs: tuple[tuple[tuple[str, ...], ...], ...]
+    roles: Mapping[str, Role]
+
+
+RULES: dict[str, str] = {
+    "aten.linear": "... k+, n k+ -> ... n",
+    "aten.matmul": "... m k+, ... k+ n -> ... m n",
+    "aten.bmm": "b m k+, b k+ n -> b m n",
+    # k is whole: each partial product would bring in the first operand once.
+    "aten.baddbmm": "b m n, b m k!, b k! n -> b m n",
+    "aten.embedding": "v@ e, ... -> ... e",
+    "aten.triu": "... m! n! -> ... m! n!",
+    "aten.tril": "... m! n! -> ... m! n!",
+    "autopar.dropout": "... -> ...",
+    "autopar.sum_exp": "... k+, ... -> ...",
+    "autopar.pick": "... k@, ... -> ...",
+}
+
+
+# Composites of pointwise ops, which torch does not tag.
+POINTWISE = frozenset(
+    f"aten.{name}"
+    for name in (
+        "where to detach __and__ __or__ __xor__ square silu mish copy fill zero"
+    ).split()
+)
+
+
+def equation(node: Node) -> Equation | None:
+    """The rule of this node, or None if its op has none that fits its operands' ranks.
+
+    Reshapes have no equation: their dims are matched by size, in `name_dims`.
+    """
+    name = node.op if node.op.startswith("autopar.") else node.op.rpartition(".")[0]
+    text: str | None
+    if name in FUNCTIONS:
+        text = FUNCTIONS[name](node)
+    elif name in RULES:
+        text = RULES[name]
+    elif is_pointwise(node.op):
+        text = ", ".join("..." for _ in node.operands) + " -> ..."
+    else:
+        text = None
+    return None if text is None else parse(text, node)
+
+
+def is_pointwise(op: str) -> bool:
+    """Whether the op works element by element: torch's own tag, or a known alias."""
+    if op.rpartition(".")[0] in POINTWISE:
+        return True
+    return op.startswith("aten.") and torch.Tag.pointwise in resolve(op).tags
+
+
+# --- Ops whose rule depends on their arguments -------------------------------------
+
+
+def letters(count: int, start: str = "a") -> list[str]:
+    return [chr(ord(start) + i) for i in range(count)]
+
+
+def _spell(operand: list[str], out: list[str], copies: int = 1) -> str:
+    return f"{' '.join(operand)} -> {', '.join([' '.join(out)] * copies)}"
+
+
+def _dims(node: Node, position: int, name: str = "dim") -> list[int]:
+    """The dims argument of a node, as non-negative ints (all dims if it is absent)."""
+    rank = len(node.operands[0].shape)
+    given = node.args[position] if len(node.args) > position else None
+    given = node.kwargs.get(name, given)
+    if given is None or given == () or isinstance(given, bool):
+        return list(range(rank))
+    return [d % rank for d in (given if isinstance(given, tuple) else (given,))]
+
+
+def _reduction(suffix: str) -> Callable[[Node], str]:
+    def rule(node: Node) -> str:
+        x = letters(len(node.operands[0].shape))
+        dims = _dims(node, 1)
+        operand = [c + suffix if i in dims else c for i, c in enumerate(x)]
+        out = [c for i, c in enumerate(x) if i not in dims]
+        if len(node.out.shape) == len(x):  # keepdim
+            out = ["_" if i in dims else c for i, c in enumerate(x)]
+        return _spell(operand, out)
+
+    return rule
+
+
+def _along(position: int) -> Callable[[Node], str]:
+    """Ops that work along one dim and keep the shape: softmax, cumsum."""
+
+    def rule(node: Node) -> str:
+        x = letters(len(node.operands[0].shape))
+        dims = _dims(node, position)
+        both = [c + "!" if i in dims else c for i, c in enumerate(x)]
+        return _spell(both, both)
+
+    return rule
+
+
+def _transpose(node: Node) -> str:
+    x = letters(len(node.operands[0].shape))
+    out = list(x)
+    if node.op.startswith("aten.transpose"):
+        i, j = (d % len(x) for d in node.args[1:3])
+        out[i], out[j] = out[j], out[i]
+    else:
+        out.reverse()
+    return _spell(x, out)
+
+
+def _permute(node: Node) -> str:
+    x = letters(len(node.operands[0].shape))
+    return _spell(x, [x[d] for d in node.args[1]])
+
+
+def _expand(node: Node) -> str:
+    out = letters(len(node.out.shape))
+    return _spell(out[len(out) - len(node.operands[0].shape) :], out)
+
+
+def _changed_whole(node: Node) -> str:
+    """slice, pad: a dim that grows, shrinks or shifts must be whole."""
+    x, y = node.operands[0].shape, node.out.shape
+    pads = node.args[1] if "pad" in node.op else ()
+    padded = {len(x) - 1 - i // 2 for i, count in enumerate(pads) if count}
+    operand, out = letters(len(x)), letters(len(x))
+    for i, c in enumerate(letters(len(x))):
+        if x[i] != y[i] or i in padded:
+            operand[i], out[i] = f"{c}!", f"{c}out!"
+    return _spell(operand, out)
+
+
+def _select(node: Node) -> str:
+    """select, unbind: one dim goes away."""
+    x = letters(len(node.operands[0].shape))
+    dim = int(node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0))
+    dim %= len(x)
+    operand = [c + "!" if i == dim else c for i, c in enumerate(x)]
+    out = [c for i, c in enumerate(x) if i != dim]
+    return _spell(operand, out, len(node.outs))
+
+
+def _norm(node: Node) -> str:
+    """layer_norm, rms_norm: all dims of the given shape are whole."""
+    normal = " ".join(f"{c}!" for c in letters(len(node.args[1])))
+    weights = [normal] * (len(node.operands) - 1)
+    return f"{', '.join([f'... {normal}', *weights])} -> ... {normal}"
+
+
+def _split(node: Node) -> str:
+    """Equal pieces split the dim into (which piece, position in it)."""
+    x = letters(len(node.operands[0].shape))
+    dim = int(node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0))
+    dim %= len(x)
+    sizes = {v.shape[dim] if v else -1 for v in node.outs}
+    if len(sizes) > 1:
+        operand = [c + "!" if i == dim else c for i, c in enumerate(x)]
+        outs = []
+        for piece in range(len(node.outs)):
+            out = [f"{c}{piece}!" if i == dim else c for i, c in enumerate(x)]
+            outs.append(" ".join(out))
+        return f"{' '.join(operand)} -> {', '.join(outs)}"
+    count = f"pieces={len(node.outs)}!"
+    operand = [f"({count} {c})" if i == dim else c for i, c in enumerate(x)]
+    return _spell(operand, x, len(node.outs))
+
+
+def _cat(node: Node) -> str:
+    x = letters(len(node.out.shape))
+    dim = int(node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0))
+    dim %= len(x)
+    operands = []
+    for piece in range(len(node.operands)):
+        one = [f"{c}{piece}!" if i == dim else c for i, c in enumerate(x)]
+        operands.append(" ".join(one))
+    out = [f"{c}!" if i == dim else c for i, c in enumerate(x)]
+    return f"{', '.join(operands)} -> {' '.join(out)}"
+
+
+def _stack(node: Node) -> str:
+    out = letters(len(node.out.shape))
+    dim = int(node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0))
+    dim %= len(out)
+    operand = " ".join(c for i, c in enumerate(out) if i != dim)
+    out[dim] += "!"
+    return f"{', '.join([operand] * len(node.operands))} -> {' '.join(out)}"
+
+
+def _repeat_interleave(node: Node) -> str:
+    x = letters(len(node.operands[0].shape))
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+    if dim is None or not isinstance(node.args[1], int):
+        return f"{' '.join(c + '!' for c in x)} -> {'z!'}"
+    dim %= len(x)
+    out = [
+        f"({c} times={node.args[1]}!)" if i == dim else c for i, c in enumerate(x)
+    ]
+    return _spell(x, out)
+
+
+def _attention(node: Node) -> str:
+    """Each query row is on its own, but sees all keys; a causal flag counts rows."""
+    q, k = node.args[0], node.args[1]
+    is_causal = node.args[4]
+    s = "s!" if is_causal else "s"
+    groups = k.shape[1]
+    kv = "h" if groups == q.shape[1] else f"g={groups}"
+    heads = "h" if groups == q.shape[1] else f"({kv} r)"
+    operands = [f"b {heads} {s} e!", f"b {kv} t! e!", f"b {kv} t! v!"]
+    if node.args[3] is not None:
+        rank = len(node.args[3].shape)
+        operands.append(" ".join(["b", heads, s, "t!"][4 - rank :]))
+    return f"{', '.join(operands)} -> b {heads} {s} v!"
+
+
+FUNCTIONS: dict[str, Callable[[Node], str]] = {
+    "aten.sum": _reduction("+"),
+    "aten.mean": _reduction("!"),
+    "aten.amax": _reduction("^"),
+    "aten.var": _reduction("!"),
+    "aten.softmax": _along(1),
+    "aten._softmax": _along(1),
+    "aten.log_softmax": _along(1),
+    "aten.cumsum": _along(1),
+    "aten.transpose": _transpose,
+    "aten.t": _transpose,
+    "aten.numpy_T": _transpose,
+    "aten.permute": _permute,
+    "aten.expand": _expand,
+    "aten.layer_norm": _norm,
+    "aten.rms_norm": _norm,
+    "aten.slice": _changed_whole,
+    "aten.pad": _changed_whole,
+    "aten.constant_pad_nd": _changed_whole,
+    "aten.select": _select,
+    "aten.unbind": _select,
+    "aten.split": _split,
+    "aten.chunk": _split,
+    "aten.split_with_sizes": _split,
+    "aten.cat": _cat,
+    "aten.stack": _stack,
+    "aten.repeat_interleave": _repeat_interleave,
+    "autopar.attention": _attention,
+}
+
+
+# --- Which ops a pending sum may pass ----------------------------------------------
+
+# f(x + x', y + y') = f(x, y) + f(x', y')
+JOINTLY_LINEAR = frozenset(
+    f"aten.{name}"
+    for name in (
+        "add sub neg sum reshape transpose t permute expand slice select unbind split "
+        "chunk split_with_sizes cat stack detach"
+    ).split()
+)
+# Linear in one operand while the others are held; the numerator only, for division.
+LINEAR_IN_EACH = frozenset(f"aten.{n}" for n in ("mul", "linear", "matmul", "bmm"))
+
+
+def passes_pending_sum(node: Node, pending: list[bool]) -> bool:
+    """Whether the op of a partial sum is a partial sum of the op's result.
+
+    pending: for each operand, whether it is a pending sum.
+    """
+    name = node.op.rpartition(".")[0]
+    tensors = len(node.operands)
+    if name in ("aten.add", "aten.sub"):
+        return tensors == 2 and all(pending)
+    if name in JOINTLY_LINEAR:
+        return all(pending)
+    if name in LINEAR_IN_EACH:
+        return sum(pending) == 1
+    if name == "aten.div":
+        return pending[0] and not any(pending[1:]) and not node.kwargs
+    return False
+
+
+# --- Notation ----------------------------------------------------------------------
+
+
+def parse(text: str, node: Node) -> Equation | None:
+    """Read a rule's text against the ranks of a node's tensors; None if it is not for
+    such ranks (a product of a matrix and a vector)."""
+    left, right = text.split("->")
+    tensors = [*node.operands, *[v for v in node.outs]]
+    patterns = [*left.split(","), *right.split(",")]
+    assert len(patterns) == len(tensors), f"rule '{text}' does not fit {node}"
+    roles: dict[str, Role] = {}
+    read = [
+        _dims_of(pattern.strip(), tensor, roles)
+        for pattern, tensor in zip(patterns, tensors, strict=True)
+    ]
+    for tensor, dims in zip(tensors, read, strict=True):
+        if tensor is not None and len(tensor.shape) != len(dims):
+            return None
+    count = len(node.operands)
+    return Equation(tuple(read[:count]), tuple(read[count:]), roles)
+
+
+def _dims_of(
+    pattern: str, tensor: Value | None, roles: dict[str, Role]
+) -> tuple[tuple[str, ...], ...]:
+    tokens = _tokens(pattern)
+    dims: list[tuple[str, ...]] = []
+    for token in tokens:
+        if token == ("...",):
+            rank = len(tensor.shape) if tensor is not None else len(tokens) - 1
+            lead = rank - len(tokens) + 1
+            dims += [(f".{lead - i}",) for i in range(lead)]
+            continue
+        dims.append(tuple(_letter(item, roles) for item in token if item != "_"))
+    for names in dims:
+        for name in names:
+            roles.setdefault(name, "map")
+    return tuple(dims)
+
+
+def _letter(item: str, roles: dict[str, Role]) -> str:
+    role = SUFFIXES.get(item[-1])
+    if role is not None:
+        item = item[:-1]
+        roles[item] = role
+    return item
+
+
+@cache
+def _tokens(pattern: str) -> tuple[tuple[str, ...], ...]:
+    """`(g=2 r) s e!` -> (("g=2", "r"), ("s",), ("e!",))."""
+    tokens: list[tuple[str, ...]] = []
+    group: list[str] | None = None
+    for word in pattern.replace("(", " ( ").replace(")", " ) ").split():
+        if word == "(":
+            group = []
+        elif word == ")":
+            assert group is not None, f"unbalanced ) in '{pattern}'"
+            tokens.append(tuple(group))
+            group = None
+        elif group is not None:
+            group.append(word)
+        else:
+            tokens.append((word,))
+    return tuple(tokens)
+
+
+def extent_of(letter: str) -> int | None:
+    """The extent that a letter states itself (`g=2`), if it does."""
+    name, _, extent = letter.partition("=")
+    return int(extent) if extent and name else None

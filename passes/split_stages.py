@@ -1,0 +1,340 @@
+"""split_stages: cut the graph into pipeline stages of balanced cost.
+
+A stage is cut where a single value crosses, at the border of a layer if there are
+enough of them. What depends on constants, the batch or parameters alone is not sent but
+computed again on each stage that needs it; a tied weight lives on each stage that uses
+it. Names inside a stage count layers from its first, so equal stages have equal text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from passes.cost import Costs
+from passes.errors import StageError
+from passes.graph import Node, Value, Where
+from passes.insert_collectives import Lowered
+from passes.localize import Localizer
+from passes.mesh import TIME
+from passes.name_dims import Dims
+from passes.origins import Origin, find_differentiable
+from passes.plan import Plan
+from passes.sharding import Sharding
+
+LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one pipeline stage computes, in three parts.
+
+    setup: from constants and buffers alone, once. prologue: from the batch alone, once a
+    step. forward: for each microbatch, from what it receives to what it sends.
+    names: parameter or buffer name in the stage -> the model's own name.
+    seconds: forward and backward of one microbatch, as estimated.
+    """
+
+    index: int
+    setup: tuple[Node, ...]
+    prologue: tuple[Node, ...]
+    forward: tuple[Node, ...]
+    inputs: tuple[Value, ...]
+    params: tuple[Value, ...]
+    buffers: tuple[Value, ...]
+    constants: tuple[Value, ...]
+    receives: tuple[Value, ...]
+    sends: tuple[Value, ...]
+    loss: Value | None
+    names: Mapping[str, str]
+    dims: Mapping[str, Dims]
+    shardings: Mapping[str, Sharding]
+    differentiable: frozenset[str]
+    modules: tuple[str, ...]
+    seconds: float
+
+    def text(self, v: Value) -> str:
+        return self.shardings[v.name].text(self.dims[v.name])
+
+    def __str__(self) -> str:
+        lines = [f"stage {self.index} {{"]
+        lines += [f"  receive %{v.name}  {v.type}  {self.text(v)}" for v in self.receives]
+        parts = ("setup", self.setup), ("prologue", self.prologue)
+        for name, nodes in (*parts, ("forward", self.forward)):
+            if nodes:
+                lines.append(f"  {name}")
+            for node in nodes:
+                outs = ", ".join(self.text(v) for v in node.results)
+                lines.append(f"    {outs:40} {node}")
+        lines += [f"  send %{v.name}  {v.type}  {self.text(v)}" for v in self.sends]
+        if self.loss:
+            lines.append(f"  loss %{self.loss.name}  {self.text(self.loss)}")
+        return "\n".join([*lines, "}"])
+
+
+@dataclass(frozen=True)
+class Staged:
+    lowered: Lowered
+    plan: Plan
+    stages: tuple[Stage, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.stages))
+
+
+def split_stages(lowered: Lowered, costs: Costs) -> Staged:
+    """Cut into `plan.stages` stages, at the plan's cuts or else where it balances.
+
+    Raises: StageError if there are not enough places to cut, or a cut is unknown.
+    """
+    plan = lowered.plan
+    chain = _Chain(lowered, costs)
+    if plan.cuts:
+        ends = chain.ends_of(plan.cuts)
+    else:
+        ends = chain.balance(plan.stages)
+    cuts = tuple(chain.crossing(end)[0].name for end in ends[:-1])
+    stages, first = [], 0
+    for index, end in enumerate(ends):
+        stages.append(_Cutter(lowered, chain).stage(index, first, end))
+        first = end
+    return Staged(lowered, replace(plan, cuts=cuts), tuple(stages))
+
+
+class _Chain:
+    """The nodes that lead from the batch and the parameters to the loss, in order."""
+
+    def __init__(self, lowered: Lowered, costs: Costs) -> None:
+        self.lowered = lowered
+        origins = lowered.origins
+        self.nodes = [
+            n
+            for n in lowered.graph.nodes
+            if n.results and origins[n.results[0].name] is Origin.BOTH
+        ]
+        plan = lowered.plan
+        sizes = {axis: plan.size(axis) for axis in plan.axes}
+        at_zero = dict.fromkeys(plan.axes, 0)
+        self.local = Localizer(lowered.dims, lowered.shardings, sizes, at_zero)
+        self.seconds = [costs.seconds(self.local.node(n)) for n in self.nodes]
+        self.send_seconds = 2 / costs.link_bytes_per_second  # there and back, per byte
+        self.made = {v.name: i for i, n in enumerate(self.nodes) for v in n.results}
+        self.last_use: dict[str, int] = {}
+        for i, node in enumerate(self.nodes):
+            for v in node.operands:
+                if v.name in self.made:
+                    self.last_use[v.name] = i
+        self._crossings = self._find_crossings()
+
+    def _find_crossings(self) -> list[tuple[Value, ...]]:
+        """For each position, the values made before it that are read at or after it."""
+        alive: dict[str, Value] = {}
+        found: list[tuple[Value, ...]] = []
+        for i, node in enumerate(self.nodes):
+            for name in [n for n in alive if self.last_use.get(n, -1) < i]:
+                del alive[name]
+            found.append(tuple(alive.values()))
+            alive.update((v.name, v) for v in node.results)
+        return [*found, ()]
+
+    def crossing(self, position: int) -> tuple[Value, ...]:
+        return self._crossings[position]
+
+    def candidates(self, stages: int) -> list[int]:
+        narrow = [
+            i
+            for i in range(1, len(self.nodes))
+            if len(self.crossing(i)) == 1
+            and self.lowered.shardings[self.crossing(i)[0].name].pending == ()
+        ]
+        borders = [
+            i
+            for i in narrow
+            if _layer(self.nodes[i].where) != _layer(self.nodes[i - 1].where)
+        ]
+        return borders if len(borders) >= stages - 1 else narrow
+
+    def balance(self, stages: int) -> list[int]:
+        """The ends of the stages, the slowest stage being as fast as can be.
+
+        Exact, by dynamic programming over the candidate cuts; among equals the one
+        whose sum of squares is least.
+        """
+        places = [0, *self.candidates(stages), len(self.nodes)]
+        if len(places) < stages + 1:
+            raise StageError(
+                f"the model has {len(places) - 2} places where one value crosses, too "
+                f"few for {stages} stages",
+                fix=f"use pp={max(1, len(places) - 1)} or less",
+            )
+        spent = [0.0]
+        for s in self.seconds:
+            spent.append(spent[-1] + s)
+        send = [
+            sum(self.local.value(v).bytes for v in self.crossing(p)) * self.send_seconds
+            for p in places
+        ]
+        # best[j]: (slowest stage, sum of squares, ends) of the stages up to place j.
+        best: list[Any] = [(0.0, 0.0, ())] + [None] * (len(places) - 1)
+        for _ in range(stages):
+            new: list[Any] = [None] * len(places)
+            for j in range(1, len(places)):
+                for i in range(j):
+                    if best[i] is None:
+                        continue
+                    cost = spent[places[j]] - spent[places[i]] + send[i] + send[j]
+                    slowest, squares, ends = best[i]
+                    option = (
+                        max(slowest, cost),
+                        squares + cost * cost,
+                        (*ends, places[j]),
+                    )
+                    if new[j] is None or option < new[j]:
+                        new[j] = option
+            best = new
+        return list(best[-1][2])
+
+    def ends_of(self, cuts: Sequence[str]) -> list[int]:
+        """Positions of the cuts that a plan names."""
+        ends = []
+        for name in cuts:
+            found = [
+                i
+                for i in range(1, len(self.nodes))
+                if [v.name for v in self.crossing(i)] == [name]
+            ]
+            if not found or (ends and found[0] <= ends[-1]):
+                known = dict.fromkeys(
+                    self.crossing(i)[0].name
+                    for i in self.candidates(len(self.nodes))
+                )
+                raise StageError(
+                    f"the plan cuts at %{name}, which is no place to cut in this model",
+                    fix=f"cut at some of {', '.join(known)}, in this order",
+                )
+            # Later positions leave more of the views behind the value to the sender.
+            ends.append(found[0])
+        return [*ends, len(self.nodes)]
+
+
+def _layer(where: Where) -> str:
+    """`transformer.h.3` of `transformer.h.3.attn.c_proj`; empty outside of layers."""
+    match = LAYER.search(where.module)
+    return where.module[: match.end()] if match else ""
+
+
+class _Cutter:
+    """Makes one stage: closes over what it needs, and gives stage-relative names."""
+
+    def __init__(self, lowered: Lowered, chain: _Chain) -> None:
+        self.lowered, self.chain = lowered, chain
+        self.producers = lowered.graph.producers()
+        self.position = {id(n): i for i, n in enumerate(lowered.graph.nodes)}
+        self.renamed: dict[str, Value] = {}
+        self.counts: dict[str, int] = {}
+        self.first_layer: dict[str, int] = {}
+
+    def stage(self, index: int, first: int, end: int) -> Stage:
+        receives, sends = self.chain.crossing(first), self.chain.crossing(end)
+        own = self.chain.nodes[first:end]
+        nodes = self._close(own, {v.name for v in receives})
+        self._count_layers(own)
+        sources = {v.name for n in nodes for v in n.operands}
+        graph, loss = self.lowered.graph, self.lowered.graph.outputs[0]
+        params, buffers, constants, inputs = (
+            tuple(v for v in group if v.name in sources)
+            for group in (graph.params, graph.buffers, graph.constants, graph.inputs)
+        )
+        names = {}
+        for v in (*params, *buffers):
+            names[self._rename_source(v).name] = v.name
+        for v in (*inputs, *constants):
+            self.renamed[v.name] = v
+        for v in receives:
+            self._rename(v, "x")
+        parts: dict[str, list[Node]] = {"setup": [], "prologue": [], "forward": []}
+        for node in nodes:
+            parts[self._part(node)].append(self._rename_node(node))
+        dims, shardings = self.lowered.dims, self.lowered.shardings
+        old = {v.name: name for name, v in self.renamed.items()}
+        traced = self.lowered.traced
+        flowing = find_differentiable(graph, traced.trainable)
+        last = end == len(self.chain.nodes)
+        return Stage(
+            index,
+            *(tuple(parts[p]) for p in ("setup", "prologue", "forward")),
+            *(
+                tuple(self.renamed[v.name] for v in group)
+                for group in (inputs, params, buffers, constants, receives, sends)
+            ),
+            loss=self.renamed[loss.name] if last else None,
+            names=names,
+            dims={new: dims[name] for new, name in old.items()},
+            shardings={new: shardings[name] for new, name in old.items()},
+            differentiable=frozenset(n for n, name in old.items() if name in flowing),
+            modules=tuple(dict.fromkeys(_layer(n.where) for n in own)),
+            seconds=sum(self.chain.seconds[first:end]),
+        )
+
+    def _close(self, own: list[Node], received: set[str]) -> list[Node]:
+        """The stage's nodes and all that they need but nobody sends, in graph order."""
+        chosen = {id(n): n for n in own}
+        waiting = list(own)
+        while waiting:
+            for v in waiting.pop().operands:
+                node = self.producers.get(v.name)
+                if node is None or id(node) in chosen or v.name in received:
+                    continue
+                chosen[id(node)] = node
+                waiting.append(node)
+        return sorted(chosen.values(), key=lambda n: self.position[id(n)])
+
+    def _part(self, node: Node) -> str:
+        """When a node runs: with the constants, with the batch, or in the loop."""
+        origins = [self.lowered.origins[v.name] for v in node.results]
+        split_in_time = any(
+            self.lowered.shardings[v.name].place(TIME) for v in node.results
+        )
+        if split_in_time or any(o & Origin.PARAM for o in origins):
+            return "forward"
+        return "prologue" if any(o & Origin.INPUT for o in origins) else "setup"
+
+    # --- names that count from the stage's first layer -----------------------------
+
+    def _count_layers(self, own: list[Node]) -> None:
+        for node in own:
+            for match in LAYER.finditer(node.where.module):
+                prefix = node.where.module[: match.start()]
+                number = int(match[1])
+                known = self.first_layer.get(prefix, number)
+                self.first_layer[prefix] = min(known, number)
+                break
+
+    def _relative(self, path: str) -> str:
+        """`transformer.h.7.attn` -> `transformer.h.+1.attn` in a stage from layer 6."""
+        match = LAYER.search(path)
+        if match is None or path[: match.start()] not in self.first_layer:
+            return path
+        offset = int(match[1]) - self.first_layer[path[: match.start()]]
+        return f"{path[: match.start()]}{offset:+d}{path[match.end() :]}"
+
+    def _rename_source(self, v: Value) -> Value:
+        self.renamed[v.name] = replace(v, name=self._relative(v.name))
+        return self.renamed[v.name]
+
+    def _rename(self, v: Value, stem: str | None = None) -> Value:
+        stem = stem or re.sub(r"_\d+$", "", v.name)
+        count = self.counts.get(stem, 0)
+        self.counts[stem] = count + 1
+        name = f"{stem}_{count}" if count else stem
+        self.renamed[v.name] = replace(v, name=name)
+        return self.renamed[v.name]
+
+    def _rename_node(self, node: Node) -> Node:
+        outs = tuple(None if v is None else self._rename(v) for v in node.outs)
+        module = self._relative(node.where.module)
+        where = Where(module, node.where.source)
+        node = node.substitute(lambda v: self.renamed[v.name])
+        return replace(node, outs=outs, where=where)

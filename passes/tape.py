@@ -1,0 +1,170 @@
+"""The record of a backward pass while it is being written.
+
+Cotangents of a value are collected from its consumers and added when its producer is
+reached. One that nobody else reads is added to in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from passes.cost import VIEWS
+from passes.graph import Builder, Node, Value
+
+
+@dataclass
+class _Collected:
+    values: list[Value] = field(default_factory=list)
+    adders: list[tuple[str, tuple[Any, ...], Node]] = field(default_factory=list)
+
+
+class Tape:
+    """Backward nodes of one stage, in the order in which they run."""
+
+    def __init__(
+        self,
+        builder: Builder,
+        differentiable: frozenset[str],
+        grads: Mapping[str, Value],
+        sizes: Mapping[str, int],
+    ) -> None:
+        self.builder = builder
+        self.nodes: list[Node] = []
+        self.grads = grads
+        self.sizes = sizes
+        # What each traced node's placeholders stand for, by its first result.
+        self.bindings: dict[str, dict[str, Value]] = {}
+        self._differentiable = differentiable
+        self._collected: dict[str, _Collected] = {}
+        self._shared: set[str] = set()
+
+    def wanted(self, v: Value) -> bool:
+        return v.name in self._differentiable
+
+    def is_param(self, v: Value) -> bool:
+        return v.name in self.grads
+
+    # --- writing nodes -------------------------------------------------------------
+
+    def append(self, node: Node) -> None:
+        self.nodes.append(node)
+
+    def fresh(self, like: Value) -> Value:
+        """A new backward value of the type of `like`."""
+        return self.builder.value(_named(like.name), like.shape, like.dtype)
+
+    def kept(self, like: Value) -> Value:
+        """A new forward value that a traced forward makes for its backward."""
+        return self.builder.value(like.name, like.shape, like.dtype)
+
+    def emit(self, op: str, like: Value, node: Node, *args: Any) -> Value:
+        """`d_like = op(*args)`; the derivative of `node`."""
+        out = self.fresh(like)
+        self.append(Node(op, args, {}, (out,), node.where))
+        if (op.rpartition(".")[0]) in VIEWS or op == "comm.shard":
+            self._shared.add(out.name)
+        return out
+
+    def view(
+        self, op: str, dy: Value | None, x: Value, node: Node, *args: Any
+    ) -> Value:
+        """A view of a cotangent, which is as much its own as the cotangent is."""
+        assert dy is not None
+        own = dy.name not in self._shared
+        rest = (x.shape,) if op == "aten.reshape.default" else args
+        out = self.emit(op, x, node, dy, *rest)
+        if own:
+            self._shared.discard(out.name)
+        return out
+
+    def zeros(self, like: Value, node: Node) -> Value:
+        out = self.fresh(like)
+        kwargs = {"dtype": like.dtype}
+        self.append(
+            Node("aten.zeros.default", (like.shape,), kwargs, (out,), node.where)
+        )
+        return out
+
+    def sum_to(self, like: Value, dy: Value, node: Node) -> Value:
+        """Undo broadcasting: sum dy to the shape of `like`."""
+        lead = len(dy.shape) - len(like.shape)
+        dims = tuple(range(lead)) + tuple(
+            i + lead
+            for i, n in enumerate(like.shape)
+            if n == 1 and dy.shape[i + lead] != 1
+        )
+        summed = self.emit("aten.sum.dim_IntList", like, node, dy, dims)
+        if lead == len(dims):
+            return summed
+        return self.emit("aten.reshape.default", like, node, summed, like.shape)
+
+    def to_bias(self, b: Value, dy: Value, node: Node) -> Value | None:
+        """The cotangent of what was broadcast and added; a parameter's is added up."""
+        if not self.wanted(b):
+            return None
+        vector = len(b.shape) == 1 and dy.shape[-1] == b.shape[0]
+        if self.is_param(b) and vector:
+            self.accumulate(b, "autopar.bias_grad_", node, dy)
+            return None
+        return self.sum_to(b, dy, node)
+
+    def accumulate(self, param: Value, op: str, node: Node, *args: Any) -> None:
+        """Add to a parameter's gradient, in place."""
+        into = self.grads[param.name]
+        self.append(Node(op, (into, *args), {}, (), node.where))
+
+    # --- collecting cotangents -----------------------------------------------------
+
+    def share(self, dy: Value) -> None:
+        """Say that a cotangent is read elsewhere too, and must not change."""
+        self._shared.add(dy.name)
+
+    def add(self, v: Value, dy: Value) -> None:
+        """One consumer's contribution to the cotangent of `v`."""
+        self._collected.setdefault(v.name, _Collected()).values.append(dy)
+
+    def add_in_place(self, v: Value, op: str, node: Node, *args: Any) -> None:
+        """A contribution that is written into the sum of the others: `op(sum, *args)`."""
+        found = self._collected.setdefault(v.name, _Collected())
+        found.adders.append((op, args, node))
+
+    def take(self, v: Value, node: Node) -> Value | None:
+        """The whole cotangent of `v`: all contributions added. None if there is none."""
+        found = self._collected.pop(v.name, None)
+        if found is None:
+            return None
+        values, own = list(found.values), None
+        for i, dy in enumerate(values):
+            if dy.name not in self._shared and values.count(dy) == 1:
+                own = values.pop(i)
+                break
+        if own is None and found.adders and not values:
+            own = self.zeros(v, node)
+        if own is None and len(values) == 1 and not found.adders:
+            return values[0]
+        if own is None:
+            first, *values = values
+            second = values.pop(0) if values else self.zeros(v, node)
+            own = self.emit("aten.add.Tensor", v, node, first, second)
+        for dy in values:
+            self.append(Node("autopar.add_", (own, dy), {}, (), node.where))
+        for op, args, at in found.adders:
+            self.append(Node(op, (own, *args), {}, (), at.where))
+        return own
+
+
+def _named(name: str) -> str:
+    return name if name.startswith("d_") else f"d_{name}"
+
+
+def ones_like(tape: Tape, v: Value, node: Node) -> Value:
+    """The cotangent of the loss itself: one."""
+    out = tape.fresh(v)
+    kwargs: dict[str, Any] = {"dtype": v.dtype}
+    tape.append(Node("aten.ones.default", (v.shape,), kwargs, (out,), node.where))
+    return out
+

@@ -1,0 +1,112 @@
+"""Real ranks for tests: N processes with a gloo group, and nothing left of them after.
+
+The processes are forked from a server that has loaded what takes long to import, so
+one takes milliseconds. (Forks of the test's own process hang once it used OpenMP.)
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_SERVER = mp.get_context("forkserver")
+_SERVER.set_forkserver_preload(
+    # assert_close would import the second, in a second, when it is first called.
+    ["torch.distributed", "torch.distributed.tensor", "pytest"]
+)
+
+
+class RankFailed(Exception):
+    """A rank raised, died, or was not done in time; the text has its traceback."""
+
+
+def run_ranks(
+    body: Callable[..., Any], world: int, *args: Any, seconds: float = 60
+) -> list[Any]:
+    """Run body(*args) in `world` ranks of a gloo group; give what they return, by rank.
+
+    body, args and results are pickled, so body is a function of a module. Each rank
+    has one thread, and warnings are errors in it. `seconds` bounds all of it, and each
+    wait of a rank for another.
+    Raises: RankFailed, of the rank that was the first to fail.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ends, processes = [], []
+    try:
+        for rank in range(world):
+            ours, theirs = _SERVER.Pipe()
+            process = _SERVER.Process(
+                target=_run_rank,
+                args=(theirs, rank, world, store.port, seconds, body, args),
+            )
+            process.start()
+            theirs.close()  # so that our end sees when the process is gone
+            ends.append(ours)
+            processes.append(process)
+        results = _collect(ends, time.monotonic() + seconds)
+        for end in ends:
+            end.send("done")
+        for process in processes:
+            process.join(seconds)
+        return results
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+            process.close()
+        for end in ends:
+            end.close()
+
+
+def _collect(ends: list[Connection], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(ends):
+        waiting = [end for rank, end in enumerate(ends) if rank not in results]
+        ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = [rank for rank in range(len(ends)) if rank not in results]
+            raise RankFailed(f"ranks {late} were not done in time")
+        for end in ready:
+            rank = ends.index(end)
+            try:
+                result, error = end.recv()
+            except EOFError:
+                raise RankFailed(f"rank {rank} died without a word") from None
+            if error:
+                raise RankFailed(f"rank {rank} raised\n{error}")
+            results[rank] = result
+    return [results[rank] for rank in range(len(ends))]
+
+
+def _run_rank(
+    end: Connection,
+    rank: int,
+    world: int,
+    port: int,
+    seconds: float,
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=seconds)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world, timeout=timeout
+        )
+        end.send((body(*args), None))
+    except BaseException:
+        end.send((None, traceback.format_exc()))
+    # A rank that leaves early would break the connections of those still at work.
+    if end.poll(seconds) and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,296 @@
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.nn.functional as F
+from processes import RankFailed, run_ranks
+
+from autopar.comm import CommError
+from autopar.process_groups import ProcessComm
+from autopar.virtual import run_virtual
+from passes.mesh import Mesh, balanced
+
+AXES = [("dp",), ("tp",), ("dp", "tp")]
+EXTENTS = [8, 7, 2]  # even, uneven, and fewer than there may be ranks
+
+
+def whole(seed, *shape, dtype=torch.float64):
+    """The same values on all ranks."""
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return made.to(dtype)
+
+
+def equal(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert got.is_contiguous()
+
+
+# Checks: each runs on one rank, on either engine, and compares with what follows from
+# the values of all ranks.
+
+
+def check_all_reduce(comm):
+    for axes in AXES:
+        ranks = comm.ranks(axes)
+        rows = torch.stack([whole(rank, 3, 4) for rank in range(comm.mesh.size)])
+        x = rows[comm.rank].clone()
+        equal(comm.all_reduce(x, axes), rows[list(ranks)].sum(0))
+        equal(comm.all_reduce(x, axes, op="max"), rows[list(ranks)].amax(0))
+        equal(comm.all_reduce(x.T, axes), rows[list(ranks)].sum(0).T.contiguous())
+        equal(x, rows[comm.rank])  # not in place
+        assert comm.all_reduce(x, axes, inplace=True) is x
+        equal(x, rows[list(ranks)].sum(0))
+
+
+def check_reduce_ranks(comm):
+    ranks = tuple(range(comm.mesh.size))
+    flat = torch.full((5,), comm.rank + 1.0)
+    assert comm.reduce_ranks_(flat, ranks) is flat
+    equal(flat, torch.full((5,), sum(rank + 1.0 for rank in ranks)))
+
+
+def check_gather_and_scatter(comm):
+    n, i = comm.mesh.axis_size("tp"), comm.coords["tp"]
+    for extent in EXTENTS:
+        sizes = balanced(extent, n)
+        for dim, shape in enumerate([(extent, 3), (2, extent), (1, extent, 3)]):
+            dim = min(dim, 1)
+            x = whole(0, *shape)
+            mine = comm.shard(x, "tp", dim)
+            assert mine.shape[dim] == sizes[i]
+            equal(comm.all_gather(mine, "tp", dim, sizes), x)
+            equal(comm.all_gather(mine, "tp", dim - len(shape), sizes), x)
+            if min(sizes) == max(sizes):
+                equal(comm.all_gather(mine, "tp", dim), x)
+            rows = torch.stack([whole(r, *shape) for r in comm.ranks(("tp",))])
+            total = rows.sum(0).split(sizes, dim)[i].contiguous()
+            equal(comm.reduce_scatter(rows[i], "tp", dim), total)
+            equal(comm.reduce_scatter(rows[i], "tp", dim - len(shape)), total)
+
+
+def check_all_to_all(comm):
+    n = comm.mesh.axis_size("tp")
+    for rows in EXTENTS:
+        for columns in EXTENTS:
+            for shape in [(rows, columns), (2, rows, columns), (rows, 2, columns)]:
+                split, concat = shape.index(rows), len(shape) - 1
+                x = whole(1, *shape)
+                before = comm.shard(x, "tp", concat)
+                after = comm.shard(x, "tp", split).contiguous()
+                sizes = balanced(columns, n)
+                equal(comm.all_to_all(before, "tp", split, concat, sizes), after)
+                if min(sizes) == max(sizes):
+                    equal(comm.all_to_all(before, "tp", split, concat), after)
+                sizes = balanced(rows, n)
+                back = comm.all_to_all(after, "tp", concat, split, sizes)
+                equal(back, before.contiguous())
+
+
+def check_dtypes(comm):
+    for dtype in (torch.bool, torch.int64, torch.float32, torch.bfloat16):
+        x = torch.arange(12).remainder(3).to(dtype)
+        got = comm.all_gather(comm.shard(x, "tp", 0), "tp", 0)
+        assert got.dtype == dtype
+        assert torch.equal(got, x)
+
+
+def check_nested_shards(comm):
+    """dp outside, tp inside: gathered from the inside out."""
+    x = whole(2, 11, 3)
+    mine = comm.shard(comm.shard(x, "dp", 0), "tp", 0)
+    begin, length = comm.span(11, ("dp", "tp"))
+    assert (begin, length) == (comm.start(11, ("dp", "tp")), len(mine))
+    equal(mine, x[begin : begin + length])
+    outer = balanced(11, comm.mesh.axis_size("dp"))
+    inner = balanced(outer[comm.coords["dp"]], comm.mesh.axis_size("tp"))
+    equal(comm.all_gather(comm.all_gather(mine, "tp", 0, inner), "dp", 0, outer), x)
+
+
+def check_lookup(comm):
+    """Looked up in shards and summed: F.embedding and its gradient, as of the whole."""
+    for extent in (11, 2):
+        for axes in [(), *AXES]:
+            ids = torch.arange(12).remainder(extent).view(3, 4)
+            weight = whole(3, extent, 5).requires_grad_()
+            want = F.embedding(ids, weight)
+            dy = whole(4, 3, 4, 5)
+            (dweight,) = torch.autograd.grad(want, weight, dy)
+            begin, rows = comm.span(extent, axes)
+            mine = weight.detach()[begin : begin + rows]
+            equal(comm.all_reduce(comm.lookup(mine, ids, extent, axes), axes), want)
+            grad = torch.zeros(rows, 5, dtype=dy.dtype)
+            comm.lookup_grad_(grad, dy, ids, extent, axes)
+            equal(grad, dweight[begin : begin + rows])
+
+
+def check_pick(comm):
+    for extent in (11, 2):
+        for axes in [(), *AXES]:
+            index = torch.arange(12).remainder(extent).view(3, 4)
+            ignored = torch.zeros(3, 4, dtype=torch.bool)
+            ignored[1, 1:] = True
+            x = whole(5, 3, 4, extent).requires_grad_()
+            want = x.gather(-1, index[..., None])[..., 0].masked_fill(ignored, 0)
+            dy = whole(6, 3, 4)
+            (dx,) = torch.autograd.grad(want, x, dy)
+            index = index.masked_fill(ignored, -100)
+            begin, length = comm.span(extent, axes)
+            mine = x.detach()[..., begin : begin + length]
+            equal(comm.all_reduce(comm.pick(mine, index, extent, axes), axes), want)
+            dx = dx[..., begin : begin + length].contiguous()
+            equal(comm.pick_backward(dy, index, extent, axes), dx)
+            buffer = torch.ones_like(dx)
+            added = comm.pick_backward_add_(buffer, dy, index, extent, axes)
+            assert added is buffer
+            equal(buffer, dx + 1)
+
+
+def check_messages(comm):
+    """Around a ring, twice, with all receives posted first."""
+    n = comm.mesh.size
+    to, source = (comm.rank + 1) % n, (comm.rank - 1) % n
+    receipts = [comm.recv((2, 3), torch.float64, source, tag) for tag in (0, 1)]
+    for tag in (0, 1):
+        comm.send(whole(10 * comm.rank + tag, 3, 2).T, to, tag)
+    for tag in (1, 0):
+        equal(receipts[tag].wait(), whole(10 * source + tag, 3, 2).T.contiguous())
+        equal(receipts[tag].wait(), whole(10 * source + tag, 3, 2).T.contiguous())
+    sent = comm.send(torch.ones(4), to, 2)
+    equal(comm.recv((4,), torch.float32, source, 2).wait(), torch.ones(4))
+    equal(sent.wait(), torch.ones(4))
+    comm.flush()
+
+
+def check_objects(comm):
+    mine = {"rank": comm.rank}
+    values = comm.gather_object(mine)
+    assert values == [{"rank": rank} for rank in range(comm.mesh.size)]
+    mine["rank"] = -1
+    assert {"rank": -1} not in comm.gather_object(None) + values
+    assert comm.broadcast_object(("from", comm.rank), source=1) == ("from", 1)
+
+
+def check_refusals(comm):
+    x = torch.ones(4, 4)
+    with pytest.raises(ValueError, match="same dim 1"):
+        comm.all_to_all(x, "tp", 1, -1)
+    with pytest.raises(ValueError, match="do not fit tp="):
+        comm.all_gather(x, "tp", 0, (5, 5))
+    with pytest.raises(ValueError, match="no op 'mean'"):
+        comm.all_reduce(x, ("tp",), op="mean")
+    with pytest.raises(ValueError, match="contiguous"):
+        comm.reduce_ranks_(x.T, tuple(range(comm.mesh.size)))
+    with pytest.raises(ValueError, match="cannot send"):
+        comm.send(x, comm.rank, 0)
+    with pytest.raises(ValueError, match="cannot recv"):
+        comm.recv((2,), x.dtype, comm.mesh.size, 0)
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+MESHES = ["tp=2,dp=1", "dp=2,tp=2", "tp=2,dp=2"]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("mesh", [*MESHES, "dp=2,tp=3"])
+def test_virtual_ranks(mesh, check):
+    run_virtual(Mesh.parse(mesh), 1, check)
+
+
+def check_all(mesh, seconds):
+    comm = ProcessComm(
+        Mesh.parse(mesh), groups=AXES, timeout=timedelta(seconds=seconds)
+    )
+    for check in CHECKS:
+        check(comm)
+    return {key: traffic.calls for key, traffic in comm.log.items()}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_real_ranks(mesh):
+    """Every check on gloo, where the ranks make just the calls that virtual ones do."""
+
+    def check_all_virtual(comm):
+        for check in CHECKS:
+            check(comm)
+        return {key: traffic.calls for key, traffic in comm.log.items()}
+
+    calls = run_ranks(check_all, Mesh.parse(mesh).size, mesh, 60)
+    assert calls == run_virtual(Mesh.parse(mesh), 1, check_all_virtual)
+
+
+def some_step(comm, bits):
+    x = whole(comm.rank, 8, 5, dtype=torch.float32)
+    gathered = comm.all_gather(x, "tp", 1)
+    scattered = comm.reduce_scatter(gathered.sin(), "tp", 0)
+    moved = comm.all_to_all(scattered.repeat(2, 1), "tp", 0, 1)
+    bits.append(comm.all_reduce(moved.exp(), ("tp",), op="max").sum().item())
+    return bits
+
+
+def some_real_step():
+    return some_step(ProcessComm(Mesh.parse("tp=4"), groups=[("tp",)]), [])
+
+
+def test_both_engines_give_the_same_bits():
+    want = run_virtual(Mesh.parse("tp=4"), 1, lambda comm: some_step(comm, []))
+    assert run_ranks(some_real_step, 4) == want
+
+
+def refuse_world():
+    with pytest.raises(CommError, match="has 4 ranks, but 2 processes run\n  fix  s"):
+        ProcessComm(Mesh.parse("tp=4"))
+    with pytest.raises(CommError, match=r"ranks \(1, 0\) are not ascending ranks"):
+        ProcessComm(Mesh.parse("tp=2"), rank_groups=[(1, 0)])
+    comm = ProcessComm(Mesh.parse("tp=2"))
+    with pytest.raises(CommError, match=r"no process group for ranks \(0, 1\)\n  fix"):
+        comm.all_reduce(torch.ones(1), ("tp",))
+
+
+def test_a_process_comm_says_what_it_lacks():
+    run_ranks(refuse_world, 2)
+
+
+def test_one_rank_needs_no_process_group():
+    comm = ProcessComm(Mesh.parse("tp=1"), groups=AXES)
+    x = torch.ones(2, 2)
+    assert comm.all_reduce(x, ("tp",)) is not x
+    equal(comm.all_gather(x, "tp", 0), x)
+    equal(comm.reduce_scatter(x, "cp", 0), x)
+    equal(comm.all_to_all(x, "tp", 0, 1), x)
+    assert comm.gather_object(3) == [3]
+    assert comm.broadcast_object(3) == 3
+    assert run_virtual(Mesh(()), 1, lambda comm: comm.gather_object(3)) == [[3]]
+
+
+def be_late_or_dead(what):
+    comm = ProcessComm(
+        Mesh.parse("pp=2,tp=2"), groups=[("tp",)], timeout=timedelta(seconds=0.5)
+    )
+    if comm.rank == 0 and what == "raise":
+        raise ValueError("rank 0 has a problem")
+    if comm.rank == 0 and what == "die":
+        os._exit(3)
+    if comm.rank == 0:
+        time.sleep(2)
+        return None
+    if comm.rank > 1:
+        return None
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        comm.all_reduce(torch.ones(3), ("tp",))
+    return time.monotonic() - began
+
+
+def test_a_late_rank_raises_in_the_others():
+    assert 0.4 < run_ranks(be_late_or_dead, 4, "sleep")[1] < 1.9
+
+
+def test_a_rank_that_fails_is_named():
+    with pytest.raises(RankFailed, match=r"(?s)rank 0 raised.*ValueError: rank 0 has"):
+        run_ranks(be_late_or_dead, 4, "raise")
+    with pytest.raises(RankFailed, match="rank 0 died without a word"):
+        run_ranks(be_late_or_dead, 4, "die")
+    with pytest.raises(RankFailed, match=r"ranks \[0\] were not done in time"):
+        run_ranks(be_late_or_dead, 4, "sleep", seconds=1.5)

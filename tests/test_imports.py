@@ -1,0 +1,132 @@
+"""The house: imports run one way, and the compiler in `passes` has no effects."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# What `passes` must not reach: processes, clocks, files, the environment, chance.
+EFFECTS = {
+    "asyncio", "autopar", "concurrent", "datetime", "examples", "glob", "importlib",
+    "io", "logging", "multiprocessing", "os", "pathlib", "random", "shutil", "signal",
+    "socket", "subprocess", "sys", "tempfile", "threading", "time", "torch.distributed",
+    "torch.multiprocessing", "urllib", "numpy.random",
+}  # fmt: skip
+# Text about a path touches no file; the module itself is a name until it is used.
+HARMLESS = {"os", "os.path", "os.sep", "sys", "sys.maxsize"}
+BUILTINS = {"open", "input", "print", "exec", "eval", "__import__"}
+
+
+def used(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of each import, attribute of a module, and call."""
+    modules: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+                full = alias.name if alias.asname else alias.name.split(".")[0]
+                modules[alias.asname or full] = full
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield node.lineno, full
+                modules[alias.asname or alias.name] = full
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root, _, rest = ast.unparse(node).partition(".")
+            if root in modules:
+                yield node.lineno, f"{modules[root]}.{rest}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            yield node.lineno, node.func.id
+
+
+def within(name: str, roots: set[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[: i + 1]) in roots for i in range(len(parts)))
+
+
+def impure(tree: ast.AST) -> list[tuple[int, str]]:
+    """What a file of `passes` uses and must not."""
+    harmless = {name for name in HARMLESS if "." in name}
+    return [
+        (line, name)
+        for line, name in used(tree)
+        if name in BUILTINS or (within(name, EFFECTS) and name not in HARMLESS)
+        if not within(name, harmless)
+    ]
+
+
+def sources(folder: str) -> list[Path]:
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    assert paths, f"no sources in {folder}"
+    return paths
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+@pytest.mark.parametrize("path", sources("passes"), ids=lambda path: path.name)
+def test_passes_have_no_effects(path: Path) -> None:
+    assert impure(parse(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("import autopar.comm", "autopar.comm"),
+        ("from autopar import comm", "autopar.comm"),
+        ("import torch.distributed as dist", "torch.distributed"),
+        ("from torch import distributed", "torch.distributed"),
+        ("import torch\ntorch.distributed.barrier()", "torch.distributed.barrier"),
+        ("import os\nos.environ['A']", "os.environ"),
+        ("from os import environ", "os.environ"),
+        ("from time import perf_counter", "time.perf_counter"),
+        ("import numpy as np\nnp.random.rand(2)", "numpy.random.rand"),
+        ("def f():\n    import subprocess", "subprocess"),
+        ("open('plan.json')", "open"),
+    ],
+)
+def test_an_effect_is_seen(text: str, name: str) -> None:
+    assert name in [found for _, found in impure(ast.parse(text))]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os\nos.path.basename(os.sep)",
+        "import torch\ntorch.fx.Graph()",
+        "from passes.timeline import Timeline",
+        "graph.time = operator.open",
+    ],
+)
+def test_what_is_pure_passes(text: str) -> None:
+    assert impure(ast.parse(text)) == []
+
+
+@pytest.mark.parametrize("path", sources("autopar"), ids=lambda path: path.name)
+def test_autopar_does_not_import_its_examples(path: Path) -> None:
+    assert [name for _, name in used(parse(path)) if within(name, {"examples"})] == []
+
+
+def test_the_example_model_knows_nothing_of_us() -> None:
+    names = {name for _, name in used(parse(ROOT / "examples/gpt.py"))}
+    assert "torch.nn" in names
+    assert [name for name in names if within(name, {"autopar", "passes"})] == []
+
+
+def test_every_package_ships() -> None:
+    listed = re.search(
+        r"^packages = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    assert listed, "pyproject.toml lists its packages on one line"
+    found = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for folder in ("autopar", "passes")
+        for path in sources(folder)
+    }
+    assert found | {"autopar.examples"} == set(re.findall(r'"([^"]+)"', listed[1]))

@@ -1,0 +1,397 @@
+"""The kernels against torch's autograd, and dropout masks against their definition."""
+
+import math
+from itertools import pairwise, product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from autopar import attention as attention_module
+from autopar import kernels
+from autopar.kernels import (
+    attention,
+    attention_backward,
+    bias_grad_,
+    dropout_mask,
+    embedding_grad_,
+    linear_weight_grad_,
+    matmul_weight_grad_,
+    sum_exp,
+    sum_exp_backward,
+)
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
+dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    tol = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(actual, expected, rtol=tol, atol=tol)
+
+
+def heads_last(batch: int, seq: int, heads: int, width: int, dtype) -> Tensor:
+    """[B,H,S,E] strided as models make it: a view of a fused projection's output."""
+    fused = torch.randn(batch, seq, heads, width + 3, dtype=dtype)
+    return fused[..., :width].transpose(1, 2)
+
+
+def check_attention(q, k, v, mask=None, is_causal=False, scale=None, backend=None):
+    """Compare out and gradients with torch; return what attention returned."""
+    kw = {"is_causal": is_causal, "scale": scale}
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    backends = [backend] if backend else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(backends):
+        expected = F.scaled_dot_product_attention(
+            *leaves, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1], **kw
+        )
+    dy = torch.randn_like(expected)
+    expected.backward(dy)
+    out, lse = attention(q, k, v, mask, **kw)
+    assert_close(out, expected.detach())
+    grads = attention_backward(dy, q, k, v, out, lse, mask, **kw)
+    for grad, leaf in zip(grads, leaves, strict=True):
+        assert_close(grad, leaf.grad)
+    return out, lse
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("value_dim", [8, 12])
+def test_attention_is_sdpa(dtype, causal, value_dim):
+    q, k = (heads_last(2, 19, 3, 8, dtype) for _ in range(2))
+    v = heads_last(2, 19, 3, value_dim, dtype)
+    check_attention(q, k, v, is_causal=causal, scale=0.3)
+    check_attention(q, k, v, is_causal=causal)
+
+
+@dtypes
+@pytest.mark.parametrize("value_dim", [8, 12])
+@pytest.mark.parametrize("shape", [(5, 7), (1, 1, 5, 7), (2, 1, 1, 7), (2, 4, 5, 1)])
+def test_attention_broadcasts_masks(dtype, value_dim, shape):
+    q, k = heads_last(2, 5, 4, 8, dtype), heads_last(2, 7, 4, 8, dtype)
+    v = heads_last(2, 7, 4, value_dim, dtype)
+    check_attention(q, k, v, mask=torch.rand(shape) > 0.4)
+    check_attention(q, k, v, mask=torch.randn(shape, dtype=dtype))
+    check_attention(
+        q,
+        k,
+        v,
+        mask=torch.randn(shape[::-1], dtype=dtype).permute(
+            *reversed(range(len(shape)))
+        ),
+    )
+
+
+@pytest.mark.parametrize("value_dim", [8, 12])
+def test_a_row_that_attends_to_nothing_is_zero(value_dim):
+    q, k = heads_last(2, 5, 4, 8, torch.float64), heads_last(2, 7, 4, 8, torch.float64)
+    mask = torch.rand(2, 1, 5, 7) > 0.4
+    mask[0, :, 3] = False
+    v = heads_last(2, 7, 4, value_dim, torch.float64)
+    out, _ = check_attention(q, k, v, mask=mask)
+    assert (out[0, :, 3] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("value_dim", [8, 12])
+def test_a_row_of_lowest_floats_attends_evenly(value_dim, dtype):
+    q, k = (heads_last(1, 6, 2, 8, dtype) for _ in range(2))
+    v = heads_last(1, 6, 2, value_dim, dtype)
+    mask = torch.zeros(6, 6)
+    mask[2] = torch.finfo(torch.float32).min
+    out, _ = attention(q, k, v, mask)
+    torch.testing.assert_close(out[:, :, 2], v.mean(2))
+
+
+@pytest.mark.parametrize("value_dim", [8, 12])
+@pytest.mark.parametrize(("rows", "cols"), [(5, 9), (9, 5)])
+def test_causal_aligns_at_the_top_left(value_dim, rows, cols):
+    q = heads_last(1, rows, 2, 8, torch.float64)
+    k = heads_last(1, cols, 2, 8, torch.float64)
+    v = heads_last(1, cols, 2, value_dim, torch.float64)
+    check_attention(q, k, v, is_causal=True, backend=SDPBackend.MATH)
+
+
+@dtypes
+@pytest.mark.parametrize("value_dim", [8, 12])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_attention_of_grouped_heads(dtype, value_dim, groups):
+    q, k = heads_last(2, 5, 4, 8, dtype), heads_last(2, 5, groups, 8, dtype)
+    v = heads_last(2, 5, groups, value_dim, dtype)
+    check_attention(q, k, v, is_causal=True, backend=SDPBackend.MATH)
+
+
+def test_attention_takes_any_strides():
+    q, k, v, dy = (torch.randn(2, 3, 8, 5).mT for _ in range(4))
+    out, lse = attention(q, k, v)
+    copies = [x.contiguous() for x in (dy, q, k, v)]
+    assert torch.equal(out, attention(*copies[1:])[0])
+    grads = attention_backward(dy, q, k, v, out, lse)
+    for grad, expected in zip(
+        grads, attention_backward(*copies, out, lse), strict=True
+    ):
+        assert torch.equal(grad, expected)
+
+
+def test_attention_over_no_keys_is_zero():
+    q, kv = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 0, 4)
+    out, lse = attention(q, kv, kv)
+    assert torch.equal(out, torch.zeros(1, 2, 3, 4))
+    dq, dk, dv = attention_backward(torch.ones_like(out), q, kv, kv, out, lse)
+    assert torch.equal(dq, torch.zeros_like(q))
+    assert dk.shape == dv.shape == kv.shape
+
+
+def test_attention_rejects_what_kernels_would_misread():
+    q, kv = torch.randn(1, 3, 4, 8), torch.randn(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="G divides H: got \\[1, 3, 4, 8\\], \\[1, 2"):
+        attention(q, kv, kv)
+    with pytest.raises(ValueError, match="not both"):
+        attention(q, q, q, mask=torch.ones(4, 4).bool(), is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "mask_shape"), [("flash", None), ("efficient", None), ("efficient", 30)]
+)
+def test_cuda_kernels_accept_our_arguments(kernel, mask_shape, monkeypatch):
+    """Their shape functions run anywhere, and refuse a wrong number or kind of them."""
+    monkeypatch.setattr(kernels, "_kernel", lambda *_: kernel)
+    q = torch.empty(2, 4, 32, 16, device="meta", dtype=torch.bfloat16)
+    kv = torch.empty(2, 2, 30, 16, device="meta", dtype=torch.bfloat16)
+    mask = q.new_ones(30, dtype=torch.bool) if mask_shape else None
+    out, lse = attention(q, kv, kv, mask)
+    assert out.shape == q.shape
+    grads = attention_backward(out, q, kv, kv, out, lse, mask)
+    assert [grad.shape for grad in grads] == [q.shape, kv.shape, kv.shape]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("value_dim", [12, 16, 24])  # explicit, flash, efficient
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_on_cuda(dtype, value_dim, masked):
+    q, k = (heads_last(2, 19, 3, 16, dtype).cuda() for _ in range(2))
+    v = heads_last(2, 19, 3, value_dim, dtype).cuda()
+    mask = (torch.rand(2, 1, 19, 19) > 0.4).cuda() if masked else None
+    check_attention(q, k, v, mask, not masked, backend=SDPBackend.MATH)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 5, 30), (2, 1, 1, 1), (2, 4, 5, 32)])
+def test_aligned_masks_hold_the_same_values(shape):
+    q, k = torch.empty(2, 4, 5, 8), torch.empty(2, 4, max(shape[3], 30), 8)
+    mask = torch.randn(shape)
+    aligned = attention_module._aligned(mask, q, k)
+    assert torch.equal(aligned, mask.expand_as(aligned))
+    assert aligned.shape == (2, 4, 5, k.shape[2])
+    assert all(stride % 16 == 0 for stride in aligned.stride()[:3])
+
+
+STEP = 0x9E3779B97F4A7C15
+
+
+def mix(z: int) -> int:
+    """SplitMix64's mixer on Python integers."""
+    z %= 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
+
+
+def whole(*extents: int) -> list[list[tuple[int, int, int]]]:
+    return [[(extent, 0, extent)] for extent in extents]
+
+
+def keep_mask(*extents: int, p: float = 0.1, key: int = 1, op: int = 0) -> Tensor:
+    return dropout_mask(p, key, op, whole(*extents), "cpu")
+
+
+def test_mask_is_splitmix64():
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [mix(1234567 + i * STEP) for i in (1, 2, 3)] == published
+    seed = mix(mix(-41) + 7 * STEP)
+    drawn = [mix(seed + i * STEP) for i in range(3000)]
+    expected = [(z + 2**63) % 2**64 < 0.7 * 2**64 for z in drawn]  # order of int64
+    mask = keep_mask(3, 1000, p=0.3, key=-41, op=7)
+    assert torch.equal(mask, torch.tensor(expected).view(3, 1000))
+
+
+def cuts(extent: int, parts: int) -> list[tuple[int, int, int]]:
+    """An extent cut into parts; the first ones are larger where it does not divide."""
+    bounds = [math.ceil(i * extent / parts) for i in range(parts + 1)]
+    return [(extent, a, b - a) for a, b in pairwise(bounds)]
+
+
+@pytest.mark.parametrize(
+    "parts", [(1, 1, 1, 1), (2, 1, 3, 1), (1, 4, 2, 3), (5, 1, 1, 7)]
+)
+def test_a_shard_has_its_slice_of_the_mask(parts):
+    batch, seq, heads, width = 5, 12, 6, 33
+    full = keep_mask(batch, seq, heads * width).view(batch, seq, heads, width)
+    extents = (batch, seq, heads, width)
+    for b, s, h, w in product(*map(cuts, extents, parts)):
+        shard = dropout_mask(0.1, 1, 0, [[b], [s], [h, w]], "cpu")
+        index = tuple(slice(start, start + local) for _, start, local in (b, s, h, w))
+        assert torch.equal(shard, full[index].flatten(2))
+
+
+def test_a_mask_depends_on_the_row_major_position_alone():
+    full = keep_mask(6, 7, 8)
+    assert torch.equal(keep_mask(42, 8).view(6, 7, 8), full)
+    assert torch.equal(keep_mask(6 * 7 * 8).view(6, 7, 8), full)
+    fused = dropout_mask(0.1, 1, 0, [[(6, 0, 6), (7, 2, 3)], [(8, 0, 8)]], "cpu")
+    assert torch.equal(fused, full[:, 2:5].flatten(0, 1))
+    assert dropout_mask(0.5, 1, 0, [], "cpu").shape == ()
+    assert dropout_mask(0.5, 1, 0, [[(4, 2, 0)], [(3, 0, 3)]], "cpu").shape == (0, 3)
+
+
+def test_positions_beyond_32_bits_differ():
+    def row(index: int) -> Tensor:
+        dims = [[(2**40, index, 1)], [(1 << 16, 0, 1 << 16)]]
+        return dropout_mask(0.5, 1, 0, dims, "cpu")
+
+    assert not torch.equal(row(0), row(2**16))
+    assert not torch.equal(row(0), row(2**32))
+
+
+def test_a_mask_takes_any_dtype():
+    mask = keep_mask(100, 100)
+    floats = dropout_mask(0.1, 1, 0, whole(100, 100), "cpu", torch.bfloat16)
+    assert floats.dtype == torch.bfloat16
+    assert torch.equal(floats, mask.bfloat16())
+
+
+def test_certain_masks():
+    assert keep_mask(300, 300, p=0.0).all()
+    assert not keep_mask(300, 300, p=1.0).any()
+    assert keep_mask(300, 300, p=1e-18).all()
+
+
+@pytest.mark.parametrize("bad", [-0.1, 1.1, math.nan])
+def test_a_chance_out_of_range_is_an_error(bad):
+    with pytest.raises(ValueError, match=r"must lie in \[0, 1\]"):
+        keep_mask(2, p=bad)
+
+
+def test_a_shard_out_of_range_is_an_error():
+    with pytest.raises(ValueError, match="no slice 3:5 in extent 4"):
+        dropout_mask(0.1, 1, 0, [[(4, 3, 2)]], "cpu")
+
+
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("key", [0, 1, 2**63])
+def test_the_keep_rate(p, key):
+    mask = keep_mask(1000, 1000, p=p, key=key)
+    sigma = math.sqrt(p * (1 - p) * mask.numel())
+    assert abs(mask.sum().item() - (1 - p) * mask.numel()) < 5 * sigma
+
+
+def agreement(a: Tensor, b: Tensor) -> float:
+    """Correlation of two fair masks, in standard deviations from none."""
+    signs = (a == b).double() * 2 - 1
+    return abs(signs.sum().item()) / math.sqrt(signs.numel())
+
+
+def test_masks_of_other_keys_ops_and_positions_are_uncorrelated():
+    mask = keep_mask(512, 1024, p=0.5)
+    others = [keep_mask(512, 1024, p=0.5, key=key) for key in (0, 2, 3, 1 << 40)]
+    others += [keep_mask(512, 1024, p=0.5, op=op) for op in (1, 2, 100)]
+    others += [mask.roll(shift, dim) for shift in (1, 2, 8, 16) for dim in (0, 1)]
+    assert max(agreement(mask, other) for other in others) < 5
+    assert agreement(mask, mask) > 5
+
+
+def test_masks_have_no_rows_columns_or_tiles():
+    """Chi-square of counts along rows, along columns, and of 2x2 patterns."""
+    mask = keep_mask(1024, 1024, p=0.5)
+    for counts in (mask.sum(0), mask.sum(1)):
+        chi2 = ((counts - 512.0) ** 2 / 256.0).sum().item()
+        assert abs(chi2 - 1024) < 5 * math.sqrt(2 * 1024)
+    tiles = mask.view(512, 2, 512, 2).transpose(1, 2).flatten(2)
+    patterns = (tiles * torch.tensor([1, 2, 4, 8])).sum(-1).flatten().bincount()
+    share = 512 * 512 / 16
+    assert len(patterns) == 16
+    assert ((patterns - share) ** 2 / share).sum().item() < 15 + 5 * math.sqrt(2 * 15)
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(7,), (3, 5, 40), (300, 1000)])
+def test_sum_exp(shape, dtype):
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
+    m = x.detach().amax(-1)
+    expected = (x - m[..., None]).exp().sum(-1)
+    dy = torch.randn_like(expected)
+    expected.backward(dy)
+    assert_close(sum_exp(x.detach(), m), expected.detach())
+    assert_close(sum_exp_backward(dy, x.detach(), m), x.grad)
+
+
+def test_sum_exp_computes_in_the_wider_dtype():
+    x = torch.randn(4, 500).bfloat16()
+    m = x.float().amax(-1)
+    expected = (x.float() - m[:, None]).exp()
+    assert_close(sum_exp(x, m), expected.sum(-1))
+    dx = sum_exp_backward(torch.full((4,), 2.0), x, m)
+    assert torch.equal(dx, (2 * expected).bfloat16())
+
+
+def test_sum_exp_holds_no_second_copy_of_its_input():
+    """The largest tensor that any op makes on the way is a block, not [T,V]."""
+    x, largest = torch.randn(64, 50_000), 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and not func.is_view:
+                largest = max(largest, result.numel())
+            return result
+
+    with Watch():
+        sum_exp(x, torch.zeros(64))
+    assert 0 < largest <= 50_000
+
+
+@dtypes
+def test_parameter_gradients_accumulate(dtype):
+    x = torch.randn(2, 5, 6, dtype=dtype).transpose(0, 1)
+    weight = torch.randn(4, 6, dtype=dtype, requires_grad=True)
+    bias = torch.randn(4, dtype=dtype, requires_grad=True)
+    y = F.linear(x, weight, bias)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    ones = torch.ones_like
+    assert_close(linear_weight_grad_(ones(weight), dy, x), weight.grad + 1)
+    assert_close(matmul_weight_grad_(ones(weight.mT), x, dy), weight.grad.mT + 1)
+    grad = ones(bias)
+    assert bias_grad_(grad, dy) is grad
+    assert_close(grad, bias.grad + 1)
+
+
+@dtypes
+@pytest.mark.parametrize("padding_idx", [None, 3])
+def test_embedding_gradients_accumulate(dtype, padding_idx):
+    table = torch.randn(10, 6, dtype=dtype, requires_grad=True)
+    ids = torch.randint(0, 5, (4, 9))
+    y = F.embedding(ids, table, padding_idx)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    grad = embedding_grad_(torch.ones_like(table), dy, ids, padding_idx)
+    assert_close(grad, table.grad + 1)
+
+
+def test_gradients_may_be_wider_than_activations():
+    dy, x = torch.randn(64, 4).bfloat16(), torch.randn(64, 6).bfloat16()
+    ids = torch.zeros(64, dtype=torch.int64)
+    expected = dy.float().sum(0)
+    assert_close(bias_grad_(torch.zeros(4), dy), expected)
+    assert_close(embedding_grad_(torch.zeros(1, 4), dy, ids)[0], expected)
+    product = linear_weight_grad_(torch.zeros(4, 6), dy, x)
+    torch.testing.assert_close(product, dy.float().mT @ x.float(), rtol=1e-2, atol=0.1)
