@@ -1,1 +1,22 @@
-"""autopar: parallel training of an unmodified PyTorch model."""
+"""autopar: parallel training of an unmodified PyTorch GPT, planned by a compiler.
+
+    step = autopar.compile(model, "pp=2,tp=2", microbatches=8)
+    loss = step(ids=ids, labels=labels)      # forward and backward; gradients are ready
+"""
+
+import passes as _passes
+
+if not getattr(_passes, "AUTOPAR", False):
+    raise ImportError(
+        f"'passes' is {_passes.__file__}, which is not the package that autopar needs\n"
+        "  fix  rename your own passes.py (or move it out of the import path)"
+    )
+
+from autopar.compiler import compile_offline
+from autopar.step import Step, compile
+from passes.errors import AutoparError
+from passes.mesh import Mesh
+from passes.plan import Plan
+
+__all__ = ["AutoparError", "Mesh", "Plan", "Step", "compile", "compile_offline"]
+__version__ = "0.1.0"

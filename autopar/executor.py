@@ -87,7 +87,7 @@ class Executor:
         for name, p in self.parameters.items():
             if not p.requires_grad:
                 continue
-            ranks = self._gradient_ranks(name)
+            ranks = self.program.gradient_ranks(name, self.comm.rank)
             members[ranks, str(p.dtype)].append(name)
         buckets = []
         for (ranks, _), names in sorted(members.items()):
@@ -101,14 +101,6 @@ class Executor:
                 start += p.numel()
             buckets.append(Bucket(ranks, flat, names))
         return buckets
-
-    def _gradient_ranks(self, name: str) -> tuple[int, ...]:
-        """The ranks over which the parameter's gradient is a pending sum."""
-        spec, mesh = self.program.parameters[name], self.program.mesh
-        held_by = {self.program.schedule.stage_to_rank[s] for s in spec.stages}
-        axes = (*spec.pending, "pp") if len(held_by) > 1 else spec.pending
-        group = mesh.group(self.comm.rank, axes)
-        return tuple(r for r in group if mesh.coords(r).get("pp", 0) in held_by)
 
     def _start(self, index: int) -> RunningStage:
         program = self.program

@@ -1,1 +1,3 @@
-"""The pure compiler: types, and passes that are functions from one to another."""
+"""The compiler: pure functions from one type to the next. See `passes.pipeline`."""
+
+AUTOPAR = True  # tells this package from another that a user may have named passes

@@ -104,6 +104,30 @@ class Program:
         """Key of the text that a rank runs for a stage."""
         return self.stages[stage].modules[coords_text(self.mesh.coords(rank))]
 
+    def gradient_ranks(self, name: str, rank: int) -> tuple[int, ...]:
+        """The ranks over which a parameter's gradient is summed at the end of a step.
+
+        Those that differ from `rank` on the axes where it is pending, and for a tied
+        weight on the pipeline ranks that hold it too. Ascending; just `rank` if none.
+        """
+        spec = self.parameters[name]
+        held_by = {self.schedule.stage_to_rank[s] for s in spec.stages}
+        axes = (*spec.pending, "pp") if len(held_by) > 1 else spec.pending
+        group = self.mesh.group(rank, axes)
+        return tuple(r for r in group if self.mesh.coords(r).get("pp", 0) in held_by)
+
+    def reduction_groups(self) -> list[tuple[int, ...]]:
+        """Every set of ranks over which a gradient or the loss is summed, in order."""
+        found = {
+            self.gradient_ranks(name, rank)
+            for name, spec in self.parameters.items()
+            if spec.trainable and spec.stages
+            for rank in range(self.mesh.size)
+            if set(self.stages_of(rank)) & set(spec.stages)
+        }
+        found.add(tuple(range(self.mesh.size)))
+        return sorted(group for group in found if len(group) > 1)
+
     @property
     def batch_extent(self) -> int:
         """Samples in the global batch."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from passes.graph import Node, Value
-from passes.probe import holds, letter_extents, probe_equation, random_operands
+from passes.probe import holds, letter_extents, random_operands
 from passes.reference import evaluate
 from passes.rules import (
     FUNCTIONS,
@@ -235,3 +235,50 @@ def test_no_letter_is_whole_that_could_be_split(example: Example) -> None:
             ]
             expected = ["map"] if (op_name(one), letter) in WHOLE_ON_PURPOSE else []
             assert possible == expected, (str(one), letter)
+
+
+# --- Which ops a pending sum may pass ----------------------------------------------
+
+RESHAPES: list[Example] = [
+    lambda a, b, c, d: node("aten.reshape.default", x(a, b), (a * b,)),
+]
+# Linear ops that no pending sum passes: no model has needed it on the way to its loss.
+NOT_PASSED = {
+    *("aten.baddbmm", "aten.clone", "aten.constant_pad_nd", "aten.copy"),
+    *("aten.cumsum", "aten.embedding", "aten.layer_norm", "aten.mean", "aten.numpy_T"),
+    *("aten.pad", "aten.repeat_interleave", "aten.rms_norm", "aten.tril", "aten.triu"),
+    *("aten.where", "aten.zero", "autopar.attention", "autopar.pick"),
+}
+
+
+def is_linear(one: Node, pending: list[bool], seed: int) -> bool:
+    """f(x + x') = f(x) + f(x'), where operands that are not pending stay the same."""
+    first = random_operands(one, seed)
+    other = random_operands(one, seed + 1)
+    pairs = list(zip(first, other, pending, strict=True))
+    second = [q if p else held for held, q, p in pairs]
+    total = [held + q if p else held for held, q, p in pairs]
+    results = zip(*(evaluate(one, xs) for xs in (first, second, total)), strict=True)
+    return all(
+        y.is_floating_point() and torch.allclose(y1 + y2, y, equal_nan=True)
+        for y1, y2, y in results
+    )
+
+
+def choices(one: Node) -> list[list[bool]]:
+    """Every non-empty set of float operands that may be pending sums."""
+    each = [
+        (False, True) if v.dtype.is_floating_point else (False,) for v in one.operands
+    ]
+    return [list(p) for p in itertools.product(*each) if any(p)]
+
+
+@pytest.mark.parametrize("example", ALL + RESHAPES, ids=label)
+def test_a_pending_sum_passes_just_the_ops_that_are_linear(example: Example) -> None:
+    for one in draws(example):
+        for pending in choices(one):
+            linear = all(is_linear(one, pending, seed) for seed in (0, 3))
+            if passes_pending_sum(one, pending):
+                assert linear, (str(one), pending)
+            elif op_name(one) not in NOT_PASSED:
+                assert not linear, (str(one), pending)

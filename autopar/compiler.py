@@ -1,0 +1,60 @@
+"""Compiling without processes: capture, price, run the passes, dump what they made.
+
+Environment:
+    AUTOPAR_DUMP=directory   write each pass's text there (01-trace.txt ...)
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from autopar.profile import profile
+from passes.cost import Costs
+from passes.pipeline import compile_program
+from passes.plan import Plan
+from passes.program import Program
+from passes.trace import trace
+
+
+def compile_offline(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    plan: Plan,
+    loss_fn: Callable[..., Any] | None = None,
+    costs: Costs | None = None,
+) -> Program:
+    """Compile `model(**batch)` for a plan, in this process alone.
+
+    batch: the full, global batch, as example of names, shapes and types. costs: seconds
+    of ops; None: measured on this machine, once. Raises: AutoparError.
+    """
+    traced = trace(model, batch, loss_fn)
+    return compile_program(traced, plan, costs or profile, Dump.from_environment())
+
+
+class Dump:
+    """Writes each pass's text to a directory, numbered in the order of the passes."""
+
+    def __init__(self, directory: pathlib.Path) -> None:
+        self.directory, self.count = directory, 0
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, name: str, text: str) -> None:
+        self.count += 1
+        suffix = "py" if name.startswith("emit") else "txt"
+        path = self.directory / f"{self.count:02}-{name}.{suffix}"
+        path.write_text(text + "\n")
+
+    @staticmethod
+    def from_environment() -> Callable[[str, str], None]:
+        directory = os.environ.get("AUTOPAR_DUMP")
+        return Dump(pathlib.Path(directory)) if directory else _nothing
+
+
+def _nothing(name: str, text: str) -> None:
+    """No dump is asked for."""

@@ -1,0 +1,338 @@
+"""The API: `compile` a model for a mesh, and call the step that comes out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar.comm import Comm
+from autopar.compiler import compile_offline
+from autopar.executor import Executor
+from autopar.initialize import local_state
+from autopar.process_groups import ProcessComm
+from autopar.shards import owns, put_shard, take_shard
+from passes.errors import AutoparError, BatchError
+from passes.mesh import Mesh, MeshError
+from passes.plan import SPLIT, Plan
+from passes.program import Program
+
+TIMEOUT = timedelta(minutes=10)
+
+
+def compile(
+    model: nn.Module,
+    mesh: Any,
+    *,
+    microbatches: int = 1,
+    schedule: str = "1f1b",
+    sequence_parallel: bool = True,
+    hints: Mapping[str, str] | None = None,
+    loss_fn: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
+    example_inputs: Mapping[str, Any] | None = None,
+    plan: Plan | None = None,
+    program: Program | None = None,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    timeout: timedelta = TIMEOUT,
+) -> Step:
+    """Compile an unmodified model into a training step over a mesh of devices.
+
+    model: returns its loss, or `(logits, loss)`, or an output with `.loss`; or give
+    `loss_fn(output, batch)`. Its weights are real, or on `meta`: then shards are
+    initialised by the modules' own initialisers.
+    mesh: a `torch.distributed.DeviceMesh` with named dims, or text as `"pp=2,tp=2"`.
+    microbatches: parts of the batch, run one after another; the result does not change.
+    sequence_parallel: split what tp leaves whole along the sequence.
+    hints: `{"*.mlp.fc.weight": "ffn/tp"}`, see `passes.hints`.
+    example_inputs: a batch to compile with now; else the first call compiles.
+    plan, program: decisions or a whole program made before, instead of the options.
+    seed: of dropout masks, and of weights that start on meta.
+
+    Raises: AutoparError; errors about the model or batch when it compiles.
+    """
+    if program is not None:
+        plan = program.plan
+    if plan is None:
+        plan = make_plan(mesh, microbatches, schedule, sequence_parallel, hints)
+    step = Step(model, plan, loss_fn, seed, device, timeout, program)
+    if example_inputs is not None:
+        step.build(**example_inputs)
+    return step
+
+
+def make_plan(
+    mesh: Any,
+    microbatches: int = 1,
+    schedule: str = "1f1b",
+    sequence_parallel: bool = True,
+    hints: Mapping[str, str] | None = None,
+) -> Plan:
+    """The decisions that the options of `compile` stand for."""
+    split = dict(SPLIT)
+    if not sequence_parallel:
+        split["tp"] = tuple(d for d in split["tp"] if d != "seq")
+    return Plan(
+        read_mesh(mesh), microbatches, schedule, split=split, hints=dict(hints or {})
+    )
+
+
+def read_mesh(mesh: Any) -> Mesh:
+    """A Mesh, its text, or a torch DeviceMesh with named dims in default rank order."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    if isinstance(mesh, str):
+        return Mesh.parse(mesh)
+    names = getattr(mesh, "mesh_dim_names", None)
+    if not names:
+        raise MeshError(
+            f"a mesh is text or a DeviceMesh with named dims, not {mesh!r}",
+            fix='write "pp=2,tp=2", or init_device_mesh(..., mesh_dim_names=("pp", "tp"))',
+        )
+    ranks = mesh.mesh
+    if ranks.flatten().tolist() != list(range(ranks.numel())):
+        raise MeshError(
+            "the DeviceMesh does not hold all ranks in ascending order",
+            fix="make it by init_device_mesh over the whole world",
+        )
+    return Mesh(tuple(zip(names, ranks.shape, strict=True)))
+
+
+class Step:
+    """Forward and backward of a compiled model on this rank; made by `compile`.
+
+    Every rank calls it with the whole global batch, and takes its own part of it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        loss_fn: Callable[..., Any] | None,
+        seed: int,
+        device: torch.device | str | None,
+        timeout: timedelta,
+        program: Program | None,
+    ) -> None:
+        self._model, self._plan, self._loss_fn = model, plan, loss_fn
+        self._seed, self._timeout = seed, timeout
+        self._given = program
+        self._executor: Executor | None = None
+        _join(plan.mesh, timeout)
+        self.device = torch.device(device) if device else _default_device()
+
+    def __call__(self, **batch: Any) -> Tensor:
+        """Loss of the global batch, the same on every rank; gradients are in `.grad`.
+
+        The first call compiles. As with `loss.backward()`, gradients add to what
+        `.grad` holds: call `optimizer.zero_grad()` in between.
+        Raises: BatchError, if names, shapes or types are not those compiled for.
+        """
+        if self._executor is None:
+            self.build(**batch)
+        assert self._executor is not None
+        return self._executor.step(self._checked(batch))
+
+    def build(self, **batch: Any) -> Step:
+        """Compile for batches like this one (only shapes and types matter)."""
+        if self._executor is not None:
+            return self
+        program = self._given or self._compile_once(batch)
+        self.comm: Comm = ProcessComm(
+            program.mesh,
+            program.plan.microbatches,
+            groups=program.groups,
+            rank_groups=program.reduction_groups(),
+            device=self.device,
+            timeout=self._timeout,
+        )
+        parameters, buffers = local_state(
+            program, self._model, self.comm.rank, self.device, self._seed
+        )
+        self._executor = Executor(program, self.comm, parameters, buffers, self._seed)
+        return self
+
+    def _compile_once(self, batch: Mapping[str, Any]) -> Program:
+        """Rank 0 compiles for all; what goes wrong there is raised by all."""
+        if self._plan.mesh.size == 1 or not dist.is_initialized():
+            return compile_offline(self._model, batch, self._plan, self._loss_fn)
+        box: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                box[0] = compile_offline(self._model, batch, self._plan, self._loss_fn)
+            except AutoparError as error:
+                box[0] = error
+        dist.broadcast_object_list(box, src=0)
+        if isinstance(box[0], AutoparError):
+            raise box[0]
+        program: Program = box[0]
+        return program
+
+    def _checked(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor)}
+        for name, (shape, dtype) in self.program.inputs.items():
+            if name not in tensors:
+                raise BatchError(
+                    f"the batch has no '{name}'",
+                    fix=f"pass {', '.join(self.program.inputs)} by keyword",
+                )
+            x = tensors[name]
+            found = str(x.dtype).removeprefix("torch.")
+            if tuple(x.shape) != shape or found != dtype:
+                raise BatchError(
+                    f"'{name}' is {found}{list(x.shape)}, but the step was compiled "
+                    f"for {dtype}{list(shape)}",
+                    fix="pad the batch to that shape, or compile another step for it",
+                )
+        unknown = sorted(set(tensors) - set(self.program.inputs))
+        if unknown:
+            raise BatchError(
+                f"the step was compiled without '{unknown[0]}'",
+                fix="compile with the same fields as are passed later",
+            )
+        return {k: v.to(self.device) for k, v in tensors.items()}
+
+    # --- what optimizers and checkpoints need --------------------------------------
+
+    @property
+    def executor(self) -> Executor:
+        if self._executor is None:
+            raise AutoparError(
+                "the step is not compiled yet",
+                fix="give compile example_inputs=, or call step.build(**batch) first",
+            )
+        return self._executor
+
+    @property
+    def program(self) -> Program:
+        return self.executor.program
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions; complete (cuts included) once the step is compiled."""
+        return self._plan if self._executor is None else self.program.plan
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's shards, for any torch.optim optimizer."""
+        yield from self.executor.parameters.values()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same, with the model's own names."""
+        yield from self.executor.parameters.items()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale gradients so that their global 2-norm is at most max_norm.
+
+        Returns the norm before; each element of the model counts once, however many
+        ranks hold it. Follows torch.nn.utils.clip_grad_norm_.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        grads = []
+        for name, p in self.named_parameters():
+            if p.grad is None:
+                continue
+            grads.append(p.grad)
+            if self._owns(name):
+                total += torch.linalg.vector_norm(p.grad, dtype=torch.float64) ** 2
+        self.comm.reduce_ranks_(total, self._everyone())
+        norm = total.sqrt()
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for bucket in self.executor.buckets:
+            bucket.flat.mul_(scale.to(bucket.flat.dtype))
+        return norm
+
+    def _owns(self, name: str) -> bool:
+        spec, schedule = self.program.parameters[name], self.program.schedule
+        ranks = tuple(schedule.stage_to_rank[s] for s in spec.stages)
+        return owns(spec, self.program.mesh, self.comm.coords, ranks)
+
+    def _everyone(self) -> tuple[int, ...]:
+        return tuple(range(self.program.mesh.size))
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Tensor]:
+        """Whole parameters and persistent buffers on the CPU, by the model's own names.
+
+        All ranks must call it, and all get everything. Loads into the plain model.
+        """
+        held = self.executor.parameters
+        program = self.program
+        found: dict[str, Tensor] = {}
+        for name, spec in program.parameters.items():
+            dtype = getattr(torch, spec.dtype)
+            if not spec.stages:
+                found[name] = dict(self._model.named_parameters())[name].detach().cpu()
+                continue
+            whole = torch.zeros(spec.shape, dtype=dtype, device=self.device)
+            if name in held and self._owns(name):
+                put_shard(whole, held[name], spec, program.mesh, self.comm.coords)
+            found[name] = self.comm.reduce_ranks_(whole, self._everyone()).cpu()
+        for alias, name in program.aliases.items():
+            found[alias] = found[name]
+        wanted = self._model.state_dict(keep_vars=True)
+        for name, tensor in wanted.items():
+            if name not in found and not tensor.is_meta:
+                found[name] = tensor.detach().cpu().clone()
+        return {name: found[name] for name in wanted if name in found}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's shards from whole tensors by the model's own names.
+
+        Raises: KeyError text of torch's kind for missing and unexpected names, and
+        for shapes that differ; nothing is changed then.
+        """
+        program = self.program
+        known = {**program.parameters, **program.buffers}
+        own = set(self._model.state_dict(keep_vars=True))
+        missing = [n for n in program.parameters if n not in state]
+        unexpected = [n for n in state if n not in own and n not in known]
+        shapes = [
+            f"{n}: {list(state[n].shape)} instead of {list(spec.shape)}"
+            for n, spec in program.parameters.items()
+            if n in state and tuple(state[n].shape) != spec.shape
+        ]
+        problems = [
+            f"{what}: {', '.join(names)}"
+            for what, names in (
+                ("missing", missing), ("unexpected", unexpected), ("shape", shapes)
+            )
+            if names
+        ]  # fmt: skip
+        if problems:
+            raise AutoparError(
+                "the state dict does not fit the model\n  " + "\n  ".join(problems),
+                fix="load the state dict of this model, as step or model gave it",
+            )
+        for name, p in self.named_parameters():
+            spec = program.parameters[name]
+            shard = take_shard(state[name], spec, program.mesh, self.comm.coords)
+            p.copy_(shard)
+
+
+def _join(mesh: Mesh, timeout: timedelta) -> None:
+    """Be one of the mesh's processes: those of torch.distributed, or of torchrun."""
+    if not dist.is_initialized() and mesh.size > 1 and "RANK" in os.environ:
+        if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=timeout)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != mesh.size:
+        raise MeshError(
+            f"mesh '{mesh}' has {mesh.size} ranks, but {world} processes run",
+            fix=f"start it by torchrun --nproc-per-node {mesh.size}, or use another mesh",
+        )
+
+
+def _default_device() -> torch.device:
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+

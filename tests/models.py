@@ -1,0 +1,188 @@
+"""Tiny models and batches that many tests share, each with its own loss.
+
+Weights are random and of order one, biases and norms too, so that a gradient that is
+dropped or doubled shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.verify import Verification, verify
+from examples.gpt import GPT, Config
+from passes.cost import Costs
+from passes.mesh import Mesh
+from passes.pipeline import compile_program
+from passes.plan import SPLIT, Plan
+from passes.program import Program
+from passes.trace import trace
+
+VOCAB = 101  # no tp divides it
+
+
+class Case(NamedTuple):
+    """A model, a batch for it, and how its loss is found (None: it returns it)."""
+
+    model: nn.Module
+    batch: dict[str, Tensor]
+    loss_fn: Callable[[Any, Mapping[str, Any]], Tensor] | None = None
+
+    def double(self) -> Case:
+        """In float64; floating fields of the batch too."""
+        batch = {
+            k: v.double() if v.is_floating_point() else v for k, v in self.batch.items()
+        }
+        return Case(self.model.double(), batch, self.loss_fn)
+
+    def compile(self, mesh: str, microbatches: int = 1, **options: Any) -> Program:
+        traced = trace(self.model, self.batch, self.loss_fn)
+        return compile_program(traced, plan(mesh, microbatches, **options), Costs())
+
+    def verify(self, mesh: str, microbatches: int = 1, **options: Any) -> Verification:
+        """Compile, run all ranks, compare with the model; raises if it differs."""
+        program = self.compile(mesh, microbatches, **options)
+        return verify(program, self.model, self.batch, self.loss_fn, seed=3).check()
+
+
+def plan(
+    mesh: str, microbatches: int = 1, sequence_parallel: bool = True, **options: Any
+) -> Plan:
+    """A plan for a mesh given as text; options are fields of Plan."""
+    split = dict(SPLIT)
+    if not sequence_parallel:
+        split["tp"] = tuple(dim for dim in split["tp"] if dim != "seq")
+    return Plan(Mesh.parse(mesh), microbatches, split=split, **options)
+
+
+def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Give every parameter, biases and norms too, a value that matters."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            std = 0.3 if p.ndim == 1 else p.shape[-1] ** -0.5
+            p.add_(torch.randn(p.shape, generator=generator) * std)
+    return model
+
+
+def token_batch(
+    batch: int = 8,
+    seq: int = 16,
+    vocab: int = VOCAB,
+    padded: bool = False,
+    ignored: str = "uneven",
+) -> dict[str, Tensor]:
+    """ids and labels int64 [batch, seq]; with a padding mask, int64, if `padded`.
+
+    ignored: "none"; "uneven", another number of labels in each sample and none at all
+    in the second; or "half", no label in the first half of the samples.
+    """
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(vocab, (batch, seq), generator=generator)
+    labels = ids.clone()
+    if ignored != "none":
+        for sample in range(batch):
+            labels[sample, : sample * (seq - 2) // batch] = -100
+        labels[1] = -100
+    if ignored == "half":
+        labels[: batch // 2] = -100
+    found = {"input_ids": ids, "labels": labels}
+    if padded:
+        lengths = [seq - 3 * (sample % 4) for sample in range(batch)]
+        mask = torch.arange(seq) < torch.tensor(lengths)[:, None]
+        found["attention_mask"] = mask.long()
+        labels[~mask] = -100
+    return found
+
+
+def next_token_loss(out: Any, batch: Mapping[str, Any]) -> Tensor:
+    """As Hugging Face models do it, but in the model's own precision."""
+    logits, labels = out.logits[:, :-1], batch["labels"][:, 1:]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def plain_gpt(
+    layers: int = 4,
+    heads: int = 4,
+    seq: int = 16,
+    vocab: int = VOCAB,
+    dropout: float = 0.0,
+    tied: bool = True,
+    **batch: Any,
+) -> Case:
+    """The example's GPT: fused projection, learned positions, biases, (x, loss)."""
+    torch.manual_seed(0)
+    model = GPT(Config(layers, 8 * heads, heads, seq, vocab, dropout))
+    if not tied:
+        model.head.weight = nn.Parameter(torch.randn_like(model.head.weight))
+    found = token_batch(seq=seq, vocab=vocab, **batch)
+    fields = {"ids": found["input_ids"], "labels": found["labels"]}
+    return Case(randomize(model), fields)
+
+
+def gpt2(
+    layers: int = 4,
+    heads: int = 4,
+    seq: int = 16,
+    vocab: int = VOCAB,
+    dropout: float = 0.0,
+    tied: bool = True,
+    **batch: Any,
+) -> Case:
+    """Hugging Face's GPT-2: Conv1D, tied embedding."""
+    from transformers import GPT2Config
+
+    config = GPT2Config(
+        n_layer=layers,
+        n_head=heads,
+        n_embd=8 * heads,
+        vocab_size=vocab,
+        n_positions=32,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return hugging_face(config, seq=seq, vocab=vocab, **batch)
+
+
+def llama(
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    seq: int = 16,
+    vocab: int = VOCAB,
+    tied: bool = False,
+    **batch: Any,
+) -> Case:
+    """Hugging Face's Llama: grouped queries, rotary positions, RMSNorm, gated MLP."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        hidden_size=8 * heads,
+        intermediate_size=20 * heads,
+        vocab_size=vocab,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return hugging_face(config, seq=seq, vocab=vocab, **batch)
+
+
+def hugging_face(config: Any, **batch: Any) -> Case:
+    """A causal model of a configuration, in training mode, with next-token loss."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).train()
+    return Case(randomize(model), token_batch(**batch), next_token_loss)

@@ -1,0 +1,199 @@
+"""Writes in place become new values, or are refused where somebody would see them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from interpret import loss_of
+from torch import Tensor, nn
+
+from passes.errors import CaptureError
+from passes.graph import resolve
+from passes.trace import trace
+
+
+class Body(nn.Module):
+    """Runs a function of its weight and an input."""
+
+    def __init__(self, body: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4))
+        self.register_buffer("offset", torch.ones(4))
+        self.table = torch.ones(4)
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x).sum()
+
+
+def chain(m: Body, x: Tensor) -> Tensor:
+    h = x * m.weight
+    h.mul_(2).add_(m.offset)
+    h.relu_()
+    return h
+
+
+def named_twice(m: Body, x: Tensor) -> Tensor:
+    h = x * m.weight
+    same = h.add_(1)
+    same.mul_(3)
+    return h + same
+
+
+def read_before(m: Body, x: Tensor) -> Tensor:
+    h = x * m.weight
+    before = h + 0.5
+    h.masked_fill_(h > 0, 9.0)
+    return before + h
+
+
+def literal(m: Body, x: Tensor) -> Tensor:
+    total = torch.tensor(0.5)
+    total += 1
+    return x * total
+
+
+def filled(m: Body, x: Tensor) -> Tensor:
+    return x * torch.empty_like(x).fill_(3.0) + torch.empty(4).zero_()
+
+
+def copied(m: Body, x: Tensor) -> Tensor:
+    h = x * m.weight
+    h.copy_(m.offset)
+    return h + x
+
+
+def view_of_dead_base(m: Body, x: Tensor) -> Tensor:
+    h = (x * m.weight).view(-1)
+    h[h > 0] = 2.0
+    return h
+
+
+def activations(m: Body, x: Tensor) -> Tensor:
+    h = F.dropout(x * m.weight, 0.0, training=False, inplace=True)
+    return F.silu(h, inplace=True)
+
+
+def own_input(m: Body, x: Tensor) -> Tensor:
+    x[x < 0] = 0.25
+    return x * m.weight
+
+
+def logical(m: Body, x: Tensor) -> Tensor:
+    mask = x > 0
+    mask |= x < -1
+    return x * mask
+
+
+ALLOWED = [
+    chain, named_twice, read_before, literal, filled, copied, view_of_dead_base,
+    activations, own_input, logical,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", ALLOWED)
+def test_later_reads_see_the_new_value(body: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    model, x = Body(body), torch.randn(3, 4)
+    traced = trace(model, {"x": x})
+    assert not any(resolve(n.op)._schema.is_mutable for n in traced.graph.nodes)
+    found = loss_of(traced, model, {"x": x})
+    torch.testing.assert_close(found, model(x.clone()))
+
+
+def base_read_later(m: Body, x: Tensor) -> Tensor:
+    h = x * m.weight
+    h.view(-1).mul_(2)
+    return h
+
+
+def view_read_later(m: Body, x: Tensor) -> Tensor:
+    h = x * m.weight
+    flat = h.view(-1)
+    h.mul_(2)
+    return flat
+
+
+def part(m: Body, x: Tensor) -> Tensor:
+    h = x * m.weight
+    h[:, 0] = 0.0
+    return h
+
+
+def returned_as_it_is(m: Body, x: Tensor) -> Tensor:
+    h = x * m.weight
+    same = F.dropout(h, 0.5, training=False)
+    same.mul_(2)
+    return h
+
+
+def outer_of_no_grad(m: Body, x: Tensor) -> Tensor:
+    h = x * 2
+    with torch.no_grad():
+        h.mul_(2)
+    return h
+
+
+VIEWS = [base_read_later, view_read_later, part, returned_as_it_is, outer_of_no_grad]
+
+
+@pytest.mark.parametrize("body", VIEWS)
+def test_a_write_that_another_name_would_see_is_refused(
+    body: Callable[..., Tensor],
+) -> None:
+    with pytest.raises(CaptureError, match="writes in place into a view") as error:
+        trace(Body(body), {"x": torch.randn(3, 4)})
+    assert error.value.source.startswith("test_functionalize.py:")
+    assert "torch.where" in error.value.fix
+
+
+def of_parameter(m: Body, x: Tensor) -> Tensor:
+    m.weight.detach().mul_(0.9)
+    return x * m.weight
+
+
+def of_buffer_view(m: Body, x: Tensor) -> Tensor:
+    m.offset[1:].mul_(0.9)
+    return x
+
+
+def of_attribute(m: Body, x: Tensor) -> Tensor:
+    m.table.add_(1)
+    return x * m.table
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (of_parameter, "'mul_' changes the model's parameter 'weight'"),
+        (of_buffer_view, "'mul_' changes the model's buffer 'offset'"),
+        (of_attribute, "'add_' changes the model's constant"),
+    ],
+)
+def test_a_write_that_outlives_the_step_is_refused(
+    body: Callable[..., Tensor], what: str
+) -> None:
+    with pytest.raises(CaptureError, match=what):
+        trace(Body(body), {"x": torch.randn(3, 4)})
+
+
+def random_fill(m: Body, x: Tensor) -> Tensor:
+    return x * torch.empty_like(x).uniform_()
+
+
+def into_out(m: Body, x: Tensor) -> Tensor:
+    out = torch.empty(3, 4)
+    torch.add(x.detach(), 1, out=out)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [(random_fill, "'uniform_'"), (into_out, "an argument that is not its first one")],
+)
+def test_what_has_no_form_without_a_write(
+    body: Callable[..., Tensor], what: str
+) -> None:
+    with pytest.raises(CaptureError, match=what):
+        trace(Body(body), {"x": torch.randn(3, 4)})

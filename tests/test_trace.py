@@ -1,0 +1,236 @@
+"""Capturing a model: which loss, which parameters, and what cannot be captured."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from interpret import loss_of
+from torch import Tensor, nn
+
+from passes.errors import CaptureError
+from passes.trace import trace
+
+
+def batch(rows: int = 4) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {"x": torch.randn(rows, 6), "y": torch.randn(rows, 6)}
+
+
+@dataclass
+class Output:
+    loss: Tensor | None
+    logits: Tensor
+
+
+class Model(nn.Module):
+    """A linear layer; `returns` says in what its loss comes out."""
+
+    def __init__(self, returns: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+        self.returns = returns
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        out = self.up(x)
+        return self.returns(F.mse_loss(out, y), out)
+
+
+RETURNS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "tensor": lambda loss, out: loss,
+    "one element": lambda loss, out: loss[None],
+    "tuple": lambda loss, out: (loss, out),
+    "tuple, loss last": lambda loss, out: (out, loss),
+    "object": lambda loss, out: Output(loss, out),
+    "dict": lambda loss, out: {"logits": out, "loss": loss},
+}
+
+
+@pytest.mark.parametrize("returns", RETURNS.values(), ids=RETURNS.keys())
+def test_the_loss_is_found(returns: Callable[[Tensor, Tensor], Any]) -> None:
+    model, fields = Model(returns), batch()
+    traced = trace(model, fields)
+    (loss,) = traced.graph.outputs
+    assert loss.shape == ()
+    wanted = F.mse_loss(model.up(fields["x"]), fields["y"])
+    torch.testing.assert_close(loss_of(traced, model, fields), wanted)
+
+
+def test_a_loss_function_reads_fields_that_the_model_does_not_take() -> None:
+    model, fields = nn.Linear(6, 6), {"input": batch()["x"], "weight": torch.ones(4)}
+
+    def loss_fn(out: Tensor, fields: dict[str, Tensor]) -> Tensor:
+        return (out.square().sum(-1) * fields["weight"]).sum()
+
+    traced = trace(model, fields, loss_fn)
+    assert [v.name for v in traced.graph.inputs] == ["input", "weight"]
+    wanted = model(fields["input"]).square().sum()
+    torch.testing.assert_close(loss_of(traced, model, fields), wanted)
+
+
+def test_what_is_no_tensor_is_part_of_the_program() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, factor: float, flip: bool) -> Tensor:
+            return (x * factor).sum() * (-1 if flip else 1)
+
+    fields = {"x": torch.ones(3), "factor": 2.0, "flip": True}
+    traced = trace(Scaled(), fields)
+    assert [v.name for v in traced.graph.inputs] == ["x"]
+    assert loss_of(traced, Scaled(), {"x": torch.ones(3)}) == -6.0
+
+
+NO_LOSS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
+    "logits": (lambda loss, out: out, "a tensor of shape (4, 6), in which there is no"),
+    "None": (lambda loss, out: Output(None, out), "Output, in which there is no scalar"),
+    "dict": (lambda loss, out: {"out": out}, "dict with fields out, in which there is no"),
+    "two": (lambda loss, out: (loss, loss + 1), "there is more than one scalar loss"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("returns", "message"), NO_LOSS.values(), ids=NO_LOSS.keys())
+def test_without_one_loss_the_error_shows_what_came_back(
+    returns: Callable[[Tensor, Tensor], Any], message: str
+) -> None:
+    with pytest.raises(CaptureError, match="(?s)loss_fn") as error:
+        trace(Model(returns), batch())
+    assert message in error.value.what
+
+
+def test_a_batch_without_a_tensor() -> None:
+    with pytest.raises(CaptureError, match="the batch holds no tensor"):
+        trace(Model(RETURNS["tensor"]), {"x": 1})
+
+
+def test_a_branch_on_data_is_shown_at_its_line() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            if y.sum() > 0:
+                y = y + 1
+            return y.sum()
+
+    lines, first = inspect.getsourcelines(Branch.forward)
+    line = first + next(i for i, text in enumerate(lines) if "if y.sum()" in text)
+    with pytest.raises(CaptureError) as error:
+        trace(Branch(), {"x": torch.randn(3)})
+    assert error.value.source.endswith(f"test_trace.py:{line}")
+    assert "torch.where" in error.value.fix
+
+
+class Counted(nn.Module):
+    """Two ways of counting calls in a buffer."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_place:
+            self.calls.add_(1)
+        else:
+            self.calls = self.calls + 1
+        return x.sum()
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_changed_buffer_is_named(in_place: bool) -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Counted(in_place)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    with pytest.raises(CaptureError, match="buffer 'inner.calls'"):
+        trace(Nested(), {"x": torch.ones(3)})
+
+
+def test_running_statistics_may_be_frozen() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(6))
+    fields = {"input": batch()["x"]}
+
+    def loss_fn(out: Tensor, _: dict[str, Tensor]) -> Tensor:
+        return out.square().sum()
+
+    with pytest.raises(CaptureError, match=r"buffer '0.num_batches_tracked'"):
+        trace(model, fields, loss_fn)
+    traced = trace(model.eval(), fields, loss_fn)
+    wanted = model(fields["input"]).square().sum()
+    torch.testing.assert_close(loss_of(traced, model, fields), wanted)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.table.weight
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.table(ids) * self.frozen), labels)
+
+
+def test_a_tied_parameter_comes_in_once_and_keeps_its_other_name() -> None:
+    ids = torch.randint(7, (5,))
+    traced = trace(Tied(), {"ids": ids, "labels": ids})
+    assert [v.name for v in traced.graph.params] == ["frozen", "table.weight"] or [
+        v.name for v in traced.graph.params
+    ] == ["table.weight", "frozen"]
+    assert traced.aliases == {"head.weight": "table.weight"}
+    assert traced.trainable == {"table.weight"}
+
+
+def test_one_tensor_for_two_inputs_stays_two_inputs() -> None:
+    ids = torch.randint(7, (5,))
+    traced = trace(Tied(), {"ids": ids, "labels": ids})
+    readers = traced.graph.consumers()
+    assert [v.name for v in traced.graph.inputs] == ["ids", "labels"]
+    assert readers["ids"] and readers["labels"]
+
+
+def test_a_model_that_does_not_fit_in_memory() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2**18, 2**18)  # 256 GiB
+    fields = {"input": torch.ones(2, 2**18)}
+    traced = trace(model, fields, lambda out, _: out.sum())
+    assert str(traced.graph.params[0].type) == "f32[262144,262144]"
+    assert model.weight.is_meta and isinstance(model.weight, nn.Parameter)
+
+
+def test_nodes_know_their_module_and_line() -> None:
+    traced = trace(Model(RETURNS["tensor"]), batch())
+    lines, first = inspect.getsourcelines(Model.forward)
+    (linear,) = [n for n in traced.graph.nodes if n.op.startswith("aten.linear")]
+    assert linear.where.module == "up"
+    assert linear.where.source == f"test_trace.py:{first + 1}"
+    assert "self.up(x)" in lines[1]
+
+
+def test_a_region_without_gradient_is_part_of_the_graph() -> None:
+    class Target(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = x * 2 + 1
+            return (x - target).square().sum()
+
+    fields = {"x": torch.randn(3)}
+    traced = trace(Target(), fields)
+    ops = [n.op.split(".")[1] for n in traced.graph.nodes]
+    assert ops[:3] == ["detach", "mul", "add"]
+    assert loss_of(traced, Target(), fields) == Target()(**fields)
+
+
+def test_a_construct_that_is_no_operator() -> None:
+    class Choice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+            return y.sum()
+
+    with pytest.raises(CaptureError, match="'cond', which is no plain operator"):
+        trace(Choice(), {"x": torch.randn(3)})
