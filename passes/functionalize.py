@@ -1,4 +1,4 @@
-"""functionalize: a write in place becomes a new value.
+"""functionalize: a program without side effects. A write in place becomes a new value.
 
 After `x.mul_(2)`, whatever reads x reads the new value. That is the same program as
 long as nobody looks at the old memory by another name: a view of x, or what x is a view
@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from passes.errors import CaptureError
 from passes.graph import Graph, Node, Value, resolve, short
 
+# Ops that draw random numbers in a way that later passes make independent of the plan.
+KNOWN_CHANCE = {"aten.dropout", "aten.dropout_", "aten.scaled_dot_product_attention"}
 # Ops whose result may be their operand itself, though their schema does not say so.
-SILENT_VIEWS = frozenset(
-    {
-        "aten.alpha_dropout",
-        "aten.broadcast_tensors",
-        "aten.dropout",
-        "aten.feature_dropout",
-        "aten.meshgrid",
-        "aten.type_as",
-    }
-)
+SILENT_VIEWS = {
+    "aten.alpha_dropout",
+    "aten.broadcast_tensors",
+    "aten.dropout",
+    "aten.feature_dropout",
+    "aten.meshgrid",
+    "aten.type_as",
+}
 
 
 def functionalize(graph: Graph) -> Graph:
@@ -30,11 +32,13 @@ def functionalize(graph: Graph) -> Graph:
 
     A write to the batch makes a new value too: the caller's tensor stays as it was.
     Raises: CaptureError on a write to what outlives the step (a parameter, a buffer, a
-    tensor that the model holds), or to memory that is read later by another name.
+    tensor that the model holds), or to memory that is read later by another name, and on
+    random numbers other than those of dropout.
     """
     memory = _Memory(graph)
     nodes = []
     for position, node in enumerate(graph.nodes):
+        _refuse_chance(node)
         new = node.substitute(memory.now)
         if resolve(node.op)._schema.is_mutable:
             target = _target(node)
@@ -46,6 +50,20 @@ def functionalize(graph: Graph) -> Graph:
         nodes.append(new)
     outputs = tuple(map(memory.now, graph.outputs))
     return replace(graph, nodes=tuple(nodes), outputs=outputs).verify()
+
+
+def _refuse_chance(node: Node) -> None:
+    """Ranks that hold the same value would draw different ones."""
+    name = node.op.rpartition(".")[0]
+    off = name.endswith("dropout") and node.args[-1] is False
+    random = torch.Tag.nondeterministic_seeded in resolve(node.op).tags
+    if random and not off and name not in KNOWN_CHANCE:
+        raise CaptureError(
+            f"'{short(node.op)}' draws random numbers, which would differ between ranks",
+            source=str(node.where),
+            fix="draw them outside of the model and pass them in the batch; for dropout "
+            "use nn.Dropout or F.dropout",
+        )
 
 
 class _Memory:

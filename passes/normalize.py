@@ -217,6 +217,8 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
     q, k, v = given["query"], given["key"], given["value"]
     mask, is_causal = given.get("attn_mask"), bool(given.get("is_causal", False))
     scale = given.get("scale") or 1.0 / math.sqrt(q.shape[-1])
+    if (expanded := rewriter.producer(mask, "aten.expand")) is not None:
+        mask = expanded.operands[0]  # it broadcasts as it is
     known = rewriter.constant(mask) if mask is not None else None
     if known is not None and known.dtype == torch.bool:
         square = known.shape[-2] == known.shape[-1]

@@ -318,14 +318,16 @@ class _Cutter:
         if match is None or path[: match.start()] not in self.first_layer:
             return path
         offset = int(match[1]) - self.first_layer[path[: match.start()]]
-        return f"{path[: match.start()]}{offset:+d}{path[match.end() :]}"
+        # What an earlier layer made of constants is made here again.
+        layer = f"{offset:+d}" if offset >= 0 else "*"
+        return f"{path[: match.start()]}{layer}{path[match.end() :]}"
 
     def _rename_source(self, v: Value) -> Value:
         self.renamed[v.name] = replace(v, name=self._relative(v.name))
         return self.renamed[v.name]
 
     def _rename(self, v: Value, stem: str | None = None) -> Value:
-        stem = stem or re.sub(r"_\d+$", "", v.name)
+        stem = stem or re.sub(r"(_\d+)+$", "", v.name)
         count = self.counts.get(stem, 0)
         self.counts[stem] = count + 1
         name = f"{stem}_{count}" if count else stem

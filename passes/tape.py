@@ -53,13 +53,14 @@ class Tape:
     def append(self, node: Node) -> None:
         self.nodes.append(node)
 
-    def fresh(self, like: Value) -> Value:
-        """A new backward value of the type of `like`."""
-        return self.builder.value(_named(like.name), like.shape, like.dtype)
+    def fresh(self, like: Value, of: str | None = None) -> Value:
+        """A new backward value of the type of `like`: the cotangent of `of`."""
+        return self.builder.value(_named(of or like.name), like.shape, like.dtype)
 
-    def kept(self, like: Value) -> Value:
-        """A new forward value that a traced forward makes for its backward."""
-        return self.builder.value(like.name, like.shape, like.dtype)
+    def kept(self, like: Value, node: Node) -> Value:
+        """A new forward value that a node's traced forward makes for its backward."""
+        name = f"{node.results[0].name}_kept"
+        return self.builder.value(name, like.shape, like.dtype)
 
     def emit(self, op: str, like: Value, node: Node, *args: Any) -> Value:
         """`d_like = op(*args)`; the derivative of `node`."""

@@ -260,6 +260,11 @@ def _read(
             literals[name] = exported.constants[target]
         else:
             kind, name = "input", next(unread)
+            if name in reader.builder.taken:
+                raise CaptureError(
+                    f"the batch field '{name}' has the name of a parameter or buffer",
+                    fix="give the field or the model's attribute another name",
+                )
         known = next((v for v in sources[kind] if v.name == name), None)
         if known is not None:  # a tied parameter may come in twice
             reader.values[node] = known
@@ -344,11 +349,24 @@ class _Reader:
             body.graph.find_nodes(op="placeholder"), operands, strict=True
         ):
             if not enabled and isinstance(value, Value) and value.dtype.is_floating_point:
+                self.refuse_writes(inner)
                 value = self.builder.emit(
                     "aten.detach.default", (value,), value.shape, value.dtype, where
                 )
             self.values[inner] = value
         return self.read(body)
+
+    def refuse_writes(self, entering: fx.Node) -> None:
+        """Autograd does not see `x.mul_(2)` under no_grad; who reads x later does."""
+        for user in entering.users:
+            schema = getattr(user.target, "_schema", None)
+            if schema is not None and schema.is_mutable:
+                raise CaptureError(
+                    f"'{user.target}' writes in place under no_grad into a tensor from "
+                    "outside of it",
+                    source=self.where(user).source,
+                    fix="make a new tensor: y = x.mul(2) instead of x.mul_(2)",
+                )
 
     def where(self, node: fx.Node) -> Where:
         stack = node.meta.get("nn_module_stack") or {}

@@ -275,8 +275,16 @@ def traced(tape: Tape, node: Node, dys: Sequence[Value | None]) -> list[Value | 
     for own, out, dy in zip(template.dys, node.outs, dys, strict=True):
         if own is not None and out is not None:
             bound[own.name] = dy if dy is not None else tape.zeros(out, node)
+    named = {
+        grad.name: v.name
+        for grad, v in zip(template.grads, node.operands, strict=True)
+        if grad is not None
+    }
     for inner in template.backward:
-        outs = tuple(None if v is None else tape.fresh(v) for v in inner.outs)
+        outs = tuple(
+            None if v is None else tape.fresh(v, named.get(v.name, node.results[0].name))
+            for v in inner.outs
+        )
         new = replace(inner.substitute(lambda v: bound[v.name]), outs=outs)
         tape.append(replace(new, where=node.where))
         for old, fresh in zip(inner.outs, outs, strict=True):
@@ -300,7 +308,7 @@ def expand_forward(tape: Tape, node: Node) -> list[Node]:
     nodes = []
     for inner in template.forward:
         outs = tuple(
-            None if v is None else final.get(v.name) or tape.kept(v)
+            None if v is None else final.get(v.name) or tape.kept(v, node)
             for v in inner.outs
         )
         new = replace(
