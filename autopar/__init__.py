@@ -1,7 +1,7 @@
 """autopar: parallel training of an unmodified PyTorch GPT, planned by a compiler.
 
-    step = autopar.compile(model, "pp=2,tp=2", microbatches=8)
-    loss = step(ids=ids, labels=labels)      # forward and backward; gradients are ready
+step = autopar.compile(model, "pp=2,tp=2", microbatches=8)
+loss = step(ids=ids, labels=labels)      # forward and backward; gradients are ready
 """
 
 import passes as _passes

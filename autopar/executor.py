@@ -176,7 +176,11 @@ class Executor:
     def _run(self, action: Action) -> None:
         kind = action.kind
         if kind.is_recv:
-            key = ("x" if kind is Kind.RECV_F else "dy", action.stage, action.microbatch)
+            key = (
+                "x" if kind is Kind.RECV_F else "dy",
+                action.stage,
+                action.microbatch,
+            )
             receipts = self._arriving.pop(action)
             self._outputs[key] = tuple(r.wait() for r in receipts)
         elif kind.is_send:

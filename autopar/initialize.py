@@ -49,7 +49,9 @@ def local_state(
         shard = take_shard(whole.detach(), spec, mesh, coords).to(device)
         parameters[name] = nn.Parameter(shard, requires_grad=spec.trainable)
     # In the order of the program, whatever the order in which modules were made.
-    ordered = {name: parameters[name] for name in program.parameters if name in parameters}
+    ordered = {
+        name: parameters[name] for name in program.parameters if name in parameters
+    }
     return ordered, buffers
 
 

@@ -26,7 +26,7 @@ class Placement:
         mesh: Mesh,
         rank: int,
         microbatches: int,
-        device: torch.device = torch.device("cpu"),
+        device: torch.device,
     ) -> None:
         self.mesh = mesh
         self.device = device
@@ -118,12 +118,18 @@ class Placement:
         ids: Tensor,
         extent: int,
         axes: tuple[str, ...],
+        padding: int | None = None,
     ) -> Tensor:
-        """Add the gradient of `lookup` into grad [my rows, width]: dy [..., width]."""
+        """Add the gradient of `lookup` into grad [my rows, width]: dy [..., width].
+
+        Row `padding` of the whole table, where given, gets nothing.
+        """
         begin, length = self.span(extent, axes)
         if not length:
             return grad
-        if length != extent:
+        if padding is not None:
+            ids = ids.masked_fill(ids == padding, -1)
+        if length != extent or padding is not None:
             ids, outside = _local(ids, begin, length)
             dy = dy.masked_fill(outside.unsqueeze(-1), 0)
         return kernels.embedding_grad_(grad, dy, ids)

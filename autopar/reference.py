@@ -36,7 +36,11 @@ class OurDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def dropout(
-        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        self,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
     ) -> Tensor:
         if not training or p == 0.0:
             return input
@@ -94,7 +98,9 @@ def reference_step(
     if loss_fn is not None:
         names = inspect.signature(model.forward).parameters
         open_ended = any(p.kind is p.VAR_KEYWORD for p in names.values())
-        given = fields if open_ended else {k: v for k, v in fields.items() if k in names}
+        given = (
+            fields if open_ended else {k: v for k, v in fields.items() if k in names}
+        )
     else:
         given = fields
     with OurDropout(key), torch.enable_grad():

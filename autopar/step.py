@@ -92,7 +92,7 @@ def read_mesh(mesh: Any) -> Mesh:
     if not names:
         raise MeshError(
             f"a mesh is text or a DeviceMesh with named dims, not {mesh!r}",
-            fix='write "pp=2,tp=2", or init_device_mesh(..., mesh_dim_names=("pp", "tp"))',
+            fix="write 'pp=2,tp=2', or give init_device_mesh its mesh_dim_names",
         )
     ranks = mesh.mesh
     if ranks.flatten().tolist() != list(range(ranks.numel())):
@@ -119,9 +119,13 @@ class Step:
         timeout: timedelta,
         program: Program | None,
     ) -> None:
-        self._model, self._plan, self._loss_fn = model, plan, loss_fn
+        self._model: nn.Module | None = model
+        self._plan, self._loss_fn = plan, loss_fn
         self._seed, self._timeout = seed, timeout
         self._given = program
+        # Names of the model's state dict, and what of it no stage computes with.
+        self._names: list[str] = []
+        self._unused: dict[str, Tensor] = {}
         self._executor: Executor | None = None
         _join(plan.mesh, timeout)
         self.device = torch.device(device) if device else _default_device()
@@ -142,6 +146,7 @@ class Step:
         """Compile for batches like this one (only shapes and types matter)."""
         if self._executor is not None:
             return self
+        assert self._model is not None
         program = self._given or self._compile_once(batch)
         self.comm: Comm = ProcessComm(
             program.mesh,
@@ -155,6 +160,8 @@ class Step:
             program, self._model, self.comm.rank, self.device, self._seed
         )
         self._executor = Executor(program, self.comm, parameters, buffers, self._seed)
+        self._names, self._unused = _remember(self._model, program)
+        self._model = None  # the whole weights are free to go
         return self
 
     def _compile_once(self, batch: Mapping[str, Any]) -> Program:
@@ -263,23 +270,18 @@ class Step:
         """
         held = self.executor.parameters
         program = self.program
-        found: dict[str, Tensor] = {}
+        found = {n: t.clone() for n, t in self._unused.items()}
         for name, spec in program.parameters.items():
-            dtype = getattr(torch, spec.dtype)
             if not spec.stages:
-                found[name] = dict(self._model.named_parameters())[name].detach().cpu()
                 continue
+            dtype = getattr(torch, spec.dtype)
             whole = torch.zeros(spec.shape, dtype=dtype, device=self.device)
             if name in held and self._owns(name):
                 put_shard(whole, held[name], spec, program.mesh, self.comm.coords)
             found[name] = self.comm.reduce_ranks_(whole, self._everyone()).cpu()
         for alias, name in program.aliases.items():
             found[alias] = found[name]
-        wanted = self._model.state_dict(keep_vars=True)
-        for name, tensor in wanted.items():
-            if name not in found and not tensor.is_meta:
-                found[name] = tensor.detach().cpu().clone()
-        return {name: found[name] for name in wanted if name in found}
+        return {name: found[name] for name in self._names if name in found}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -290,9 +292,8 @@ class Step:
         """
         program = self.program
         known = {**program.parameters, **program.buffers}
-        own = set(self._model.state_dict(keep_vars=True))
         missing = [n for n in program.parameters if n not in state]
-        unexpected = [n for n in state if n not in own and n not in known]
+        unexpected = [n for n in state if n not in self._names and n not in known]
         shapes = [
             f"{n}: {list(state[n].shape)} instead of {list(spec.shape)}"
             for n, spec in program.parameters.items()
@@ -316,6 +317,17 @@ class Step:
             p.copy_(shard)
 
 
+def _remember(
+    model: nn.Module, program: Program
+) -> tuple[list[str], dict[str, Tensor]]:
+    """The names of the model's state dict; and those values that no rank holds."""
+    state = model.state_dict(keep_vars=True)
+    held = {n for n, spec in program.parameters.items() if spec.stages}
+    held |= {alias for alias, name in program.aliases.items() if name in held}
+    unused = {n: t for n, t in state.items() if n not in held and not t.is_meta}
+    return list(state), {n: t.detach().cpu().clone() for n, t in unused.items()}
+
+
 def _join(mesh: Mesh, timeout: timedelta) -> None:
     """Be one of the mesh's processes: those of torch.distributed, or of torchrun."""
     if not dist.is_initialized() and mesh.size > 1 and "RANK" in os.environ:
@@ -327,7 +339,7 @@ def _join(mesh: Mesh, timeout: timedelta) -> None:
     if world != mesh.size:
         raise MeshError(
             f"mesh '{mesh}' has {mesh.size} ranks, but {world} processes run",
-            fix=f"start it by torchrun --nproc-per-node {mesh.size}, or use another mesh",
+            fix=f"start it by torchrun --nproc-per-node {mesh.size}",
         )
 
 
@@ -335,4 +347,3 @@ def _default_device() -> torch.device:
     if dist.is_initialized() and dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-

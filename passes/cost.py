@@ -8,10 +8,19 @@ from dataclasses import dataclass, field
 from passes.graph import Node, Value, show
 
 VIEWS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "reshape transpose t permute expand split chunk slice select unbind detach"
-    ).split()
+    {
+        "aten.reshape",
+        "aten.transpose",
+        "aten.t",
+        "aten.permute",
+        "aten.expand",
+        "aten.split",
+        "aten.chunk",
+        "aten.slice",
+        "aten.select",
+        "aten.unbind",
+        "aten.detach",
+    }
 )
 # Backward costs twice the forward: one product for the input's gradient, one for the
 # weight's (Narayanan 2021, appendix).
@@ -28,9 +37,10 @@ def flops(node: Node) -> int:
     if node.op == "autopar.attention":
         q, k, v = node.operands[:3]
         # Not discounted for causality, as in the published formulas.
-        return 2 * q.numel * k.shape[-2] + 2 * v.shape[-1] * q.numel // q.shape[
-            -1
-        ] * k.shape[-2]
+        return (
+            2 * q.numel * k.shape[-2]
+            + 2 * v.shape[-1] * q.numel // q.shape[-1] * k.shape[-2]
+        )
     if name in VIEWS or node.op.startswith("comm."):
         return 0
     return sum(v.numel for v in node.results)

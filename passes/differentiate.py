@@ -17,7 +17,8 @@ from passes.graph import Builder, Node, Value
 from passes.localize import Localizer
 from passes.split_stages import Stage
 from passes.tape import Tape, ones_like
-from passes.vjp import DERIVATIVES, expand_forward, forward_nodes, traced
+from passes.traced_vjp import expand_forward, traced
+from passes.vjp import DERIVATIVES, forward_nodes
 
 
 @dataclass(frozen=True)
@@ -112,22 +113,26 @@ class _Writer:
     def run_forward(self, nodes: list[Node]) -> None:
         for node in nodes:
             if not any(self.tape.wanted(v) for v in node.results):
-                self.forward.append(node)
+                self.forward.append(forward_nodes(self.tape, node) or node)
                 continue
-            node = forward_nodes(self.tape, node) or node
-            self.through.append(node)
             if node.op in DERIVATIVES and not self._needs_trace(node):
+                node = forward_nodes(self.tape, node) or node
                 self.forward.append(node)
             else:
                 self.forward += expand_forward(self.tape, node)
+            self.through.append(node)
 
     def _needs_trace(self, node: Node) -> bool:
-        """Products of two activations, and embeddings of computed tables."""
+        """Products of two activations, computed tables, learned masks, scaled sums."""
         if node.op == "aten.matmul.default":
             x, w = node.operands[:2]
             return not (len(w.shape) == 2 and len(x.shape) > 1)
         if node.op == "aten.embedding.default":
             return not self.tape.is_param(node.operands[0])
+        if node.op == "aten.add.Tensor":
+            return "alpha" in node.kwargs
+        if node.op == "autopar.attention":
+            return any(self.tape.wanted(mask) for mask in node.operands[3:])
         return False
 
     def seed(self, sends: tuple[Value, ...], loss: Value | None) -> tuple:
@@ -191,9 +196,9 @@ class _Writer:
             for v in node.operands:
                 if v.name not in made and v.name not in elsewhere:
                     saved[v.name] = v
-        for v in outputs:
-            if v is not None and v.name not in made and v.name not in elsewhere:
-                saved[v.name] = v
+        for out in outputs:
+            if out and out.name not in made and out.name not in elsewhere:
+                saved[out.name] = out
         return tuple(saved.values())
 
     def texts(self, stage: Stage) -> dict[str, str]:
@@ -210,7 +215,11 @@ def _alive(nodes: list[Node], needed: set[str]) -> list[Node]:
     for node in reversed(nodes):
         changes = not node.results and _target(node)
         into_grad = bool(changes) and str(changes).startswith("grad.")
-        if into_grad or changes in needed or any(v.name in needed for v in node.results):
+        if (
+            into_grad
+            or changes in needed
+            or any(v.name in needed for v in node.results)
+        ):
             kept.append(node)
             needed.update(v.name for v in node.operands)
     return kept[::-1]
@@ -253,14 +262,12 @@ def spell_dropout(nodes: list[Node]) -> list[Node]:
             Node("comm.dropout_mask", (p, number, position), {}, (keep,), node.where)
         )
         scale = 1.0 / (1.0 - p)
-        found.append(
-            replace(node, op="autopar.masked_scale", args=(x, keep, scale))
-        )
+        found.append(replace(node, op="autopar.masked_scale", args=(x, keep, scale)))
     return found
 
 
 def fuse_bias(nodes: list[Node]) -> list[Node]:
-    """A product and the bias added to it run as one kernel, where nothing is between."""
+    """A product and the bias added to it run as one kernel if nothing is between."""
     readers: dict[str, int] = {}
     for node in nodes:
         for v in node.operands:

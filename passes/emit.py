@@ -74,7 +74,7 @@ class _Emitter:
         return "\n\n".join(parts)
 
     def tables(self) -> str:
-        """What the executor must know: local shapes of all that comes in and goes out."""
+        """What the executor must know: local shapes of what comes in and goes out."""
         s = self.stage
 
         def table(values: Iterable[Value | None]) -> str:
@@ -191,7 +191,9 @@ class _Emitter:
         if isinstance(arg, Value):
             return self.name(arg)
         if isinstance(arg, tuple | list):
-            return f"[{', '.join(map(self.arg, arg))}]" if _flat(arg) else self.nest(arg)
+            return (
+                f"[{', '.join(map(self.arg, arg))}]" if _flat(arg) else self.nest(arg)
+            )
         if isinstance(arg, torch.dtype | torch.memory_format):
             return str(arg)
         return repr(arg)
@@ -214,11 +216,13 @@ class _Emitter:
         return self.names[v.name]
 
 
-RESERVED = frozenset({"c", "p", "g", "k", "b", "saved", "torch", "F", "kernels", "aten"})
+RESERVED = frozenset(
+    {"c", "p", "g", "k", "b", "saved", "torch", "F", "kernels", "aten"}
+)
 RESERVED |= {"inf", "del", "return", "lambda", "and", "or", "not", "is", "in", "_"}
 
 # How many of a collective's arguments its call takes; the others are for the compiler.
-COMM_ARGS = {"shard": 3, "all_gather": 4}
+COMM_ARGS = {"shard": 3, "all_gather": 4, "lookup": 4}
 
 
 def _returns_many(node: Node) -> bool:

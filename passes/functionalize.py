@@ -8,6 +8,7 @@ of.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -32,15 +33,15 @@ def functionalize(graph: Graph) -> Graph:
 
     A write to the batch makes a new value too: the caller's tensor stays as it was.
     Raises: CaptureError on a write to what outlives the step (a parameter, a buffer, a
-    tensor that the model holds), or to memory that is read later by another name, and on
-    random numbers other than those of dropout.
+    tensor that the model holds), or to memory that is read later by another name, and
+    on random numbers other than those of dropout.
     """
     memory = _Memory(graph)
     nodes = []
     for position, node in enumerate(graph.nodes):
         _refuse_chance(node)
         new = node.substitute(memory.now)
-        if resolve(node.op)._schema.is_mutable:
+        if _operator(node)._schema.is_mutable:
             target = _target(node)
             memory.check(target, node, position)
             new = replace(new, op=_without_write(node))
@@ -56,14 +57,19 @@ def _refuse_chance(node: Node) -> None:
     """Ranks that hold the same value would draw different ones."""
     name = node.op.rpartition(".")[0]
     off = name.endswith("dropout") and node.args[-1] is False
-    random = torch.Tag.nondeterministic_seeded in resolve(node.op).tags
+    random = torch.Tag.nondeterministic_seeded in _operator(node).tags
     if random and not off and name not in KNOWN_CHANCE:
         raise CaptureError(
-            f"'{short(node.op)}' draws random numbers, which would differ between ranks",
+            f"'{short(node.op)}' draws random numbers, which would differ by rank",
             source=str(node.where),
-            fix="draw them outside of the model and pass them in the batch; for dropout "
-            "use nn.Dropout or F.dropout",
+            fix="draw them outside of the model and pass them in the batch; for "
+            "dropout use nn.Dropout or F.dropout",
         )
+
+
+def _operator(node: Node) -> Any:
+    """The torch operator, with its schema and tags, which torch does not type."""
+    return resolve(node.op)
 
 
 class _Memory:
@@ -90,7 +96,7 @@ class _Memory:
     def note_views(self, node: Node) -> None:
         """Remember what the results of a node share memory with."""
         name = node.op.rpartition(".")[0]
-        declared = any(r.alias_info for r in resolve(node.op)._schema.returns)
+        declared = any(r.alias_info for r in _operator(node)._schema.returns)
         if not (declared or name in SILENT_VIEWS):
             return
         source = node.operands[0]
@@ -142,7 +148,7 @@ class _Memory:
 
 def _target(node: Node) -> Value:
     """The tensor that a node writes to."""
-    first, *rest = resolve(node.op)._schema.arguments
+    first, *rest = _operator(node)._schema.arguments
     writes_first = first.alias_info is not None and first.alias_info.is_write
     writes_more = any(a.alias_info is not None and a.alias_info.is_write for a in rest)
     if not writes_first or writes_more or not isinstance(node.args[0], Value):

@@ -222,10 +222,9 @@ def short(op: str) -> str:
 
 
 @cache
-def resolve(op: str) -> Callable[..., Any]:
+def resolve(op: str) -> Any:
     """The torch operator that `aten.<name>.<overload>` names."""
-    found: Callable[..., Any] = operator.attrgetter(op)(torch.ops)
-    return found
+    return operator.attrgetter(op)(torch.ops)
 
 
 @dataclass

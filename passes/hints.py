@@ -21,7 +21,7 @@ from passes.plan import Plan
 
 @dataclass(frozen=True)
 class Pins:
-    """(parameter, axis) -> the dim that the axis must split, and the hint that says so."""
+    """(parameter, axis) -> the dim that the axis must split, and the hint's text."""
 
     pins: Mapping[tuple[str, str], tuple[Dim, str]]
     named: Named

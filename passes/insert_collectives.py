@@ -155,7 +155,9 @@ class _Lowering:
                 whole_axes.setdefault(op, []).append(axis)
         for op, axes in whole_axes.items():
             left = {a: o for a, o in have.pending if a not in axes}
-            v = self.emit("all_reduce", v, (tuple(axes), op), where, have.with_pending(left))
+            v = self.emit(
+                "all_reduce", v, (tuple(axes), op), where, have.with_pending(left)
+            )
             have = self.shardings[v.name]
         missing = [a for a, _ in need.pending if have.pending_on(a) is None]
         if missing:
@@ -191,13 +193,15 @@ class _Lowering:
     def splits_below(self, have: Sharding, place: tuple[int, int], axis: str) -> bool:
         """Whether an axis that nests inside of `axis` splits the place already."""
         d, i = place
-        return any(self.order.index(a) > self.order.index(axis) for a in have.slots[d][i])
+        return any(
+            self.order.index(a) > self.order.index(axis) for a in have.slots[d][i]
+        )
 
     def refuse_on_time(self, axis: str, v: Value, where: Where) -> None:
         if axis == TIME:
             raise ShardingConflict(
-                f"%{v.name} {self.shardings[v.name].text(self.dims[v.name])} would have "
-                "to be exchanged between microbatches",
+                f"%{v.name} {self.shardings[v.name].text(self.dims[v.name])} would "
+                "have to be exchanged between microbatches",
                 source=str(where),
                 fix="use microbatches=1, or keep samples independent in the model",
             )
@@ -215,7 +219,9 @@ class _Lowering:
 
         return self.on_own_dim(v, place, where, collective)
 
-    def scatter(self, v: Value, axis: str, place: tuple[int, int], where: Where) -> Value:
+    def scatter(
+        self, v: Value, axis: str, place: tuple[int, int], where: Where
+    ) -> Value:
         def collective(x: Value, dim: int) -> Value:
             have = self.shardings[x.name]
             left = {a: o for a, o in have.pending if a != axis}
@@ -257,13 +263,17 @@ class _Lowering:
     def on_own_dim(
         self, v: Value, place: tuple[int, int], where: Where, collective: Any
     ) -> Value:
-        """Run a collective along one factor of a product dim, seen as a dim of its own."""
+        """Run a collective along one factor of a dim, seen as a dim of its own."""
         d, i = place
         dims, have = self.dims[v.name], self.shardings[v.name]
         if len(dims[d]) == 1:
             return collective(v, d)
         apart_dims = (*dims[:d], *((x,) for x in dims[d]), *dims[d + 1 :])
-        apart_slots = (*have.slots[:d], *((s,) for s in have.slots[d]), *have.slots[d + 1 :])
+        apart_slots = (
+            *have.slots[:d],
+            *((s,) for s in have.slots[d]),
+            *have.slots[d + 1 :],
+        )
         apart = self.reshape(v, apart_dims, replace(have, slots=apart_slots), where)
         moved = collective(apart, d + i)
         done = self.shardings[moved.name]

@@ -38,7 +38,7 @@ class Localizer:
         return change(self, node, local) if change else local
 
     def extents_along(self, v: Value, dim: int, axis: str) -> tuple[int, ...] | None:
-        """The extents of a split dim on the ranks of an axis; None if they are equal."""
+        """The extents of a split dim on an axis's ranks; None if they are equal."""
         (of,), (axes,) = self.dims[v.name][dim], self.shardings[v.name].slots[dim]
         found = tuple(
             local_extent(of.size, axes, self.sizes, {**self.coords, axis: i})
@@ -66,7 +66,9 @@ def _lookup(at: Localizer, node: Node, local: Node) -> Node:
     rows, axes = table.shape[0], _axes_of(at, table, 0)
     if not axes:
         return local
-    return replace(local, op="comm.lookup", args=(*local.operands, rows, axes))
+    padding = node.args[2] if len(node.args) > 2 and node.args[2] >= 0 else None
+    args = (*local.operands, rows, axes, padding)
+    return replace(local, op="comm.lookup", args=args)
 
 
 def _pick(at: Localizer, node: Node, local: Node) -> Node:
@@ -86,7 +88,9 @@ def _dropout(at: Localizer, node: Node, local: Node) -> Node:
     x = node.operands[0]
     position = tuple(
         tuple((d.size, axes) for d, axes in zip(factors, slots, strict=True))
-        for factors, slots in zip(at.dims[x.name], at.shardings[x.name].slots, strict=True)
+        for factors, slots in zip(
+            at.dims[x.name], at.shardings[x.name].slots, strict=True
+        )
     )
     return replace(local, op="comm.dropout", args=(*local.args, position))
 
@@ -114,4 +118,3 @@ CHANGES: dict[str, Any] = {
     "comm.all_gather": _gather,
     "comm.all_to_all": _all_to_all,
 }
-

@@ -1,6 +1,8 @@
-"""The loss in pieces whose sharding rules are plain, so that a vocab-parallel loss falls
-out of splitting the logits: a maximum, a sum of exponentials, a masked lookup and a
-count of tokens. No rank ever holds the whole logits or the softmax.
+"""The loss in pieces whose sharding rules are plain.
+
+A vocab-parallel loss then falls out of splitting the logits: a maximum, a sum of
+exponentials, a masked lookup and a count of tokens. No rank ever holds the whole logits
+or the softmax.
 
     nll = log(sum exp(x - m)) + m - x[target],   m = max x
 
@@ -22,7 +24,7 @@ MEAN, SUM = 1, 2  # at::Reduction; 0 is none
 
 
 def cross_entropy(rewriter: Rewriter, node: Node) -> Value:
-    """aten.cross_entropy_loss(x, target, weight, reduction, ignore_index, smoothing)."""
+    """aten.cross_entropy_loss(x, target, weight, reduction, ignore_index, ...)."""
     given = _arguments(node, ("self", "target", "weight", "reduction", "ignore_index"))
     smoothing = given.get("label_smoothing", 0.0)
     if len(node.args) > 5:
@@ -155,9 +157,7 @@ def _reduce(
     if reduction == SUM:
         return total
     count = emit("aten.sum.default", kept, shape=(), dtype=torch.int64, name="tokens")
-    return emit(
-        "aten.div.Tensor", total, count, shape=(), dtype=nll.dtype, name="loss"
-    )
+    return emit("aten.div.Tensor", total, count, shape=(), dtype=nll.dtype, name="loss")
 
 
 LOSS_RULES: dict[str, Rule] = {

@@ -71,7 +71,10 @@ class Named:
         return pattern(self.dims[name])
 
     def verify(self) -> Named:
-        for v in [*self.graph.sources, *(o for n in self.graph.nodes for o in n.results)]:
+        for v in [
+            *self.graph.sources,
+            *(o for n in self.graph.nodes for o in n.results),
+        ]:
             for extent, dims in zip(v.shape, self.dims[v.name], strict=True):
                 size = 1
                 for d in dims:
@@ -80,7 +83,9 @@ class Named:
         return self
 
     def __str__(self) -> str:
-        lines = [f"{v.type:20} %{v.name}  {self.pattern(v)}" for v in self.graph.sources]
+        lines = [
+            f"{v.type:20} %{v.name}  {self.pattern(v)}" for v in self.graph.sources
+        ]
         for node in self.graph.nodes:
             dims = ", ".join(self.pattern(v) for v in node.results)
             lines.append(f"{dims:44} {node}")
@@ -117,7 +122,9 @@ def name_dims(traced: Traced) -> Named:
         if rule is None and origins[node.results[0].name] is not Origin.CONSTANT:
             rule = probe_equation(node)
             probed.add(node.results[0].name)
-        bound.append(None if rule is None else (rule, _bind(atoms, node, rule, tensors)))
+        bound.append(
+            None if rule is None else (rule, _bind(atoms, node, rule, tensors))
+        )
     names = _Names(atoms, tensors, graph, origins).run()
     leaves = {
         name: tuple(tuple(names.dim(a) for a in atoms.leaves(d)) for d in dims)
@@ -126,7 +133,9 @@ def name_dims(traced: Traced) -> Named:
     factors, unruled = [], {}
     for node, match in zip(graph.nodes, bound, strict=True):
         if match is not None:
-            letters = {k: [names.dim(a) for a in atoms.leaves(v)] for k, v in match[1].items()}
+            letters = {
+                k: [names.dim(a) for a in atoms.leaves(v)] for k, v in match[1].items()
+            }
             factors.append(_equation_factors(node, match[0], letters, leaves))
         elif node.op == "aten.reshape.default":
             factors.append(_reshape_factors(node, leaves))
@@ -158,7 +167,9 @@ def _bind(
     ):
         if value is None:
             continue
-        for extent, names, own in zip(value.shape, dims, tensors[value.name], strict=True):
+        for extent, names, own in zip(
+            value.shape, dims, tensors[value.name], strict=True
+        ):
             if extent != 1 and names:
                 pending.append((extent, names, own))
     # Single letters first, so that a product's last unknown extent can be divided out.
@@ -188,7 +199,7 @@ def _equation_factors(
 ) -> tuple[Factor, ...]:
     """The dims of each letter, with their places; whole where sizes did not match."""
     places: dict[tuple[str, int], tuple[list[Place], list[Place]]] = {}
-    broken = set()
+    broken: set[str] = set()
     for side, values, equations in (
         (0, node.operands, rule.operands),
         (1, node.outs, rule.outs),
@@ -239,6 +250,11 @@ def _reshape_factors(node: Node, leaves: Mapping[str, Dims]) -> tuple[Factor, ..
         else:
             before_right, j = before_right * y.size, j + 1
     return tuple(found)
+
+
+def _dim_of(node: Node) -> int:
+    """The dim that an unbind takes apart."""
+    return int(node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0))
 
 
 class _Names:
@@ -301,6 +317,9 @@ class _Names:
         self.hidden(products)
         for node in by_op.get("aten.split", []) + by_op.get("aten.chunk", []):
             self.pieces(node)
+        for node in by_op.get("aten.unbind", []):
+            count = len(node.outs)
+            self.give(node.operands[0], _dim_of(node), str(count))
         return self
 
     def attention(self, node: Node) -> None:
@@ -325,7 +344,9 @@ class _Names:
     def hidden(self, products: list[Node]) -> None:
         """What one weight makes and another sums away: the width inside of an MLP."""
         weights = [n.operands[1] for n in products if self._is_weight(n.operands[1])]
-        by_linear = {n.operands[1].name: n.op.startswith("aten.linear") for n in products}
+        by_linear = {
+            n.operands[1].name: n.op.startswith("aten.linear") for n in products
+        }
         made, used = set(), set()
         for w in weights:
             if len(w.shape) != 2:

@@ -203,7 +203,7 @@ def index(rewriter: Rewriter, node: Node) -> Value | None:
             return None
         # Which dim of the result this index runs along, counted from the right.
         along = [i - rows.ndim for i, n in enumerate(rows.shape) if n != 1]
-        place = out.shape and (along[0] + len(out.shape) if along else last)
+        place = along[0] + len(out.shape) if along else last
         if place < last:
             return None
         last = place
@@ -255,6 +255,7 @@ def _explicit_attention(
 ) -> Value:
     """softmax(q k^T * scale + mask) with dropout, times v."""
     q, k, v = qkv
+    given = mask
     where, rows, columns = node.where, q.shape[-2], k.shape[-2]
     square = (*q.shape[:-1], columns)
 
@@ -285,6 +286,8 @@ def _explicit_attention(
     elif mask is not None:
         scores = emit("aten.add.Tensor", scores, mask, shape=square)
     weights = emit("aten.softmax.int", scores, -1, shape=square)
+    if given is not None and given.dtype == torch.bool:  # a row may attend to nothing
+        weights = emit("aten.masked_fill.Scalar", weights, hidden, 0.0, shape=square)
     weights = emit_dropout(rewriter, weights, p, node)
     return emit("aten.matmul.default", weights, v, shape=node.out.shape)
 
@@ -335,12 +338,7 @@ def tanh_gelu(rewriter: Rewriter, node: Node) -> Value | None:
 CLEAN: dict[str, Rule] = {
     **{
         f"aten.{name}": identity
-        for name in (
-            "alias",
-            "contiguous",
-            "lift_fresh_copy",
-            "clone",
-        )
+        for name in ("alias", "contiguous", "lift_fresh_copy", "clone")
     },
     **{f"aten.{name}": cast for name in ("to", "_to_copy", "float", "type_as")},
     **{

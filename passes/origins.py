@@ -7,7 +7,6 @@ ahead of the microbatches, everything else in the loop.
 from __future__ import annotations
 
 import enum
-
 from collections.abc import Collection
 
 from passes.graph import Graph
@@ -34,12 +33,16 @@ def find_origins(graph: Graph) -> dict[str, Origin]:
 
 
 def find_differentiable(graph: Graph, trainable: Collection[str]) -> frozenset[str]:
-    """Names of the values that a gradient flows through: floating point, and made from
+    """Names of the values that a gradient flows through: real or complex, and made from
     a trainable parameter without a detach in between."""
     found = {v.name for v in graph.params if v.name in trainable}
     for node in graph.nodes:
         if node.op == "aten.detach.default":
             continue
         if any(v.name in found for v in node.operands):
-            found.update(v.name for v in node.results if v.dtype.is_floating_point)
+            found.update(
+                v.name
+                for v in node.results
+                if v.dtype.is_floating_point or v.dtype.is_complex
+            )
     return frozenset(found)

@@ -53,7 +53,9 @@ def compile_program(
     watch("propagate", str(sharded))
     lowered = insert_collectives(sharded)
     watch("insert_collectives", str(lowered))
-    staged = split_stages(lowered, costs if isinstance(costs, Costs) else costs(lowered))
+    staged = split_stages(
+        lowered, costs if isinstance(costs, Costs) else costs(lowered)
+    )
     watch("split_stages", str(staged))
     modules = emit_modules(staged, watch)
     notes = tuple(f"{name}: {note}" for name, note in named.unruled.items())
@@ -81,7 +83,7 @@ def emit_modules(
 ) -> list[tuple[dict[str, str], dict[str, tuple[str, LocalStage]]]]:
     """For each stage: coordinates -> key, and key -> (text, local stage).
 
-    Stages of equal text, and ranks of equal shapes, are differentiated and emitted once.
+    Stages of equal text, and ranks of equal shapes, are worked out once.
     """
     plan = staged.plan
     sizes = {axis: plan.size(axis) for axis in plan.axes}

@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that split tensors, outermost first: the mesh without pp, and time."""
+        """The axes that split tensors, outermost first: the mesh but pp, and time."""
         mesh = (name for name, size in self.mesh.axes if name != "pp" and size > 1)
         return (*mesh, TIME) if self.microbatches > 1 else tuple(mesh)
 

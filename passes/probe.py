@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from passes.formulas import Results, evaluate
 from passes.graph import Node, Value, map_values, resolve
-from passes.reference import Results, evaluate
 from passes.rules import Equation, Role, extent_of
 
 # On more elements than this an op is tried out with smaller extents.
@@ -225,7 +225,8 @@ def _probe(
     outs: tuple[Value | None, ...],
 ) -> Equation | None:
     node = Node(op, args, dict(kwargs), outs)
-    if resolve(op)._schema.is_mutable or not _is_function(node):
+    operator: Any = resolve(op)
+    if operator._schema.is_mutable or not _is_function(node):
         return None
     rule = Equation(
         tuple(((),) * len(v.shape) for v in node.operands),

@@ -59,7 +59,7 @@ class StageSpec:
     """One pipeline stage: its layers, its parameters, and which text each rank runs.
 
     names: name in the text -> the model's own. modules: coordinates without pp, as
-    text -> key of the emitted module. seconds: estimated, one microbatch there and back.
+    text -> key of the emitted module. seconds: of one microbatch, there and back.
     """
 
     layers: tuple[str, ...]

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from passes.errors import LossNotSeparable
 from passes.graph import Graph, Node, Value
 from passes.hints import Pins, read_hints
+from passes.linearity import passes_pending_sum
 from passes.mesh import TIME
 from passes.name_dims import Dim, Factor, Named
-from passes.origins import Origin
+from passes.origins import Origin, find_differentiable
 from passes.plan import Plan
-from passes.rules import PENDING, passes_pending_sum
+from passes.rules import PENDING
 from passes.sharding import Sharding
 
 PASS = "pass"  # the op is applied to pending sums, and its result is one
@@ -83,9 +84,7 @@ def _with_ancestors(named: Named, wanted: frozenset[str]) -> frozenset[str]:
     for node in reversed(named.graph.nodes):
         if any(v.name in grown for v in node.results):
             grown.update(
-                v.name
-                for v in node.operands
-                if named.origins[v.name] is Origin.INPUT
+                v.name for v in node.operands if named.origins[v.name] is Origin.INPUT
             )
     return frozenset(grown)
 
@@ -103,6 +102,7 @@ class _Propagation:
             axis: {name: i for i, name in enumerate(plan.split.get(axis, ()))}
             for axis in plan.axes
         }
+        self.differentiable = find_differentiable(named.graph, named.traced.trainable)
         self.states: dict[str, Sharding] = {}
         self.labels: list[Mapping[str, Label]] = []
         self.needs: list[tuple[Sharding, ...]] = []
@@ -115,9 +115,9 @@ class _Propagation:
         for i, node in enumerate(graph.nodes):
             labels = self.choose(node, self.named.factors[i])
             self.labels.append(labels)
-            for which, v in enumerate(node.outs):
-                if v is not None:
-                    self.states[v.name] = self.made(v, which, labels)
+            for which, out in enumerate(node.outs):
+                if out is not None:
+                    self.states[out.name] = self.made(out, which, labels)
             self.needs.append(
                 tuple(
                     self.needed(node, which, v, labels)
@@ -193,11 +193,17 @@ class _Propagation:
         ranked = [
             (self.rank[axis][f.dim.name], f)
             for f in factors
-            if f.role != "whole"
+            if self.may_split(f, node)
             and f.dim.name in self.rank[axis]
             and self.divides(axis, f.dim, labels)
         ]
         return min(ranked, key=lambda r: r[0])[1] if ranked else None
+
+    def may_split(self, f: Factor, node: Node) -> bool:
+        """A maximum that has a gradient stays whole: each rank would send it back to
+        the largest of its own."""
+        has_gradient = any(v.name in self.differentiable for v in node.results)
+        return f.role != "whole" and not (f.role == "max" and has_gradient)
 
     def divides(self, axis: str, dim: Dim, labels: Mapping[str, Label]) -> bool:
         """Whether every rank of the axis gets a part of the dim."""
@@ -288,14 +294,12 @@ class _Propagation:
             self.states[v.name] = state
 
 
-def _finish_varying(
-    named: Named, found: _Propagation
-) -> list[tuple[Sharding, ...]]:
+def _finish_varying(named: Named, found: _Propagation) -> list[tuple[Sharding, ...]]:
     """Settle R or V for values of parameters alone, from the loss backwards.
 
     Such a value is V on an axis if each of its uses there is V or split: its gradient
     then stays a pending sum, down to the parameter, and is reduced once a step. States
-    are updated in place; the needs of the nodes that make such values are returned anew.
+    are updated in place; the nodes' needs are returned anew.
     """
     uses: dict[str, list[Sharding]] = {}
     all_needs = list(found.needs)

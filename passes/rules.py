@@ -66,10 +66,20 @@ RULES: dict[str, str] = {
 
 # Composites of pointwise ops, which torch does not tag.
 POINTWISE = frozenset(
-    f"aten.{name}"
-    for name in (
-        "where to detach __and__ __or__ __xor__ square silu mish copy fill zero"
-    ).split()
+    {
+        "aten.where",
+        "aten.to",
+        "aten.detach",
+        "aten.__and__",
+        "aten.__or__",
+        "aten.__xor__",
+        "aten.square",
+        "aten.silu",
+        "aten.mish",
+        "aten.copy",
+        "aten.fill",
+        "aten.zero",
+    }
 )
 
 
@@ -239,9 +249,7 @@ def _repeat_interleave(node: Node) -> str:
     if dim is None or not isinstance(node.args[1], int):
         return f"{' '.join(c + '!' for c in x)} -> {'z!'}"
     dim %= len(x)
-    out = [
-        f"({c} times={node.args[1]}!)" if i == dim else c for i, c in enumerate(x)
-    ]
+    out = [f"({c} times={node.args[1]}!)" if i == dim else c for i, c in enumerate(x)]
     return _spell(x, out)
 
 
@@ -289,38 +297,6 @@ FUNCTIONS: dict[str, Callable[[Node], str]] = {
     "aten.repeat_interleave": _repeat_interleave,
     "autopar.attention": _attention,
 }
-
-
-# --- Which ops a pending sum may pass ----------------------------------------------
-
-# f(x + x', y + y') = f(x, y) + f(x', y')
-JOINTLY_LINEAR = frozenset(
-    f"aten.{name}"
-    for name in (
-        "add sub neg sum reshape transpose t permute expand slice select unbind split "
-        "chunk split_with_sizes cat stack detach"
-    ).split()
-)
-# Linear in one operand while the others are held; the numerator only, for division.
-LINEAR_IN_EACH = frozenset(f"aten.{n}" for n in ("mul", "linear", "matmul", "bmm"))
-
-
-def passes_pending_sum(node: Node, pending: list[bool]) -> bool:
-    """Whether the op of a partial sum is a partial sum of the op's result.
-
-    pending: for each operand, whether it is a pending sum.
-    """
-    name = node.op.rpartition(".")[0]
-    tensors = len(node.operands)
-    if name in ("aten.add", "aten.sub"):
-        return tensors == 2 and all(pending)
-    if name in JOINTLY_LINEAR:
-        return all(pending)
-    if name in LINEAR_IN_EACH:
-        return sum(pending) == 1
-    if name == "aten.div":
-        return pending[0] and not any(pending[1:]) and not node.kwargs
-    return False
 
 
 # --- Notation ----------------------------------------------------------------------

@@ -43,7 +43,9 @@ class Sharding:
     def pending_on(self, axis: str) -> str | None:
         return dict(self.pending).get(axis)
 
-    def with_split(self, place: tuple[int, int], axis: str, order: list[str]) -> Sharding:
+    def with_split(
+        self, place: tuple[int, int], axis: str, order: list[str]
+    ) -> Sharding:
         """Split a place further; axes nest in the given order."""
 
         def change(axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -58,7 +60,9 @@ class Sharding:
         return self._with_slots(place, lambda axes: tuple(a for a in axes if a != axis))
 
     def _with_slots(
-        self, place: tuple[int, int], change: Callable[[tuple[str, ...]], tuple[str, ...]]
+        self,
+        place: tuple[int, int],
+        change: Callable[[tuple[str, ...]], tuple[str, ...]],
     ) -> Sharding:
         d, i = place
         dim = self.slots[d]
@@ -100,7 +104,8 @@ class Sharding:
         parts = []
         for factors, slots in zip(dims, self.slots, strict=True):
             names = [
-                "/".join((d.name, *axes)) for d, axes in zip(factors, slots, strict=True)
+                "/".join((d.name, *axes))
+                for d, axes in zip(factors, slots, strict=True)
             ]
             parts.append(names[0] if len(names) == 1 else f"({' '.join(names)})")
         text = f"[{', '.join('1' if p == '()' else p for p in parts)}]"
@@ -110,7 +115,10 @@ class Sharding:
 
 
 def local_extent(
-    extent: int, axes: tuple[str, ...], sizes: Mapping[str, int], coords: Mapping[str, int]
+    extent: int,
+    axes: tuple[str, ...],
+    sizes: Mapping[str, int],
+    coords: Mapping[str, int],
 ) -> int:
     """A dim's extent on a rank: split by each axis in turn, as even as can be."""
     for axis in axes:

@@ -31,8 +31,8 @@ LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.|$)")
 class Stage:
     """What one pipeline stage computes, in three parts.
 
-    setup: from constants and buffers alone, once. prologue: from the batch alone, once a
-    step. forward: for each microbatch, from what it receives to what it sends.
+    setup: from constants and buffers alone, once. prologue: from the batch alone, once
+    a step. forward: for each microbatch, from what it receives to what it sends.
     names: parameter or buffer name in the stage -> the model's own name.
     seconds: forward and backward of one microbatch, as estimated.
     """
@@ -60,7 +60,9 @@ class Stage:
 
     def __str__(self) -> str:
         lines = [f"stage {self.index} {{"]
-        lines += [f"  receive %{v.name}  {v.type}  {self.text(v)}" for v in self.receives]
+        lines += [
+            f"  receive %{v.name}  {v.type}  {self.text(v)}" for v in self.receives
+        ]
         parts = ("setup", self.setup), ("prologue", self.prologue)
         for name, nodes in (*parts, ("forward", self.forward)):
             if nodes:
@@ -91,10 +93,7 @@ def split_stages(lowered: Lowered, costs: Costs) -> Staged:
     """
     plan = lowered.plan
     chain = _Chain(lowered, costs)
-    if plan.cuts:
-        ends = chain.ends_of(plan.cuts)
-    else:
-        ends = chain.balance(plan.stages)
+    ends = chain.ends_of(plan.cuts) if plan.cuts else chain.balance(plan.stages)
     cuts = tuple(chain.crossing(end)[0].name for end in ends[:-1])
     stages, first = [], 0
     for index, end in enumerate(ends):
@@ -198,7 +197,7 @@ class _Chain:
 
     def ends_of(self, cuts: Sequence[str]) -> list[int]:
         """Positions of the cuts that a plan names."""
-        ends = []
+        ends: list[int] = []
         for name in cuts:
             found = [
                 i
@@ -207,8 +206,7 @@ class _Chain:
             ]
             if not found or (ends and found[0] <= ends[-1]):
                 known = dict.fromkeys(
-                    self.crossing(i)[0].name
-                    for i in self.candidates(len(self.nodes))
+                    self.crossing(i)[0].name for i in self.candidates(len(self.nodes))
                 )
                 raise StageError(
                     f"the plan cuts at %{name}, which is no place to cut in this model",
@@ -262,13 +260,21 @@ class _Cutter:
         traced = self.lowered.traced
         flowing = find_differentiable(graph, traced.trainable)
         last = end == len(self.chain.nodes)
+
+        def new(values: Sequence[Value]) -> tuple[Value, ...]:
+            return tuple(self.renamed[v.name] for v in values)
+
         return Stage(
-            index,
-            *(tuple(parts[p]) for p in ("setup", "prologue", "forward")),
-            *(
-                tuple(self.renamed[v.name] for v in group)
-                for group in (inputs, params, buffers, constants, receives, sends)
-            ),
+            index=index,
+            setup=tuple(parts["setup"]),
+            prologue=tuple(parts["prologue"]),
+            forward=tuple(parts["forward"]),
+            inputs=new(inputs),
+            params=new(params),
+            buffers=new(buffers),
+            constants=new(constants),
+            receives=new(receives),
+            sends=new(sends),
             loss=self.renamed[loss.name] if last else None,
             names=names,
             dims={new: dims[name] for new, name in old.items()},

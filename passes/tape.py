@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from passes.cost import VIEWS
 from passes.graph import Builder, Node, Value
 
@@ -90,6 +88,15 @@ class Tape:
         )
         return out
 
+    def cast(self, dy: Value, like: Value, node: Node) -> Value:
+        """Undo promotion: the cotangent has the dtype of what it belongs to."""
+        if dy.dtype == like.dtype:
+            return dy
+        out = self.builder.value(_named(like.name), dy.shape, like.dtype)
+        args = (dy, like.dtype)
+        self.append(Node("aten.to.dtype", args, {}, (out,), node.where))
+        return out
+
     def sum_to(self, like: Value, dy: Value, node: Node) -> Value:
         """Undo broadcasting: sum dy to the shape of `like`."""
         lead = len(dy.shape) - len(like.shape)
@@ -129,12 +136,12 @@ class Tape:
         self._collected.setdefault(v.name, _Collected()).values.append(dy)
 
     def add_in_place(self, v: Value, op: str, node: Node, *args: Any) -> None:
-        """A contribution that is written into the sum of the others: `op(sum, *args)`."""
+        """A contribution written into the sum of the others: `op(sum, *args)`."""
         found = self._collected.setdefault(v.name, _Collected())
         found.adders.append((op, args, node))
 
     def take(self, v: Value, node: Node) -> Value | None:
-        """The whole cotangent of `v`: all contributions added. None if there is none."""
+        """The whole cotangent of `v`: all contributions added; None without any."""
         found = self._collected.pop(v.name, None)
         if found is None:
             return None
@@ -168,4 +175,3 @@ def ones_like(tape: Tape, v: Value, node: Node) -> Value:
     kwargs: dict[str, Any] = {"dtype": v.dtype}
     tape.append(Node("aten.ones.default", (v.shape,), kwargs, (out,), node.where))
     return out
-

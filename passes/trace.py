@@ -92,7 +92,7 @@ def _refuse_new_buffers(
 
 
 def find_loss(result: Any) -> torch.Tensor:
-    """The scalar loss in what a model returned: itself, `.loss`, or a tuple's scalar."""
+    """The scalar loss that a model returned: itself, `.loss`, or a tuple's scalar."""
     if isinstance(result, torch.Tensor):
         candidates = [result]
     elif getattr(result, "loss", None) is not None:
@@ -154,9 +154,7 @@ def _on_fake_tensors(
 
     Inputs are cloned since export merges two inputs that are one tensor.
     """
-    if not any(
-        t.is_meta for m in wrapper.modules() for t in _own_tensors(m).values()
-    ):
+    if not any(t.is_meta for m in wrapper.modules() for t in _own_tensors(m).values()):
         yield {k: v.detach().clone() for k, v in tensors.items()}
         return
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -173,9 +171,7 @@ def _on_fake_tensors(
                 table[name] = replaced[id(old)]
     try:
         with mode:
-            yield {
-                k: torch.empty(v.shape, dtype=v.dtype) for k, v in tensors.items()
-            }
+            yield {k: torch.empty(v.shape, dtype=v.dtype) for k, v in tensors.items()}
     finally:
         for table, name, old in saved:
             table[name] = old
@@ -279,7 +275,9 @@ def _read(
         tuple(reader.builder.nodes),
         reader.outputs,
     )
-    return Traced(functionalize(graph.verify()), aliases, literals, frozenset(trainable))
+    return Traced(
+        functionalize(graph.verify()), aliases, literals, frozenset(trainable)
+    )
 
 
 class _Reader:
@@ -348,7 +346,11 @@ class _Reader:
         for inner, value in zip(
             body.graph.find_nodes(op="placeholder"), operands, strict=True
         ):
-            if not enabled and isinstance(value, Value) and value.dtype.is_floating_point:
+            if (
+                not enabled
+                and isinstance(value, Value)
+                and value.dtype.is_floating_point
+            ):
                 self.refuse_writes(inner)
                 value = self.builder.emit(
                     "aten.detach.default", (value,), value.shape, value.dtype, where

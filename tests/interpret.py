@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from passes.formulas import evaluate
 from passes.graph import Graph
-from passes.reference import evaluate
 from passes.trace import Traced
 
 

@@ -64,7 +64,7 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
-            std = 0.3 if p.ndim == 1 else p.shape[-1] ** -0.5
+            std = 0.3 if p.ndim < 2 else p.shape[-1] ** -0.5
             p.add_(torch.randn(p.shape, generator=generator) * std)
     return model
 
@@ -177,6 +177,26 @@ def llama(
         eos_token_id=0,
     )
     return hugging_face(config, seq=seq, vocab=vocab, **batch)
+
+
+def opt(layers: int = 4, heads: int = 4, **batch: Any) -> Case:
+    """Hugging Face's OPT: a bias on keys, learned positions that follow the mask."""
+    from transformers import OPTConfig
+
+    config = OPTConfig(
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        hidden_size=8 * heads,
+        word_embed_proj_dim=8 * heads,
+        ffn_dim=16 * heads,
+        vocab_size=VOCAB,
+        max_position_embeddings=32,
+        dropout=0.0,
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return hugging_face(config, **batch)
 
 
 def hugging_face(config: Any, **batch: Any) -> Case:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from passes import probe
+from passes.formulas import evaluate
 from passes.graph import Node, Value
 from passes.name_dims import name_dims
 from passes.normalize import normalize
 from passes.probe import probe_equation, random_operands
-from passes.reference import evaluate
 from passes.rules import Equation, equation
 from passes.trace import trace
 

@@ -13,15 +13,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from passes.formulas import evaluate
 from passes.graph import Node, Value
+from passes.linearity import passes_pending_sum
 from passes.probe import holds, letter_extents, random_operands
-from passes.reference import evaluate
 from passes.rules import (
     FUNCTIONS,
     RULES,
     Equation,
     equation,
-    passes_pending_sum,
 )
 
 SEEDS = range(3)

@@ -1,0 +1,286 @@
+"""The command line: `autopar compile | inspect | verify | run | demo`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import autopar
+from autopar.compiler import compile_offline
+from autopar.demo import demo
+from autopar.emitted import listing
+from autopar.inspection import report, report_data, schedule_text, stage_table
+from autopar.models import (
+    LoadedModel,
+    ModelError,
+    example_batch,
+    load_model,
+    random_batch,
+)
+from autopar.run import RunOptions, run, vocab_of
+from autopar.step import make_plan
+from autopar.store import StoredPlan, load_plan, save_plan
+from autopar.tables import Table
+from autopar.verify import Verification, verify
+from passes.errors import AutoparError, HintError
+from passes.plan import Plan, PlanError
+from passes.schedule import SCHEDULES
+
+MODEL = "file.py:factory, module:factory, hf:TYPE[?key=value,...] or hf:config.json"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, 1 for a failed proof, 2 for errors."""
+    arguments = parser().parse_args(argv)
+    try:
+        status: int = arguments.command(arguments)
+    except AutoparError as error:
+        print(f"autopar: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `autopar inspect plan | head`
+        sys.stderr.close()
+        return 0
+    return status
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="autopar", description="Parallel training of an unmodified PyTorch GPT."
+    )
+    top.add_argument(
+        "--version", action="version", version=f"autopar {autopar.__version__}"
+    )
+    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_compile(commands)
+    _add_inspect(commands)
+    _add_verify(commands)
+    _add_run(commands)
+    _add_demo(commands)
+    return top
+
+
+def _add_compile(commands: Any) -> None:
+    add = commands.add_parser("compile", help="plan a model for a mesh, offline")
+    add.set_defaults(command=compile_command)
+    add.add_argument("model", metavar="MODEL", help=MODEL)
+    add.add_argument("--mesh", help='axes and sizes, as "pp=2,tp=2"')
+    add.add_argument("--microbatches", type=int, default=1, metavar="N")
+    add.add_argument("--schedule", default="1f1b", choices=sorted(SCHEDULES))
+    add.add_argument("--batch", type=int, metavar="N", help="samples (hf: models)")
+    add.add_argument("--seq", type=int, metavar="N", help="tokens (hf: models)")
+    add.add_argument("--attention-mask", action="store_true", help="(hf: models)")
+    add.add_argument("--no-sequence-parallel", action="store_true")
+    add.add_argument("--hint", action="append", default=[], metavar="PATTERN=DIM/AXIS")
+    add.add_argument("--plan", type=Path, help="a plan.json, instead of these options")
+    add.add_argument("--meta", action="store_true", help="make no weights")
+    add.add_argument("--seed", type=int, default=0, help="of weights and dropout")
+    add.add_argument("-o", "--output", type=Path, default=Path("plan"), metavar="DIR")
+    add.add_argument("--json", action="store_true")
+
+
+def _add_inspect(commands: Any) -> None:
+    add = commands.add_parser("inspect", help="show what a plan is")
+    add.set_defaults(command=inspect_command)
+    add.add_argument("plan", type=Path)
+    add.add_argument("--rank", type=int, help="print the module that a rank runs")
+    add.add_argument("--stage", type=int, help="print the modules of a stage")
+    add.add_argument("--all", action="store_true", help="one row for each parameter")
+    add.add_argument("--json", action="store_true")
+
+
+def _add_verify(commands: Any) -> None:
+    add = commands.add_parser("verify", help="prove a plan against its model")
+    add.set_defaults(command=verify_command)
+    add.add_argument("plan", type=Path)
+    add.add_argument(
+        "--float64",
+        action="store_true",
+        help="compile the plan again in double precision",
+    )
+    add.add_argument("--all", action="store_true", help="one row for each parameter")
+    add.add_argument("--json", action="store_true")
+
+
+def _add_run(commands: Any) -> None:
+    usual = RunOptions()
+    add = commands.add_parser("run", help="train a plan, under torchrun")
+    add.set_defaults(command=run_command)
+    add.add_argument("plan", type=Path)
+    add.add_argument("--steps", type=int, default=usual.steps)
+    add.add_argument(
+        "--data", default=usual.data, help="stdlib, synthetic, or a .bin .npy .txt file"
+    )
+    add.add_argument("--lr", type=float, default=usual.lr)
+    add.add_argument("--clip", type=float, default=usual.clip, help="0: do not clip")
+    add.add_argument("--seed", type=int, default=usual.seed, help="of the data")
+    add.add_argument(
+        "--reference", action="store_true", help="train the model itself beside"
+    )
+    add.add_argument(
+        "--timeout",
+        type=float,
+        default=usual.timeout,
+        help="seconds to wait for a rank",
+    )
+    add.add_argument("--json", action="store_true", help="one object for each step")
+
+
+def _add_demo(commands: Any) -> None:
+    add = commands.add_parser("demo", help="a GPT on 4 processes, proved and trained")
+    add.set_defaults(command=lambda a: demo(a.dir, a.steps))
+    add.add_argument("--steps", type=int, default=20)
+    add.add_argument("--dir", type=Path, default=Path("autopar-demo"))
+
+
+# --- commands ----------------------------------------------------------------------
+
+
+def compile_command(arguments: argparse.Namespace) -> int:
+    plan = _plan(arguments)
+    loaded = load_model(
+        arguments.model, seed=arguments.seed, device="meta" if arguments.meta else None
+    )
+    batch = _compile_batch(loaded, arguments)
+    program = compile_offline(loaded.model, batch, plan)
+    where = save_plan(program, arguments.output, arguments.model, arguments.seed)
+    if arguments.json:
+        print(json.dumps(report_data(program), indent=1))
+        return 0
+    print(stage_table(program), schedule_text(program), sep="\n\n", end="\n\n")
+    for note in program.notes:
+        print(f"note: {note}")
+    print(f"wrote {where} ({len(program.modules)} distinct modules)")
+    print(f"next: autopar verify {arguments.output}")
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    if arguments.plan is not None:
+        if arguments.mesh is not None:
+            raise PlanError(
+                "--plan and --mesh contradict each other",
+                fix="edit the mesh in the plan, or leave out --plan",
+            )
+        if not arguments.plan.is_file():
+            raise PlanError(f"there is no file '{arguments.plan}'")
+        return Plan.from_json(arguments.plan.read_text(encoding="utf-8"))
+    if arguments.mesh is None:
+        raise PlanError("no mesh is given", fix="add --mesh pp=2,tp=2, or --plan FILE")
+    return make_plan(
+        arguments.mesh,
+        arguments.microbatches,
+        arguments.schedule,
+        not arguments.no_sequence_parallel,
+        dict(map(_hint, arguments.hint)),
+    )
+
+
+def _hint(text: str) -> tuple[str, str]:
+    pattern, equals, what = text.partition("=")
+    if not (pattern and equals and what):
+        raise HintError(
+            f"'{text}' is not a hint",
+            fix="write --hint 'blocks.*.mlp.up.weight=ffn/tp'",
+        )
+    return pattern, what
+
+
+def _compile_batch(loaded: LoadedModel, arguments: argparse.Namespace) -> Mapping:
+    """The factory's batch, or one of the sizes that were asked for."""
+    if loaded.batch is not None:
+        if arguments.batch or arguments.seq or arguments.attention_mask:
+            raise ModelError(
+                f"'{loaded.spec}' brings its own batch",
+                fix="leave out --batch, --seq and --attention-mask",
+            )
+        return loaded.batch
+    if loaded.vocab is None:
+        raise ModelError(
+            f"'{loaded.spec}' brings no batch to compile for",
+            fix="let the factory return (model, batch)",
+        )
+    return example_batch(
+        loaded.vocab,
+        arguments.batch or 8,
+        arguments.seq or 128,
+        arguments.attention_mask,
+    )
+
+
+def inspect_command(arguments: argparse.Namespace) -> int:
+    stored = _load(arguments.plan)
+    if arguments.rank is not None or arguments.stage is not None:
+        text = listing(stored.program, arguments.rank, arguments.stage)
+        print(json.dumps({"text": text}) if arguments.json else text)
+    elif arguments.json:
+        print(json.dumps(report_data(stored.program), indent=1))
+    else:
+        print(f"{stored.model_spec}\n\n{report(stored.program, arguments.all)}")
+    return 0
+
+
+def verify_command(arguments: argparse.Namespace) -> int:
+    stored = _load(arguments.plan)
+    loaded = load_model(stored.model_spec, seed=stored.seed, device="cpu")
+    program, model = stored.program, loaded.model
+    vocab = loaded.vocab or vocab_of(program)
+    batch = loaded.batch or random_batch(program.inputs, vocab, stored.seed)
+    if arguments.float64:
+        model = model.double()
+        program = compile_offline(model, batch, program.plan)
+    result = verify(program, model, batch, seed=stored.seed)
+    if arguments.json:
+        print(json.dumps(verification_data(result), indent=1))
+    else:
+        print(verification_table(result, arguments.all))
+    return 0 if result.passed else 1
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    values = vars(arguments)
+    names = ("steps", "data", "lr", "clip", "seed", "reference", "timeout")
+    options = RunOptions(**{name: values[name] for name in names})
+    return run(arguments.plan, replace(options, as_json=arguments.json))
+
+
+def _load(directory: Path) -> StoredPlan:
+    stored = load_plan(directory)
+    for warning in stored.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return stored
+
+
+# --- a proof as text ---------------------------------------------------------------
+
+
+def verification_table(result: Verification, every: bool = False) -> Table:
+    """The loss both ways, and the worst errors of gradients."""
+    ordered = sorted(result.errors.items(), key=lambda item: -item[1])
+    shown = ordered if every else ordered[:8]
+    verdict = "PASSED" if result.passed else "FAILED"
+    return Table(
+        f"loss {result.loss:.9g}, of the untouched model {result.reference_loss:.9g}",
+        ("gradient (or loss)", "relative error"),
+        tuple((name, f"{error:.1e}") for name, error in shown),
+        (
+            f"{verdict}: {len(ordered)} compared, tolerance {result.tolerance:.0e}, "
+            f"worst {ordered[0][1]:.1e}",
+        ),
+    )
+
+
+def verification_data(result: Verification) -> dict:
+    return {
+        "passed": result.passed,
+        "loss": result.loss,
+        "reference_loss": result.reference_loss,
+        "tolerance": result.tolerance,
+        "errors": dict(result.errors),
+    }

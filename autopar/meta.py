@@ -1,0 +1,57 @@
+"""Models far bigger than memory: parameters on the meta device, buffers real.
+
+`torch.device("meta")` would put buffers there too, and lose what is in them: a rotary
+embedding's frequencies, a mask. These are small, are needed at run time, and stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+
+class _BigOnMeta(TorchFunctionMode):
+    """Sends big tensors that have no content yet to the meta device.
+
+    Weights start from these functions; buffers come from others, such as `arange`.
+    """
+
+    FACTORIES = frozenset({torch.empty, torch.rand, torch.randn})
+    ELEMENTS = 1 << 16
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in self.FACTORIES and kwargs.get("device") is None:
+            made = func(*args, **{**kwargs, "device": "meta"})
+            if made.numel() >= self.ELEMENTS:
+                return made
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[Callable[[nn.Module], None]]:
+    """Make a model inside, and call the function that this gives on it."""
+    with _BigOnMeta():
+        yield _finish
+
+
+def _finish(model: nn.Module) -> None:
+    """Move the small parameters to meta as well. A tied parameter stays one."""
+    tables = [module._parameters for module in model.modules()]
+    old = {id(p): p for table in tables for p in table.values() if p is not None}
+    new = {key: p if p.is_meta else _to_meta(p) for key, p in old.items()}
+    for table in tables:
+        for name, p in table.items():
+            if p is not None:
+                table[name] = new[id(p)]
+
+
+def _to_meta(p: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)

@@ -1,0 +1,234 @@
+"""The plan directory: a program as files that can be read, compared and carried.
+
+    plan/manifest.json       versions, the model, and the SHA-256 of every other file
+    plan/plan.json           the decisions: readable, and editable for `--plan`
+    plan/program.json        what follows from them: stages, parameters, schedule
+    plan/modules/<key>.py    what the ranks run, each distinct text once
+
+Nothing is pickled, and no text is taken for code before its checksum was compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import autopar
+from passes.errors import AutoparError
+from passes.plan import Plan
+from passes.program import Program
+
+FORMAT = 1
+MANIFEST, PLAN, PROGRAM = "manifest.json", "plan.json", "program.json"
+MODULE = re.compile(r"modules/([0-9a-f]+)\.py")
+
+
+class PlanDirectoryError(AutoparError):
+    """A plan directory that is not one, is damaged, was altered, or is of another
+    version."""
+
+
+@dataclass(frozen=True)
+class StoredPlan:
+    """A program and what it was compiled from.
+
+    model_spec: as `load_model` reads it. seed: of the model's weights and dropout.
+    warnings: lines that the user should see.
+    """
+
+    program: Program
+    model_spec: str
+    seed: int
+    directory: Path
+    warnings: tuple[str, ...] = ()
+
+
+def save_plan(
+    program: Program, directory: str | Path, model_spec: str, seed: int = 0
+) -> Path:
+    """Write the directory, all of it or nothing; a plan that is there is replaced.
+
+    Returns the directory's real path. Raises PlanDirectoryError when something that is
+    no plan is in the way.
+    """
+    target = Path(directory).resolve()
+    _refuse_to_replace(target)
+    files = {PLAN: program.plan.to_json(), PROGRAM: program.to_json()}
+    files |= {f"modules/{key}.py": text for key, text in program.modules.items()}
+    manifest = {
+        "format": FORMAT,
+        "autopar": autopar.__version__,
+        "torch": torch.__version__,
+        "model": model_spec,
+        "seed": seed,
+        "files": {name: checksum(text) for name, text in sorted(files.items())},
+    }
+    files[MANIFEST] = json.dumps(manifest, indent=2) + "\n"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(f".{target.name}.new-{os.getpid()}")
+    try:
+        (scratch / "modules").mkdir(parents=True)
+        for name, text in files.items():
+            (scratch / name).write_text(text, encoding="utf-8", newline="\n")
+        _replace(target, scratch)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def load_plan(directory: str | Path) -> StoredPlan:
+    """Read a plan directory. Raises PlanDirectoryError; nothing of it has run then."""
+    folder = Path(directory)
+    manifest = _read_manifest(folder)
+    _check_versions(folder, manifest)
+    texts = {
+        name: _read_checked(folder, name, wanted)
+        for name, wanted in manifest["files"].items()
+    }
+    modules = {
+        match[1]: text
+        for name, text in texts.items()
+        if (match := MODULE.fullmatch(name))
+    }
+    program = Program.from_json(texts[PROGRAM], Plan.from_json(texts[PLAN]), modules)
+    for stage in program.stages:
+        for key in stage.modules.values():
+            if key not in modules:
+                raise _damaged(folder, f"modules/{key}.py is missing")
+    return StoredPlan(
+        program,
+        manifest["model"],
+        manifest["seed"],
+        folder,
+        tuple(_torch_warning(folder, manifest["torch"])),
+    )
+
+
+def checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# --- writing ---------------------------------------------------------------------
+
+
+def _refuse_to_replace(target: Path) -> None:
+    if not target.exists():
+        return
+    if target.is_dir() and (not any(target.iterdir()) or (target / MANIFEST).is_file()):
+        return
+    raise PlanDirectoryError(
+        f"'{target}' exists and is not a plan directory",
+        fix="give a name with -o that is free, or move it away",
+    )
+
+
+def _replace(target: Path, new: Path) -> None:
+    """Put `new` in the place of `target`; a failure leaves the old one there."""
+    if not target.exists():
+        new.rename(target)
+        return
+    old = target.with_name(f".{target.name}.old-{os.getpid()}")
+    target.rename(old)
+    try:
+        new.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    shutil.rmtree(old)
+
+
+# --- reading ---------------------------------------------------------------------
+
+
+def _read_manifest(folder: Path) -> Mapping[str, Any]:
+    if not folder.is_dir():
+        raise PlanDirectoryError(
+            f"there is no plan directory '{folder}'",
+            fix=f"make it by: autopar compile MODEL --mesh ... -o {folder}",
+        )
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise PlanDirectoryError(
+            f"'{folder}' is not a plan directory, or damaged: it has no {MANIFEST}",
+            fix="give the directory that `autopar compile -o` wrote",
+        )
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _damaged(folder, f"{MANIFEST} cannot be read: {error}") from None
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        raise _damaged(folder, f"{MANIFEST} is not that of a plan")
+    return manifest
+
+
+def _check_versions(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Raises for another format or version, then for what this format must have."""
+    again = f"compile it again: autopar compile {manifest.get('model', 'MODEL')} "
+    again += f"--plan {folder / PLAN} -o {folder}"
+    if manifest["format"] != FORMAT:
+        raise PlanDirectoryError(
+            f"plan '{folder}' is of format {manifest['format']}, but this autopar "
+            f"reads format {FORMAT}",
+            fix=again,
+        )
+    if manifest.get("autopar") != autopar.__version__:
+        raise PlanDirectoryError(
+            f"plan '{folder}' was compiled by autopar {manifest.get('autopar')}, "
+            f"but this is {autopar.__version__}",
+            fix=again,
+        )
+    types = {"torch": str, "model": str, "seed": int, "files": dict}
+    for key, kind in types.items():
+        if not isinstance(manifest.get(key), kind):
+            raise _damaged(folder, f"{MANIFEST} has no valid '{key}'")
+    for name in (PLAN, PROGRAM):
+        if name not in manifest["files"]:
+            raise _damaged(folder, f"{MANIFEST} does not list {name}")
+    for name in manifest["files"]:
+        if name not in (PLAN, PROGRAM) and not MODULE.fullmatch(name):
+            raise _damaged(folder, f"{MANIFEST} lists '{name}', which no plan has")
+
+
+def _read_checked(folder: Path, name: str, wanted: str) -> str:
+    """The text of a file, if it is what was written."""
+    path = folder / name
+    if not path.is_file():
+        raise _damaged(folder, f"{name} is missing")
+    data = path.read_bytes()
+    if hashlib.sha256(data).hexdigest() == wanted:
+        return data.decode()
+    if name == PLAN:
+        raise PlanDirectoryError(
+            f"{path} was changed after it was compiled",
+            fix=f"compile the edited decisions: autopar compile MODEL --plan {path} "
+            f"-o {folder}",
+        )
+    raise PlanDirectoryError(
+        f"{path} was changed after it was compiled",
+        fix=f"compile it again: autopar compile MODEL --plan {folder / PLAN} "
+        f"-o {folder}",
+    )
+
+
+def _torch_warning(folder: Path, compiled_with: str) -> list[str]:
+    if compiled_with == torch.__version__:
+        return []
+    return [
+        f"plan '{folder}' was compiled with torch {compiled_with}, and this is "
+        f"{torch.__version__}: prove it by `autopar verify {folder}`"
+    ]
+
+
+def _damaged(folder: Path, what: str) -> PlanDirectoryError:
+    return PlanDirectoryError(
+        f"plan '{folder}' is damaged: {what}", fix="compile it again"
+    )

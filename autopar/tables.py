@@ -1,0 +1,90 @@
+"""Tables for people and for programs: the same rows as aligned text and as JSON."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tabulate import tabulate
+
+WIDTH = 100  # characters in a line of a report
+
+
+@dataclass(frozen=True)
+class Table:
+    """title, notes: above and below. rows[i][j] belongs to columns[j]."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        cells = [[_shown(cell) for cell in row] for row in self.rows]
+        numeric = [
+            bool(self.rows)
+            and all(isinstance(row[j], int | float) for row in self.rows)
+            for j in range(len(self.columns))
+        ]
+        body = tabulate(
+            cells,
+            headers=self.columns,
+            tablefmt="simple",
+            disable_numparse=True,
+            colalign=["right" if n else "left" for n in numeric] if cells else None,
+        )
+        lines = "\n".join(line.rstrip() for line in body.splitlines())
+        return "\n".join([self.title, "", lines, *(wrap(note) for note in self.notes)])
+
+    def data(self) -> list[dict[str, Any]]:
+        """A dict for each row, with values that JSON can hold."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+
+def wrap(text: str) -> str:
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ")
+
+
+def count(n: float, unit: str = "") -> str:
+    """`1.23 M`: three digits and a decimal prefix."""
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if abs(n) < 999.5 or prefix == "P":
+            break
+        n /= 1000
+    digits = f"{n:.0f}" if prefix == "" and n == int(n) else f"{n:.3g}"
+    return f"{digits} {prefix}{unit}".rstrip()
+
+
+def size(n: float) -> str:
+    """Bytes with a binary prefix: `1.5 MiB`."""
+    for prefix in ("", "Ki", "Mi", "Gi", "Ti"):
+        if abs(n) < 1023.5 or prefix == "Ti":
+            break
+        n /= 1024
+    return f"{n:.3g} {prefix}B" if prefix else f"{n:.0f} B"
+
+
+def seconds(t: float) -> str:
+    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
+        if t >= factor:
+            return f"{t / factor:.3g} {unit}"
+    return f"{t / 1e-6:.3g} us"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> `0-2,5`; ascending."""
+    runs: list[list[int]] = []
+    for n in sorted(set(numbers)):
+        if runs and runs[-1][1] == n - 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _shown(cell: Any) -> str:
+    if isinstance(cell, float):
+        return f"{cell:.3g}"
+    return f"{cell:,}" if isinstance(cell, int) else str(cell)

@@ -1,0 +1,37 @@
+"""A small plan that tests of what reads plans share."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import autopar
+from examples.gpt import GPT, Config, build
+from passes.cost import Costs
+from passes.mesh import Mesh
+from passes.plan import Plan
+from passes.program import Program
+
+CONFIG = Config(layers=2, width=32, heads=2, context=16, vocab=64)
+BATCH = 4
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt.py"
+
+
+def model_file(folder: Path) -> str:
+    """Write a file with a factory of the model; returns its specification."""
+    path = folder / "model.py"
+    factory = f"\n\ndef small():\n    return build({CONFIG!r}, {BATCH})\n"
+    path.write_text(EXAMPLE.read_text() + factory)
+    return f"{path}:small"
+
+
+def small_model() -> GPT:
+    return build(CONFIG, BATCH)[0]
+
+
+@cache
+def small_program(mesh: str = "pp=2,tp=2", microbatches: int = 2) -> Program:
+    model, batch = build(CONFIG, BATCH)
+    plan = Plan(Mesh.parse(mesh), microbatches)
+    return autopar.compile_offline(model, batch, plan, costs=Costs())

@@ -1,0 +1,256 @@
+"""The command line, from a model's name to a proof and a training run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from plans import BATCH, CONFIG, model_file, small_program
+
+import autopar
+from autopar.cli import main
+from autopar.store import load_plan, save_plan
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+HF = (
+    "hf:llama?num_hidden_layers=2,hidden_size=32,intermediate_size=64,"
+    "num_attention_heads=4,num_key_value_heads=2,vocab_size=96"
+)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> str:
+    """A plan for pp=2, tp=2 of a model in a file."""
+    spec = model_file(tmp_path)
+    return str(save_plan(small_program(), tmp_path / "plan", spec))
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> str:
+    """A plan for one rank."""
+    spec = model_file(tmp_path)
+    return str(save_plan(small_program("", 2), tmp_path / "plan", spec))
+
+
+def out(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out
+
+
+def test_compile_inspect_verify(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = str(tmp_path / "p")
+    sizes = ["--batch", "8", "--seq", "16", "--microbatches", "2"]
+    assert main(["compile", HF, "--mesh", "pp=2,tp=2", *sizes, "-o", where]) == 0
+    text = out(capsys)
+    assert "layers.0" in text and "rank 1 | .  F0" in text and where in text
+    program = load_plan(where).program
+    assert program.inputs["input_ids"] == ((8, 16), "int64")
+    assert main(["inspect", where]) == 0
+    assert "kv_heads" in out(capsys)
+    assert main(["verify", where]) == 0
+    assert "PASSED" in out(capsys)
+
+
+def test_options_become_decisions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = tmp_path / "p"
+    options = ["--mesh", "tp=2", "--schedule", "gpipe", "--no-sequence-parallel"]
+    options += ["--hint", "head.weight=embed/tp", "--seed", "5", "--meta"]
+    spec = model_file(tmp_path)
+    hint = ["--hint", "*.mlp.up.weight=ffn/tp"]
+    assert main(["compile", spec, *options[:4], *hint, "-o", str(where), "--json"]) == 0
+    data = json.loads(out(capsys))
+    assert data["mesh"] == "tp=2" and data["schedule"]["name"] == "gpipe"
+    stored = load_plan(where)
+    assert stored.program.plan.hints == {"*.mlp.up.weight": "ffn/tp"}
+    assert main(["compile", spec, *options[:2], *options[4:5], *options[7:],
+                 "-o", str(where)]) == 0  # fmt: skip
+    stored = load_plan(where)
+    assert stored.seed == 5 and "seq" not in stored.program.plan.split["tp"]
+
+
+def test_edited_decisions_compile(
+    plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = Path(plan) / "plan.json"
+    file.write_text(
+        file.read_text().replace('"schedule": "1f1b"', '"schedule": "gpipe"')
+    )
+    assert main(["inspect", plan]) == 2
+    error = capsys.readouterr().err
+    assert "was changed after it was compiled" in error and f"--plan {file}" in error
+    spec = model_file(tmp_path)
+    assert main(["compile", spec, "--plan", str(file), "-o", plan]) == 0
+    assert load_plan(plan).program.plan.schedule == "gpipe"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["compile", "hf:gpt2"], "no mesh is given"),
+        (["compile", "hf:gpt2", "--mesh", "xx=2"], "unknown axis 'xx'"),
+        (["compile", "hf:gpt2", "--mesh", "tp=2", "--hint", "x"], "'x' is not a hint"),
+        (["compile", "hf:gpt2", "--plan", "no.json"], "no file 'no.json'"),
+        (["compile", "hf:gpt2", "--plan", "p", "--mesh", "tp=2"], "contradict"),
+        (["compile", "hf:nope", "--mesh", "tp=2"], "no model type 'nope'"),
+        (["inspect", "nowhere"], "no plan directory 'nowhere'"),
+        (["verify", "nowhere"], "no plan directory 'nowhere'"),
+        (["run", "nowhere"], "no plan directory 'nowhere'"),
+    ],
+)
+def test_errors_are_text_and_status_2(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("autopar: ") and says in error
+
+
+def test_a_factorys_batch_is_not_overruled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = model_file(tmp_path)
+    assert main(["compile", spec, "--mesh", "tp=2", "--seq", "8"]) == 2
+    assert "brings its own batch" in capsys.readouterr().err
+    assert main(["compile", "plans:small_model", "--mesh", "tp=2"]) == 2
+    assert "brings no batch" in capsys.readouterr().err
+
+
+def test_inspect_lists_modules(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", plan, "--rank", "3"]) == 0
+    assert out(capsys).startswith("# stage 1 of 2: rank 3")
+    assert main(["inspect", plan, "--stage", "0"]) == 0
+    assert "def backward" in out(capsys)
+    assert main(["inspect", plan, "--stage", "9"]) == 2
+
+
+def test_inspect_and_verify_speak_json(
+    plan: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", plan, "--json"]) == 0
+    data = json.loads(out(capsys))
+    assert {row["parameter"] for row in data["parameters"]} == set(
+        small_program().parameters
+    )
+    assert main(["verify", plan, "--json"]) == 0
+    proof = json.loads(out(capsys))
+    assert proof["passed"] and set(proof["errors"]) > {"loss", "tokens.weight"}
+
+
+def test_verify_in_double_precision(
+    plan: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", plan, "--float64", "--json"]) == 0
+    proof = json.loads(out(capsys))
+    assert proof["tolerance"] <= 1e-10 and max(proof["errors"].values()) < 1e-12
+
+
+def test_a_wrong_program_fails_its_proof(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = small_program("", 2)
+    [(key, text)] = program.modules.items()
+    wrong = text.replace("1e-05", "1e-01")  # of the layer norms
+    assert wrong != text
+    program = type(program)(**{**vars(program), "modules": {key: wrong}})
+    save_plan(program, tmp_path / "plan", model_file(tmp_path))
+    assert main(["verify", str(tmp_path / "plan")]) == 1
+    assert "FAILED" in out(capsys)
+
+
+def test_training_follows_the_reference(
+    single: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--steps", "30", "--lr", "1e-2", "--reference", "--json"]
+    assert main(["run", single, *options]) == 0
+    rows = [json.loads(line) for line in out(capsys).splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    for row in rows:
+        assert row["loss"] == pytest.approx(row["reference_loss"], rel=1e-3)
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
+
+
+def test_training_prints_its_progress(
+    single: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", single, "--steps", "3"]) == 0
+    lines = out(capsys).splitlines()
+    assert lines[0].startswith("step 1/3  loss 4.") and "tokens/s" in lines[-1]
+    assert lines[-1].startswith("step 3/3")
+
+
+def test_run_says_how_to_start_it(
+    plan: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", plan]) == 2
+    assert "torchrun --nproc-per-node 4 -m autopar run" in capsys.readouterr().err
+
+
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "autopar", "--version"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.stdout.split() == ["autopar", autopar.__version__]
+
+
+def torchrun(plan: str, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "4", "-m", "autopar", "run", plan, *options]
+    return subprocess.Popen(
+        command,
+        env=ENVIRONMENT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+@pytest.mark.slow
+def test_four_ranks_train_as_one_device(plan: str) -> None:
+    with torchrun(plan, "--steps", "4", "--reference", "--json") as running:
+        text, _ = running.communicate(timeout=120)
+    assert running.returncode == 0, text
+    rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    assert len(rows) == 4
+    for row in rows:
+        assert row["loss"] == pytest.approx(row["reference_loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named_and_all_stop(plan: str) -> None:
+    with torchrun(plan, "--steps", "1000000", "--json") as running:
+        assert running.stdout is not None
+        first = next(line for line in running.stdout if line.startswith("{"))
+        assert json.loads(first)["step"] == 1
+        victim = rank_process(running.pid, 2)
+        os.kill(victim, signal.SIGKILL)
+        began = time.monotonic()
+        text, _ = running.communicate(timeout=60)
+    assert time.monotonic() - began < 30
+    assert running.returncode != 0
+    assert "autopar: rank 2 does not answer" in text
+
+
+def rank_process(launcher: int, rank: int) -> int:
+    """The process id of a rank that a launcher started."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            variables = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:  # it ended meanwhile
+            continue
+        if int(parent) == launcher and f"RANK={rank}".encode() in variables:
+            return int(folder.name)
+    raise AssertionError(f"no process of rank {rank}")
+
+
+def test_the_small_model_is_what_plans_are_of() -> None:
+    assert small_program().inputs["ids"] == ((BATCH, CONFIG.context), "int64")

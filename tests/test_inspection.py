@@ -1,0 +1,178 @@
+"""What `autopar inspect` says: checked against the program and the emitted text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import prod
+
+import pytest
+from plans import CONFIG, small_program
+
+from autopar.emitted import InspectionError, collectives_in, listing, read_module
+from autopar.executor import load_module
+from autopar.inspection import (
+    communication_table,
+    parameter_table,
+    pattern,
+    report,
+    report_data,
+    schedule_text,
+    stage_table,
+    timeline,
+)
+from autopar.tables import WIDTH, Table, count, ranges, seconds, size
+from passes.mesh import MeshError
+
+
+def test_fused_qkv_is_named_without_invented_names() -> None:
+    specs = small_program().parameters
+    qkv = specs["blocks.0.attention.qkv.weight"]
+    assert pattern(qkv) == "(3 heads/tp head_dim) embed"
+    assert pattern(specs["blocks.1.mlp.down.weight"]) == "embed ffn/tp"
+
+
+def test_equal_layers_are_one_row() -> None:
+    table = parameter_table(small_program())
+    names = [row[0] for row in table.rows]
+    assert "blocks.0-1.mlp.up.weight" in names and "tokens.weight" in names
+    assert len(names) == len(set(names)) == 3 + 12 + 1
+    every = [row[0] for row in parameter_table(small_program(), every=True).rows]
+    assert every == list(small_program().parameters)
+
+
+def test_layers_that_differ_are_rows_of_their_own() -> None:
+    program = small_program()
+    name = "blocks.1.mlp.up.weight"
+    other = replace(program.parameters[name], slots=(((),), ((),)))
+    changed = replace(program, parameters={**program.parameters, name: other})
+    rows = [r for r in parameter_table(changed).rows if r[0].endswith("mlp.up.weight")]
+    assert [(r[0], r[2]) for r in rows] == [
+        ("blocks.0.mlp.up.weight", "ffn/tp embed"),
+        ("blocks.1.mlp.up.weight", "ffn embed"),
+    ]
+
+
+def test_tied_weights_and_pending_gradients_are_shown() -> None:
+    table = parameter_table(small_program("pp=2,dp=2,tp=2"))
+    rows = {row[0]: row for row in table.rows}
+    assert rows["norm.weight"][3] == "+dp +tp"
+    assert rows["tokens.weight"][4] == "0-1"
+    assert "tied: head.weight is tokens.weight" in table.notes
+
+
+def test_each_stage_has_its_layers() -> None:
+    layers = [row[1] for row in stage_table(small_program()).rows]
+    assert layers == ["tokens, positions, blocks.0", "blocks.1, norm, head"]
+
+
+@pytest.mark.parametrize("mesh", ["", "pp=2", "dp=2,tp=2", "pp=2,tp=2"])
+def test_parameters_per_rank_add_up(mesh: str) -> None:
+    program = small_program(mesh)
+    stages = report_data(program)["stages"]
+    for stage in stages:
+        module = load_module(program.modules[stage["modules"][0]], "m")
+        held = sum(prod(shape) for shape, _ in module["PARAMETERS"].values())
+        assert stage["parameters_per_rank"] == held
+        assert stage["parameter_bytes_per_rank"] == 4 * held
+
+
+def test_declarations_are_read_without_running() -> None:
+    for text in small_program().modules.values():
+        module, read = load_module(text, "m"), read_module(text)
+        assert read.flops == module["FLOPS"]
+        assert [s for s, _ in read.sends] == [s for s, _ in module["SENDS"]]
+        assert [f"torch.{d}" for _, d in read.sends] == [
+            str(d) for _, d in module["SENDS"]
+        ]
+
+
+def test_collectives_are_counted_in_the_text() -> None:
+    text = '''
+def forward(c, p):
+    """c.all_gather(x, 'tp', 1) in words is no call."""
+    y = c.all_gather(x, 'tp', 1, None)
+    z = c.all_reduce(c.all_gather(y, 'tp', 0, None), ('dp', 'tp'), 'max')
+    return c.shard(z, 'tp', 0)
+'''
+    assert dict(collectives_in(text)) == {
+        ("forward", "all_gather", ("tp",)): 2,
+        ("forward", "all_reduce", ("dp", "tp")): 1,
+    }
+
+
+def test_a_single_rank_communicates_nothing() -> None:
+    table = communication_table(small_program(""))
+    assert table.rows == () and table.notes == ("none",)
+
+
+def test_communication_is_that_of_one_rank_in_one_step() -> None:
+    rows = communication_table(small_program(microbatches=2)).rows
+    boundary = BATCH_OF_MICROBATCH * CONFIG.context // 2 * CONFIG.width * 4 * 2
+    assert (0, "forward", "send", "pp", 2, size(boundary)) in rows
+    assert (1, "backward", "send", "pp", 2, size(boundary)) in rows
+    ends = [row for row in rows if row[1] == "end"]
+    table = CONFIG.vocab // 2 * CONFIG.width * 4  # the tied embedding, split on tp
+    assert (0, "end", "all_reduce", "pp", 1, size(table)) in ends
+
+
+BATCH_OF_MICROBATCH = 2
+
+
+def test_the_schedule_is_drawn_with_its_bubble() -> None:
+    text = schedule_text(small_program(microbatches=4))
+    assert "rank 0 | F0 F1" in text and "rank 1 | .  F0 B0" in text
+    assert f"bubble {timeline(small_program(microbatches=4)).bubble:.1%}" in text
+
+
+def test_a_report_fits_the_page_and_json() -> None:
+    program = small_program("pp=2,dp=2,tp=2")
+    assert max(map(len, report(program).splitlines())) <= WIDTH
+    data = json.loads(json.dumps(report_data(program)))
+    assert len(data["parameters"]) == len(program.parameters)
+    assert data["mesh"] == "pp=2,dp=2,tp=2"
+
+
+def test_a_rank_is_listed_with_its_layers() -> None:
+    program = small_program()
+    text = listing(program, rank=3)
+    head = text.splitlines()[:2]
+    assert head == ["# stage 1 of 2: rank 3 (pp=1, tp=1)", "#   blocks: +0 is 1"]
+    assert program.modules[program.module_of(3, 1)] in text
+    compile(text, "listing", "exec")
+
+
+def test_a_stage_is_listed_with_its_ranks() -> None:
+    head = listing(small_program(), stage=0).splitlines()[0]
+    assert head == "# stage 0 of 2: rank 0 (pp=0, tp=0), rank 1 (pp=0, tp=1)"
+
+
+def test_what_is_not_there_is_refused() -> None:
+    with pytest.raises(InspectionError, match=r"no stage 2\n.*0 to 1"):
+        listing(small_program(), stage=2)
+    with pytest.raises(InspectionError, match="rank 3 does not run stage 0"):
+        listing(small_program(), rank=3, stage=0)
+    with pytest.raises(MeshError, match="no rank 4"):
+        listing(small_program(), rank=4)
+
+
+def test_a_table_as_text_and_as_data() -> None:
+    table = Table("things", ("name", "n"), (("a", 1), ("b", 1200)), ("and a note",))
+    lines = ["things", "", "name        n", "------  -----", "a           1"]
+    assert str(table).splitlines() == [*lines, "b       1,200", "and a note"]
+    assert table.data() == [{"name": "a", "n": 1}, {"name": "b", "n": 1200}]
+
+
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        (count(0), "0"), (count(999), "999"), (count(1234), "1.23 k"),
+        (count(999_700), "1 M"), (count(174_604_259_328), "175 G"),
+        (size(0), "0 B"), (size(1023), "1023 B"), (size(1536), "1.5 KiB"),
+        (size(5 << 30), "5 GiB"),
+        (seconds(2.5), "2.5 s"), (seconds(0.0125), "12.5 ms"), (seconds(4e-6), "4 us"),
+        (ranges([3, 0, 1, 2, 7]), "0-3,7"), (ranges([]), ""),
+    ],
+)  # fmt: skip
+def test_numbers_for_people(shown: str, text: str) -> None:
+    assert shown == text
