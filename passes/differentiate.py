@@ -15,6 +15,7 @@ import torch
 from passes.cost import flops
 from passes.graph import Builder, Node, Value
 from passes.localize import Localizer
+from passes.reuse import reuse
 from passes.split_stages import Stage
 from passes.tape import Tape, ones_like
 from passes.traced_vjp import expand_forward, traced
@@ -79,18 +80,19 @@ def differentiate(
     writer.run_forward(forward)
     d_sends = writer.seed(sources["sends"], loss)
     d_receives = writer.run_backward(sources["receives"])
-    written = writer.finish(parts["setup"], parts["prologue"], sources, d_receives)
+    saved = writer.finish(parts["setup"], parts["prologue"], sources, d_receives)
+    kept = [*saved, *sources["sends"], *([loss] if loss else [])]
     return LocalStage(
         stage=stage,
         setup=tuple(parts["setup"]),
         prologue=tuple(parts["prologue"]),
-        forward=tuple(writer.forward),
-        backward=tuple(writer.tape.nodes),
+        forward=tuple(reuse(writer.forward, {v.name for v in kept})),
+        backward=tuple(reuse(writer.tape.nodes, {v.name for v in d_receives if v})),
         **sources,
         d_sends=d_sends,
         d_receives=d_receives,
         loss=loss,
-        saved=written,
+        saved=saved,
         grads=grads,
         texts=writer.texts(stage),
     )

@@ -163,7 +163,7 @@ def test_attention_rejects_what_kernels_would_misread():
 )
 def test_cuda_kernels_accept_our_arguments(kernel, mask_shape, monkeypatch):
     """Their shape functions run anywhere, and refuse a wrong number or kind of them."""
-    monkeypatch.setattr(kernels, "_kernel", lambda *_: kernel)
+    monkeypatch.setattr(attention_module, "_kernel", lambda *_: kernel)
     q = torch.empty(2, 4, 32, 16, device="meta", dtype=torch.bfloat16)
     kv = torch.empty(2, 2, 30, 16, device="meta", dtype=torch.bfloat16)
     mask = q.new_ones(30, dtype=torch.bool) if mask_shape else None

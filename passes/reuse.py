@@ -1,0 +1,125 @@
+"""reuse: write a result over an operand that nobody reads any more.
+
+Elementwise ops and all-reduces then run in place: less memory at the peak, and no new
+pages to touch. An operand's memory is free to take if it was made here, is not part of
+what is kept, and no view of it is read later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from passes.cost import VIEWS
+from passes.graph import Node, Value, resolve
+
+IN_PLACE = {
+    "aten.add.Tensor": "aten.add_.Tensor",
+    "aten.sub.Tensor": "aten.sub_.Tensor",
+    "aten.mul.Tensor": "aten.mul_.Tensor",
+    "aten.div.Tensor": "aten.div_.Tensor",
+    "aten.neg.default": "aten.neg_.default",
+    "aten.rsqrt.default": "aten.rsqrt_.default",
+    "aten.log.default": "aten.log_.default",
+}
+COMMUTES = ("aten.add.Tensor", "aten.mul.Tensor")
+
+
+def reuse(nodes: Sequence[Node], keep: Collection[str]) -> list[Node]:
+    """Turn ops into their in-place form where an operand's memory is free.
+
+    keep: names of the values that live on after the last node.
+    """
+    owner, spread = _owners(nodes), _spread(nodes)
+    last_read = {owner[name]: len(nodes) for name in keep if name in owner}
+    for i, node in enumerate(nodes):
+        for v in node.operands:
+            if v.name in owner:
+                root = owner[v.name]
+                last_read[root] = max(last_read.get(root, i), i)
+    found = []
+    for i, node in enumerate(nodes):
+        place = _free_operand(node, i, owner, last_read, spread)
+        if place is None:
+            found.append(node)
+            continue
+        node = _in_place(node, place)
+        found.append(node)
+        # The result lives in the operand's memory now: they are one.
+        taken, root = owner[node.operands[0].name], owner[node.out.name]
+        owner.update({name: taken for name, r in owner.items() if r == root})
+        last_read[taken] = max(last_read[taken], last_read.pop(root, i))
+    return found
+
+
+def _owners(nodes: Sequence[Node]) -> dict[str, str]:
+    """Value -> the value made here whose memory it may share; itself if it is new.
+
+    What shares memory with something from outside has no owner here.
+    """
+    owner: dict[str, str] = {}
+    for node in nodes:
+        for v in node.results:
+            if not may_alias(node):
+                owner[v.name] = v.name
+            elif node.operands and node.operands[0].name in owner:
+                owner[v.name] = owner[node.operands[0].name]
+    return owner
+
+
+def _spread(nodes: Sequence[Node]) -> set[str]:
+    """Views in which one place in memory stands for several elements."""
+    found: set[str] = set()
+    for node in nodes:
+        if node.op.startswith("aten.expand") or (
+            may_alias(node) and any(v.name in found for v in node.operands)
+        ):
+            found.update(v.name for v in node.results)
+    return found
+
+
+def may_alias(node: Node) -> bool:
+    """Whether a result may be a view of an operand."""
+    kind = node.op.rpartition(".")[0]
+    if kind in VIEWS or kind in ("aten.to", "aten.contiguous") or node.op == "comm.shard":
+        return True
+    if not node.op.startswith("aten."):
+        return False
+    return any(r.alias_info is not None for r in resolve(node.op)._schema.returns)
+
+
+def _free_operand(
+    node: Node,
+    i: int,
+    owner: dict[str, str],
+    last_read: dict[str, int],
+    spread: set[str],
+) -> Value | None:
+    """The operand whose memory the node's result can take."""
+    if node.op == "comm.all_reduce":
+        candidates = node.operands[:1]
+    elif node.op in IN_PLACE and not node.kwargs:
+        arguments = node.args[:2] if node.op in COMMUTES else node.args[:1]
+        candidates = tuple(a for a in arguments if isinstance(a, Value))
+    else:
+        return None
+    out = node.out
+    for v in candidates:
+        root = owner.get(v.name)
+        alone = [o.name for o in node.operands if owner.get(o.name) == root]
+        if root is None or last_read[root] != i or alone != [v.name]:
+            continue
+        if v.name in spread:
+            continue
+        if v.shape == out.shape and v.dtype == out.dtype:
+            return v
+    return None
+
+
+def _in_place(node: Node, into: Value) -> Node:
+    if node.op == "comm.all_reduce":
+        return replace(node, kwargs={**node.kwargs, "inplace": True})
+    args = node.args
+    if args[0] != into:
+        args = (args[1], args[0], *args[2:])
+    return replace(node, op=IN_PLACE[node.op], args=args)
