@@ -157,7 +157,8 @@ def compile_command(arguments: argparse.Namespace) -> int:
     for note in program.notes:
         print(f"note: {note}")
     print(f"wrote {where} ({len(program.modules)} distinct modules)")
-    print(f"next: autopar verify {arguments.output}")
+    if not loaded.on_meta:
+        print(f"next: autopar verify {arguments.output}")
     return 0
 
 
@@ -228,7 +229,12 @@ def inspect_command(arguments: argparse.Namespace) -> int:
 
 def verify_command(arguments: argparse.Namespace) -> int:
     stored = _load(arguments.plan)
-    loaded = load_model(stored.model_spec, seed=stored.seed, device="cpu")
+    loaded = load_model(stored.model_spec, seed=stored.seed)
+    if loaded.on_meta:
+        raise ModelError(
+            f"'{loaded.spec}' is too big to run here for a comparison",
+            fix="compile and verify it with fewer layers: they are all alike",
+        )
     program, model = stored.program, loaded.model
     vocab = loaded.vocab or vocab_of(program)
     batch = loaded.batch or random_batch(program.inputs, vocab, stored.seed)

@@ -67,6 +67,8 @@ def size(n: float) -> str:
 
 
 def seconds(t: float) -> str:
+    if t >= 100:
+        return f"{t:,.0f} s"
     for factor, unit in ((1.0, "s"), (1e-3, "ms")):
         if t >= factor:
             return f"{t / factor:.3g} {unit}"

@@ -69,9 +69,9 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         self.head.weight = self.tokens.weight
-        self.apply(self._init)
+        self.apply(self._init_weights)
 
-    def _init(self, module: nn.Module) -> None:
+    def _init_weights(self, module: nn.Module) -> None:
         """GPT-2's initialisation: residual branches start small in deep models."""
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
-from passes.errors import ShardingConflict
+from passes.errors import LossNotSeparable
 from passes.graph import Builder, Graph, Node, Value, Where
 from passes.mesh import TIME
 from passes.name_dims import Dims
@@ -122,12 +123,14 @@ class _Lowering:
         here = self.producer_where.get(v.name, where)
         v = self.resolve_pending(v, need, here)
         have = self.shardings[v.name]
+        leaving = self.leaving(have, need)
         for axis in reversed(self.order):
             place, wanted = have.place(axis), need.place(axis)
-            if place is None or place == wanted:
+            if place is None or axis not in leaving:
                 continue
             self.refuse_on_time(axis, v, where)
-            if wanted is not None and not self.splits_below(have, wanted, axis):
+            other = wanted is not None and wanted != place
+            if other and self.is_next(have, need, wanted, axis):
                 v = self.move(v, axis, place, wanted, where)
             else:
                 v = self.gather(v, axis, place, axis in need.varying, where)
@@ -137,6 +140,25 @@ class _Lowering:
             if wanted is not None and self.shardings[v.name].place(axis) is None:
                 v = self.shard(v, axis, wanted, where)
         return self.enter(v, need, where)
+
+    def leaving(self, have: Sharding, need: Sharding) -> set[str]:
+        """The axes whose split must be undone. Those of one place nest, so what is
+        split inside of an axis that comes or goes must go too."""
+        found: set[str] = set()
+        for d, slots in enumerate(have.slots):
+            for i, axes in enumerate(slots):
+                wanted = need.slots[d][i]
+                agree = takewhile(lambda pair: pair[0] == pair[1], zip(axes, wanted))
+                found.update(axes[len(list(agree)) :])
+        return found
+
+    def is_next(
+        self, have: Sharding, need: Sharding, place: tuple[int, int], axis: str
+    ) -> bool:
+        """Whether all that splits the place outside of the axis does so already."""
+        d, i = place
+        wanted = need.slots[d][i]
+        return have.slots[d][i] == wanted[: wanted.index(axis)]
 
     def resolve_pending(self, v: Value, need: Sharding, where: Where) -> Value:
         """P -> S by reduce_scatter, P -> R by all_reduce, R -> P by division."""
@@ -148,7 +170,7 @@ class _Lowering:
                 continue
             self.refuse_on_time(axis, v, where)
             wanted = need.place(axis)
-            if op == "sum" and wanted and not self.splits_below(have, wanted, axis):
+            if op == "sum" and wanted and self.is_next(have, need, wanted, axis):
                 v = self.scatter(v, axis, wanted, where)
                 have = self.shardings[v.name]
             else:
@@ -190,16 +212,9 @@ class _Lowering:
         out = have.with_varying(have.varying | set(axes))
         return self.emit("enter", v, (axes,), where, out)
 
-    def splits_below(self, have: Sharding, place: tuple[int, int], axis: str) -> bool:
-        """Whether an axis that nests inside of `axis` splits the place already."""
-        d, i = place
-        return any(
-            self.order.index(a) > self.order.index(axis) for a in have.slots[d][i]
-        )
-
     def refuse_on_time(self, axis: str, v: Value, where: Where) -> None:
         if axis == TIME:
-            raise ShardingConflict(
+            raise LossNotSeparable(
                 f"%{v.name} {self.shardings[v.name].text(self.dims[v.name])} would "
                 "have to be exchanged between microbatches",
                 source=str(where),

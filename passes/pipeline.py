@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import product
 
 from passes.cost import Costs
 from passes.differentiate import LocalStage, differentiate
 from passes.emit import emit
 from passes.errors import BatchError
+from passes.footprint import COLLECTIVES, communication, footprint
 from passes.graph import Value
 from passes.insert_collectives import Lowered, insert_collectives
 from passes.mesh import TIME
@@ -163,13 +165,23 @@ def assemble(
         )
 
     locals_ = [local for _, texts in modules for _, local in texts.values()]
+    firsts = [texts[next(iter(keys.values()))][1] for keys, texts in modules]
     loss = lowered.shardings[graph.outputs[0].name]
     return Program(
         plan=plan,
         schedule=schedule_of(plan),
         stages=tuple(
-            StageSpec(stage.modules, stage.names, keys, stage.seconds)
-            for stage, (keys, _) in zip(staged.stages, modules, strict=True)
+            StageSpec(
+                layers=stage.modules,
+                names=stage.names,
+                modules=keys,
+                seconds=stage.seconds,
+                flops=first.flops,
+                footprint=footprint(first),
+            )
+            for stage, (keys, _), first in zip(
+                staged.stages, modules, firsts, strict=True
+            )
         ),
         parameters={v.name: spec(v) for v in graph.params},
         buffers={v.name: spec(v) for v in graph.buffers},
@@ -179,6 +191,11 @@ def assemble(
         loss_dtype=dtype_name(graph.outputs[0].dtype),
         literals=dict(traced.literals),
         groups=_groups(locals_),
+        communication=tuple(
+            replace(c, stage=i)
+            for i, first in enumerate(firsts)
+            for c in communication(first)
+        ),
         modules={k: text for _, texts in modules for k, (text, _) in texts.items()},
         notes=notes,
     )
@@ -189,11 +206,7 @@ def _groups(locals_: list[LocalStage]) -> tuple[tuple[str, ...], ...]:
     found = set()
     for local in locals_:
         for node in (*local.setup, *local.prologue, *local.forward, *local.backward):
-            kind, _, name = node.op.partition(".")
-            if kind == "comm" and name in COLLECTIVE_AXES:
+            if node.op.removeprefix("comm.") in COLLECTIVES:
                 axes = node.args[1]
                 found.add((axes,) if isinstance(axes, str) else tuple(axes))
     return tuple(sorted(found))
-
-
-COLLECTIVE_AXES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

@@ -53,9 +53,12 @@ class Plan:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that split tensors, outermost first: the mesh but pp, and time."""
+        """The axes that split tensors, outermost first: time, and the mesh but pp.
+
+        Inside of a microbatch ranks can exchange what they hold; across them they cannot.
+        """
         mesh = (name for name, size in self.mesh.axes if name != "pp" and size > 1)
-        return (*mesh, TIME) if self.microbatches > 1 else tuple(mesh)
+        return (TIME, *mesh) if self.microbatches > 1 else tuple(mesh)
 
     @property
     def data_axes(self) -> tuple[str, ...]:

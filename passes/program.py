@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from passes.errors import AutoparError
+from passes.footprint import Communication, Footprint
 from passes.mesh import Mesh
 from passes.plan import Plan
 from passes.schedule import Schedule, add_communication, make_schedule
@@ -60,12 +61,15 @@ class StageSpec:
 
     names: name in the text -> the model's own. modules: coordinates without pp, as
     text -> key of the emitted module. seconds: of one microbatch, there and back.
+    flops: of one microbatch's forward, on the first rank. footprint: its activations.
     """
 
     layers: tuple[str, ...]
     names: Mapping[str, str]
     modules: Mapping[str, str]
     seconds: float
+    flops: int
+    footprint: Footprint
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ class Program:
 
     inputs: batch field -> (global shape, dtype). loss_pending: axes over which the
     loss is a pending sum. literals: constants of the model's code, by name. groups: the
-    sets of axes that collectives run over. notes: what the user should know.
+    sets of axes that collectives run over. communication: of each stage's first rank.
+    notes: what the user should know.
     """
 
     plan: Plan
@@ -88,6 +93,7 @@ class Program:
     loss_dtype: str
     literals: Mapping[str, torch.Tensor]
     groups: tuple[tuple[str, ...], ...]
+    communication: tuple[Communication, ...]
     modules: Mapping[str, str]
     notes: tuple[str, ...] = ()
 
@@ -146,6 +152,7 @@ class Program:
             "loss_dtype": self.loss_dtype,
             "literals": {k: _pack(t) for k, t in self.literals.items()},
             "groups": list(self.groups),
+            "communication": [asdict(c) for c in self.communication],
             "notes": list(self.notes),
         }
         return json.dumps(data, indent=1) + "\n"
@@ -162,7 +169,13 @@ class Program:
             plan=plan,
             schedule=schedule_of(plan),
             stages=tuple(
-                StageSpec(tuple(s["layers"]), s["names"], s["modules"], s["seconds"])
+                StageSpec(
+                    **{
+                        **s,
+                        "layers": tuple(s["layers"]),
+                        "footprint": Footprint(**s["footprint"]),
+                    }
+                )
                 for s in data["stages"]
             ),
             parameters={k: _spec(v) for k, v in data["parameters"].items()},
@@ -173,6 +186,10 @@ class Program:
             loss_dtype=data["loss_dtype"],
             literals={k: _unpack(v) for k, v in data["literals"].items()},
             groups=_tuples(data["groups"]),
+            communication=tuple(
+                Communication(**{**c, "axes": tuple(c["axes"])})
+                for c in data["communication"]
+            ),
             modules=modules,
             notes=tuple(data["notes"]),
         )

@@ -7,8 +7,9 @@ what is kept, and no view of it is read later.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from passes.cost import VIEWS
 from passes.graph import Node, Value, resolve
@@ -30,7 +31,7 @@ def reuse(nodes: Sequence[Node], keep: Collection[str]) -> list[Node]:
 
     keep: names of the values that live on after the last node.
     """
-    owner, spread = _owners(nodes), _spread(nodes)
+    owner, spread = find_owners(nodes), _spread(nodes)
     last_read = {owner[name]: len(nodes) for name in keep if name in owner}
     for i, node in enumerate(nodes):
         for v in node.operands:
@@ -52,18 +53,22 @@ def reuse(nodes: Sequence[Node], keep: Collection[str]) -> list[Node]:
     return found
 
 
-def _owners(nodes: Sequence[Node]) -> dict[str, str]:
-    """Value -> the value made here whose memory it may share; itself if it is new.
+def find_owners(
+    nodes: Sequence[Node], entering: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
+    """Value -> the value whose memory it may share; itself if its memory is new.
 
-    What shares memory with something from outside has no owner here.
+    entering: owners of values from outside that count too; what shares memory with
+    another one from outside has no owner.
     """
-    owner: dict[str, str] = {}
+    owner = dict(entering)
     for node in nodes:
         for v in node.results:
-            if not may_alias(node):
+            if is_in_place(node) or may_alias(node):
+                if node.operands and node.operands[0].name in owner:
+                    owner[v.name] = owner[node.operands[0].name]
+            else:
                 owner[v.name] = v.name
-            elif node.operands and node.operands[0].name in owner:
-                owner[v.name] = owner[node.operands[0].name]
     return owner
 
 
@@ -78,10 +83,19 @@ def _spread(nodes: Sequence[Node]) -> set[str]:
     return found
 
 
+def is_in_place(node: Node) -> bool:
+    """Whether `reuse` has put the node's result into its first operand's memory."""
+    return node.op in IN_PLACE.values() or bool(node.kwargs.get("inplace"))
+
+
 def may_alias(node: Node) -> bool:
     """Whether a result may be a view of an operand."""
     kind = node.op.rpartition(".")[0]
-    if kind in VIEWS or kind in ("aten.to", "aten.contiguous") or node.op == "comm.shard":
+    if (
+        kind in VIEWS
+        or kind in ("aten.to", "aten.contiguous")
+        or node.op == "comm.shard"
+    ):
         return True
     if not node.op.startswith("aten."):
         return False

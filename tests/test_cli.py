@@ -62,20 +62,17 @@ def test_compile_inspect_verify(
 def test_options_become_decisions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    where = tmp_path / "p"
-    options = ["--mesh", "tp=2", "--schedule", "gpipe", "--no-sequence-parallel"]
-    options += ["--hint", "head.weight=embed/tp", "--seed", "5", "--meta"]
-    spec = model_file(tmp_path)
-    hint = ["--hint", "*.mlp.up.weight=ffn/tp"]
-    assert main(["compile", spec, *options[:4], *hint, "-o", str(where), "--json"]) == 0
+    spec, where = model_file(tmp_path), str(tmp_path / "p")
+    options = ["--schedule", "gpipe", "--hint", "*.mlp.up.weight=ffn/tp", "--seed", "5"]
+    more = ["--no-sequence-parallel", "--meta", "--json", "-o", where]
+    assert main(["compile", spec, "--mesh", "tp=2", *options, *more]) == 0
     data = json.loads(out(capsys))
     assert data["mesh"] == "tp=2" and data["schedule"]["name"] == "gpipe"
     stored = load_plan(where)
-    assert stored.program.plan.hints == {"*.mlp.up.weight": "ffn/tp"}
-    assert main(["compile", spec, *options[:2], *options[4:5], *options[7:],
-                 "-o", str(where)]) == 0  # fmt: skip
-    stored = load_plan(where)
-    assert stored.seed == 5 and "seq" not in stored.program.plan.split["tp"]
+    plan = stored.program.plan
+    assert (stored.model_spec, stored.seed) == (spec, 5)
+    assert plan.hints == {"*.mlp.up.weight": "ffn/tp"}
+    assert plan.split["tp"] and "seq" not in plan.split["tp"]
 
 
 def test_edited_decisions_compile(
@@ -152,6 +149,14 @@ def test_verify_in_double_precision(
     assert main(["verify", plan, "--float64", "--json"]) == 0
     proof = json.loads(out(capsys))
     assert proof["tolerance"] <= 1e-10 and max(proof["errors"].values()) < 1e-12
+
+
+def test_a_model_too_big_to_run_is_not_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_plan(small_program(), tmp_path / "plan", "hf:gpt3-175b-like")
+    assert main(["verify", str(tmp_path / "plan")]) == 2
+    assert "too big to run here" in capsys.readouterr().err
 
 
 def test_a_wrong_program_fails_its_proof(

@@ -170,7 +170,8 @@ def test_a_table_as_text_and_as_data() -> None:
         (count(999_700), "1 M"), (count(174_604_259_328), "175 G"),
         (size(0), "0 B"), (size(1023), "1023 B"), (size(1536), "1.5 KiB"),
         (size(5 << 30), "5 GiB"),
-        (seconds(2.5), "2.5 s"), (seconds(0.0125), "12.5 ms"), (seconds(4e-6), "4 us"),
+        (seconds(1234.5), "1,234 s"), (seconds(2.5), "2.5 s"),
+        (seconds(0.0125), "12.5 ms"), (seconds(4e-6), "4 us"),
         (ranges([3, 0, 1, 2, 7]), "0-3,7"), (ranges([]), ""),
     ],
 )  # fmt: skip

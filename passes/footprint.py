@@ -1,0 +1,125 @@
+"""What a rank's stage keeps in memory and sends, counted on its emitted nodes.
+
+Memory is counted by storage: a view costs nothing, and what a view is made of lives as
+long as the view does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from passes.differentiate import LocalStage
+from passes.graph import Node
+from passes.reuse import find_owners
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+@dataclass(frozen=True)
+class Communication:
+    """One kind of message of a stage's rank.
+
+    part: "forward" or "backward" (calls and bytes are of one microbatch), or "step"
+    (of one step). kind: a collective, or "send". bytes: of the tensors that the rank
+    gives, all calls together.
+    """
+
+    stage: int
+    part: str
+    kind: str
+    axes: tuple[str, ...]
+    calls: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on one rank: kept from a microbatch's forward to its backward; and the most
+    that a forward, or a backward with what it was given, has alive at once."""
+
+    saved: int
+    forward_peak: int
+    backward_peak: int
+
+
+def footprint(local: LocalStage) -> Footprint:
+    """Activation memory of one microbatch."""
+    arrived = {v.name: v.bytes for v in local.receives}
+    ends = [*local.saved, *local.sends, *([local.loss] if local.loss else [])]
+    sizes = _sizes(local.forward) | arrived
+    owners = find_owners(local.forward, {name: name for name in arrived})
+    roots = {owners[v.name] for v in local.saved if v.name in owners}
+    saved = sum(sizes[r] for r in roots)
+    forward = _peak(local.forward, arrived, {v.name for v in ends})
+    # The backward holds what was saved until the last reader of it, or of its views.
+    held = {v.name: owners[v.name] for v in local.saved if v.name in owners}
+    entering = {v.name: v.bytes for v in local.d_sends if v is not None}
+    entering |= {r: sizes[r] for r in roots}
+    results = {v.name for v in local.d_receives if v is not None}
+    backward = _peak(local.backward, entering, results, held)
+    return Footprint(saved, forward, backward)
+
+
+def _sizes(nodes: Iterable[Node]) -> dict[str, int]:
+    return {v.name: v.bytes for n in nodes for v in n.results}
+
+
+def _peak(
+    nodes: Sequence[Node],
+    entering: dict[str, int],
+    keep: Collection[str],
+    views: Mapping[str, str] | None = None,
+) -> int:
+    """The most bytes alive at once, with each storage dropped after its last reader.
+
+    entering: storages that are there already, and their bytes; views: of these.
+    """
+    owners = find_owners(nodes, {n: n for n in entering} | dict(views or {}))
+    sizes = _sizes(nodes) | entering
+    last: dict[str, int] = dict.fromkeys(entering, -1)
+    for i, node in enumerate(nodes):
+        for v in (*node.operands, *node.results):
+            if v.name in owners:
+                last[owners[v.name]] = i
+    for name in keep:
+        if name in owners:
+            last[owners[name]] = len(nodes)
+    alive = sum(size for name, size in entering.items() if last[name] >= 0)
+    peak = alive
+    dying: dict[int, list[str]] = {}
+    for name, i in last.items():
+        dying.setdefault(i, []).append(name)
+    for i, node in enumerate(nodes):
+        alive += sum(v.bytes for v in node.results if owners.get(v.name) == v.name)
+        peak = max(peak, alive)
+        alive -= sum(sizes[name] for name in dying.get(i, ()))
+    return peak
+
+
+def communication(local: LocalStage) -> list[Communication]:
+    """Collectives and sends of the first rank of a stage, for one microbatch."""
+    found = []
+    stage = local.stage.index
+    for part, nodes, handed in (
+        ("forward", local.forward, local.sends),
+        ("backward", local.backward, local.d_receives),
+    ):
+        calls: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        moved: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        for node in nodes:
+            kind = node.op.removeprefix("comm.")
+            if kind in COLLECTIVES:
+                axes = node.args[1]
+                key = (kind, (axes,) if isinstance(axes, str) else tuple(axes))
+                calls[key] += 1
+                moved[key] += node.operands[0].bytes
+        for v in handed:
+            if v is not None:
+                calls["send", ("pp",)] += 1
+                moved["send", ("pp",)] += v.bytes
+        found += [
+            Communication(stage, part, *key, calls[key], moved[key]) for key in calls
+        ]
+    return found

@@ -1,0 +1,76 @@
+"""A plan is data: what is read back is what was written, and compiles to the same."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from models import plain_gpt, plan
+
+from passes.mesh import TIME
+from passes.plan import Plan, PlanError
+
+PLANS = [
+    plan("tp=2"),
+    plan("pp=2,dp=2,tp=2", 4, sequence_parallel=False, schedule="gpipe"),
+    plan("dp=4,pp=2", hints={"*.mlp.up.weight": "ffn/tp"}, cuts=("add_3",)),
+    plan("pp=2", 4, stages_per_rank=2),
+]
+
+
+@pytest.mark.parametrize("written", PLANS, ids=lambda p: str(p.mesh))
+def test_a_plan_reads_back(written):
+    assert Plan.from_json(written.to_json()) == written
+
+
+def changed(**keys: Any) -> str:
+    return json.dumps({**json.loads(plan("pp=2,tp=2", 2).to_json()), **keys})
+
+
+def without(key: str) -> str:
+    data = json.loads(plan("pp=2,tp=2", 2).to_json())
+    del data[key]
+    return json.dumps(data)
+
+
+BROKEN = {
+    "{": "is not JSON",
+    "[1]": "is not a JSON object",
+    "{}": "is not of format 1",
+    changed(format=2): "is not of format 1",
+    changed(color="red"): "unknown key 'color'",
+    changed(microbatches=0): "microbatches=0",
+    changed(microbatches="two"): "cannot be read",
+    changed(split=["tp"]): "cannot be read",
+    without("mesh"): "has no mesh",
+}
+
+
+@pytest.mark.parametrize(("text", "says"), BROKEN.items(), ids=BROKEN.values())
+def test_a_broken_plan_says_what_is_wrong(text, says):
+    with pytest.raises(PlanError, match=says):
+        Plan.from_json(text)
+
+
+def test_axes_of_one_rank_split_nothing():
+    assert plan("dp=1,pp=2,tp=2").axes == ("tp",)
+    assert plan("pp=2,dp=2", 4).axes == (TIME, "dp")
+    assert plan("pp=2,dp=2", 4).data_axes == (TIME, "dp")
+
+
+@pytest.mark.parametrize("mesh", ["pp=2,tp=2", "pp=4,dp=2"])
+def test_the_cuts_that_were_chosen_compile_to_the_same_program(mesh):
+    case = plain_gpt()
+    first = case.compile(mesh, 2)
+    assert len(first.plan.cuts) == first.plan.stages - 1
+    again = case.compile(mesh, 2, cuts=Plan.from_json(first.plan.to_json()).cuts)
+    assert again.modules == first.modules
+    assert again.stages == first.stages
+    assert again.plan == first.plan
+
+
+def test_compiling_twice_gives_the_same_text():
+    assert plain_gpt().compile("pp=2,tp=2").modules == (
+        plain_gpt().compile("pp=2,tp=2").modules
+    )

@@ -1,0 +1,160 @@
+"""Stages: what crosses between them, what lives on several, and where cuts can be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import VOCAB, WIDTH, Block, Case, Stack, gpt2, plain_gpt, randomize
+from models import token_batch as tokens
+from torch import Tensor, nn
+
+from passes.errors import StageError
+from passes.program import Program
+
+
+def cross_entropy(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def texts(program: Program) -> list[str]:
+    """The distinct module texts of each stage, joined."""
+    keys = [sorted(set(stage.modules.values())) for stage in program.stages]
+    return ["\n".join(program.modules[key] for key in stage) for stage in keys]
+
+
+def table(text: str, name: str) -> str:
+    (line,) = [x for x in text.splitlines() if x.startswith(f"{name} = ")]
+    return line.partition(" = ")[2]
+
+
+def test_exactly_the_hidden_state_crosses_each_way():
+    program = gpt2(layers=4, padded=True).compile("pp=4", 2)
+    crosses = "[((4, 16, 32), torch.float32)]"
+    for stage, text in enumerate(texts(program)):
+        assert table(text, "RECEIVES") == (crosses if stage > 0 else "[]")
+        assert table(text, "D_RECEIVES") == (crosses if stage > 0 else "[]")
+        assert table(text, "SENDS") == (crosses if stage < 3 else "[]")
+        assert table(text, "D_SENDS") == (crosses if stage < 3 else "[]")
+
+
+def test_with_sequence_parallel_each_rank_sends_its_part_of_the_sequence():
+    for program, seq in (
+        (plain_gpt().compile("pp=2,tp=2", 2), 8),
+        (plain_gpt().compile("pp=2,tp=2", 2, sequence_parallel=False), 16),
+    ):
+        first, _ = texts(program)
+        assert table(first, "SENDS") == f"[((4, {seq}, 32), torch.float32)]"
+
+
+def test_equal_stages_share_one_text():
+    program = plain_gpt(layers=8).compile("pp=8,tp=2", 2)
+    assert len(program.modules) < 8
+
+
+def test_a_tied_weight_lives_on_each_stage_that_uses_it():
+    program = plain_gpt().compile("pp=4")
+    assert program.parameters["tokens.weight"].stages == (0, 3)
+    assert program.parameters["positions.weight"].stages == (0,)
+
+
+class Skips(Stack):
+    """Values that several stages read: the embedding's output, and each half's."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = first = self.embed(input_ids)
+        x = half = self.blocks[1](self.blocks[0](x) + first)
+        x = self.blocks[3](self.blocks[2](x) + half) + half
+        return self.head(x)
+
+
+class Shared(Stack):
+    """The same two blocks, three times over."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for i in range(6):
+            x = self.blocks[i % 2](x)
+        return self.head(x)
+
+
+class Reaching(Stack):
+    """The last stage reads buffers and weights of the first layers by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_buffer("scale", torch.rand(WIDTH))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x) * block.scale
+        first, second = self.blocks[0], self.blocks[1]
+        x = x * first.scale + second.scale
+        return self.head(x @ first.up.weight.T @ second.up.weight)
+
+
+class Colliding(nn.Module):
+    """Parameters and batch fields that are named as operations and messages are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.randn(VOCAB, WIDTH))
+        self.linear, self.add = (nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, mul: Tensor) -> Tensor:
+        y = F.embedding(x, self.embedding) * self.linear + self.add * mul[..., None]
+        for layer in self.layers:
+            y = y + layer(y).relu() * self.linear + self.add * mul[..., None]
+        return y @ self.embedding.T
+
+
+def colliding() -> Case:
+    batch = tokens()
+    fields = {"x": batch["input_ids"], "labels": batch["labels"]}
+    fields["mul"] = torch.rand(batch["labels"].shape)
+    return Case(randomize(Colliding()), fields, cross_entropy)
+
+
+MODELS = {
+    "skips": lambda: Case(randomize(Skips()), tokens(), cross_entropy),
+    "shared": lambda: Case(randomize(Shared(Block, 2)), tokens(), cross_entropy),
+    "reaching": lambda: Case(randomize(Reaching()), tokens(), cross_entropy),
+    "colliding": colliding,
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("mesh", ["pp=2,tp=2", "pp=2,dp=2"])
+def test_what_several_stages_use(model, mesh):
+    MODELS[model]().double().verify(mesh, 2)
+
+
+@pytest.mark.parametrize("pp", range(1, 9))
+def test_any_number_of_stages(pp):
+    """More stages than layers cut inside of layers."""
+    case = plain_gpt(layers=2, batch=4).double()
+    found = case.compile(f"pp={pp}", 2)
+    assert len(found.stages) == pp
+    case.verify(f"pp={pp}", 2)
+
+
+def test_too_many_stages():
+    with pytest.raises(StageError, match=r"too few for 64 stages\n  fix  use pp=\d+"):
+        plain_gpt(layers=1).compile("pp=64")
+
+
+@pytest.mark.parametrize("cuts", [("nonsense",), ("ids",)])
+def test_an_unknown_cut_lists_the_places(cuts):
+    with pytest.raises(StageError, match=f"cuts at %{cuts[0]}, .*\n  fix  cut at"):
+        plain_gpt(layers=2).compile("pp=2", cuts=cuts)
+
+
+def test_cuts_out_of_order():
+    first, second = plain_gpt().compile("pp=3").plan.cuts
+    with pytest.raises(StageError, match=f"cuts at %{first}"):
+        plain_gpt().compile("pp=3", cuts=(second, first))
