@@ -1,4 +1,4 @@
-"""Emitted modules as text: what they declare and call, and how a person reads them.
+"""Emitted modules as text: what they declare, and how a person reads them.
 
 Nothing here runs a module.
 """
@@ -6,15 +6,11 @@ Nothing here runs a module.
 from __future__ import annotations
 
 import ast
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
 from textwrap import fill, indent
 
 from passes.errors import AutoparError
 from passes.program import Program
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 Message = tuple[tuple[int, ...], str]  # shape and name of the dtype
 Messages = tuple[Message, ...]
 
@@ -23,59 +19,19 @@ class InspectionError(AutoparError):
     """A rank or stage that the program does not have."""
 
 
-@dataclass(frozen=True)
-class StageModule:
-    """What a module declares.
-
-    sends, d_receives: what it hands on, forward and backward, for one microbatch.
-    flops: floating point operations of the forward of one microbatch.
-    """
-
-    sends: Messages
-    d_receives: Messages
-    flops: int
-
-
-def read_module(text: str) -> StageModule:
-    found: dict[str, ast.expr] = {}
+def sends_of(text: str) -> Messages:
+    """What a module declares that it hands to the next stage, for one microbatch."""
     for node in ast.parse(text).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            found[node.targets[0].id] = node.value
-    return StageModule(
-        _messages(found["SENDS"]),
-        _messages(found["D_RECEIVES"]),
-        ast.literal_eval(found["FLOPS"]),
-    )
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SENDS":
+            assert isinstance(node.value, ast.List), "messages are a list"
+            return tuple(map(_message, node.value.elts))
+    raise AssertionError("an emitted module declares what it sends")
 
 
-def _messages(table: ast.expr) -> Messages:
-    assert isinstance(table, ast.List), "messages are a list of (shape, dtype)"
-    rows = []
-    for row in table.elts:
-        if isinstance(row, ast.Tuple):
-            shape, dtype = row.elts
-            name = ast.unparse(dtype).removeprefix("torch.")
-            rows.append((ast.literal_eval(shape), name))
-    return tuple(rows)
-
-
-def collectives_in(text: str) -> Counter[tuple[str, str, tuple[str, ...]]]:
-    """(function, kind, axes) -> number of calls in a module's text."""
-    found: Counter[tuple[str, str, tuple[str, ...]]] = Counter()
-    for function in ast.parse(text).body:
-        if isinstance(function, ast.FunctionDef):
-            found.update((function.name, *call) for call in _calls(function))
-    return found
-
-
-def _calls(function: ast.FunctionDef) -> Iterator[tuple[str, tuple[str, ...]]]:
-    for node in ast.walk(function):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-            continue
-        owner, kind = node.func.value, node.func.attr
-        if isinstance(owner, ast.Name) and owner.id == "c" and kind in COLLECTIVES:
-            axes = ast.literal_eval(node.args[1])
-            yield kind, (axes,) if isinstance(axes, str) else axes
+def _message(row: ast.expr) -> Message:
+    assert isinstance(row, ast.Tuple), "a message is (shape, dtype)"
+    shape, dtype = row.elts
+    return ast.literal_eval(shape), ast.unparse(dtype).removeprefix("torch.")
 
 
 def listing(program: Program, rank: int | None = None, stage: int | None = None) -> str:

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from math import prod
 from textwrap import fill
 from typing import Any
 
 import torch
 
-from autopar.emitted import Message, Messages, collectives_in, read_module, users_of
+from autopar.emitted import Message, Messages, sends_of, users_of
 from autopar.shards import local_shape
 from autopar.tables import Table, count, ranges, seconds, size
 from passes.cost import BACKWARD
+from passes.footprint import Communication
 from passes.graph import DTYPES
 from passes.program import ParameterSpec, Program
 from passes.simulate_schedule import Timeline, grid, simulate
 
 LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.|$)")  # the number in `h.3.attn`
 UNNAMED = re.compile(r"d\d+")
-# Which functions of a module run once a step, and which for each microbatch.
-ONCE, EACH = ("prologue",), ("forward", "backward")
+NAME = 40  # characters of a parameter's name in a line
+PARTS = ("forward", "backward", "step")
 
 
 # --- named dims --------------------------------------------------------------------
@@ -48,27 +50,35 @@ def parameter_table(program: Program, every: bool = False) -> Table:
     """
     rows: dict[tuple[str, ...], tuple[list[int], set[int]]] = {}
     for name, spec in program.parameters.items():
-        template = name if every else LAYER.sub("*", name, count=1)
-        shape = "x".join(map(str, spec.shape))
-        pending = " ".join(f"+{a}" for a in spec.pending)
-        key = (template, shape, pattern(spec), pending)
-        layers, stages = rows.setdefault(key, ([], set()))
         found = None if every else LAYER.search(name)
+        before, after = (name, "")
+        if found:
+            before, after = name[: found.start()], name[found.end() :]
+        shape = "x".join(map(str, spec.shape))
+        dims = " ".join([pattern(spec), *(f"+{axis}" for axis in spec.pending)])
+        layers, stages = rows.setdefault((before, after, shape, dims), ([], set()))
         layers.extend([int(found[1])] if found else [])
         stages.update(spec.stages)
     table = tuple(
-        (template.replace("*", ranges(layers), 1) if layers else template, *rest,
-         ranges(list(stages)))
-        for (template, *rest), (layers, stages) in rows.items()
-    )  # fmt: skip
+        (_folded(before + ranges(layers) + after), shape, dims, ranges(list(stages)))
+        for (before, after, shape, dims), (layers, stages) in rows.items()
+    )
     notes = [f"tied: {alias} is {name}" for alias, name in program.aliases.items()]
     return Table(
         "named dims (dim/axis: split on that axis; +axis: gradient summed over it "
         "once a step)",
-        ("parameter", "shape", "named dims", "gradient", "stage"),
+        ("parameter", "shape", "named dims", "stage"),
         table,
         (*notes, *program.notes),
     )
+
+
+def _folded(name: str) -> str:
+    """A long name on two lines, cut at a dot."""
+    if len(name) <= NAME:
+        return name
+    dot = name.rfind(".", 0, NAME)
+    return f"{name[: dot + 1]}\n  {name[dot + 1 :]}" if dot > 0 else name
 
 
 # --- stages ------------------------------------------------------------------------
@@ -78,44 +88,60 @@ def stage_table(program: Program) -> Table:
     """Each stage: its layers, and what a rank of it holds, computes and sends."""
     rows = []
     for index, stage in enumerate(program.stages):
-        rank = _first_rank(program, index)
-        module = read_module(program.modules[program.module_of(rank, index)])
-        held, held_bytes = _held(program, index, rank)
-        messages = [f"{_type(m)} {size(_bytes((m,)))}" for m in module.sends]
+        held, held_bytes = _held(program, index)
         rows.append(
             (
                 index,
-                fill(_layers(program, index), 30),
+                fill(_layers(program, index), 24),
                 count(held),
                 size(held_bytes),
-                count(module.flops),
-                "\n".join(messages),
+                size(_activations(program, index)),
+                count(stage.flops),
+                "\n".join(map(_type, _sends(program, index))),
                 seconds(stage.seconds),
             )
         )
     estimated = [stage.seconds for stage in program.stages]
-    uneven = (
-        max(estimated) * len(estimated) / sum(estimated) - 1 if any(estimated) else 0
-    )
+    average = sum(estimated) / len(estimated)
+    uneven = max(estimated) / average - 1 if average else 0.0
     return Table(
-        f"stages: mesh {str(program.mesh) or 'of one rank'}, "
-        f"{program.plan.microbatches} microbatches (numbers per rank and microbatch)",
-        ("stage", "layers", "params", "bytes", "FLOPs", "sends", "time"),
+        f"stages: mesh {str(program.mesh) or 'of one rank'}, microbatches "
+        f"{program.plan.microbatches}; numbers are those of one rank",
+        ("stage", "layers", "params", "bytes", "activations", "FLOPs", "sends", "time"),
         tuple(rows),
         (
-            "FLOPs: of the forward. time: estimated, forward and backward; the slowest "
-            f"stage is {uneven:.1%} above the average",
+            "activations: the most at once, of all microbatches in flight. FLOPs: one "
+            "microbatch's forward.",
+            "time: estimated, one microbatch forward and backward; the slowest stage "
+            f"is {uneven:.1%} above the average.",
         ),
     )
+
+
+def _activations(program: Program, stage: int) -> int:
+    """Bytes kept for the backwards of microbatches in flight, and of the one that runs.
+
+    In flight are those of all stages of the rank, so with several it is a bound.
+    """
+    made = program.stages[stage].footprint
+    rank = program.schedule.stage_to_rank[stage]
+    earlier = timeline(program).in_flight[rank] - 1
+    return earlier * made.saved + max(made.forward_peak, made.backward_peak)
+
+
+def _sends(program: Program, stage: int) -> Messages:
+    text = program.modules[program.module_of(_first_rank(program, stage), stage)]
+    return sends_of(text)
 
 
 def _first_rank(program: Program, stage: int) -> int:
     return min(min(ranks) for ranks in users_of(program, stage).values())
 
 
-def _held(program: Program, stage: int, rank: int) -> tuple[int, int]:
-    """Number and bytes of the parameters that the rank holds for the stage."""
-    coords, number, total = program.mesh.coords(rank), 0, 0
+def _held(program: Program, stage: int) -> tuple[int, int]:
+    """Number and bytes of the parameters that the stage's first rank holds for it."""
+    coords = program.mesh.coords(_first_rank(program, stage))
+    number, total = 0, 0
     for spec in program.parameters.values():
         if stage in spec.stages:
             here = prod(local_shape(spec, program.mesh, coords))
@@ -150,46 +176,44 @@ def _type(message: Message) -> str:
     return f"{short}[{','.join(map(str, shape))}]"
 
 
-def _bytes(messages: Messages) -> int:
-    return sum(prod(shape) * _itemsize(dtype) for shape, dtype in messages)
-
-
 # --- communication -------------------------------------------------------------------
 
 
 def communication_table(program: Program) -> Table:
     """How often a rank of each stage communicates in a step, by kind and axes."""
-    rows: list[tuple[Any, ...]] = []
-    for stage in range(len(program.stages)):
-        text = program.modules[program.module_of(_first_rank(program, stage), stage)]
-        rows += [(stage, *row) for row in _in_module(text, program.plan.microbatches)]
-        rows += [(stage, *row) for row in _at_the_end(program, stage)]
+    rows = [
+        (c.stage, c.part, c.kind, " ".join(c.axes), c.calls, size(c.bytes))
+        for c in messages_of_a_step(program)
+    ]
     return Table(
-        "communication of one rank in one step",
-        ("stage", "when", "kind", "axes", "times", "bytes"),
+        "communication in one step, of one rank of each stage",
+        ("stage", "part", "kind", "axes", "calls", "bytes"),
         tuple(rows),
         () if rows else ("none",),
     )
 
 
-def _in_module(text: str, microbatches: int) -> Iterator[tuple[Any, ...]]:
-    module = read_module(text)
-    for (function, kind, axes), calls in sorted(collectives_in(text).items()):
-        if function in EACH:
-            yield function, kind, " ".join(axes), calls * microbatches, ""
-        elif function in ONCE:
-            yield "start", kind, " ".join(axes), calls, ""
-    for function, messages in (
-        ("forward", module.sends),
-        ("backward", module.d_receives),
-    ):
-        if messages:
-            times = len(messages) * microbatches
-            yield function, "send", "pp", times, size(_bytes(messages) * microbatches)
+def messages_of_a_step(program: Program) -> list[Communication]:
+    """By stage; calls and bytes of all microbatches together."""
+    times = {
+        "forward": program.plan.microbatches,
+        "backward": program.plan.microbatches,
+    }
+    found = [
+        replace(
+            c,
+            calls=c.calls * times.get(c.part, 1),
+            bytes=c.bytes * times.get(c.part, 1),
+        )
+        for c in program.communication
+    ]
+    for stage in range(len(program.stages)):
+        found += _reductions(program, stage)
+    return sorted(found, key=lambda c: (c.stage, PARTS.index(c.part), c.axes, c.kind))
 
 
-def _at_the_end(program: Program, stage: int) -> Iterator[tuple[Any, ...]]:
-    """The reductions of gradients: one for each set of axes and dtype."""
+def _reductions(program: Program, stage: int) -> list[Communication]:
+    """Of gradients, at the end of a step: one for each set of axes and dtype."""
     coords = program.mesh.coords(_first_rank(program, stage))
     total: Counter[tuple[str, ...]] = Counter()
     dtypes: dict[tuple[str, ...], set[str]] = {}
@@ -200,8 +224,10 @@ def _at_the_end(program: Program, stage: int) -> Iterator[tuple[Any, ...]]:
             elements = prod(local_shape(spec, program.mesh, coords))
             total[axes] += elements * _itemsize(spec.dtype)
             dtypes.setdefault(axes, set()).add(spec.dtype)
-    for axes, n in sorted(total.items()):
-        yield "end", "all_reduce", " ".join(axes), len(dtypes[axes]), size(n)
+    return [
+        Communication(stage, "step", "all_reduce", axes, len(dtypes[axes]), n)
+        for axes, n in total.items()
+    ]
 
 
 # --- schedule ------------------------------------------------------------------------
@@ -240,16 +266,16 @@ def report(program: Program, every: bool = False) -> str:
     return "\n\n".join(parts)
 
 
-def report_data(program: Program, every: bool = True) -> dict[str, Any]:
+def report_data(program: Program) -> dict[str, Any]:
     """The same as values for JSON, not rounded where a table rounds."""
     expected = timeline(program)
     return {
         "mesh": str(program.mesh),
         "microbatches": program.plan.microbatches,
-        "parameters": parameter_table(program, every).data(),
+        "parameters": [_parameter_data(n, p) for n, p in program.parameters.items()],
         "aliases": dict(program.aliases),
         "stages": [_stage_data(program, i) for i in range(len(program.stages))],
-        "communication": communication_table(program).data(),
+        "communication": [asdict(c) for c in messages_of_a_step(program)],
         "schedule": {
             "name": program.schedule.name,
             "seconds": expected.total,
@@ -260,19 +286,28 @@ def report_data(program: Program, every: bool = True) -> dict[str, Any]:
     }
 
 
+def _parameter_data(name: str, spec: ParameterSpec) -> Mapping[str, Any]:
+    return {
+        "parameter": name,
+        "shape": list(spec.shape),
+        "dims": pattern(spec),
+        "pending": list(spec.pending),
+        "stages": list(spec.stages),
+    }
+
+
 def _stage_data(program: Program, index: int) -> Mapping[str, Any]:
-    rank = _first_rank(program, index)
-    key = program.module_of(rank, index)
-    module = read_module(program.modules[key])
-    held, held_bytes = _held(program, index, rank)
+    stage = program.stages[index]
+    held, held_bytes = _held(program, index)
+    sends = _sends(program, index)
     return {
         "stage": index,
         "layers": _layers(program, index),
-        "modules": sorted(set(program.stages[index].modules.values())),
-        "parameters_per_rank": held,
-        "parameter_bytes_per_rank": held_bytes,
-        "forward_flops": module.flops,
-        "sends": [{"shape": s, "dtype": d} for s, d in module.sends],
-        "send_bytes": _bytes(module.sends),
-        "seconds": program.stages[index].seconds,
+        "modules": sorted(set(stage.modules.values())),
+        "parameters": held,
+        "parameter_bytes": held_bytes,
+        "activation_bytes": _activations(program, index),
+        "forward_flops": stage.flops,
+        "sends": [{"shape": s, "dtype": d} for s, d in sends],
+        "seconds": stage.seconds,
     }

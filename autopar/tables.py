@@ -1,4 +1,4 @@
-"""Tables for people and for programs: the same rows as aligned text and as JSON."""
+"""Tables and numbers for people."""
 
 from __future__ import annotations
 
@@ -37,10 +37,6 @@ class Table:
         )
         lines = "\n".join(line.rstrip() for line in body.splitlines())
         return "\n".join([self.title, "", lines, *(wrap(note) for note in self.notes)])
-
-    def data(self) -> list[dict[str, Any]]:
-        """A dict for each row, with values that JSON can hold."""
-        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
 
 def wrap(text: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from passes.cost import Costs
 from passes.errors import StageError
-from passes.graph import Node, Value, Where
+from passes.graph import Graph, Node, Value, Where
 from passes.insert_collectives import Lowered
 from passes.localize import Localizer
 from passes.mesh import TIME
@@ -58,6 +58,14 @@ class Stage:
     def text(self, v: Value) -> str:
         return self.shardings[v.name].text(self.dims[v.name])
 
+    def verify(self) -> Stage:
+        """Names are unique, and everything is made, held or received before its use."""
+        nodes = (*self.setup, *self.prologue, *self.forward)
+        ends = self.sends + ((self.loss,) if self.loss else ())
+        sources = (self.inputs + self.receives, self.params, self.buffers)
+        Graph(*sources, self.constants, nodes, ends).verify()
+        return self
+
     def __str__(self) -> str:
         lines = [f"stage {self.index} {{"]
         lines += [
@@ -97,7 +105,7 @@ def split_stages(lowered: Lowered, costs: Costs) -> Staged:
     cuts = tuple(chain.crossing(end)[0].name for end in ends[:-1])
     stages, first = [], 0
     for index, end in enumerate(ends):
-        stages.append(_Cutter(lowered, chain).stage(index, first, end))
+        stages.append(_Cutter(lowered, chain).stage(index, first, end).verify())
         first = end
     return Staged(lowered, replace(plan, cuts=cuts), tuple(stages))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -242,6 +243,23 @@ def test_a_killed_rank_is_named_and_all_stop(plan: str) -> None:
     assert time.monotonic() - began < 30
     assert running.returncode != 0
     assert "autopar: rank 2 does not answer" in text
+
+
+@pytest.mark.slow
+def test_the_demo_shows_proves_and_trains(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "autopar", "demo", "--steps", "3"]
+    done = subprocess.run(
+        command, env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "(3 heads/tp head_dim) embed" in done.stdout
+    assert "rank 1 | .  F0 B0" in done.stdout and "gradients agree" in done.stdout
+    [ours, theirs] = re.findall(
+        r"^step 3/3  loss (\S+)  single device (\S+) ", done.stdout, re.M
+    )[0]
+    assert float(ours) == pytest.approx(float(theirs), rel=1e-4)
+    module = re.search(r"readable Python: (\S+)", done.stdout)
+    assert module and (tmp_path / module[1]).is_file()
 
 
 def rank_process(launcher: int, rank: int) -> int:

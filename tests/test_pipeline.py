@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from passes.errors import AutoparError, BatchError, CaptureError, LossNotSeparable
 
 MESHES = ["pp=2,tp=2", "dp=2,tp=2"]
+ONE_QUICK = [MESHES[0], pytest.param(MESHES[1], marks=pytest.mark.slow)]
 Batch = Mapping[str, Tensor]
 
 
@@ -121,7 +122,7 @@ LOSSES = [
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ONE_QUICK)
 def test_a_loss_that_is_a_sum_over_samples(loss_fn, mesh):
     stack(loss_fn).double().verify(mesh, 2)
 
@@ -151,7 +152,8 @@ def test_a_model_that_returns_its_own_loss(form):
             loss = cross_entropy(logits, {"labels": labels})
             if form == "auxiliary":
                 return loss + 0.01 * each
-            return (logits, loss) if form == "pair" else {"logits": logits, "loss": loss}
+            pair = {"logits": logits, "loss": loss}
+            return pair if form == "dict" else tuple(pair.values())
 
     case = Case(randomize(WithLoss()), token_batch()).double()
     for mesh in MESHES:
@@ -170,7 +172,7 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 
 
 @pytest.mark.parametrize("what", FROZEN)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ONE_QUICK)
 def test_frozen_parameters_get_no_gradient(what, mesh):
     case = stack(cross_entropy).double()
     for name, p in case.model.named_parameters():
@@ -201,7 +203,7 @@ def test_a_loss_that_is_no_sum_over_samples(loss_fn):
     """One microbatch on any mesh is fine; several are refused."""
     case = stack(loss_fn).double()
     case.verify("dp=2,tp=2", 1)
-    with pytest.raises(LossNotSeparable, match="\n  fix .* microbatches=1"):
+    with pytest.raises(LossNotSeparable, match=r"\n  fix .* microbatches=1"):
         case.compile("tp=2", 2)
 
 
@@ -212,7 +214,7 @@ def test_what_mixes_samples_is_shown_with_its_line():
 
     case = Case(randomize(Stack(Centered)), token_batch(), cross_entropy).double()
     case.verify("dp=2", 1)
-    with pytest.raises(LossNotSeparable, match=r"\n  at   test_pipeline\.py:\d+  block"):
+    with pytest.raises(LossNotSeparable, match=r"\n  at   test_pipeline\.py:\d+ "):
         case.compile("dp=2", 2)
 
 
@@ -226,7 +228,7 @@ def test_batch_norm_is_refused_in_training_and_runs_in_evaluation():
             return x + self.norm(x.transpose(1, 2)).transpose(1, 2)
 
     case = Case(randomize(Stack(Normed)), token_batch(), cross_entropy).double()
-    with pytest.raises(CaptureError, match="buffer 'blocks.0.norm.num_batches_tracked'"):
+    with pytest.raises(CaptureError, match=r"blocks\.0\.norm\.num_batches"):
         case.compile("tp=2")
     case.model.eval()
     case.verify("pp=2,tp=2", 2)
@@ -236,7 +238,7 @@ def test_batch_norm_is_refused_in_training_and_runs_in_evaluation():
     ("mesh", "microbatches"), [("dp=3", 1), ("tp=2", 3), ("dp=2,tp=2", 8), ("dp=8", 2)]
 )
 def test_a_batch_that_does_not_divide(mesh, microbatches):
-    with pytest.raises(BatchError, match="batch of 8 samples .* does not divide"):
+    with pytest.raises(BatchError, match=r"batch of 8 samples .* does not divide"):
         plain_gpt(layers=1).compile(mesh, microbatches)
 
 
@@ -244,5 +246,5 @@ def test_class_weights_are_refused_with_a_way_out():
     def loss_fn(logits: Tensor, batch: Batch) -> Tensor:
         return cross_entropy(logits, batch, weight=torch.ones(VOCAB))
 
-    with pytest.raises(AutoparError, match="class weights .*\n"):
+    with pytest.raises(AutoparError, match=r"class weights .*\n"):
         stack(loss_fn).compile("tp=2")

@@ -20,13 +20,13 @@ def cross_entropy(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def texts(program: Program) -> list[str]:
-    """The distinct module texts of each stage, joined."""
+    """The module texts of each stage (of unlike ranks), joined."""
     keys = [sorted(set(stage.modules.values())) for stage in program.stages]
     return ["\n".join(program.modules[key] for key in stage) for stage in keys]
 
 
 def table(text: str, name: str) -> str:
-    (line,) = [x for x in text.splitlines() if x.startswith(f"{name} = ")]
+    (line,) = {x for x in text.splitlines() if x.startswith(f"{name} = ")}
     return line.partition(" = ")[2]
 
 
