@@ -74,6 +74,7 @@ class Executor:
         self.grads: dict[str, Tensor] = {}
         self.buckets = self._make_buckets()
         self.stages = {i: self._start(i) for i in program.stages_of(comm.rank)}
+        self.set_up()
         self._arriving: dict[Action, list[Receipt]] = {}
         self._outputs: dict[tuple[str, int, int], tuple[Tensor, ...]] = {}
         self._leaving: dict[Action, list[Receipt]] = {}
@@ -114,9 +115,13 @@ class Executor:
         for name in module["LITERALS"]:
             tensors[name] = program.literals[name].to(self.comm.device)
         grads = {n: self.grads[names[n]] for n in module["TRAINED"]}
-        stage = RunningStage(module, tensors, grads)
-        stage.constants = module["setup"](self.comm, tensors)
-        return stage
+        return RunningStage(module, tensors, grads)
+
+    @torch.no_grad()
+    def set_up(self) -> None:
+        """Compute what depends on buffers and constants alone; again if they change."""
+        for stage in self.stages.values():
+            stage.constants = stage.module["setup"](self.comm, stage.tensors)
 
     # --- one step ------------------------------------------------------------------
 

@@ -1,18 +1,20 @@
 """profile: seconds of each distinct op on this machine, measured once and kept.
 
-Forward and backward of an op are timed on random tensors of its local shapes. Results
-are cached by machine, torch version and thread count. What is too large to run here is
-estimated from the fastest op of its kind that was measured.
+Forward and backward of an op are timed on random tensors of its local shapes, on one
+thread, as torchrun starts its ranks; the fastest of a few runs counts, since others are
+only slowed down by something else. Results are cached by machine and torch version.
+What is too large to run here is estimated from the best of what was measured.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,10 +25,10 @@ from passes.graph import Node, Value, map_values, resolve
 from passes.insert_collectives import Lowered
 from passes.localize import Localizer
 
-FORMAT = 1
+FORMAT = 2
 # An op that touches more than this many bytes is not run, but estimated.
 LARGEST = 1 << 28
-REPEATS = 3
+REPEATS = 5
 
 
 def profile(lowered: Lowered) -> Costs:
@@ -43,8 +45,9 @@ def profile(lowered: Lowered) -> Costs:
             nodes.setdefault(signature(mine), mine)
     store = _Store()
     missing = [key for key in nodes if key not in store.seconds]
-    for key in missing:
-        store.seconds[key] = measure(nodes[key])
+    with _one_thread():
+        for key in missing:
+            store.seconds[key] = measure(nodes[key])
     if missing:
         store.save()
     known = {key: store.seconds[key] for key in nodes}
@@ -74,7 +77,7 @@ def _rates(nodes: dict[str, Node], known: dict[str, float]) -> tuple[float, floa
 
 
 def measure(node: Node) -> float:
-    """Seconds of one forward and backward of a node, the median of a few runs."""
+    """Seconds of one forward and backward of a node, the fastest of a few runs."""
     operands = [_random(v) for v in node.operands]
     run = _attention(node, operands) if node.op == "autopar.attention" else None
     run = run or _with_autograd(node, operands)
@@ -84,7 +87,17 @@ def measure(node: Node) -> float:
         begin = time.perf_counter()
         run()
         times.append(time.perf_counter() - begin)
-    return sorted(times)[REPEATS // 2]
+    return min(times)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _random(v: Value) -> torch.Tensor:
@@ -132,8 +145,7 @@ class _Store:
     def __init__(self) -> None:
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         machine = f"{platform.machine()}-{_processor()}"
-        threads = torch.get_num_threads()
-        self.key = f"{machine}-{threads}threads-torch{torch.__version__}"
+        self.key = f"{machine}-torch{torch.__version__}"
         self.path = pathlib.Path(home) / "autopar" / f"profile-{FORMAT}.json"
         self.seconds: dict[str, float] = dict(self._read().get(self.key, {}))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -23,6 +24,7 @@ from passes.plan import SPLIT, Plan
 from passes.program import Program
 
 TIMEOUT = timedelta(minutes=10)
+LOG = logging.getLogger("autopar")
 
 
 def compile(
@@ -161,6 +163,8 @@ class Step:
         )
         self._executor = Executor(program, self.comm, parameters, buffers, self._seed)
         self._names, self._unused = _remember(self._model, program)
+        for note in program.notes if self.comm.rank == 0 else ():
+            LOG.warning(note)
         self._model = None  # the whole weights are free to go
         return self
 
@@ -315,6 +319,10 @@ class Step:
             spec = program.parameters[name]
             shard = take_shard(state[name], spec, program.mesh, self.comm.coords)
             p.copy_(shard)
+        for name, buffer in self.executor.buffers.items():
+            if name in state:
+                buffer.copy_(state[name])
+        self.executor.set_up()
 
 
 def _remember(

@@ -22,9 +22,9 @@ from passes.program import Program
 
 # Relative error that rounding explains, by dtype of the parameters.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-# A gradient this small, as a share of the model's typical one, is compared as if it were
-# this large: a key's bias has none at all, as softmax does not see what it adds, and
-# what is computed for it is rounding.
+# A gradient this small, as a share of the model's typical one, is compared as if it
+# were this large: a key's bias has none at all, as softmax does not see what it adds,
+# and what is computed for it is rounding.
 NOISE = 0.1
 
 
