@@ -79,7 +79,10 @@ class OurDropout(TorchFunctionMode):
             scores = scores.masked_fill(~attn_mask, float("-inf"))
         elif attn_mask is not None:
             scores = scores + attn_mask
-        return self.dropout(scores.softmax(-1), dropout_p) @ value
+        # As torch does: a row that attends to nothing gives 0.
+        nothing = (scores == float("-inf")).all(-1, keepdim=True)
+        weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+        return self.dropout(weights, dropout_p) @ value
 
 
 def reference_step(

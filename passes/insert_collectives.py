@@ -129,8 +129,7 @@ class _Lowering:
             if place is None or axis not in leaving:
                 continue
             self.refuse_on_time(axis, v, where)
-            other = wanted is not None and wanted != place
-            if other and self.is_next(have, need, wanted, axis):
+            if wanted and wanted != place and self.is_next(have, need, wanted, axis):
                 v = self.move(v, axis, place, wanted, where)
             else:
                 v = self.gather(v, axis, place, axis in need.varying, where)
@@ -147,9 +146,9 @@ class _Lowering:
         found: set[str] = set()
         for d, slots in enumerate(have.slots):
             for i, axes in enumerate(slots):
-                wanted = need.slots[d][i]
-                agree = takewhile(lambda pair: pair[0] == pair[1], zip(axes, wanted))
-                found.update(axes[len(list(agree)) :])
+                both = zip(axes, need.slots[d][i], strict=False)
+                stay = list(takewhile(lambda pair: pair[0] == pair[1], both))
+                found.update(axes[len(stay) :])
         return found
 
     def is_next(

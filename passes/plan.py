@@ -55,7 +55,7 @@ class Plan:
     def axes(self) -> tuple[str, ...]:
         """The axes that split tensors, outermost first: time, and the mesh but pp.
 
-        Inside of a microbatch ranks can exchange what they hold; across them they cannot.
+        Ranks can exchange what they hold of one microbatch, but nothing across them.
         """
         mesh = (name for name, size in self.mesh.axes if name != "pp" and size > 1)
         return (TIME, *mesh) if self.microbatches > 1 else tuple(mesh)

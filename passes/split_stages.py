@@ -240,6 +240,7 @@ class _Cutter:
         self.position = {id(n): i for i, n in enumerate(lowered.graph.nodes)}
         self.renamed: dict[str, Value] = {}
         self.counts: dict[str, int] = {}
+        self.taken: set[str] = set()
         self.first_layer: dict[str, int] = {}
 
     def stage(self, index: int, first: int, end: int) -> Stage:
@@ -258,6 +259,7 @@ class _Cutter:
             names[self._rename_source(v).name] = v.name
         for v in (*inputs, *constants):
             self.renamed[v.name] = v
+        self.taken = {v.name for v in self.renamed.values()}
         for v in receives:
             self._rename(v, "x")
         parts: dict[str, list[Node]] = {"setup": [], "prologue": [], "forward": []}
@@ -343,8 +345,9 @@ class _Cutter:
     def _rename(self, v: Value, stem: str | None = None) -> Value:
         stem = stem or re.sub(r"(_\d+)+$", "", v.name)
         count = self.counts.get(stem, 0)
+        while (name := f"{stem}_{count}" if count else stem) in self.taken:
+            count += 1
         self.counts[stem] = count + 1
-        name = f"{stem}_{count}" if count else stem
         self.renamed[v.name] = replace(v, name=name)
         return self.renamed[v.name]
 

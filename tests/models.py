@@ -57,7 +57,7 @@ def plan(
     split = dict(SPLIT)
     if not sequence_parallel:
         split["tp"] = tuple(dim for dim in split["tp"] if dim != "seq")
-    return Plan(Mesh.parse(mesh), microbatches, split=split, **options)
+    return Plan(Mesh.parse(mesh), microbatches, **{"split": split, **options})
 
 
 def randomize(model: nn.Module, seed: int = 0) -> nn.Module:

@@ -1,11 +1,11 @@
 """Training the same GPT with autopar and with what a user would pick instead.
 
-    python -m examples.benchmarks.peers --config mid --rounds 5
+    python examples/benchmarks/peers.py --config mid --rounds 5
 
-Run it from the root of the repository. Every run is a process group of its own, fp32
-on gloo with one thread a rank, and must give the losses of a single process. A ratio
-is ours over the peer's of the same round, so that a slow minute of the machine weighs
-on both; the table shows the median over the rounds. Below 1, ours is better.
+Every run is a process group of its own, fp32 on gloo with one thread a rank, and must
+give the losses of a single process. A speed-up is the peer's seconds over ours in the
+same round, so that a slow minute of the machine weighs on both; the table shows the
+median over the rounds. `memory` is our peak bytes over the peer's.
 """
 
 import argparse
@@ -22,9 +22,11 @@ from statistics import median
 
 from tabulate import tabulate
 
-from examples.benchmarks.peer_runs import CONFIGS, RUNS
-
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))  # the examples are found from any directory
+
+from examples.benchmarks.peer_runs import CONFIGS, RUNS  # noqa: E402
+
 MODULE = "examples.benchmarks.peer_runs"
 TOLERANCE = 1e-4  # of a loss, fp32 sums in another order
 TIMEOUT = 1800  # seconds a run
@@ -135,9 +137,9 @@ def table(rounds: Sequence[Sequence[Result]]) -> str:
                 "s/step": median(result.wall for result in mine),
                 "CPU s/step": median(result.cpu for result in mine),
                 "MiB/rank": mine[0].peak / 2**20,
-                "time ratio": paired(mine, peers, lambda result: result.wall),
-                "CPU ratio": paired(mine, peers, lambda result: result.cpu),
-                "MiB ratio": paired(mine, peers, lambda result: result.peak),
+                "speed-up": paired(peers, mine, lambda result: result.wall),
+                "by CPU s": paired(peers, mine, lambda result: result.cpu),
+                "memory": paired(mine, peers, lambda result: result.peak),
                 "loss off by": f"{worst:.0e}",
             }
         )
@@ -145,12 +147,12 @@ def table(rounds: Sequence[Sequence[Result]]) -> str:
 
 
 def paired(
-    mine: Sequence[Result], peers: Sequence[Result], of: Callable[[Result], float]
+    left: Sequence[Result], right: Sequence[Result], of: Callable[[Result], float]
 ) -> float | None:
-    """The median of ours over the peer's of the same round, None without a peer."""
-    if not peers:
+    """The median of left over right of the same round, None where one is missing."""
+    if not (left and right):
         return None
-    return median(of(a) / of(b) for a, b in zip(mine, peers, strict=True))
+    return median(of(a) / of(b) for a, b in zip(left, right, strict=True))
 
 
 def selected(patterns: str) -> list[str]:

@@ -1,0 +1,196 @@
+"""Training on real processes follows training of the plain model on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import Case, gpt2, llama, plain_gpt
+from processes import run_ranks
+from torch import Tensor
+
+import autopar
+from passes.errors import AutoparError, BatchError
+
+MODELS = {"plain": plain_gpt, "gpt2": gpt2, "llama": llama}
+Trajectory = tuple[list[float], list[float], dict[str, Tensor]]
+STEPS, MOST = 4, 0.5  # the gradients' norm is above it, so clipping counts
+
+
+def build(model: str, dtype: torch.dtype = torch.float64) -> Case:
+    case = MODELS[model](layers=2, padded=model != "plain")
+    return case.double() if dtype == torch.float64 else case
+
+
+def optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def batches(case: Case) -> list[dict[str, Tensor]]:
+    """Another batch at each step: the samples in turn."""
+    return [{k: v.roll(i, 0) for k, v in case.batch.items()} for i in range(STEPS)]
+
+
+def train_plainly(model: str, dtype: torch.dtype = torch.float64) -> Trajectory:
+    """Losses, gradient norms and final weights of the model on one device."""
+    case = build(model, dtype)
+    parameters = list(case.model.parameters())
+    update, losses, norms = optimizer(parameters), [], []
+    for batch in batches(case):
+        out = case.model(**batch)
+        loss = out[1] if case.loss_fn is None else case.loss_fn(out, batch)
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, MOST)))
+        update.step()
+        update.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, case.model.state_dict()
+
+
+def train_on_ranks(
+    model: str, mesh: str, microbatches: int, dtype: torch.dtype = torch.float64
+) -> Trajectory:
+    """The same on this rank of a mesh."""
+    case = build(model, dtype)
+    step = autopar.compile(
+        case.model, mesh, microbatches=microbatches, loss_fn=case.loss_fn
+    )
+    step.build(**case.batch)
+    update, losses, norms = optimizer(step.parameters()), [], []
+    for batch in batches(case):
+        losses.append(step(**batch).item())
+        norms.append(float(step.clip_grad_norm_(MOST)))
+        update.step()
+        update.zero_grad()
+    return losses, norms, step.state_dict()
+
+
+MESHES = [
+    ("plain", "pp=2", 2),
+    ("gpt2", "tp=2", 2),
+    pytest.param("llama", "dp=2", 1, marks=pytest.mark.slow),
+    pytest.param("plain", "pp=2,tp=2", 4, marks=pytest.mark.slow),
+    pytest.param("gpt2", "dp=2,tp=2", 2, marks=pytest.mark.slow),
+    pytest.param("llama", "pp=2,dp=2", 2, marks=pytest.mark.slow),
+    pytest.param("llama", "tp=4", 1, marks=pytest.mark.slow),
+]
+
+
+def world(mesh: str) -> int:
+    size = 1
+    for axis in mesh.split(","):
+        size *= int(axis.partition("=")[2])
+    return size
+
+
+@pytest.mark.parametrize(("model", "mesh", "microbatches"), MESHES)
+def test_the_trajectory_is_that_of_one_device(model, mesh, microbatches):
+    losses, norms, weights = train_plainly(model)
+    assert min(norms) > MOST
+    results = run_ranks(train_on_ranks, world(mesh), model, mesh, microbatches)
+    for got_losses, got_norms, got_weights in results:
+        assert got_losses == pytest.approx(losses, rel=1e-9)
+        assert got_norms == pytest.approx(norms, rel=1e-9)
+        assert set(got_weights) == set(weights)
+        for name, want in weights.items():
+            torch.testing.assert_close(
+                got_weights[name], want, rtol=1e-9, atol=1e-9, msg=name
+            )
+
+
+@pytest.mark.slow
+def test_in_float32_the_losses_are_those_of_one_device():
+    losses, norms, _ = train_plainly("gpt2", torch.float32)
+    arguments = ("gpt2", "pp=2,tp=2", 2, torch.float32)
+    for got_losses, got_norms, _ in run_ranks(train_on_ranks, 4, *arguments):
+        assert got_losses == pytest.approx(losses, rel=1e-4)
+        assert got_norms == pytest.approx(norms, rel=1e-3)
+
+
+# --- checkpoints -------------------------------------------------------------------
+
+
+def load_and_save(mesh: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    case = build("plain")
+    step = autopar.compile(case.model, mesh, example_inputs=case.batch)
+    before = step.state_dict()
+    assert any(not torch.equal(before[name], state[name]) for name in state)
+    step.load_state_dict(state)
+    return step.state_dict()
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
+def test_a_state_dict_loads_under_any_mesh_and_into_the_model(mesh):
+    case = build("plain")
+    with torch.no_grad():
+        for p in case.model.parameters():
+            p.add_(1.0)
+    state = case.model.state_dict()
+    for found in run_ranks(load_and_save, 2, mesh, state):
+        assert list(found) == list(state)
+        assert all(torch.equal(found[name], state[name]) for name in state)
+        build("plain").model.load_state_dict(found)
+
+
+def test_a_state_dict_that_does_not_fit_changes_nothing():
+    case = build("plain")
+    step = autopar.compile(case.model, "tp=1", example_inputs=case.batch)
+    before = step.state_dict()
+    wrong = dict(before)
+    wrong["extra"] = wrong.pop("norm.bias")
+    wrong["norm.weight"] = torch.zeros(3)
+    with pytest.raises(AutoparError) as error:
+        step.load_state_dict(wrong)
+    assert "missing: norm.bias" in str(error.value)
+    assert "unexpected: extra" in str(error.value)
+    assert "shape: norm.weight: [3] instead of [32]" in str(error.value)
+    after = step.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+# --- gradients and batches ---------------------------------------------------------
+
+
+def test_gradients_add_up_until_they_are_cleared():
+    case = build("plain")
+    step = autopar.compile(case.model, "tp=1", example_inputs=case.batch)
+    step(**case.batch)
+    once = {name: p.grad.clone() for name, p in step.named_parameters()}
+    step(**case.batch)
+    for name, p in step.named_parameters():
+        torch.testing.assert_close(p.grad, 2 * once[name])
+        p.grad = None
+    step(**case.batch)
+    for name, p in step.named_parameters():
+        assert torch.equal(p.grad, once[name])
+
+
+def test_a_norm_below_the_limit_changes_nothing():
+    case = build("plain")
+    step = autopar.compile(case.model, "tp=1", example_inputs=case.batch)
+    step(**case.batch)
+    before = {name: p.grad.clone() for name, p in step.named_parameters()}
+    norm = step.clip_grad_norm_(1e6)
+    total = sum(g.square().sum() for g in before.values())
+    torch.testing.assert_close(norm, total.sqrt())
+    for name, p in step.named_parameters():
+        assert torch.equal(p.grad, before[name])
+
+
+WRONG = {
+    "has no 'labels'": lambda b: {"ids": b["ids"]},
+    r"int64\[4, 16\], but the step was compiled": lambda b: {
+        k: v[:4] for k, v in b.items()
+    },
+    "int32": lambda b: {**b, "ids": b["ids"].int()},
+    "compiled without 'mask'": lambda b: {**b, "mask": torch.ones(8)},
+}
+
+
+@pytest.mark.parametrize("says", WRONG)
+def test_another_batch_than_was_compiled_for(says):
+    case = build("plain")
+    step = autopar.compile(case.model, "tp=1", example_inputs=case.batch)
+    with pytest.raises(BatchError, match=says):
+        step(**WRONG[says](case.batch))
