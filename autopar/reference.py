@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.kernels import dropout_mask
-from passes.trace import find_loss
+from passes.call_model import loss_of
 
 
 class OurDropout(TorchFunctionMode):
@@ -95,20 +95,8 @@ def reference_step(
 
     `.grad` of the model is left as it was.
     """
-    import inspect
-
-    fields = dict(batch)
-    if loss_fn is not None:
-        names = inspect.signature(model.forward).parameters
-        open_ended = any(p.kind is p.VAR_KEYWORD for p in names.values())
-        given = (
-            fields if open_ended else {k: v for k, v in fields.items() if k in names}
-        )
-    else:
-        given = fields
     with OurDropout(key), torch.enable_grad():
-        result = model(**given)
-        loss = find_loss(result if loss_fn is None else loss_fn(result, fields))
+        loss = loss_of(model, batch, loss_fn)
         wanted = {n: p for n, p in model.named_parameters() if p.requires_grad}
         grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
     found = {

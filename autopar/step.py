@@ -178,6 +178,11 @@ class Step:
                 box[0] = compile_offline(self._model, batch, self._plan, self._loss_fn)
             except AutoparError as error:
                 box[0] = error
+            except BaseException as error:
+                # The others must not wait for a program that never comes.
+                what = f"compiling failed on rank 0: {type(error).__name__}: {error}"
+                dist.broadcast_object_list([AutoparError(what)], src=0)
+                raise
         dist.broadcast_object_list(box, src=0)
         if isinstance(box[0], AutoparError):
             raise box[0]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 from passes.graph import Node, Value, show
+from passes.rules import equation
 
 VIEWS = frozenset(
     {
@@ -32,6 +34,13 @@ def flops(node: Node) -> int:
     name = node.op.rpartition(".")[0] or node.op
     if name in ("aten.linear", "aten.matmul", "aten.bmm"):
         return 2 * node.out.numel * node.operands[0].shape[-1]
+    if name == "aten.einsum" and (rule := equation(node)) is not None:
+        extents = {
+            letters: n
+            for v, dims in zip(node.operands, rule.operands, strict=True)
+            for letters, n in zip(dims, v.shape, strict=True)
+        }
+        return 2 * prod(extents.values())
     if node.op == "autopar.affine":
         return 2 * node.out.numel * node.operands[0].shape[-1]
     if node.op == "autopar.attention":

@@ -7,6 +7,7 @@ completed once, where something else needs it.
 from __future__ import annotations
 
 from passes.graph import Node
+from passes.rules import MOVES
 
 # f(x + x', y + y') = f(x, y) + f(x', y')
 JOINTLY_LINEAR = frozenset(
@@ -16,9 +17,9 @@ JOINTLY_LINEAR = frozenset(
         "aten.neg",
         "aten.sum",
         "aten.reshape",
-        "aten.transpose",
-        "aten.t",
-        "aten.permute",
+        *(f"aten.{move}" for move in MOVES),
+        "aten.view_as_complex",
+        "aten.view_as_real",
         "aten.expand",
         "aten.slice",
         "aten.select",
@@ -32,7 +33,9 @@ JOINTLY_LINEAR = frozenset(
     }
 )
 # Linear in one operand while the others are held; the numerator only, for division.
-LINEAR_IN_EACH = frozenset(f"aten.{n}" for n in ("mul", "linear", "matmul", "bmm"))
+LINEAR_IN_EACH = frozenset(
+    f"aten.{n}" for n in ("mul", "linear", "matmul", "bmm", "einsum")
+)
 
 
 def passes_pending_sum(node: Node, pending: list[bool]) -> bool:

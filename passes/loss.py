@@ -20,7 +20,7 @@ from passes.errors import CaptureError
 from passes.graph import Node, Value
 from passes.rewrite import Rewriter, Rule
 
-MEAN, SUM = 1, 2  # at::Reduction; 0 is none
+NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
 
 
 def cross_entropy(rewriter: Rewriter, node: Node) -> Value:
@@ -160,8 +160,55 @@ def _reduce(
     return emit("aten.div.Tensor", total, count, shape=(), dtype=nll.dtype, name="loss")
 
 
+def elementwise(rewriter: Rewriter, node: Node) -> Value | None:
+    """mse_loss and its like: a loss for each element, summed, over their number."""
+    name = node.op.split(".")[1]
+    names = ELEMENTWISE[name]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    reduction = given.get("reduction", MEAN)
+    if reduction not in (MEAN, SUM):
+        return None
+    operands = [v for v in given.values() if isinstance(v, Value)]
+    shape = torch.broadcast_shapes(*(v.shape for v in operands))
+    dtype, where = node.out.dtype, node.where
+    loss = rewriter.builder.value(name, shape, dtype)
+    arguments = [given.get(n, DEFAULTS.get(n)) for n in names]
+    arguments[names.index("reduction")] = NONE
+    each = Node(node.op, tuple(arguments), {}, (loss,), where)
+    rewriter.builder.nodes.append(each)
+    rewriter.made[loss.name] = each
+    total = rewriter.emit(
+        "aten.sum.default", loss, shape=(), dtype=dtype, where=where, name="total"
+    )
+    if reduction == SUM:
+        return total
+    share = 1.0 / max(1, loss.numel)
+    return rewriter.emit(
+        "aten.mul.Tensor", total, share, shape=(), dtype=dtype, where=where, name="loss"
+    )
+
+
+# Losses of elements, with the names of their arguments.
+ELEMENTWISE: dict[str, tuple[str, ...]] = {
+    "mse_loss": ("self", "target", "reduction"),
+    "l1_loss": ("self", "target", "reduction"),
+    "smooth_l1_loss": ("self", "target", "reduction", "beta"),
+    "huber_loss": ("self", "target", "reduction", "delta"),
+    "binary_cross_entropy": ("self", "target", "weight", "reduction"),
+    "binary_cross_entropy_with_logits": (
+        "self",
+        "target",
+        "weight",
+        "pos_weight",
+        "reduction",
+    ),
+    "kl_div": ("self", "target", "reduction"),
+}
+DEFAULTS = {"beta": 1.0, "delta": 1.0}
+
 LOSS_RULES: dict[str, Rule] = {
     "aten.cross_entropy_loss": cross_entropy,
     "aten.nll_loss_nd": nll_loss,
     "aten.nll_loss": nll_loss,
+    **{f"aten.{name}": elementwise for name in ELEMENTWISE},
 }

@@ -289,10 +289,7 @@ class _Names:
             self.names.setdefault(atom, name)
 
     def run(self) -> _Names:
-        for v in self.graph.inputs:
-            self.give(v, 0, "batch")
-            if not v.dtype.is_floating_point:
-                self.give(v, 1, "seq")
+        self.inputs()
         by_op: dict[str, list[Node]] = {}
         for node in self.graph.nodes:
             by_op.setdefault(node.op.rpartition(".")[0], []).append(node)
@@ -309,7 +306,11 @@ class _Names:
             self.give(table, 1, "embed")
         for node in by_op.get("autopar.pick", []):
             self.give(node.operands[0], -1, "vocab")
-        products = by_op.get("aten.linear", []) + by_op.get("aten.matmul", [])
+        products = [
+            node
+            for op in ("linear", "matmul", "einsum")
+            for node in by_op.get(f"aten.{op}", [])
+        ]
         for node in products:
             if all(len(v.shape) == 4 for v in node.operands):
                 self.give(node.operands[0], -1, "head_dim")
@@ -321,6 +322,25 @@ class _Names:
             count = len(node.outs)
             self.give(node.operands[0], _dim_of(node), str(count))
         return self
+
+    def inputs(self) -> None:
+        """The batch is the first dim of most fields; positions [seq] or a mask
+        [seq, seq], which all samples share, have none."""
+        firsts: dict[tuple[int, ...], list[Value]] = {}
+        for v in self.graph.inputs:
+            if v.shape:
+                own = tuple(self.atoms.leaves(self.tensors[v.name][0]))
+                firsts.setdefault(own, []).append(v)
+
+        def likely(values: list[Value]) -> tuple[bool, int, int]:
+            ranks = [len(v.shape) for v in values if not v.dtype.is_floating_point]
+            return values[0].shape[0] > 1, len(values), max(ranks, default=0)
+
+        for v in max(firsts.values(), key=likely, default=[]):
+            self.give(v, 0, "batch")
+        for v in self.graph.inputs:
+            if not v.dtype.is_floating_point:
+                self.give(v, 1, "seq")
 
     def attention(self, node: Node) -> None:
         q, k, v = node.operands[:3]
@@ -343,22 +363,19 @@ class _Names:
 
     def hidden(self, products: list[Node]) -> None:
         """What one weight makes and another sums away: the width inside of an MLP."""
-        weights = [n.operands[1] for n in products if self._is_weight(n.operands[1])]
-        by_linear = {
-            n.operands[1].name: n.op.startswith("aten.linear") for n in products
-        }
         made, used = set(), set()
-        for w in weights:
-            if len(w.shape) != 2:
+        for node in products:
+            rule = equation(node)
+            if rule is None:
                 continue
-            first, last = (self.atoms.leaves(d) for d in self.tensors[w.name])
-            made.update(first if by_linear[w.name] else last)
-            used.update(last if by_linear[w.name] else first)
+            for v, dims in zip(node.operands, rule.operands, strict=True):
+                if self.origins[v.name] is not Origin.PARAM or len(dims) != 2:
+                    continue
+                for own, names in zip(self.tensors[v.name], dims, strict=True):
+                    summed = any(rule.roles[name] == "sum" for name in names)
+                    (used if summed else made).update(self.atoms.leaves(own))
         for atom in made & used:
             self.names.setdefault(atom, "ffn")
-
-    def _is_weight(self, v: Value) -> bool:
-        return self.origins[v.name] is Origin.PARAM
 
     def pieces(self, node: Node) -> None:
         """The number of equal pieces prints as itself: `(3 heads head_dim)`."""

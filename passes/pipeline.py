@@ -15,7 +15,7 @@ from passes.footprint import COLLECTIVES, communication, footprint
 from passes.graph import Value
 from passes.insert_collectives import Lowered, insert_collectives
 from passes.mesh import TIME
-from passes.name_dims import name_dims
+from passes.name_dims import Named, name_dims
 from passes.normalize import normalize
 from passes.plan import Plan
 from passes.program import (
@@ -45,12 +45,12 @@ def compile_program(
     costs: seconds of nodes, or a function that measures those of the lowered graph.
     watch: called with each pass's name and the text of what it made.
     """
-    check_batch(traced, plan)
     watch("trace", str(traced))
     normal = normalize(traced)
     watch("normalize", str(normal))
     named = name_dims(normal)
     watch("name_dims", str(named))
+    check_batch(named, plan)
     sharded = propagate(named, plan)
     watch("propagate", str(sharded))
     lowered = insert_collectives(sharded)
@@ -64,14 +64,16 @@ def compile_program(
     return assemble(staged, modules, notes)
 
 
-def check_batch(traced: Traced, plan: Plan) -> None:
+def check_batch(named: Named, plan: Plan) -> None:
     """Every rank and every microbatch must get a whole, equal part of the batch."""
     parts = plan.microbatches
     for axis in plan.data_axes:
         if axis != TIME:
             parts *= plan.size(axis)
-    for v in traced.graph.inputs:
-        if v.shape and v.shape[0] % parts:
+    for v in named.graph.inputs:
+        first = named.dims[v.name][:1]
+        has_samples = any(d.name.startswith("batch") for dim in first for d in dim)
+        if has_samples and v.shape[0] % parts:
             ranks = parts // plan.microbatches
             raise BatchError(
                 f"the batch of {v.shape[0]} samples ('{v.name}') does not divide into "

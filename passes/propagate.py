@@ -295,19 +295,22 @@ class _Propagation:
 
 
 def _finish_varying(named: Named, found: _Propagation) -> list[tuple[Sharding, ...]]:
-    """Settle R or V for values of parameters alone, from the loss backwards.
+    """Settle R or V, from the loss backwards.
 
-    Such a value is V on an axis if each of its uses there is V or split: its gradient
-    then stays a pending sum, down to the parameter, and is reduced once a step. States
-    are updated in place; the nodes' needs are returned anew.
+    A value of parameters alone is V on an axis if each of its uses there is V or split:
+    its gradient then stays a pending sum, down to the parameter, and is reduced once a
+    step. So is any other value on the axes that split the batch, if it has no samples:
+    positions that come with the batch. States are updated in place; the nodes' needs
+    are returned anew.
     """
     uses: dict[str, list[Sharding]] = {}
     all_needs = list(found.needs)
-    axes = found.order
     states = found.states
 
     def settle(v: Value) -> None:
         state = states[v.name]
+        alone = named.origins[v.name] is Origin.PARAM
+        axes = found.order if alone else found.plan.data_axes
         varying = {
             axis
             for axis in axes
@@ -321,7 +324,7 @@ def _finish_varying(named: Named, found: _Propagation) -> list[tuple[Sharding, .
     nodes = named.graph.nodes
     for i in range(len(nodes) - 1, -1, -1):
         node, needs = nodes[i], all_needs[i]
-        if named.origins[node.results[0].name] is Origin.PARAM:
+        if named.origins[node.results[0].name] & Origin.PARAM:
             for v in node.results:
                 settle(v)
             varying = frozenset.intersection(
@@ -330,7 +333,7 @@ def _finish_varying(named: Named, found: _Propagation) -> list[tuple[Sharding, .
             needs = tuple(n.with_varying(n.varying | varying) for n in needs)
             all_needs[i] = needs
         for v, need in zip(node.operands, needs, strict=True):
-            if named.origins[v.name] is Origin.PARAM:
+            if named.origins[v.name] & Origin.PARAM:
                 uses.setdefault(v.name, []).append(need)
     for v in named.graph.params:
         settle(v)

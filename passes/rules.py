@@ -58,6 +58,8 @@ RULES: dict[str, str] = {
     "aten.embedding": "v@ e, ... -> ... e",
     "aten.triu": "... m! n! -> ... m! n!",
     "aten.tril": "... m! n! -> ... m! n!",
+    "aten.view_as_complex": "... two! -> ...",
+    "aten.view_as_real": "... -> ... two!",
     "autopar.dropout": "... -> ...",
     "autopar.sum_exp": "... k+, ... -> ...",
     "autopar.pick": "... k@, ... -> ...",
@@ -79,6 +81,14 @@ POINTWISE = frozenset(
         "aten.copy",
         "aten.fill",
         "aten.zero",
+        # losses, which `normalize` leaves unreduced
+        "aten.mse_loss",
+        "aten.l1_loss",
+        "aten.smooth_l1_loss",
+        "aten.huber_loss",
+        "aten.binary_cross_entropy",
+        "aten.binary_cross_entropy_with_logits",
+        "aten.kl_div",
     }
 )
 
@@ -154,20 +164,33 @@ def _along(position: int) -> Callable[[Node], str]:
     return rule
 
 
-def _transpose(node: Node) -> str:
+def _moved(node: Node) -> str:
+    """Dims in another order: the one that dims of distinct extents come out in."""
     x = letters(len(node.operands[0].shape))
-    out = list(x)
-    if node.op.startswith("aten.transpose"):
-        i, j = (d % len(x) for d in node.args[1:3])
-        out[i], out[j] = out[j], out[i]
-    else:
-        out.reverse()
-    return _spell(x, out)
+    extents = range(2, 2 + len(x))
+    out = resolve(node.op)(
+        torch.empty(*extents, device="meta"), *node.args[1:], **node.kwargs
+    )
+    return _spell(x, [x[extents.index(n)] for n in out.shape])
 
 
-def _permute(node: Node) -> str:
-    x = letters(len(node.operands[0].shape))
-    return _spell(x, [x[d] for d in node.args[1]])
+def _einsum(node: Node) -> str | None:
+    """What it says itself, if no operand has a letter twice."""
+    left, arrow, right = (
+        node.args[0].replace(" ", "").replace("...", ".").partition("->")
+    )
+    if not arrow:
+        once = sorted(c for c in left if c.isalpha() and left.count(c) == 1)
+        right = "".join(["." if "." in left else "", *once])
+    operands = left.split(",")
+    if any(len(set(x)) < len(x) for x in operands) or ("." in left) > ("." in right):
+        return None
+
+    def spell(tensor: str) -> str:
+        marked = (c if c in right else f"{c}+" for c in tensor)
+        return " ".join(marked).replace(".", "...")
+
+    return f"{', '.join(map(spell, operands))} -> {spell(right)}"
 
 
 def _expand(node: Node) -> str:
@@ -268,7 +291,20 @@ def _attention(node: Node) -> str:
     return f"{', '.join(operands)} -> b {heads} {s} v!"
 
 
-FUNCTIONS: dict[str, Callable[[Node], str]] = {
+MOVES = [
+    "transpose",
+    "t",
+    "numpy_T",
+    "mT",
+    "adjoint",
+    "permute",
+    "movedim",
+    "moveaxis",
+    "swapaxes",
+    "swapdims",
+]
+
+FUNCTIONS: dict[str, Callable[[Node], str | None]] = {
     "aten.sum": _reduction("+"),
     "aten.mean": _reduction("!"),
     "aten.amax": _reduction("^"),
@@ -277,10 +313,8 @@ FUNCTIONS: dict[str, Callable[[Node], str]] = {
     "aten._softmax": _along(1),
     "aten.log_softmax": _along(1),
     "aten.cumsum": _along(1),
-    "aten.transpose": _transpose,
-    "aten.t": _transpose,
-    "aten.numpy_T": _transpose,
-    "aten.permute": _permute,
+    **{f"aten.{name}": _moved for name in MOVES},
+    "aten.einsum": _einsum,
     "aten.expand": _expand,
     "aten.layer_norm": _norm,
     "aten.rms_norm": _norm,

@@ -339,7 +339,9 @@ class _Cutter:
         return f"{path[: match.start()]}{layer}{path[match.end() :]}"
 
     def _rename_source(self, v: Value) -> Value:
-        self.renamed[v.name] = replace(v, name=self._relative(v.name))
+        """What belongs to a layer of another stage keeps its own name."""
+        name = self._relative(v.name)
+        self.renamed[v.name] = v if "*" in name else replace(v, name=name)
         return self.renamed[v.name]
 
     def _rename(self, v: Value, stem: str | None = None) -> Value:

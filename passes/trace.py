@@ -9,7 +9,6 @@ device are traced as fake ones, so a model need not fit in memory.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import re
 import warnings
@@ -21,6 +20,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from passes.call_model import loss_of
 from passes.errors import CaptureError
 from passes.functionalize import functionalize
 from passes.graph import Builder, Graph, Node, Value, Where
@@ -57,24 +57,12 @@ class _LossOf(nn.Module):
         self.model = model
         self.loss_fn = loss_fn
         self.static = static
-        # Fields that only the loss function reads (labels, weights) stay out of the
-        # model's call.
-        names = inspect.signature(model.forward).parameters
-        open_ended = any(p.kind is p.VAR_KEYWORD for p in names.values())
-        self.accepts = None if open_ended or loss_fn is None else set(names)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        fields = {**batch, **self.static}
-        if self.accepts is not None:
-            given = {k: v for k, v in fields.items() if k in self.accepts}
-        else:
-            given = fields
         before = dict(self.model.named_buffers())
-        result = self.model(**given)
+        loss = loss_of(self.model, {**batch, **self.static}, self.loss_fn)
         _refuse_new_buffers(before, dict(self.model.named_buffers()))
-        if self.loss_fn is not None:
-            result = self.loss_fn(result, fields)
-        return find_loss(result)
+        return loss
 
 
 def _refuse_new_buffers(
@@ -89,39 +77,6 @@ def _refuse_new_buffers(
                 fix="keep running statistics out of forward, or freeze them with "
                 ".eval()",
             )
-
-
-def find_loss(result: Any) -> torch.Tensor:
-    """The scalar loss that a model returned: itself, `.loss`, or a tuple's scalar."""
-    if isinstance(result, torch.Tensor):
-        candidates = [result]
-    elif getattr(result, "loss", None) is not None:
-        candidates = [result.loss]
-    elif isinstance(result, Mapping):
-        candidates = [result["loss"]] if result.get("loss") is not None else []
-    elif isinstance(result, tuple | list):
-        candidates = [x for x in result if isinstance(x, torch.Tensor) and x.ndim == 0]
-    else:
-        candidates = []
-    scalars = [x for x in candidates if x.numel() == 1 and x.is_floating_point()]
-    if len(scalars) == 1:
-        return scalars[0].reshape(())
-    raise CaptureError(
-        f"the model returned {describe(result)}, in which there is "
-        + ("more than one scalar loss" if scalars else "no scalar loss"),
-        fix="pass the labels in the batch if the model computes its own loss, or "
-        "give compile a loss_fn(output, batch) that returns a scalar",
-    )
-
-
-def describe(result: Any) -> str:
-    if isinstance(result, torch.Tensor):
-        return f"a tensor of shape {tuple(result.shape)}"
-    if isinstance(result, Mapping):
-        return f"{type(result).__name__} with fields {', '.join(result)}"
-    if isinstance(result, tuple | list):
-        return f"a {type(result).__name__} of ({', '.join(map(describe, result))})"
-    return f"a {type(result).__name__}"
 
 
 def trace(
@@ -143,7 +98,7 @@ def trace(
     wrapper = _LossOf(model, loss_fn, static)
     with _on_fake_tensors(wrapper, tensors) as examples:
         exported = _export(wrapper, examples)
-    return _read(exported, model, list(tensors))
+    return _read(exported, model, list(tensors), _place_of(loss_fn))
 
 
 @contextlib.contextmanager
@@ -225,8 +180,19 @@ def _user_frame(error: BaseException) -> str:
     return found
 
 
+def _place_of(function: Any) -> str:
+    """File and line of a function, where it has one."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ""
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+
+
 def _read(
-    exported: torch.export.ExportedProgram, model: nn.Module, fields: list[str]
+    exported: torch.export.ExportedProgram,
+    model: nn.Module,
+    fields: list[str],
+    elsewhere: str,
 ) -> Traced:
     """Turn the exported program into our graph."""
     first_name: dict[int, str] = {}
@@ -238,7 +204,7 @@ def _read(
             aliases[name] = canonical
         elif p.requires_grad:
             trainable.add(name)
-    reader = _Reader()
+    reader = _Reader(elsewhere)
     sources: dict[str, list[Value]] = {k: [] for k in ("input", "param", "buffer", "c")}
     literals: dict[str, torch.Tensor] = {}
     signature = exported.graph_signature
@@ -283,7 +249,8 @@ def _read(
 class _Reader:
     """Walks fx nodes, inlining the sub-graphs of no-grad regions."""
 
-    def __init__(self) -> None:
+    def __init__(self, elsewhere: str) -> None:
+        self.elsewhere = elsewhere  # where code outside of the model comes from
         self.builder = Builder(set())
         self.values: dict[fx.Node, Any] = {}
         self.outputs: tuple[Value, ...] = ()
@@ -378,7 +345,7 @@ class _Reader:
         outside = [f for f in frames if not f[0].startswith(TORCH)]
         # Our own wrapper is the outermost frame of every node.
         file, line = outside[-1] if len(outside) > 1 else ("", "")
-        source = f"{os.path.basename(file)}:{line}" if file else ""
+        source = f"{os.path.basename(file)}:{line}" if file else self.elsewhere
         return self.wheres.setdefault((module, source), Where(module, source))
 
 

@@ -49,6 +49,10 @@ def node(op: str, *args: object, **kwargs: object) -> Node:
     return replace(bare, outs=tuple(x(*y.shape, dtype=y.dtype) for y in results))
 
 
+def einsum(text: str, *operands: Value) -> Node:
+    return node("aten.einsum.default", text, operands)
+
+
 UNARY = (
     "relu tanh sigmoid exp log sqrt rsqrt neg abs silu gelu erf cos sin square mish "
     "reciprocal isnan detach clone zero hardtanh softplus log1p leaky_relu"
@@ -123,6 +127,21 @@ EXAMPLES: list[Example] = [
     lambda a, b, c, d: node("aten.t.default", x(a, b)),
     lambda a, b, c, d: node("aten.numpy_T.default", x(a, b)),
     lambda a, b, c, d: node("aten.permute.default", x(a, b, c), (2, 0, -2)),
+    lambda a, b, c, d: node("aten.mT.default", x(a, b, c)),
+    lambda a, b, c, d: node("aten.adjoint.default", x(a, b, c)),
+    lambda a, b, c, d: node("aten.movedim.int", x(a, b, c, d), -2, 0),
+    lambda a, b, c, d: node("aten.movedim.intlist", x(a, b, c), (0, 1), (2, 0)),
+    lambda a, b, c, d: node("aten.moveaxis.int", x(a, b, c), 0, -1),
+    lambda a, b, c, d: node("aten.swapaxes.default", x(a, b, c), 0, -1),
+    lambda a, b, c, d: node("aten.swapdims.default", x(a, b, c), 1, 2),
+    lambda a, b, c, d: einsum("bid,bjd->bij", x(a, b, d), x(a, c, d)),
+    lambda a, b, c, d: einsum("... i, i j", x(a, b, c), x(c, d)),
+    lambda a, b, c, d: einsum("ij,jk,kl", x(a, b), x(b, c), x(c, d)),
+    lambda a, b, c, d: einsum("i...,j->j...", x(a, b, c), x(d)),
+    lambda a, b, c, d: node("aten.view_as_complex.default", x(a, b, 2)),
+    lambda a, b, c, d: node(
+        "aten.view_as_real.default", x(a, b, dtype=torch.complex64)
+    ),
     lambda a, b, c, d: node("aten.expand.default", x(a, 1, c), (d, a, b, -1)),
     lambda a, b, c, d: node("aten.slice.Tensor", x(c, d), 1, 1, a),
     lambda a, b, c, d: node("aten.slice.Tensor", x(c, d), 0, 0, 2**63 - 1),
