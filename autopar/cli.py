@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 import autopar
 from autopar.compiler import compile_offline
 from autopar.demo import demo
@@ -28,6 +30,7 @@ from autopar.store import StoredPlan, load_plan, save_plan
 from autopar.tables import Table
 from autopar.verify import Verification, verify
 from passes.errors import AutoparError, HintError
+from passes.mesh import Mesh
 from passes.plan import Plan, PlanError
 from passes.schedule import SCHEDULES
 
@@ -71,7 +74,9 @@ def _add_compile(commands: Any) -> None:
     add.set_defaults(command=compile_command)
     add.add_argument("model", metavar="MODEL", help=MODEL)
     add.add_argument("--mesh", help='axes and sizes, as "pp=2,tp=2"')
-    add.add_argument("--microbatches", type=int, default=1, metavar="N")
+    add.add_argument(
+        "--microbatches", type=int, metavar="N", help="else up to 4 for each stage"
+    )
     add.add_argument("--schedule", default="1f1b", choices=sorted(SCHEDULES))
     add.add_argument("--batch", type=int, metavar="N", help="samples (hf: models)")
     add.add_argument("--seq", type=int, metavar="N", help="tokens (hf: models)")
@@ -147,7 +152,9 @@ def compile_command(arguments: argparse.Namespace) -> int:
     loaded = load_model(
         arguments.model, seed=arguments.seed, device="meta" if arguments.meta else None
     )
-    batch = _compile_batch(loaded, arguments)
+    batch = _compile_batch(loaded, arguments, plan.mesh)
+    if arguments.plan is None and arguments.microbatches is None:
+        plan = replace(plan, microbatches=_microbatches(batch, plan.mesh))
     program = compile_offline(loaded.model, batch, plan)
     where = save_plan(program, arguments.output, arguments.model, arguments.seed)
     if arguments.json:
@@ -176,7 +183,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         raise PlanError("no mesh is given", fix="add --mesh pp=2,tp=2, or --plan FILE")
     return make_plan(
         arguments.mesh,
-        arguments.microbatches,
+        1 if arguments.microbatches is None else arguments.microbatches,
         arguments.schedule,
         not arguments.no_sequence_parallel,
         dict(map(_hint, arguments.hint)),
@@ -193,7 +200,20 @@ def _hint(text: str) -> tuple[str, str]:
     return pattern, what
 
 
-def _compile_batch(loaded: LoadedModel, arguments: argparse.Namespace) -> Mapping:
+def _microbatches(batch: Mapping, mesh: Mesh) -> int:
+    """Unless told otherwise: up to four for each pipeline stage, as the batch divides.
+
+    The bubble of p stages is then at most (p-1)/(5p-1) of a step.
+    """
+    stages, ranks = mesh.axis_size("pp"), mesh.axis_size("dp")
+    samples = next(len(x) for x in batch.values() if isinstance(x, Tensor) and x.ndim)
+    fitting = [m for m in range(1, 4 * stages + 1) if samples % (m * ranks) == 0]
+    return max(fitting, default=1) if stages > 1 else 1
+
+
+def _compile_batch(
+    loaded: LoadedModel, arguments: argparse.Namespace, mesh: Mesh
+) -> Mapping:
     """The factory's batch, or one of the sizes that were asked for."""
     if loaded.batch is not None:
         if arguments.batch or arguments.seq or arguments.attention_mask:
@@ -209,7 +229,7 @@ def _compile_batch(loaded: LoadedModel, arguments: argparse.Namespace) -> Mappin
         )
     return example_batch(
         loaded.vocab,
-        arguments.batch or 8,
+        arguments.batch or max(8, 4 * mesh.axis_size("pp") * mesh.axis_size("dp")),
         arguments.seq or 128,
         arguments.attention_mask,
     )

@@ -24,6 +24,17 @@ VIEWS = frozenset(
         "aten.detach",
     }
 )
+# Where the time goes.
+PRODUCTS = frozenset(
+    {
+        "aten.linear",
+        "aten.matmul",
+        "aten.bmm",
+        "aten.baddbmm",
+        "aten.einsum",
+        "autopar.attention",
+    }
+)
 # Backward costs twice the forward: one product for the input's gradient, one for the
 # weight's (Narayanan 2021, appendix).
 BACKWARD = 2.0

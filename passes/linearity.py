@@ -18,8 +18,6 @@ JOINTLY_LINEAR = frozenset(
         "aten.sum",
         "aten.reshape",
         *(f"aten.{move}" for move in MOVES),
-        "aten.view_as_complex",
-        "aten.view_as_real",
         "aten.expand",
         "aten.slice",
         "aten.select",

@@ -17,6 +17,7 @@ from passes.insert_collectives import Lowered, insert_collectives
 from passes.mesh import TIME
 from passes.name_dims import Named, name_dims
 from passes.normalize import normalize
+from passes.notes import find_notes
 from passes.plan import Plan
 from passes.program import (
     ParameterSpec,
@@ -60,8 +61,7 @@ def compile_program(
     )
     watch("split_stages", str(staged))
     modules = emit_modules(staged, watch)
-    notes = tuple(f"{name}: {note}" for name, note in named.unruled.items())
-    return assemble(staged, modules, notes)
+    return assemble(staged, modules, find_notes(sharded))
 
 
 def check_batch(named: Named, plan: Plan) -> None:

@@ -277,3 +277,14 @@ def rank_process(launcher: int, rank: int) -> int:
 
 def test_the_small_model_is_what_plans_are_of() -> None:
     assert small_program().inputs["ids"] == ((BATCH, CONFIG.context), "int64")
+
+
+def test_microbatches_fill_the_pipeline_unless_told_otherwise(tmp_path) -> None:
+    plan = tmp_path / "plan"
+    model = model_file(tmp_path)  # a batch of 4
+    for mesh, wanted in (("pp=2", 4), ("pp=2,dp=2", 2), ("tp=2", 1)):
+        assert main(["compile", model, "--mesh", mesh, "-o", str(plan)]) == 0
+        assert load_plan(plan).program.plan.microbatches == wanted
+    command = ["compile", model, "--mesh", "pp=2", "--microbatches", "1"]
+    assert main([*command, "-o", str(plan)]) == 0
+    assert load_plan(plan).program.plan.microbatches == 1
