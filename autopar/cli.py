@@ -31,7 +31,7 @@ from autopar.tables import Table
 from autopar.verify import Verification, verify
 from passes.errors import AutoparError, HintError
 from passes.mesh import Mesh
-from passes.plan import Plan, PlanError
+from passes.plan import RECOMPUTE, Plan, PlanError
 from passes.schedule import SCHEDULES
 
 MODEL = "file.py:factory, module:factory, hf:TYPE[?key=value,...] or hf:config.json"
@@ -82,6 +82,7 @@ def _add_compile(commands: Any) -> None:
     add.add_argument("--seq", type=int, metavar="N", help="tokens (hf: models)")
     add.add_argument("--attention-mask", action="store_true", help="(hf: models)")
     add.add_argument("--no-sequence-parallel", action="store_true")
+    add.add_argument("--recompute", default="none", choices=RECOMPUTE)
     add.add_argument("--hint", action="append", default=[], metavar="PATTERN=DIM/AXIS")
     add.add_argument("--plan", type=Path, help="a plan.json, instead of these options")
     add.add_argument("--meta", action="store_true", help="make no weights")
@@ -187,6 +188,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         arguments.schedule,
         not arguments.no_sequence_parallel,
         dict(map(_hint, arguments.hint)),
+        arguments.recompute,
     )
 
 

@@ -106,7 +106,8 @@ def stage_table(program: Program) -> Table:
     uneven = max(estimated) / average - 1 if average else 0.0
     return Table(
         f"stages: mesh {str(program.mesh) or 'of one rank'}, microbatches "
-        f"{program.plan.microbatches}; numbers are those of one rank",
+        f"{program.plan.microbatches}, recompute {program.plan.recompute}; "
+        "numbers are those of one rank",
         ("stage", "layers", "params", "bytes", "activations", "FLOPs", "sends", "time"),
         tuple(rows),
         (

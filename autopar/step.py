@@ -34,6 +34,7 @@ def compile(
     microbatches: int = 1,
     schedule: str = "1f1b",
     sequence_parallel: bool = True,
+    recompute: str = "none",
     hints: Mapping[str, str] | None = None,
     loss_fn: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
     example_inputs: Mapping[str, Any] | None = None,
@@ -51,6 +52,8 @@ def compile(
     mesh: a `torch.distributed.DeviceMesh` with named dims, or text as `"pp=2,tp=2"`.
     microbatches: parts of the batch, run one after another; the result does not change.
     sequence_parallel: split what tp leaves whole along the sequence.
+    recompute: "full" keeps of each layer its input alone from forward to backward,
+    "selective" leaves out spelled-out attention scores; see `passes.recompute`.
     hints: `{"*.mlp.fc.weight": "ffn/tp"}`, see `passes.hints`.
     example_inputs: a batch to compile with now; else the first call compiles.
     plan, program: decisions or a whole program made before, instead of the options.
@@ -61,7 +64,9 @@ def compile(
     if program is not None:
         plan = program.plan
     if plan is None:
-        plan = make_plan(mesh, microbatches, schedule, sequence_parallel, hints)
+        plan = make_plan(
+            mesh, microbatches, schedule, sequence_parallel, hints, recompute
+        )
     step = Step(model, plan, loss_fn, seed, device, timeout, program)
     if example_inputs is not None:
         step.build(**example_inputs)
@@ -74,13 +79,19 @@ def make_plan(
     schedule: str = "1f1b",
     sequence_parallel: bool = True,
     hints: Mapping[str, str] | None = None,
+    recompute: str = "none",
 ) -> Plan:
     """The decisions that the options of `compile` stand for."""
     split = dict(SPLIT)
     if not sequence_parallel:
         split["tp"] = tuple(d for d in split["tp"] if d != "seq")
     return Plan(
-        read_mesh(mesh), microbatches, schedule, split=split, hints=dict(hints or {})
+        read_mesh(mesh),
+        microbatches,
+        schedule,
+        split=split,
+        hints=dict(hints or {}),
+        recompute=recompute,
     )
 
 

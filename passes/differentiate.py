@@ -15,6 +15,7 @@ import torch
 from passes.cost import flops
 from passes.graph import Builder, Node, Value
 from passes.localize import Localizer
+from passes.recompute import recompute
 from passes.reuse import reuse
 from passes.split_stages import Stage
 from passes.tape import Tape, ones_like
@@ -56,9 +57,15 @@ class LocalStage:
 
 
 def differentiate(
-    stage: Stage, sizes: Mapping[str, int], coords: Mapping[str, int]
+    stage: Stage,
+    sizes: Mapping[str, int],
+    coords: Mapping[str, int],
+    policy: str = "none",
 ) -> LocalStage:
-    """Localize a stage for the rank at `coords`, and write its backward."""
+    """Localize a stage for the rank at `coords`, and write its backward.
+
+    policy: what the backward computes again instead of keeping it, see `recompute`.
+    """
     local = Localizer(stage.dims, stage.shardings, sizes, coords)
     parts = {
         part: [local.node(n) for n in getattr(stage, part)]
@@ -80,13 +87,18 @@ def differentiate(
     writer.run_forward(forward)
     d_sends = writer.seed(sources["sends"], loss)
     d_receives = writer.run_backward(sources["receives"])
-    saved = writer.finish(parts["setup"], parts["prologue"], sources, d_receives)
-    kept = [*saved, *sources["sends"], *([loss] if loss else [])]
+    ends = [*sources["sends"], *([loss] if loss else [])]
+    writer.drop_dead(d_receives)
+    writer.tape.nodes = recompute(
+        policy, writer.forward, writer.tape.nodes, {v.name for v in ends}, stage.dims
+    )
+    saved = writer.saved(parts["setup"], parts["prologue"], sources, d_receives)
+    kept = {v.name for v in (*saved, *ends)}
     return LocalStage(
         stage=stage,
         setup=tuple(parts["setup"]),
         prologue=tuple(parts["prologue"]),
-        forward=tuple(reuse(writer.forward, {v.name for v in kept})),
+        forward=tuple(reuse(writer.forward, kept)),
         backward=tuple(reuse(writer.tape.nodes, {v.name for v in d_receives if v})),
         **sources,
         d_sends=d_sends,
@@ -176,17 +188,21 @@ class _Writer:
         at = self.through[0]
         return tuple(tape.take(v, at) if tape.wanted(v) else None for v in receives)
 
-    def finish(
+    def drop_dead(self, outputs: tuple[Value | None, ...]) -> None:
+        """Keep the backward's nodes that a result or a gradient depends on."""
+        tape = self.tape
+        self.forward, tape.nodes = drop_identities(self.forward, tape.nodes)
+        tape.nodes = _alive(tape.nodes, {v.name for v in outputs if v is not None})
+
+    def saved(
         self,
         setup: list[Node],
         prologue: list[Node],
         sources: Mapping[str, tuple[Value, ...]],
         outputs: tuple[Value | None, ...],
     ) -> tuple[Value, ...]:
-        """Drop dead nodes; find what the backward needs of the forward."""
+        """What the backward needs of the forward."""
         tape = self.tape
-        self.forward, tape.nodes = drop_identities(self.forward, tape.nodes)
-        tape.nodes = _alive(tape.nodes, {v.name for v in outputs if v is not None})
         elsewhere = {v.name for n in (*setup, *prologue) for v in n.results}
         for part in ("params", "buffers", "constants", "inputs"):
             elsewhere.update(v.name for v in sources[part])

@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 
+# The number of a repeated layer in a module path; `+1` counts from a stage's first.
+LAYER = re.compile(r"(?:^|(?<=\.))(\+?\d+)(?=\.|$)")
+
 DTYPES = {
     torch.float64: "f64",
     torch.float32: "f32",
@@ -67,6 +70,12 @@ class Where:
 
     module: str = ""
     source: str = ""
+
+    @property
+    def layer(self) -> str:
+        """`transformer.h.3` of `transformer.h.3.attn.c_proj`; "" outside of layers."""
+        match = LAYER.search(self.module)
+        return self.module[: match.end()] if match else ""
 
     def __str__(self) -> str:
         return "  ".join(part for part in (self.source, self.module) if part)

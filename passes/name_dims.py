@@ -363,7 +363,8 @@ class _Names:
 
     def hidden(self, products: list[Node]) -> None:
         """What one weight makes and another sums away: the width inside of an MLP."""
-        made, used = set(), set()
+        made: set[int] = set()
+        used: set[int] = set()
         for node in products:
             rule = equation(node)
             if rule is None:

@@ -103,7 +103,7 @@ def emit_modules(
             full = {**dict.fromkeys(sizes, 0), **coords}
             shapes = _shape_class(stage, sizes, full)
             if (text, shapes) not in known:
-                local = differentiate(stage, sizes, full)
+                local = differentiate(stage, sizes, full, plan.recompute)
                 module = emit(local, len(staged.stages))
                 digest = hashlib.sha256(module.encode()).hexdigest()[:16]
                 known[text, shapes] = (digest, module, local)

@@ -22,6 +22,9 @@ SPLIT: dict[str, tuple[str, ...]] = {
     TIME: ("batch",),
 }
 
+# What the backward may compute again instead of keeping it: see `passes.recompute`.
+RECOMPUTE = ("none", "selective", "full")
+
 
 class PlanError(AutoparError):
     """A plan that cannot be read, or that contradicts itself."""
@@ -35,6 +38,7 @@ class Plan:
     schedule, stages_per_rank: the pipeline schedule. split: mesh axis (or `time`) ->
     dims that it splits, in order of preference. hints: parameter pattern -> `dim/axis`.
     cuts: for each pipeline boundary the value that crosses it; empty: balanced by cost.
+    recompute: "none", "selective" or "full", see `passes.recompute`.
     """
 
     mesh: Mesh
@@ -44,11 +48,17 @@ class Plan:
     split: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict(SPLIT))
     hints: Mapping[str, str] = field(default_factory=dict)
     cuts: tuple[str, ...] = ()
+    recompute: str = "none"
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
             raise PlanError(
                 f"microbatches={self.microbatches}", fix="use a number of at least 1"
+            )
+        if self.recompute not in RECOMPUTE:
+            raise PlanError(
+                f"recompute={self.recompute!r}",
+                fix=f"use one of {', '.join(map(repr, RECOMPUTE))}",
             )
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 
 from passes.cost import Costs
 from passes.errors import StageError
-from passes.graph import Graph, Node, Value, Where
+from passes.graph import LAYER, Graph, Node, Value, Where
 from passes.insert_collectives import Lowered
 from passes.localize import Localizer
 from passes.mesh import TIME
@@ -23,8 +23,6 @@ from passes.name_dims import Dims
 from passes.origins import Origin, find_differentiable
 from passes.plan import Plan
 from passes.sharding import Sharding
-
-LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,7 @@ class _Chain:
         borders = [
             i
             for i in narrow
-            if _layer(self.nodes[i].where) != _layer(self.nodes[i - 1].where)
+            if self.nodes[i].where.layer != self.nodes[i - 1].where.layer
         ]
         return borders if len(borders) >= stages - 1 else narrow
 
@@ -225,12 +223,6 @@ class _Chain:
         return [*ends, len(self.nodes)]
 
 
-def _layer(where: Where) -> str:
-    """`transformer.h.3` of `transformer.h.3.attn.c_proj`; empty outside of layers."""
-    match = LAYER.search(where.module)
-    return where.module[: match.end()] if match else ""
-
-
 class _Cutter:
     """Makes one stage: closes over what it needs, and gives stage-relative names."""
 
@@ -290,7 +282,7 @@ class _Cutter:
             dims={new: dims[name] for new, name in old.items()},
             shardings={new: shardings[name] for new, name in old.items()},
             differentiable=frozenset(n for n, name in old.items() if name in flowing),
-            modules=tuple(dict.fromkeys(_layer(n.where) for n in own)),
+            modules=tuple(dict.fromkeys(n.where.layer for n in own)),
             seconds=sum(self.chain.seconds[first:end]),
         )
 
