@@ -31,7 +31,7 @@ from autopar.tables import Table
 from autopar.verify import Verification, verify
 from passes.errors import AutoparError, HintError
 from passes.mesh import Mesh
-from passes.plan import RECOMPUTE, Plan, PlanError
+from passes.plan import CONTEXT_PARALLEL, RECOMPUTE, Plan, PlanError
 from passes.schedule import SCHEDULES
 
 MODEL = "file.py:factory, module:factory, hf:TYPE[?key=value,...] or hf:config.json"
@@ -82,6 +82,9 @@ def _add_compile(commands: Any) -> None:
     add.add_argument("--seq", type=int, metavar="N", help="tokens (hf: models)")
     add.add_argument("--attention-mask", action="store_true", help="(hf: models)")
     add.add_argument("--no-sequence-parallel", action="store_true")
+    add.add_argument(
+        "--context-parallel", default="gather", choices=sorted(CONTEXT_PARALLEL)
+    )
     add.add_argument("--recompute", default="none", choices=RECOMPUTE)
     add.add_argument("--hint", action="append", default=[], metavar="PATTERN=DIM/AXIS")
     add.add_argument("--plan", type=Path, help="a plan.json, instead of these options")
@@ -189,6 +192,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         not arguments.no_sequence_parallel,
         dict(map(_hint, arguments.hint)),
         arguments.recompute,
+        arguments.context_parallel,
     )
 
 
@@ -208,7 +212,8 @@ def _microbatches(batch: Mapping, mesh: Mesh) -> int:
     The bubble of p stages is then at most (p-1)/(5p-1) of a step.
     """
     stages, ranks = mesh.axis_size("pp"), mesh.axis_size("dp")
-    samples = next(len(x) for x in batch.values() if isinstance(x, Tensor) and x.ndim)
+    extents = [len(x) for x in batch.values() if isinstance(x, Tensor) and x.ndim]
+    samples = max(extents, key=extents.count, default=1)  # most fields have samples
     fitting = [m for m in range(1, 4 * stages + 1) if samples % (m * ranks) == 0]
     return max(fitting, default=1) if stages > 1 else 1
 

@@ -12,12 +12,15 @@ Nothing is downloaded: weights are random, drawn from the seed.
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import importlib
 import importlib.util
+import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from torch import Tensor, nn
 from autopar.meta import parameters_on_meta
 from passes.errors import AutoparError
 
+HERE = str(Path(__file__).parent)  # frames of ours do not help a user
 CONFIGS = Path(__file__).with_name("configs")
 BIG = 2 << 30  # bytes of parameters from which on they stay on the meta device
 IGNORED = -100  # the label that a loss leaves out
@@ -72,12 +76,13 @@ def load_model(spec: str, *, seed: int = 0, device: str | None = None) -> Loaded
         return _hugging_face(spec, seed, device)
     factory = _find_factory(spec)
     torch.manual_seed(seed)
-    if device == "meta":
-        with parameters_on_meta() as finish:
+    with _their_errors(spec):
+        if device == "meta":
+            with parameters_on_meta() as finish:
+                made = factory()
+                finish(made[0] if isinstance(made, tuple) else made)
+        else:
             made = factory()
-            finish(made[0] if isinstance(made, tuple) else made)
-    else:
-        made = factory()
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module) or not isinstance(batch, Mapping | None):
         raise ModelError(
@@ -142,7 +147,7 @@ def _find_factory(spec: str) -> Callable[[], Any]:
     factory = getattr(module, name, None)
     if callable(factory):
         return factory
-    names = [n for n in vars(module) if not n.startswith("_")]
+    names = [n for n, v in vars(module).items() if inspect.isroutine(v)]
     raise ModelError(f"'{where}' has no function '{name}'", fix=_near(name, names))
 
 
@@ -162,8 +167,25 @@ def _from_file(path: Path) -> Any:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
-    spec.loader.exec_module(module)
+    with _their_errors(str(path)):
+        spec.loader.exec_module(module)
     return module
+
+
+@contextlib.contextmanager
+def _their_errors(spec: str) -> Iterator[None]:
+    """Show what code of the user's raises, with the traceback from there on."""
+    try:
+        yield
+    except AutoparError:
+        raise
+    except Exception as error:
+        shown = traceback.TracebackException.from_exception(error)
+        shown.stack = traceback.StackSummary.from_list(
+            [f for f in shown.stack if not f.filename.startswith((HERE, "<frozen"))]
+        )
+        text = "".join(shown.format()).rstrip()
+        raise ModelError(f"'{spec}' raised an error\n{text}") from error
 
 
 def _by_name(name: str) -> Any:
@@ -196,9 +218,10 @@ def _hugging_face(spec: str, seed: int, device: str | None) -> LoadedModel:
     def build() -> nn.Module:
         torch.manual_seed(seed)
         try:
-            model = auto.from_config(config, dtype=config.dtype, **implementations)
-        except ValueError as error:
-            if "Unrecognized configuration class" not in str(error):
+            with _their_errors(spec):
+                model = auto.from_config(config, dtype=config.dtype, **implementations)
+        except ModelError as error:
+            if "Unrecognized configuration class" not in error.what:
                 raise
             raise ModelError(
                 f"'{spec}' is not a causal language model in transformers",

@@ -95,6 +95,20 @@ class Placement:
         ]
         return kernels.dropout_mask(p, self.key, number, dims, self.device)
 
+    def causal_mask(
+        self, position: tuple[tuple[int, tuple[str, ...]], ...], columns: int
+    ) -> Tensor:
+        """Which keys my rows of a sequence may see: bool [my rows, columns].
+
+        position: the factors of the dim of rows: (global extent, axes that split it).
+        """
+        rows = torch.zeros(1, dtype=torch.int64, device=self.device)
+        for extent, axes in position:
+            start, length = self.span(extent, axes)
+            mine = torch.arange(start, start + length, device=self.device)
+            rows = (rows[:, None] * extent + mine).flatten()
+        return rows[:, None] >= torch.arange(columns, device=self.device)
+
     # Rows and entries of a sharded dim. Indices are global and int64; sizes are those
     # of the dim before it was split. What lies in no shard counts as zero everywhere.
 

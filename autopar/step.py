@@ -16,11 +16,12 @@ from autopar.comm import Comm
 from autopar.compiler import compile_offline
 from autopar.executor import Executor
 from autopar.initialize import local_state
+from autopar.match import check_model, check_same
 from autopar.process_groups import ProcessComm
 from autopar.shards import owns, put_shard, take_shard
 from passes.errors import AutoparError, BatchError
 from passes.mesh import Mesh, MeshError
-from passes.plan import SPLIT, Plan
+from passes.plan import CONTEXT_PARALLEL, SPLIT, Plan, PlanError
 from passes.program import Program
 
 TIMEOUT = timedelta(minutes=10)
@@ -34,6 +35,7 @@ def compile(
     microbatches: int = 1,
     schedule: str = "1f1b",
     sequence_parallel: bool = True,
+    context_parallel: str = "gather",
     recompute: str = "none",
     hints: Mapping[str, str] | None = None,
     loss_fn: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
@@ -52,6 +54,8 @@ def compile(
     mesh: a `torch.distributed.DeviceMesh` with named dims, or text as `"pp=2,tp=2"`.
     microbatches: parts of the batch, run one after another; the result does not change.
     sequence_parallel: split what tp leaves whole along the sequence.
+    context_parallel: how attention works on an axis cp, which splits the sequence:
+    "gather": ranks gather all keys and values; "ulysses": they exchange rows for heads.
     recompute: "full" keeps of each layer its input alone from forward to backward,
     "selective" leaves out spelled-out attention scores; see `passes.recompute`.
     hints: `{"*.mlp.fc.weight": "ffn/tp"}`, see `passes.hints`.
@@ -65,7 +69,13 @@ def compile(
         plan = program.plan
     if plan is None:
         plan = make_plan(
-            mesh, microbatches, schedule, sequence_parallel, hints, recompute
+            mesh,
+            microbatches,
+            schedule,
+            sequence_parallel,
+            hints,
+            recompute,
+            context_parallel,
         )
     step = Step(model, plan, loss_fn, seed, device, timeout, program)
     if example_inputs is not None:
@@ -80,11 +90,18 @@ def make_plan(
     sequence_parallel: bool = True,
     hints: Mapping[str, str] | None = None,
     recompute: str = "none",
+    context_parallel: str = "gather",
 ) -> Plan:
     """The decisions that the options of `compile` stand for."""
     split = dict(SPLIT)
     if not sequence_parallel:
         split["tp"] = tuple(d for d in split["tp"] if d != "seq")
+    if context_parallel not in CONTEXT_PARALLEL:
+        raise PlanError(
+            f"context_parallel={context_parallel!r}",
+            fix=f"use one of {', '.join(map(repr, CONTEXT_PARALLEL))}",
+        )
+    split["cp"] = CONTEXT_PARALLEL[context_parallel]
     return Plan(
         read_mesh(mesh),
         microbatches,
@@ -139,6 +156,8 @@ class Step:
         # Names of the model's state dict, and what of it no stage computes with.
         self._names: list[str] = []
         self._unused: dict[str, Tensor] = {}
+        # Fields that are no tensors: their values are part of what was compiled.
+        self._fixed: dict[str, Any] = {}
         self._executor: Executor | None = None
         _join(plan.mesh, timeout)
         self.device = torch.device(device) if device else _default_device()
@@ -161,6 +180,7 @@ class Step:
             return self
         assert self._model is not None
         program = self._given or self._compile_once(batch)
+        check_model(program, self._model)
         self.comm: Comm = ProcessComm(
             program.mesh,
             program.plan.microbatches,
@@ -169,6 +189,7 @@ class Step:
             device=self.device,
             timeout=self._timeout,
         )
+        check_same(self._model, self.comm)
         parameters, buffers = local_state(
             program, self._model, self.comm.rank, self.device, self._seed
         )
@@ -176,6 +197,7 @@ class Step:
         self._names, self._unused = _remember(self._model, program)
         for note in program.notes if self.comm.rank == 0 else ():
             LOG.warning(note)
+        self._fixed = {k: v for k, v in batch.items() if not isinstance(v, Tensor)}
         self._model = None  # the whole weights are free to go
         return self
 
@@ -216,12 +238,19 @@ class Step:
                     f"for {dtype}{list(shape)}",
                     fix="pad the batch to that shape, or compile another step for it",
                 )
-        unknown = sorted(set(tensors) - set(self.program.inputs))
-        if unknown:
-            raise BatchError(
-                f"the step was compiled without '{unknown[0]}'",
-                fix="compile with the same fields as are passed later",
-            )
+        known = {*self.program.inputs, *self._fixed}
+        for name, value in batch.items():
+            if name not in known or (name in tensors and name in self._fixed):
+                raise BatchError(
+                    f"the step was compiled without '{name}'",
+                    fix="compile with the same fields as are passed later",
+                )
+            if name in self._fixed and value != self._fixed[name]:
+                raise BatchError(
+                    f"'{name}' is {value!r}, but the step was compiled for "
+                    f"{self._fixed[name]!r}",
+                    fix="compile another step for it",
+                )
         return {k: v.to(self.device) for k, v in tensors.items()}
 
     # --- what optimizers and checkpoints need --------------------------------------

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autopar.comm import Comm
 from autopar.executor import Executor
+from autopar.match import check_model
 from autopar.reference import reference_step
 from autopar.shards import owns, put_shard, take_shard
 from autopar.virtual import run_virtual
@@ -74,6 +75,7 @@ def verify(
     tolerance: float | None = None,
 ) -> Verification:
     """Compare one step of all ranks with the model. The model needs real weights."""
+    check_model(program, model)
     dtype = next(p.dtype for p in model.parameters())
     loss, grads = run_all_ranks(program, model, batch, seed)
     want_loss, want = reference_step(model, batch, loss_fn, seed << 32)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -76,7 +77,7 @@ def differentiate(
         for part in ("params", "buffers", "constants", "inputs", "receives", "sends")
     }
     loss = local.value(stage.loss) if stage.loss else None
-    forward = fuse_bias(spell_dropout(parts["forward"]))
+    forward = fuse_bias(spell_masks(parts["forward"]))
     builder = Builder(set(stage.dims) | {v.name for n in forward for v in n.results})
     grads = {
         p.name: Value(f"grad.{p.name}", p.shape, p.dtype)
@@ -267,20 +268,32 @@ def drop_identities(
     return follow(forward), follow(backward)
 
 
-def spell_dropout(nodes: list[Node]) -> list[Node]:
-    """dropout -> a mask from the global position, and a scaled product with it."""
-    found = []
+def spell_masks(nodes: list[Node]) -> list[Node]:
+    """Masks that depend on global positions become values of their own.
+
+    dropout -> a mask, and a scaled product with it. Causal attention of some of the
+    rows -> attention with the mask of these rows.
+    """
+    found: list[Node] = []
+    args: tuple[Any, ...]
     for node in nodes:
-        if node.op != "comm.dropout":
+        if node.op == "comm.dropout":
+            x, p, number, position = node.args
+            mask = Value(f"keep_{number}", x.shape, torch.bool)
+            drawn = Node("comm.dropout_mask", (p, number, position), {}, (mask,))
+            args = (x, mask, 1.0 / (1.0 - p))
+            used = replace(node, op="autopar.masked_scale", args=args)
+        elif node.op == "comm.attention":
+            q, k, v, _, _, scale, position = node.args
+            shape = (q.shape[2], k.shape[2])
+            mask = Value(f"{node.out.name}_mask", shape, torch.bool)
+            drawn = Node("comm.causal_mask", (position, k.shape[2]), {}, (mask,))
+            args = (q, k, v, mask, False, scale)
+            used = replace(node, op="autopar.attention", args=args)
+        else:
             found.append(node)
             continue
-        x, p, number, position = node.args
-        keep = Value(f"keep_{number}", x.shape, torch.bool)
-        found.append(
-            Node("comm.dropout_mask", (p, number, position), {}, (keep,), node.where)
-        )
-        scale = 1.0 / (1.0 - p)
-        found.append(replace(node, op="autopar.masked_scale", args=(x, keep, scale)))
+        found += [replace(drawn, where=node.where), used]
     return found
 
 

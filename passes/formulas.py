@@ -22,12 +22,13 @@ def evaluate(
 ) -> Results:
     """The results of a node on the given operands, one a tensor argument.
 
-    start: for a lookup in a shard of a table, which global index the shard begins at.
+    start: for an op that must know it, at which global index its shard begins: of a
+    table that is looked up in, or of the rows of causal attention.
     """
     given = iter(operands)
     node = node.substitute(lambda _: next(given))
     if start is not None:
-        found = LOOKUPS[node.op](start, *node.args)
+        found = SHARDS[node.op](start, *node.args)
     else:
         found = (REFERENCE.get(node.op) or resolve(node.op))(*node.args, **node.kwargs)
     if isinstance(found, Tensor):
@@ -72,6 +73,13 @@ def pick(x: Tensor, index: Tensor) -> Tensor:
     return _pick_from(0, x, index)
 
 
+def _attention_from(
+    start: int, q: Tensor, k: Tensor, v: Tensor, mask: Any, _: bool, scale: float
+) -> Tensor:
+    rows, columns = torch.arange(q.shape[2]) + start, torch.arange(k.shape[2])
+    return attention(q, k, v, rows[:, None] >= columns, False, scale)
+
+
 def _pick_from(start: int, x: Tensor, index: Tensor) -> Tensor:
     local, inside = _local(index, start, x.shape[-1])
     return x.gather(-1, local[..., None])[..., 0].where(inside, 0)
@@ -93,7 +101,8 @@ REFERENCE: dict[str, Callable[..., Tensor]] = {
     "autopar.sum_exp": sum_exp,
     "autopar.pick": pick,
 }
-LOOKUPS: dict[str, Callable[..., Tensor]] = {
+SHARDS: dict[str, Callable[..., Tensor]] = {
     "aten.embedding.default": _embedding_from,
     "autopar.pick": _pick_from,
+    "autopar.attention": _attention_from,
 }

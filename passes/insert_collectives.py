@@ -25,7 +25,7 @@ from typing import Any
 from passes.errors import LossNotSeparable
 from passes.graph import Builder, Graph, Node, Value, Where
 from passes.mesh import TIME
-from passes.name_dims import Dims
+from passes.name_dims import Dim, Dims
 from passes.origins import Origin, find_differentiable, find_origins
 from passes.plan import Plan
 from passes.propagate import Sharded
@@ -264,15 +264,23 @@ class _Lowering:
         wanted: tuple[int, int],
         where: Where,
     ) -> Value:
-        """S -> S': split another dim instead."""
-        have = self.shardings[v.name]
-        alone = all(len(self.dims[v.name][d]) == 1 for d, _ in (place, wanted))
-        if not alone:  # rare: go through the whole value
-            v = self.gather(v, axis, place, True, where)
-            return self.shard(v, axis, wanted, where)
-        out = have.without_split(axis).with_split(wanted, axis, self.order)
-        args = (axis, wanted[0], place[0])
-        return self.emit("all_to_all", v, args, where, out)
+        """S -> S': split another dim instead, each factor being a dim of its own."""
+        dims, have = self.dims[v.name], self.shardings[v.name]
+        apart_dims: list[tuple[Dim, ...]] = []
+        apart_slots: list[tuple[tuple[str, ...], ...]] = []
+        index: dict[tuple[int, int], int] = {}
+        for d, (factors, slots) in enumerate(zip(dims, have.slots, strict=True)):
+            index.update({(d, i): len(apart_dims) + i for i in range(len(factors))})
+            apart_dims += [(x,) for x in factors] or [()]
+            apart_slots += [(x,) for x in slots] or [()]
+        lying = replace(have, slots=tuple(apart_slots))
+        apart = self.reshape(v, tuple(apart_dims), lying, where)
+        out = lying.without_split(axis)
+        out = out.with_split((index[wanted], 0), axis, self.order)
+        args = (axis, index[wanted], index[place])
+        moved = self.emit("all_to_all", apart, args, where, out)
+        done = have.without_split(axis).with_split(wanted, axis, self.order)
+        return self.reshape(moved, dims, done, where)
 
     def on_own_dim(
         self, v: Value, place: tuple[int, int], where: Where, collective: Any
@@ -303,6 +311,8 @@ class _Lowering:
             for dim in factors:
                 extent *= dim.size
             shape.append(extent)
+        if dims == self.dims[v.name]:
+            return v
         before = self.reshaped.get(v.name)
         if before is not None and self.dims[before.name] == dims:
             return before

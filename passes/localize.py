@@ -95,6 +95,18 @@ def _dropout(at: Localizer, node: Node, local: Node) -> Node:
     return replace(local, op="comm.dropout", args=(*local.args, position))
 
 
+def _attention(at: Localizer, node: Node, local: Node) -> Node:
+    """Causal attention of some of the rows masks by their global position."""
+    q, is_causal = node.args[0], node.args[4]
+    axes = at.shardings[q.name].slots[2]
+    if not is_causal or not any(axes):
+        return local
+    position = tuple(
+        (d.size, split) for d, split in zip(at.dims[q.name][2], axes, strict=True)
+    )
+    return replace(local, op="comm.attention", args=(*local.args, position))
+
+
 def _gather(at: Localizer, node: Node, local: Node) -> Node:
     x, axis, dim = node.args
     sizes = at.extents_along(x, dim, axis)
@@ -114,6 +126,7 @@ CHANGES: dict[str, Any] = {
     "aten.split_with_sizes": _split,
     "aten.embedding": _lookup,
     "autopar.pick": _pick,
+    "autopar.attention": _attention,
     "autopar.dropout": _dropout,
     "comm.all_gather": _gather,
     "comm.all_to_all": _all_to_all,

@@ -11,17 +11,20 @@ from collections.abc import Iterable
 
 from passes.cost import PRODUCTS
 from passes.graph import Node
+from passes.mesh import TIME
 from passes.name_dims import Factor
 from passes.origins import Origin
 from passes.propagate import Sharded
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a layer, in `h.3.attn`
+TOKENS = ("batch", "seq")  # dims of the data, which no weight has
 SHOWN = 3  # places that a note names
 
 
 def find_notes(sharded: Sharded) -> tuple[str, ...]:
     """Lines for the user, those about the whole model first."""
-    axes = [axis for axis in sharded.plan.axes if axis not in sharded.plan.data_axes]
+    plan = sharded.plan
+    axes = [a for a in plan.axes if a not in (TIME, *plan.data_axes)]
     notes = [note for axis in axes for note in _unsplit(sharded, axis)]
     return (*notes, *_unruled(sharded))
 
@@ -29,6 +32,8 @@ def find_notes(sharded: Sharded) -> tuple[str, ...]:
 def _unsplit(sharded: Sharded, axis: str) -> list[str]:
     """Where an axis splits no matrix product, or only the samples or positions of one:
     each of its ranks then holds all of the weights."""
+    wanted = sharded.plan.split.get(axis, ())
+    splits_weights = not all(d in TOKENS or ":" in d for d in wanted)
     whole: list[Node] = []
     by_token: dict[str, list[Node]] = {}
     count = 0
@@ -41,8 +46,9 @@ def _unsplit(sharded: Sharded, axis: str) -> list[str]:
         label = labels[axis]
         if label is None:
             whole.append(node)
-        elif isinstance(label, Factor) and _reads_whole_weight(sharded, node, label):
-            by_token.setdefault(label.dim.name, []).append(node)
+        elif isinstance(label, Factor) and splits_weights:
+            if _reads_whole_weight(sharded, node, label):
+                by_token.setdefault(label.dim.name, []).append(node)
     if count == len(whole):
         return [f"{axis} splits no matrix product: its ranks all compute the same"]
     notes = []

@@ -8,18 +8,26 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from passes.errors import AutoparError
-from passes.mesh import TIME, Mesh
+from passes.mesh import AXES, TIME, Mesh
 
 FORMAT = 1
 
 # What each mesh axis splits, in order of preference: an op is split along the first of
 # these dims that flows through it. For tp this is Megatron's choice (Shoeybi 2019);
 # `seq` at the end is its sequence parallelism (Korthikanti 2022): what has no heads,
-# ffn or vocab is split along the sequence.
+# ffn or vocab is split along the sequence. `op:dim` is a preference of one op alone.
 SPLIT: dict[str, tuple[str, ...]] = {
     "dp": ("batch",),
+    "cp": ("seq",),
     "tp": ("heads", "kv_heads", "q_per_kv", "ffn", "vocab", "seq"),
     TIME: ("batch",),
+}
+
+# What cp splits. Rows that gather keys and values (Llama 3, Grattafiori 2024); or
+# DeepSpeed-Ulysses (Jacobs 2023): attention by heads, with all-to-alls around it.
+CONTEXT_PARALLEL = {
+    "gather": ("seq",),
+    "ulysses": ("attention:heads", "attention:kv_heads", "attention:q_per_kv", "seq"),
 }
 
 # What the backward may compute again instead of keeping it: see `passes.recompute`.
@@ -115,10 +123,35 @@ class Plan:
             raise PlanError(f"the plan cannot be read: {error}") from None
 
 
+# What the keys hold in JSON.
+KINDS: dict[str, type] = {
+    "mesh": str,
+    "microbatches": int,
+    "schedule": str,
+    "stages_per_rank": int,
+    "split": dict,
+    "hints": dict,
+    "cuts": list,
+    "recompute": str,
+}
+
+
 def _read(key: str, value: Any) -> Any:
+    if type(value) is not KINDS[key]:
+        raise PlanError(
+            f"'{key}' in the plan is {value!r}",
+            fix=f"write a value of type {KINDS[key].__name__}",
+        )
     if key == "mesh":
         return Mesh.parse(value)
     if key == "split":
+        for axis, dims in value.items():
+            if axis not in (*AXES, TIME) or not isinstance(dims, list):
+                raise PlanError(
+                    f"'split' in the plan has {axis!r}: {dims!r}",
+                    fix=f'write for instance "tp": ["heads", "ffn"], for axes of '
+                    f"{', '.join((*AXES, TIME))}",
+                )
         return {axis: tuple(dims) for axis, dims in value.items()}
     if key == "cuts":
         return tuple(value)

@@ -61,23 +61,23 @@ def random_operands(node: Node, seed: int) -> list[Tensor]:
 def holds(node: Node, rule: Equation, letter: str, role: Role, seed: int) -> bool:
     """Whether shards of a letter recombine to the whole result, as its role says.
 
-    map: each shard's result is the shard of the result. sum, lookup, max: the results
-    of the shards add up, or their maximum is the result. Runs on random data.
+    map, rows: each shard's result is the shard of the result. sum, lookup, max: the
+    results of the shards add up, or their maximum is the result. Runs on random data.
     """
     operands = random_operands(node, seed)
     whole = evaluate(node, operands)
     extents = letter_extents(node, rule)
     partials = []
     for part in _two_parts(extents[letter], seed):
-        start = part[0] if role == "lookup" else None
+        start = part[0] if role in ("lookup", "rows") else None
         found = _on_shard(node, rule, operands, whole, {letter: part}, start)
         if found is None:
             return False
         got, wanted = found
-        if role == "map" and not all(map(_same, got, wanted)):
+        if role in ("map", "rows") and not all(map(_same, got, wanted)):
             return False
         partials.append(got)
-    if role == "map":
+    if role in ("map", "rows"):
         return True
     combine = torch.maximum if role == "max" else torch.add
     for first, second, wanted in zip(*partials, whole, strict=True):

@@ -101,7 +101,7 @@ class _Propagation:
         self.rank = {
             axis: {name: i for i, name in enumerate(plan.split.get(axis, ()))}
             for axis in plan.axes
-        }
+        }  # "dim" or "op:dim" -> order of preference
         self.differentiable = find_differentiable(named.graph, named.traced.trainable)
         self.states: dict[str, Sharding] = {}
         self.labels: list[Mapping[str, Label]] = []
@@ -190,11 +190,13 @@ class _Propagation:
         pinned = self.pins.factor(axis, node, factors)
         if pinned is not None:
             return pinned
+        order, op = self.rank[axis], node.op.split(".")[1]
         ranked = [
-            (self.rank[axis][f.dim.name], f)
+            (order[name], f)
             for f in factors
-            if self.may_split(f, node)
-            and f.dim.name in self.rank[axis]
+            for name in (f.dim.name, f"{op}:{f.dim.name}")
+            if name in order
+            and self.may_split(f, node)
             and self.divides(axis, f.dim, labels)
         ]
         return min(ranked, key=lambda r: r[0])[1] if ranked else None

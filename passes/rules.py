@@ -8,6 +8,7 @@ order; a suffix says what may be done with a letter:
     k^    maximised away: splitting it leaves a pending maximum
     v@    looked up by global index: splitting it leaves a pending sum, from an op that
           knows where its shard starts
+    s~    may be split as m, by an op that knows where its shard starts
     d!    must stay whole
     (a b) a dim that is a product, a outermost
     ...   leading dims, aligned from the right
@@ -29,11 +30,12 @@ import torch
 
 from passes.graph import Node, Value, resolve
 
-Role = Literal["map", "sum", "max", "lookup", "whole"]
+Role = Literal["map", "sum", "max", "lookup", "rows", "whole"]
 SUFFIXES: dict[str, Role] = {
     "+": "sum",
     "^": "max",
     "@": "lookup",
+    "~": "rows",
     "!": "whole",
 }
 # What an op's result is on an axis that splits a letter of this role.
@@ -277,10 +279,10 @@ def _repeat_interleave(node: Node) -> str:
 
 
 def _attention(node: Node) -> str:
-    """Each query row is on its own, but sees all keys; a causal flag counts rows."""
+    """Each query row is on its own, and sees all keys; a causal flag counts rows."""
     q, k = node.args[0], node.args[1]
     is_causal = node.args[4]
-    s = "s!" if is_causal else "s"
+    s = "s~" if is_causal else "s"
     groups = k.shape[1]
     kv = "h" if groups == q.shape[1] else f"g={groups}"
     heads = "h" if groups == q.shape[1] else f"({kv} r)"

@@ -203,6 +203,12 @@ class _Chain:
 
     def ends_of(self, cuts: Sequence[str]) -> list[int]:
         """Positions of the cuts that a plan names."""
+        stages = self.lowered.plan.stages
+        if len(cuts) != stages - 1:
+            raise StageError(
+                f"the plan has {len(cuts)} cuts, but {stages} stages need {stages - 1}",
+                fix='write "cuts": [] to have them balanced',
+            )
         ends: list[int] = []
         for name in cuts:
             found = [

@@ -9,6 +9,7 @@ device are traced as fake ones, so a model need not fit in memory.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import warnings
@@ -26,6 +27,8 @@ from passes.functionalize import functionalize
 from passes.graph import Builder, Graph, Node, Value, Where
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
+# In errors of captures that need to know what is in a tensor.
+VALUES_READ = ("datadependent", "dynamicoutputshape", "unbacked")
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -151,16 +154,33 @@ def _export(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.export.export(wrapper, (), {"batch": examples}, strict=False)
+            # A capture that fails would print half of the graph.
+            with contextlib.redirect_stderr(io.StringIO()):
+                return torch.export.export(
+                    wrapper, (), {"batch": examples}, strict=False
+                )
     except CaptureError:
         raise
     except Exception as error:
         raise CaptureError(
             f"the model could not be captured: {_first_lines(error)}",
             source=_user_frame(error),
-            fix="control flow must not depend on tensor values: compute both branches "
-            "with torch.where, or pass the choice as a Python value",
+            fix=_way_out(error, examples),
         ) from error
+
+
+def _way_out(error: Exception, examples: Mapping[str, torch.Tensor]) -> str:
+    """Either the model reads values of tensors, or it does not run on this batch."""
+    text = f"{type(error).__name__} {error}".lower().replace("-", "")
+    if any(mark in text for mark in VALUES_READ):
+        return (
+            "control flow must not depend on tensor values: compute both branches "
+            "with torch.where, or pass the choice as a Python value"
+        )
+    return (
+        "the model must run on the batch as it is, given by keyword: "
+        f"model({', '.join(f'{name}=...' for name in examples)})"
+    )
 
 
 def _first_lines(error: BaseException) -> str:

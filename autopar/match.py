@@ -1,0 +1,64 @@
+"""Whether a model is the one that a program was compiled from, on all ranks alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from autopar.comm import Comm
+from passes.errors import AutoparError
+from passes.program import Program, dtype_name
+
+SAME = 1e-9  # relative; sums of the same numbers may be rounded differently
+
+
+class ModelMismatch(AutoparError):
+    """The model is not the one that was compiled, or not the same on all ranks."""
+
+
+def check_model(program: Program, model: nn.Module) -> None:
+    """Compare names, shapes and dtypes. Raises ModelMismatch that names the first."""
+    held: dict[str, Tensor] = dict(model.named_parameters())
+    held.update(model.named_buffers())
+    fix = "compile the model again, or bring back the one that was compiled"
+    for name, spec in {**program.parameters, **program.buffers}.items():
+        if not spec.stages:
+            continue
+        if name not in held:
+            raise ModelMismatch(
+                f"the program was compiled with '{name}', which the model lacks",
+                fix=fix,
+            )
+        shape, dtype = tuple(held[name].shape), dtype_name(held[name].dtype)
+        if (shape, dtype) != (spec.shape, spec.dtype):
+            raise ModelMismatch(
+                f"'{name}' is {dtype}{list(shape)}, but the program was compiled for "
+                f"{spec.dtype}{list(spec.shape)}",
+                fix=fix,
+            )
+
+
+@torch.no_grad()
+def check_same(model: nn.Module, comm: Comm) -> None:
+    """Compare the values of all ranks' parameters, by their sums.
+
+    Weights on meta are drawn from one seed later, and so the same. All ranks must call
+    it. Raises ModelMismatch on all of them.
+    """
+    world = comm.mesh.size
+    named = [(n, p) for n, p in model.named_parameters() if not p.is_meta]
+    if world == 1 or not named:
+        return
+    sums = torch.zeros(world, len(named), dtype=torch.float64)
+    for i, (_, p) in enumerate(named):
+        sums[comm.rank, i] = p.detach().sum(dtype=torch.float64)
+    sums = comm.reduce_ranks_(sums.to(comm.device), tuple(range(world))).cpu()
+    for rank in range(1, world):
+        same = torch.isclose(sums[rank], sums[0], SAME, 0.0, equal_nan=True)
+        if not bool(same.all()):
+            name = named[int(same.int().argmin())][0]
+            raise ModelMismatch(
+                f"'{name}' has other values on rank {rank} than on rank 0",
+                fix="call torch.manual_seed with one seed on all ranks before the "
+                "model is made, or load the same weights everywhere",
+            )
