@@ -7,7 +7,7 @@ simulator read. Messages are posted before they are needed and waited for when t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,25 +133,40 @@ class Executor:
         """
         before = self._begin_gradients()
         self.comm.key = (self.seed << 32) + self.steps
+        self._play(self.actions, batch)
+        for bucket in self.buckets:
+            self.comm.reduce_ranks_(bucket.flat, bucket.ranks)
+        self._end_gradients(before)
+        self.steps += 1
+        return self._loss()
+
+    @torch.no_grad()
+    def evaluate(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The loss of the whole batch without dropout; nothing is kept or changed."""
+        forward = (Kind.F, Kind.SEND_F, Kind.RECV_F)
+        self.comm.evaluating = True
+        try:
+            self._play([a for a in self.actions if a.kind in forward], batch)
+        finally:
+            self.comm.evaluating = False
+        return self._loss()
+
+    def _play(self, actions: Sequence[Action], batch: Mapping[str, Tensor]) -> None:
+        """Run the actions in turn."""
         for stage in self.stages.values():
             wanted = {k: batch[k] for k in stage.module["INPUTS"]}
             made = stage.module["prologue"](
                 self.comm, stage.tensors, stage.constants, wanted
             )
             stage.batch = {**wanted, **made}
-        receives = [a for a in self.actions if a.kind.is_recv]
-        for action in self.actions:
+        receives = [a for a in actions if a.kind.is_recv]
+        for action in actions:
             # One message ahead: it arrives while something is computed.
             while receives and len(self._arriving) < 2:
                 self._post(receives.pop(0))
             self._run(action)
         self.comm.flush()
         self._leaving.clear()
-        for bucket in self.buckets:
-            self.comm.reduce_ranks_(bucket.flat, bucket.ranks)
-        self._end_gradients(before)
-        self.steps += 1
-        return self._loss()
 
     def _begin_gradients(self) -> dict[int, Tensor]:
         """Clear the buffers; what the user wants added to is kept aside."""
@@ -204,7 +219,8 @@ class Executor:
         made, saved = stage.module["forward"](
             self.comm, stage.tensors, stage.constants, stage.batch, *xs
         )
-        stage.saved[i] = saved
+        if not self.comm.evaluating:
+            stage.saved[i] = saved
         if action.stage == len(self.program.stages) - 1:
             self._losses.append(made[-1])
         else:

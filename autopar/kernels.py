@@ -198,8 +198,10 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return y.view(*x.shape[:-1], weight.shape[1])
 
 
-def masked_scale(x: Tensor, keep: Tensor, scale: float) -> Tensor:
-    """x [...] where kept (bool [...]), else zero; times scale."""
+def masked_scale(x: Tensor, keep: Tensor | None, scale: float) -> Tensor:
+    """x [...] where kept (bool [...]), else zero; times scale. Without mask, x's copy."""
+    if keep is None:
+        return x.clone()
     return torch.mul(x, keep).mul_(scale)
 
 

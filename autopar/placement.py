@@ -35,6 +35,7 @@ class Placement:
         self.microbatches = microbatches
         self.microbatch = 0
         self.key = 0  # of all dropout masks of this step
+        self.evaluating = False
         self._ranks: dict[tuple[str, ...], tuple[int, ...]] = {}
 
     def ranks(self, axes: tuple[str, ...]) -> tuple[int, ...]:
@@ -84,11 +85,14 @@ class Placement:
         p: float,
         number: int,
         position: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...],
-    ) -> Tensor:
+    ) -> Tensor | None:
         """What dropout `number` of the model keeps of my part of a tensor, as bool.
 
         position: for each dim, its factors: (global extent, axes that split it).
+        None while evaluating: there is no dropout then.
         """
+        if self.evaluating:
+            return None
         dims = [
             [(extent, *self.span(extent, axes)) for extent, axes in factors]
             for factors in position

@@ -174,6 +174,14 @@ class Step:
         assert self._executor is not None
         return self._executor.step(self._checked(batch))
 
+    def evaluate(self, **batch: Any) -> Tensor:
+        """Loss of the global batch without dropout, forward only; on every rank.
+
+        The same as of the model in `.eval()`, if dropout is all that this changes.
+        """
+        executor = self.executor  # raises if there is nothing to evaluate yet
+        return executor.evaluate(self._checked(batch))
+
     def build(self, **batch: Any) -> Step:
         """Compile for batches like this one (only shapes and types matter)."""
         if self._executor is not None:
