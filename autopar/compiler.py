@@ -6,6 +6,8 @@ Environment:
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import pathlib
 from collections.abc import Callable, Mapping
@@ -33,7 +35,9 @@ def compile_offline(
     batch: the full, global batch, as example of names, shapes and types. costs: seconds
     of ops; None: measured on this machine, once. Raises: AutoparError.
     """
-    traced = trace(model, batch, loss_fn)
+    # Of a model that it cannot capture, torch prints the graph so far.
+    with contextlib.redirect_stderr(io.StringIO()):
+        traced = trace(model, batch, loss_fn)
     return compile_program(traced, plan, costs or profile, Dump.from_environment())
 
 

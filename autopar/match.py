@@ -1,12 +1,16 @@
-"""Whether a model is the one that a program was compiled from, on all ranks alike."""
+"""Whether a model is the one that a program was compiled from, on all ranks alike; and
+a batch one that it was compiled for."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autopar.comm import Comm
-from passes.errors import AutoparError
+from passes.errors import AutoparError, BatchError
 from passes.program import Program, dtype_name
 
 SAME = 1e-9  # relative; sums of the same numbers may be rounded differently
@@ -62,3 +66,43 @@ def check_same(model: nn.Module, comm: Comm) -> None:
                 fix="call torch.manual_seed with one seed on all ranks before the "
                 "model is made, or load the same weights everywhere",
             )
+
+
+def checked_batch(
+    program: Program, fixed: Mapping[str, Any], batch: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """The tensors of a batch that has the shapes and dtypes of `program.inputs`.
+
+    fixed: fields that are no tensors, with the values that were compiled; the batch may
+    leave them out. Raises: BatchError that names the first field that differs.
+    """
+    tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor)}
+    for name, (shape, dtype) in program.inputs.items():
+        if name not in tensors:
+            raise BatchError(
+                f"the batch has no '{name}'",
+                fix=f"pass {', '.join(program.inputs)} by keyword",
+            )
+        x = tensors[name]
+        found = dtype_name(x.dtype)
+        if tuple(x.shape) != shape or found != dtype:
+            raise BatchError(
+                f"'{name}' is {found}{list(x.shape)}, but the step was compiled "
+                f"for {dtype}{list(shape)}",
+                fix="pad the batch to that shape, or compile another step for it",
+            )
+    for name in batch:
+        if name in tensors and name in program.inputs:
+            continue
+        if name in tensors or name not in fixed:
+            raise BatchError(
+                f"the step was compiled without '{name}'",
+                fix="compile with the same fields as are passed later",
+            )
+        if batch[name] != fixed[name]:
+            raise BatchError(
+                f"'{name}' is {batch[name]!r}, but the step was compiled for "
+                f"{fixed[name]!r}",
+                fix="compile another step for it",
+            )
+    return tensors

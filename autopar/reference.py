@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.kernels import dropout_mask
 from passes.call_model import loss_of
+from passes.errors import AutoparError
 
 
 class OurDropout(TorchFunctionMode):
@@ -93,12 +94,22 @@ def reference_step(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and every gradient of `model(**batch)`, by the model's own names.
 
-    `.grad` of the model is left as it was.
+    `.grad` of the model is left as it was. Raises: AutoparError for dropout within
+    activation checkpoints, whose masks cannot be drawn a second time.
     """
     with OurDropout(key), torch.enable_grad():
         loss = loss_of(model, batch, loss_fn)
         wanted = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        try:
+            grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        except RuntimeError as error:  # also checkpoint's own
+            if "checkpoint" not in str(error):
+                raise
+            raise AutoparError(
+                "the model's activation checkpoints do not go with this comparison: "
+                "they are reentrant, or have dropout within",
+                fix="verify without torch.utils.checkpoint; programs do not use it",
+            ) from error
     found = {
         n: torch.zeros_like(p) if g is None else g
         for (n, p), g in zip(wanted.items(), grads, strict=True)

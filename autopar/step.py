@@ -16,10 +16,10 @@ from autopar.comm import Comm
 from autopar.compiler import compile_offline
 from autopar.executor import Executor
 from autopar.initialize import local_state
-from autopar.match import check_model, check_same
+from autopar.match import check_model, check_same, checked_batch
 from autopar.process_groups import ProcessComm
 from autopar.shards import owns, put_shard, take_shard
-from passes.errors import AutoparError, BatchError
+from passes.errors import AutoparError
 from passes.mesh import Mesh, MeshError
 from passes.plan import CONTEXT_PARALLEL, SPLIT, Plan, PlanError
 from passes.program import Program
@@ -172,7 +172,7 @@ class Step:
         if self._executor is None:
             self.build(**batch)
         assert self._executor is not None
-        return self._executor.step(self._checked(batch))
+        return self._executor.step(self._tensors(batch))
 
     def evaluate(self, **batch: Any) -> Tensor:
         """Loss of the global batch without dropout, forward only; on every rank.
@@ -180,7 +180,7 @@ class Step:
         The same as of the model in `.eval()`, if dropout is all that this changes.
         """
         executor = self.executor  # raises if there is nothing to evaluate yet
-        return executor.evaluate(self._checked(batch))
+        return executor.evaluate(self._tensors(batch))
 
     def build(self, **batch: Any) -> Step:
         """Compile for batches like this one (only shapes and types matter)."""
@@ -230,36 +230,9 @@ class Step:
         program: Program = box[0]
         return program
 
-    def _checked(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor)}
-        for name, (shape, dtype) in self.program.inputs.items():
-            if name not in tensors:
-                raise BatchError(
-                    f"the batch has no '{name}'",
-                    fix=f"pass {', '.join(self.program.inputs)} by keyword",
-                )
-            x = tensors[name]
-            found = str(x.dtype).removeprefix("torch.")
-            if tuple(x.shape) != shape or found != dtype:
-                raise BatchError(
-                    f"'{name}' is {found}{list(x.shape)}, but the step was compiled "
-                    f"for {dtype}{list(shape)}",
-                    fix="pad the batch to that shape, or compile another step for it",
-                )
-        known = {*self.program.inputs, *self._fixed}
-        for name, value in batch.items():
-            if name not in known or (name in tensors and name in self._fixed):
-                raise BatchError(
-                    f"the step was compiled without '{name}'",
-                    fix="compile with the same fields as are passed later",
-                )
-            if name in self._fixed and value != self._fixed[name]:
-                raise BatchError(
-                    f"'{name}' is {value!r}, but the step was compiled for "
-                    f"{self._fixed[name]!r}",
-                    fix="compile another step for it",
-                )
-        return {k: v.to(self.device) for k, v in tensors.items()}
+    def _tensors(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        tensors = checked_batch(self.program, self._fixed, batch)
+        return {name: x.to(self.device) for name, x in tensors.items()}
 
     # --- what optimizers and checkpoints need --------------------------------------
 

@@ -39,13 +39,7 @@ def cross_entropy(rewriter: Rewriter, node: Node) -> Value:
             op, *args, shape=rows, dtype=x.dtype, where=node.where, name=name
         )
 
-    free = rewriter.emit(
-        "aten.detach.default", x, shape=x.shape, dtype=x.dtype, where=node.where
-    )
-    largest = emit("aten.amax.default", free, (-1,), name="largest")
-    total = emit("autopar.sum_exp", x, largest, name="sum_exp")
-    normalizer = emit("aten.log.default", total, name="log")
-    normalizer = emit("aten.add.Tensor", normalizer, largest, name="logsumexp")
+    normalizer = _log_sum_exp(rewriter, x, node)
     picked = emit("autopar.pick", x, target, name="picked")
     nll = emit("aten.sub.Tensor", normalizer, picked, name="nll")
     if smoothing:
@@ -57,6 +51,30 @@ def cross_entropy(rewriter: Rewriter, node: Node) -> Value:
         uniform = emit("aten.mul.Tensor", uniform, smoothing, name="uniform_nll")
         nll = emit("aten.add.Tensor", nll, uniform, name="nll")
     return _reduce(rewriter, nll, target, given, node)
+
+
+def _log_sum_exp(rewriter: Rewriter, x: Value, node: Node) -> Value:
+    """x [..., classes] -> [...]."""
+
+    def emit(op: str, *args: Any, like: Value, name: str | None = None) -> Value:
+        return rewriter.emit(
+            op, *args, shape=like.shape, dtype=x.dtype, where=node.where, name=name
+        )
+
+    rows = Value("", x.shape[:-1], x.dtype)
+    free = emit("aten.detach.default", x, like=x)
+    largest = emit("aten.amax.default", free, (-1,), like=rows, name="largest")
+    total = emit("autopar.sum_exp", x, largest, like=rows, name="sum_exp")
+    log = emit("aten.log.default", total, like=rows, name="log")
+    return emit("aten.add.Tensor", log, largest, like=rows, name="logsumexp")
+
+
+def logsumexp(rewriter: Rewriter, node: Node) -> Value | None:
+    """Along the last dim: of logits, for a loss that keeps them small (z-loss)."""
+    x, dims = node.operands[0], node.args[1]
+    if dims not in ((-1,), (len(x.shape) - 1,)) or node.out.shape != x.shape[:-1]:
+        return None
+    return _log_sum_exp(rewriter, x, node)
 
 
 def nll_loss(rewriter: Rewriter, node: Node) -> Value:
@@ -208,6 +226,7 @@ DEFAULTS = {"beta": 1.0, "delta": 1.0}
 
 LOSS_RULES: dict[str, Rule] = {
     "aten.cross_entropy_loss": cross_entropy,
+    "aten.logsumexp": logsumexp,
     "aten.nll_loss_nd": nll_loss,
     "aten.nll_loss": nll_loss,
     **{f"aten.{name}": elementwise for name in ELEMENTWISE},

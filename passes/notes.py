@@ -46,9 +46,12 @@ def _unsplit(sharded: Sharded, axis: str) -> list[str]:
         label = labels[axis]
         if label is None:
             whole.append(node)
-        elif isinstance(label, Factor) and splits_weights:
-            if _reads_whole_weight(sharded, node, label):
-                by_token.setdefault(label.dim.name, []).append(node)
+        elif (
+            splits_weights
+            and isinstance(label, Factor)
+            and _reads_whole_weight(sharded, node, label)
+        ):
+            by_token.setdefault(label.dim.name, []).append(node)
     if count == len(whole):
         return [f"{axis} splits no matrix product: its ranks all compute the same"]
     notes = []
@@ -59,9 +62,10 @@ def _unsplit(sharded: Sharded, axis: str) -> list[str]:
             f"{axis} does not split {places}{why}: its ranks all compute the same"
         )
     for dim, nodes in by_token.items():
-        places = _places(nodes)
+        places, why = _places(nodes), _too_small(sharded, axis, nodes)
         notes.append(
-            f"{axis} splits {places} along '{dim}' only: its ranks all hold the weights"
+            f"{axis} splits {places}{why} along '{dim}' only: its ranks all hold the "
+            "weights"
         )
     return notes
 

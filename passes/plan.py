@@ -9,6 +9,7 @@ from typing import Any
 
 from passes.errors import AutoparError
 from passes.mesh import AXES, TIME, Mesh
+from passes.schedule import SCHEDULES
 
 FORMAT = 1
 
@@ -62,6 +63,15 @@ class Plan:
         if self.microbatches < 1:
             raise PlanError(
                 f"microbatches={self.microbatches}", fix="use a number of at least 1"
+            )
+        if self.stages_per_rank < 1:
+            raise PlanError(
+                f"stages_per_rank={self.stages_per_rank}", fix="use at least 1"
+            )
+        if self.schedule not in SCHEDULES:
+            raise PlanError(
+                f"no schedule is named {self.schedule!r}",
+                fix=f"use one of {', '.join(SCHEDULES)}",
             )
         if self.recompute not in RECOMPUTE:
             raise PlanError(
@@ -137,10 +147,11 @@ KINDS: dict[str, type] = {
 
 
 def _read(key: str, value: Any) -> Any:
-    if type(value) is not KINDS[key]:
+    kind, found = KINDS[key], type(value)
+    if found is not kind:  # not isinstance: True is no number
         raise PlanError(
             f"'{key}' in the plan is {value!r}",
-            fix=f"write a value of type {KINDS[key].__name__}",
+            fix=f"write a value of type {kind.__name__}",
         )
     if key == "mesh":
         return Mesh.parse(value)
@@ -149,7 +160,7 @@ def _read(key: str, value: Any) -> Any:
             if axis not in (*AXES, TIME) or not isinstance(dims, list):
                 raise PlanError(
                     f"'split' in the plan has {axis!r}: {dims!r}",
-                    fix=f'write for instance "tp": ["heads", "ffn"], for axes of '
+                    fix='write for instance "tp": ["heads", "ffn"], for axes of '
                     f"{', '.join((*AXES, TIME))}",
                 )
         return {axis: tuple(dims) for axis, dims in value.items()}

@@ -9,7 +9,6 @@ device are traced as fake ones, so a model need not fit in memory.
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
 import warnings
@@ -154,11 +153,7 @@ def _export(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # A capture that fails would print half of the graph.
-            with contextlib.redirect_stderr(io.StringIO()):
-                return torch.export.export(
-                    wrapper, (), {"batch": examples}, strict=False
-                )
+            return torch.export.export(wrapper, (), {"batch": examples}, strict=False)
     except CaptureError:
         raise
     except Exception as error:

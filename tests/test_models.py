@@ -88,8 +88,26 @@ def test_a_factory_returns_a_model(tmp_path: Path, made: str) -> None:
 
 def test_an_import_error_of_the_users_file_is_theirs(tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text("import no_such_package_at_all\n")
-    with pytest.raises(ModuleNotFoundError, match="no_such_package_at_all"):
+    with pytest.raises(ModelError, match="no_such_package_at_all") as found:
         load_model(f"{tmp_path / 'm.py'}:f")
+    assert isinstance(found.value.__cause__, ModuleNotFoundError)
+
+
+def test_an_error_of_the_users_factory_shows_their_frames_alone(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text("def f():\n    return {}['layers']\n")
+    with pytest.raises(ModelError) as found:
+        load_model(f"{tmp_path / 'm.py'}:f")
+    what, head, *frames, error = str(found.value).splitlines()
+    assert what == f"'{tmp_path / 'm.py'}:f' raised an error"
+    assert head == "Traceback (most recent call last):"
+    assert frames[0] == f'  File "{tmp_path / "m.py"}", line 2, in f'
+    assert error == "KeyError: 'layers'"
+
+
+def test_only_functions_are_suggested(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text("import ast\nlayout = 3\ndef lay(): ...\n")
+    with pytest.raises(ModelError, match=r"did you mean lay\?"):
+        load_model(f"{tmp_path / 'm.py'}:lays")
 
 
 def test_without_transformers_the_error_names_it(

@@ -41,8 +41,15 @@ BROKEN = {
     changed(format=2): "is not of format 1",
     changed(color="red"): "unknown key 'color'",
     changed(microbatches=0): "microbatches=0",
-    changed(microbatches="two"): "cannot be read",
-    changed(split=["tp"]): "cannot be read",
+    changed(microbatches="two"): "'microbatches' in the plan is 'two'",
+    changed(microbatches=2.5): "'microbatches' in the plan is 2.5",
+    changed(split=["tp"]): r"'split' in the plan is \['tp'\]",
+    changed(split={"tp": "heads"}): "'split' in the plan has 'tp': 'heads'",
+    changed(split={"xp": ["heads"]}): "'split' in the plan has 'xp'",
+    changed(schedule="zigzag"): "no schedule is named 'zigzag'",
+    changed(stages_per_rank=0): "stages_per_rank=0",
+    changed(cuts="add_1"): "'cuts' in the plan is 'add_1'",
+    changed(hints=[]): r"'hints' in the plan is \[\]",
     without("mesh"): "has no mesh",
 }
 

@@ -158,3 +158,8 @@ def test_cuts_out_of_order():
     first, second = plain_gpt().compile("pp=3").plan.cuts
     with pytest.raises(StageError, match=f"cuts at %{first}"):
         plain_gpt().compile("pp=3", cuts=(second, first))
+
+
+def test_a_plan_with_too_few_cuts_is_refused():
+    with pytest.raises(StageError, match="has 1 cuts, but 4 stages need 3"):
+        plain_gpt().compile("pp=4", cuts=("add",))

@@ -1,0 +1,68 @@
+"""Notes: what tells that a right plan is a slow one."""
+
+from __future__ import annotations
+
+import torch
+from models import Case, token_batch
+from torch import Tensor, nn
+
+from examples.gpt import GPT, Config
+from passes.program import Program
+
+BATCH = token_batch(4, 8)
+
+
+def compiled(mesh: str, heads: int = 4, **options: bool) -> Program:
+    config = Config(layers=2, width=32, heads=heads, context=8, vocab=101)
+    batch = {"ids": BATCH["input_ids"], "labels": BATCH["labels"]}
+    return Case(GPT(config), batch).compile(mesh, **options)
+
+
+def test_a_plan_that_splits_what_it_should_has_none() -> None:
+    for mesh in ("tp=4", "pp=2,dp=2", "pp=2,dp=2,tp=2"):
+        assert compiled(mesh).notes == ()
+
+
+def test_an_axis_with_more_ranks_than_heads() -> None:
+    (note,) = compiled("tp=4", heads=2).notes
+    assert note.startswith("tp splits blocks.*.attention.qkv (gpt.py:")
+    assert "with 2 heads on 4 ranks along 'seq' only" in note
+    assert note.endswith(": its ranks all hold the weights")
+
+
+def test_without_sequence_parallelism_nothing_of_it_is_split() -> None:
+    (note,) = compiled("tp=4", heads=2, sequence_parallel=False).notes
+    places = (
+        "blocks.*.attention.qkv",
+        "blocks.*.attention ",
+        "blocks.*.attention.proj",
+    )
+    assert all(place in note for place in places)
+    assert note.endswith("with 2 heads on 4 ranks: its ranks all compute the same")
+
+
+def test_an_axis_that_splits_nothing() -> None:
+    assert compiled("ep=2").notes == (
+        "ep splits no matrix product: its ranks all compute the same",
+    )
+
+
+class Turned(nn.Module):
+    """Uses an op without a rule in each of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(101, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.emb(input_ids)
+        for layer in self.layers:
+            x = layer(x).roll(1, -1)
+        return torch.nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten() % 32)
+
+
+def test_an_op_without_a_rule_is_told_once() -> None:
+    (note,) = Case(Turned(), BATCH).compile("dp=2").notes
+    assert note.startswith("aten.roll: no rule; found by trial that 'batch', 'seq' may")
+    assert note.endswith(", 2 times)") and "test_notes.py:" in note
