@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from passes.atoms import Atoms
 from passes.graph import Graph, Node, Value
+from passes.notation import Equation, Role, extent_of
 from passes.origins import Origin, find_origins
 from passes.probe import probe_equation
-from passes.rules import Equation, Role, equation, extent_of
+from passes.rules import equation
 from passes.trace import Traced
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from passes.formulas import Results, evaluate
 from passes.graph import Node, Value, map_values, resolve
-from passes.rules import Equation, Role, extent_of
+from passes.notation import Equation, Role, extent_of
 
 # On more elements than this an op is tried out with smaller extents.
 LARGEST = 2**18

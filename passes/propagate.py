@@ -16,9 +16,9 @@ from passes.hints import Pins, read_hints
 from passes.linearity import passes_pending_sum
 from passes.mesh import TIME
 from passes.name_dims import Dim, Factor, Named
+from passes.notation import PENDING
 from passes.origins import Origin, find_differentiable
 from passes.plan import Plan
-from passes.rules import PENDING
 from passes.sharding import Sharding
 
 PASS = "pass"  # the op is applied to pending sums, and its result is one

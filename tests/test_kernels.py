@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar import attention as attention_module
-from autopar import kernels
 from autopar.kernels import (
     attention,
     attention_backward,

@@ -12,8 +12,9 @@ from passes.formulas import evaluate
 from passes.graph import Node, Value
 from passes.name_dims import name_dims
 from passes.normalize import normalize
+from passes.notation import Equation
 from passes.probe import probe_equation, random_operands
-from passes.rules import Equation, equation
+from passes.rules import equation
 from passes.trace import trace
 
 _count = itertools.count()

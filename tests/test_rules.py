@@ -16,13 +16,9 @@ import torch
 from passes.formulas import evaluate
 from passes.graph import Node, Value
 from passes.linearity import passes_pending_sum
+from passes.notation import Equation
 from passes.probe import holds, letter_extents, random_operands
-from passes.rules import (
-    FUNCTIONS,
-    RULES,
-    Equation,
-    equation,
-)
+from passes.rules import FUNCTIONS, RULES, equation
 
 SEEDS = range(3)
 Example = Callable[[int, int, int, int], Node]  # of extents a < b < c < d
