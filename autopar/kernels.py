@@ -199,7 +199,7 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def masked_scale(x: Tensor, keep: Tensor | None, scale: float) -> Tensor:
-    """x [...] where kept (bool [...]), else zero; times scale. Without mask, x's copy."""
+    """x [...] where kept (bool [...]), else zero, times scale; no mask keeps x."""
     if keep is None:
         return x.clone()
     return torch.mul(x, keep).mul_(scale)
