@@ -56,21 +56,34 @@ def parameter_table(program: Program, every: bool = False) -> Table:
             before, after = name[: found.start()], name[found.end() :]
         shape = "x".join(map(str, spec.shape))
         dims = " ".join([pattern(spec), *(f"+{axis}" for axis in spec.pending)])
-        layers, stages = rows.setdefault((before, after, shape, dims), ([], set()))
+        key = (before, after, shape, dims, _gathering(program, spec))
+        layers, stages = rows.setdefault(key, ([], set()))
         layers.extend([int(found[1])] if found else [])
         stages.update(spec.stages)
+    shown = ("gathered",) if program.plan.zero else ()
     table = tuple(
-        (_folded(before + ranges(layers) + after), shape, dims, ranges(list(stages)))
-        for (before, after, shape, dims), (layers, stages) in rows.items()
+        (
+            _folded(before + ranges(layers) + after),
+            shape,
+            dims,
+            ranges(list(stages)),
+            *((gathering,) if shown else ()),
+        )
+        for (before, after, shape, dims, gathering), (layers, stages) in rows.items()
     )
     notes = [f"tied: {alias} is {name}" for alias, name in program.aliases.items()]
     return Table(
         "named dims (dim/axis: split on that axis; +axis: gradient summed over it "
         "once a step)",
-        ("parameter", "shape", "named dims", "stage"),
+        ("parameter", "shape", "named dims", "stage", *shown),
         table,
         (*notes, *program.notes),
     )
+
+
+def _gathering(program: Program, spec: ParameterSpec) -> str:
+    """When a parameter that rests split becomes whole for its uses."""
+    return "at each use" if spec.gathered else ""
 
 
 def _folded(name: str) -> str:
@@ -273,6 +286,7 @@ def report_data(program: Program) -> dict[str, Any]:
     return {
         "mesh": str(program.mesh),
         "microbatches": program.plan.microbatches,
+        "zero": program.plan.zero,
         "parameters": [_parameter_data(n, p) for n, p in program.parameters.items()],
         "aliases": dict(program.aliases),
         "stages": [_stage_data(program, i) for i in range(len(program.stages))],
@@ -293,6 +307,7 @@ def _parameter_data(name: str, spec: ParameterSpec) -> Mapping[str, Any]:
         "shape": list(spec.shape),
         "dims": pattern(spec),
         "pending": list(spec.pending),
+        "gathered": list(spec.gathered),
         "stages": list(spec.stages),
     }
 

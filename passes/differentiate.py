@@ -17,6 +17,7 @@ from passes.cost import flops
 from passes.graph import Builder, Node, Value
 from passes.localize import Localizer
 from passes.recompute import recompute
+from passes.rest import gather_again
 from passes.reuse import reuse
 from passes.split_stages import Stage
 from passes.tape import Tape, ones_like
@@ -204,9 +205,12 @@ class _Writer:
     ) -> tuple[Value, ...]:
         """What the backward needs of the forward."""
         tape = self.tape
-        elsewhere = {v.name for n in (*setup, *prologue) for v in n.results}
-        for part in ("params", "buffers", "constants", "inputs"):
+        elsewhere = {v.name for n in setup for v in n.results}
+        for part in ("params", "buffers", "constants"):
             elsewhere.update(v.name for v in sources[part])
+        tape.nodes = gather_again(self.forward, tape.nodes, elsewhere)
+        elsewhere.update(v.name for n in prologue for v in n.results)
+        elsewhere.update(v.name for v in sources["inputs"])
         elsewhere.update(v.name for v in tape.grads.values())
         elsewhere.update(v.name for v in self.seeds)
         made = {v.name for n in tape.nodes for v in n.results}

@@ -28,6 +28,7 @@ from passes.program import (
     schedule_of,
 )
 from passes.propagate import propagate
+from passes.rest import gathered_axes
 from passes.sharding import local_extent
 from passes.split_stages import Stage, Staged, split_stages
 from passes.trace import Traced
@@ -151,6 +152,8 @@ def assemble(
         for name in stage.names.values():
             holders.setdefault(name, []).append(stage.index)
 
+    gathered = gathered_axes(graph)
+
     def spec(v: Value) -> ParameterSpec:
         sharding, dims = lowered.shardings[v.name], lowered.dims[v.name]
         trainable = v.name in traced.trainable
@@ -162,6 +165,7 @@ def assemble(
             dims=tuple(tuple(d.name for d in dim) for dim in dims),
             slots=sharding.slots,
             pending=tuple(pending) if trainable else (),
+            gathered=gathered.get(v.name, ()),
             stages=tuple(holders.get(v.name, ())),
             trainable=trainable,
         )
