@@ -83,7 +83,8 @@ def parameter_table(program: Program, every: bool = False) -> Table:
 
 def _gathering(program: Program, spec: ParameterSpec) -> str:
     """When a parameter that rests split becomes whole for its uses."""
-    return "at each use" if spec.gathered else ""
+    when = "at each use" if program.plan.zero == 3 else "once a step"
+    return when if spec.gathered else ""
 
 
 def _folded(name: str) -> str:
@@ -124,8 +125,8 @@ def stage_table(program: Program) -> Table:
         ("stage", "layers", "params", "bytes", "activations", "FLOPs", "sends", "time"),
         tuple(rows),
         (
-            "activations: the most at once, of all microbatches in flight. FLOPs: one "
-            "microbatch's forward.",
+            "activations: the most at once, of all microbatches in flight, with what is "
+            "gathered for them. FLOPs: one microbatch's forward.",
             "time: estimated, one microbatch forward and backward; the slowest stage "
             f"is {uneven:.1%} above the average.",
         ),
@@ -140,7 +141,8 @@ def _activations(program: Program, stage: int) -> int:
     made = program.stages[stage].footprint
     rank = program.schedule.stage_to_rank[stage]
     earlier = timeline(program).in_flight[rank] - 1
-    return earlier * made.saved + max(made.forward_peak, made.backward_peak)
+    peak = max(made.forward_peak, made.backward_peak)
+    return earlier * made.saved + peak + made.step
 
 
 def _sends(program: Program, stage: int) -> Messages:

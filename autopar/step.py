@@ -59,8 +59,9 @@ def compile(
     "gather": ranks gather all keys and values; "ulysses": they exchange rows for heads.
     recompute: "full" keeps of each layer its input alone from forward to backward,
     "selective" leaves out spelled-out attention scores; see `passes.recompute`.
-    zero: 3 leaves each data parallel rank a share of the parameters, their gradients
-    and the optimizer's state (FSDP); see `passes.rest`.
+    zero: with 1, 2 or 3 each data parallel rank keeps only a share of the parameters,
+    their gradients and the optimizer's state between steps; with 2 of gradients during
+    a step too, with 3 of everything at any time (FSDP); see `passes.rest`.
     hints: `{"*.mlp.fc.weight": "ffn/tp"}`, see `passes.hints`.
     example_inputs: a batch to compile with now; else the first call compiles.
     plan, program: decisions or a whole program made before, instead of the options.

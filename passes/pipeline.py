@@ -104,7 +104,7 @@ def emit_modules(
             full = {**dict.fromkeys(sizes, 0), **coords}
             shapes = _shape_class(stage, sizes, full)
             if (text, shapes) not in known:
-                local = differentiate(stage, sizes, full, plan.recompute)
+                local = differentiate(stage, sizes, full, plan.recompute, plan.zero)
                 module = emit(local, len(staged.stages))
                 digest = hashlib.sha256(module.encode()).hexdigest()[:16]
                 known[text, shapes] = (digest, module, local)
@@ -211,7 +211,7 @@ def _groups(locals_: list[LocalStage]) -> tuple[tuple[str, ...], ...]:
     """The sets of axes that collectives run over, each once, in a fixed order."""
     found = set()
     for local in locals_:
-        for node in (*local.setup, *local.prologue, *local.forward, *local.backward):
+        for node in local.nodes:
             if node.op.removeprefix("comm.") in COLLECTIVES:
                 axes = node.args[1]
                 found.add((axes,) if isinstance(axes, str) else tuple(axes))

@@ -35,7 +35,7 @@ CONTEXT_PARALLEL = {
 RECOMPUTE = ("none", "selective", "full")
 
 # Stages of ZeRO: see `passes.rest`.
-ZERO = (0, 3)
+ZERO = (0, 1, 2, 3)
 
 
 class PlanError(AutoparError):
@@ -51,8 +51,7 @@ class Plan:
     dims that it splits, in order of preference. hints: parameter pattern -> `dim/axis`.
     cuts: for each pipeline boundary the value that crosses it; empty: balanced by cost.
     recompute: "none", "selective" or "full", see `passes.recompute`.
-    zero: how much of what data parallel ranks would all hold each holds a share of, as
-    numbered by Rajbhandari 2020: 0 nothing, 3 parameters, gradients, optimizer state.
+    zero: what data parallel ranks share out, by Rajbhandari's number; see `passes.rest`.
     """
 
     mesh: Mesh

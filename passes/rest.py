@@ -1,9 +1,18 @@
 """rest: where parameters lie between their uses, and how they become whole again.
 
 Data parallel ranks would all hold the same parameters, gradients and optimizer state.
-With ZeRO (Rajbhandari 2020) each holds a share. To the compiler that is a split at rest
-that no op wants, so a parameter is all-gathered for its ops and its gradient comes back
-by reduce-scatter.
+With ZeRO (Rajbhandari 2020, section 5) each holds a share. To the compiler that is a
+split at rest that no op wants, so a parameter is all-gathered for its ops and its
+gradient comes back by reduce-scatter. The stages of ZeRO differ in when:
+
+| zero | parameters are whole | gathered           | gradients are whole | scattered |
+|------|----------------------|--------------------|---------------------|-----------|
+| 1    | during a step        | once a step        | during a step       | once a step |
+| 2    | during a step        | once a step        | one at a time       | in each backward |
+| 3    | one at a time        | forward, backward  | one at a time       | in each backward |
+
+Between steps the parameters, their gradients and what an optimizer keeps of them are
+shares with all three.
 """
 
 from __future__ import annotations
@@ -42,10 +51,10 @@ def rest_split(
 
 
 def find_gathered(nodes: Iterable[Node], given: Collection[str]) -> dict[str, Node]:
-    """What is made of parameters alone, by an all-gather and what follows it: value
-    name -> its node. What leads to the gather is in it too.
+    """What is made of parameters alone, by an all-gather and what leads to it or follows
+    it: value name -> its node.
 
-    given: names of parameters, and of what else is there before the loop.
+    given: names of parameters, buffers, and constants.
     """
     makers: dict[str, Node] = {}
     needed: set[str] = set()

@@ -73,12 +73,15 @@ def train_on_ranks(
 MESHES = [
     ("plain", "pp=2", 2, 0),
     ("gpt2", "tp=2", 2, 0),
+    ("plain", "dp=2", 2, 1),
     ("gpt2", "dp=2", 2, 3),
     pytest.param("llama", "dp=2", 1, 0, marks=pytest.mark.slow),
     pytest.param("plain", "pp=2,tp=2", 4, 0, marks=pytest.mark.slow),
     pytest.param("gpt2", "dp=2,tp=2", 2, 0, marks=pytest.mark.slow),
     pytest.param("llama", "pp=2,dp=2", 2, 0, marks=pytest.mark.slow),
     pytest.param("llama", "tp=4", 1, 0, marks=pytest.mark.slow),
+    pytest.param("gpt2", "pp=2,dp=2", 2, 1, marks=pytest.mark.slow),
+    pytest.param("llama", "dp=2,tp=2", 2, 2, marks=pytest.mark.slow),
     pytest.param("plain", "pp=2,dp=2", 2, 3, marks=pytest.mark.slow),
     pytest.param("llama", "dp=2,tp=2", 1, 3, marks=pytest.mark.slow),
 ]
@@ -127,7 +130,9 @@ def load_and_save(mesh: str, zero: int, state: dict[str, Tensor]) -> dict[str, T
     return step.state_dict()
 
 
-@pytest.mark.parametrize(("mesh", "zero"), [("tp=2", 0), ("pp=2", 0), ("dp=2", 3)])
+@pytest.mark.parametrize(
+    ("mesh", "zero"), [("tp=2", 0), ("pp=2", 0), ("dp=2", 1), ("dp=2", 3)]
+)
 def test_a_state_dict_loads_under_any_mesh_and_into_the_model(mesh, zero):
     case = build("plain")
     with torch.no_grad():

@@ -30,11 +30,12 @@ MESHES = [
 ]
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
-def test_loss_and_gradients_are_those_of_the_model(model, mesh, microbatches):
+def test_loss_and_gradients_are_those_of_the_model(model, mesh, microbatches, zero):
     case = MODELS[model](layers=2, padded=model != "plain").double()
-    case.verify(mesh, microbatches, zero=3)
+    case.verify(mesh, microbatches, zero=zero)
 
 
 UNEVEN = [
@@ -47,17 +48,22 @@ UNEVEN = [
 ]
 
 
+@pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "options"), UNEVEN)
-def test_extents_need_not_divide(model, mesh, microbatches, options):
+def test_extents_need_not_divide(model, mesh, microbatches, options, zero):
     case = MODELS[model](layers=2, **options).double()
-    case.verify(mesh, microbatches, zero=3)
+    case.verify(mesh, microbatches, zero=zero)
 
 
-def test_a_hint_and_other_preferences_still_count():
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_it_goes_with_all_other_decisions(zero):
     case = plain_gpt(layers=2).double()
-    case.verify("pp=2,dp=2,tp=2", 4, zero=3, sequence_parallel=False, schedule="gpipe")
+    options = {"sequence_parallel": False, "schedule": "gpipe", "zero": zero}
+    case.verify("pp=2,dp=2,tp=2", 4, **options)
     hints = {"blocks.0.mlp.up.weight": "embed/tp"}
-    case.verify("dp=2,tp=2", 1, zero=3, hints=hints)
+    case.verify("dp=2,tp=2", 1, zero=zero, hints=hints)
+    case.verify("dp=2,cp=2", 2, zero=zero, recompute="full")
+    gpt2(layers=2, dropout=0.1).double().verify("dp=2", 2, zero=zero, recompute="full")
 
 
 # --- where parameters rest ---------------------------------------------------------
@@ -168,19 +174,42 @@ def test_a_weight_is_gathered_right_before_its_use():
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=2,tp=2"])
 def test_no_more_is_kept_for_the_backward_than_without(mesh):
     case = plain_gpt(layers=2)
-    plain, shared = (case.compile(mesh, zero=zero) for zero in (0, 3))
-    assert plain.stages[0].footprint.saved == shared.stages[0].footprint.saved
+    plain, *shared = (case.compile(mesh, zero=zero) for zero in (0, 1, 2, 3))
+    for program in shared:
+        assert program.stages[0].footprint.saved == plain.stages[0].footprint.saved
 
 
-def test_optimizer_state_and_gradients_are_shares():
+def test_once_a_step_or_in_each_microbatch():
+    case = plain_gpt(layers=1, tied=False)
+    parts = {z: functions(case.compile("dp=2", 2, zero=z)) for z in (1, 2)}
+    for zero in (1, 2):
+        assert len(gathers(parts[zero]["prologue"])) > 8
+        assert not gathers(parts[zero]["forward"] + parts[zero]["backward"])
+    assert "epilogue" not in parts[2]
+    assert parts[2]["backward"].count("c.reduce_scatter(") > 8
+    assert "c.reduce_scatter(" not in parts[1]["backward"]
+    assert parts[1]["epilogue"].count("c.reduce_scatter(") > 8
+
+
+def test_what_is_whole_during_a_step_is_counted():
+    case = plain_gpt(layers=2)
+    whole = sum(p.numel() * 4 for p in case.model.parameters())
+    steps = [case.compile("dp=2", zero=z).stages[0].footprint.step for z in range(4)]
+    assert steps == [0, 2 * whole, whole, 0]  # parameters and gradients; parameters
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_nothing_is_whole_between_steps(zero):
     case = plain_gpt(layers=1)
-    program = case.compile("dp=2", zero=3)
+    program = case.compile("dp=2", 2, zero=zero)
     wholes = dict(case.model.named_parameters())
 
     def body(comm: Comm) -> tuple[int, int, int]:
         held = local_parameters(program, comm, wholes)
         executor = Executor(program, comm, held, {})
         executor.step(case.batch)
+        assert all(stage.batch == {} for stage in executor.stages.values())
+        assert executor.stages[0].grads.keys() == executor.stages[0].tensors.keys()
         adam = torch.optim.AdamW(held.values())
         adam.step()
         moments = [s["exp_avg"] for s in adam.state.values()]
@@ -188,7 +217,7 @@ def test_optimizer_state_and_gradients_are_shares():
         return (elements(held.values()), elements(grads), elements(moments))
 
     total = elements(wholes.values())
-    for counts in run_virtual(program.mesh, 1, body):
+    for counts in run_virtual(program.mesh, 2, body):
         assert counts == (total / 2,) * 3
 
 
