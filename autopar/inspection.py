@@ -125,7 +125,7 @@ def stage_table(program: Program) -> Table:
         ("stage", "layers", "params", "bytes", "activations", "FLOPs", "sends", "time"),
         tuple(rows),
         (
-            "activations: the most at once, of all microbatches in flight, with what is "
+            "activations: the most at once, of all microbatches in flight, and what is "
             "gathered for them. FLOPs: one microbatch's forward.",
             "time: estimated, one microbatch forward and backward; the slowest stage "
             f"is {uneven:.1%} above the average.",

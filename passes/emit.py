@@ -35,7 +35,8 @@ inf = float("inf")
 
 
 def emit(stage: LocalStage, stages: int) -> str:
-    """The text of a module with `setup`, `prologue`, `forward` and `backward`."""
+    """The text of a module with `setup`, `prologue`, `forward`, `backward`, and an
+    `epilogue` where something is left to do once a step."""
     body = _Emitter(stage).text()
     index = stage.stage.index
     first, last = index == 0, index == stages - 1

@@ -51,7 +51,7 @@ class Plan:
     dims that it splits, in order of preference. hints: parameter pattern -> `dim/axis`.
     cuts: for each pipeline boundary the value that crosses it; empty: balanced by cost.
     recompute: "none", "selective" or "full", see `passes.recompute`.
-    zero: what data parallel ranks share out, by Rajbhandari's number; see `passes.rest`.
+    zero: what data parallel ranks share out, 0 to 3, see `passes.rest`.
     """
 
     mesh: Mesh

@@ -5,11 +5,11 @@ With ZeRO (Rajbhandari 2020, section 5) each holds a share. To the compiler that
 split at rest that no op wants, so a parameter is all-gathered for its ops and its
 gradient comes back by reduce-scatter. The stages of ZeRO differ in when:
 
-| zero | parameters are whole | gathered           | gradients are whole | scattered |
-|------|----------------------|--------------------|---------------------|-----------|
-| 1    | during a step        | once a step        | during a step       | once a step |
-| 2    | during a step        | once a step        | one at a time       | in each backward |
-| 3    | one at a time        | forward, backward  | one at a time       | in each backward |
+| zero | parameters: whole, gathered         | gradients: whole, scattered      |
+|------|-------------------------------------|----------------------------------|
+| 1    | during a step, before it            | during a step, at its end        |
+| 2    | during a step, before it            | one at a time, in each backward  |
+| 3    | one at a time, forward and backward | one at a time, in each backward  |
 
 Between steps the parameters, their gradients and what an optimizer keeps of them are
 shares with all three.
@@ -51,8 +51,8 @@ def rest_split(
 
 
 def find_gathered(nodes: Iterable[Node], given: Collection[str]) -> dict[str, Node]:
-    """What is made of parameters alone, by an all-gather and what leads to it or follows
-    it: value name -> its node.
+    """What is made of parameters alone, by an all-gather, what leads to it and what
+    follows it: value name -> its node.
 
     given: names of parameters, buffers, and constants.
     """

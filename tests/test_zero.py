@@ -221,6 +221,24 @@ def test_nothing_is_whole_between_steps(zero):
         assert counts == (total / 2,) * 3
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_an_evaluation_gathers_too_and_keeps_nothing(zero):
+    case = plain_gpt(layers=1).double()
+    program = case.compile("dp=2", 2, zero=zero)
+    wholes = dict(case.model.named_parameters())
+
+    def body(comm: Comm) -> tuple[float, float]:
+        held = local_parameters(program, comm, wholes)
+        executor = Executor(program, comm, held, {})
+        loss = executor.evaluate(case.batch)
+        assert executor.stages[0].batch == {}
+        assert all(p.grad is None for p in held.values())
+        return loss.item(), executor.step(case.batch).item()
+
+    for evaluated, trained in run_virtual(program.mesh, 2, body):
+        assert evaluated == trained
+
+
 def elements(tensors) -> int:
     return sum(t.numel() for t in tensors)
 
