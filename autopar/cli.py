@@ -31,7 +31,7 @@ from autopar.tables import Table
 from autopar.verify import Verification, verify
 from passes.errors import AutoparError, HintError
 from passes.mesh import Mesh
-from passes.plan import CONTEXT_PARALLEL, RECOMPUTE, Plan, PlanError
+from passes.plan import CONTEXT_PARALLEL, RECOMPUTE, ZERO, Plan, PlanError
 from passes.schedule import SCHEDULES
 
 MODEL = "file.py:factory, module:factory, hf:TYPE[?key=value,...] or hf:config.json"
@@ -86,6 +86,9 @@ def _add_compile(commands: Any) -> None:
         "--context-parallel", default="gather", choices=sorted(CONTEXT_PARALLEL)
     )
     add.add_argument("--recompute", default="none", choices=RECOMPUTE)
+    add.add_argument(
+        "--zero", type=int, default=0, choices=ZERO, help="what dp ranks share out"
+    )
     add.add_argument("--hint", action="append", default=[], metavar="PATTERN=DIM/AXIS")
     add.add_argument("--plan", type=Path, help="a plan.json, instead of these options")
     add.add_argument("--meta", action="store_true", help="make no weights")
@@ -193,6 +196,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         dict(map(_hint, arguments.hint)),
         arguments.recompute,
         arguments.context_parallel,
+        arguments.zero,
     )
 
 

@@ -134,6 +134,7 @@ class Executor:
         before = self._begin_gradients()
         self.comm.key = (self.seed << 32) + self.steps
         self._play(self.actions, batch)
+        self._scatter_gradients()
         for bucket in self.buckets:
             self.comm.reduce_ranks_(bucket.flat, bucket.ranks)
         self._end_gradients(before)
@@ -149,6 +150,7 @@ class Executor:
             self._play([a for a in self.actions if a.kind in forward], batch)
         finally:
             self.comm.evaluating = False
+        self._free_batch()
         return self._loss()
 
     def _play(self, actions: Sequence[Action], batch: Mapping[str, Tensor]) -> None:
@@ -168,8 +170,17 @@ class Executor:
         self.comm.flush()
         self._leaving.clear()
 
+    def _free_batch(self) -> None:
+        """Let go of what prologues made, parameters that they gathered included."""
+        for stage in self.stages.values():
+            stage.batch = {}
+
     def _begin_gradients(self) -> dict[int, Tensor]:
         """Clear the buffers; what the user wants added to is kept aside."""
+        for stage in self.stages.values():
+            for name, (shape, dtype) in stage.module["WHOLE_GRADIENTS"].items():
+                whole = torch.zeros(shape, dtype=dtype, device=self.comm.device)
+                stage.grads[name] = whole
         before = {}
         for i, bucket in enumerate(self.buckets):
             held = [n for n in bucket.names if self.parameters[n].grad is not None]
@@ -184,6 +195,17 @@ class Executor:
                 before[i] = bucket.flat.clone()
             bucket.flat.zero_()
         return before
+
+    def _scatter_gradients(self) -> None:
+        """Gradients that were whole for the step become shares in the buffers."""
+        for stage in self.stages.values():
+            if "epilogue" in stage.module:
+                stage.module["epilogue"](
+                    self.comm, stage.tensors, stage.grads, stage.constants, stage.batch
+                )
+            for name in stage.module["WHOLE_GRADIENTS"]:
+                del stage.grads[name]
+        self._free_batch()
 
     def _end_gradients(self, before: dict[int, Tensor]) -> None:
         for i, old in before.items():

@@ -56,21 +56,35 @@ def parameter_table(program: Program, every: bool = False) -> Table:
             before, after = name[: found.start()], name[found.end() :]
         shape = "x".join(map(str, spec.shape))
         dims = " ".join([pattern(spec), *(f"+{axis}" for axis in spec.pending)])
-        layers, stages = rows.setdefault((before, after, shape, dims), ([], set()))
+        key = (before, after, shape, dims, _gathering(program, spec))
+        layers, stages = rows.setdefault(key, ([], set()))
         layers.extend([int(found[1])] if found else [])
         stages.update(spec.stages)
+    shown = ("gathered",) if program.plan.zero else ()
     table = tuple(
-        (_folded(before + ranges(layers) + after), shape, dims, ranges(list(stages)))
-        for (before, after, shape, dims), (layers, stages) in rows.items()
+        (
+            _folded(before + ranges(layers) + after),
+            shape,
+            dims,
+            ranges(list(stages)),
+            *((gathering,) if shown else ()),
+        )
+        for (before, after, shape, dims, gathering), (layers, stages) in rows.items()
     )
     notes = [f"tied: {alias} is {name}" for alias, name in program.aliases.items()]
     return Table(
         "named dims (dim/axis: split on that axis; +axis: gradient summed over it "
         "once a step)",
-        ("parameter", "shape", "named dims", "stage"),
+        ("parameter", "shape", "named dims", "stage", *shown),
         table,
         (*notes, *program.notes),
     )
+
+
+def _gathering(program: Program, spec: ParameterSpec) -> str:
+    """When a parameter that rests split becomes whole for its uses."""
+    when = "at each use" if program.plan.zero == 3 else "once a step"
+    return when if spec.gathered else ""
 
 
 def _folded(name: str) -> str:
@@ -111,8 +125,8 @@ def stage_table(program: Program) -> Table:
         ("stage", "layers", "params", "bytes", "activations", "FLOPs", "sends", "time"),
         tuple(rows),
         (
-            "activations: the most at once, of all microbatches in flight. FLOPs: one "
-            "microbatch's forward.",
+            "activations: the most at once, of all microbatches in flight, and what is "
+            "gathered for them. FLOPs: one microbatch's forward.",
             "time: estimated, one microbatch forward and backward; the slowest stage "
             f"is {uneven:.1%} above the average.",
         ),
@@ -127,7 +141,8 @@ def _activations(program: Program, stage: int) -> int:
     made = program.stages[stage].footprint
     rank = program.schedule.stage_to_rank[stage]
     earlier = timeline(program).in_flight[rank] - 1
-    return earlier * made.saved + max(made.forward_peak, made.backward_peak)
+    peak = max(made.forward_peak, made.backward_peak)
+    return earlier * made.saved + peak + made.step
 
 
 def _sends(program: Program, stage: int) -> Messages:
@@ -273,6 +288,7 @@ def report_data(program: Program) -> dict[str, Any]:
     return {
         "mesh": str(program.mesh),
         "microbatches": program.plan.microbatches,
+        "zero": program.plan.zero,
         "parameters": [_parameter_data(n, p) for n, p in program.parameters.items()],
         "aliases": dict(program.aliases),
         "stages": [_stage_data(program, i) for i in range(len(program.stages))],
@@ -293,6 +309,7 @@ def _parameter_data(name: str, spec: ParameterSpec) -> Mapping[str, Any]:
         "shape": list(spec.shape),
         "dims": pattern(spec),
         "pending": list(spec.pending),
+        "gathered": list(spec.gathered),
         "stages": list(spec.stages),
     }
 

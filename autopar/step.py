@@ -37,6 +37,7 @@ def compile(
     sequence_parallel: bool = True,
     context_parallel: str = "gather",
     recompute: str = "none",
+    zero: int = 0,
     hints: Mapping[str, str] | None = None,
     loss_fn: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
     example_inputs: Mapping[str, Any] | None = None,
@@ -58,6 +59,9 @@ def compile(
     "gather": ranks gather all keys and values; "ulysses": they exchange rows for heads.
     recompute: "full" keeps of each layer its input alone from forward to backward,
     "selective" leaves out spelled-out attention scores; see `passes.recompute`.
+    zero: with 1, 2 or 3 each data parallel rank keeps only a share of the parameters,
+    their gradients and the optimizer's state between steps; with 2 of gradients during
+    a step too, with 3 of everything at any time (FSDP); see `passes.rest`.
     hints: `{"*.mlp.fc.weight": "ffn/tp"}`, see `passes.hints`.
     example_inputs: a batch to compile with now; else the first call compiles.
     plan, program: decisions or a whole program made before, instead of the options.
@@ -76,6 +80,7 @@ def compile(
             hints,
             recompute,
             context_parallel,
+            zero,
         )
     step = Step(model, plan, loss_fn, seed, device, timeout, program)
     if example_inputs is not None:
@@ -91,6 +96,7 @@ def make_plan(
     hints: Mapping[str, str] | None = None,
     recompute: str = "none",
     context_parallel: str = "gather",
+    zero: int = 0,
 ) -> Plan:
     """The decisions that the options of `compile` stand for."""
     split = dict(SPLIT)
@@ -109,6 +115,7 @@ def make_plan(
         split=split,
         hints=dict(hints or {}),
         recompute=recompute,
+        zero=zero,
     )
 
 

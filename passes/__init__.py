@@ -13,9 +13,10 @@
     pipeline            Program   all of these in turn, and what ranks must know
 
 What the passes stand on: graph (values, nodes), mesh, plan (the decisions), sharding,
-rules (how dims flow through ops), linearity, vjp and traced_vjp (derivatives), tape,
-cost, footprint, origins, errors. Schedules: schedule, check_schedule,
-simulate_schedule. `pipeline.compile_program` shows the whole way on a page.
+rules (how dims flow through ops), linearity, rest (where parameters lie between their
+uses), vjp and traced_vjp (derivatives), tape, cost, footprint, origins, errors.
+Schedules: schedule, check_schedule, simulate_schedule. `pipeline.compile_program` shows
+the whole way on a page.
 """
 
 AUTOPAR = True  # tells this package from another that a user may have named passes

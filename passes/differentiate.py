@@ -17,6 +17,7 @@ from passes.cost import flops
 from passes.graph import Builder, Node, Value
 from passes.localize import Localizer
 from passes.recompute import recompute
+from passes.rest import find_gathered, gather_again
 from passes.reuse import reuse
 from passes.split_stages import Stage
 from passes.tape import Tape, ones_like
@@ -29,8 +30,9 @@ class LocalStage:
     """What one rank runs of a stage. Shapes are the rank's own.
 
     setup, prologue, forward: as in `Stage`. backward: from the cotangents of `sends` to
-    those of `receives`. saved: what forward keeps for backward. grads: parameter ->
-    the buffer that its gradient is added to. text: value name -> its named dims.
+    those of `receives`. epilogue: once a step, after all backwards. saved: what forward
+    keeps for backward. grads: parameter, or what is gathered for the whole step, -> the
+    buffer that its gradient is added to. text: value name -> its named dims.
     """
 
     stage: Stage
@@ -38,6 +40,7 @@ class LocalStage:
     prologue: tuple[Node, ...]
     forward: tuple[Node, ...]
     backward: tuple[Node, ...]
+    epilogue: tuple[Node, ...]
     params: tuple[Value, ...]
     buffers: tuple[Value, ...]
     constants: tuple[Value, ...]
@@ -52,6 +55,18 @@ class LocalStage:
     texts: Mapping[str, str]
 
     @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Of all parts, in the order in which these run."""
+        once = (*self.setup, *self.prologue)
+        return (*once, *self.forward, *self.backward, *self.epilogue)
+
+    @property
+    def wholes(self) -> tuple[Value, ...]:
+        """Gradients that are whole during a step, and shares of it afterwards."""
+        held = {p.name for p in self.params}
+        return tuple(g for name, g in self.grads.items() if name not in held)
+
+    @property
     def flops(self) -> int:
         """Of one forward of one microbatch."""
         return sum(flops(n) for n in self.forward)
@@ -62,10 +77,12 @@ def differentiate(
     sizes: Mapping[str, int],
     coords: Mapping[str, int],
     policy: str = "none",
+    zero: int = 0,
 ) -> LocalStage:
     """Localize a stage for the rank at `coords`, and write its backward.
 
     policy: what the backward computes again instead of keeping it, see `recompute`.
+    zero: when parameters are gathered and their gradients scattered, see `rest`.
     """
     local = Localizer(stage.dims, stage.shardings, sizes, coords)
     parts = {
@@ -79,34 +96,40 @@ def differentiate(
     loss = local.value(stage.loss) if stage.loss else None
     forward = fuse_bias(spell_masks(parts["forward"]))
     builder = Builder(set(stage.dims) | {v.name for n in forward for v in n.results})
-    grads = {
-        p.name: Value(f"grad.{p.name}", p.shape, p.dtype)
-        for p in sources["params"]
-        if p.name in stage.differentiable
-    }
-    writer = _Writer(builder, stage.differentiable, grads, sizes)
+    standing = {v.name for n in parts["setup"] for v in n.results}
+    standing |= {v.name for p in ("params", "buffers", "constants") for v in sources[p]}
+    trained = sources["params"]
+    if zero == 1:
+        trained += _boundary(forward, standing)
+    writer = _Writer(builder, stage.differentiable, trained, sizes)
     writer.run_forward(forward)
     d_sends = writer.seed(sources["sends"], loss)
     d_receives = writer.run_backward(sources["receives"])
-    ends = [*sources["sends"], *([loss] if loss else [])]
+    writer.run_epilogue()
     writer.drop_dead(d_receives)
-    writer.tape.nodes = recompute(
-        policy, writer.forward, writer.tape.nodes, {v.name for v in ends}, stage.dims
+    ends = [*sources["sends"], *([loss] if loss else [])]
+    if zero in (1, 2):
+        parts["prologue"] += writer.take_gathers(standing)
+    writer.backward = recompute(
+        policy, writer.forward, writer.backward, {v.name for v in ends}, stage.dims
     )
-    saved = writer.saved(parts["setup"], parts["prologue"], sources, d_receives)
-    kept = {v.name for v in (*saved, *ends)}
+    writer.backward = gather_again(writer.forward, writer.backward, standing)
+    elsewhere = standing | {v.name for n in parts["prologue"] for v in n.results}
+    elsewhere |= {v.name for v in sources["inputs"]}
+    saved = writer.saved(elsewhere, d_receives)
     return LocalStage(
         stage=stage,
         setup=tuple(parts["setup"]),
         prologue=tuple(parts["prologue"]),
-        forward=tuple(reuse(writer.forward, kept)),
-        backward=tuple(reuse(writer.tape.nodes, {v.name for v in d_receives if v})),
+        forward=tuple(reuse(writer.forward, {v.name for v in (*saved, *ends)})),
+        backward=tuple(reuse(writer.backward, {v.name for v in d_receives if v})),
+        epilogue=tuple(writer.epilogue),
         **sources,
         d_sends=d_sends,
         d_receives=d_receives,
         loss=loss,
         saved=saved,
-        grads=grads,
+        grads=writer.tape.grads,
         texts=writer.texts(stage),
     )
 
@@ -116,11 +139,18 @@ class _Writer:
         self,
         builder: Builder,
         differentiable: frozenset[str],
-        grads: Mapping[str, Value],
+        trained: tuple[Value, ...],
         sizes: Mapping[str, int],
     ) -> None:
+        grads = {
+            v.name: Value(f"grad.{v.name}", v.shape, v.dtype)
+            for v in trained
+            if v.name in differentiable
+        }
         self.tape = Tape(builder, differentiable, grads, sizes)
         self.forward: list[Node] = []
+        self.backward: list[Node] = []
+        self.epilogue: list[Node] = []
         # Nodes that a gradient flows through, as the backward sees them.
         self.through: list[Node] = []
         self.seeds: list[Value] = []
@@ -167,7 +197,31 @@ class _Writer:
 
     def run_backward(self, receives: tuple[Value, ...]) -> tuple[Value | None, ...]:
         tape = self.tape
-        for node in reversed(self.through):
+        self._transpose(self.through)
+        found: list[Value | None] = [None] * len(receives)
+        if self.through:
+            at = self.through[0]
+            found = [tape.take(v, at) if tape.wanted(v) else None for v in receives]
+        self.backward, tape.nodes = tape.nodes, []
+        return tuple(found)
+
+    def run_epilogue(self) -> None:
+        """From the gradients of what is gathered for the whole step to the parameters'.
+
+        The loop stops at them as at parameters, so their makers are left to be done.
+        """
+        tape = self.tape
+        makers = [n for n in self.through if any(map(tape.is_param, n.results))]
+        for v in (v for n in makers for v in n.results if tape.is_param(v)):
+            tape.add(v, tape.grads[v.name])
+            tape.share(tape.grads[v.name])
+        self._transpose(self.through if makers else [])
+        self.epilogue, tape.nodes = tape.nodes, []
+
+    def _transpose(self, nodes: list[Node]) -> None:
+        """Pass the cotangents that are known on, from the last node to the first."""
+        tape = self.tape
+        for node in reversed(nodes):
             dys = [None if v is None else tape.take(v, node) for v in node.outs]
             if node.op in DERIVATIVES and not self._needs_trace(node):
                 if not any(dys):
@@ -184,34 +238,33 @@ class _Writer:
                     tape.accumulate(v, "autopar.add_", node, dy)
                 else:
                     tape.add(v, dy)
-        if not self.through:
-            return tuple(None for _ in receives)
-        at = self.through[0]
-        return tuple(tape.take(v, at) if tape.wanted(v) else None for v in receives)
 
     def drop_dead(self, outputs: tuple[Value | None, ...]) -> None:
         """Keep the backward's nodes that a result or a gradient depends on."""
-        tape = self.tape
-        self.forward, tape.nodes = drop_identities(self.forward, tape.nodes)
-        tape.nodes = _alive(tape.nodes, {v.name for v in outputs if v is not None})
+        parts = drop_identities(self.forward, self.backward, self.epilogue)
+        self.forward, backward, epilogue = parts
+        self.backward = _alive(backward, {v.name for v in outputs if v is not None})
+        self.epilogue = _alive(epilogue, set())
+
+    def take_gathers(self, standing: set[str]) -> list[Node]:
+        """Remove from the forward what it makes of parameters by gathering them."""
+        makers = {id(n) for n in find_gathered(self.forward, standing).values()}
+        taken = [n for n in self.forward if id(n) in makers]
+        self.forward = [n for n in self.forward if id(n) not in makers]
+        return taken
 
     def saved(
-        self,
-        setup: list[Node],
-        prologue: list[Node],
-        sources: Mapping[str, tuple[Value, ...]],
-        outputs: tuple[Value | None, ...],
+        self, elsewhere: set[str], outputs: tuple[Value | None, ...]
     ) -> tuple[Value, ...]:
-        """What the backward needs of the forward."""
-        tape = self.tape
-        elsewhere = {v.name for n in (*setup, *prologue) for v in n.results}
-        for part in ("params", "buffers", "constants", "inputs"):
-            elsewhere.update(v.name for v in sources[part])
-        elsewhere.update(v.name for v in tape.grads.values())
-        elsewhere.update(v.name for v in self.seeds)
-        made = {v.name for n in tape.nodes for v in n.results}
+        """What the backward needs of the forward.
+
+        elsewhere: names of what both can read at any time.
+        """
+        elsewhere = elsewhere | {v.name for v in self.tape.grads.values()}
+        elsewhere |= {v.name for v in self.seeds}
+        made = {v.name for n in self.backward for v in n.results}
         saved: dict[str, Value] = {}
-        for node in tape.nodes:
+        for node in self.backward:
             for v in node.operands:
                 if v.name not in made and v.name not in elsewhere:
                     saved[v.name] = v
@@ -226,6 +279,14 @@ class _Writer:
         for name, text in list(found.items()):
             found[f"d_{name}"] = text.partition("] ")[0].rstrip("]") + "]"
         return found
+
+
+def _boundary(forward: list[Node], standing: set[str]) -> tuple[Value, ...]:
+    """What is made by gathering parameters, and read by what is not."""
+    gathered = find_gathered(forward, standing)
+    makers = {id(node) for node in gathered.values()}
+    read = {v.name: v for n in forward if id(n) not in makers for v in n.operands}
+    return tuple(v for name, v in read.items() if name in gathered)
 
 
 def _alive(nodes: list[Node], needed: set[str]) -> list[Node]:
@@ -249,9 +310,7 @@ def _target(node: Node) -> str:
     return node.operands[0].name
 
 
-def drop_identities(
-    forward: list[Node], backward: list[Node]
-) -> tuple[list[Node], list[Node]]:
+def drop_identities(*parts: list[Node]) -> tuple[list[Node], ...]:
     """Leave out what does nothing at run time: R -> V, and detach."""
     aliases: dict[str, Value] = {}
 
@@ -265,7 +324,7 @@ def drop_identities(
                 kept.append(node)
         return kept
 
-    return follow(forward), follow(backward)
+    return tuple(map(follow, parts))
 
 
 def spell_masks(nodes: list[Node]) -> list[Node]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ inf = float("inf")
 
 
 def emit(stage: LocalStage, stages: int) -> str:
-    """The text of a module with `setup`, `prologue`, `forward` and `backward`."""
+    """The text of a module with `setup`, `prologue`, `forward`, `backward`, and an
+    `epilogue` where something is left to do once a step."""
     body = _Emitter(stage).text()
     index = stage.stage.index
     first, last = index == 0, index == stages - 1
@@ -59,7 +61,7 @@ class _Emitter:
 
     def text(self) -> str:
         s = self.stage
-        forward_reads = _reads([*s.forward, *s.backward])
+        forward_reads = _reads([*s.forward, *s.backward, *s.epilogue])
         prologue_reads = _reads(s.prologue)
         setup = [v for n in s.setup for v in n.results]
         prologue = [v for n in s.prologue for v in n.results]
@@ -71,6 +73,9 @@ class _Emitter:
         parts.append(self.once("prologue(c, p, k, b)", s.prologue, b))
         self.names.update((v.name, f'b["{v.name}"]') for v in b)
         parts += [self.forward(), self.backward()]
+        if s.epilogue:
+            lines = self.statements(s.epilogue, [], set())
+            parts.append(_function("epilogue(c, p, g, k, b)", lines))
         return "\n\n".join(parts)
 
     def tables(self) -> str:
@@ -86,6 +91,7 @@ class _Emitter:
             return "\n".join(["{", *rows, "}"]) if rows else "{}"
 
         trained = [p for p in s.params if p.name in s.grads]
+        whole = entries(replace(v, name=v.name.removeprefix("grad.")) for v in s.wholes)
         lines = [
             f"\nPARAMETERS = {entries(s.params)}",
             f"BUFFERS = {entries([*s.buffers])}",
@@ -96,6 +102,7 @@ class _Emitter:
             f"SENDS = {table(s.sends)}",
             f"D_SENDS = {table(s.d_sends)}",
             f"D_RECEIVES = {table(s.d_receives)}",
+            f"WHOLE_GRADIENTS = {whole}",
             f"FLOPS = {s.flops}",
         ]
         return "\n".join(lines)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from passes.differentiate import LocalStage
 from passes.graph import Node
+from passes.rest import find_gathered
 from passes.reuse import find_owners
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -37,11 +38,13 @@ class Communication:
 @dataclass(frozen=True)
 class Footprint:
     """Bytes on one rank: kept from a microbatch's forward to its backward; and the most
-    that a forward, or a backward with what it was given, has alive at once."""
+    that a forward, or a backward with what it was given, has alive at once. step: of
+    parameters that are gathered for a whole step, and of gradients whole as long."""
 
     saved: int
     forward_peak: int
     backward_peak: int
+    step: int
 
 
 def footprint(local: LocalStage) -> Footprint:
@@ -59,7 +62,21 @@ def footprint(local: LocalStage) -> Footprint:
     entering |= {r: sizes[r] for r in roots}
     results = {v.name for v in local.d_receives if v is not None}
     backward = _peak(local.backward, entering, results, held)
-    return Footprint(saved, forward, backward)
+    return Footprint(saved, forward, backward, _whole(local))
+
+
+def _whole(local: LocalStage) -> int:
+    """Bytes of what is whole for a step, though a share of it rests."""
+    once = (*local.setup, *local.prologue)
+    owners, sizes = find_owners(once), _sizes(once)
+    rests = {v.name for v in (*local.params, *local.buffers, *local.constants)}
+    gathered = find_gathered(
+        once, rests | {v.name for n in local.setup for v in n.results}
+    )
+    later = (*local.forward, *local.backward, *local.epilogue)
+    read = {v.name for n in later for v in n.operands}
+    roots = {owners[name] for name in gathered if name in owners and name in read}
+    return sum(sizes[root] for root in roots) + sum(v.bytes for v in local.wholes)
 
 
 def _sizes(nodes: Iterable[Node]) -> dict[str, int]:
@@ -105,6 +122,7 @@ def communication(local: LocalStage) -> list[Communication]:
     for part, nodes, handed in (
         ("forward", local.forward, local.sends),
         ("backward", local.backward, local.d_receives),
+        ("step", (*local.prologue, *local.epilogue), ()),
     ):
         calls: Counter[tuple[str, tuple[str, ...]]] = Counter()
         moved: Counter[tuple[str, tuple[str, ...]]] = Counter()

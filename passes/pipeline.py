@@ -28,6 +28,7 @@ from passes.program import (
     schedule_of,
 )
 from passes.propagate import propagate
+from passes.rest import gathered_axes
 from passes.sharding import local_extent
 from passes.split_stages import Stage, Staged, split_stages
 from passes.trace import Traced
@@ -103,7 +104,7 @@ def emit_modules(
             full = {**dict.fromkeys(sizes, 0), **coords}
             shapes = _shape_class(stage, sizes, full)
             if (text, shapes) not in known:
-                local = differentiate(stage, sizes, full, plan.recompute)
+                local = differentiate(stage, sizes, full, plan.recompute, plan.zero)
                 module = emit(local, len(staged.stages))
                 digest = hashlib.sha256(module.encode()).hexdigest()[:16]
                 known[text, shapes] = (digest, module, local)
@@ -151,6 +152,8 @@ def assemble(
         for name in stage.names.values():
             holders.setdefault(name, []).append(stage.index)
 
+    gathered = gathered_axes(graph)
+
     def spec(v: Value) -> ParameterSpec:
         sharding, dims = lowered.shardings[v.name], lowered.dims[v.name]
         trainable = v.name in traced.trainable
@@ -162,6 +165,7 @@ def assemble(
             dims=tuple(tuple(d.name for d in dim) for dim in dims),
             slots=sharding.slots,
             pending=tuple(pending) if trainable else (),
+            gathered=gathered.get(v.name, ()),
             stages=tuple(holders.get(v.name, ())),
             trainable=trainable,
         )
@@ -207,7 +211,7 @@ def _groups(locals_: list[LocalStage]) -> tuple[tuple[str, ...], ...]:
     """The sets of axes that collectives run over, each once, in a fixed order."""
     found = set()
     for local in locals_:
-        for node in (*local.setup, *local.prologue, *local.forward, *local.backward):
+        for node in local.nodes:
             if node.op.removeprefix("comm.") in COLLECTIVES:
                 axes = node.args[1]
                 found.add((axes,) if isinstance(axes, str) else tuple(axes))

@@ -34,6 +34,9 @@ CONTEXT_PARALLEL = {
 # What the backward may compute again instead of keeping it: see `passes.recompute`.
 RECOMPUTE = ("none", "selective", "full")
 
+# Stages of ZeRO: see `passes.rest`.
+ZERO = (0, 1, 2, 3)
+
 
 class PlanError(AutoparError):
     """A plan that cannot be read, or that contradicts itself."""
@@ -48,6 +51,7 @@ class Plan:
     dims that it splits, in order of preference. hints: parameter pattern -> `dim/axis`.
     cuts: for each pipeline boundary the value that crosses it; empty: balanced by cost.
     recompute: "none", "selective" or "full", see `passes.recompute`.
+    zero: what data parallel ranks share out, 0 to 3, see `passes.rest`.
     """
 
     mesh: Mesh
@@ -58,6 +62,7 @@ class Plan:
     hints: Mapping[str, str] = field(default_factory=dict)
     cuts: tuple[str, ...] = ()
     recompute: str = "none"
+    zero: int = 0
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -78,6 +83,10 @@ class Plan:
                 f"recompute={self.recompute!r}",
                 fix=f"use one of {', '.join(map(repr, RECOMPUTE))}",
             )
+        if self.zero not in ZERO:
+            raise PlanError(
+                f"zero={self.zero!r}", fix=f"use one of {', '.join(map(str, ZERO))}"
+            )
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -92,6 +101,11 @@ class Plan:
     def data_axes(self) -> tuple[str, ...]:
         """The axes that split the batch and nothing else."""
         return tuple(a for a in self.axes if self.split.get(a) == ("batch",))
+
+    @property
+    def rest_axes(self) -> tuple[str, ...]:
+        """The axes over which parameters are split while nothing computes with them."""
+        return tuple(a for a in self.data_axes if self.zero and a != TIME)
 
     @property
     def stages(self) -> int:
@@ -143,6 +157,7 @@ KINDS: dict[str, type] = {
     "hints": dict,
     "cuts": list,
     "recompute": str,
+    "zero": int,
 }
 
 

@@ -29,7 +29,8 @@ class ParameterSpec:
 
     factors, dims, slots: for each tensor dim its named factors: sizes, names, and the
     axes that split them. pending: axes over which its gradient is a pending sum at the
-    end of a step. stages: those that hold it (several for a tied weight).
+    end of a step. gathered: axes over which it is gathered for its uses, and its
+    gradient scattered. stages: those that hold it (several for a tied weight).
     """
 
     shape: tuple[int, ...]
@@ -38,6 +39,7 @@ class ParameterSpec:
     dims: tuple[tuple[str, ...], ...]
     slots: tuple[tuple[tuple[str, ...], ...], ...]
     pending: tuple[str, ...]
+    gathered: tuple[str, ...]
     stages: tuple[int, ...]
     trainable: bool
 
@@ -220,6 +222,7 @@ def _spec(data: dict[str, Any]) -> ParameterSpec:
         dims=_tuples(spec.dims),
         slots=_tuples(spec.slots),
         pending=tuple(spec.pending),
+        gathered=tuple(spec.gathered),
         stages=tuple(spec.stages),
     )
 

@@ -19,6 +19,7 @@ from passes.name_dims import Dim, Factor, Named
 from passes.notation import PENDING
 from passes.origins import Origin, find_differentiable
 from passes.plan import Plan
+from passes.rest import rest_split
 from passes.sharding import Sharding
 
 PASS = "pass"  # the op is applied to pending sums, and its result is one
@@ -281,7 +282,8 @@ class _Propagation:
         return state
 
     def rest_parameters(self) -> None:
-        """A parameter rests as all of its uses want it, else whole."""
+        """A parameter rests as all of its uses want it, else whole, or split where a
+        share for each rank is enough until it is used."""
         uses: dict[str, list[Sharding]] = {}
         for node, needs in zip(self.named.graph.nodes, self.needs, strict=True):
             for v, need in zip(node.operands, needs, strict=True):
@@ -293,6 +295,10 @@ class _Propagation:
                 places = {need.place(axis) for need in uses.get(v.name, [])}
                 if len(places) == 1 and (place := places.pop()) is not None:
                     state = state.with_split(place, axis, self.order)
+            for axis in self.plan.rest_axes if v.name in uses else ():
+                if state.place(axis) is None:
+                    dims = self.named.dims[v.name]
+                    state = rest_split(dims, state, axis, self.sizes)
             self.states[v.name] = state
 
 

@@ -31,7 +31,9 @@ def small_model() -> GPT:
 
 
 @cache
-def small_program(mesh: str = "pp=2,tp=2", microbatches: int = 2) -> Program:
+def small_program(
+    mesh: str = "pp=2,tp=2", microbatches: int = 2, zero: int = 0
+) -> Program:
     model, batch = build(CONFIG, BATCH)
-    plan = Plan(Mesh.parse(mesh), microbatches)
+    plan = Plan(Mesh.parse(mesh), microbatches, zero=zero)
     return autopar.compile_offline(model, batch, plan, costs=Costs())

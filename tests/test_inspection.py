@@ -75,6 +75,20 @@ def test_tied_weights_and_pending_gradients_are_shown() -> None:
     assert "tied: head.weight is tokens.weight" in table.notes
 
 
+def test_it_is_shown_where_parameters_rest_and_when_they_are_gathered() -> None:
+    program = small_program("pp=2,dp=2,tp=2", zero=3)
+    table = parameter_table(program)
+    assert table.columns[-1] == "gathered"
+    rows = {row[0]: row for row in table.rows}
+    assert parameter_table(small_program("dp=2", zero=2)).rows[0][4] == "once a step"
+    up = rows["blocks.0-1.mlp.up.weight"]
+    assert up[2] == "ffn/tp/dp embed" and up[4] == "at each use"
+    assert max(map(len, report(program).splitlines())) <= WIDTH
+    data = report_data(program)
+    assert data["zero"] == 3
+    assert {tuple(p["gathered"]) for p in data["parameters"]} == {("dp",)}
+
+
 def test_each_stage_has_its_layers() -> None:
     layers = [" ".join(row[1].split()) for row in stage_table(small_program()).rows]
     assert layers == ["tokens, positions, blocks.0", "blocks.1, norm, head"]
@@ -112,9 +126,10 @@ def test_a_single_rank_communicates_nothing() -> None:
     assert table.rows == () and table.notes == ("none",)
 
 
-def test_communication_is_what_ranks_do() -> None:
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_communication_is_what_ranks_do(zero: int) -> None:
     """The table is the log of a real step, but for what finds the loss."""
-    program = small_program("pp=2,dp=2,tp=2")
+    program = small_program("pp=2,dp=2,tp=2", zero=zero)
     model, batch = build(CONFIG, BATCH)
     buffers = dict(model.named_buffers())
 
@@ -127,7 +142,7 @@ def test_communication_is_what_ranks_do() -> None:
     for stage, rank in ((0, 0), (1, 4)):
         expected: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
         for c in messages_of_a_step(program):
-            if c.stage == stage and c.part != "step":
+            if c.stage == stage and (c.part, c.kind) != ("step", "all_reduce"):
                 key = (c.kind, () if c.kind == "send" else c.axes)
                 calls, total = expected.get(key, (0, 0))
                 expected[key] = (calls + c.calls, total + c.bytes)

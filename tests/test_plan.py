@@ -16,6 +16,7 @@ PLANS = [
     plan("pp=2,dp=2,tp=2", 4, sequence_parallel=False, schedule="gpipe"),
     plan("dp=4,pp=2", hints={"*.mlp.up.weight": "ffn/tp"}, cuts=("add_3",)),
     plan("pp=2", 4, stages_per_rank=2),
+    plan("dp=2,tp=2", zero=3),
 ]
 
 
@@ -50,6 +51,7 @@ BROKEN = {
     changed(stages_per_rank=0): "stages_per_rank=0",
     changed(cuts="add_1"): "'cuts' in the plan is 'add_1'",
     changed(hints=[]): r"'hints' in the plan is \[\]",
+    changed(zero=4): "zero=4",
     without("mesh"): "has no mesh",
 }
 
@@ -58,6 +60,12 @@ BROKEN = {
 def test_a_broken_plan_says_what_is_wrong(text, says):
     with pytest.raises(PlanError, match=says):
         Plan.from_json(text)
+
+
+def test_parameters_rest_split_over_data_parallel_ranks():
+    assert plan("pp=2,dp=2,tp=2", 4, zero=3).rest_axes == ("dp",)
+    assert plan("dp=1,tp=2", zero=3).rest_axes == ()
+    assert plan("dp=2").rest_axes == ()
 
 
 def test_axes_of_one_rank_split_nothing():

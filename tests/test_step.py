@@ -49,12 +49,16 @@ def train_plainly(model: str, dtype: torch.dtype = torch.float64) -> Trajectory:
 
 
 def train_on_ranks(
-    model: str, mesh: str, microbatches: int, dtype: torch.dtype = torch.float64
+    model: str,
+    mesh: str,
+    microbatches: int,
+    zero: int = 0,
+    dtype: torch.dtype = torch.float64,
 ) -> Trajectory:
     """The same on this rank of a mesh."""
     case = build(model, dtype)
     step = autopar.compile(
-        case.model, mesh, microbatches=microbatches, loss_fn=case.loss_fn
+        case.model, mesh, microbatches=microbatches, zero=zero, loss_fn=case.loss_fn
     )
     step.build(**case.batch)
     update, losses, norms = optimizer(step.parameters()), [], []
@@ -67,13 +71,19 @@ def train_on_ranks(
 
 
 MESHES = [
-    ("plain", "pp=2", 2),
-    ("gpt2", "tp=2", 2),
-    pytest.param("llama", "dp=2", 1, marks=pytest.mark.slow),
-    pytest.param("plain", "pp=2,tp=2", 4, marks=pytest.mark.slow),
-    pytest.param("gpt2", "dp=2,tp=2", 2, marks=pytest.mark.slow),
-    pytest.param("llama", "pp=2,dp=2", 2, marks=pytest.mark.slow),
-    pytest.param("llama", "tp=4", 1, marks=pytest.mark.slow),
+    ("plain", "pp=2", 2, 0),
+    ("gpt2", "tp=2", 2, 0),
+    ("plain", "dp=2", 2, 1),
+    ("gpt2", "dp=2", 2, 3),
+    pytest.param("llama", "dp=2", 1, 0, marks=pytest.mark.slow),
+    pytest.param("plain", "pp=2,tp=2", 4, 0, marks=pytest.mark.slow),
+    pytest.param("gpt2", "dp=2,tp=2", 2, 0, marks=pytest.mark.slow),
+    pytest.param("llama", "pp=2,dp=2", 2, 0, marks=pytest.mark.slow),
+    pytest.param("llama", "tp=4", 1, 0, marks=pytest.mark.slow),
+    pytest.param("gpt2", "pp=2,dp=2", 2, 1, marks=pytest.mark.slow),
+    pytest.param("llama", "dp=2,tp=2", 2, 2, marks=pytest.mark.slow),
+    pytest.param("plain", "pp=2,dp=2", 2, 3, marks=pytest.mark.slow),
+    pytest.param("llama", "dp=2,tp=2", 1, 3, marks=pytest.mark.slow),
 ]
 
 
@@ -84,11 +94,11 @@ def world(mesh: str) -> int:
     return size
 
 
-@pytest.mark.parametrize(("model", "mesh", "microbatches"), MESHES)
-def test_the_trajectory_is_that_of_one_device(model, mesh, microbatches):
+@pytest.mark.parametrize(("model", "mesh", "microbatches", "zero"), MESHES)
+def test_the_trajectory_is_that_of_one_device(model, mesh, microbatches, zero):
     losses, norms, weights = train_plainly(model)
     assert min(norms) > MOST
-    results = run_ranks(train_on_ranks, world(mesh), model, mesh, microbatches)
+    results = run_ranks(train_on_ranks, world(mesh), model, mesh, microbatches, zero)
     for got_losses, got_norms, got_weights in results:
         assert got_losses == pytest.approx(losses, rel=1e-9)
         assert got_norms == pytest.approx(norms, rel=1e-9)
@@ -102,7 +112,7 @@ def test_the_trajectory_is_that_of_one_device(model, mesh, microbatches):
 @pytest.mark.slow
 def test_in_float32_the_losses_are_those_of_one_device():
     losses, norms, _ = train_plainly("gpt2", torch.float32)
-    arguments = ("gpt2", "pp=2,tp=2", 2, torch.float32)
+    arguments = ("gpt2", "pp=2,tp=2", 2, 0, torch.float32)
     for got_losses, got_norms, _ in run_ranks(train_on_ranks, 4, *arguments):
         assert got_losses == pytest.approx(losses, rel=1e-4)
         assert got_norms == pytest.approx(norms, rel=1e-3)
@@ -111,23 +121,25 @@ def test_in_float32_the_losses_are_those_of_one_device():
 # --- checkpoints -------------------------------------------------------------------
 
 
-def load_and_save(mesh: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def load_and_save(mesh: str, zero: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
     case = build("plain")
-    step = autopar.compile(case.model, mesh, example_inputs=case.batch)
+    step = autopar.compile(case.model, mesh, zero=zero, example_inputs=case.batch)
     before = step.state_dict()
     assert any(not torch.equal(before[name], state[name]) for name in state)
     step.load_state_dict(state)
     return step.state_dict()
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
-def test_a_state_dict_loads_under_any_mesh_and_into_the_model(mesh):
+@pytest.mark.parametrize(
+    ("mesh", "zero"), [("tp=2", 0), ("pp=2", 0), ("dp=2", 1), ("dp=2", 3)]
+)
+def test_a_state_dict_loads_under_any_mesh_and_into_the_model(mesh, zero):
     case = build("plain")
     with torch.no_grad():
         for p in case.model.parameters():
             p.add_(1.0)
     state = case.model.state_dict()
-    for found in run_ranks(load_and_save, 2, mesh, state):
+    for found in run_ranks(load_and_save, 2, mesh, zero, state):
         assert list(found) == list(state)
         assert all(torch.equal(found[name], state[name]) for name in state)
         build("plain").model.load_state_dict(found)

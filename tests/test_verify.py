@@ -32,7 +32,7 @@ def meshes(most: int) -> list[tuple[int, int, int]]:
 
 def prove(model: str, mesh: str, microbatches: int, **options) -> Verification:
     """Build in float64, compile, run all ranks and compare to 1e-10."""
-    of_plan = ("sequence_parallel", "schedule")
+    of_plan = ("sequence_parallel", "schedule", "zero")
     chosen = {k: options.pop(k) for k in of_plan if k in options}
     case = MODELS[model](**options).double()
     return case.verify(mesh, microbatches, **chosen)
@@ -91,6 +91,7 @@ def test_every_mesh_of_up_to_8_ranks(model, mesh):
     options = {
         "sequence_parallel": turn % 2 == 0,
         "schedule": ("1f1b", "gpipe")[turn // 2 % 2],
+        "zero": (turn // 2 + dp) % 4,
         "tied": turn % 3 == 0,
         "seq": (16, 17)[turn // 3 % 2],
         "ignored": ("uneven", "half", "none")[turn // 4 % 3],
