@@ -30,9 +30,9 @@ from autopar.store import StoredPlan, load_plan, save_plan
 from autopar.tables import Table
 from autopar.verify import Verification, verify
 from passes.errors import AutoparError, HintError
+from passes.make_schedule import SCHEDULES
 from passes.mesh import Mesh
 from passes.plan import CONTEXT_PARALLEL, RECOMPUTE, ZERO, Plan, PlanError
-from passes.schedule import SCHEDULES
 
 MODEL = "file.py:factory, module:factory, hf:TYPE[?key=value,...] or hf:config.json"
 
@@ -77,7 +77,8 @@ def _add_compile(commands: Any) -> None:
     add.add_argument(
         "--microbatches", type=int, metavar="N", help="else up to 4 for each stage"
     )
-    add.add_argument("--schedule", default="1f1b", choices=sorted(SCHEDULES))
+    add.add_argument("--schedule", default="1f1b", choices=tuple(SCHEDULES))
+    add.add_argument("--stages-per-rank", type=int, default=1, metavar="N")
     add.add_argument("--batch", type=int, metavar="N", help="samples (hf: models)")
     add.add_argument("--seq", type=int, metavar="N", help="tokens (hf: models)")
     add.add_argument("--attention-mask", action="store_true", help="(hf: models)")
@@ -197,6 +198,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         arguments.recompute,
         arguments.context_parallel,
         arguments.zero,
+        arguments.stages_per_rank,
     )
 
 

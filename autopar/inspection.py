@@ -15,6 +15,7 @@ import torch
 from autopar.emitted import Message, Messages, sends_of, users_of
 from autopar.shards import local_shape
 from autopar.tables import Table, count, ranges, seconds, size
+from passes.check_schedule import peak_in_flight
 from passes.cost import BACKWARD
 from passes.footprint import Communication
 from passes.graph import DTYPES
@@ -25,6 +26,7 @@ LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.|$)")  # the number in `h.3.attn`
 UNNAMED = re.compile(r"d\d+")
 NAME = 40  # characters of a parameter's name in a line
 PARTS = ("forward", "backward", "step")
+LEGEND = "F forward, B backward (drawn as two forwards), . idle"
 
 
 # --- named dims --------------------------------------------------------------------
@@ -136,11 +138,12 @@ def stage_table(program: Program) -> Table:
 def _activations(program: Program, stage: int) -> int:
     """Bytes kept for the backwards of microbatches in flight, and of the one that runs.
 
-    In flight are those of all stages of the rank, so with several it is a bound.
+    A rank's stages need not be at their most at the same time: their sum is a bound.
     """
     made = program.stages[stage].footprint
     rank = program.schedule.stage_to_rank[stage]
-    earlier = timeline(program).in_flight[rank] - 1
+    own = [a for a in program.schedule.ranks[rank] if a.stage == stage]
+    earlier = peak_in_flight(own) - 1
     peak = max(made.forward_peak, made.backward_peak)
     return earlier * made.saved + peak + made.step
 
@@ -259,13 +262,17 @@ def timeline(program: Program) -> Timeline:
 
 def schedule_text(program: Program) -> str:
     """The grid of the schedule, its bubble, and the microbatches in flight."""
-    expected = timeline(program)
+    schedule, expected = program.schedule, timeline(program)
     flight = " ".join(map(str, expected.in_flight))
-    return (
-        f"schedule {program.schedule.name}: F forward, B backward, . idle "
-        f"(a backward drawn as two forwards)\n\n{grid(program.schedule)}\n"
-        f"estimated {seconds(expected.total)} a step, bubble {expected.bubble:.1%}, "
-        f"most microbatches in flight by rank: {flight}"
+    lines = [f"schedule {schedule.name}: {LEGEND}"]
+    counted = "microbatches"
+    if program.plan.stages_per_rank > 1:
+        lines.append("before the letter is the stage, after it the microbatch")
+        counted = "(stage, microbatch) pairs"
+    lines += ["", grid(schedule)]
+    return "\n".join(lines) + (
+        f"\nestimated {seconds(expected.total)} a step, bubble {expected.bubble:.1%}, "
+        f"most {counted} in flight by rank: {flight}"
     )
 
 

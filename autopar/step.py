@@ -34,6 +34,7 @@ def compile(
     *,
     microbatches: int = 1,
     schedule: str = "1f1b",
+    stages_per_rank: int = 1,
     sequence_parallel: bool = True,
     context_parallel: str = "gather",
     recompute: str = "none",
@@ -54,6 +55,7 @@ def compile(
     initialised by the modules' own initialisers.
     mesh: a `torch.distributed.DeviceMesh` with named dims, or text as `"pp=2,tp=2"`.
     microbatches: parts of the batch, run one after another; the result does not change.
+    schedule, stages_per_rank: of the pipeline, see `passes.make_schedule`.
     sequence_parallel: split what tp leaves whole along the sequence.
     context_parallel: how attention works on an axis cp, which splits the sequence:
     "gather": ranks gather all keys and values; "ulysses": they exchange rows for heads.
@@ -81,6 +83,7 @@ def compile(
             recompute,
             context_parallel,
             zero,
+            stages_per_rank,
         )
     step = Step(model, plan, loss_fn, seed, device, timeout, program)
     if example_inputs is not None:
@@ -97,6 +100,7 @@ def make_plan(
     recompute: str = "none",
     context_parallel: str = "gather",
     zero: int = 0,
+    stages_per_rank: int = 1,
 ) -> Plan:
     """The decisions that the options of `compile` stand for."""
     split = dict(SPLIT)
@@ -112,6 +116,7 @@ def make_plan(
         read_mesh(mesh),
         microbatches,
         schedule,
+        stages_per_rank,
         split=split,
         hints=dict(hints or {}),
         recompute=recompute,

@@ -47,6 +47,7 @@ def compile_program(
     costs: seconds of nodes, or a function that measures those of the lowered graph.
     watch: called with each pass's name and the text of what it made.
     """
+    schedule_of(plan)  # what cannot run is refused before the work begins
     watch("trace", str(traced))
     normal = normalize(traced)
     watch("normalize", str(normal))

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from passes.errors import AutoparError
+from passes.make_schedule import SCHEDULES
 from passes.mesh import AXES, TIME, Mesh
-from passes.schedule import SCHEDULES
 
 FORMAT = 1
 

@@ -12,9 +12,10 @@ import torch
 
 from passes.errors import AutoparError
 from passes.footprint import Communication, Footprint
+from passes.make_schedule import make_schedule
 from passes.mesh import Mesh
 from passes.plan import Plan
-from passes.schedule import Schedule, add_communication, make_schedule
+from passes.schedule import Schedule, add_communication
 
 FORMAT = 1
 
@@ -198,7 +199,7 @@ class Program:
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """The plan's schedule, with its messages."""
+    """The plan's schedule, with its messages. Raises ScheduleError."""
     ranks = plan.mesh.axis_size("pp")
     made = make_schedule(plan.schedule, ranks, plan.microbatches, plan.stages_per_rank)
     return add_communication(made)

@@ -1,15 +1,15 @@
 """Pipeline schedules as data: which rank runs which stage on which microbatch, when.
 
 A schedule is one list of actions per rank of the pipeline. Executor, checker, simulator
-and printer all read that list; nothing else knows what 1F1B means. Named schedules hold
-compute actions only, and `add_communication` lowers them to lists with messages.
+and printer all read that list; only `passes.make_schedule` knows what 1F1B means. Named
+schedules hold compute actions only, and `add_communication` lowers them to lists with
+messages.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -122,8 +122,8 @@ class Schedule:
             raise ScheduleError(
                 f"schedule name {self.name!r} is not one word without ':'"
             )
-        _at_least_one("microbatches", self.microbatches)
-        _at_least_one("stages", self.stages)
+        at_least_one("microbatches", self.microbatches)
+        at_least_one("stages", self.stages)
         strays = [r for r in self.stage_to_rank if not 0 <= r < len(self.ranks)]
         if strays:
             raise ScheduleError(
@@ -139,6 +139,12 @@ class Schedule:
     @property
     def has_communication(self) -> bool:
         return any(not a.kind.is_compute for actions in self.ranks for a in actions)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some backward runs in halves, I and W."""
+        halves = (Kind.I, Kind.W)
+        return any(a.kind in halves for actions in self.ranks for a in actions)
 
     def crosses(self, message: Action) -> bool:
         """Whether a message's other end exists and lives on another rank."""
@@ -187,64 +193,6 @@ class Schedule:
         return Schedule(match[1], int(match[2]), placement, tuple(ranks))
 
 
-def make_schedule(
-    name: str, ranks: int, microbatches: int, stages_per_rank: int = 1
-) -> Schedule:
-    """Build a named schedule of compute actions; `microbatches` may be below `ranks`.
-
-    Raises ScheduleError: an unknown name, or sizes that the schedule cannot have.
-    """
-    if name not in SCHEDULES:
-        names = ", ".join(SCHEDULES)
-        raise ScheduleError(f"no schedule is named {name!r}", fix=f"one of {names}")
-    _at_least_one("ranks", ranks)
-    _at_least_one("microbatches", microbatches)
-    _at_least_one("stages_per_rank", stages_per_rank)
-    return SCHEDULES[name](ranks, microbatches, stages_per_rank)
-
-
-def gpipe(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    """All forwards, then all backwards (Huang 2019, arXiv:1811.06965, figure 2c).
-
-    Backwards run from microbatch 0 up, not down as in the paper: it costs the same, and
-    gradients then add up in the same order, to the same bits, as under 1F1B.
-    """
-    _one_stage_a_rank("gpipe", stages_per_rank)
-    order = [
-        *((Kind.F, i) for i in range(microbatches)),
-        *((Kind.B, i) for i in range(microbatches)),
-    ]
-    return _place("gpipe", microbatches, [order] * ranks)
-
-
-def one_forward_one_backward(
-    ranks: int, microbatches: int, stages_per_rank: int
-) -> Schedule:
-    """1F1B (PipeDream-Flush; Narayanan 2021, arXiv:2104.04473, section 2.2).
-
-    Rank r runs ahead by the ranks - r - 1 forwards that the ranks behind it need before
-    they can answer; then each forward is followed by the oldest backward, which keeps
-    min(microbatches, ranks - r) microbatches in flight instead of all of them.
-    """
-    _one_stage_a_rank("1f1b", stages_per_rank)
-    orders = []
-    for rank in range(ranks):
-        ahead = min(microbatches, ranks - rank - 1)
-        order = [(Kind.F, i) for i in range(ahead)]
-        for i in range(microbatches - ahead):
-            order += [(Kind.F, ahead + i), (Kind.B, i)]
-        order += [(Kind.B, i) for i in range(microbatches - ahead, microbatches)]
-        orders.append(order)
-    return _place("1f1b", microbatches, orders)
-
-
-# (ranks, microbatches, stages_per_rank) -> compute actions of every rank
-SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_forward_one_backward,
-}
-
-
 def add_communication(schedule: Schedule) -> Schedule:
     """Lower a schedule to one with messages between the stages of different ranks.
 
@@ -281,25 +229,7 @@ def add_communication(schedule: Schedule) -> Schedule:
     return replace(schedule, ranks=tuple(ranks))
 
 
-def _place(
-    name: str, microbatches: int, orders: Iterable[Iterable[tuple[Kind, int]]]
-) -> Schedule:
-    """Put stage i on rank i, each with its order of (kind, microbatch)."""
-    ranks = tuple(
-        tuple(Action(stage, kind, microbatch) for kind, microbatch in order)
-        for stage, order in enumerate(orders)
-    )
-    return Schedule(name, microbatches, tuple(range(len(ranks))), ranks)
-
-
-def _one_stage_a_rank(name: str, stages_per_rank: int) -> None:
-    if stages_per_rank != 1:
-        raise ScheduleError(
-            f"schedule {name!r} runs one stage a rank, not {stages_per_rank}",
-            fix="stages_per_rank=1",
-        )
-
-
-def _at_least_one(what: str, count: int) -> None:
+def at_least_one(what: str, count: int) -> None:
+    """Raises ScheduleError for a size that no schedule can have."""
     if count < 1:
         raise ScheduleError(f"a schedule needs {what} >= 1, got {count}")

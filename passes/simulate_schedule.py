@@ -59,6 +59,14 @@ class Timeline:
         return tuple(self.total - busy for busy in self.busy)
 
     @property
+    def elapsed(self) -> tuple[float, ...]:
+        """Seconds from each rank's first compute action to the end of its last.
+
+        Where ranks do not wait for each other between steps, a step takes the longest.
+        """
+        return tuple(spans[-1].end - spans[0].start for spans in self.compute)
+
+    @property
     def bubble(self) -> float:
         """The idle fraction of all ranks' time: 1 - sum(busy) / (ranks * total)."""
         return sum(self.idle) / (len(self.spans) * self.total)
@@ -132,16 +140,18 @@ def grid(source: Schedule | Timeline, width: int = WIDTH) -> str:
     return "\n".join(lines)
 
 
-def bubble_formula(ranks: int, microbatches: int) -> float:
-    """The idle fraction of GPipe and 1F1B with equal stages: (p - 1) / (m + p - 1).
+def bubble_formula(ranks: int, microbatches: int, stages_per_rank: int = 1) -> float:
+    """The idle fraction of GPipe and 1F1B with equal stages: (p - 1) / (v m + p - 1).
 
-    A slot is one forward and one backward of a microbatch: each rank works m of the
-    m + p - 1 slots until the last rank is done. Huang 2019 (arXiv:1811.06965, section
-    2.3) gives the idle ones as a fraction of the time that passes, which is this and
-    `Timeline.bubble`. Narayanan 2021 (arXiv:2104.04473, section 2.2.1) divides the same
-    p - 1 slots by the m slots of ideal time, and so quotes (p - 1) / m.
+    A slot is one forward and one backward of a microbatch on one of a rank's v stages:
+    each rank works v m of the v m + p - 1 slots until the last rank is done (if m >= p,
+    or v = 1). Huang 2019 (arXiv:1811.06965, section 2.3) gives the idle ones as a
+    fraction of the time that passes, which is this and `Timeline.bubble`. Narayanan
+    2021 (arXiv:2104.04473, section 2.2) divides the same p - 1 slots by the v m slots
+    of ideal time, and so quotes (p - 1) / (v m).
     """
-    return (ranks - 1) / (microbatches + ranks - 1)
+    slots = stages_per_rank * microbatches
+    return (ranks - 1) / (slots + ranks - 1)
 
 
 def _seconds(

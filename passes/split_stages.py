@@ -169,10 +169,11 @@ class _Chain:
         """
         places = [0, *self.candidates(stages), len(self.nodes)]
         if len(places) < stages + 1:
+            most = (len(places) - 1) // self.lowered.plan.stages_per_rank
             raise StageError(
                 f"the model has {len(places) - 2} places where one value crosses, too "
                 f"few for {stages} stages",
-                fix=f"use pp={max(1, len(places) - 1)} or less",
+                fix=f"use pp={max(1, most)} or less",
             )
         spent = [0.0]
         for s in self.seconds:

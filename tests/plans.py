@@ -32,8 +32,12 @@ def small_model() -> GPT:
 
 @cache
 def small_program(
-    mesh: str = "pp=2,tp=2", microbatches: int = 2, zero: int = 0
+    mesh: str = "pp=2,tp=2",
+    microbatches: int = 2,
+    schedule: str = "1f1b",
+    stages_per_rank: int = 1,
+    zero: int = 0,
 ) -> Program:
     model, batch = build(CONFIG, BATCH)
-    plan = Plan(Mesh.parse(mesh), microbatches, zero=zero)
+    plan = Plan(Mesh.parse(mesh), microbatches, schedule, stages_per_rank, zero=zero)
     return autopar.compile_offline(model, batch, plan, costs=Costs())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from passes.schedule import SCHEDULES, Schedule, add_communication, make_schedule
+from passes.make_schedule import SCHEDULES, make_schedule
+from passes.schedule import Schedule, add_communication
 
 # (ranks, microbatches)
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 2), (3, 8), (4, 2), (4, 4), (4, 9), (8, 32)]
@@ -26,13 +27,22 @@ rank 0 | 0F0 0F1 0F2 0I0 0W0 0I1 0W1 0B2
 rank 1 | 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2"""
 
 
+# Of those schedules that need more than one.
+STAGES_PER_RANK = {"interleaved": 2, "looped-bfs": 2}
+
+
+def named(name: str, ranks: int, microbatches: int) -> Schedule:
+    """A named schedule, with as few stages a rank as it can have."""
+    return make_schedule(name, ranks, microbatches, STAGES_PER_RANK.get(name, 1))
+
+
 def lowered(text: str) -> Schedule:
     return add_communication(Schedule.parse(text))
 
 
 def all_schedules() -> list[Schedule]:
-    named = [make_schedule(name, 3, 4) for name in SCHEDULES]
-    return [*named, *map(Schedule.parse, (LOOPED, VEE, HALVES))]
+    made = [named(name, 3, 4) for name in SCHEDULES]
+    return [*made, *map(Schedule.parse, (LOOPED, VEE, HALVES))]
 
 
 def by_name(schedule: Schedule) -> str:

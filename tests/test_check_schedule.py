@@ -9,13 +9,13 @@ import pytest
 from schedules import HALVES, LOOPED, SIZES, VEE, all_schedules, by_name, lowered
 
 from passes.check_schedule import check
+from passes.make_schedule import make_schedule
 from passes.schedule import (
     Action,
     Kind,
     Schedule,
     ScheduleError,
     add_communication,
-    make_schedule,
 )
 
 

@@ -77,6 +77,19 @@ def test_options_become_decisions(
     assert plan.split["tp"] and "seq" not in plan.split["tp"]
 
 
+def test_several_stages_a_rank_are_proved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, where = model_file(tmp_path), str(tmp_path / "p")
+    options = ["--mesh", "pp=2", "--microbatches", "2", "-o", where]
+    more = ["--schedule", "interleaved", "--stages-per-rank", "2"]
+    assert main(["compile", spec, *options, *more]) == 0
+    assert "rank 0 | 0F0 0F1 2F0" in out(capsys)
+    assert main(["verify", where, "--float64"]) == 0
+    assert main(["compile", spec, *options, *more[:2]]) == 2
+    assert "fix  stages_per_rank=2" in capsys.readouterr().err
+
+
 def test_edited_decisions_compile(
     plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,6 +28,9 @@ from autopar.verify import local_parameters
 from autopar.virtual import run_virtual
 from examples.gpt import build
 from passes.mesh import MeshError
+from passes.simulate_schedule import grid
+
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("looped-bfs", 2)]
 
 
 def test_fused_qkv_is_named_without_invented_names() -> None:
@@ -160,6 +163,25 @@ def test_the_schedule_is_drawn_with_its_bubble() -> None:
     text = schedule_text(small_program(microbatches=4))
     assert "rank 0 | F0 F1" in text and "rank 1 | .  F0 B0" in text
     assert f"bubble {timeline(small_program(microbatches=4)).bubble:.1%}" in text
+
+
+@pytest.mark.parametrize(("schedule", "stages"), SCHEDULES)
+def test_every_schedule_is_drawn_with_its_stages(schedule: str, stages: int) -> None:
+    program = small_program("pp=2", 4, schedule, stages)
+    text = schedule_text(program)
+    assert f"schedule {schedule}: F forward" in text
+    assert grid(program.schedule) in text and text.count("the stage") == (stages > 1)
+    assert text.endswith(" ".join(map(str, timeline(program).in_flight)))
+    assert max(map(len, report(program).splitlines())) <= WIDTH
+
+
+def test_activations_are_those_in_flight_of_their_own_stage() -> None:
+    program = small_program("pp=2", 4, "looped-bfs", 2)
+    rows = report_data(program)["stages"]
+    for row, stage in zip(rows, program.stages, strict=True):
+        made = stage.footprint
+        peak = max(made.forward_peak, made.backward_peak)
+        assert row["activation_bytes"] == 3 * made.saved + peak
 
 
 def test_a_report_fits_the_page_and_json() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 from schedules import HALVES, LOOPED, VEE, all_schedules, by_name, lowered
 
+from passes.make_schedule import make_schedule
 from passes.schedule import (
-    SCHEDULES,
     Action,
     Kind,
     Schedule,
     ScheduleError,
     add_communication,
-    make_schedule,
 )
 
 
@@ -48,26 +47,6 @@ def test_a_schedule_prints_and_parses_back(schedule):
 def test_text_that_is_no_schedule_is_refused(text, message):
     with pytest.raises(ScheduleError, match=message):
         Schedule.parse(text)
-
-
-def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ScheduleError, match=r"named 'pipe'\n  fix  one of gpipe, 1f1b"):
-        make_schedule("pipe", 2, 2)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ((0, 4), "ranks >= 1, got 0"),
-        ((2, 0), "microbatches >= 1, got 0"),
-        ((2, 4, 0), "stages_per_rank >= 1, got 0"),
-        ((2, 4, 2), "one stage a rank, not 2"),
-    ],
-)
-def test_impossible_sizes_are_refused(name, sizes, message):
-    with pytest.raises(ScheduleError, match=message):
-        make_schedule(name, *sizes)
 
 
 def test_messages_stand_beside_what_makes_and_needs_them():

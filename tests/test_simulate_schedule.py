@@ -7,13 +7,8 @@ from itertools import pairwise
 import pytest
 from schedules import HALVES, SIZES, VEE, all_schedules, by_name
 
-from passes.schedule import (
-    SCHEDULES,
-    Kind,
-    Schedule,
-    add_communication,
-    make_schedule,
-)
+from passes.make_schedule import make_schedule
+from passes.schedule import Kind, Schedule, add_communication
 from passes.simulate_schedule import Timeline, bubble_formula, grid, simulate
 
 
@@ -22,7 +17,7 @@ def equal_stages(schedule: Schedule, send: float = 0.0) -> Timeline:
     return simulate(schedule, [1.0] * stages, [2.0] * stages, send=send)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
 def test_equal_stages_idle_by_the_published_formula(name, ranks, microbatches):
     timeline = equal_stages(make_schedule(name, ranks, microbatches))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -52,13 +54,13 @@ def train_on_ranks(
     model: str,
     mesh: str,
     microbatches: int,
-    zero: int = 0,
     dtype: torch.dtype = torch.float64,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Trajectory:
-    """The same on this rank of a mesh."""
+    """The same on this rank of a mesh; options: more of those of `compile`."""
     case = build(model, dtype)
     step = autopar.compile(
-        case.model, mesh, microbatches=microbatches, zero=zero, loss_fn=case.loss_fn
+        case.model, mesh, microbatches=microbatches, loss_fn=case.loss_fn, **options
     )
     step.build(**case.batch)
     update, losses, norms = optimizer(step.parameters()), [], []
@@ -96,9 +98,23 @@ def world(mesh: str) -> int:
 
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "zero"), MESHES)
 def test_the_trajectory_is_that_of_one_device(model, mesh, microbatches, zero):
+    check_trajectory(model, mesh, microbatches, {"zero": zero})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages_per_rank"),
+    [("interleaved", 2), pytest.param("looped-bfs", 2, marks=pytest.mark.slow)],
+)
+def test_every_schedule_follows_one_device(schedule, stages_per_rank):
+    options = {"schedule": schedule, "stages_per_rank": stages_per_rank}
+    check_trajectory("plain", "pp=2", 4, options)
+
+
+def check_trajectory(model, mesh, microbatches, options=None):
     losses, norms, weights = train_plainly(model)
     assert min(norms) > MOST
-    results = run_ranks(train_on_ranks, world(mesh), model, mesh, microbatches, zero)
+    arguments = (model, mesh, microbatches, torch.float64, options or {})
+    results = run_ranks(train_on_ranks, world(mesh), *arguments)
     for got_losses, got_norms, got_weights in results:
         assert got_losses == pytest.approx(losses, rel=1e-9)
         assert got_norms == pytest.approx(norms, rel=1e-9)
@@ -112,7 +128,7 @@ def test_the_trajectory_is_that_of_one_device(model, mesh, microbatches, zero):
 @pytest.mark.slow
 def test_in_float32_the_losses_are_those_of_one_device():
     losses, norms, _ = train_plainly("gpt2", torch.float32)
-    arguments = ("gpt2", "pp=2,tp=2", 2, 0, torch.float32)
+    arguments = ("gpt2", "pp=2,tp=2", 2, torch.float32)
     for got_losses, got_norms, _ in run_ranks(train_on_ranks, 4, *arguments):
         assert got_losses == pytest.approx(losses, rel=1e-4)
         assert got_norms == pytest.approx(norms, rel=1e-3)
