@@ -41,7 +41,9 @@ class RunningStage:
     grads: dict[str, Tensor]
     constants: dict[str, Tensor] = field(default_factory=dict)
     batch: dict[str, Tensor] = field(default_factory=dict)
+    # By microbatch: from forward to backward, and from its input to its weight half.
     saved: dict[int, list[Tensor]] = field(default_factory=dict)
+    kept: dict[int, list[Tensor]] = field(default_factory=dict)
 
 
 def load_module(text: str, name: str) -> dict[str, Any]:
@@ -229,10 +231,10 @@ class Executor:
             self._send(action)
         elif kind is Kind.F:
             self._forward(action)
-        elif kind is Kind.B:
-            self._backward(action)
+        elif kind is Kind.W:
+            self._weight_half(action)
         else:
-            raise ValueError(f"the executor has no action {action}")
+            self._backward(action)
 
     def _forward(self, action: Action) -> None:
         stage, i = self.stages[action.stage], action.microbatch
@@ -249,10 +251,12 @@ class Executor:
             self._hand_on("x", action.stage, action.stage + 1, i, made)
 
     def _backward(self, action: Action) -> None:
+        """B or I: what the stage before waits for; B adds up weights' gradients too."""
         stage, i = self.stages[action.stage], action.microbatch
+        whole = action.kind is Kind.B
         self.comm.microbatch = i
         dys = self._outputs.pop(("dy", action.stage, i), ())
-        made = stage.module["backward"](
+        made = stage.module["backward" if whole else "backward_input"](
             self.comm,
             stage.tensors,
             stage.grads,
@@ -261,11 +265,25 @@ class Executor:
             stage.saved.pop(i),
             *dys,
         )
+        if not whole:
+            made, stage.kept[i] = made
         # Its gradient is here, so what was sent for it has long arrived.
         for receipt in self._leaving.pop(Action(action.stage, Kind.SEND_F, i), ()):
             receipt.wait()
         if action.stage > 0:
             self._hand_on("dy", action.stage, action.stage - 1, i, made)
+
+    def _weight_half(self, action: Action) -> None:
+        stage, i = self.stages[action.stage], action.microbatch
+        self.comm.microbatch = i
+        stage.module["backward_weight"](
+            self.comm,
+            stage.tensors,
+            stage.grads,
+            stage.constants,
+            stage.batch,
+            stage.kept.pop(i),
+        )
 
     def _hand_on(
         self, what: str, stage: int, to: int, i: int, made: tuple[Tensor, ...]

@@ -140,12 +140,9 @@ def _activations(program: Program, stage: int) -> int:
 
     A rank's stages need not be at their most at the same time: their sum is a bound.
     """
-    made = program.stages[stage].footprint
     rank = program.schedule.stage_to_rank[stage]
     own = [a for a in program.schedule.ranks[rank] if a.stage == stage]
-    earlier = peak_in_flight(own) - 1
-    peak = max(made.forward_peak, made.backward_peak)
-    return earlier * made.saved + peak + made.step
+    return program.stages[stage].footprint.most(peak_in_flight(own))
 
 
 def _sends(program: Program, stage: int) -> Messages:

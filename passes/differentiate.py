@@ -7,18 +7,18 @@ place over microbatches; what is pending over mesh axes stays so until the step'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from passes.cost import flops
+from passes.fuse import drop_identities, fuse_bias, spell_masks
 from passes.graph import Builder, Node, Value
 from passes.localize import Localizer
+from passes.name_dims import Dims
 from passes.recompute import recompute
 from passes.rest import find_gathered, gather_again
 from passes.reuse import reuse
+from passes.split_backward import GRADIENT, find_dependent, split_backward
 from passes.split_stages import Stage
 from passes.tape import Tape, ones_like
 from passes.traced_vjp import expand_forward, traced
@@ -33,6 +33,8 @@ class LocalStage:
     those of `receives`. epilogue: once a step, after all backwards. saved: what forward
     keeps for backward. grads: parameter, or what is gathered for the whole step, -> the
     buffer that its gradient is added to. text: value name -> its named dims.
+    weight_half: None, or the part of the backward that can run later than the rest,
+    which is `backward` then; kept: what it needs of the forward and of that.
     """
 
     stage: Stage
@@ -51,6 +53,8 @@ class LocalStage:
     d_receives: tuple[Value | None, ...]
     loss: Value | None
     saved: tuple[Value, ...]
+    weight_half: tuple[Node, ...] | None
+    kept: tuple[Value, ...]
     grads: Mapping[str, Value]
     texts: Mapping[str, str]
 
@@ -58,7 +62,12 @@ class LocalStage:
     def nodes(self) -> tuple[Node, ...]:
         """Of all parts, in the order in which these run."""
         once = (*self.setup, *self.prologue)
-        return (*once, *self.forward, *self.backward, *self.epilogue)
+        return (*once, *self.forward, *self.whole_backward, *self.epilogue)
+
+    @property
+    def whole_backward(self) -> tuple[Node, ...]:
+        """Both halves."""
+        return (*self.backward, *(self.weight_half or ()))
 
     @property
     def wholes(self) -> tuple[Value, ...]:
@@ -78,21 +87,16 @@ def differentiate(
     coords: Mapping[str, int],
     policy: str = "none",
     zero: int = 0,
+    halves: bool = False,
 ) -> LocalStage:
     """Localize a stage for the rank at `coords`, and write its backward.
 
     policy: what the backward computes again instead of keeping it, see `recompute`.
     zero: when parameters are gathered and their gradients scattered, see `rest`.
+    halves: whether the backward is split, see `split_backward`.
     """
     local = Localizer(stage.dims, stage.shardings, sizes, coords)
-    parts = {
-        part: [local.node(n) for n in getattr(stage, part)]
-        for part in ("setup", "prologue", "forward")
-    }
-    sources = {
-        part: tuple(local.value(v) for v in getattr(stage, part))
-        for part in ("params", "buffers", "constants", "inputs", "receives", "sends")
-    }
+    parts, sources = _localized(stage, local)
     loss = local.value(stage.loss) if stage.loss else None
     forward = fuse_bias(spell_masks(parts["forward"]))
     builder = Builder(set(stage.dims) | {v.name for n in forward for v in n.results})
@@ -103,34 +107,51 @@ def differentiate(
         trained += _boundary(forward, standing)
     writer = _Writer(builder, stage.differentiable, trained, sizes)
     writer.run_forward(forward)
-    d_sends = writer.seed(sources["sends"], loss)
+    d_sends = writer.seed(sources["sends"], loss, halves)
     d_receives = writer.run_backward(sources["receives"])
     writer.run_epilogue()
     writer.drop_dead(d_receives)
     ends = [*sources["sends"], *([loss] if loss else [])]
     if zero in (1, 2):
         parts["prologue"] += writer.take_gathers(standing)
-    writer.backward = recompute(
-        policy, writer.forward, writer.backward, {v.name for v in ends}, stage.dims
-    )
-    writer.backward = gather_again(writer.forward, writer.backward, standing)
+    writer.make_again(policy, {v.name for v in ends}, stage.dims, standing)
     elsewhere = standing | {v.name for n in parts["prologue"] for v in n.results}
     elsewhere |= {v.name for v in sources["inputs"]}
+    elsewhere |= {v.name for v in writer.tape.grads.values()}
     saved = writer.saved(elsewhere, d_receives)
+    if halves:
+        batch = (*sources["inputs"], *sources["receives"])
+        writer.split(batch, (*parts["prologue"], *forward), d_receives)
+    kept = _operands(writer.weight_half, elsewhere)
+    returned = {v.name for v in (*d_receives, *kept) if v}
     return LocalStage(
         stage=stage,
         setup=tuple(parts["setup"]),
         prologue=tuple(parts["prologue"]),
         forward=tuple(reuse(writer.forward, {v.name for v in (*saved, *ends)})),
-        backward=tuple(reuse(writer.backward, {v.name for v in d_receives if v})),
+        backward=tuple(reuse(writer.backward, returned)),
         epilogue=tuple(writer.epilogue),
         **sources,
         d_sends=d_sends,
         d_receives=d_receives,
         loss=loss,
         saved=saved,
+        weight_half=tuple(reuse(writer.weight_half, ())) if halves else None,
+        kept=kept,
         grads=writer.tape.grads,
         texts=writer.texts(stage),
+    )
+
+
+def _localized(
+    stage: Stage, local: Localizer
+) -> tuple[dict[str, list[Node]], dict[str, tuple[Value, ...]]]:
+    """The stage's nodes and its values from outside, by field, in the rank's shapes."""
+    parts = ("setup", "prologue", "forward")
+    sources = ("params", "buffers", "constants", "inputs", "receives", "sends")
+    return (
+        {part: [local.node(n) for n in getattr(stage, part)] for part in parts},
+        {part: tuple(map(local.value, getattr(stage, part))) for part in sources},
     )
 
 
@@ -143,17 +164,20 @@ class _Writer:
         sizes: Mapping[str, int],
     ) -> None:
         grads = {
-            v.name: Value(f"grad.{v.name}", v.shape, v.dtype)
+            v.name: Value(GRADIENT + v.name, v.shape, v.dtype)
             for v in trained
             if v.name in differentiable
         }
         self.tape = Tape(builder, differentiable, grads, sizes)
         self.forward: list[Node] = []
         self.backward: list[Node] = []
+        self.weight_half: list[Node] = []
         self.epilogue: list[Node] = []
         # Nodes that a gradient flows through, as the backward sees them.
         self.through: list[Node] = []
         self.seeds: list[Value] = []
+        # Value -> its cotangent, for those that nodes of `through` make.
+        self.cotangents: dict[str, Value] = {}
 
     def run_forward(self, nodes: list[Node]) -> None:
         for node in nodes:
@@ -180,8 +204,13 @@ class _Writer:
             return any(self.tape.wanted(mask) for mask in node.operands[3:])
         return False
 
-    def seed(self, sends: tuple[Value, ...], loss: Value | None) -> tuple:
-        """Start the backward with the cotangents that come in, and the loss's own."""
+    def seed(
+        self, sends: tuple[Value, ...], loss: Value | None, halves: bool
+    ) -> tuple[Value | None, ...]:
+        """Start the backward with the cotangents that come in, and the loss's own.
+
+        halves: the next stage, if it is on this rank, may still read what comes in.
+        """
         incoming: list[Value | None] = []
         for v in sends:
             if not self.tape.wanted(v):
@@ -190,6 +219,8 @@ class _Writer:
             dy = self.tape.fresh(v)
             incoming.append(dy)
             self.seeds.append(dy)
+            if halves:
+                self.tape.share(dy)
             self.tape.add(v, dy)
         if loss is not None and self.tape.wanted(loss):
             self.tape.add(loss, ones_like(self.tape, loss, self.through[-1]))
@@ -223,6 +254,9 @@ class _Writer:
         tape = self.tape
         for node in reversed(nodes):
             dys = [None if v is None else tape.take(v, node) for v in node.outs]
+            for v, dy in zip(node.outs, dys, strict=True):
+                if v is not None and dy is not None:
+                    self.cotangents[v.name] = dy
             if node.op in DERIVATIVES and not self._needs_trace(node):
                 if not any(dys):
                     continue
@@ -260,18 +294,39 @@ class _Writer:
 
         elsewhere: names of what both can read at any time.
         """
-        elsewhere = elsewhere | {v.name for v in self.tape.grads.values()}
-        elsewhere |= {v.name for v in self.seeds}
-        made = {v.name for n in self.backward for v in n.results}
-        saved: dict[str, Value] = {}
-        for node in self.backward:
-            for v in node.operands:
-                if v.name not in made and v.name not in elsewhere:
-                    saved[v.name] = v
-        for out in outputs:
-            if out and out.name not in made and out.name not in elsewhere:
-                saved[out.name] = out
-        return tuple(saved.values())
+        there = elsewhere | {v.name for v in self.seeds}
+        made = there.union(v.name for n in self.backward for v in n.results)
+        ends = {v.name: v for v in outputs if v and v.name not in made}
+        read = {v.name: v for v in _operands(self.backward, there)}
+        return tuple((read | ends).values())
+
+    def make_again(
+        self,
+        policy: str,
+        ends: Collection[str],
+        dims: Mapping[str, Dims],
+        standing: Collection[str],
+    ) -> None:
+        """Make in the backward what is not to be kept for it."""
+        forward = self.forward
+        self.backward = recompute(policy, forward, self.backward, ends, dims)
+        self.backward = gather_again(forward, self.backward, standing)
+
+    def split(
+        self,
+        batch: Iterable[Value],
+        nodes: Iterable[Node],
+        outputs: Iterable[Value | None],
+    ) -> None:
+        """Cut the backward into its input half and its weight half.
+
+        The cotangents of what `nodes` make of the batch all belong to the input half,
+        so that a first stage, which sends none, has one as long as others.
+        """
+        dependent = find_dependent(batch, nodes)
+        found = {dy.name for name, dy in self.cotangents.items() if name in dependent}
+        found.update(v.name for v in outputs if v)
+        self.backward, self.weight_half = split_backward(self.backward, found)
 
     def texts(self, stage: Stage) -> dict[str, str]:
         """Named dims of each value; a cotangent lies as its value does."""
@@ -289,12 +344,21 @@ def _boundary(forward: list[Node], standing: set[str]) -> tuple[Value, ...]:
     return tuple(v for name, v in read.items() if name in gathered)
 
 
+def _operands(nodes: Sequence[Node], there: Collection[str]) -> tuple[Value, ...]:
+    """What nodes read but do not make, and is not there anyway; each once."""
+    made = {v.name for n in nodes for v in n.results}
+    read = {v.name: v for n in nodes for v in n.operands}
+    return tuple(
+        v for name, v in read.items() if name not in made and name not in there
+    )
+
+
 def _alive(nodes: list[Node], needed: set[str]) -> list[Node]:
     """Nodes that a result or a parameter's gradient depends on."""
     kept: list[Node] = []
     for node in reversed(nodes):
         changes = not node.results and _target(node)
-        into_grad = bool(changes) and str(changes).startswith("grad.")
+        into_grad = bool(changes) and str(changes).startswith(GRADIENT)
         if (
             into_grad
             or changes in needed
@@ -308,77 +372,3 @@ def _alive(nodes: list[Node], needed: set[str]) -> list[Node]:
 def _target(node: Node) -> str:
     """What an in-place node writes to: its first operand."""
     return node.operands[0].name
-
-
-def drop_identities(*parts: list[Node]) -> tuple[list[Node], ...]:
-    """Leave out what does nothing at run time: R -> V, and detach."""
-    aliases: dict[str, Value] = {}
-
-    def follow(nodes: list[Node]) -> list[Node]:
-        kept = []
-        for node in nodes:
-            node = node.substitute(lambda v: aliases.get(v.name, v))
-            if node.op in ("comm.enter", "aten.detach.default"):
-                aliases[node.out.name] = node.operands[0]
-            else:
-                kept.append(node)
-        return kept
-
-    return tuple(map(follow, parts))
-
-
-def spell_masks(nodes: list[Node]) -> list[Node]:
-    """Masks that depend on global positions become values of their own.
-
-    dropout -> a mask, and a scaled product with it. Causal attention of some of the
-    rows -> attention with the mask of these rows.
-    """
-    found: list[Node] = []
-    args: tuple[Any, ...]
-    for node in nodes:
-        if node.op == "comm.dropout":
-            x, p, number, position = node.args
-            mask = Value(f"keep_{number}", x.shape, torch.bool)
-            drawn = Node("comm.dropout_mask", (p, number, position), {}, (mask,))
-            args = (x, mask, 1.0 / (1.0 - p))
-            used = replace(node, op="autopar.masked_scale", args=args)
-        elif node.op == "comm.attention":
-            q, k, v, _, _, scale, position = node.args
-            shape = (q.shape[2], k.shape[2])
-            mask = Value(f"{node.out.name}_mask", shape, torch.bool)
-            drawn = Node("comm.causal_mask", (position, k.shape[2]), {}, (mask,))
-            args = (q, k, v, mask, False, scale)
-            used = replace(node, op="autopar.attention", args=args)
-        else:
-            found.append(node)
-            continue
-        found += [replace(drawn, where=node.where), used]
-    return found
-
-
-def fuse_bias(nodes: list[Node]) -> list[Node]:
-    """A product and the bias added to it run as one kernel if nothing is between."""
-    readers: dict[str, int] = {}
-    for node in nodes:
-        for v in node.operands:
-            readers[v.name] = readers.get(v.name, 0) + 1
-    made = {v.name: i for i, n in enumerate(nodes) for v in n.results}
-    found: list[Node | None] = list(nodes)
-    for i, node in enumerate(nodes):
-        if node.op != "aten.add.Tensor" or len(node.operands) != 2 or node.kwargs:
-            continue
-        y, b = node.args
-        product = found[made[y.name]] if y.name in made else None
-        if product is None or readers[y.name] != 1 or len(b.shape) != 1:
-            continue
-        x_rank = len(product.operands[0].shape)
-        is_linear = product.op == "aten.linear.default"
-        is_matmul = product.op == "aten.matmul.default" and x_rank > 1
-        if not (is_linear or is_matmul) or len(product.operands) != 2:
-            continue
-        if len(product.operands[1].shape) != 2 or b.shape[0] != y.shape[-1]:
-            continue
-        op = product.op if is_linear else "autopar.affine"
-        found[made[y.name]] = None
-        found[i] = replace(node, op=op, args=(*product.operands, b))
-    return [n for n in found if n is not None]

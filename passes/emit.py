@@ -35,8 +35,9 @@ inf = float("inf")
 
 
 def emit(stage: LocalStage, stages: int) -> str:
-    """The text of a module with `setup`, `prologue`, `forward`, `backward`, and an
-    `epilogue` where something is left to do once a step."""
+    """The text of a module with `setup`, `prologue`, `forward`, `backward` (or its
+    halves, `backward_input` and `backward_weight`), and an `epilogue` where something
+    is left to do once a step."""
     body = _Emitter(stage).text()
     index = stage.stage.index
     first, last = index == 0, index == stages - 1
@@ -61,7 +62,7 @@ class _Emitter:
 
     def text(self) -> str:
         s = self.stage
-        forward_reads = _reads([*s.forward, *s.backward, *s.epilogue])
+        forward_reads = _reads([*s.forward, *s.whole_backward, *s.epilogue])
         prologue_reads = _reads(s.prologue)
         setup = [v for n in s.setup for v in n.results]
         prologue = [v for n in s.prologue for v in n.results]
@@ -72,7 +73,7 @@ class _Emitter:
         self.names.update((v.name, f'k["{v.name}"]') for v in k)
         parts.append(self.once("prologue(c, p, k, b)", s.prologue, b))
         self.names.update((v.name, f'b["{v.name}"]') for v in b)
-        parts += [self.forward(), self.backward()]
+        parts += [self.forward(), *self.backward()]
         if s.epilogue:
             lines = self.statements(s.epilogue, [], set())
             parts.append(_function("epilogue(c, p, g, k, b)", lines))
@@ -129,19 +130,43 @@ class _Emitter:
         lines.append(f"return {found}, [{saved}]")
         return _function(head, lines)
 
-    def backward(self) -> str:
+    def backward(self) -> list[str]:
+        """One function; or one for each half, where the backward is split."""
         s = self.stage
-        inputs = [self.name(v) for v in s.d_sends if v is not None]
-        results = [v for v in s.d_receives if v is not None]
+        saved, kept = list(s.saved), list(s.kept)
+        d_sends = [v for v in s.d_sends if v is not None]
+        d_receives = [v for v in s.d_receives if v is not None]
+        if s.weight_half is None:
+            return [self.half("backward", s.backward, saved, d_sends, d_receives)]
+        return [
+            self.half("backward_input", s.backward, saved, d_sends, d_receives, kept),
+            self.half("backward_weight", s.weight_half, kept, [], []),
+        ]
+
+    def half(
+        self,
+        name: str,
+        nodes: Sequence[Node],
+        saved: list[Value],
+        inputs: list[Value],
+        results: list[Value],
+        kept: list[Value] | None = None,
+    ) -> str:
+        """A part of the backward, from what was saved for it.
+
+        kept: what it hands, beside its results, to the part that comes after it.
+        """
+        arguments = ["c", "p", "g", "k", "b", "saved", *map(self.name, inputs)]
         lines = []
-        if s.saved:
-            saved = ", ".join(self.name(v) for v in s.saved)
-            lines += [f"[{saved}] = saved", "saved.clear()"]
-        entering = [*s.saved, *(v for v in s.d_sends if v is not None)]
-        lines += self.statements(s.backward, entering, {v.name for v in results})
-        lines.append(f"return {_tuple(self.name(v) for v in results)}")
-        head = f"backward({', '.join(['c', 'p', 'g', 'k', 'b', 'saved', *inputs])})"
-        return _function(head, lines)
+        if saved:
+            names = ", ".join(self.name(v) for v in saved)
+            lines += [f"[{names}] = saved", "saved.clear()"]
+        keep = {v.name for v in (*results, *(kept or ()))}
+        lines += self.statements(nodes, [*saved, *inputs], keep)
+        found = _tuple(self.name(v) for v in results)
+        if kept is not None:
+            found += f", [{', '.join(self.name(v) for v in kept)}]"
+        return _function(f"{name}({', '.join(arguments)})", [*lines, f"return {found}"])
 
     def statements(
         self, nodes: Sequence[Node], entering: list[Value], keep: set[str]

@@ -38,13 +38,22 @@ class Communication:
 @dataclass(frozen=True)
 class Footprint:
     """Bytes on one rank: kept from a microbatch's forward to its backward; and the most
-    that a forward, or a backward with what it was given, has alive at once. step: of
-    parameters that are gathered for a whole step, and of gradients whole as long."""
+    that a forward, or a backward with what it was given, has alive at once. Where the
+    backward is split, that is of either half; kept: what one half keeps for the other.
+    step: of parameters that are gathered for a whole step, and of gradients whole as
+    long.
+    """
 
     saved: int
     forward_peak: int
     backward_peak: int
+    kept: int
     step: int
+
+    def most(self, in_flight: int) -> int:
+        """Bytes at most, with this many microbatches between forward and backward."""
+        waiting = (in_flight - 1) * max(self.saved, self.kept)
+        return waiting + max(self.forward_peak, self.backward_peak) + self.step
 
 
 def footprint(local: LocalStage) -> Footprint:
@@ -60,9 +69,15 @@ def footprint(local: LocalStage) -> Footprint:
     held = {v.name: owners[v.name] for v in local.saved if v.name in owners}
     entering = {v.name: v.bytes for v in local.d_sends if v is not None}
     entering |= {r: sizes[r] for r in roots}
-    results = {v.name for v in local.d_receives if v is not None}
+    results = {v.name for v in (*local.d_receives, *local.kept) if v is not None}
     backward = _peak(local.backward, entering, results, held)
-    return Footprint(saved, forward, backward, _whole(local))
+    sizes = _sizes(local.backward) | entering
+    owners = find_owners(local.backward, {n: n for n in entering} | held)
+    held = {v.name: owners[v.name] for v in local.kept if v.name in owners}
+    left = {root: sizes[root] for root in held.values()}
+    weight = _peak(local.weight_half or (), left, (), held)
+    kept = sum(left.values())
+    return Footprint(saved, forward, max(backward, weight), kept, _whole(local))
 
 
 def _whole(local: LocalStage) -> int:
@@ -73,7 +88,7 @@ def _whole(local: LocalStage) -> int:
     gathered = find_gathered(
         once, rests | {v.name for n in local.setup for v in n.results}
     )
-    later = (*local.forward, *local.backward, *local.epilogue)
+    later = (*local.forward, *local.whole_backward, *local.epilogue)
     read = {v.name for n in later for v in n.operands}
     roots = {owners[name] for name in gathered if name in owners and name in read}
     return sum(sizes[root] for root in roots) + sum(v.bytes for v in local.wholes)
@@ -121,7 +136,7 @@ def communication(local: LocalStage) -> list[Communication]:
     stage = local.stage.index
     for part, nodes, handed in (
         ("forward", local.forward, local.sends),
-        ("backward", local.backward, local.d_receives),
+        ("backward", local.whole_backward, local.d_receives),
         ("step", (*local.prologue, *local.epilogue), ()),
     ):
         calls: Counter[tuple[str, tuple[str, ...]]] = Counter()

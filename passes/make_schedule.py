@@ -107,12 +107,81 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     return _in_phases("looped-bfs", microbatches, placement, [phases] * ranks)
 
 
+def zero_bubble_h1(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    """ZB-H1 (Qi 2023, arXiv:2401.10241, section 2.1, figure 2).
+
+    As 1F1B with backwards in halves. Rank r leaves out its first r weight halves: the
+    gradients that the ranks before it wait for come sooner, and the weight halves fill
+    what was idle at the end. At most p microbatches in flight, on all ranks.
+    """
+    _one_stage_a_rank("zb-h1", stages_per_rank)
+    phases = [
+        [
+            (ranks - rank - 1, "F0"),
+            (rank, "F0 I0"),
+            (microbatches, "F0 I0 W0"),
+        ]
+        for rank in range(ranks)
+    ]
+    return _in_phases("zb-h1", microbatches, range(ranks), phases)
+
+
+def zero_bubble_h2(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    """ZB-H2 (Qi 2023, arXiv:2401.10241, section 2.2, figure 3).
+
+    As ZB-H1 with twice the forwards ahead, so that no rank waits for its first
+    gradient, and twice the weight halves put off: 2 p - 1 microbatches in flight. If F,
+    I and W are equally long no rank is idle from its first action to its last; they end
+    one after the other, as they began.
+    """
+    _one_stage_a_rank("zb-h2", stages_per_rank)
+    phases = [
+        [
+            (2 * (ranks - rank - 1), "F0"),
+            (2 * rank, "F0 I0"),
+            (microbatches, "F0 I0 W0"),
+        ]
+        for rank in range(ranks)
+    ]
+    return _in_phases("zb-h2", microbatches, range(ranks), phases)
+
+
+def zero_bubble_v(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    """ZB-V (Qi 2023, arXiv:2401.10241), for F, I and W of equal length.
+
+    Stages lie down the ranks and up again, so that a microbatch's first gradient is
+    made on the rank where it began, and forwards need not run as far ahead: no rank is
+    idle in between, as under ZB-H2, with p microbatches in flight, as under 1F1B.
+    """
+    _stages_a_rank("zb-v", stages_per_rank, "two", stages_per_rank == 2)
+    m, p = microbatches, ranks
+    phases = [
+        [
+            (2 * (p - r) - 1, "F0"),  # until the first microbatch is back
+            (r, "F1 F0"),
+            (p - r, "F1 I1 W1"),
+            (max(m - p, 0), "F0 I0 W0 F1 I1 W1"),
+            # Drain: gradients first, then the weight halves that were put off.
+            (r, "I0 I1"),
+            (p - r, "I0 W0"),
+            (m, "I1 W1"),
+            (m, "I0 W0"),
+        ]
+        for r in range(p)
+    ]
+    placement = [*range(p), *reversed(range(p))]
+    return _in_phases("zb-v", m, placement, phases)
+
+
 # (ranks, microbatches, stages_per_rank) -> compute actions of every rank
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
     "interleaved": interleaved,
     "looped-bfs": looped_bfs,
+    "zb-h1": zero_bubble_h1,
+    "zb-h2": zero_bubble_h2,
+    "zb-v": zero_bubble_v,
 }
 
 

@@ -92,6 +92,7 @@ def emit_modules(
     Stages of equal text, and ranks of equal shapes, are worked out once.
     """
     plan = staged.plan
+    halves = schedule_of(plan).splits_backward
     sizes = {axis: plan.size(axis) for axis in plan.axes}
     mesh_axes = [(a, n) for a, n in plan.mesh.axes if a != "pp"]
     known: dict[tuple[str, object], tuple[str, str, LocalStage]] = {}
@@ -105,7 +106,9 @@ def emit_modules(
             full = {**dict.fromkeys(sizes, 0), **coords}
             shapes = _shape_class(stage, sizes, full)
             if (text, shapes) not in known:
-                local = differentiate(stage, sizes, full, plan.recompute, plan.zero)
+                local = differentiate(
+                    stage, sizes, full, plan.recompute, plan.zero, halves
+                )
                 module = emit(local, len(staged.stages))
                 digest = hashlib.sha256(module.encode()).hexdigest()[:16]
                 known[text, shapes] = (digest, module, local)

@@ -28,7 +28,7 @@ rank 1 | 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2"""
 
 
 # Of those schedules that need more than one.
-STAGES_PER_RANK = {"interleaved": 2, "looped-bfs": 2}
+STAGES_PER_RANK = {"interleaved": 2, "looped-bfs": 2, "zb-v": 2}
 
 
 def named(name: str, ranks: int, microbatches: int) -> Schedule:

@@ -298,6 +298,15 @@ def test_a_block_of_any_kind(name, mesh):
     verify(case.compile(mesh, 2), *case, tolerance=tolerance).check()
 
 
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_of_any_kind_with_its_backward_in_halves(name):
+    model = randomize(Stack(BLOCKS[name], layers=2))
+    case = Case(model, token_batch(), cross_entropy).double()
+    tolerance = 1e-6 if name == "mixed_types" else None
+    program = case.compile("pp=2,tp=2", 2, schedule="zb-h1")
+    verify(program, *case, tolerance=tolerance).check()
+
+
 def test_the_row_of_padding_gets_no_gradient_from_a_lookup():
     case = Case(randomize(Stack(layers=2)), token_batch(), cross_entropy).double()
     case.model.embed = nn.Embedding(VOCAB, WIDTH, padding_idx=7, dtype=torch.float64)

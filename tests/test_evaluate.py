@@ -13,8 +13,21 @@ from autopar.virtual import run_virtual
 @pytest.mark.parametrize("mesh", ["pp=1", "tp=2", "pp=2,tp=2", "dp=2,pp=2"])
 @pytest.mark.parametrize("build", [plain_gpt, gpt2])
 def test_it_is_the_loss_of_eval_mode_and_changes_nothing(build, mesh: str) -> None:
+    check_evaluation(build, mesh)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages_per_rank"),
+    [("interleaved", 2), ("looped-bfs", 2), ("zb-h2", 1), ("zb-v", 2)],
+)
+def test_every_schedule_evaluates(schedule: str, stages_per_rank: int) -> None:
+    options = {"schedule": schedule, "stages_per_rank": stages_per_rank}
+    check_evaluation(plain_gpt, "pp=2", **options)
+
+
+def check_evaluation(build, mesh: str, **options) -> None:
     case = build(dropout=0.3).double()
-    program = case.compile(mesh, 2)
+    program = case.compile(mesh, 2, **options)
 
     def body(comm: Comm):
         parameters = local_parameters(

@@ -18,11 +18,11 @@ from passes.trace import trace
 CONFIG = Config(layers=3, width=64, heads=4, context=64, vocab=512)
 
 
-def compiled(mesh: str, microbatches: int = 1):
+def compiled(mesh: str, microbatches: int = 1, schedule: str = "1f1b"):
     model = GPT(CONFIG)
     ids = torch.randint(CONFIG.vocab, (8, 64))
     batch = {"ids": ids, "labels": ids.roll(-1, 1)}
-    plan = Plan(Mesh.parse(mesh), microbatches)
+    plan = Plan(Mesh.parse(mesh), microbatches, schedule)
     return model, batch, compile_program(trace(model, batch), plan, Costs())
 
 
@@ -55,6 +55,37 @@ def test_activation_bytes_are_those_of_a_run(mesh: str) -> None:
         cotangent = 8 * 64 * 64 * 4 if index + 1 < len(program.stages) else 0
         before = predicted.saved + cotangent
         assert backward == pytest.approx(predicted.backward_peak - before, rel=0.15)
+
+
+@pytest.mark.parametrize("mesh", ["pp=1", "pp=2"])
+def test_activation_bytes_in_halves_are_those_of_a_run(mesh: str) -> None:
+    model, batch, program = compiled(mesh, schedule="zb-h1")
+    measured = {}
+
+    def body(comm: Comm) -> None:
+        parameters = local_parameters(program, comm, dict(model.named_parameters()))
+        executor = Executor(program, comm, parameters, {})
+        for index, stage in executor.stages.items():
+            for part in ("forward", "backward_input", "backward_weight"):
+                stage.module[part] = watched(
+                    stage.module[part], (index, part), measured
+                )
+        executor.step(batch)
+
+    run_virtual(program.mesh, 1, body)
+    for index, stage in enumerate(program.stages):
+        predicted = stage.footprint
+        cotangent = 8 * 64 * 64 * 4 if index + 1 < len(program.stages) else 0
+        sent = 8 * 64 * 64 * 4 if index > 0 else 0
+        _, saved = measured[index, "forward"]
+        input_half, change = measured[index, "backward_input"]
+        weight_half, _ = measured[index, "backward_weight"]
+        assert saved == pytest.approx(predicted.saved, rel=0.05)
+        assert saved + cotangent + change - sent == pytest.approx(
+            predicted.kept, rel=0.05
+        )
+        most = max(saved + cotangent + input_half, predicted.kept + weight_half)
+        assert most == pytest.approx(predicted.backward_peak, rel=0.15)
 
 
 def watched(run, key, measured):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from models import Block, Case, Stack, gpt2, llama, plain_gpt, randomize, token_batch
 from torch import Tensor, nn
 
+from autopar.verify import run_all_ranks
 from passes.schedule import ScheduleError
 
 LOOPED = ["interleaved", "looped-bfs"]
@@ -35,6 +37,74 @@ def test_in_rounds_with_dropout_and_recomputation():
     case = plain_gpt(dropout=0.1).double()
     options = {"schedule": "interleaved", "stages_per_rank": 2, "recompute": "full"}
     case.verify("pp=2", 4, **options)
+
+
+# --- backwards in halves -----------------------------------------------------------
+
+HALVES = {"zb-h1": 1, "zb-h2": 1, "zb-v": 2}  # and stages a rank
+
+
+@pytest.mark.parametrize("schedule", HALVES)
+@pytest.mark.parametrize(
+    ("mesh", "microbatches"),
+    [("pp=2,tp=2", 4), ("pp=2,dp=2", 2), ("pp=4", 3), ("tp=2", 2), ("pp=3", 8)],
+)
+def test_backwards_in_halves(schedule, mesh, microbatches):
+    case = plain_gpt(layers=8, batch=24).double()
+    options = {"schedule": schedule, "stages_per_rank": HALVES[schedule]}
+    case.verify(mesh, microbatches, **options)
+
+
+@pytest.mark.parametrize("schedule", HALVES)
+@pytest.mark.parametrize("build", [gpt2, llama])
+def test_hugging_face_models_in_halves(schedule, build):
+    options = {"schedule": schedule, "stages_per_rank": HALVES[schedule]}
+    build(padded=True).double().verify("pp=2,tp=2", 4, **options)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_in_halves_with_dropout_and_recomputation(policy):
+    case = plain_gpt(dropout=0.1).double()
+    case.verify("pp=2,tp=2", 4, schedule="zb-h1", recompute=policy)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("schedule", "stages_per_rank"), [("zb-h1", 1), ("zb-v", 2), ("interleaved", 2)]
+)
+def test_with_parameters_shared_out(schedule, stages_per_rank, zero):
+    options = {"schedule": schedule, "stages_per_rank": stages_per_rank, "zero": zero}
+    plain_gpt(dropout=0.1).double().verify("pp=2,dp=2,tp=2", 2, **options)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
+def test_halves_change_no_bit(schedule):
+    case = plain_gpt(dropout=0.1)
+    whole = case.compile("pp=2,tp=2", 4)
+    halves = case.compile("pp=2,tp=2", 4, schedule=schedule)
+    loss, grads = run_all_ranks(whole, case.model, case.batch)
+    loss_too, grads_too = run_all_ranks(halves, case.model, case.batch)
+    assert torch.equal(loss, loss_too)
+    assert all(torch.equal(grads[name], grads_too[name]) for name in grads)
+
+
+def test_only_schedules_in_halves_have_their_text_in_halves():
+    case = plain_gpt(layers=2)
+    for schedule, split in (("1f1b", False), ("zb-h1", True)):
+        for text in case.compile("pp=2", 2, schedule=schedule).modules.values():
+            assert ("def backward(" in text) is not split
+            assert ("def backward_input(" in text) is split
+
+
+@pytest.mark.parametrize("build", [plain_gpt, gpt2, llama])
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=2,tp=2"])
+def test_gradients_of_weights_are_in_the_weight_half(build, mesh):
+    """All of them, on the first stage too, and half of the products of matrices."""
+    for text in build().compile(mesh, 2, schedule="zb-h1").modules.values():
+        first, _, second = text.partition("def backward_input(")[2].partition("\ndef ")
+        assert 'g["' not in first.partition("\n")[2] and 'g["' in second
+        products = sum(first.count(f"{name}(") for name in ("torch.matmul", "F.linear"))
+        assert products == second.count("_weight_grad_(") > 4
 
 
 # --- weights of several stages -----------------------------------------------------

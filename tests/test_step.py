@@ -103,7 +103,13 @@ def test_the_trajectory_is_that_of_one_device(model, mesh, microbatches, zero):
 
 @pytest.mark.parametrize(
     ("schedule", "stages_per_rank"),
-    [("interleaved", 2), pytest.param("looped-bfs", 2, marks=pytest.mark.slow)],
+    [
+        ("interleaved", 2),
+        ("zb-v", 2),
+        pytest.param("looped-bfs", 2, marks=pytest.mark.slow),
+        pytest.param("zb-h1", 1, marks=pytest.mark.slow),
+        pytest.param("zb-h2", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_every_schedule_follows_one_device(schedule, stages_per_rank):
     options = {"schedule": schedule, "stages_per_rank": stages_per_rank}

@@ -90,7 +90,7 @@ def test_every_mesh_of_up_to_8_ranks(model, mesh):
     turn = (37 * pp + 11 * dp + 5 * tp + 3 * microbatches) % 60
     options = {
         "sequence_parallel": turn % 2 == 0,
-        "schedule": ("1f1b", "gpipe")[turn // 2 % 2],
+        "schedule": ("1f1b", "gpipe", "zb-h1", "zb-h2")[turn // 2 % 4],
         "zero": (turn // 2 + dp) % 4,
         "tied": turn % 3 == 0,
         "seq": (16, 17)[turn // 3 % 2],
