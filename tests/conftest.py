@@ -29,3 +29,20 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         )
 
     return compare
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`@pytest.mark.matrix(quick=4)`: of a test's many cases that many are quick, spread
+    evenly over them; the others are slow."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("matrix"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in cases.values():
+        marker = found[0].get_closest_marker("matrix")
+        assert marker is not None
+        quick = marker.kwargs["quick"]
+        stay = {round(i * (len(found) - 1) / max(1, quick - 1)) for i in range(quick)}
+        for i, item in enumerate(found):
+            if i not in stay:
+                item.add_marker(pytest.mark.slow)

@@ -16,6 +16,7 @@ def split(method: str) -> dict[str, tuple[str, ...]]:
     return {**SPLIT, "cp": CONTEXT_PARALLEL[method]}
 
 
+@pytest.mark.matrix(quick=8)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("mesh, microbatches", MESHES)
 @pytest.mark.parametrize("build", [plain_gpt, gpt2, llama])

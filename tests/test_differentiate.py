@@ -298,6 +298,7 @@ def test_a_block_of_any_kind(name, mesh):
     verify(case.compile(mesh, 2), *case, tolerance=tolerance).check()
 
 
+@pytest.mark.matrix(quick=8)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_of_any_kind_with_its_backward_in_halves(name):
     model = randomize(Stack(BLOCKS[name], layers=2))

@@ -10,6 +10,7 @@ from autopar.verify import local_parameters
 from autopar.virtual import run_virtual
 
 
+@pytest.mark.matrix(quick=4)
 @pytest.mark.parametrize("mesh", ["pp=1", "tp=2", "pp=2,tp=2", "dp=2,pp=2"])
 @pytest.mark.parametrize("build", [plain_gpt, gpt2])
 def test_it_is_the_loss_of_eval_mode_and_changes_nothing(build, mesh: str) -> None:

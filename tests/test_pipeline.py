@@ -121,6 +121,7 @@ LOSSES = [
 ]
 
 
+@pytest.mark.matrix(quick=8)
 @pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("mesh", ONE_QUICK)
 def test_a_loss_that_is_a_sum_over_samples(loss_fn, mesh):

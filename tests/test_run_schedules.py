@@ -15,6 +15,7 @@ from passes.schedule import ScheduleError
 LOOPED = ["interleaved", "looped-bfs"]
 
 
+@pytest.mark.matrix(quick=4)
 @pytest.mark.parametrize("schedule", LOOPED)
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "stages_per_rank"),
@@ -44,6 +45,7 @@ def test_in_rounds_with_dropout_and_recomputation():
 HALVES = {"zb-h1": 1, "zb-h2": 1, "zb-v": 2}  # and stages a rank
 
 
+@pytest.mark.matrix(quick=5)
 @pytest.mark.parametrize("schedule", HALVES)
 @pytest.mark.parametrize(
     ("mesh", "microbatches"),
@@ -55,6 +57,7 @@ def test_backwards_in_halves(schedule, mesh, microbatches):
     case.verify(mesh, microbatches, **options)
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("schedule", HALVES)
 @pytest.mark.parametrize("build", [gpt2, llama])
 def test_hugging_face_models_in_halves(schedule, build):
@@ -68,6 +71,7 @@ def test_in_halves_with_dropout_and_recomputation(policy):
     case.verify("pp=2,tp=2", 4, schedule="zb-h1", recompute=policy)
 
 
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize(
     ("schedule", "stages_per_rank"), [("zb-h1", 1), ("zb-v", 2), ("interleaved", 2)]
@@ -96,6 +100,7 @@ def test_only_schedules_in_halves_have_their_text_in_halves():
             assert ("def backward_input(" in text) is split
 
 
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("build", [plain_gpt, gpt2, llama])
 @pytest.mark.parametrize("mesh", ["pp=2", "pp=2,tp=2"])
 def test_gradients_of_weights_are_in_the_weight_half(build, mesh):

@@ -96,6 +96,7 @@ def world(mesh: str) -> int:
     return size
 
 
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "zero"), MESHES)
 def test_the_trajectory_is_that_of_one_device(model, mesh, microbatches, zero):
     check_trajectory(model, mesh, microbatches, {"zero": zero})
@@ -152,6 +153,7 @@ def load_and_save(mesh: str, zero: int, state: dict[str, Tensor]) -> dict[str, T
     return step.state_dict()
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize(
     ("mesh", "zero"), [("tp=2", 0), ("pp=2", 0), ("dp=2", 1), ("dp=2", 3)]
 )

@@ -65,6 +65,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.matrix(quick=20)
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "options"), QUICK)
 def test_the_program_computes_what_the_model_computes(
     model, mesh, microbatches, options

@@ -30,6 +30,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.matrix(quick=12)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
@@ -48,6 +49,7 @@ UNEVEN = [
 ]
 
 
+@pytest.mark.matrix(quick=4)
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "options"), UNEVEN)
 def test_extents_need_not_divide(model, mesh, microbatches, options, zero):
