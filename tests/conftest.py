@@ -32,8 +32,8 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`@pytest.mark.matrix(quick=4)`: of a test's many cases that many are quick, spread
-    evenly over them; the others are slow."""
+    """`@pytest.mark.matrix(quick=4)`: of a test's many cases that many, spread evenly
+    over them, are quick; the others are slow."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("matrix"):
