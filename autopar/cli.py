@@ -191,14 +191,14 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         raise PlanError("no mesh is given", fix="add --mesh pp=2,tp=2, or --plan FILE")
     return make_plan(
         arguments.mesh,
-        1 if arguments.microbatches is None else arguments.microbatches,
-        arguments.schedule,
-        not arguments.no_sequence_parallel,
-        dict(map(_hint, arguments.hint)),
-        arguments.recompute,
-        arguments.context_parallel,
-        arguments.zero,
-        arguments.stages_per_rank,
+        microbatches=1 if arguments.microbatches is None else arguments.microbatches,
+        schedule=arguments.schedule,
+        stages_per_rank=arguments.stages_per_rank,
+        sequence_parallel=not arguments.no_sequence_parallel,
+        context_parallel=arguments.context_parallel,
+        recompute=arguments.recompute,
+        zero=arguments.zero,
+        hints=dict(map(_hint, arguments.hint)),
     )
 
 

@@ -76,14 +76,14 @@ def compile(
     if plan is None:
         plan = make_plan(
             mesh,
-            microbatches,
-            schedule,
-            sequence_parallel,
-            hints,
-            recompute,
-            context_parallel,
-            zero,
-            stages_per_rank,
+            microbatches=microbatches,
+            schedule=schedule,
+            stages_per_rank=stages_per_rank,
+            sequence_parallel=sequence_parallel,
+            context_parallel=context_parallel,
+            recompute=recompute,
+            zero=zero,
+            hints=hints,
         )
     step = Step(model, plan, loss_fn, seed, device, timeout, program)
     if example_inputs is not None:
@@ -93,14 +93,15 @@ def compile(
 
 def make_plan(
     mesh: Any,
+    *,
     microbatches: int = 1,
     schedule: str = "1f1b",
-    sequence_parallel: bool = True,
-    hints: Mapping[str, str] | None = None,
-    recompute: str = "none",
-    context_parallel: str = "gather",
-    zero: int = 0,
     stages_per_rank: int = 1,
+    sequence_parallel: bool = True,
+    context_parallel: str = "gather",
+    recompute: str = "none",
+    zero: int = 0,
+    hints: Mapping[str, str] | None = None,
 ) -> Plan:
     """The decisions that the options of `compile` stand for."""
     split = dict(SPLIT)

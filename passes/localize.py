@@ -54,9 +54,8 @@ def _out_shape(_: Localizer, node: Node, local: Node) -> Node:
 
 def _split(_: Localizer, node: Node, local: Node) -> Node:
     dim = int(node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0))
-    pieces = tuple(v.shape[dim] for v in local.results)
-    if node.op == "aten.split.Tensor":
-        pieces = pieces[0]  # type: ignore[assignment]
+    extents = tuple(v.shape[dim] for v in local.results)
+    pieces = extents[0] if node.op == "aten.split.Tensor" else extents
     return replace(local, args=(local.args[0], pieces, *local.args[2:]))
 
 

@@ -96,7 +96,7 @@ def expand(_: Rewriter, node: Node) -> Value | None:
     return x if x.shape == node.out.shape else None
 
 
-def factory(rewriter: Rewriter, node: Node) -> tuple[Value, ...] | None:
+def factory(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...]:
     """Constants are made on the rank's own device."""
     dropped = ("device", "pin_memory", "layout")
     kwargs = {k: v for k, v in node.kwargs.items() if k not in dropped}
@@ -129,13 +129,13 @@ def cat(rewriter: Rewriter, node: Node) -> Value | None:
     )
 
 
-def product(rewriter: Rewriter, node: Node) -> Value:
+def product(rewriter: Rewriter, node: Node) -> Value | None:
     """linear, addmm (as in Conv1D), mm -> a product without bias, plus the bias."""
     kind = node.op.split(".")[1]
     bias: Value | None = None
     if kind == "addmm":
         if node.kwargs:
-            return rewriter.keep(node)[0]
+            return None
         bias, x, weight = node.args
     else:
         x, weight, *rest = node.args

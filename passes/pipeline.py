@@ -151,29 +151,6 @@ def assemble(
     """Gather what ranks need to know beside the texts."""
     lowered, plan = staged.lowered, staged.plan
     graph, traced = lowered.graph, lowered.traced
-    holders: dict[str, list[int]] = {}
-    for stage in staged.stages:
-        for name in stage.names.values():
-            holders.setdefault(name, []).append(stage.index)
-
-    gathered = gathered_axes(graph)
-
-    def spec(v: Value) -> ParameterSpec:
-        sharding, dims = lowered.shardings[v.name], lowered.dims[v.name]
-        trainable = v.name in traced.trainable
-        pending = [a for a in plan.axes if a in sharding.varying and a != TIME]
-        return ParameterSpec(
-            shape=v.shape,
-            dtype=dtype_name(v.dtype),
-            factors=tuple(tuple(d.size for d in dim) for dim in dims),
-            dims=tuple(tuple(d.name for d in dim) for dim in dims),
-            slots=sharding.slots,
-            pending=tuple(pending) if trainable else (),
-            gathered=gathered.get(v.name, ()),
-            stages=tuple(holders.get(v.name, ())),
-            trainable=trainable,
-        )
-
     locals_ = [local for _, texts in modules for _, local in texts.values()]
     firsts = [texts[next(iter(keys.values()))][1] for keys, texts in modules]
     loss = lowered.shardings[graph.outputs[0].name]
@@ -193,8 +170,8 @@ def assemble(
                 staged.stages, modules, firsts, strict=True
             )
         ),
-        parameters={v.name: spec(v) for v in graph.params},
-        buffers={v.name: spec(v) for v in graph.buffers},
+        parameters=_specs(staged, graph.params),
+        buffers=_specs(staged, graph.buffers),
         aliases=traced.aliases,
         inputs={v.name: (v.shape, dtype_name(v.dtype)) for v in graph.inputs},
         loss_pending=tuple(axis for axis, _ in loss.pending),
@@ -209,6 +186,33 @@ def assemble(
         modules={k: text for _, texts in modules for k, (text, _) in texts.items()},
         notes=notes,
     )
+
+
+def _specs(staged: Staged, values: tuple[Value, ...]) -> dict[str, ParameterSpec]:
+    """Where each of some parameters or buffers rests."""
+    lowered = staged.lowered
+    gathered = gathered_axes(lowered.graph)
+    holders: dict[str, list[int]] = {}
+    for stage in staged.stages:
+        for name in stage.names.values():
+            holders.setdefault(name, []).append(stage.index)
+    found = {}
+    for v in values:
+        sharding, dims = lowered.shardings[v.name], lowered.dims[v.name]
+        trainable = v.name in lowered.traced.trainable
+        pending = [a for a in staged.plan.axes if a in sharding.varying and a != TIME]
+        found[v.name] = ParameterSpec(
+            shape=v.shape,
+            dtype=dtype_name(v.dtype),
+            factors=tuple(tuple(d.size for d in dim) for dim in dims),
+            dims=tuple(tuple(d.name for d in dim) for dim in dims),
+            slots=sharding.slots,
+            pending=tuple(pending) if trainable else (),
+            gathered=gathered.get(v.name, ()),
+            stages=tuple(holders.get(v.name, ())),
+            trainable=trainable,
+        )
+    return found
 
 
 def _groups(locals_: list[LocalStage]) -> tuple[tuple[str, ...], ...]:

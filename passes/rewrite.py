@@ -10,7 +10,7 @@ import torch
 
 from passes.graph import Builder, Graph, Node, Value, Where, prune, resolve
 
-Rule = Callable[["Rewriter", Node], "Value | tuple[Value, ...] | None"]
+Rule = Callable[["Rewriter", Node], "Value | tuple[Value | None, ...] | None"]
 
 # A constant larger than this many elements is not evaluated while compiling.
 LARGEST_CONSTANT = 2**26
@@ -42,13 +42,13 @@ class Rewriter:
             elif isinstance(new, Value):
                 new = (new,)
             for old, fresh in zip(node.outs, new, strict=False):
-                if old is not None:
+                if old is not None and fresh is not None:
                     self.replaced[old.name] = fresh
         outputs = tuple(self.replaced.get(v.name, v) for v in self.graph.outputs)
         nodes = tuple(self.builder.nodes)
         return prune(replace(self.graph, nodes=nodes, outputs=outputs)).verify()
 
-    def keep(self, node: Node) -> tuple[Value, ...]:
+    def keep(self, node: Node) -> tuple[Value | None, ...]:
         """Copy a node over, under the names it had where they are free."""
         outs = tuple(
             None if v is None else Value(self.builder.name(v.name), v.shape, v.dtype)
@@ -57,7 +57,7 @@ class Rewriter:
         node = replace(node, outs=outs)
         self.builder.nodes.append(node)
         self.made.update((v.name, node) for v in node.results)
-        return outs  # type: ignore[return-value]
+        return outs
 
     def emit(
         self,
