@@ -50,9 +50,8 @@ def compile(
 ) -> Step:
     """Compile an unmodified model into a training step over a mesh of devices.
 
-    model: returns its loss, or `(logits, loss)`, or an output with `.loss`; or give
-    `loss_fn(output, batch)`. Its weights are real, or on `meta`: then shards are
-    initialised by the modules' own initialisers.
+    model: returns its loss, `(logits, loss)` or an output with `.loss`; or give
+    `loss_fn(output, batch)`. Weights on `meta` are made by the modules' initialisers.
     mesh: a `torch.distributed.DeviceMesh` with named dims, or text as `"pp=2,tp=2"`.
     microbatches: parts of the batch, run one after another; the result does not change.
     schedule, stages_per_rank: of the pipeline, see `passes.make_schedule`.
@@ -69,7 +68,7 @@ def compile(
     plan, program: decisions or a whole program made before, instead of the options.
     seed: of dropout masks, and of weights that start on meta.
 
-    Raises: AutoparError; errors about the model or batch when it compiles.
+    Raises: AutoparError.
     """
     if program is not None:
         plan = program.plan

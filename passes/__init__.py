@@ -8,15 +8,23 @@
     split_stages        Staged    pipeline stages of balanced cost
     localize                      from global shapes to one rank's own
     differentiate       LocalStage  its forward and backward, collectives transposed
+    recompute                     what the backward makes again instead of keeping it
+    split_backward                the halves that zero-bubble schedules want
     reuse                         results written over what nobody reads any more
     emit                text      readable Python
     pipeline            Program   all of these in turn, and what ranks must know
 
-What the passes stand on: graph (values, nodes), mesh, plan (the decisions), sharding,
-rules (how dims flow through ops), linearity, rest (where parameters lie between their
-uses), vjp and traced_vjp (derivatives), tape, cost, footprint, origins, errors.
-Schedules: schedule, check_schedule, simulate_schedule. `pipeline.compile_program` shows
-the whole way on a page.
+What they stand on:
+
+    graph, rewrite, mesh, plan, hints, sharding, program, errors   the types that flow
+    notation, rules, linearity, probe, formulas, atoms, origins    how dims flow
+    functionalize, call_model, loss, spell_attention, fuse         spellings
+    rest                                                           where parameters rest
+    vjp, traced_vjp, tape                                          derivatives
+    cost, footprint, notes                                         what a plan is worth
+    schedule, make_schedule, check_schedule, simulate_schedule     the pipeline's order
+
+`pipeline.compile_program` shows the whole way on a page.
 """
 
 AUTOPAR = True  # tells this package from another that a user may have named passes

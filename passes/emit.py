@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from passes.cost import VIEWS
 from passes.differentiate import LocalStage
 from passes.graph import Node, Value
 
@@ -320,5 +319,3 @@ SPELLINGS: dict[str, Callable[[list[str], list[str]], str]] = {
     "aten.log.default": _plain("torch.log"),
     "aten.rsqrt.default": _plain("torch.rsqrt"),
 }
-
-__all__ = ["VIEWS", "emit"]

@@ -49,7 +49,7 @@ def add(tape: Tape, node: Node, dys: Sequence[Value | None]) -> list[Value | Non
 
 
 def reshape(tape: Tape, node: Node, dys: Sequence[Value | None]) -> list[Value | None]:
-    return [tape.view("aten.reshape.default", dys[0], node.operands[0], node, True)]
+    return [tape.view("aten.reshape.default", dys[0], node.operands[0], node)]
 
 
 def transpose(

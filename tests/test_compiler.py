@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.profile import measure, profile
+from autopar.profile import measure
 from examples.gpt import GPT, Config
 from passes.graph import Node
 from passes.mesh import Mesh
@@ -64,7 +64,3 @@ def test_a_damaged_cache_is_measured_anew(own_cache) -> None:
     file.write_text("{ not json")
     compile_small()
     assert "aten.linear" in file.read_text()
-
-
-def test_profile_is_the_default_of_compile_offline() -> None:
-    assert autopar.compiler.profile is profile

@@ -126,7 +126,7 @@ def test_data_parallel_splits_inside_of_tensor_parallel():
 
 def test_frozen_parameters_are_shared_out_too():
     case = plain_gpt(layers=2).double()
-    for p in case.model.blocks[0].parameters():  # type: ignore[union-attr, index]
+    for p in case.model.get_submodule("blocks.0").parameters():
         p.requires_grad = False
     program = case.compile("dp=2", 2, zero=3)
     spec = program.parameters["blocks.0.mlp.up.weight"]
