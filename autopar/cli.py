@@ -24,8 +24,8 @@ from autopar.models import (
     load_model,
     random_batch,
 )
+from autopar.options import make_plan
 from autopar.run import RunOptions, run, vocab_of
-from autopar.step import make_plan
 from autopar.store import StoredPlan, load_plan, save_plan
 from autopar.tables import Table
 from autopar.verify import Verification, verify

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,16 @@ from autopar.compiler import compile_offline
 from autopar.executor import Executor
 from autopar.initialize import local_state
 from autopar.match import check_model, check_same, checked_batch
+from autopar.options import Options, make_plan
 from autopar.process_groups import ProcessComm
 from autopar.shards import owns, put_shard, take_shard
 from passes.errors import AutoparError
 from passes.mesh import Mesh, MeshError
-from passes.plan import CONTEXT_PARALLEL, SPLIT, Plan, PlanError
+from passes.plan import Plan, PlanError
 from passes.program import Program
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of typing from Python 3.11 on
 
 TIMEOUT = timedelta(minutes=10)
 LOG = logging.getLogger("autopar")
@@ -32,14 +36,6 @@ def compile(
     model: nn.Module,
     mesh: Any,
     *,
-    microbatches: int = 1,
-    schedule: str = "1f1b",
-    stages_per_rank: int = 1,
-    sequence_parallel: bool = True,
-    context_parallel: str = "gather",
-    recompute: str = "none",
-    zero: int = 0,
-    hints: Mapping[str, str] | None = None,
     loss_fn: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
     example_inputs: Mapping[str, Any] | None = None,
     plan: Plan | None = None,
@@ -47,102 +43,33 @@ def compile(
     seed: int = 0,
     device: torch.device | str | None = None,
     timeout: timedelta = TIMEOUT,
+    **options: Unpack[Options],
 ) -> Step:
     """Compile an unmodified model into a training step over a mesh of devices.
 
     model: returns its loss, `(logits, loss)` or an output with `.loss`; or give
     `loss_fn(output, batch)`. Weights on `meta` are made by the modules' initialisers.
     mesh: a `torch.distributed.DeviceMesh` with named dims, or text as `"pp=2,tp=2"`.
-    microbatches: parts of the batch, run one after another; the result does not change.
-    schedule, stages_per_rank: of the pipeline, see `passes.make_schedule`.
-    sequence_parallel: split what tp leaves whole along the sequence.
-    context_parallel: how attention works on an axis cp, which splits the sequence:
-    "gather": ranks gather all keys and values; "ulysses": they exchange rows for heads.
-    recompute: "full" keeps of each layer its input alone from forward to backward,
-    "selective" leaves out spelled-out attention scores; see `passes.recompute`.
-    zero: with 1, 2 or 3 each data parallel rank keeps only a share of the parameters,
-    their gradients and the optimizer's state between steps; with 2 of gradients during
-    a step too, with 3 of everything at any time (FSDP); see `passes.rest`.
-    hints: `{"*.mlp.fc.weight": "ffn/tp"}`, see `passes.hints`.
     example_inputs: a batch to compile with now; else the first call compiles.
     plan, program: decisions or a whole program made before, instead of the options.
     seed: of dropout masks, and of weights that start on meta.
+    options: `microbatches=4`, `zero=3` ...: see `autopar.options.Options`.
 
     Raises: AutoparError.
     """
     if program is not None:
         plan = program.plan
     if plan is None:
-        plan = make_plan(
-            mesh,
-            microbatches=microbatches,
-            schedule=schedule,
-            stages_per_rank=stages_per_rank,
-            sequence_parallel=sequence_parallel,
-            context_parallel=context_parallel,
-            recompute=recompute,
-            zero=zero,
-            hints=hints,
+        plan = make_plan(mesh, **options)
+    elif options:
+        raise PlanError(
+            f"the plan is given, and so is {next(iter(options))}=",
+            fix="change the plan: dataclasses.replace(plan, ...), or give no plan",
         )
     step = Step(model, plan, loss_fn, seed, device, timeout, program)
     if example_inputs is not None:
         step.build(**example_inputs)
     return step
-
-
-def make_plan(
-    mesh: Any,
-    *,
-    microbatches: int = 1,
-    schedule: str = "1f1b",
-    stages_per_rank: int = 1,
-    sequence_parallel: bool = True,
-    context_parallel: str = "gather",
-    recompute: str = "none",
-    zero: int = 0,
-    hints: Mapping[str, str] | None = None,
-) -> Plan:
-    """The decisions that the options of `compile` stand for."""
-    split = dict(SPLIT)
-    if not sequence_parallel:
-        split["tp"] = tuple(d for d in split["tp"] if d != "seq")
-    if context_parallel not in CONTEXT_PARALLEL:
-        raise PlanError(
-            f"context_parallel={context_parallel!r}",
-            fix=f"use one of {', '.join(map(repr, CONTEXT_PARALLEL))}",
-        )
-    split["cp"] = CONTEXT_PARALLEL[context_parallel]
-    return Plan(
-        read_mesh(mesh),
-        microbatches,
-        schedule,
-        stages_per_rank,
-        split=split,
-        hints=dict(hints or {}),
-        recompute=recompute,
-        zero=zero,
-    )
-
-
-def read_mesh(mesh: Any) -> Mesh:
-    """A Mesh, its text, or a torch DeviceMesh with named dims in default rank order."""
-    if isinstance(mesh, Mesh):
-        return mesh
-    if isinstance(mesh, str):
-        return Mesh.parse(mesh)
-    names = getattr(mesh, "mesh_dim_names", None)
-    if not names:
-        raise MeshError(
-            f"a mesh is text or a DeviceMesh with named dims, not {mesh!r}",
-            fix="write 'pp=2,tp=2', or give init_device_mesh its mesh_dim_names",
-        )
-    ranks = mesh.mesh
-    if ranks.flatten().tolist() != list(range(ranks.numel())):
-        raise MeshError(
-            "the DeviceMesh does not hold all ranks in ascending order",
-            fix="make it by init_device_mesh over the whole world",
-        )
-    return Mesh(tuple(zip(names, ranks.shape, strict=True)))
 
 
 class Step:

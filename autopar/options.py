@@ -1,0 +1,81 @@
+"""The options of `compile`, and the plan that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from passes.mesh import Mesh, MeshError
+from passes.plan import CONTEXT_PARALLEL, SPLIT, Plan, PlanError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of typing from Python 3.11 on
+
+
+class Options(TypedDict, total=False):
+    """What `compile` takes beside a mesh; what is left out is as a `Plan` has it.
+
+    microbatches: parts of the batch, run one after another; the result does not change.
+    schedule, stages_per_rank: of the pipeline, see `passes.make_schedule`.
+    sequence_parallel: split what tp leaves whole along the sequence; True if not given.
+    context_parallel: how attention works on an axis cp, which splits the sequence:
+    "gather": ranks gather all keys and values; "ulysses": they exchange rows for heads.
+    recompute: "full" keeps of each layer its input alone from forward to backward,
+    "selective" leaves out spelled-out attention scores; see `passes.recompute`.
+    zero: with 1, 2 or 3 each data parallel rank keeps only a share of the parameters,
+    their gradients and the optimizer's state between steps; with 2 of gradients during
+    a step too, with 3 of everything at any time (FSDP); see `passes.rest`.
+    hints: `{"*.mlp.fc.weight": "ffn/tp"}`, see `passes.hints`.
+    """
+
+    microbatches: int
+    schedule: str
+    stages_per_rank: int
+    sequence_parallel: bool
+    context_parallel: str
+    recompute: str
+    zero: int
+    hints: Mapping[str, str] | None
+
+
+def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
+    """The decisions that options stand for. Raises PlanError, MeshError."""
+    if unknown := sorted(set(options) - set(Options.__annotations__)):
+        raise PlanError(
+            f"there is no option {unknown[0]!r}",
+            fix=f"the options are {', '.join(Options.__annotations__)}",
+        )
+    decisions: dict[str, Any] = dict(options)
+    split = dict(SPLIT)
+    if not decisions.pop("sequence_parallel", True):
+        split["tp"] = tuple(d for d in split["tp"] if d != "seq")
+    context_parallel = decisions.pop("context_parallel", "gather")
+    if context_parallel not in CONTEXT_PARALLEL:
+        raise PlanError(
+            f"context_parallel={context_parallel!r}",
+            fix=f"use one of {', '.join(map(repr, CONTEXT_PARALLEL))}",
+        )
+    split["cp"] = CONTEXT_PARALLEL[context_parallel]
+    decisions["hints"] = dict(decisions.get("hints") or {})
+    return Plan(read_mesh(mesh), split=split, **decisions)
+
+
+def read_mesh(mesh: Any) -> Mesh:
+    """A Mesh, its text, or a torch DeviceMesh with named dims in default rank order."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    if isinstance(mesh, str):
+        return Mesh.parse(mesh)
+    names = getattr(mesh, "mesh_dim_names", None)
+    if not names:
+        raise MeshError(
+            f"a mesh is text or a DeviceMesh with named dims, not {mesh!r}",
+            fix="write 'pp=2,tp=2', or give init_device_mesh its mesh_dim_names",
+        )
+    ranks = mesh.mesh
+    if ranks.flatten().tolist() != list(range(ranks.numel())):
+        raise MeshError(
+            "the DeviceMesh does not hold all ranks in ascending order",
+            fix="make it by init_device_mesh over the whole world",
+        )
+    return Mesh(tuple(zip(names, ranks.shape, strict=True)))

@@ -1,0 +1,55 @@
+"""The options of `compile` become a plan, or an error that says which one is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from models import plain_gpt
+
+import autopar
+from autopar.options import Options, make_plan
+from passes.errors import AutoparError
+from passes.mesh import Mesh
+from passes.plan import Plan, PlanError
+
+
+def test_what_is_left_out_is_as_a_plan_has_it():
+    assert make_plan("dp=2") == Plan(Mesh.parse("dp=2"))
+
+
+def test_every_option_changes_the_plan():
+    changed: dict[str, Any] = {
+        "microbatches": 4,
+        "schedule": "gpipe",
+        "stages_per_rank": 2,
+        "sequence_parallel": False,
+        "context_parallel": "ulysses",
+        "recompute": "full",
+        "zero": 3,
+        "hints": {"*.weight": "ffn/tp"},
+    }
+    assert set(changed) == set(Options.__annotations__)
+    usual = make_plan("dp=2")
+    for name, value in changed.items():
+        option: Any = {name: value}
+        assert make_plan("dp=2", **option) != usual, name
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"microbatch": 4}, "there is no option 'microbatch'"),
+        ({"context_parallel": "rings"}, "context_parallel='rings'"),
+        ({"zero": 4}, "zero=4"),
+    ],
+)
+def test_an_option_that_is_wrong(options, says):
+    with pytest.raises(PlanError, match=says):
+        make_plan("dp=2", **options)
+
+
+def test_a_plan_and_an_option_contradict_each_other():
+    model = plain_gpt().model
+    with pytest.raises(AutoparError, match="the plan is given, and so is zero="):
+        autopar.compile(model, "dp=1", plan=Plan(Mesh.parse("dp=1")), zero=3)
