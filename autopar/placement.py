@@ -188,6 +188,47 @@ class Placement:
             -1, local.unsqueeze(-1), dy.masked_fill(outside, 0).unsqueeze(-1)
         )
 
+    # Experts, of which each rank of an axis may hold some.
+
+    def expert_linear(
+        self,
+        x: Tensor,
+        expert: Tensor,
+        weight: Tensor,
+        experts: int,
+        axes: tuple[str, ...],
+    ) -> Tensor:
+        """x [rows, k], expert [rows], weight [my experts, n, k] -> x weight[expert]^T
+        [rows, n], a pending sum over axes: zeros in rows of others' experts."""
+        begin = self.start(experts, axes)
+        return kernels.expert_linear(x, expert - begin, weight.mT)
+
+    def expert_linear_transposed(
+        self,
+        dy: Tensor,
+        expert: Tensor,
+        weight: Tensor,
+        experts: int,
+        axes: tuple[str, ...],
+    ) -> Tensor:
+        """The gradient of `expert_linear` for x: dy [rows, n] -> [rows, k]."""
+        begin = self.start(experts, axes)
+        return kernels.expert_linear(dy, expert - begin, weight)
+
+    def expert_weight_grad_(
+        self,
+        grad: Tensor,
+        dy: Tensor,
+        x: Tensor,
+        expert: Tensor,
+        experts: int,
+        axes: tuple[str, ...],
+    ) -> Tensor:
+        """Add the gradient of `expert_linear` for its weight into grad [my experts, n,
+        k]: dy [rows, n], x [rows, k]."""
+        begin = self.start(experts, axes)
+        return kernels.expert_weight_grad_(grad, dy, x, expert - begin)
+
 
 def _local(index: Tensor, begin: int, length: int) -> tuple[Tensor, Tensor]:
     """Global index [...] -> position in my shard [...], which is 0 where it lies in

@@ -119,8 +119,9 @@ def _attention(node: Node, operands: list[torch.Tensor]) -> Callable[[], Any]:
 
 
 def _with_autograd(node: Node, operands: list[torch.Tensor]) -> Callable[[], Any]:
+    has_gradient = any(v.dtype.is_floating_point for v in node.results)
     for x in operands:
-        if x.is_floating_point():
+        if x.is_floating_point() and has_gradient:
             x.requires_grad_()
     values = iter(operands)
     args = map_values(lambda _: next(values), node.args)

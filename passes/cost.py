@@ -33,6 +33,7 @@ PRODUCTS = frozenset(
         "aten.baddbmm",
         "aten.einsum",
         "autopar.attention",
+        "autopar.expert_linear",
     }
 )
 # Backward costs twice the forward: one product for the input's gradient, one for the
@@ -52,7 +53,7 @@ def flops(node: Node) -> int:
             for letters, n in zip(dims, v.shape, strict=True)
         }
         return 2 * prod(extents.values())
-    if node.op == "autopar.affine":
+    if node.op in ("autopar.affine", "autopar.expert_linear", "comm.expert_linear"):
         return 2 * node.out.numel * node.operands[0].shape[-1]
     if node.op == "autopar.attention":
         q, k, v = node.operands[:3]

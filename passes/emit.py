@@ -216,7 +216,8 @@ class _Emitter:
             kwargs.append("device=c.device")
         if node.op in SPELLINGS:
             return SPELLINGS[node.op](args, kwargs)
-        return f"{node.op}({', '.join([*args, *kwargs])})"
+        library = "" if kind == "aten" else "torch.ops."
+        return f"{library}{node.op}({', '.join([*args, *kwargs])})"
 
     def arg(self, arg: Any) -> str:
         if isinstance(arg, Value):

@@ -73,6 +73,19 @@ def pick(x: Tensor, index: Tensor) -> Tensor:
     return _pick_from(0, x, index)
 
 
+def expert_linear(x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
+    """Each row times the weight of its expert: x [s,k], expert [s], weight [e,n,k] ->
+    [s,n]."""
+    return _expert_linear_from(0, x, expert, weight)
+
+
+def _expert_linear_from(
+    start: int, x: Tensor, expert: Tensor, weight: Tensor
+) -> Tensor:
+    local, inside = _local(expert, start, weight.shape[0])
+    return (weight[local] @ x[..., None])[..., 0].where(inside[:, None], 0)
+
+
 def _attention_from(
     start: int, q: Tensor, k: Tensor, v: Tensor, mask: Any, _: bool, scale: float
 ) -> Tensor:
@@ -100,9 +113,11 @@ REFERENCE: dict[str, Callable[..., Tensor]] = {
     "autopar.attention": attention,
     "autopar.sum_exp": sum_exp,
     "autopar.pick": pick,
+    "autopar.expert_linear": expert_linear,
 }
 SHARDS: dict[str, Callable[..., Tensor]] = {
     "aten.embedding.default": _embedding_from,
     "autopar.pick": _pick_from,
+    "autopar.expert_linear": _expert_linear_from,
     "autopar.attention": _attention_from,
 }

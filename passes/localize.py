@@ -76,6 +76,14 @@ def _pick(at: Localizer, node: Node, local: Node) -> Node:
     return replace(local, op="comm.pick", args=(*local.args, x.shape[-1], axes))
 
 
+def _expert_linear(at: Localizer, node: Node, local: Node) -> Node:
+    """Rows look their expert up by its global number."""
+    weight = node.operands[2]
+    axes = _axes_of(at, weight, 0)
+    args = (*local.args, weight.shape[0], axes)
+    return replace(local, op="comm.expert_linear", args=args)
+
+
 def _axes_of(at: Localizer, v: Value, dim: int) -> tuple[str, ...]:
     slots = at.shardings[v.name].slots[dim]
     assert len(slots) == 1, f"%{v.name}: a dim that is looked up must be a single one"
@@ -125,6 +133,7 @@ CHANGES: dict[str, Any] = {
     "aten.split_with_sizes": _split,
     "aten.embedding": _lookup,
     "autopar.pick": _pick,
+    "autopar.expert_linear": _expert_linear,
     "autopar.attention": _attention,
     "autopar.dropout": _dropout,
     "comm.all_gather": _gather,

@@ -18,6 +18,7 @@ from passes.graph import Graph, Node, Value
 from passes.loss import LOSS_RULES
 from passes.rewrite import Rewriter, Rule
 from passes.spell_attention import attention, emit_dropout
+from passes.spell_experts import looked_up_product
 from passes.trace import Traced
 
 
@@ -314,6 +315,7 @@ CLEAN: dict[str, Rule] = {
 MEANING: dict[str, Rule] = {
     "aten.reshape": collapse,
     "aten.add": add_number,
+    "aten.bmm": looked_up_product,
     "aten.embedding": embedding,
     "aten.index": index,
     "aten.mul": tanh_gelu,

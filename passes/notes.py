@@ -26,7 +26,15 @@ def find_notes(sharded: Sharded) -> tuple[str, ...]:
     plan = sharded.plan
     axes = [a for a in plan.axes if a not in (TIME, *plan.data_axes)]
     notes = [note for axis in axes for note in _unsplit(sharded, axis)]
-    return (*notes, *_unruled(sharded))
+    return (*notes, *_without_experts(sharded), *_unruled(sharded))
+
+
+def _without_experts(sharded: Sharded) -> list[str]:
+    labels = (labels.get("ep") for labels in sharded.labels)
+    found = {label.dim.name for label in labels if isinstance(label, Factor)}
+    if "ep" not in sharded.plan.axes or "experts" in found:
+        return []
+    return ["ep splits no experts: only samples, as dp does"]
 
 
 def _unsplit(sharded: Sharded, axis: str) -> list[str]:

@@ -16,10 +16,13 @@ FORMAT = 1
 # What each mesh axis splits, in order of preference: an op is split along the first of
 # these dims that flows through it. For tp this is Megatron's choice (Shoeybi 2019);
 # `seq` at the end is its sequence parallelism (Korthikanti 2022): what has no heads,
-# ffn or vocab is split along the sequence. `op:dim` is a preference of one op alone.
+# ffn or vocab is split along the sequence. `op:dim` is a preference of one op alone,
+# `weights:dim` of ops that read weights along it, and of what follows from them: ep
+# splits samples as dp does, but experts where they work (Lepikhin 2020).
 SPLIT: dict[str, tuple[str, ...]] = {
     "dp": ("batch",),
     "cp": ("seq",),
+    "ep": ("weights:experts", "expert_linear:experts", "batch"),
     "tp": ("heads", "kv_heads", "q_per_kv", "ffn", "vocab", "seq"),
     TIME: ("batch",),
 }
@@ -94,13 +97,15 @@ class Plan:
 
         Ranks can exchange what they hold of one microbatch, but nothing across them.
         """
-        mesh = (name for name, size in self.mesh.axes if name != "pp" and size > 1)
+        mesh = [name for name, size in self.mesh.axes if name != "pp" and size > 1]
+        # Innermost: what is split by samples can then leave it for experts alone.
+        mesh.sort(key=lambda name: name == "ep")
         return (TIME, *mesh) if self.microbatches > 1 else tuple(mesh)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The axes that split the batch and nothing else."""
-        return tuple(a for a in self.axes if self.split.get(a) == ("batch",))
+        """The axes that split the batch: each rank has other samples."""
+        return tuple(a for a in self.axes if "batch" in self.split.get(a, ()))
 
     @property
     def rest_axes(self) -> tuple[str, ...]:

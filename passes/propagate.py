@@ -195,12 +195,26 @@ class _Propagation:
         ranked = [
             (order[name], f)
             for f in factors
-            for name in (f.dim.name, f"{op}:{f.dim.name}")
+            for name in (f.dim.name, f"{op}:{f.dim.name}", f"weights:{f.dim.name}")
             if name in order
+            and (not name.startswith("weights:") or self.meets(axis, f, node))
             and self.may_split(f, node)
             and self.divides(axis, f.dim, labels)
         ]
         return min(ranked, key=lambda r: r[0])[1] if ranked else None
+
+    def meets(self, axis: str, f: Factor, node: Node) -> bool:
+        """Whether weights meet tokens along this dim here, or have before: the axis
+        already splits an operand along it."""
+        origins = {
+            self.named.origins[node.operands[which].name] is Origin.PARAM
+            for which, _, _ in f.operands
+        }
+        split = any(
+            self.states[node.operands[which].name].place(axis) == (d, i)
+            for which, d, i in f.operands
+        )
+        return f.role == "map" and (split or origins == {True, False})
 
     def may_split(self, f: Factor, node: Node) -> bool:
         """A maximum that has a gradient stays whole: each rank would send it back to

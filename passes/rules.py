@@ -27,6 +27,8 @@ RULES: dict[str, str] = {
     "autopar.dropout": "... -> ...",
     "autopar.sum_exp": "... k+, ... -> ...",
     "autopar.pick": "... k@, ... -> ...",
+    "autopar.expert_linear": "s k+, s, e@ n k+ -> s n",
+    "aten.one_hot": "... -> ... n!",
 }
 
 
@@ -126,6 +128,16 @@ def _along(position: int) -> Callable[[Node], str]:
         return _spell(both, both)
 
     return rule
+
+
+def _top(node: Node) -> str:
+    """topk, sort: what comes out along the dim has been all over it."""
+    x = letters(len(node.operands[0].shape))
+    position = 2 if "topk" in node.op else 1
+    dim = int(node.kwargs.get("dim", [*node.args, *[-1] * 3][position])) % len(x)
+    operand = [c + "!" if i == dim else c for i, c in enumerate(x)]
+    out = [c + "out!" if i == dim else c for i, c in enumerate(x)]
+    return _spell(operand, out, len(node.outs))
 
 
 def _moved(node: Node) -> str:
@@ -277,6 +289,8 @@ FUNCTIONS: dict[str, Callable[[Node], str | None]] = {
     "aten._softmax": _along(1),
     "aten.log_softmax": _along(1),
     "aten.cumsum": _along(1),
+    "aten.topk": _top,
+    "aten.sort": _top,
     **{f"aten.{name}": _moved for name in MOVES},
     "aten.einsum": _einsum,
     "aten.expand": _expand,

@@ -1,9 +1,10 @@
 """split_stages: cut the graph into pipeline stages of balanced cost.
 
-A stage is cut where a single value crosses, at the border of a layer if there are
-enough of them. What depends on constants, the batch or parameters alone is not sent but
-computed again on each stage that needs it; a tied weight lives on each stage that uses
-it. Names inside a stage count layers from its first, so equal stages have equal text.
+A stage is cut where one value crosses, with no more than small ones beside it (a
+balance loss), at the border of a layer if there are enough of such places. What depends
+on constants, the batch or parameters alone is not sent but computed again on each stage
+that needs it; a tied weight lives on each stage that uses it. Names inside a stage
+count layers from its first, so equal stages have equal text.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def split_stages(lowered: Lowered, costs: Costs) -> Staged:
     plan = lowered.plan
     chain = _Chain(lowered, costs)
     ends = chain.ends_of(plan.cuts) if plan.cuts else chain.balance(plan.stages)
-    cuts = tuple(chain.crossing(end)[0].name for end in ends[:-1])
+    cuts = tuple(chain.main_value(end).name for end in ends[:-1])
     stages, first = [], 0
     for index, end in enumerate(ends):
         stages.append(_Cutter(lowered, chain).stage(index, first, end).verify())
@@ -147,13 +148,20 @@ class _Chain:
     def crossing(self, position: int) -> tuple[Value, ...]:
         return self._crossings[position]
 
+    def main_value(self, position: int) -> Value:
+        """The largest of what crosses: a cut goes by its name."""
+        return max(self.crossing(position), key=lambda v: v.bytes)
+
+    def is_narrow(self, position: int) -> bool:
+        """Whether one value crosses here, complete, and little beside it."""
+        main = self.main_value(position)
+        beside = sum(v.bytes for v in self.crossing(position)) - main.bytes
+        return not self.lowered.shardings[main.name].pending and (
+            2 * beside <= main.bytes
+        )
+
     def candidates(self, stages: int) -> list[int]:
-        narrow = [
-            i
-            for i in range(1, len(self.nodes))
-            if len(self.crossing(i)) == 1
-            and self.lowered.shardings[self.crossing(i)[0].name].pending == ()
-        ]
+        narrow = [i for i in range(1, len(self.nodes)) if self.is_narrow(i)]
         borders = [
             i
             for i in narrow
@@ -171,8 +179,8 @@ class _Chain:
         if len(places) < stages + 1:
             most = (len(places) - 1) // self.lowered.plan.stages_per_rank
             raise StageError(
-                f"the model has {len(places) - 2} places where one value crosses, too "
-                f"few for {stages} stages",
+                f"the model has {len(places) - 2} places where one value crosses, with "
+                f"little beside it, too few for {stages} stages",
                 fix=f"use pp={max(1, most)} or less",
             )
         spent = [0.0]
@@ -215,11 +223,11 @@ class _Chain:
             found = [
                 i
                 for i in range(1, len(self.nodes))
-                if [v.name for v in self.crossing(i)] == [name]
+                if self.main_value(i).name == name and self.is_narrow(i)
             ]
             if not found or (ends and found[0] <= ends[-1]):
                 known = dict.fromkeys(
-                    self.crossing(i)[0].name for i in self.candidates(len(self.nodes))
+                    self.main_value(i).name for i in self.candidates(len(self.nodes))
                 )
                 raise StageError(
                     f"the plan cuts at %{name}, which is no place to cut in this model",

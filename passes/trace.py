@@ -160,14 +160,23 @@ def _export(
         raise CaptureError(
             f"the model could not be captured: {_first_lines(error)}",
             source=_user_frame(error),
-            fix=_way_out(error, examples),
+            fix=_way_out(error, wrapper, examples),
         ) from error
 
 
-def _way_out(error: Exception, examples: Mapping[str, torch.Tensor]) -> str:
+def _way_out(
+    error: Exception, wrapper: nn.Module, examples: Mapping[str, torch.Tensor]
+) -> str:
     """Either the model reads values of tensors, or it does not run on this batch."""
     text = f"{type(error).__name__} {error}".lower().replace("-", "")
     if any(mark in text for mark in VALUES_READ):
+        configs = (getattr(m, "config", None) for m in wrapper.modules())
+        chosen = {getattr(c, "_experts_implementation", None) for c in configs}
+        if chosen & {"eager"}:
+            return (
+                "experts that loop over their tokens have no fixed shapes: give the "
+                "model's configuration experts_implementation='batched_mm'"
+            )
         return (
             "control flow must not depend on tensor values: compute both branches "
             "with torch.where, or pass the choice as a Python value"

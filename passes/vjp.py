@@ -152,6 +152,24 @@ def pick(tape: Tape, node: Node, dys: Sequence[Value | None]) -> list[Value | No
     return [None, None]
 
 
+def expert_linear(
+    tape: Tape, node: Node, dys: Sequence[Value | None]
+) -> list[Value | None]:
+    """y = x w[expert]^T: dx = dy w[expert], dw[expert] += dy^T x."""
+    x, expert, w, experts, axes = node.args
+    op, args = "comm.expert_weight_grad_", (dys[0], x, expert, experts, axes)
+    dx = dw = None
+    if tape.is_param(w):
+        tape.accumulate(w, op, node, *args)
+    elif tape.wanted(w):
+        dw = tape.zeros(w, node)
+        tape.append(Node(op, (dw, *args), {}, (), node.where))
+    if tape.wanted(x):
+        back = "comm.expert_linear_transposed"
+        dx = tape.emit(back, x, node, dys[0], expert, w, experts, axes)
+    return [dx, None, dw]
+
+
 def sum_exp(tape: Tape, node: Node, dys: Sequence[Value | None]) -> list[Value | None]:
     x, m = node.args
     return [tape.emit("autopar.sum_exp_backward", x, node, dys[0], x, m), None]
@@ -223,6 +241,7 @@ DERIVATIVES: dict[str, Derivative] = {
     "autopar.masked_scale": masked_scale,
     "comm.lookup": lookup,
     "comm.pick": pick,
+    "comm.expert_linear": expert_linear,
     "comm.enter": enter,
     "comm.all_reduce": same,
     "comm.all_gather": all_gather,

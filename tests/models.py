@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.verify import Verification, verify
+from examples import switch_gpt as switch
 from examples.gpt import GPT, Config
 from passes.cost import Costs
 from passes.mesh import Mesh
@@ -223,6 +224,27 @@ def llama(
         eos_token_id=0,
     )
     return hugging_face(config, seq=seq, vocab=vocab, **batch)
+
+
+def switch_gpt(
+    layers: int = 2, top_k: int = 1, experts: int = 8, batch: int = 8, seq: int = 16
+) -> Case:
+    """Switch layers with too little room for all tokens, and a balance loss."""
+    config = switch.Config(
+        layers=layers,
+        width=WIDTH,
+        heads=4,
+        context=seq,
+        vocab=VOCAB,
+        experts=experts,
+        top_k=top_k,
+        capacity_factor=0.75,
+        balance=0.5,
+    )
+    torch.manual_seed(0)
+    text = torch.randint(VOCAB, (batch, seq + 1))
+    fields = {"ids": text[:, :-1].clone(), "labels": text[:, 1:].clone()}
+    return Case(randomize(switch.SwitchGPT(config)), fields)
 
 
 def opt(layers: int = 4, heads: int = 4, **batch: Any) -> Case:

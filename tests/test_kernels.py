@@ -16,6 +16,8 @@ from autopar.kernels import (
     bias_grad_,
     dropout_mask,
     embedding_grad_,
+    expert_linear,
+    expert_weight_grad_,
     linear_weight_grad_,
     matmul_weight_grad_,
     sum_exp,
@@ -394,3 +396,23 @@ def test_gradients_may_be_wider_than_activations():
     assert_close(embedding_grad_(torch.zeros(1, 4), dy, ids)[0], expected)
     product = linear_weight_grad_(torch.zeros(4, 6), dy, x)
     torch.testing.assert_close(product, dy.float().mT @ x.float(), rtol=1e-2, atol=0.1)
+
+
+# --- Experts -----------------------------------------------------------------------
+
+
+def test_each_row_meets_the_weight_of_its_expert():
+    x = torch.randn(12, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, 5, 3, dtype=torch.float64, requires_grad=True)
+    expert = torch.randint(-1, 5, (12,))  # -1 and 4 are others' experts
+    mine = (expert >= 0) & (expert < 4)
+    want = (x[:, None] @ weight[expert.clamp(0, 3)])[:, 0] * mine[:, None]
+    dy = torch.randn_like(want)
+    want.backward(dy)
+    assert x.grad is not None and weight.grad is not None
+    assert_close(expert_linear(x.detach(), expert, weight.detach()), want.detach())
+    back = expert_linear(dy, expert, weight.detach().mT)
+    assert_close(back, x.grad)
+    grad = torch.ones(4, 3, 5, dtype=torch.float64)
+    expert_weight_grad_(grad, dy, x.detach(), expert)
+    assert_close(grad - 1, weight.grad.mT)

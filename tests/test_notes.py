@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from models import Case, token_batch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from passes.program import Program
 BATCH = token_batch(4, 8)
 
 
-def compiled(mesh: str, heads: int = 4, **options: bool) -> Program:
+def compiled(mesh: str, heads: int = 4, **options: Any) -> Program:
     config = Config(layers=2, width=32, heads=heads, context=8, vocab=101)
     batch = {"ids": BATCH["input_ids"], "labels": BATCH["labels"]}
     return Case(GPT(config), batch).compile(mesh, **options)
@@ -42,8 +44,8 @@ def test_without_sequence_parallelism_nothing_of_it_is_split() -> None:
 
 
 def test_an_axis_that_splits_nothing() -> None:
-    assert compiled("ep=2").notes == (
-        "ep splits no matrix product: its ranks all compute the same",
+    assert compiled("tp=2", split={"tp": ()}).notes == (
+        "tp splits no matrix product: its ranks all compute the same",
     )
 
 

@@ -104,6 +104,11 @@ EXAMPLES: list[Example] = [
     lambda a, b, c, d: node("aten.tril.default", x(b, b)),
     lambda a, b, c, d: node("autopar.sum_exp", x(a, b, c), x(a, b)),
     lambda a, b, c, d: node("autopar.pick", x(b, c, a), ints(b, c)),
+    lambda a, b, c, d: node("autopar.expert_linear", x(b, c), ints(b), x(a, d, c)),
+    lambda a, b, c, d: node("aten.one_hot.default", ints(b, c), d),
+    lambda a, b, c, d: node("aten.topk.default", x(a, b, c), 2),
+    lambda a, b, c, d: node("aten.topk.default", x(a, c, b), 2, 1),
+    lambda a, b, c, d: node("aten.sort.default", x(a, b, c), 0),
     lambda a, b, c, d: node("aten.sum.default", x(a, b)),
     lambda a, b, c, d: node("aten.sum.default", bools(a, b)),
     lambda a, b, c, d: node("aten.sum.dim_IntList", x(a, b, c), (0, -1)),
@@ -262,7 +267,8 @@ NOT_PASSED = {
     *("aten.baddbmm", "aten.clone", "aten.constant_pad_nd", "aten.copy"),
     *("aten.cumsum", "aten.embedding", "aten.layer_norm", "aten.mean"),
     *("aten.pad", "aten.repeat_interleave", "aten.rms_norm", "aten.tril", "aten.triu"),
-    *("aten.where", "aten.zero", "autopar.attention", "autopar.pick"),
+    *("aten.where", "aten.zero", "autopar.attention", "autopar.expert_linear"),
+    "autopar.pick",
 }
 
 

@@ -8,20 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from models import Case, gpt2, llama, plain_gpt
+from models import Case, gpt2, llama, plain_gpt, switch_gpt
 from processes import run_ranks
 from torch import Tensor
 
 import autopar
 from passes.errors import AutoparError, BatchError
 
-MODELS = {"plain": plain_gpt, "gpt2": gpt2, "llama": llama}
+MODELS = {"plain": plain_gpt, "gpt2": gpt2, "llama": llama, "switch": switch_gpt}
 Trajectory = tuple[list[float], list[float], dict[str, Tensor]]
 STEPS, MOST = 4, 0.5  # the gradients' norm is above it, so clipping counts
 
 
 def build(model: str, dtype: torch.dtype = torch.float64) -> Case:
-    case = MODELS[model](layers=2, padded=model != "plain")
+    padded = {} if model in ("plain", "switch") else {"padded": True}
+    case = MODELS[model](layers=2, **padded)
     return case.double() if dtype == torch.float64 else case
 
 
@@ -77,6 +78,7 @@ MESHES = [
     ("gpt2", "tp=2", 2, 0),
     ("plain", "dp=2", 2, 1),
     ("gpt2", "dp=2", 2, 3),
+    ("switch", "ep=2", 1, 0),
     pytest.param("llama", "dp=2", 1, 0, marks=pytest.mark.slow),
     pytest.param("plain", "pp=2,tp=2", 4, 0, marks=pytest.mark.slow),
     pytest.param("gpt2", "dp=2,tp=2", 2, 0, marks=pytest.mark.slow),
@@ -86,6 +88,8 @@ MESHES = [
     pytest.param("llama", "dp=2,tp=2", 2, 2, marks=pytest.mark.slow),
     pytest.param("plain", "pp=2,dp=2", 2, 3, marks=pytest.mark.slow),
     pytest.param("llama", "dp=2,tp=2", 1, 3, marks=pytest.mark.slow),
+    pytest.param("switch", "pp=2,ep=2", 2, 0, marks=pytest.mark.slow),
+    pytest.param("switch", "ep=4", 1, 0, marks=pytest.mark.slow),
 ]
 
 
