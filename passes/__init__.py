@@ -18,8 +18,8 @@ What they stand on:
 
     graph, rewrite, mesh, plan, hints, sharding, program, errors   the types that flow
     notation, rules, linearity, probe, formulas, atoms, origins    how dims flow
-    functionalize, call_model, loss, fuse, spell_attention, spell_experts   spellings
-    choose_names                                                   dims named after their use
+    functionalize, call_model, loss, fuse, spell_attention, spell_experts  spellings
+    choose_names                                                   names for dims
     rest                                                           where parameters rest
     vjp, traced_vjp, tape                                          derivatives
     cost, footprint, notes                                         what a plan is worth
