@@ -3,7 +3,7 @@ a batch one that it was compiled for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from autopar.comm import Comm
 from passes.errors import AutoparError, BatchError
 from passes.program import Program, dtype_name
 
+MOST = 8  # names in a line of an error
 SAME = 1e-9  # relative; sums of the same numbers may be rounded differently
 
 
@@ -40,6 +41,38 @@ def check_model(program: Program, model: nn.Module) -> None:
                 f"{spec.dtype}{list(spec.shape)}",
                 fix=fix,
             )
+
+
+def check_names(
+    what: str,
+    maker: str,
+    shapes: Mapping[str, Sequence[int]],
+    known: Collection[str],
+    given: Mapping[str, Sequence[int]],
+) -> None:
+    """Compare saved names and shapes with those wanted.
+
+    shapes: of what must be given. known: names of which each may be given. Raises
+    ModelMismatch with all that is wrong.
+    """
+    missing = [name for name in shapes if name not in given]
+    unexpected = [name for name in given if name not in known]
+    wrong = [
+        f"{name}: {list(given[name])} instead of {list(shape)}"
+        for name, shape in shapes.items()
+        if name in given and tuple(given[name]) != tuple(shape)
+    ]
+    kinds = {"missing": missing, "unexpected": unexpected, "shape": wrong}
+    problems = [
+        f"  {kind}: {', '.join(names[:MOST])}" + " ..." * (len(names) > MOST)
+        for kind, names in kinds.items()
+        if names
+    ]
+    if problems:
+        raise ModelMismatch(
+            "\n".join([f"{what} does not fit the model", *problems]),
+            fix=f"load that of this model, as {maker} gave it",
+        )
 
 
 @torch.no_grad()

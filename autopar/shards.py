@@ -6,7 +6,9 @@ part of each named dim which belongs to a rank's coordinates.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -90,3 +92,64 @@ def owns(
         for axis, i in coords.items()
         if axis != "pp" and axis not in spec.split_axes
     )
+
+
+# --- boxes -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Box:
+    """A contiguous part of a tensor: where it begins in the whole, where it begins in
+    the rank's shard, and its extents."""
+
+    start: tuple[int, ...]
+    inside: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @classmethod
+    def all_of(cls, shape: Sequence[int]) -> Box:
+        """The box that is the whole tensor."""
+        zeros = (0,) * len(shape)
+        return cls(zeros, zeros, tuple(shape))
+
+    def of(self, shard: Tensor) -> Tensor:
+        """A view of the box in the rank's shard."""
+        for dim, (begin, length) in enumerate(zip(self.inside, self.size, strict=True)):
+            shard = shard.narrow(dim, begin, length)
+        return shard
+
+
+def boxes(
+    spec: ParameterSpec, mesh: Mesh, coords: Mapping[str, int]
+) -> tuple[Box, ...]:
+    """The fewest boxes that a rank's shard consists of, in order; none if it is empty.
+
+    A split inner factor, as in `(3 heads/tp head_dim)`, makes one for each index of the
+    factors around it.
+    """
+    ranges = iter(spans(spec, mesh, coords))
+    by_dim = [_runs(factors, [next(ranges) for _ in factors]) for factors in spec.factors]
+    found = []
+    for combination in product(*by_dim):
+        found.append(Box(*(tuple(run[i] for run in combination) for i in range(3))))
+    return tuple(box for box in found if 0 not in box.size)
+
+
+def _runs(
+    factors: Sequence[int], ranges: Sequence[tuple[int, int]]
+) -> list[tuple[int, int, int]]:
+    """(start in the whole, start in the shard, length) of each run of indices of a dim,
+    of whose factors only `ranges` (start, length) are there."""
+    runs, unit = [(0, 1)], 1
+    for extent, (begin, length) in zip(reversed(factors), reversed(ranges), strict=True):
+        if runs == [(0, unit)]:
+            runs = [(begin * unit, length * unit)]
+        else:
+            rows = range(begin, begin + length)
+            runs = [(row * unit + start, size) for row in rows for start, size in runs]
+        unit *= extent
+    found, inside = [], 0
+    for start, size in runs:
+        found.append((start, inside, size))
+        inside += size
+    return found

@@ -6,17 +6,19 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.checkpoint import load, save
 from autopar.comm import Comm
 from autopar.compiler import compile_offline
 from autopar.executor import Executor
 from autopar.initialize import local_state
-from autopar.match import check_model, check_same, checked_batch
+from autopar.match import check_model, check_names, check_same, checked_batch
 from autopar.options import Options, make_plan
 from autopar.process_groups import ProcessComm
 from autopar.shards import owns, put_shard, take_shard
@@ -92,9 +94,10 @@ class Step:
         self._plan, self._loss_fn = plan, loss_fn
         self._seed, self._timeout = seed, timeout
         self._given = program
-        # Names of the model's state dict, and what of it no stage computes with.
-        self._names: list[str] = []
-        self._unused: dict[str, Tensor] = {}
+        # Names of the state dict, and what of it every rank has whole: buffers, and
+        # parameters that no stage computes with.
+        self.names: list[str] = []
+        self.unused: dict[str, Tensor] = {}
         # Fields that are no tensors: their values are part of what was compiled.
         self._fixed: dict[str, Any] = {}
         self._executor: Executor | None = None
@@ -141,7 +144,7 @@ class Step:
             program, self._model, self.comm.rank, self.device, self._seed
         )
         self._executor = Executor(program, self.comm, parameters, buffers, self._seed)
-        self._names, self._unused = _remember(self._model, program)
+        self.names, self.unused = _remember(self._model, program)
         for note in program.notes if self.comm.rank == 0 else ():
             LOG.warning(note)
         self._fixed = {k: v for k, v in batch.items() if not isinstance(v, Tensor)}
@@ -214,7 +217,7 @@ class Step:
             if p.grad is None:
                 continue
             grads.append(p.grad)
-            if self._owns(name):
+            if self.owns(name):
                 total += torch.linalg.vector_norm(p.grad, dtype=torch.float64) ** 2
         self.comm.reduce_ranks_(total, self._everyone())
         norm = total.sqrt()
@@ -223,7 +226,8 @@ class Step:
             bucket.flat.mul_(scale.to(bucket.flat.dtype))
         return norm
 
-    def _owns(self, name: str) -> bool:
+    def owns(self, name: str) -> bool:
+        """Whether this rank is the first of those that hold the same part of it."""
         spec, schedule = self.program.parameters[name], self.program.schedule
         ranks = tuple(schedule.stage_to_rank[s] for s in spec.stages)
         return owns(spec, self.program.mesh, self.comm.coords, ranks)
@@ -239,18 +243,18 @@ class Step:
         """
         held = self.executor.parameters
         program = self.program
-        found = {n: t.clone() for n, t in self._unused.items()}
+        found = {n: t.clone() for n, t in self.unused.items()}
         for name, spec in program.parameters.items():
             if not spec.stages:
                 continue
             dtype = getattr(torch, spec.dtype)
             whole = torch.zeros(spec.shape, dtype=dtype, device=self.device)
-            if name in held and self._owns(name):
+            if name in held and self.owns(name):
                 put_shard(whole, held[name], spec, program.mesh, self.comm.coords)
             found[name] = self.comm.reduce_ranks_(whole, self._everyone()).cpu()
         for alias, name in program.aliases.items():
             found[alias] = found[name]
-        return {name: found[name] for name in self._names if name in found}
+        return {name: found[name] for name in self.names if name in found}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -260,34 +264,53 @@ class Step:
         for shapes that differ; nothing is changed then.
         """
         program = self.program
-        known = {**program.parameters, **program.buffers}
-        missing = [n for n in program.parameters if n not in state]
-        unexpected = [n for n in state if n not in self._names and n not in known]
-        shapes = [
-            f"{n}: {list(state[n].shape)} instead of {list(spec.shape)}"
-            for n, spec in program.parameters.items()
-            if n in state and tuple(state[n].shape) != spec.shape
-        ]
-        problems = [
-            f"{what}: {', '.join(names)}"
-            for what, names in (
-                ("missing", missing), ("unexpected", unexpected), ("shape", shapes)
-            )
-            if names
-        ]  # fmt: skip
-        if problems:
-            raise AutoparError(
-                "the state dict does not fit the model\n  " + "\n  ".join(problems),
-                fix="load the state dict of this model, as step or model gave it",
-            )
+        known = {*self.names, *program.parameters, *program.buffers}
+        shapes = {n: spec.shape for n, spec in program.parameters.items()}
+        given = {n: t.shape for n, t in state.items()}
+        check_names("the state dict", "step.state_dict", shapes, known, given)
         for name, p in self.named_parameters():
             spec = program.parameters[name]
             shard = take_shard(state[name], spec, program.mesh, self.comm.coords)
             p.copy_(shard)
-        for name, buffer in self.executor.buffers.items():
-            if name in state:
-                buffer.copy_(state[name])
+        self.set_whole(state)
+
+    @torch.no_grad()
+    def set_whole(self, state: Mapping[str, Tensor]) -> None:
+        """Take what is whole on every rank: buffers, and what no stage computes with."""
+        for table in (self.executor.buffers, self.unused):
+            for name, value in table.items():
+                if name in state:
+                    value.copy_(state[name])
         self.executor.set_up()
+
+    def training_state(self) -> dict[str, Any]:
+        """What the step goes on from, beside weights: plain values, alike on all ranks.
+
+        Dropout follows from seed and count of steps: there is no generator to keep.
+        """
+        return {"steps": self.executor.steps, "seed": self.executor.seed}
+
+    def load_training_state(self, state: Mapping[str, Any]) -> None:
+        self.executor.steps, self.executor.seed = state["steps"], state["seed"]
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Any = None,
+        keep: int | None = None,
+    ) -> Path:
+        """Write a checkpoint, for any other mesh too: see `autopar.checkpoint.save`."""
+        return save(Path(directory), self, optimizer, extra=extra, keep=keep)
+
+    def load(
+        self,
+        directory: str | os.PathLike[str],
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> Any:
+        """Go on from a checkpoint; returns `extra`: see `autopar.checkpoint.load`."""
+        return load(Path(directory), self, optimizer)
 
 
 def _remember(
