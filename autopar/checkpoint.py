@@ -14,6 +14,7 @@ random numbers the step itself needs none but its seed and its count of steps.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
 import autopar
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 TRAINING, EXTRA = ("training",), ("extra",)
 METADATA = ".metadata"
+LOG = logging.getLogger("autopar")
 
 
 # --- saving ------------------------------------------------------------------------
@@ -90,8 +91,11 @@ def save(
         made_by = (autopar.__version__, torch.__version__)
         files.write_manifest(folder, Manifest(*made_by, count, mesh, tied, sums))
         final = files.publish(folder)
+        newest = files.complete(root)[-1]
+        if newest != final:
+            LOG.warning("'%s' is there too, and will be taken for newer", newest)
         if keep is not None:
-            files.prune(root, keep)
+            files.prune(root, keep, final)
         return final
 
     return on_first(comm, finish)
@@ -183,7 +187,7 @@ def load(directory: str | Path, step: Step, optimizer: Optimizer | None = None) 
     """
     comm, saved = step.comm, open_checkpoint(directory, step.comm)
     _check_model(step, saved)
-    keys = [TRAINING, EXTRA]
+    keys: list[Key] = [TRAINING, EXTRA]
     if optimizer is not None:
         keys += [key for key in saved.held if key[:2] == ("optimizer", "param_groups")]
         if len(keys) == 2:
@@ -235,11 +239,13 @@ def open_checkpoint(directory: str | Path, comm: Comm) -> Saved:
     mine = sorted(manifest.files)[comm.rank :: comm.mesh.size]
     on_all(comm, lambda: files.check_files(folder, manifest, mine))
     held: dict[Key, Any] = {}
-    on_all(comm, lambda: held.update(_held(read_metadata(folder))))
+    on_all(comm, lambda: held.update(held_by(folder)))
     return Saved(folder, manifest, held)
 
 
-def _held(metadata: Metadata) -> dict[Key, Any]:
+def held_by(folder: Path) -> dict[Key, Any]:
+    """By key, what DCP knows of each value of a checkpoint; see `Saved.held`."""
+    metadata = read_metadata(folder)
     keys = metadata.planner_data
     return {keys[name]: value for name, value in metadata.state_dict_metadata.items()}
 
@@ -266,7 +272,9 @@ def _model_targets(step: Step) -> State:
     """Memory on the CPU for this rank's part of the model."""
     state: State = {}
     for name, p in step.named_parameters():
-        state["model", name] = _piece(step, name, torch.empty_like(p, device="cpu"), False)
+        state["model", name] = _piece(
+            step, name, torch.empty_like(p, device="cpu"), False
+        )
     for name, value in step.unused.items():
         state["model", name] = Piece.whole(torch.empty_like(value))
     return state

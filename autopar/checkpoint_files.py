@@ -46,7 +46,7 @@ class Manifest:
 
 
 def complete(directory: Path) -> list[Path]:
-    """The complete checkpoints in a directory, oldest first."""
+    """The complete checkpoints in a directory, by number of steps, fewest first."""
     found: dict[int, Path] = {}
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
         match = STEP.fullmatch(path.name)
@@ -56,7 +56,7 @@ def complete(directory: Path) -> list[Path]:
 
 
 def latest(directory: str | Path) -> Path | None:
-    """The newest complete checkpoint in a directory; None if there is none."""
+    """The complete checkpoint of the most steps in a directory; None if none is."""
     return next(reversed(complete(Path(directory))), None)
 
 
@@ -100,10 +100,11 @@ def publish(partial: Path) -> Path:
     return final
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints."""
+def prune(directory: Path, keep: int, saved: Path) -> None:
+    """Remove all but the newest `keep` checkpoints and the one just saved."""
     for path in complete(directory)[:-keep]:
-        _remove(path)
+        if path != saved:
+            _remove(path)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `autopar compile | inspect | verify | run | demo`."""
+"""The command line: `autopar compile | inspect | verify | run | export | demo`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import autopar
 from autopar.compiler import compile_offline
 from autopar.demo import demo
 from autopar.emitted import listing
+from autopar.export import export
 from autopar.inspection import report, report_data, schedule_text, stage_table
 from autopar.models import (
     LoadedModel,
@@ -65,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_verify(commands)
     _add_run(commands)
+    _add_export(commands)
     _add_demo(commands)
     return top
 
@@ -142,7 +144,27 @@ def _add_run(commands: Any) -> None:
         default=usual.timeout,
         help="seconds to wait for a rank",
     )
+    add.add_argument(
+        "--warmup", type=int, default=usual.warmup, help="steps until lr is reached"
+    )
+    add.add_argument("--save", type=Path, metavar="DIR", help="write checkpoints")
+    add.add_argument(
+        "--save-every", type=int, default=usual.save_every, metavar="STEPS"
+    )
+    add.add_argument("--keep", type=int, default=usual.keep, help="newest checkpoints")
+    add.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint, if any"
+    )
     add.add_argument("--json", action="store_true", help="one object for each step")
+
+
+def _add_export(commands: Any) -> None:
+    add = commands.add_parser("export", help="a checkpoint's weights as one file")
+    add.set_defaults(command=export_command)
+    add.add_argument("checkpoint", type=Path, help="one, or a directory: the newest")
+    add.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE.pt|FILE.safetensors"
+    )
 
 
 def _add_demo(commands: Any) -> None:
@@ -283,10 +305,17 @@ def verify_command(arguments: argparse.Namespace) -> int:
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    values = vars(arguments)
-    names = ("steps", "data", "lr", "clip", "seed", "reference", "timeout")
-    options = RunOptions(**{name: values[name] for name in names})
-    return run(arguments.plan, replace(options, as_json=arguments.json))
+    values = {**vars(arguments), "as_json": arguments.json}
+    options = RunOptions(
+        **{field.name: values[field.name] for field in fields(RunOptions)}
+    )
+    return run(arguments.plan, options)
+
+
+def export_command(arguments: argparse.Namespace) -> int:
+    folder, count = export(arguments.checkpoint, arguments.output)
+    print(f"wrote {count} tensors of {folder} to {arguments.output}")
+    return 0
 
 
 def _load(directory: Path) -> StoredPlan:

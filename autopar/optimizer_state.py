@@ -135,7 +135,7 @@ def _check_state(name: str, p: Tensor, state: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"the optimizer's '{key}' of '{name}' is {kind}: neither of the "
                 f"parameter's shape {list(p.shape)} nor a number",
-                fix="use an optimizer with state for each element, such as AdamW or SGD",
+                fix="use an optimizer that keeps state by element, as AdamW or SGD",
             )
 
 

@@ -20,6 +20,7 @@ from autopar.alarm import Alarm, guarded
 from autopar.data import Data, open_data
 from autopar.models import LoadedModel, ModelError, load_model
 from autopar.reference import reference_step
+from autopar.resume import check_saving, is_due, learning_rates, resume, save
 from autopar.step import Step
 from autopar.store import StoredPlan, load_plan
 from passes.mesh import MeshError
@@ -33,7 +34,10 @@ class RunOptions:
     """data: as `open_data` reads it. clip: greatest gradient norm, 0: as it is.
 
     reference: train the untouched model beside, on rank 0. as_json: one object a line.
-    timeout: seconds that a rank waits for another one.
+    timeout: seconds that a rank waits for another one. warmup: steps in which the
+    learning rate rises to lr. save: a directory for checkpoints, one every `save_every`
+    steps (0: none but the last), of which the newest `keep` stay. resume: go on from
+    the newest one there, if any.
     """
 
     steps: int = 20
@@ -44,6 +48,14 @@ class RunOptions:
     reference: bool = False
     as_json: bool = False
     timeout: float = 30.0
+    warmup: int = 0
+    save: Path | None = None
+    save_every: int = 0
+    keep: int = 2
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        check_saving(self)
 
 
 def run(directory: str | Path, options: RunOptions) -> int:
@@ -93,12 +105,14 @@ def train(stored: StoredPlan, options: RunOptions) -> None:
     feed = Feed.open(program, loaded, options)
     step.build(**feed.batch(0))
     optimizer = torch.optim.AdamW(step.parameters(), lr=options.lr)
+    rates = learning_rates(optimizer, options.warmup)
+    done = resume(step, optimizer, rates, options)
     first = step.comm.rank == 0
     beside = Reference(loaded, stored, options) if first and options.reference else None
     progress = Progress(options) if first else None
     for warning in stored.warnings if first else ():
         print(f"warning: {warning}", file=sys.stderr)
-    for i in range(options.steps):
+    for i in range(done, options.steps):
         batch = feed.batch(i)
         began = time.perf_counter()
         loss = train_step(step, optimizer, batch, options.clip)
@@ -106,6 +120,9 @@ def train(stored: StoredPlan, options: RunOptions) -> None:
         if progress:
             expected = beside.step(i, batch) if beside else None
             progress.show(i + 1, loss, expected, feed.tokens / elapsed)
+        rates.step()
+        if is_due(i + 1, options):
+            save(i + 1, step, optimizer, rates, options)
 
 
 def train_step(
@@ -194,6 +211,7 @@ class Reference:
         self.model: nn.Module = loaded.model
         self.seed, self.clip = stored.seed, options.clip
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.lr)
+        self.rates = learning_rates(self.optimizer, options.warmup)
 
     def step(self, i: int, batch: Mapping[str, Tensor]) -> float:
         """One update; returns the loss before it."""
@@ -203,6 +221,7 @@ class Reference:
         if self.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
+        self.rates.step()
         return loss.item()
 
 

@@ -128,7 +128,9 @@ def boxes(
     factors around it.
     """
     ranges = iter(spans(spec, mesh, coords))
-    by_dim = [_runs(factors, [next(ranges) for _ in factors]) for factors in spec.factors]
+    by_dim = [
+        _runs(factors, [next(ranges) for _ in factors]) for factors in spec.factors
+    ]
     found = []
     for combination in product(*by_dim):
         found.append(Box(*(tuple(run[i] for run in combination) for i in range(3))))
@@ -141,15 +143,17 @@ def _runs(
     """(start in the whole, start in the shard, length) of each run of indices of a dim,
     of whose factors only `ranges` (start, length) are there."""
     runs, unit = [(0, 1)], 1
-    for extent, (begin, length) in zip(reversed(factors), reversed(ranges), strict=True):
+    for extent, (begin, length) in zip(
+        reversed(factors), reversed(ranges), strict=True
+    ):
         if runs == [(0, unit)]:
             runs = [(begin * unit, length * unit)]
         else:
             rows = range(begin, begin + length)
-            runs = [(row * unit + start, size) for row in rows for start, size in runs]
+            runs = [(row * unit + first, size) for row in rows for first, size in runs]
         unit *= extent
     found, inside = [], 0
-    for start, size in runs:
-        found.append((start, inside, size))
+    for first, size in runs:
+        found.append((first, inside, size))
         inside += size
     return found

@@ -276,7 +276,7 @@ class Step:
 
     @torch.no_grad()
     def set_whole(self, state: Mapping[str, Tensor]) -> None:
-        """Take what is whole on every rank: buffers, and what no stage computes with."""
+        """Take what every rank has whole: buffers, and what no stage computes with."""
         for table in (self.executor.buffers, self.unused):
             for name, value in table.items():
                 if name in state:

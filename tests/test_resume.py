@@ -1,0 +1,207 @@
+"""`autopar run` goes on bitwise where it ended; `autopar export` writes plain files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import gpt2
+from torch import nn
+
+import autopar
+from autopar.checkpoint_files import complete, latest
+from autopar.cli import main
+
+ROOT = Path(__file__).parents[1]
+MODEL = """
+import torch
+from examples.gpt import Config, build
+
+def tiny():
+    return build(Config(2, 32, 4, 16, 64, dropout=0.1), batch=4)
+"""
+STEPS = 6
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> str:
+    """A model with dropout, on one rank."""
+    return compiled(tmp_path, "tp=1")
+
+
+def compiled(folder: Path, mesh: str) -> str:
+    (folder / "model.py").write_text(MODEL)
+    where = str(folder / "plan")
+    spec = f"{folder / 'model.py'}:tiny"
+    assert main(["compile", spec, "--mesh", mesh, "-o", where]) == 0
+    return where
+
+
+def rows(text: str) -> list[tuple[int, float]]:
+    """(step, loss) of each line of JSON."""
+    found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    return [(row["step"], row["loss"]) for row in found]
+
+
+def run(
+    capsys: pytest.CaptureFixture[str], plan: str, *options: str
+) -> list[tuple[int, float]]:
+    capsys.readouterr()
+    assert main(["run", plan, "--json", "--warmup", "4", *options]) == 0
+    return rows(capsys.readouterr().out)
+
+
+def test_a_run_goes_on_bitwise(
+    plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = run(capsys, plan, "--steps", "6", "--save", str(tmp_path / "whole"))
+    runs = tmp_path / "parts"
+    saving = ("--save", str(runs), "--save-every", "2", "--resume")
+    first = run(capsys, plan, "--steps", "3", *saving)
+    assert [path.name for path in complete(runs)] == ["step-00000002", "step-00000003"]
+    rest = run(capsys, plan, "--steps", "6", *saving)
+    assert [step for step, _ in whole] == [1, 2, 3, 4, 5, 6]
+    assert first + rest == whole
+    assert run(capsys, plan, "--steps", "6", *saving) == []
+    for folder in ("whole", "parts"):
+        file = str(tmp_path / f"{folder}.pt")
+        assert main(["export", str(tmp_path / folder), "-o", file]) == 0
+    a, b = (torch.load(tmp_path / f"{f}.pt") for f in ("whole", "parts"))
+    assert list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_another_run_is_refused(
+    plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = str(tmp_path / "runs")
+    saving = ["run", plan, "--steps", "1", "--save", runs]
+    assert main(saving) == 0
+    assert main(saving) == 2
+    assert "add --resume" in capsys.readouterr().err
+    assert main([*saving, "--resume", "--lr", "0.5"]) == 2
+    assert "had --lr 0.0003, but this has 0.5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--resume"], "--resume needs a directory"),
+        (["--save-every", "2"], "--save-every needs a directory"),
+        (["--save", "x", "--resume", "--reference"], "--reference has no checkpoint"),
+        (["--save", "x", "--save-every", "-1"], "--save-every is -1"),
+        (["--warmup", "-1"], "--warmup is -1"),
+        (["--save", "x", "--keep", "0"], "--keep is 0"),
+    ],
+)
+def test_options_that_cannot_be(
+    capsys: pytest.CaptureFixture[str], options: list[str], says: str
+) -> None:
+    assert main(["run", "plan", *options]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_four_ranks_go_on_after_a_kill(tmp_path: Path) -> None:
+    plan = compiled(tmp_path, "pp=2,dp=2")
+    more = ("--steps", str(STEPS), "--warmup", "4", "--json")
+    with torchrun(plan, *more) as running:
+        whole = rows(running.communicate(timeout=120)[0])
+    saving = ("--save", str(tmp_path / "runs"), "--save-every", "2", "--resume")
+    lines = []
+    with torchrun(plan, *more, *saving) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            lines += rows(line)
+            if len(lines) == 3:
+                break
+        os.killpg(running.pid, signal.SIGKILL)
+    before = latest(tmp_path / "runs")
+    assert before is not None
+    done = int(before.name.partition("-")[2])
+    with torchrun(plan, *more, *saving) as running:
+        rest = rows(running.communicate(timeout=120)[0])
+    assert whole[:3] == lines and whole[done:] == rest and 2 <= done < STEPS
+
+
+def torchrun(plan: str, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "4", "-m", "autopar", "run", plan, *options]
+    return subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+# --- export ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
+    """A checkpoint of Hugging Face's GPT-2, with tied embeddings, and the model."""
+    case, folder = gpt2(layers=2), tmp_path_factory.mktemp("runs")
+    step = autopar.compile(case.model, "tp=1", example_inputs=case.batch)
+    step.save(folder)
+    return folder, case.model
+
+
+def test_hugging_face_loads_the_safetensors(
+    saved: tuple[Path, nn.Module], tmp_path: Path
+) -> None:
+    from safetensors import safe_open
+
+    folder, model = saved
+    file = tmp_path / "hub" / "model.safetensors"
+    assert main(["export", str(folder), "-o", str(file)]) == 0
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+        assert "transformer.wte.weight" in opened.keys()  # noqa: SIM118
+        assert "lm_head.weight" not in opened.keys()  # noqa: SIM118
+    model.config.save_pretrained(file.parent)
+    loaded, report = type(model).from_pretrained(file.parent, output_loading_info=True)
+    assert not any(report.values())
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+
+
+def test_torch_loads_the_file(saved: tuple[Path, nn.Module], tmp_path: Path) -> None:
+    folder, model = saved
+    file = tmp_path / "model.pt"
+    assert main(["export", str(latest(folder)), "-o", str(file)]) == 0
+    state = torch.load(file)
+    assert set(state) == set(model.state_dict())
+    other = gpt2(layers=2).model
+    other.load_state_dict(state)
+    wte = state["transformer.wte.weight"]
+    assert state["lm_head.weight"].data_ptr() == wte.data_ptr()
+
+
+def test_what_cannot_be_exported(
+    saved: tuple[Path, nn.Module],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, _ = saved
+
+    def refused(checkpoint: Path, file: Path) -> str:
+        assert main(["export", str(checkpoint), "-o", str(file)]) == 2
+        assert not file.exists()
+        return capsys.readouterr().err
+
+    assert "unknown kind of file" in refused(folder, tmp_path / "model.bin")
+    assert "no complete checkpoint" in refused(tmp_path, tmp_path / "model.pt")
+    (tmp_path / "file").write_text("")
+    assert "cannot write" in refused(folder, tmp_path / "file" / "model.pt")
+    monkeypatch.setattr("autopar.export.find_spec", lambda name: None)
+    said = refused(folder, tmp_path / "model.safetensors")
+    assert "pip install 'autopar[hf]'" in said
