@@ -70,7 +70,8 @@ def save(
     """
     if keep is not None and keep < 1:
         raise CheckpointError(f"keep={keep}", fix="keep at least 1 checkpoint, or None")
-    comm, root, count = step.comm, Path(directory), step.executor.steps
+    executor, root = step.executor, Path(directory)
+    comm, count = executor.comm, executor.steps
     state = _model_pieces(step)
     plain: dict[Key, Any] = {TRAINING: step.training_state(), EXTRA: extra}
     if optimizer is not None:
@@ -182,10 +183,12 @@ def load(directory: str | Path, step: Step, optimizer: Optimizer | None = None) 
     another one than it was saved under. With it come the count of steps and the seed,
     so that training goes on bitwise as it would have on the same plan, and up to
     rounding on another. Values are converted to the dtypes of the step. Everything is
-    read and checked before anything is changed, a checksum of each file included.
-    Raises: CheckpointError on all ranks.
+    read and checked before anything is changed, a checksum of each file included. (DCP
+    keeps its metadata as a pickle: load only what you trust.)
+    Raises: CheckpointError or ModelMismatch on all ranks.
     """
-    comm, saved = step.comm, open_checkpoint(directory, step.comm)
+    comm = step.executor.comm
+    saved = open_checkpoint(directory, comm)
     _check_model(step, saved)
     keys: list[Key] = [TRAINING, EXTRA]
     if optimizer is not None:

@@ -60,6 +60,11 @@ def latest(directory: str | Path) -> Path | None:
     return next(reversed(complete(Path(directory))), None)
 
 
+def is_checkpoint(directory: Path) -> bool:
+    """Whether it is a checkpoint or has complete ones."""
+    return (directory / MANIFEST).is_file() or bool(complete(directory))
+
+
 def find(directory: str | Path) -> Path:
     """The checkpoint at this path, or the newest in it. Raises CheckpointError."""
     folder = Path(directory)
@@ -152,7 +157,10 @@ def read_manifest(folder: Path) -> Manifest:
                 f"format {FORMAT}",
                 fix="read it with the autopar that wrote it, or a newer one",
             )
-        return Manifest(**data)
+        manifest = Manifest(**data)
+        if not isinstance(manifest.files, dict):
+            raise ValueError("its files are not listed by name")
+        return manifest
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(folder, f"{MANIFEST} cannot be read: {error}") from error
 

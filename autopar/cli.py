@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor
 
 import autopar
+from autopar.checkpoint_files import is_checkpoint
+from autopar.checkpoint_report import checkpoint_data, checkpoint_table
 from autopar.compiler import compile_offline
 from autopar.demo import demo
 from autopar.emitted import listing
@@ -101,9 +103,9 @@ def _add_compile(commands: Any) -> None:
 
 
 def _add_inspect(commands: Any) -> None:
-    add = commands.add_parser("inspect", help="show what a plan is")
+    add = commands.add_parser("inspect", help="show what a plan or checkpoint is")
     add.set_defaults(command=inspect_command)
-    add.add_argument("plan", type=Path)
+    add.add_argument("plan", type=Path, help="or the directory of a checkpoint")
     add.add_argument("--rank", type=int, help="print the module that a rank runs")
     add.add_argument("--stage", type=int, help="print the modules of a stage")
     add.add_argument("--all", action="store_true", help="one row for each parameter")
@@ -271,6 +273,12 @@ def _compile_batch(
 
 
 def inspect_command(arguments: argparse.Namespace) -> int:
+    if is_checkpoint(arguments.plan):
+        if arguments.json:
+            print(json.dumps(checkpoint_data(arguments.plan), indent=1))
+        else:
+            print(checkpoint_table(arguments.plan))
+        return 0
     stored = _load(arguments.plan)
     if arguments.rank is not None or arguments.stage is not None:
         text = listing(stored.program, arguments.rank, arguments.stage)

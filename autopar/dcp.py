@@ -251,7 +251,7 @@ class _LoadPlanner(LoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = self.keys[read_item.dest_index.fqn]
-        self.plain[key] = torch.load(value, weights_only=True)
+        self.plain[key] = torch.load(value, "cpu", weights_only=True)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         piece = self.state[read_item.dest_index.fqn]

@@ -112,6 +112,8 @@ def train(stored: StoredPlan, options: RunOptions) -> None:
     progress = Progress(options) if first else None
     for warning in stored.warnings if first else ():
         print(f"warning: {warning}", file=sys.stderr)
+    if first and done:
+        print(f"going on after step {done}", file=sys.stderr)
     for i in range(done, options.steps):
         batch = feed.batch(i)
         began = time.perf_counter()

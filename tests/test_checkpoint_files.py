@@ -204,7 +204,13 @@ def test_a_lost_file(two: tuple[autopar.Step, Path], name: str) -> None:
     refused(step, path, f"damaged: {name}: No such file")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}'])
+LISTED = json.dumps(
+    {"format": 1, "autopar": "", "torch": "", "step": 2, "mesh": "", "aliases": {},
+     "files": ["__0_0.distcp"]}
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', LISTED])
 def test_a_bad_manifest(two: tuple[autopar.Step, Path], text: str) -> None:
     step, path = two
     (path / MANIFEST).write_text(text)
@@ -228,6 +234,13 @@ def test_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "step-00000001.partial").mkdir()
     with pytest.raises(AutoparError, match="no complete checkpoint in"):
         step.load(tmp_path / "step-00000001.partial")
+
+
+def test_a_step_that_is_not_compiled(tmp_path: Path) -> None:
+    step = autopar.compile(plain_gpt(layers=1).model, "tp=1")
+    for act in (step.save, step.load):
+        with pytest.raises(AutoparError, match="not compiled yet"):
+            act(tmp_path)
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -76,6 +78,17 @@ def test_a_run_goes_on_bitwise(
     assert list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_the_reference_warms_up_too(
+    plan: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    options = ("--warmup", "3", "--lr", "0.01", "--steps", "4", "--reference")
+    assert main(["run", plan, "--json", *options]) == 0
+    for line in capsys.readouterr().out.splitlines():
+        row = json.loads(line)
+        assert row["loss"] == pytest.approx(row["reference_loss"], rel=1e-4)
+
+
 def test_another_run_is_refused(
     plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,7 +120,9 @@ def test_options_that_cannot_be(
 
 
 @pytest.mark.slow
-def test_four_ranks_go_on_after_a_kill(tmp_path: Path) -> None:
+def test_four_ranks_go_on_after_a_kill(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = compiled(tmp_path, "pp=2,dp=2")
     more = ("--steps", str(STEPS), "--warmup", "4", "--json")
     with torchrun(plan, *more) as running:
@@ -127,6 +142,14 @@ def test_four_ranks_go_on_after_a_kill(tmp_path: Path) -> None:
     with torchrun(plan, *more, *saving) as running:
         rest = rows(running.communicate(timeout=120)[0])
     assert whole[:3] == lines and whole[done:] == rest and 2 <= done < STEPS
+    # On one rank, from what the four saved: the same up to rounding.
+    shutil.rmtree(latest(tmp_path / "runs") or tmp_path / "runs")
+    single = compiled(tmp_path, "tp=1")
+    alone = run(capsys, single, *more[:2], *saving)
+    start = alone[0][0] - 1
+    assert start == 4 and [loss for _, loss in alone] == pytest.approx(
+        [loss for _, loss in whole[start:]], rel=1e-5
+    )
 
 
 def torchrun(plan: str, *options: str) -> subprocess.Popen[str]:
@@ -151,6 +174,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
     step = autopar.compile(case.model, "tp=1", example_inputs=case.batch)
     step.save(folder)
     return folder, case.model
+
+
+def test_inspect_shows_what_is_saved(
+    saved: tuple[Path, nn.Module], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, model = saved
+    assert main(["inspect", str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert "step-00000000: step 0, saved on mesh 'tp=1' by torch" in text
+    assert re.search(r"^transformer\.wte\.weight +101x32 +float32 +1$", text, re.M)
+    assert "tied: lm_head.weight is transformer.wte.weight" in text
+    assert main(["inspect", str(folder), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert set(data["tensors"]) == {name for name, _ in model.named_parameters()}
+    assert data["bytes"]["__0_0.distcp"] > sum(p.nbytes for p in model.parameters())
 
 
 def test_hugging_face_loads_the_safetensors(
