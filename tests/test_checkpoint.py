@@ -168,6 +168,15 @@ def test_shares_of_zero_go_on_in_a_pipeline(tmp_path, expected, mesh):
 # --- the same mesh, bitwise --------------------------------------------------------
 
 
+def train_twice(folder: Path, program: Program, model: Any) -> list[Trained]:
+    """In one go; then half of the steps, and from their checkpoint the other half."""
+    return [
+        train(None, program, 0, STEPS, model),
+        train(folder, program, 0, HALF, model),
+        train(folder, program, HALF, STEPS, model),
+    ]
+
+
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -179,9 +188,8 @@ def test_shares_of_zero_go_on_in_a_pipeline(tmp_path, expected, mesh):
 def test_resuming_is_bitwise_with_dropout(tmp_path, mesh, options):
     model = {"dropout": 0.2, "dtype": torch.float32}
     program = compiled(mesh, model, **options)
-    losses, weights = run(None, program, 0, STEPS, model)[0]
-    before, _ = run(tmp_path, program, 0, HALF, model)[0]
-    after, again = run(tmp_path, program, HALF, STEPS, model)[0]
+    found = run_ranks(train_twice, program.mesh.size, tmp_path, program, model)
+    (losses, weights), (before, _), (after, again) = found[0]
     assert [*before, *after] == losses
     assert len(set(losses)) == STEPS
     assert all(torch.equal(again[name], weights[name]) for name in weights)
