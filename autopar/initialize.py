@@ -25,7 +25,7 @@ class InitializationError(AutoparError):
 def local_state(
     program: Program, model: nn.Module, rank: int, device: torch.device, seed: int
 ) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-    """The rank's shards of the parameters of its stages, and whole buffers, by name.
+    """The rank's shards of the parameters of its stages, and all buffers, by name.
 
     With meta parameters, every rank draws the same values from `seed`. Raises:
     InitializationError, for a module on meta that cannot initialise itself.
@@ -37,7 +37,7 @@ def local_state(
     wanted = {
         name: spec
         for name, spec in {**program.parameters, **program.buffers}.items()
-        if set(spec.stages) & mine
+        if set(spec.stages) & mine or name in program.buffers
     }
     for name, whole in real_tensors(model, seed):
         spec = wanted.get(name)

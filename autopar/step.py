@@ -144,7 +144,7 @@ class Step:
             program, self._model, self.comm.rank, self.device, self._seed
         )
         self._executor = Executor(program, self.comm, parameters, buffers, self._seed)
-        self.names, self.unused = _remember(self._model, program)
+        self.names, self.unused = _remember(self._model, program, buffers)
         for note in program.notes if self.comm.rank == 0 else ():
             LOG.warning(note)
         self._fixed = {k: v for k, v in batch.items() if not isinstance(v, Tensor)}
@@ -314,13 +314,17 @@ class Step:
 
 
 def _remember(
-    model: nn.Module, program: Program
+    model: nn.Module, program: Program, buffers: Mapping[str, Tensor]
 ) -> tuple[list[str], dict[str, Tensor]]:
-    """The names of the model's state dict; and those values that no rank holds."""
+    """The names of the model's state dict; and its values that no rank has shards of.
+
+    buffers: with their values, which the model's may lack.
+    """
     state = model.state_dict(keep_vars=True)
     held = {n for n, spec in program.parameters.items() if spec.stages}
     held |= {alias for alias, name in program.aliases.items() if name in held}
-    unused = {n: t for n, t in state.items() if n not in held and not t.is_meta}
+    whole = {n: buffers.get(n, t) for n, t in state.items() if n not in held}
+    unused = {n: t for n, t in whole.items() if not t.is_meta}
     return list(state), {n: t.detach().cpu().clone() for n, t in unused.items()}
 
 

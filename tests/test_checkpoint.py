@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import Case, gpt2, llama, plain_gpt
+from models import Case, gpt2, llama, plain_gpt, switch_gpt
 from processes import run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import autopar
 from autopar.checkpoint_files import latest
 from autopar.shards import boxes, owns, take_shard
+from examples.gpt import GPT
 from passes.errors import AutoparError
 from passes.program import Program
 
@@ -26,9 +27,11 @@ HALF, STEPS = 3, 6
 Trained = tuple[list[float], dict[str, Tensor]]
 
 
-def build(dtype: torch.dtype = torch.float64, **options: Any) -> Case:
-    """Tied embeddings, and a parameter that is not trained."""
-    case = plain_gpt(layers=2, **options)
+def build(
+    dtype: torch.dtype = torch.float64, make: Any = plain_gpt, **options: Any
+) -> Case:
+    """With a parameter that is not trained; plain_gpt has tied embeddings."""
+    case = make(layers=2, **options)
     case.model.positions.weight.requires_grad_(False)
     return Case(case.model.to(dtype), case.batch)
 
@@ -98,8 +101,8 @@ def go_on(model: nn.Module, case: Case, update: Any, schedule: Any, first: int) 
     return losses
 
 
-def train_plainly() -> Trained:
-    case = build()
+def train_plainly(**model: Any) -> Trained:
+    case = build(**model)
     update = optimizer(case.model.named_parameters())
     losses = go_on(case.model, case, update, rates(update), 0)
     return losses, case.model.state_dict()
@@ -162,6 +165,15 @@ def test_shares_of_zero_go_on_in_a_pipeline(tmp_path, expected, mesh):
     run(tmp_path, compiled(mesh, zero=3), 0, HALF)
     pipeline = compiled("pp=2,tp=2", microbatches=4)
     for found in run(tmp_path, pipeline, HALF, STEPS):
+        check_end(found, expected)
+
+
+@pytest.mark.slow
+def test_experts_go_on_on_one_device(tmp_path):
+    model = {"make": switch_gpt}
+    expected = train_plainly(**model)
+    run(tmp_path, compiled("ep=2,dp=2", model, zero=1), 0, HALF, model)
+    for found in run(tmp_path, compiled("tp=1", model), HALF, STEPS, model):
         check_end(found, expected)
 
 
@@ -399,6 +411,19 @@ def test_values_that_no_stage_computes_with_are_loaded_too(tmp_path):
         assert torch.equal(value, state[name]), name
 
 
+def test_a_model_on_meta_loads(saved, expected):
+    case = build()
+    with torch.device("meta"):
+        model = GPT(case.model.config).double()
+    model.positions.weight.requires_grad_(False)
+    step = autopar.compile(model, "tp=1", example_inputs=case.batch)
+    step.load(saved)
+    ours = autopar.compile(case.model, "tp=1", example_inputs=case.batch)
+    ours.load(saved)
+    want = ours.state_dict()
+    assert all(torch.equal(v, want[n]) for n, v in step.state_dict().items())
+
+
 class Unused(nn.Module):
     """A model with a buffer, and a parameter that its loss does not see."""
 
@@ -411,6 +436,45 @@ class Unused(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.layer(x) * self.scale * self.passing).square().mean()
+
+
+class Scaled(nn.Module):
+    """A module that gives its buffer a value, as one on meta must."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.empty(8))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.scale.fill_(2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class WithScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scaled = nn.Linear(8, 8), Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(self.layer(x)).square().mean()
+
+
+def test_a_buffer_that_began_on_meta(tmp_path):
+    batch = {"x": torch.arange(32.0).view(4, 8) / 32}
+    with torch.device("meta"):
+        model = WithScale()
+    step = autopar.compile(model, "tp=1", example_inputs=batch)
+    state = step.state_dict()
+    assert torch.equal(state["scaled.scale"], torch.full((8,), 2.0))
+    plain = WithScale()
+    plain.load_state_dict(state)
+    step.save(tmp_path)
+    other = autopar.compile(plain, "tp=1", example_inputs=batch)
+    other.load(tmp_path)
+    torch.testing.assert_close(other(**batch), step(**batch))
 
 
 def test_buffers_and_unused_parameters(tmp_path):
