@@ -4,6 +4,7 @@ One pair of functions over the fused kernels of each device; a plain formula ser
 where no fused kernel does. Which one runs follows from shapes, dtypes and device alone.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,6 +51,26 @@ def attention(
     return _explicit(call)
 
 
+def attention_over_part(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attention` over some of the keys, and the true logsumexp of the scores, [B,H,S]:
+    -inf where a mask hides all of these keys. Parts join by it: see `autopar.ring`."""
+    out, lse = attention(q, k, v, mask, is_causal, scale)
+    lse = lse[..., : q.shape[2]]
+    if mask is not None:
+        hides = mask if mask.dtype == torch.bool else mask > -math.inf
+        hides = ~hides[(None,) * (4 - mask.ndim)].any(-1)
+        lse = lse.masked_fill(hides, -math.inf)
+        out = out.masked_fill(hides.unsqueeze(-1), 0)
+    return out, lse
+
+
 def attention_backward(
     dy: Tensor,
     q: Tensor,
@@ -60,13 +81,22 @@ def attention_backward(
     mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    partial: bool = False,
 ) -> Gradients:
     """Gradients of `attention`: dq, dk and dv, shaped as q, k and v; none for the mask.
 
-    dy [B,H,S,V] is the gradient of out; the rest was given to or returned by it.
+    dy [B,H,S,V] is the gradient of out; the rest was given to or returned by it. Or,
+    if `partial`, k and v are a part of the keys, out and lse are those of all keys (see
+    `attention_over_part`), and dq is this part's share of the sum.
     """
     kernel, call = _prepare(_Call(q, k, v, mask, is_causal, scale))
-    dq, dk, dv = _BACKWARD[kernel](call, _dense(dy), out, lse)
+    if partial and kernel == "explicit":
+        dq, dk, dv = _explicit_backward(call, dy, out, lse, partial)
+    else:
+        if partial:  # the efficient kernel reads 32 rows at a time
+            rows = -lse.shape[2] % 32 if kernel == "efficient" else 0
+            lse = torch.nn.functional.pad(lse, (0, rows), value=math.inf).contiguous()
+        dq, dk, dv = _BACKWARD[kernel](call, _dense(dy), out, lse)
     return dq, _sum_groups(dk, k.shape[1]), _sum_groups(dv, k.shape[1])
 
 
@@ -215,11 +245,17 @@ def _explicit(call: _Call) -> tuple[Tensor, Tensor]:
     return out.to(call.q.dtype), scores.logsumexp(-1)
 
 
-def _explicit_backward(call: _Call, dy: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+def _explicit_backward(
+    call: _Call, dy: Tensor, out: Tensor, lse: Tensor, partial: bool = False
+) -> Gradients:
     """dS = P * (dP - rowsum(dO * O)): Dao et al., arXiv 2205.14135, appendix B."""
     q, k, v, dy, out = (x.to(lse.dtype) for x in (call.q, call.k, call.v, dy, out))
-    # Not exp(scores - lse): where a mask adds -3e38, lse has no digits left.
-    weights = aten._safe_softmax(_scores(call, lse.dtype), -1)
+    scores = _scores(call, lse.dtype)
+    if partial:
+        weights = scores.sub_(lse[..., None]).exp_()
+    else:
+        # Not exp(scores - lse): where a mask adds -3e38, lse has no digits left.
+        weights = aten._safe_softmax(scores, -1)
     dscores = (dy @ v.mT).sub_((dy * out).sum(-1, keepdim=True)).mul_(weights)
     dscores.mul_(q.shape[3] ** -0.5 if call.scale is None else call.scale)
     grads = (dscores @ k, dscores.mT @ q, weights.mT @ dy)

@@ -27,7 +27,7 @@ from autopar.models import (
     load_model,
     random_batch,
 )
-from autopar.options import make_plan
+from autopar.options import LAYOUTS, make_plan
 from autopar.run import RunOptions, run, vocab_of
 from autopar.store import StoredPlan, load_plan, save_plan
 from autopar.tables import Table
@@ -90,6 +90,7 @@ def _add_compile(commands: Any) -> None:
     add.add_argument(
         "--context-parallel", default="gather", choices=sorted(CONTEXT_PARALLEL)
     )
+    add.add_argument("--cp-layout", choices=LAYOUTS, help="else as balances the work")
     add.add_argument("--recompute", default="none", choices=RECOMPUTE)
     add.add_argument(
         "--zero", type=int, default=0, choices=ZERO, help="what dp ranks share out"
@@ -220,6 +221,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         stages_per_rank=arguments.stages_per_rank,
         sequence_parallel=not arguments.no_sequence_parallel,
         context_parallel=arguments.context_parallel,
+        cp_layout=arguments.cp_layout,
         recompute=arguments.recompute,
         zero=arguments.zero,
         hints=dict(map(_hint, arguments.hint)),

@@ -1,11 +1,11 @@
 """Communication between ranks: the calls of emitted code, whatever carries them.
 
-`Comm` reduces every collective to four operations on flat buffers that an engine
+`Comm` reduces every collective to a few operations on flat buffers that an engine
 provides: process groups in `autopar.process_groups`, the virtual mesh in
 `autopar.virtual`. Both thus run the same arithmetic.
 
 A Comm moves values: call it without autograd. In the shapes below n is the number of
-ranks on the axis, and an uneven dim is shared as `passes.mesh.balanced` says.
+ranks on the axis, and `passes.shares` says which rows of a dim each of them holds.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar import ring
+from autopar.packing import in_order, joined, packed, padded, sum_in_order
 from autopar.placement import Placement
-from passes.mesh import Mesh, balanced
+from passes.mesh import Mesh
+from passes.shares import extent
 
 
 class CommError(RuntimeError):
@@ -74,7 +77,7 @@ class Comm(Placement, ABC):
     def all_gather(
         self, x: Tensor, axis: str, dim: int, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        """x [..., mine, ...] -> [..., whole, ...]: the shards along dim, in order.
+        """x [..., mine, ...] -> [..., whole, ...]: the rows along dim, in order.
 
         sizes: the extent of each rank's shard, where they are not all the same.
         """
@@ -84,11 +87,13 @@ class Comm(Placement, ABC):
             return x.clone()
         dim = _dim(x, dim)
         sizes = self._sizes(x, axis, dim, sizes)
-        whole = self._gather(_padded(x, dim, max(sizes)), ranks)
-        if min(sizes) == max(sizes) and prod(x.shape[:dim]) == 1:
+        whole = self._gather(padded(x, dim, max(sizes)), ranks)
+        layout = self.shares(sum(sizes), axis)
+        even, outer = min(sizes) == max(sizes), prod(x.shape[:dim]) == 1
+        if even and outer and in_order(layout):
             return whole.view(*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
         parts = zip(whole.unbind(0), sizes, strict=True)
-        return torch.cat([part.narrow(dim, 0, size) for part, size in parts], dim)
+        return joined([part.narrow(dim, 0, n) for part, n in parts], dim, layout)
 
     def reduce_scatter(self, x: Tensor, axis: str, dim: int) -> Tensor:
         """x [..., whole, ...] -> [..., my share, ...] of the sum over the axis."""
@@ -96,9 +101,9 @@ class Comm(Placement, ABC):
         if len(ranks) == 1:
             return x.clone()
         dim = _dim(x, dim)
-        shares = balanced(x.shape[dim], len(ranks))
-        flat, counts = _packed(x, dim, shares)
-        mine = shares[self.coords[axis]]
+        layout = self.shares(x.shape[dim], axis)
+        flat, counts = packed(x, dim, layout)
+        mine = extent(layout[self.coords[axis]])
         total = self._scatter_sum(flat, counts, ranks)
         return total.view(*x.shape[:dim], mine, *x.shape[dim + 1 :])
 
@@ -127,21 +132,22 @@ class Comm(Placement, ABC):
         if split_dim == concat_dim:
             raise ValueError(f"all_to_all splits and joins the same dim {split_dim}")
         sizes = self._sizes(x, axis, concat_dim, sizes)
-        shares = balanced(x.shape[split_dim], len(ranks))
-        flat, sent = _packed(x, split_dim, shares)
+        layout = self.shares(x.shape[split_dim], axis)
+        flat, sent = packed(x, split_dim, layout)
         shape = list(x.shape)
-        shape[split_dim] = shares[self.coords[axis]]
+        shape[split_dim] = extent(layout[self.coords[axis]])
         unit = prod(shape[:concat_dim] + shape[concat_dim + 1 :])
         counts = [unit * size for size in sizes]
         flat = self._exchange(flat, sent, counts, ranks)
-        if prod(shape[:concat_dim]) == 1:
+        layout = self.shares(sum(sizes), axis)
+        if prod(shape[:concat_dim]) == 1 and in_order(layout):
             shape[concat_dim] = sum(sizes)
             return flat.view(shape)
         parts = []
         for part, size in zip(flat.split(counts), sizes, strict=True):
             shape[concat_dim] = size
             parts.append(part.view(shape))
-        return torch.cat(parts, concat_dim)
+        return joined(parts, concat_dim, layout)
 
     def reduce_ranks_(self, flat: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """Sum a contiguous buffer [...] in place over ranks, ascending, me included."""
@@ -151,6 +157,52 @@ class Comm(Placement, ABC):
         if len(ranks) > 1:
             self._reduce_(flat, ranks, "sum")
         return flat
+
+    def shift(self, x: Tensor, axis: str, numel: int) -> Receipt:
+        """Start sending x [n] to the next rank of the axis, and the last rank's to the
+        first; what comes from the rank before is [numel]. x must not change meanwhile.
+        """
+        ranks = self._enter("shift", (axis,), x, open_dim=0)
+        return self._shift(x.contiguous(), ranks, numel)
+
+    # Attention, where rows or keys are split: see `autopar.ring`.
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+        rows: ring.Split,
+        keys: ring.Split,
+        axis: str | None,
+    ) -> tuple[Tensor, Tensor]:
+        """My rows q [B,H,S,E]; k [B,G,T,E] and v [B,G,T,V], of all keys or, on a ring
+        along `axis`, of my own -> out [B,H,S,V], lse [B,H,S]."""
+        scoring = ring.Scoring(mask, is_causal, scale)
+        return ring.forward(self, (q, k, v), scoring, rows, keys, axis)
+
+    def attention_backward(
+        self,
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+        rows: ring.Split,
+        keys: ring.Split,
+        axis: str | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dy [B,H,S,V] -> the gradients of q, k and v; none for the mask."""
+        scoring = ring.Scoring(mask, is_causal, scale)
+        found = (out, lse)
+        return ring.backward(self, dy, (q, k, v), found, scoring, rows, keys, axis)
 
     # Messages. The k-th send to a rank meets the k-th recv posted there for this one,
     # and their tags must agree.
@@ -195,6 +247,11 @@ class Comm(Placement, ABC):
         self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
     ) -> Tensor:
         """x [sum(sent)], its parts for each rank -> [sum(counts)], parts from each."""
+
+    @abstractmethod
+    def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Receipt:
+        """x [n] to the rank after me in a ring of ranks, and [numel] from that before
+        me."""
 
     def _scatter_sum(
         self, x: Tensor, counts: list[int], ranks: tuple[int, ...]
@@ -251,42 +308,8 @@ class Comm(Placement, ABC):
         return sizes
 
 
-def sum_in_order(rows: Sequence[Tensor]) -> Tensor:
-    """A new tensor: the sum of two rows [...] or more, added first to last.
-
-    A loop, because torch.sum over a dim may add in another order.
-    """
-    total = rows[0] + rows[1]
-    for row in rows[2:]:
-        total += row
-    return total
-
-
 def _dim(x: Tensor, dim: int) -> int:
     """dim, counted from the front."""
     if not -x.dim() <= dim < x.dim():
         raise IndexError(f"x has {x.dim()} dims, and no dim {dim}")
     return dim % x.dim()
-
-
-def _padded(x: Tensor, dim: int, extent: int) -> Tensor:
-    """x, contiguous, and lengthened along dim to extent by values that are not read."""
-    if x.shape[dim] == extent:
-        return x.contiguous()
-    padded = x.new_empty(*x.shape[:dim], extent, *x.shape[dim + 1 :])
-    padded.narrow(dim, 0, x.shape[dim]).copy_(x)
-    return padded
-
-
-def _packed(x: Tensor, dim: int, shares: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """x cut along dim into shares, one after the other in a flat buffer (which may be
-    x itself), and the number of elements of each."""
-    unit = prod(x.shape[:dim]) * prod(x.shape[dim + 1 :])
-    counts = [unit * share for share in shares]
-    if prod(x.shape[:dim]) == 1:
-        return x.contiguous().view(-1), counts
-    flat = x.new_empty(x.numel())
-    parts = zip(x.split(list(shares), dim), flat.split(counts), strict=True)
-    for part, room in parts:
-        room.view(part.shape).copy_(part)
-    return flat, counts

@@ -69,6 +69,7 @@ class Executor:
         seed: int = 0,
     ) -> None:
         self.program, self.comm = program, comm
+        comm.zigzag = frozenset(program.plan.zigzag)
         self.parameters, self.buffers = dict(parameters), dict(buffers)
         self.seed, self.steps = seed, 0
         self.pp = comm.coords.get("pp", 0)

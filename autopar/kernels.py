@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from autopar.attention import attention, attention_backward
+from passes.shares import Pieces
 
 __all__ = [
     "add_",
@@ -29,7 +30,7 @@ __all__ = [
     "sum_exp_backward",
 ]
 
-Factor = tuple[int, int, int]  # global extent, start, local extent
+Factor = tuple[int, Pieces]  # global extent, and what of it is here
 
 
 def _block_elements(device: torch.device) -> int:
@@ -65,9 +66,10 @@ def dropout_mask(
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability must lie in [0, 1]: got {p}")
-    for extent, start, local in (factor for factors in dims for factor in factors):
-        if not 0 <= start <= start + local <= extent:
-            raise ValueError(f"no slice {start}:{start + local} in extent {extent}")
+    for extent, pieces in (factor for factors in dims for factor in factors):
+        for start, local in pieces:
+            if not 0 <= start <= start + local <= extent:
+                raise ValueError(f"no slice {start}:{start + local} in extent {extent}")
     counters = _counters(dims, torch.device(device))
     shape = [counter.numel() for counter in counters]
     cols = torch.full((1,), _signed(_mix(_mix(key) + op * _STEP)), device=device)
@@ -98,12 +100,20 @@ def _counters(dims: Sequence[Sequence[Factor]], device: torch.device) -> list[Te
     unit, counters = _STEP, []
     for factors in reversed(dims):
         counter = torch.zeros(1, dtype=torch.int64, device=device)
-        for extent, start, local in reversed(factors):
-            index = torch.arange(start, start + local, device=device)
+        for extent, pieces in reversed(factors):
+            index = positions(pieces, device)
             counter = _outer_sum(index.mul_(_signed(unit)), counter)
             unit = unit * extent
         counters.append(counter)
     return counters[::-1]
+
+
+def positions(pieces: Pieces, device: torch.device) -> Tensor:
+    """The positions in a dim of what a share holds, int64 [rows of the share]."""
+    parts = [torch.arange(a, a + n, device=device) for a, n in pieces]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *parts])
 
 
 def _outer_sum(rows: Tensor, cols: Tensor) -> Tensor:

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing from Python 3.11 on
 
 
+LAYOUTS = ("zigzag", "contiguous")
+
+
 class Options(TypedDict, total=False):
     """What `compile` takes beside a mesh; what is left out is as a `Plan` has it.
 
@@ -19,7 +22,11 @@ class Options(TypedDict, total=False):
     schedule, stages_per_rank: of the pipeline, see `passes.make_schedule`.
     sequence_parallel: split what tp leaves whole along the sequence; True if not given.
     context_parallel: how attention works on an axis cp, which splits the sequence:
-    "gather": ranks gather all keys and values; "ulysses": they exchange rows for heads.
+    "gather": ranks gather all keys and values; "ring": these are passed round, and no
+    rank ever holds all; "ulysses": ranks exchange rows for heads.
+    cp_layout: the rows of a rank of cp: "zigzag", some from the front and as many from
+    the back, so that a causal mask gives all ranks the same work; or "contiguous". If
+    not given: zigzag, but for "ulysses", where ranks see all rows.
     recompute: "full" keeps of each layer its input alone from forward to backward,
     "selective" leaves out spelled-out attention scores; see `passes.recompute`.
     zero: with 1, 2 or 3 each data parallel rank keeps only a share of the parameters,
@@ -33,6 +40,7 @@ class Options(TypedDict, total=False):
     stages_per_rank: int
     sequence_parallel: bool
     context_parallel: str
+    cp_layout: str | None
     recompute: str
     zero: int
     hints: Mapping[str, str] | None
@@ -56,8 +64,28 @@ def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
             fix=f"use one of {', '.join(map(repr, CONTEXT_PARALLEL))}",
         )
     split["cp"] = CONTEXT_PARALLEL[context_parallel]
+    where = read_mesh(mesh)
+    layout = decisions.pop("cp_layout", None)
+    decisions["zigzag"] = _zigzag(where, context_parallel, layout)
     decisions["hints"] = dict(decisions.get("hints") or {})
-    return Plan(read_mesh(mesh), split=split, **decisions)
+    return Plan(where, split=split, **decisions)
+
+
+def _zigzag(mesh: Mesh, context_parallel: str, layout: str | None) -> tuple[str, ...]:
+    """The axes in zigzag: cp, where that balances what its ranks do."""
+    if layout not in (None, *LAYOUTS):
+        raise PlanError(
+            f"cp_layout={layout!r}", fix=f"use one of {', '.join(map(repr, LAYOUTS))}"
+        )
+    by_heads = context_parallel == "ulysses"
+    if by_heads and layout == "zigzag":
+        raise PlanError(
+            "cp_layout='zigzag' balances nothing with context_parallel='ulysses', "
+            "where every rank sees all rows",
+            fix="leave cp_layout out",
+        )
+    balances = mesh.axis_size("cp") > 1 and not by_heads
+    return ("cp",) if layout == "zigzag" or (balances and layout is None) else ()
 
 
 def read_mesh(mesh: Any) -> Mesh:

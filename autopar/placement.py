@@ -1,24 +1,28 @@
 """Where a rank lies on the mesh, and what follows from that without a message.
 
-A dim is split over axes by `passes.mesh.balanced`, outermost axis first. "My share" is
-the part that belongs to this rank's coordinate. `...` in a shape is any number of dims.
+A dim is split over axes by `passes.shares`, outermost axis first. "My share" is the
+part that belongs to this rank's coordinate. `...` in a shape is any number of dims.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from autopar import kernels
-from passes.mesh import TIME, Mesh, start
+from passes.mesh import TIME, Mesh
+from passes.shares import Pieces, extent, shares, within
 
 
 class Placement:
     """One rank's place on the mesh and in time, and its share of tensors.
 
-    The executor sets `microbatch`, the coordinate on the axis "time", before it runs
-    a forward or a backward.
+    The executor sets `zigzag`, the axes whose shares lie so, when it starts; and
+    `microbatch`, the coordinate on the axis "time", before a forward or a backward.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class Placement:
         self.coords = mesh.coords(rank)
         self.microbatches = microbatches
         self.microbatch = 0
+        self.zigzag: frozenset[str] = frozenset()
         self.key = 0  # of all dropout masks of this step
         self.evaluating = False
         self._ranks: dict[tuple[str, ...], tuple[int, ...]] = {}
@@ -44,40 +49,45 @@ class Placement:
             self._ranks[axes] = self.mesh.group(self.rank, axes)
         return self._ranks[axes]
 
-    def span(self, extent: int, axes: tuple[str, ...]) -> tuple[int, int]:
-        """Where my shard begins and how long it is, in a dim of global `extent` that is
-        split by `axes`, outermost first; "time" may be one of them."""
-        begin = 0
+    def shares(self, n: int, axis: str) -> tuple[Pieces, ...]:
+        """What of n rows each rank of the axis holds; each microbatch, on "time"."""
+        if axis == TIME:
+            return shares(n, self.microbatches)
+        return shares(n, len(self.ranks((axis,))), axis in self.zigzag)
+
+    def pieces(
+        self,
+        n: int,
+        axes: tuple[str, ...],
+        coords: Mapping[str, int] = MappingProxyType({}),
+    ) -> Pieces:
+        """What I hold of a dim of n rows that is split by `axes`, outermost first;
+        "time" may be one of them. coords: those of another rank, where they differ."""
+        found: Pieces = ((0, n),)
+        here = {TIME: self.microbatch, **self.coords, **coords}
         for axis in axes:
-            if axis == TIME:
-                parts, i = self.microbatches, self.microbatch
-            elif axis in self.coords:
-                parts, i = len(self.ranks((axis,))), self.coords[axis]
-            else:
-                parts, i = self.mesh.axis_size(axis), 0
-            first = start(extent, parts, i)
-            begin += first
-            extent = start(extent, parts, i + 1) - first
-        return begin, extent
-
-    def start(self, extent: int, axes: tuple[str, ...]) -> int:
-        """Where my shard begins: see `span`."""
-        return self.span(extent, axes)[0]
-
-    def extent(self, extent: int, axes: tuple[str, ...]) -> int:
-        """How long my shard is: see `span`."""
-        return self.span(extent, axes)[1]
+            share = self.shares(extent(found), axis)[here.get(axis, 0)]
+            found = within(found, share)
+        return found
 
     def shard(self, x: Tensor, axis: str, dim: int) -> Tensor:
-        """A view of my share of x along dim; nothing is sent. `axis` may be "time"."""
-        return x.narrow(dim, *self.span(x.shape[dim], (axis,)))
+        """My share of x along dim, a view if it is one piece; nothing is sent. `axis`
+        may be "time"."""
+        pieces = self.pieces(x.shape[dim], (axis,))
+        if len(pieces) == 1:
+            return x.narrow(dim, *pieces[0])
+        parts = [x.narrow(dim, *piece) for piece in pieces]
+        return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
 
-    def pad(self, x: Tensor, axis: str, dim: int, extent: int) -> Tensor:
-        """The transpose of `shard`: x in its place along dim, zeros around it."""
+    def pad(self, x: Tensor, axis: str, dim: int, n: int) -> Tensor:
+        """The transpose of `shard`: x in its place along dim of n rows, else zeros."""
         shape = list(x.shape)
-        shape[dim] = extent
+        shape[dim] = n
         whole = x.new_zeros(shape)
-        whole.narrow(dim, *self.span(extent, (axis,))).copy_(x)
+        pieces = self.pieces(n, (axis,))
+        parts = x.split([length for _, length in pieces], dim) if pieces else ()
+        for piece, part in zip(pieces, parts, strict=True):
+            whole.narrow(dim, *piece).copy_(part)
         return whole
 
     def dropout_mask(
@@ -94,8 +104,7 @@ class Placement:
         if self.evaluating:
             return None
         dims = [
-            [(extent, *self.span(extent, axes)) for extent, axes in factors]
-            for factors in position
+            [(n, self.pieces(n, axes)) for n, axes in factors] for factors in position
         ]
         return kernels.dropout_mask(p, self.key, number, dims, self.device)
 
@@ -107,26 +116,25 @@ class Placement:
         position: the factors of the dim of rows: (global extent, axes that split it).
         """
         rows = torch.zeros(1, dtype=torch.int64, device=self.device)
-        for extent, axes in position:
-            start, length = self.span(extent, axes)
-            mine = torch.arange(start, start + length, device=self.device)
-            rows = (rows[:, None] * extent + mine).flatten()
+        for n, axes in position:
+            mine = kernels.positions(self.pieces(n, axes), self.device)
+            rows = (rows[:, None] * n + mine).flatten()
         return rows[:, None] >= torch.arange(columns, device=self.device)
 
     # Rows and entries of a sharded dim. Indices are global and int64; sizes are those
     # of the dim before it was split. What lies in no shard counts as zero everywhere.
 
     def lookup(
-        self, weight: Tensor, ids: Tensor, extent: int, axes: tuple[str, ...]
+        self, weight: Tensor, ids: Tensor, n: int, axes: tuple[str, ...]
     ) -> Tensor:
         """weight [my rows, width], ids [...] -> [..., width], a pending sum over axes:
         rows that are not in my shard are zeros."""
-        begin, length = self.span(extent, axes)
-        if length == extent:
+        pieces = self.pieces(n, axes)
+        if extent(pieces) == n:
             return F.embedding(ids, weight)
-        if not length:
+        if not pieces:
             return weight.new_zeros(*ids.shape, weight.shape[1])
-        local, outside = _local(ids, begin, length)
+        local, outside = _local(ids, pieces)
         return F.embedding(local, weight).masked_fill_(outside.unsqueeze(-1), 0)
 
     def lookup_grad_(
@@ -134,7 +142,7 @@ class Placement:
         grad: Tensor,
         dy: Tensor,
         ids: Tensor,
-        extent: int,
+        n: int,
         axes: tuple[str, ...],
         padding: int | None = None,
     ) -> Tensor:
@@ -142,48 +150,46 @@ class Placement:
 
         Row `padding` of the whole table, where given, gets nothing.
         """
-        begin, length = self.span(extent, axes)
-        if not length:
+        pieces = self.pieces(n, axes)
+        if not pieces:
             return grad
         if padding is not None:
             ids = ids.masked_fill(ids == padding, -1)
-        if length != extent or padding is not None:
-            ids, outside = _local(ids, begin, length)
+        if extent(pieces) != n or padding is not None:
+            ids, outside = _local(ids, pieces)
             dy = dy.masked_fill(outside.unsqueeze(-1), 0)
         return kernels.embedding_grad_(grad, dy, ids)
 
-    def pick(
-        self, x: Tensor, index: Tensor, extent: int, axes: tuple[str, ...]
-    ) -> Tensor:
+    def pick(self, x: Tensor, index: Tensor, n: int, axes: tuple[str, ...]) -> Tensor:
         """x [..., my extent], index [...] -> x[..., index] [...], a pending sum over
         axes. An index such as -100 picks zero on every rank."""
-        begin, length = self.span(extent, axes)
-        if not length:
+        pieces = self.pieces(n, axes)
+        if not pieces:
             return x.new_zeros(index.shape)
-        local, outside = _local(index, begin, length)
+        local, outside = _local(index, pieces)
         picked = x.gather(-1, local.unsqueeze(-1)).squeeze(-1)
         return picked.masked_fill_(outside, 0)
 
     def pick_backward(
-        self, dy: Tensor, index: Tensor, extent: int, axes: tuple[str, ...]
+        self, dy: Tensor, index: Tensor, n: int, axes: tuple[str, ...]
     ) -> Tensor:
         """dy [...], index [...] -> dx [..., my extent]."""
-        dx = dy.new_zeros(*index.shape, self.extent(extent, axes))
-        return self.pick_backward_add_(dx, dy, index, extent, axes)
+        dx = dy.new_zeros(*index.shape, extent(self.pieces(n, axes)))
+        return self.pick_backward_add_(dx, dy, index, n, axes)
 
     def pick_backward_add_(
         self,
         buffer: Tensor,
         dy: Tensor,
         index: Tensor,
-        extent: int,
+        n: int,
         axes: tuple[str, ...],
     ) -> Tensor:
         """Add `pick_backward` into buffer [..., my extent], of dy's dtype."""
-        begin, length = self.span(extent, axes)
-        if not length:
+        pieces = self.pieces(n, axes)
+        if not pieces:
             return buffer
-        local, outside = _local(index, begin, length)
+        local, outside = _local(index, pieces)
         return buffer.scatter_add_(
             -1, local.unsqueeze(-1), dy.masked_fill(outside, 0).unsqueeze(-1)
         )
@@ -230,9 +236,14 @@ class Placement:
         return kernels.expert_weight_grad_(grad, dy, x, expert - begin)
 
 
-def _local(index: Tensor, begin: int, length: int) -> tuple[Tensor, Tensor]:
-    """Global index [...] -> position in my shard [...], which is 0 where it lies in
+def _local(index: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
+    """Global index [...] -> position in my share [...], which is 0 where it lies in
     none of it; and where that is so, bool [...]."""
+    (begin, passed), *others = pieces
     local = index - begin
-    outside = (local < 0) | (local >= length)
+    outside = (local < 0) | (local >= passed)
+    for begin, length in others:
+        here = (index >= begin) & (index < begin + length)
+        local = torch.where(here, index - begin + passed, local)
+        outside, passed = outside & ~here, passed + length
     return local.masked_fill_(outside, 0), outside

@@ -110,6 +110,19 @@ class ProcessComm(Comm):
         _reduce_scatter(out, x, group=self._group(ranks))
         return out
 
+    def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Receipt:
+        group, here = self._group(ranks), ranks.index(self.rank)
+        out = x.new_empty(numel)
+        after, before = ranks[(here + 1) % len(ranks)], ranks[here - 1]
+        # Together: on NCCL two ranks that first send to each other would both wait.
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x, after, group),
+                dist.P2POp(dist.irecv, out, before, group),
+            ]
+        )
+        return _Shift(works, x, out)
+
     def _send(self, x: Tensor, to_rank: int, tag: int) -> Receipt:
         while self._sends and self._sends[0].done():
             self._sends.popleft()
@@ -130,6 +143,18 @@ class ProcessComm(Comm):
                 f"rank {self.rank} has no process group for ranks {ranks}"
                 f"\n  fix  name their axes in `groups`, or them in `rank_groups`"
             ) from None
+
+
+class _Shift(Receipt):
+    """A send and a receive at once; both tensors are kept until they are done."""
+
+    def __init__(self, works: list[dist.Work], sent: Tensor, received: Tensor) -> None:
+        self._works, self._sent, self._received = works, sent, received
+
+    def wait(self) -> Tensor:
+        while self._works:
+            self._works.pop().wait()
+        return self._received
 
 
 class _Transfer(Receipt):

@@ -45,7 +45,7 @@ class OurDropout(TorchFunctionMode):
     ) -> Tensor:
         if not training or p == 0.0:
             return input
-        shape = [[(n, 0, n)] for n in input.shape]
+        shape = [[(n, ((0, n),))] for n in input.shape]
         keep = dropout_mask(p, self.key, self.calls, shape, input.device)
         self.calls += 1
         return input * keep * (1.0 / (1.0 - p))

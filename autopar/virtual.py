@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from autopar.baton import Baton, Stopped
-from autopar.comm import Comm, CommError, Receipt, sum_in_order
+from autopar.comm import Comm, CommError, Receipt
+from autopar.packing import sum_in_order
 from passes.graph import DTYPES
 from passes.mesh import Mesh
 
@@ -133,6 +134,15 @@ class VirtualComm(Comm):
 
         return self._meet(ranks, x.split(sent), exchange)
 
+    def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Receipt:
+        def shift(rows: list[Tensor]) -> list[Tensor]:
+            return [row.clone() for row in (rows[-1], *rows[:-1])]
+
+        found = self._meet(ranks, x, shift)
+        if found.numel() != numel:
+            raise CommError(f"a shift brings {found.numel()} elements, not {numel}")
+        return _Arrived(found)
+
     def _send(self, x: Tensor, to_rank: int, tag: int) -> Receipt:
         self._sends = [sent for sent in self._sends if not sent.done]
         message = _Message(self._world, True, self.rank, to_rank, tag, x)
@@ -198,6 +208,16 @@ class _Meeting:
     calls: dict[int, _Call] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Arrived(Receipt):
+    """A transfer that is done."""
+
+    x: Tensor
+
+    def wait(self) -> Tensor:
+        return self.x
 
 
 class _Message(Receipt):

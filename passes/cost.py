@@ -55,13 +55,15 @@ def flops(node: Node) -> int:
         return 2 * prod(extents.values())
     if node.op in ("autopar.affine", "autopar.expert_linear", "comm.expert_linear"):
         return 2 * node.out.numel * node.operands[0].shape[-1]
-    if node.op == "autopar.attention":
+    if node.op in ("autopar.attention", "comm.attention"):
         q, k, v = node.operands[:3]
-        # Not discounted for causality, as in the published formulas.
-        return (
-            2 * q.numel * k.shape[-2]
-            + 2 * v.shape[-1] * q.numel // q.shape[-1] * k.shape[-2]
-        )
+        # All keys: a ring has a share of them at a time. Not discounted for causality,
+        # as in the published formulas.
+        columns = k.shape[-2]
+        if node.op == "comm.attention":
+            columns = prod(extent for extent, _ in node.args[7])
+        rows = q.numel // q.shape[-1]
+        return 2 * rows * columns * (q.shape[-1] + v.shape[-1])
     if name in VIEWS or node.op.startswith("comm."):
         return 0
     return sum(v.numel for v in node.results)

@@ -18,6 +18,7 @@ from passes.name_dims import Dims
 from passes.recompute import recompute
 from passes.rest import find_gathered, gather_again
 from passes.reuse import reuse
+from passes.ring import ATTENTION
 from passes.split_backward import GRADIENT, find_dependent, split_backward
 from passes.split_stages import Stage
 from passes.tape import Tape, ones_like
@@ -200,7 +201,7 @@ class _Writer:
             return not self.tape.is_param(node.operands[0])
         if node.op == "aten.add.Tensor":
             return "alpha" in node.kwargs
-        if node.op == "autopar.attention":
+        if node.op in ("autopar.attention", ATTENTION):
             return any(self.tape.wanted(mask) for mask in node.operands[3:])
         return False
 

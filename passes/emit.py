@@ -254,7 +254,13 @@ RESERVED = frozenset(
 RESERVED |= {"inf", "del", "return", "lambda", "and", "or", "not", "is", "in", "_"}
 
 # How many of a collective's arguments its call takes; the others are for the compiler.
-COMM_ARGS = {"shard": 3, "all_gather": 4, "lookup": 4}
+COMM_ARGS = {
+    "shard": 3,
+    "all_gather": 4,
+    "lookup": 4,
+    "attention": 9,
+    "attention_backward": 12,
+}
 
 
 def _returns_many(node: Node) -> bool:

@@ -14,6 +14,7 @@ from passes.differentiate import LocalStage
 from passes.graph import Node
 from passes.rest import find_gathered
 from passes.reuse import find_owners
+from passes.ring import passed_round, ring_of, workspace
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
@@ -23,8 +24,8 @@ class Communication:
     """One kind of message of a stage's rank.
 
     part: "forward" or "backward" (calls and bytes are of one microbatch), or "step"
-    (of one step). kind: a collective, or "send". bytes: of the tensors that the rank
-    gives, all calls together.
+    (of one step). kind: a collective, "shift" (to the next rank of a ring), or "send".
+    bytes: of the tensors that the rank gives, all calls together.
     """
 
     stage: int
@@ -125,7 +126,7 @@ def _peak(
         dying.setdefault(i, []).append(name)
     for i, node in enumerate(nodes):
         alive += sum(v.bytes for v in node.results if owners.get(v.name) == v.name)
-        peak = max(peak, alive)
+        peak = max(peak, alive + workspace(node))
         alive -= sum(sizes[name] for name in dying.get(i, ()))
     return peak
 
@@ -143,7 +144,11 @@ def communication(local: LocalStage) -> list[Communication]:
         moved: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for node in nodes:
             kind = node.op.removeprefix("comm.")
-            if kind in COLLECTIVES:
+            if (ring := ring_of(node)) is not None:
+                count, size = passed_round(node)
+                calls["shift", (ring,)] += count
+                moved["shift", (ring,)] += size
+            elif kind in COLLECTIVES:
                 axes = node.args[1]
                 key = (kind, (axes,) if isinstance(axes, str) else tuple(axes))
                 calls[key] += 1

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from passes.graph import Node, Value
+from passes.ring import ATTENTION
 
 
 def drop_identities(*parts: list[Node]) -> tuple[list[Node], ...]:
@@ -35,7 +36,7 @@ def spell_masks(nodes: list[Node]) -> list[Node]:
     """Masks that depend on global positions become values of their own.
 
     dropout -> a mask, and a scaled product with it. Causal attention of some of the
-    rows -> attention with the mask of these rows.
+    rows, where these are a product of dims -> attention with the mask of these rows.
     """
     found: list[Node] = []
     args: tuple[Any, ...]
@@ -46,8 +47,8 @@ def spell_masks(nodes: list[Node]) -> list[Node]:
             drawn = Node("comm.dropout_mask", (p, number, position), {}, (mask,))
             args = (x, mask, 1.0 / (1.0 - p))
             used = replace(node, op="autopar.masked_scale", args=args)
-        elif node.op == "comm.attention":
-            q, k, v, _, _, scale, position = node.args
+        elif node.op == ATTENTION and len(node.args[6]) > 1:
+            q, k, v, _, _, scale, position, *_ = node.args
             shape = (q.shape[2], k.shape[2])
             mask = Value(f"{node.out.name}_mask", shape, torch.bool)
             drawn = Node("comm.causal_mask", (position, k.shape[2]), {}, (mask,))

@@ -13,6 +13,7 @@ from typing import Any
 
 from passes.graph import Node, Value
 from passes.name_dims import Dims
+from passes.ring import ATTENTION
 from passes.sharding import Sharding, local_extent
 
 
@@ -36,6 +37,11 @@ class Localizer:
         )
         change = CHANGES.get(node.op) or CHANGES.get(node.op.rpartition(".")[0])
         return change(self, node, local) if change else local
+
+    def position(self, v: Value, dim: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """The factors of a dim, each its global extent and the axes that split it."""
+        factors, slots = self.dims[v.name][dim], self.shardings[v.name].slots[dim]
+        return tuple((d.size, axes) for d, axes in zip(factors, slots, strict=True))
 
     def extents_along(self, v: Value, dim: int, axis: str) -> tuple[int, ...] | None:
         """The extents of a split dim on an axis's ranks; None if they are equal."""
@@ -93,25 +99,21 @@ def _axes_of(at: Localizer, v: Value, dim: int) -> tuple[str, ...]:
 def _dropout(at: Localizer, node: Node, local: Node) -> Node:
     """The mask is a function of the global position of each element."""
     x = node.operands[0]
-    position = tuple(
-        tuple((d.size, axes) for d, axes in zip(factors, slots, strict=True))
-        for factors, slots in zip(
-            at.dims[x.name], at.shardings[x.name].slots, strict=True
-        )
-    )
+    position = tuple(at.position(x, dim) for dim in range(len(x.shape)))
     return replace(local, op="comm.dropout", args=(*local.args, position))
 
 
 def _attention(at: Localizer, node: Node, local: Node) -> Node:
-    """Causal attention of some of the rows masks by their global position."""
-    q, is_causal = node.args[0], node.args[4]
-    axes = at.shardings[q.name].slots[2]
-    if not is_causal or not any(axes):
+    """Attention of some of the rows, under a causal mask, goes by their positions; so
+    does attention to some of the keys, which are passed round: see `passes.ring`."""
+    q, k, is_causal = node.args[0], node.args[1], node.args[4]
+    rows, keys = at.position(q, 2), at.position(k, 2)
+    axes = [axis for _, split in keys for axis in split]
+    if not axes and not (is_causal and any(split for _, split in rows)):
         return local
-    position = tuple(
-        (d.size, split) for d, split in zip(at.dims[q.name][2], axes, strict=True)
-    )
-    return replace(local, op="comm.attention", args=(*local.args, position))
+    assert len(axes) < 2, f"{node}: keys are passed round on one axis, not on {axes}"
+    ring, ranks = (axes[0], at.sizes[axes[0]]) if axes else (None, 1)
+    return replace(local, op=ATTENTION, args=(*local.args, rows, keys, ring, ranks))
 
 
 def _gather(at: Localizer, node: Node, local: Node) -> Node:

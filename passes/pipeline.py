@@ -29,6 +29,7 @@ from passes.program import (
 )
 from passes.propagate import propagate
 from passes.rest import gathered_axes
+from passes.ring import ring_of
 from passes.sharding import local_extent
 from passes.split_stages import Stage, Staged, split_stages
 from passes.trace import Traced
@@ -220,7 +221,9 @@ def _groups(locals_: list[LocalStage]) -> tuple[tuple[str, ...], ...]:
     found = set()
     for local in locals_:
         for node in local.nodes:
-            if node.op.removeprefix("comm.") in COLLECTIVES:
+            if (ring := ring_of(node)) is not None:
+                found.add((ring,))
+            elif node.op.removeprefix("comm.") in COLLECTIVES:
                 axes = node.args[1]
                 found.add((axes,) if isinstance(axes, str) else tuple(axes))
     return tuple(sorted(found))

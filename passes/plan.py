@@ -27,10 +27,12 @@ SPLIT: dict[str, tuple[str, ...]] = {
     TIME: ("batch",),
 }
 
-# What cp splits. Rows that gather keys and values (Llama 3, Grattafiori 2024); or
+# What cp splits. Rows that gather keys and values (Llama 3, Grattafiori 2024); rows
+# that keys and values are passed round to (Liu 2023, see `passes.ring`); or
 # DeepSpeed-Ulysses (Jacobs 2023): attention by heads, with all-to-alls around it.
 CONTEXT_PARALLEL = {
     "gather": ("seq",),
+    "ring": ("ring:seq", "seq"),
     "ulysses": ("attention:heads", "attention:kv_heads", "attention:q_per_kv", "seq"),
 }
 
@@ -55,6 +57,8 @@ class Plan:
     cuts: for each pipeline boundary the value that crosses it; empty: balanced by cost.
     recompute: "none", "selective" or "full", see `passes.recompute`.
     zero: what data parallel ranks share out, 0 to 3, see `passes.rest`.
+    zigzag: axes whose ranks hold of a dim a piece from its front and the mirror image
+    from its back, instead of one piece: see `passes.shares`.
     """
 
     mesh: Mesh
@@ -66,6 +70,7 @@ class Plan:
     cuts: tuple[str, ...] = ()
     recompute: str = "none"
     zero: int = 0
+    zigzag: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -90,6 +95,12 @@ class Plan:
             raise PlanError(
                 f"zero={self.zero!r}", fix=f"use one of {', '.join(map(str, ZERO))}"
             )
+        for axis in self.zigzag:
+            if axis not in AXES or axis == "pp" or axis in self.data_axes:
+                raise PlanError(
+                    f"zigzag has {axis!r}, which splits no sequence",
+                    fix="name axes that split one, as in ('cp',)",
+                )
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -163,6 +174,7 @@ KINDS: dict[str, type] = {
     "cuts": list,
     "recompute": str,
     "zero": int,
+    "zigzag": list,
 }
 
 
@@ -184,6 +196,6 @@ def _read(key: str, value: Any) -> Any:
                     f"{', '.join((*AXES, TIME))}",
                 )
         return {axis: tuple(dims) for axis, dims in value.items()}
-    if key == "cuts":
+    if key in ("cuts", "zigzag"):
         return tuple(value)
     return value

@@ -20,6 +20,7 @@ from passes.notation import PENDING
 from passes.origins import Origin, find_differentiable
 from passes.plan import Plan
 from passes.rest import rest_split
+from passes.ring import check_rings, ring_factor
 from passes.sharding import Sharding
 
 PASS = "pass"  # the op is applied to pending sums, and its result is one
@@ -70,6 +71,7 @@ def propagate(named: Named, plan: Plan) -> Sharded:
         if found.wanted_ahead <= ahead:
             break
         ahead = _with_ancestors(named, ahead | found.wanted_ahead)
+    check_rings(named.graph, plan, found.labels)
     return Sharded(
         named,
         plan,
@@ -192,10 +194,16 @@ class _Propagation:
         if pinned is not None:
             return pinned
         order, op = self.rank[axis], node.op.split(".")[1]
-        ranked = [
-            (order[name], f)
+        choices = [
+            (name, f)
             for f in factors
             for name in (f.dim.name, f"{op}:{f.dim.name}", f"weights:{f.dim.name}")
+        ]
+        if (ring := ring_factor(node, factors, self.differentiable)) is not None:
+            choices.append((f"ring:{ring.dim.name}", ring))
+        ranked = [
+            (order[name], f)
+            for name, f in choices
             if name in order
             and (not name.startswith("weights:") or self.meets(axis, f, node))
             and self.may_split(f, node)
@@ -307,6 +315,8 @@ class _Propagation:
             state = self.states[v.name]
             for axis in self.order:
                 places = {need.place(axis) for need in uses.get(v.name, [])}
+                if axis in self.plan.zigzag:
+                    continue  # what rests is one piece of a parameter
                 if len(places) == 1 and (place := places.pop()) is not None:
                     state = state.with_split(place, axis, self.order)
             for axis in self.plan.rest_axes if v.name in uses else ():

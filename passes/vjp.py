@@ -14,6 +14,7 @@ import torch
 
 from passes.graph import Node, Value
 from passes.mesh import balanced
+from passes.ring import ATTENTION
 from passes.tape import Tape
 from passes.traced_vjp import traced
 
@@ -23,7 +24,7 @@ Derivative = Callable[[Tape, Node, Sequence[Value | None]], list[Value | None]]
 
 def forward_nodes(tape: Tape, node: Node) -> Node | None:
     """The node to run forward instead, if the derivative needs more results of it."""
-    if node.op == "autopar.attention":
+    if node.op in ("autopar.attention", ATTENTION):
         q, out = node.operands[0], node.out
         lse = tape.builder.value("lse", q.shape[:-1], torch.float32)
         return replace(node, outs=(out, lse))
@@ -115,11 +116,10 @@ def matmul(tape: Tape, node: Node, dys: Sequence[Value | None]) -> list[Value | 
 def attention(
     tape: Tape, node: Node, dys: Sequence[Value | None]
 ) -> list[Value | None]:
-    q, k, v, mask, is_causal, scale = node.args
-    out, lse = node.outs
+    q, k, v, *others = node.args
     dq, dk, dv = (tape.fresh(x) for x in (q, k, v))
-    args = (dys[0], q, k, v, out, lse, mask, is_causal, scale)
-    tape.append(Node("autopar.attention_backward", args, {}, (dq, dk, dv), node.where))
+    args = (dys[0], q, k, v, *node.outs, *others)
+    tape.append(Node(f"{node.op}_backward", args, {}, (dq, dk, dv), node.where))
     return [dq, dk, dv] + [None] * (len(node.operands) - 3)
 
 
@@ -237,6 +237,7 @@ DERIVATIVES: dict[str, Derivative] = {
     "aten.embedding.default": embedding,
     "autopar.affine": affine,
     "autopar.attention": attention,
+    ATTENTION: attention,
     "autopar.sum_exp": sum_exp,
     "autopar.masked_scale": masked_scale,
     "comm.lookup": lookup,

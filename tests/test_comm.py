@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from processes import RankFailed, run_ranks
 
 from autopar.comm import CommError
+from autopar.kernels import positions
 from autopar.process_groups import ProcessComm
 from autopar.virtual import run_virtual
 from passes.mesh import Mesh, balanced
@@ -25,6 +26,11 @@ def whole(seed, *shape, dtype=torch.float64):
 def equal(got, want):
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert got.is_contiguous()
+
+
+def held(comm, extent, axes):
+    """The rows that this rank holds of a dim."""
+    return positions(comm.pieces(extent, axes), comm.device)
 
 
 # Checks: each runs on one rank, on either engine, and compares with what follows from
@@ -65,7 +71,7 @@ def check_gather_and_scatter(comm):
             if min(sizes) == max(sizes):
                 equal(comm.all_gather(mine, "tp", dim), x)
             rows = torch.stack([whole(r, *shape) for r in comm.ranks(("tp",))])
-            total = rows.sum(0).split(sizes, dim)[i].contiguous()
+            total = rows.sum(0).index_select(dim, held(comm, extent, ("tp",)))
             equal(comm.reduce_scatter(rows[i], "tp", dim), total)
             equal(comm.reduce_scatter(rows[i], "tp", dim - len(shape)), total)
 
@@ -100,9 +106,7 @@ def check_nested_shards(comm):
     """dp outside, tp inside: gathered from the inside out."""
     x = whole(2, 11, 3)
     mine = comm.shard(comm.shard(x, "dp", 0), "tp", 0)
-    begin, length = comm.span(11, ("dp", "tp"))
-    assert (begin, length) == (comm.start(11, ("dp", "tp")), len(mine))
-    equal(mine, x[begin : begin + length])
+    equal(mine, x[held(comm, 11, ("dp", "tp"))])
     outer = balanced(11, comm.mesh.axis_size("dp"))
     inner = balanced(outer[comm.coords["dp"]], comm.mesh.axis_size("tp"))
     equal(comm.all_gather(comm.all_gather(mine, "tp", 0, inner), "dp", 0, outer), x)
@@ -117,12 +121,12 @@ def check_lookup(comm):
             want = F.embedding(ids, weight)
             dy = whole(4, 3, 4, 5)
             (dweight,) = torch.autograd.grad(want, weight, dy)
-            begin, rows = comm.span(extent, axes)
-            mine = weight.detach()[begin : begin + rows]
+            rows = held(comm, extent, axes)
+            mine = weight.detach()[rows]
             equal(comm.all_reduce(comm.lookup(mine, ids, extent, axes), axes), want)
-            grad = torch.zeros(rows, 5, dtype=dy.dtype)
+            grad = torch.zeros(len(rows), 5, dtype=dy.dtype)
             comm.lookup_grad_(grad, dy, ids, extent, axes)
-            equal(grad, dweight[begin : begin + rows])
+            equal(grad, dweight[rows])
 
 
 def check_pick(comm):
@@ -136,15 +140,36 @@ def check_pick(comm):
             dy = whole(6, 3, 4)
             (dx,) = torch.autograd.grad(want, x, dy)
             index = index.masked_fill(ignored, -100)
-            begin, length = comm.span(extent, axes)
-            mine = x.detach()[..., begin : begin + length]
+            columns = held(comm, extent, axes)
+            mine = x.detach()[..., columns]
             equal(comm.all_reduce(comm.pick(mine, index, extent, axes), axes), want)
-            dx = dx[..., begin : begin + length].contiguous()
+            dx = dx[..., columns].contiguous()
             equal(comm.pick_backward(dy, index, extent, axes), dx)
             buffer = torch.ones_like(dx)
             added = comm.pick_backward_add_(buffer, dy, index, extent, axes)
             assert added is buffer
             equal(buffer, dx + 1)
+
+
+def check_pad(comm):
+    """The transpose of a shard: each row in its place, or zero."""
+    x = whole(7, 2, 11)
+    padded = comm.pad(comm.shard(x, "tp", 1), "tp", 1, 11)
+    mine = held(comm, 11, ("tp",))
+    equal(padded[:, mine], x[:, mine])
+    assert padded.count_nonzero() == 2 * len(mine)
+
+
+def check_shift(comm):
+    """Round a ring, with more than one shift under way."""
+    n, here = comm.mesh.axis_size("tp"), comm.coords["tp"]
+    if n == 1:
+        return
+    before = comm.ranks(("tp",))[here - 1]
+    first = comm.shift(whole(comm.rank, 3 + comm.rank), "tp", 3 + before)
+    second = comm.shift(whole(comm.rank + 50, 2), "tp", 2)
+    equal(first.wait(), whole(before, 3 + before))
+    equal(second.wait(), whole(before + 50, 2))
 
 
 def check_messages(comm):
@@ -194,30 +219,35 @@ MESHES = ["tp=2,dp=1", "dp=2,tp=2", "tp=2,dp=2"]
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("mesh", [*MESHES, "dp=2,tp=3"])
-def test_virtual_ranks(mesh, check):
-    run_virtual(Mesh.parse(mesh), 1, check)
+@pytest.mark.parametrize("zigzag", [(), ("tp",), ("dp", "tp")])
+def test_virtual_ranks(mesh, zigzag, check):
+    def check_one(comm):
+        comm.zigzag = frozenset(zigzag)
+        check(comm)
+
+    run_virtual(Mesh.parse(mesh), 1, check_one)
 
 
 def check_all(mesh, seconds):
     comm = ProcessComm(
         Mesh.parse(mesh), groups=AXES, timeout=timedelta(seconds=seconds)
     )
-    for check in CHECKS:
-        check(comm)
+    return check_all_of(comm)
+
+
+def check_all_of(comm):
+    for zigzag in ((), ("tp",)):
+        comm.zigzag = frozenset(zigzag)
+        for check in CHECKS:
+            check(comm)
     return {key: traffic.calls for key, traffic in comm.log.items()}
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_real_ranks(mesh):
     """Every check on gloo, where the ranks make just the calls that virtual ones do."""
-
-    def check_all_virtual(comm):
-        for check in CHECKS:
-            check(comm)
-        return {key: traffic.calls for key, traffic in comm.log.items()}
-
     calls = run_ranks(check_all, Mesh.parse(mesh).size, mesh, 60)
-    assert calls == run_virtual(Mesh.parse(mesh), 1, check_all_virtual)
+    assert calls == run_virtual(Mesh.parse(mesh), 1, check_all_of)
 
 
 def some_step(comm, bits):

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar import attention as attention_module
 from autopar.kernels import (
+    Factor,
     attention,
     attention_backward,
     bias_grad_,
@@ -206,8 +207,8 @@ def mix(z: int) -> int:
     return z ^ z >> 31
 
 
-def whole(*extents: int) -> list[list[tuple[int, int, int]]]:
-    return [[(extent, 0, extent)] for extent in extents]
+def whole(*extents: int) -> list[list[Factor]]:
+    return [[(extent, ((0, extent),))] for extent in extents]
 
 
 def keep_mask(*extents: int, p: float = 0.1, key: int = 1, op: int = 0) -> Tensor:
@@ -224,10 +225,14 @@ def test_mask_is_splitmix64():
     assert torch.equal(mask, torch.tensor(expected).view(3, 1000))
 
 
-def cuts(extent: int, parts: int) -> list[tuple[int, int, int]]:
+def part(extent: int, start: int, local: int) -> Factor:
+    return extent, ((start, local),)
+
+
+def cuts(extent: int, parts: int) -> list[Factor]:
     """An extent cut into parts; the first ones are larger where it does not divide."""
     bounds = [math.ceil(i * extent / parts) for i in range(parts + 1)]
-    return [(extent, a, b - a) for a, b in pairwise(bounds)]
+    return [part(extent, a, b - a) for a, b in pairwise(bounds)]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +244,9 @@ def test_a_shard_has_its_slice_of_the_mask(parts):
     extents = (batch, seq, heads, width)
     for b, s, h, w in product(*map(cuts, extents, parts)):
         shard = dropout_mask(0.1, 1, 0, [[b], [s], [h, w]], "cpu")
-        index = tuple(slice(start, start + local) for _, start, local in (b, s, h, w))
+        index = tuple(
+            slice(start, start + local) for _, ((start, local),) in (b, s, h, w)
+        )
         assert torch.equal(shard, full[index].flatten(2))
 
 
@@ -247,15 +254,20 @@ def test_a_mask_depends_on_the_row_major_position_alone():
     full = keep_mask(6, 7, 8)
     assert torch.equal(keep_mask(42, 8).view(6, 7, 8), full)
     assert torch.equal(keep_mask(6 * 7 * 8).view(6, 7, 8), full)
-    fused = dropout_mask(0.1, 1, 0, [[(6, 0, 6), (7, 2, 3)], [(8, 0, 8)]], "cpu")
+    fused = dropout_mask(
+        0.1, 1, 0, [[part(6, 0, 6), part(7, 2, 3)], [part(8, 0, 8)]], "cpu"
+    )
     assert torch.equal(fused, full[:, 2:5].flatten(0, 1))
     assert dropout_mask(0.5, 1, 0, [], "cpu").shape == ()
-    assert dropout_mask(0.5, 1, 0, [[(4, 2, 0)], [(3, 0, 3)]], "cpu").shape == (0, 3)
+    assert dropout_mask(0.5, 1, 0, [[part(4, 2, 0)], [part(3, 0, 3)]], "cpu").shape == (
+        0,
+        3,
+    )
 
 
 def test_positions_beyond_32_bits_differ():
     def row(index: int) -> Tensor:
-        dims = [[(2**40, index, 1)], [(1 << 16, 0, 1 << 16)]]
+        dims = [[part(2**40, index, 1)], [part(1 << 16, 0, 1 << 16)]]
         return dropout_mask(0.5, 1, 0, dims, "cpu")
 
     assert not torch.equal(row(0), row(2**16))
@@ -283,7 +295,7 @@ def test_a_chance_out_of_range_is_an_error(bad):
 
 def test_a_shard_out_of_range_is_an_error():
     with pytest.raises(ValueError, match="no slice 3:5 in extent 4"):
-        dropout_mask(0.1, 1, 0, [[(4, 3, 2)]], "cpu")
+        dropout_mask(0.1, 1, 0, [[part(4, 3, 2)]], "cpu")
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])

@@ -25,6 +25,7 @@ def test_every_option_changes_the_plan():
         "stages_per_rank": 2,
         "sequence_parallel": False,
         "context_parallel": "ulysses",
+        "cp_layout": "zigzag",
         "recompute": "full",
         "zero": 3,
         "hints": {"*.weight": "ffn/tp"},
@@ -41,6 +42,11 @@ def test_every_option_changes_the_plan():
     [
         ({"microbatch": 4}, "there is no option 'microbatch'"),
         ({"context_parallel": "rings"}, "context_parallel='rings'"),
+        ({"cp_layout": "striped"}, "cp_layout='striped'"),
+        (
+            {"context_parallel": "ulysses", "cp_layout": "zigzag"},
+            "balances nothing with context_parallel='ulysses'",
+        ),
         ({"zero": 4}, "zero=4"),
     ],
 )

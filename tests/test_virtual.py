@@ -22,10 +22,10 @@ def test_time_is_the_axis_of_microbatches():
     def body(comm):
         comm.microbatch = 1
         x = torch.arange(7)
-        return comm.shard(x, "time", 0).tolist(), comm.span(7, ("time", "tp"))
+        return comm.shard(x, "time", 0).tolist(), comm.pieces(7, ("time", "tp"))
 
     got = run_virtual(Mesh.parse("tp=2"), 3, body)
-    assert got == [([3, 4], (3, 1)), ([3, 4], (4, 1))]
+    assert got == [([3, 4], ((3, 1),)), ([3, 4], ((4, 1),))]
 
 
 def test_threads_and_grad_mode_are_those_of_the_caller():

@@ -1,0 +1,126 @@
+"""Which rows of a dim each rank of an axis holds, and which of them may see each other.
+
+A share is a few pieces (start, length) of the dim, ascending; it is held with its
+pieces one after the other. How many rows a share has is what `balanced` says, however
+it lies, so that shapes do not depend on the layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+from passes.mesh import balanced, start
+
+Pieces = tuple[tuple[int, int], ...]
+
+
+@cache
+def shares(n: int, parts: int, zigzag: bool = False) -> tuple[Pieces, ...]:
+    """The pieces of n rows that each of `parts` ranks holds: one piece, as even as can
+    be; or, in zigzag, one from the front and its mirror image from the back.
+
+    Under a causal mask row i sees i + 1 keys, so that a share in zigzag has as much to
+    compute as any other (Llama 3, Grattafiori 2024, section 3.3.2).
+    """
+    lengths = balanced(n, parts)
+    if not zigzag:
+        return tuple(
+            _joined([(start(n, parts, i), own)]) for i, own in enumerate(lengths)
+        )
+    found = []
+    front, back = 0, n
+    for own in lengths:
+        first, last = own - own // 2, own // 2
+        found.append(_joined([(front, first), (back - last, last)]))
+        front, back = front + first, back - last
+    return tuple(found)
+
+
+def within(pieces: Pieces, share: Pieces) -> Pieces:
+    """A share of what `pieces` hold, counted in the whole dim."""
+    found = []
+    for begin, length in share:
+        passed = 0
+        for start_, size in pieces:
+            low, high = max(begin, passed), min(begin + length, passed + size)
+            if low < high:
+                found.append((start_ + low - passed, high - low))
+            passed += size
+    return _joined(found)
+
+
+def _joined(pieces: list[tuple[int, int]]) -> Pieces:
+    """Without what is empty, and neighbours as one."""
+    found: list[tuple[int, int]] = []
+    for begin, length in pieces:
+        if found and sum(found[-1]) == begin:
+            found[-1] = (found[-1][0], found[-1][1] + length)
+        elif length:
+            found.append((begin, length))
+    return tuple(found)
+
+
+def extent(pieces: Pieces) -> int:
+    return sum(length for _, length in pieces)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows [row, row + rows) of a share of queries see keys [key, key + keys) of a
+    share of keys: all of them; or, if `causal`, each those up to its own position."""
+
+    row: int
+    rows: int
+    key: int
+    keys: int
+    causal: bool = False
+
+
+@cache
+def causal_tiles(rows: Pieces, keys: Pieces) -> tuple[Tile, ...]:
+    """What of a causal mask lies in these rows and these keys, in few rectangles.
+
+    A causal tile is square, and its rows and keys have the same positions.
+    """
+    total = extent(rows)
+    if rows == keys:
+        return (Tile(0, total, 0, total, causal=True),) if total else ()
+    found: list[Tile] = []
+    passed = 0
+    for begin, length in _cut(keys, rows):
+        after = _index_of(rows, begin + length)
+        if _index_of(rows, begin) < after:  # these keys are also my rows
+            found.append(Tile(after - length, length, passed, length, causal=True))
+        _append_full(found, Tile(after, total - after, passed, length))
+        passed += length
+    return tuple(found)
+
+
+def _cut(keys: Pieces, rows: Pieces) -> list[tuple[int, int]]:
+    """The keys in pieces of which each lies in one piece of the rows, or in none."""
+    bounds = sorted({edge for begin, n in rows for edge in (begin, begin + n)})
+    found = []
+    for begin, length in keys:
+        inner = [edge for edge in bounds if begin < edge < begin + length]
+        edges = [begin, *inner, begin + length]
+        found += [(a, b - a) for a, b in pairwise(edges)]
+    return found
+
+
+def _index_of(pieces: Pieces, position: int) -> int:
+    """How many rows of a share come before a position of the dim."""
+    return sum(min(max(position - begin, 0), length) for begin, length in pieces)
+
+
+def _append_full(found: list[Tile], tile: Tile) -> None:
+    """Add a full tile, as one with the neighbour that the same rows see."""
+    if not tile.rows:
+        return
+    for i, other in enumerate(found):
+        same = (other.row, other.rows, other.causal) == (tile.row, tile.rows, False)
+        if same and other.key + other.keys == tile.key:
+            found[i] = Tile(tile.row, tile.rows, other.key, other.keys + tile.keys)
+            return
+    found.append(tile)
