@@ -149,11 +149,13 @@ class _Shift(Receipt):
     """A send and a receive at once; both tensors are kept until they are done."""
 
     def __init__(self, works: list[dist.Work], sent: Tensor, received: Tensor) -> None:
-        self._works, self._sent, self._received = works, sent, received
+        self._works, self._received = works, received
+        self._sent: Tensor | None = sent
 
     def wait(self) -> Tensor:
         while self._works:
             self._works.pop().wait()
+        self._sent = None
         return self._received
 
 

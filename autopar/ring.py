@@ -77,6 +77,7 @@ def forward(
                 scoring.scale,
             )
             _join_(out[:, :, at], lse[:, :, at], *part)
+        del visit  # or it would live on while the next one comes
     return out.to(q.dtype), lse.masked_fill_(lse == -torch.inf, 0)
 
 
@@ -100,31 +101,44 @@ def backward(
     home: Receipt | None = None
     for visit in _visits(comm, k, v, keys, axis):
         dkv = dq.new_zeros(visit.k.numel() + visit.v.numel())
-        dk, dv = _unpacked(dkv, visit.k.shape, visit.v.shape)
+        sums = (dq, *_unpacked(dkv, visit.k.shape, visit.v.shape))
         for tile in _tiles(scoring, mine, visit):
-            at, to = slice(tile.row, tile.row + tile.rows), _keys(tile)
-            found = attention_backward(
-                dy[:, :, at],
-                q[:, :, at],
-                visit.k[:, :, to],
-                visit.v[:, :, to],
-                out[:, :, at],
-                lse[:, :, at],
-                _mask(scoring, visit, at, to),
-                tile.causal,
-                scoring.scale,
-                partial=True,
-            )
-            dq[:, :, at] += found[0]
-            dk[:, :, to] += found[1]
-            dv[:, :, to] += found[2]
+            _add_gradients(sums, (dy, q, out, lse), visit, scoring, tile)
         if home is not None:  # what the ranks before me have found for these keys
             dkv += home.wait()
         if axis is not None:
             home = comm.shift(dkv, axis, visit.next_numel)
+        del visit
+    _, dk, dv = sums
     if home is not None:
         dk, dv = _unpacked(home.wait(), k.shape, v.shape)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _add_gradients(
+    sums: tuple[Tensor, ...],
+    mine: tuple[Tensor, Tensor, Tensor, Tensor],
+    visit: Visit,
+    scoring: Scoring,
+    tile: Tile,
+) -> None:
+    """Add what a tile gives to dq, dk and dv. mine: dy, q, out and lse of all rows."""
+    at, to = slice(tile.row, tile.row + tile.rows), _keys(tile)
+    dy, q, out, lse = (x[:, :, at] for x in mine)
+    found = attention_backward(
+        dy,
+        q,
+        visit.k[:, :, to],
+        visit.v[:, :, to],
+        out,
+        lse,
+        _mask(scoring, visit, at, to),
+        tile.causal,
+        scoring.scale,
+        partial=True,
+    )
+    for total, place, part in zip(sums, (at, to, to), found, strict=True):
+        total[:, :, place] += part
 
 
 def _visits(

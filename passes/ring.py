@@ -95,11 +95,12 @@ def passed_round(node: Node) -> tuple[int, int]:
 
 
 def workspace(node: Node) -> int:
-    """Bytes that a ring needs while it runs: what is at work and what is under way."""
+    """Bytes that a ring needs while it runs: keys and values at work and under way;
+    gradients of them at work, on the way to the next rank, and from the one before."""
     if ring_of(node) is None:
         return 0
     k, v = _keys_and_values(node)
-    wide = 2 * max(4, k.dtype.itemsize) * (k.numel + v.numel)
+    wide = 3 * max(4, k.dtype.itemsize) * (k.numel + v.numel)
     return 2 * (k.bytes + v.bytes) + (wide if node.op == BACKWARD else 0)
 
 
