@@ -7,14 +7,19 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Block, Case, Stack, llama, plain_gpt, token_batch
 from processes import run_ranks
+from test_step import check_trajectory
 from torch import Tensor
 
 from autopar.comm import Comm
+from autopar.executor import Executor
 from autopar.kernels import positions
 from autopar.process_groups import ProcessComm
+from autopar.verify import local_parameters
 from autopar.virtual import run_virtual
 from examples.benchmarks.live_bytes import LiveBytes
+from passes.errors import ShardingConflict
 from passes.mesh import Mesh, balanced
 from passes.plan import CONTEXT_PARALLEL, SPLIT
 from passes.shares import causal_tiles, extent, shares, within
@@ -192,3 +197,90 @@ def test_a_ring_holds_the_keys_of_few_ranks() -> None:
     for forward, backward in run_ranks(hold_few_keys, 4):
         assert 1.9 < forward < 2.1
         assert 4.9 < backward < 6.1
+
+
+# --- whole models ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": "dp=2,cp=2", "zero": 3},
+        {"mesh": "cp=4", "recompute": "full"},
+        pytest.param({"mesh": "dp=2,cp=2", "zero": 1}, marks=pytest.mark.slow),
+        pytest.param(
+            {"mesh": "pp=2,cp=2", "schedule": "zb-h1"}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_it_goes_with_other_techniques(options) -> None:
+    mesh = options.pop("mesh")
+    llama(layers=2).double().verify(mesh, 4, **RING, **options)
+
+
+@pytest.mark.parametrize("mesh", ["cp=2,tp=4", "tp=4,cp=2"])
+def test_rows_may_be_split_once_more(mesh) -> None:
+    """Three heads are too few for four ranks, which then share out rows of queries."""
+    llama(layers=1, heads=3, kv_heads=3).double().verify(mesh, 1, **RING)
+
+
+@pytest.mark.parametrize("seq", [5, 18])
+def test_a_sequence_that_does_not_divide(seq) -> None:
+    plain_gpt(layers=2, seq=seq).double().verify("cp=4", 1, **RING)
+
+
+def test_what_is_no_ring_is_refused() -> None:
+    """It would quietly gather all keys."""
+    for case, what in (
+        (plain_gpt(layers=1, dropout=0.1), "no fused attention"),
+        (plain_gpt(layers=1, seq=3), "autopar.attention"),
+        (Case(Stack(Biased, 1), token_batch(), next_token), "autopar.attention"),
+    ):
+        with pytest.raises(ShardingConflict, match=what) as refused:
+            case.compile("cp=4", **RING)
+        assert "context_parallel='gather'" in refused.value.fix
+        case.double().verify("cp=2", **{**RING, "split": SPLIT})
+
+
+def next_token(logits: Tensor, batch) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+class Biased(Block):
+    """A bias of scores that is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.randn(1, 1, 16, 16))
+
+    def attention(self, x: Tensor) -> Tensor:
+        y = F.scaled_dot_product_attention(*self.heads(x), attn_mask=self.bias)
+        return self.join(y)
+
+
+def test_communication_is_what_ranks_do() -> None:
+    case = plain_gpt(layers=2)
+    program = case.compile("cp=4", 2, **RING)
+
+    def body(comm: Comm) -> tuple[int, int]:
+        held = local_parameters(program, comm, dict(case.model.named_parameters()))
+        Executor(program, comm, held, {}).step(case.batch)
+        traffic = comm.log["shift", ("cp",)]
+        return traffic.calls, traffic.bytes
+
+    said = [c for c in program.communication if c.kind == "shift"]
+    assert {c.axes for c in said} == {("cp",)}
+    calls, moved = (2 * sum(getattr(c, n) for c in said) for n in ("calls", "bytes"))
+    assert run_virtual(program.mesh, 2, body) == [(calls, moved)] * 4
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "microbatches"),
+    [
+        ("llama", "cp=4", 1),
+        pytest.param("plain", "cp=2,tp=2", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_real_ranks_follow_one_device(model, mesh, microbatches) -> None:
+    check_trajectory(model, mesh, microbatches, {"context_parallel": "ring"})
