@@ -97,6 +97,12 @@ def _folded(name: str) -> str:
     return f"{name[: dot + 1]}\n  {name[dot + 1 :]}" if dot > 0 else name
 
 
+def _layout(program: Program) -> str:
+    """How rows lie, if not one after the other."""
+    axes = program.plan.zigzag
+    return f", rows of {' and '.join(axes)} in zigzag" if axes else ""
+
+
 # --- stages ------------------------------------------------------------------------
 
 
@@ -122,7 +128,8 @@ def stage_table(program: Program) -> Table:
     uneven = max(estimated) / average - 1 if average else 0.0
     return Table(
         f"stages: mesh {str(program.mesh) or 'of one rank'}, microbatches "
-        f"{program.plan.microbatches}, recompute {program.plan.recompute}; "
+        f"{program.plan.microbatches}, recompute {program.plan.recompute}"
+        f"{_layout(program)}; "
         "numbers are those of one rank",
         ("stage", "layers", "params", "bytes", "activations", "FLOPs", "sends", "time"),
         tuple(rows),
@@ -293,6 +300,7 @@ def report_data(program: Program) -> dict[str, Any]:
         "mesh": str(program.mesh),
         "microbatches": program.plan.microbatches,
         "zero": program.plan.zero,
+        "zigzag": list(program.plan.zigzag),
         "parameters": [_parameter_data(n, p) for n, p in program.parameters.items()],
         "aliases": dict(program.aliases),
         "stages": [_stage_data(program, i) for i in range(len(program.stages))],

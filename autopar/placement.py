@@ -206,8 +206,8 @@ class Placement:
     ) -> Tensor:
         """x [rows, k], expert [rows], weight [my experts, n, k] -> x weight[expert]^T
         [rows, n], a pending sum over axes: zeros in rows of others' experts."""
-        begin = self.start(experts, axes)
-        return kernels.expert_linear(x, expert - begin, weight.mT)
+        mine = self._expert(expert, experts, axes)
+        return kernels.expert_linear(x, mine, weight.mT)
 
     def expert_linear_transposed(
         self,
@@ -218,8 +218,8 @@ class Placement:
         axes: tuple[str, ...],
     ) -> Tensor:
         """The gradient of `expert_linear` for x: dy [rows, n] -> [rows, k]."""
-        begin = self.start(experts, axes)
-        return kernels.expert_linear(dy, expert - begin, weight)
+        mine = self._expert(expert, experts, axes)
+        return kernels.expert_linear(dy, mine, weight)
 
     def expert_weight_grad_(
         self,
@@ -232,8 +232,16 @@ class Placement:
     ) -> Tensor:
         """Add the gradient of `expert_linear` for its weight into grad [my experts, n,
         k]: dy [rows, n], x [rows, k]."""
-        begin = self.start(experts, axes)
-        return kernels.expert_weight_grad_(grad, dy, x, expert - begin)
+        mine = self._expert(expert, experts, axes)
+        return kernels.expert_weight_grad_(grad, dy, x, mine)
+
+    def _expert(self, expert: Tensor, experts: int, axes: tuple[str, ...]) -> Tensor:
+        """expert [rows] -> which of my own it is, -1 for another rank's."""
+        pieces = self.pieces(experts, axes)
+        if not pieces:
+            return torch.full_like(expert, -1)
+        local, outside = _local(expert, pieces)
+        return local.masked_fill_(outside, -1)
 
 
 def _local(index: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:

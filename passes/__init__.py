@@ -20,7 +20,8 @@ What they stand on:
     notation, rules, linearity, probe, formulas, atoms, origins    how dims flow
     functionalize, call_model, loss, fuse, spell_attention, spell_experts  spellings
     choose_names                                                   names for dims
-    rest                                                           where parameters rest
+    rest, shares                                                   who holds what
+    ring                                                           attention on a ring
     vjp, traced_vjp, tape                                          derivatives
     cost, footprint, notes                                         what a plan is worth
     schedule, make_schedule, check_schedule, simulate_schedule     the pipeline's order

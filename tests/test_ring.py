@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from processes import run_ranks
 from test_step import check_trajectory
 from torch import Tensor
 
+from autopar.cli import main
 from autopar.comm import Comm
 from autopar.executor import Executor
 from autopar.kernels import positions
@@ -24,6 +27,7 @@ from passes.mesh import Mesh, balanced
 from passes.plan import CONTEXT_PARALLEL, SPLIT
 from passes.shares import causal_tiles, extent, shares, within
 
+ROOT = Path(__file__).parents[1]
 RING = {"split": {**SPLIT, "cp": CONTEXT_PARALLEL["ring"]}, "zigzag": ("cp",)}
 
 
@@ -284,3 +288,21 @@ def test_communication_is_what_ranks_do() -> None:
 )
 def test_real_ranks_follow_one_device(model, mesh, microbatches) -> None:
     check_trajectory(model, mesh, microbatches, {"context_parallel": "ring"})
+
+
+def test_inspect_shows_the_ring(tmp_path, capsys) -> None:
+    factory = f"{ROOT / 'examples' / 'gpt.py'}:tiny"
+    ring = ["--mesh", "cp=4", "--context-parallel", "ring"]
+    for layout in ("zigzag", "contiguous"):
+        plan = tmp_path / layout
+        assert (
+            main(["compile", factory, *ring, "--cp-layout", layout, "-o", str(plan)])
+            == 0
+        )
+        capsys.readouterr()
+        assert main(["inspect", str(plan)]) == 0
+        shown = capsys.readouterr().out
+        assert ("rows of cp in zigzag" in shown) == (layout == "zigzag")
+        assert re.search(r"backward +shift +cp", shown)
+        assert main(["inspect", str(plan), "--rank", "3"]) == 0
+        assert "c.attention_backward(" in capsys.readouterr().out
