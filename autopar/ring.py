@@ -62,7 +62,7 @@ def forward(
     attends to nothing (its out is 0 too)."""
     q, k, v = qkv
     wide = torch.promote_types(q.dtype, torch.float32)
-    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=wide, device=q.device)
+    out = _zeros(torch.Size((*q.shape[:3], v.shape[3])), wide, q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
     mine = _pieces(comm, rows)
     for visit in _visits(comm, k, v, keys, axis):
@@ -96,7 +96,7 @@ def backward(
     Sums over tiles and ranks are in float32 or wider.
     """
     (q, k, v), (out, lse) = qkv, results
-    dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+    dq = _zeros(q.shape, lse.dtype, q.device)
     mine = _pieces(comm, rows)
     home: Receipt | None = None
     for visit in _visits(comm, k, v, keys, axis):
@@ -150,7 +150,7 @@ def _visits(
         yield Visit(_pieces(comm, keys), k, v, 0)
         return
     ranks, here = len(comm.ranks((axis,))), comm.coords[axis]
-    flat = torch.cat([k.reshape(-1), v.reshape(-1)])
+    flat = torch.cat([x.transpose(1, 2).reshape(-1) for x in (k, v)])
     shapes = (k.shape, v.shape)
     for step in range(ranks):
         pieces, following = (
@@ -168,9 +168,21 @@ def _of_length(shape: torch.Size, rows: int) -> torch.Size:
     return torch.Size((*shape[:2], rows, shape[3]))
 
 
+# In memory tokens lie outside of heads, as models make them from a product, and as they
+# want them for the next.
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    b, h, s, e = shape
+    return torch.zeros(b, s, h, e, dtype=dtype, device=device).transpose(1, 2)
+
+
 def _unpacked(flat: Tensor, *shapes: torch.Size) -> tuple[Tensor, ...]:
     parts = flat.split([shape.numel() for shape in shapes])
-    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+    return tuple(
+        part.view(b, s, h, e).transpose(1, 2)
+        for part, (b, h, s, e) in zip(parts, shapes, strict=True)
+    )
 
 
 def _pieces(comm: Comm, split: Split) -> Pieces:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from passes.graph import Node, Value, show
+from passes.ring import ATTENTION, passed_round, ring_of
 from passes.rules import equation
 
 VIEWS = frozenset(
@@ -55,12 +56,12 @@ def flops(node: Node) -> int:
         return 2 * prod(extents.values())
     if node.op in ("autopar.affine", "autopar.expert_linear", "comm.expert_linear"):
         return 2 * node.out.numel * node.operands[0].shape[-1]
-    if node.op in ("autopar.attention", "comm.attention"):
+    if node.op in ("autopar.attention", ATTENTION):
         q, k, v = node.operands[:3]
         # All keys: a ring has a share of them at a time. Not discounted for causality,
         # as in the published formulas.
         columns = k.shape[-2]
-        if node.op == "comm.attention":
+        if node.op == ATTENTION:
             columns = prod(extent for extent, _ in node.args[7])
         rows = q.numel // q.shape[-1]
         return 2 * rows * columns * (q.shape[-1] + v.shape[-1])
@@ -107,10 +108,15 @@ class Costs:
         known = self.measured.get(signature(node))
         if known is not None:
             return known
-        if node.op.startswith("comm."):
+        if node.op.startswith("comm.") and node.op != ATTENTION:
             moved = sum(v.bytes for v in node.results)
             return 2 * moved / self.link_bytes_per_second
         busy = max(
             flops(node) / self.flops_per_second, traffic(node) / self.bytes_per_second
         )
-        return (1 + BACKWARD) * busy
+        if ring_of(node) is None:
+            return (1 + BACKWARD) * busy
+        # Backward keys and values go round again, and their gradients with them, all
+        # while something is computed.
+        sending = passed_round(node)[1] / self.link_bytes_per_second
+        return (1 + BACKWARD) * max(busy, sending)
