@@ -26,7 +26,8 @@ class Options(TypedDict, total=False):
     rank ever holds all; "ulysses": ranks exchange rows for heads.
     cp_layout: the rows of a rank of cp: "zigzag", some from the front and as many from
     the back, so that a causal mask gives all ranks the same work; or "contiguous". If
-    not given: zigzag, but for "ulysses", where ranks see all rows.
+    not given: zigzag, but for "ulysses", where ranks see all rows, and where a hint
+    splits a parameter on cp, which zigzag leaves whole.
     recompute: "full" keeps of each layer its input alone from forward to backward,
     "selective" leaves out spelled-out attention scores; see `passes.recompute`.
     zero: with 1, 2 or 3 each data parallel rank keeps only a share of the parameters,
@@ -66,26 +67,27 @@ def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
     split["cp"] = CONTEXT_PARALLEL[context_parallel]
     where = read_mesh(mesh)
     layout = decisions.pop("cp_layout", None)
-    decisions["zigzag"] = _zigzag(where, context_parallel, layout)
     decisions["hints"] = dict(decisions.get("hints") or {})
+    hinted = any(hint.endswith("/cp") for hint in decisions["hints"].values())
+    by_rows = where.axis_size("cp") > 1 and context_parallel != "ulysses"
+    usual = by_rows and not hinted
+    decisions["zigzag"] = _zigzag(context_parallel, layout, usual)
     return Plan(where, split=split, **decisions)
 
 
-def _zigzag(mesh: Mesh, context_parallel: str, layout: str | None) -> tuple[str, ...]:
-    """The axes in zigzag: cp, where that balances what its ranks do."""
+def _zigzag(context_parallel: str, layout: str | None, usual: bool) -> tuple[str, ...]:
+    """The axes in zigzag: cp, if that is asked for, or `usual` and nothing is."""
     if layout not in (None, *LAYOUTS):
         raise PlanError(
             f"cp_layout={layout!r}", fix=f"use one of {', '.join(map(repr, LAYOUTS))}"
         )
-    by_heads = context_parallel == "ulysses"
-    if by_heads and layout == "zigzag":
+    if context_parallel == "ulysses" and layout == "zigzag":
         raise PlanError(
             "cp_layout='zigzag' balances nothing with context_parallel='ulysses', "
             "where every rank sees all rows",
             fix="leave cp_layout out",
         )
-    balances = mesh.axis_size("cp") > 1 and not by_heads
-    return ("cp",) if layout == "zigzag" or (balances and layout is None) else ()
+    return ("cp",) if layout == "zigzag" or (usual and layout is None) else ()
 
 
 def read_mesh(mesh: Any) -> Mesh:

@@ -58,7 +58,7 @@ class Plan:
     recompute: "none", "selective" or "full", see `passes.recompute`.
     zero: what data parallel ranks share out, 0 to 3, see `passes.rest`.
     zigzag: axes whose ranks hold of a dim a piece from its front and the mirror image
-    from its back, instead of one piece: see `passes.shares`.
+    from its back, instead of one piece, and of parameters all: see `passes.shares`.
     """
 
     mesh: Mesh
@@ -96,7 +96,8 @@ class Plan:
                 f"zero={self.zero!r}", fix=f"use one of {', '.join(map(str, ZERO))}"
             )
         for axis in self.zigzag:
-            if axis not in AXES or axis == "pp" or axis in self.data_axes:
+            splits = self.split.get(axis, ())
+            if axis not in AXES or axis == "pp" or "batch" in splits:
                 raise PlanError(
                     f"zigzag has {axis!r}, which splits no sequence",
                     fix="name axes that split one, as in ('cp',)",

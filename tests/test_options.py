@@ -38,6 +38,21 @@ def test_every_option_changes_the_plan():
 
 
 @pytest.mark.parametrize(
+    ("options", "zigzag"),
+    [
+        ({}, ("cp",)),
+        ({"context_parallel": "ring"}, ("cp",)),
+        ({"context_parallel": "ulysses"}, ()),
+        ({"cp_layout": "contiguous"}, ()),
+        ({"hints": {"*.up.weight": "ffn/cp"}}, ()),
+        ({"hints": {"*.up.weight": "ffn/cp"}, "cp_layout": "zigzag"}, ("cp",)),
+    ],
+)
+def test_rows_lie_in_zigzag_where_that_balances_the_work(options, zigzag):
+    assert make_plan("cp=2", **options).zigzag == zigzag
+
+
+@pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"microbatch": 4}, "there is no option 'microbatch'"),

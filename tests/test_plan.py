@@ -52,6 +52,9 @@ BROKEN = {
     changed(cuts="add_1"): "'cuts' in the plan is 'add_1'",
     changed(hints=[]): r"'hints' in the plan is \[\]",
     changed(zero=4): "zero=4",
+    changed(zigzag="cp"): "'zigzag' in the plan is 'cp'",
+    changed(zigzag=["pp"]): "zigzag has 'pp', which splits no sequence",
+    changed(zigzag=["dp"]): "zigzag has 'dp', which splits no sequence",
     without("mesh"): "has no mesh",
 }
 
