@@ -92,7 +92,7 @@ def _add_compile(commands: Any) -> None:
     )
     add.add_argument("--recompute", default="none", choices=RECOMPUTE)
     add.add_argument(
-        "--zero", type=int, default=0, choices=ZERO, help="what dp ranks share out"
+        "--zero", type=int, default=0, choices=ZERO, help="what data ranks share out"
     )
     add.add_argument("--hint", action="append", default=[], metavar="PATTERN=DIM/AXIS")
     add.add_argument("--plan", type=Path, help="a plan.json, instead of these options")
@@ -241,11 +241,16 @@ def _microbatches(batch: Mapping, mesh: Mesh) -> int:
 
     The bubble of p stages is then at most (p-1)/(5p-1) of a step.
     """
-    stages, ranks = mesh.axis_size("pp"), mesh.axis_size("dp")
+    stages, ranks = mesh.axis_size("pp"), _data_ranks(mesh)
     extents = [len(x) for x in batch.values() if isinstance(x, Tensor) and x.ndim]
     samples = max(extents, key=extents.count, default=1)  # most fields have samples
     fitting = [m for m in range(1, 4 * stages + 1) if samples % (m * ranks) == 0]
     return max(fitting, default=1) if stages > 1 else 1
+
+
+def _data_ranks(mesh: Mesh) -> int:
+    """The ranks that the batch is split over."""
+    return mesh.axis_size("dp") * mesh.axis_size("fsdp")
 
 
 def _compile_batch(
@@ -266,7 +271,7 @@ def _compile_batch(
         )
     return example_batch(
         loaded.vocab,
-        arguments.batch or max(8, 4 * mesh.axis_size("pp") * mesh.axis_size("dp")),
+        arguments.batch or max(8, 4 * mesh.axis_size("pp") * _data_ranks(mesh)),
         arguments.seq or 128,
         arguments.attention_mask,
     )

@@ -24,7 +24,8 @@ class Options(TypedDict, total=False):
     "selective" leaves out spelled-out attention scores; see `passes.recompute`.
     zero: with 1, 2 or 3 each data parallel rank keeps only a share of the parameters,
     their gradients and the optimizer's state between steps; with 2 of gradients during
-    a step too, with 3 of everything at any time (FSDP); see `passes.rest`.
+    a step too, with 3 of everything at any time (FSDP); see `passes.rest`. On a mesh
+    "dp=2,fsdp=4" ranks share along fsdp, and dp replicates the shares.
     hints: `{"*.mlp.fc.weight": "ffn/tp"}`, see `passes.hints`.
     """
 

@@ -66,6 +66,26 @@ def test_parameters_rest_split_over_data_parallel_ranks():
     assert plan("pp=2,dp=2,tp=2", 4, zero=3).rest_axes == ("dp",)
     assert plan("dp=1,tp=2", zero=3).rest_axes == ()
     assert plan("dp=2").rest_axes == ()
+    assert plan("dp=2,cp=2,tp=2", zero=1).rest_axes == ("dp", "cp")
+
+
+def test_on_a_hybrid_mesh_dp_replicates_what_fsdp_shares():
+    assert plan("dp=2,fsdp=4", 2, zero=3).rest_axes == ("fsdp",)
+    assert plan("fsdp=4,cp=2,tp=2", zero=1).rest_axes == ("fsdp", "cp")
+    assert plan("dp=2,fsdp=4", zero=3).data_axes == ("dp", "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "says"),
+    [
+        ("pp=2,tp=2", 1, "has no axis whose ranks hold the same parameters"),
+        ("", 3, "has no axis"),
+        ("dp=2,fsdp=2", 0, "has an axis fsdp, but zero=0 shares nothing out"),
+    ],
+)
+def test_shares_need_ranks_that_share(mesh, zero, says):
+    with pytest.raises(PlanError, match=says):
+        plan(mesh, zero=zero)
 
 
 def test_axes_of_one_rank_split_nothing():

@@ -39,6 +39,40 @@ def test_loss_and_gradients_are_those_of_the_model(model, mesh, microbatches, ze
     case.verify(mesh, microbatches, zero=zero)
 
 
+HYBRID = [
+    ("plain", "dp=2,fsdp=2", 1),
+    ("gpt2", "dp=2,fsdp=2", 2),
+    ("llama", "fsdp=2,dp=2,tp=2", 1),
+    ("plain", "pp=2,dp=2,fsdp=2", 2),
+    ("gpt2", "dp=2,fsdp=2,cp=2", 1),
+    ("llama", "dp=2,cp=2", 2),
+    ("plain", "fsdp=2,cp=2,tp=2", 1),
+]
+
+
+@pytest.mark.matrix(quick=6)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(("model", "mesh", "microbatches"), HYBRID)
+def test_with_ranks_that_replicate_the_shares(model, mesh, microbatches, zero):
+    case = MODELS[model](layers=2, padded=model != "plain").double()
+    case.verify(mesh, microbatches, zero=zero)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "split", "pending"),
+    [
+        ("dp=2,fsdp=2", "ffn/fsdp", ("dp",)),
+        ("fsdp=2,dp=2", "ffn/fsdp", ("dp",)),
+        ("dp=2,cp=2", "ffn/dp/cp", ()),
+        ("dp=2,fsdp=2,cp=2,tp=2", "ffn/tp/fsdp/cp", ("dp",)),
+    ],
+)
+def test_who_shares_and_who_replicates(mesh, split, pending):
+    program = plain_gpt(layers=1).compile(mesh, zero=3)
+    spec = program.parameters["blocks.0.mlp.up.weight"]
+    assert (spec.pattern, spec.pending) == (f"{split} embed", pending)
+
+
 UNEVEN = [
     ("plain", "dp=3", 2, {"batch": 6}),
     ("plain", "dp=3,tp=2", 1, {"batch": 6, "heads": 3, "tied": False}),
