@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.packing import Layout
 from autopar.placement import Placement
 from passes.mesh import Mesh, balanced
 
@@ -33,6 +34,14 @@ class Receipt(ABC):
 
     @abstractmethod
     def wait(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Transit:
+    """Several tensors on their way in one message."""
+
+    receipt: Receipt
+    unpack: Callable[[Tensor], list[Tensor]]
 
 
 @dataclass
@@ -143,6 +152,52 @@ class Comm(Placement, ABC):
             parts.append(part.view(shape))
         return torch.cat(parts, concat_dim)
 
+    # Those that run while something else is computed: `wait` gives the results. All
+    # ranks start and wait in the same order.
+
+    def start_gather(
+        self,
+        shards: Sequence[Tensor],
+        axis: str,
+        dims: Sequence[int],
+        sizes: Sequence[Sequence[int] | None],
+    ) -> Transit:
+        """Begin an all_gather of each, as one; they may change meanwhile."""
+        along = [
+            self._sizes(x, axis, dim, own)
+            for x, dim, own in zip(shards, dims, sizes, strict=True)
+        ]
+        layout = Layout.of(shards, dims, along)
+        me = self.coords[axis]
+        rows = layout.rows_for(shards, me)
+        ranks = self._enter("all_gather", (axis,), rows[me], dims=dims, sizes=sizes)
+        alone = len(ranks) == 1
+        receipt = Arrived(rows) if alone else self._start_gather(rows, ranks)
+        return Transit(receipt, layout.join)
+
+    def start_scatter(
+        self, wholes: Sequence[Tensor], axis: str, dims: Sequence[int]
+    ) -> Transit:
+        """Begin a reduce_scatter of each, as one; they may change meanwhile."""
+        ranks, me = self.ranks((axis,)), self.coords[axis]
+        along = [
+            balanced(x.shape[dim], len(ranks))
+            for x, dim in zip(wholes, dims, strict=True)
+        ]
+        layout = Layout.of(wholes, dims, along)
+        flat = layout.split(wholes)
+        self._enter("reduce_scatter", (axis,), flat, dims=dims)
+        receipt = (
+            Arrived(flat)
+            if len(ranks) == 1
+            else self._start_scatter_sum(flat, layout.counts, ranks)
+        )
+        return Transit(receipt, lambda row: layout.parts(row, me))
+
+    def wait(self, transit: Transit) -> list[Tensor]:
+        """The wholes of `start_gather`, or my shares of `start_scatter`."""
+        return transit.unpack(transit.receipt.wait())
+
     def reduce_ranks_(self, flat: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """Sum a contiguous buffer [...] in place over ranks, ascending, me included."""
         self._enter("reduce_ranks_", (), flat)
@@ -195,6 +250,23 @@ class Comm(Placement, ABC):
         self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
     ) -> Tensor:
         """x [sum(sent)], its parts for each rank -> [sum(counts)], parts from each."""
+
+    @abstractmethod
+    def _start_gather(self, rows: Tensor, ranks: tuple[int, ...]) -> Receipt:
+        """rows [n, ...], mine filled in; to be filled in when it is waited for."""
+
+    @abstractmethod
+    def _start_exchange(
+        self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
+    ) -> Receipt:
+        """`_exchange`; x stays as it is until the wait."""
+
+    def _start_scatter_sum(
+        self, x: Tensor, counts: list[int], ranks: tuple[int, ...]
+    ) -> Receipt:
+        """`_scatter_sum`; x stays as it is until the wait."""
+        mine = [counts[ranks.index(self.rank)]] * len(ranks)
+        return Summed(self._start_exchange(x, counts, mine, ranks), len(ranks))
 
     def _scatter_sum(
         self, x: Tensor, counts: list[int], ranks: tuple[int, ...]
@@ -249,6 +321,27 @@ class Comm(Placement, ABC):
                 f"where dim {dim} has {x.shape[dim]}"
             )
         return sizes
+
+
+@dataclass(frozen=True)
+class Arrived(Receipt):
+    """What has no way to go."""
+
+    x: Tensor
+
+    def wait(self) -> Tensor:
+        return self.x
+
+
+@dataclass(frozen=True)
+class Summed(Receipt):
+    """The sum, in rank order, of rows that arrive one after the other in a buffer."""
+
+    receipt: Receipt
+    ranks: int
+
+    def wait(self) -> Tensor:
+        return sum_in_order(self.receipt.wait().view(self.ranks, -1).unbind(0))
 
 
 def sum_in_order(rows: Sequence[Tensor]) -> Tensor:

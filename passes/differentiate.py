@@ -15,6 +15,7 @@ from passes.fuse import drop_identities, fuse_bias, spell_masks
 from passes.graph import Builder, Node, Value
 from passes.localize import Localizer
 from passes.name_dims import Dims
+from passes.overlap import by_layer, by_size, gather_ahead, scatter_behind
 from passes.recompute import recompute
 from passes.rest import find_gathered, gather_again
 from passes.reuse import reuse
@@ -113,7 +114,8 @@ def differentiate(
     writer.drop_dead(d_receives)
     ends = [*sources["sends"], *([loss] if loss else [])]
     if zero in (1, 2):
-        parts["prologue"] += writer.take_gathers(standing)
+        once = writer.take_gathers(standing)
+        parts["prologue"] += gather_ahead(once, standing, by_size, builder)
     writer.make_again(policy, {v.name for v in ends}, stage.dims, standing)
     elsewhere = standing | {v.name for n in parts["prologue"] for v in n.results}
     elsewhere |= {v.name for v in sources["inputs"]}
@@ -124,6 +126,7 @@ def differentiate(
         writer.split(batch, (*parts["prologue"], *forward), d_receives)
     kept = _operands(writer.weight_half, elsewhere)
     returned = {v.name for v in (*d_receives, *kept) if v}
+    writer.overlap(standing, returned)
     return LocalStage(
         stage=stage,
         setup=tuple(parts["setup"]),
@@ -327,6 +330,19 @@ class _Writer:
         found = {dy.name for name, dy in self.cotangents.items() if name in dependent}
         found.update(v.name for v in outputs if v)
         self.backward, self.weight_half = split_backward(self.backward, found)
+
+    def overlap(self, standing: Collection[str], returned: Collection[str]) -> None:
+        """Let collectives of parameters run while something else is computed."""
+        builder = self.tape.builder
+
+        def both(nodes: list[Node], keep: Collection[str]) -> list[Node]:
+            nodes = gather_ahead(nodes, standing, by_layer, builder)
+            return scatter_behind(nodes, keep, by_layer, builder)
+
+        self.forward = gather_ahead(self.forward, standing, by_layer, builder)
+        self.backward = both(self.backward, returned)
+        self.weight_half = both(self.weight_half, ())
+        self.epilogue = scatter_behind(self.epilogue, (), by_size, builder)
 
     def texts(self, stage: Stage) -> dict[str, str]:
         """Named dims of each value; a cotangent lies as its value does."""

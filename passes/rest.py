@@ -25,6 +25,7 @@ from passes.name_dims import Dims
 from passes.sharding import Sharding
 
 GATHER = "comm.all_gather"
+GATHERS = (GATHER, "comm.start_gather")
 
 
 def rest_split(
@@ -62,7 +63,7 @@ def find_gathered(nodes: Iterable[Node], given: Collection[str]) -> dict[str, No
         names = [v.name for v in node.operands]
         if names and all(n in given or n in makers for n in names):
             makers.update((v.name, node) for v in node.results)
-            if node.op == GATHER or any(n in needed for n in names):
+            if node.op in GATHERS or any(n in needed for n in names):
                 needed.update(v.name for v in node.results)
     for name in reversed(makers):
         if name in needed:

@@ -70,6 +70,36 @@ def check_gather_and_scatter(comm):
             equal(comm.reduce_scatter(rows[i], "tp", dim - len(shape)), total)
 
 
+def check_several_at_once(comm):
+    """As one by one, whatever happens to the tensors meanwhile."""
+    n, i = comm.mesh.axis_size("tp"), comm.coords["tp"]
+    for extent in EXTENTS:
+        shapes = [(extent, 3), (2, extent), (extent,), (2, extent, 2)]
+        dims, sizes = [0, 1, 0, 1], balanced(extent, n)
+        for count in (1, 4):
+            wholes = [whole(seed, *s) for seed, s in enumerate(shapes[:count])]
+            shards = [
+                comm.shard(x, "tp", d).clone()
+                for x, d in zip(wholes, dims, strict=False)
+            ]
+            even = None if min(sizes) == max(sizes) else sizes
+            gathering = comm.start_gather(shards, "tp", dims[:count], [even] * count)
+            for x in shards:
+                x.zero_()
+            mine = [x * (i + 1) for x in wholes]
+            scattering = comm.start_scatter(mine, "tp", dims[:count])
+            want = [
+                comm.reduce_scatter(x, "tp", d)
+                for x, d in zip(mine, dims, strict=False)
+            ]
+            for x in mine:
+                x.zero_()
+            for got, x in zip(comm.wait(gathering), wholes, strict=True):
+                equal(got, x)
+            for got, x in zip(comm.wait(scattering), want, strict=True):
+                assert torch.equal(got, x)
+
+
 def check_all_to_all(comm):
     n = comm.mesh.axis_size("tp")
     for rows in EXTENTS:
@@ -224,6 +254,8 @@ def some_step(comm, bits):
     x = whole(comm.rank, 8, 5, dtype=torch.float32)
     gathered = comm.all_gather(x, "tp", 1)
     scattered = comm.reduce_scatter(gathered.sin(), "tp", 0)
+    transit = comm.start_scatter([gathered.cos(), gathered], "tp", [0, 1])
+    bits.extend(part.sum().item() for part in comm.wait(transit))
     moved = comm.all_to_all(scattered.repeat(2, 1), "tp", 0, 1)
     bits.append(comm.all_reduce(moved.exp(), ("tp",), op="max").sum().item())
     return bits
@@ -258,6 +290,8 @@ def test_one_rank_needs_no_process_group():
     assert comm.all_reduce(x, ("tp",)) is not x
     equal(comm.all_gather(x, "tp", 0), x)
     equal(comm.reduce_scatter(x, "cp", 0), x)
+    equal(comm.wait(comm.start_gather([x], "tp", [0], [None]))[0], x)
+    equal(comm.wait(comm.start_scatter([x], "tp", [0]))[0], x)
     equal(comm.all_to_all(x, "tp", 0, 1), x)
     assert comm.gather_object(3) == [3]
     assert comm.broadcast_object(3) == 3
