@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -22,26 +22,12 @@ from torch import Tensor
 
 from autopar.packing import Layout
 from autopar.placement import Placement
+from autopar.receipts import Arrived, Receipt, Summed, Transit, sum_in_order
 from passes.mesh import Mesh, balanced
 
 
 class CommError(RuntimeError):
     """Ranks that do not fit together: a missing group, a mismatch, a deadlock."""
-
-
-class Receipt(ABC):
-    """A transfer on its way. `wait` returns the tensor, once it is here (or gone)."""
-
-    @abstractmethod
-    def wait(self) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Transit:
-    """Several tensors on their way in one message."""
-
-    receipt: Receipt
-    unpack: Callable[[Tensor], list[Tensor]]
 
 
 @dataclass
@@ -321,38 +307,6 @@ class Comm(Placement, ABC):
                 f"where dim {dim} has {x.shape[dim]}"
             )
         return sizes
-
-
-@dataclass(frozen=True)
-class Arrived(Receipt):
-    """What has no way to go."""
-
-    x: Tensor
-
-    def wait(self) -> Tensor:
-        return self.x
-
-
-@dataclass(frozen=True)
-class Summed(Receipt):
-    """The sum, in rank order, of rows that arrive one after the other in a buffer."""
-
-    receipt: Receipt
-    ranks: int
-
-    def wait(self) -> Tensor:
-        return sum_in_order(self.receipt.wait().view(self.ranks, -1).unbind(0))
-
-
-def sum_in_order(rows: Sequence[Tensor]) -> Tensor:
-    """A new tensor: the sum of two rows [...] or more, added first to last.
-
-    A loop, because torch.sum over a dim may add in another order.
-    """
-    total = rows[0] + rows[1]
-    for row in rows[2:]:
-        total += row
-    return total
 
 
 def _dim(x: Tensor, dim: int) -> int:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.comm import Comm, CommError, Receipt
+from autopar.comm import Comm, CommError
+from autopar.receipts import Receipt
 from passes.mesh import Mesh
 
 # Renamed in torch 2.13, where the old names warn.

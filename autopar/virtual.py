@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from autopar.baton import Baton, Stopped
-from autopar.comm import Comm, CommError, Receipt, sum_in_order
+from autopar.comm import Comm, CommError
+from autopar.receipts import Receipt, sum_in_order
 from passes.graph import DTYPES
 from passes.mesh import Mesh
 
