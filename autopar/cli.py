@@ -94,6 +94,9 @@ def _add_compile(commands: Any) -> None:
     add.add_argument(
         "--zero", type=int, default=0, choices=ZERO, help="what data ranks share out"
     )
+    add.add_argument(
+        "--offload", action="store_true", help="optimizer and its state on the CPU"
+    )
     add.add_argument("--hint", action="append", default=[], metavar="PATTERN=DIM/AXIS")
     add.add_argument("--plan", type=Path, help="a plan.json, instead of these options")
     add.add_argument("--meta", action="store_true", help="make no weights")
@@ -222,6 +225,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         context_parallel=arguments.context_parallel,
         recompute=arguments.recompute,
         zero=arguments.zero,
+        offload=arguments.offload,
         hints=dict(map(_hint, arguments.hint)),
     )
 

@@ -26,6 +26,7 @@ class Options(TypedDict, total=False):
     their gradients and the optimizer's state between steps; with 2 of gradients during
     a step too, with 3 of everything at any time (FSDP); see `passes.rest`. On a mesh
     "dp=2,fsdp=4" ranks share along fsdp, and dp replicates the shares.
+    offload: what an optimizer updates and keeps lies on the CPU; see `autopar.offload`.
     hints: `{"*.mlp.fc.weight": "ffn/tp"}`, see `passes.hints`.
     """
 
@@ -36,6 +37,7 @@ class Options(TypedDict, total=False):
     context_parallel: str
     recompute: str
     zero: int
+    offload: bool
     hints: Mapping[str, str] | None
 
 

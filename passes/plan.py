@@ -56,6 +56,7 @@ class Plan:
     cuts: for each pipeline boundary the value that crosses it; empty: balanced by cost.
     recompute: "none", "selective" or "full", see `passes.recompute`.
     zero: what data parallel ranks share out, 0 to 3, see `passes.rest`.
+    offload: whether an optimizer updates copies on the CPU, see `autopar.offload`.
     """
 
     mesh: Mesh
@@ -67,6 +68,7 @@ class Plan:
     cuts: tuple[str, ...] = ()
     recompute: str = "none"
     zero: int = 0
+    offload: bool = False
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -190,6 +192,7 @@ KINDS: dict[str, type] = {
     "cuts": list,
     "recompute": str,
     "zero": int,
+    "offload": bool,
 }
 
 

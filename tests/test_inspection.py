@@ -30,8 +30,8 @@ from examples.gpt import build
 from passes.mesh import MeshError
 from passes.simulate_schedule import grid
 
-SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("looped-bfs", 2)]
-SCHEDULES += [("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)]
+SCHEDULES = [("naive", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]
+SCHEDULES += [("looped-bfs", 2), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)]
 
 
 def test_fused_qkv_is_named_without_invented_names() -> None:

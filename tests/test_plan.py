@@ -17,6 +17,7 @@ PLANS = [
     plan("dp=4,pp=2", hints={"*.mlp.up.weight": "ffn/tp"}, cuts=("add_3",)),
     plan("pp=2", 4, stages_per_rank=2),
     plan("dp=2,tp=2", zero=3),
+    plan("dp=2,fsdp=2", zero=3, offload=True),
 ]
 
 
@@ -52,6 +53,7 @@ BROKEN = {
     changed(cuts="add_1"): "'cuts' in the plan is 'add_1'",
     changed(hints=[]): r"'hints' in the plan is \[\]",
     changed(zero=4): "zero=4",
+    changed(offload=1): "'offload' in the plan is 1",
     without("mesh"): "has no mesh",
 }
 
