@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from autopar.examples import gpt
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)

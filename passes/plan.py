@@ -138,8 +138,9 @@ class Plan:
         return tuple(alike) if self.zero else ()
 
     def _holds_alike(self, axis: str) -> bool:
-        """Whether ranks of a mesh axis split samples or tokens, and no parameters."""
-        return axis == "cp" or (self.split.get(axis) == ("batch",) and axis != TIME)
+        """Whether ranks of a mesh axis have other samples or tokens, and would hold the
+        same parameters (but experts, which lie as they are used)."""
+        return axis == "cp" or (axis != TIME and "batch" in self.split.get(axis, ()))
 
     @property
     def stages(self) -> int:

@@ -9,6 +9,7 @@ from math import prod
 import pytest
 import torch
 from models import Case, gpt2, llama, plain_gpt
+from test_step import check_trajectory
 from torch import nn
 
 from autopar.comm import Comm
@@ -384,6 +385,22 @@ def test_an_evaluation_gathers_too_and_keeps_nothing(zero):
 
 def elements(tensors) -> int:
     return sum(t.numel() for t in tensors)
+
+
+# --- real ranks --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "microbatches"),
+    [
+        ("plain", "dp=4", 1),
+        ("gpt2", "dp=2,fsdp=2", 2),
+        pytest.param("llama", "dp=2,cp=2", 1, marks=pytest.mark.slow),
+        pytest.param("plain", "pp=2,fsdp=2", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_four_ranks_follow_one_device(model, mesh, microbatches):
+    check_trajectory(model, mesh, microbatches, {"zero": 3})
 
 
 # --- the choice of a dim -----------------------------------------------------------
