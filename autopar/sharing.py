@@ -95,7 +95,7 @@ def share_table(program: Program) -> Table:
         ("stage", "params", "whole", "at rest", "formula", "off by", "more in a step"),
         rows,
         (
-            f"formula: whole / {prod(plan.size(a) for a in plan.rest_axes)}, or less for "
+            f"formula: whole / {prod(map(plan.size, plan.rest_axes))}, or less for "
             "experts, which ep splits anyway. off by: what does not divide.",
             f"parameters are gathered {gathered[plan.zero]}.",
         ),

@@ -8,8 +8,8 @@ gradient comes back by reduce-scatter. The stages of ZeRO differ in when:
 | zero | parameters: whole, gathered         | gradients: whole, scattered      |
 |------|-------------------------------------|----------------------------------|
 | 1    | during a step, before it            | during a step, at its end        |
-| 2    | during a step, before it            | one at a time, in each backward  |
-| 3    | one at a time, forward and backward | one at a time, in each backward  |
+| 2    | during a step, before it            | by block, in each backward       |
+| 3    | by block, forward and backward      | by block, in each backward       |
 
 Between steps the parameters, their gradients and what an optimizer keeps of them are
 shares with all three.
