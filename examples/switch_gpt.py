@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from autopar.examples import gpt
 from torch import Tensor, nn
+
+from autopar.examples import gpt
 
 
 @dataclass(frozen=True)
