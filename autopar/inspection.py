@@ -123,7 +123,8 @@ def stage_table(program: Program) -> Table:
     uneven = max(estimated) / average - 1 if average else 0.0
     return Table(
         f"stages: mesh {str(program.mesh) or 'of one rank'}, microbatches "
-        f"{program.plan.microbatches}, recompute {program.plan.recompute}; "
+        f"{program.plan.microbatches}, recompute {program.plan.recompute}"
+        f"{', optimizer on the CPU' if program.plan.offload else ''}; "
         "numbers are those of one rank",
         ("stage", "layers", "params", "bytes", "activations", "FLOPs", "sends", "time"),
         tuple(rows),

@@ -98,5 +98,6 @@ def share_table(program: Program) -> Table:
             f"formula: whole / {prod(map(plan.size, plan.rest_axes))}, or less for "
             "experts, which ep splits anyway. off by: what does not divide.",
             f"parameters are gathered {gathered[plan.zero]}.",
+            *(["of this, all but parameters is on the CPU."] if plan.offload else ()),
         ),
     )

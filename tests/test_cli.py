@@ -65,10 +65,12 @@ def test_options_become_decisions(
 ) -> None:
     spec, where = model_file(tmp_path), str(tmp_path / "p")
     options = ["--schedule", "gpipe", "--hint", "*.mlp.up.weight=ffn/tp", "--seed", "5"]
-    more = ["--no-sequence-parallel", "--zero", "3", "--meta", "--json", "-o", where]
+    more = ["--no-sequence-parallel", "--zero", "3", "--offload", "--meta", "--json"]
+    more += ["-o", where]
     assert main(["compile", spec, "--mesh", "dp=2,tp=2", *options, *more]) == 0
     data = json.loads(out(capsys))
     assert data["mesh"] == "dp=2,tp=2" and data["zero"] == 3
+    assert data["offload"]
     assert data["schedule"]["name"] == "gpipe"
     stored = load_plan(where)
     plan = stored.program.plan

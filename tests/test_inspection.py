@@ -111,6 +111,12 @@ def test_bytes_at_rest_are_those_of_the_formula(mesh: str, ranks: int) -> None:
     assert "one block ahead" not in report(small_program())
 
 
+def test_an_optimizer_on_the_cpu_is_shown() -> None:
+    text = report(small_program("dp=2", zero=1, offload=True))
+    assert "optimizer on the CPU" in text and "is on the CPU." in text
+    assert "CPU" not in report(small_program("dp=2", zero=1))
+
+
 @pytest.mark.parametrize(("zero", "times"), [(1, 2), (2, 1), (3, 0)])
 def test_more_in_a_step_is_what_is_whole_for_all_of_it(zero: int, times: int) -> None:
     (share,) = report_data(small_program("dp=2", zero=zero))["shares"]
