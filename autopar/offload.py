@@ -39,7 +39,7 @@ class Host:
 
     @torch.no_grad()
     def download(self) -> None:
-        """Fetch the gradients; on the device they are not kept."""
+        """Fetch the gradients; those to be added to in the next step are the host's."""
         for name, grad in self._grads.items():
             copy = self._device[name]
             if copy.grad is None:

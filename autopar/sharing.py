@@ -15,6 +15,14 @@ from passes.program import ParameterSpec, Program
 # Adam's two moments, of the parameter's own type.
 MOMENTS = 2
 
+# By the stage of ZeRO.
+GATHERED = {
+    1: "once a step, and gradients scattered at its end",
+    2: "once a step, and gradients scattered by block, one block behind",
+    3: "by block, one block ahead, and gradients scattered by block, one behind: "
+    "activations include those of two blocks",
+}
+
 
 @dataclass(frozen=True)
 class Share:
@@ -83,21 +91,17 @@ def share_table(program: Program) -> Table:
         )
         for s in shares(program)
     )
-    gathered = {
-        1: "once a step, and gradients scattered at its end",
-        2: "once a step, and gradients scattered by block in each backward",
-        3: "by block, one block ahead, and gradients scattered by block, one behind: "
-        "activations include those of two blocks",
-    }
+    notes = [
+        f"formula: whole / {prod(map(plan.size, plan.rest_axes))}, but for experts, "
+        "which ep splits anyway. off by: what does not divide.",
+        f"parameters are gathered {GATHERED[plan.zero]}.",
+    ]
+    if plan.offload:
+        notes.append("the moments are on the CPU, and a copy of the rest.")
     return Table(
         f"zero {plan.zero}: parameters, gradients and Adam's moments of one rank, "
         f"shared out over {axes}",
         ("stage", "params", "whole", "at rest", "formula", "off by", "more in a step"),
         rows,
-        (
-            f"formula: whole / {prod(map(plan.size, plan.rest_axes))}, or less for "
-            "experts, which ep splits anyway. off by: what does not divide.",
-            f"parameters are gathered {gathered[plan.zero]}.",
-            *(["of this, all but parameters is on the CPU."] if plan.offload else ()),
-        ),
+        tuple(notes),
     )

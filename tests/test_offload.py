@@ -1,4 +1,4 @@
-"""The optimizer on the CPU: the same trajectory, and nothing of it on the device."""
+"""The optimizer on the CPU: the same trajectory, from copies on the host."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_gradients_add_up_until_they_are_cleared(clear):
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_the_device_holds_no_gradient_and_no_optimizer_state():
+def test_the_optimizer_has_tensors_of_the_host_alone():
     step = compiled(True)
     update = optimizer(step.parameters())
     step(**build("plain").batch)
