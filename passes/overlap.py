@@ -209,8 +209,10 @@ def _writes_over(
     """Whether a node changes what a scatter that waits is going to send."""
     if node.results or not waiting:
         return False
-    target = owners.get(node.operands[0].name)
-    return target in {owners.get(n.operands[0].name) for n in waiting}
+    target, *sent = (
+        owners.get(n.operands[0].name, n.operands[0].name) for n in (node, *waiting)
+    )
+    return target in sent
 
 
 def _messages(
