@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from autopar.verify import Verification, verify
 from passes.errors import AutoparError, HintError
 from passes.make_schedule import SCHEDULES
 from passes.mesh import Mesh
-from passes.plan import CONTEXT_PARALLEL, RECOMPUTE, ZERO, Plan, PlanError
+from passes.plan import CONTEXT_PARALLEL, RECOMPUTE, SPLIT, ZERO, Plan, PlanError
 
 MODEL = "file.py:factory, module:factory, hf:TYPE[?key=value,...] or hf:config.json"
 
@@ -254,7 +255,7 @@ def _microbatches(batch: Mapping, mesh: Mesh) -> int:
 
 def _data_ranks(mesh: Mesh) -> int:
     """The ranks that the batch is split over."""
-    return mesh.axis_size("dp") * mesh.axis_size("fsdp")
+    return prod(size for axis, size in mesh.axes if "batch" in SPLIT.get(axis, ()))
 
 
 def _compile_batch(
