@@ -100,6 +100,22 @@ def check_several_at_once(comm):
                 assert torch.equal(got, x)
 
 
+def check_who_starts_does_not_wait(comm):
+    """The second rank starts only when it hears that the first one has started."""
+    ranks, i = comm.ranks(("tp",)), comm.coords["tp"]
+    x = torch.full((3,), float(comm.rank), dtype=torch.float64)
+    if i == 1:
+        comm.recv((1,), torch.float32, ranks[0], 9).wait()
+    gathering = comm.start_gather([x], "tp", [0], [None])
+    scattering = comm.start_scatter([x.repeat(len(ranks))], "tp", [0])
+    if i == 0:
+        comm.send(torch.ones(1), ranks[1], 9)
+    rows = torch.tensor(ranks, dtype=torch.float64)
+    equal(comm.wait(scattering)[0], rows.sum().repeat(3))
+    equal(comm.wait(gathering)[0], rows.repeat_interleave(3))
+    comm.flush()
+
+
 def check_all_to_all(comm):
     n = comm.mesh.axis_size("tp")
     for rows in EXTENTS:
