@@ -114,12 +114,10 @@ def differentiate(
     writer.drop_dead(d_receives)
     ends = [*sources["sends"], *([loss] if loss else [])]
     if zero in (1, 2):
-        once = writer.take_gathers(standing)
-        parts["prologue"] += gather_ahead(once, standing, by_size, builder)
+        parts["prologue"] += writer.take_gathers(standing)
     writer.make_again(policy, {v.name for v in ends}, stage.dims, standing)
     elsewhere = standing | {v.name for n in parts["prologue"] for v in n.results}
-    elsewhere |= {v.name for v in sources["inputs"]}
-    elsewhere |= {v.name for v in writer.tape.grads.values()}
+    elsewhere |= {v.name for v in (*sources["inputs"], *writer.tape.grads.values())}
     saved = writer.saved(elsewhere, d_receives)
     if halves:
         batch = (*sources["inputs"], *sources["receives"])
@@ -288,7 +286,7 @@ class _Writer:
         makers = {id(n) for n in find_gathered(self.forward, standing).values()}
         taken = [n for n in self.forward if id(n) in makers]
         self.forward = [n for n in self.forward if id(n) not in makers]
-        return taken
+        return gather_ahead(taken, standing, by_size, self.tape.builder)
 
     def saved(
         self, elsewhere: set[str], outputs: tuple[Value | None, ...]
