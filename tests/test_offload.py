@@ -100,6 +100,25 @@ def test_optimizer_state_is_saved_and_loaded_as_ever():
     assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
 
 
+def test_a_checkpoint_goes_from_the_cpu_to_the_device(tmp_path):
+    case, losses = build("plain"), []
+    for offload in (True, False):
+        step = compiled(offload)
+        update = optimizer(step.parameters())
+        if offload:
+            step(**case.batch)
+            update.step()
+            update.zero_grad()
+            step.save(tmp_path, update)
+        else:
+            step.load(tmp_path, update)
+        for batch in batches(case):
+            losses.append(step(**batch).item())
+            update.step()
+            update.zero_grad()
+    assert losses[: len(losses) // 2] == losses[len(losses) // 2 :]
+
+
 def test_frozen_parameters_have_no_gradient():
     case = plain_gpt(layers=1)
     case.model.get_submodule("blocks.0.mlp.up").requires_grad_(False)
