@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from autopar.verify import Verification, verify
 from passes.errors import AutoparError, HintError
 from passes.make_schedule import SCHEDULES
 from passes.mesh import Mesh
-from passes.plan import CONTEXT_PARALLEL, RECOMPUTE, ZERO, Plan, PlanError
+from passes.plan import CONTEXT_PARALLEL, RECOMPUTE, SPLIT, ZERO, Plan, PlanError
 
 MODEL = "file.py:factory, module:factory, hf:TYPE[?key=value,...] or hf:config.json"
 
@@ -93,7 +94,10 @@ def _add_compile(commands: Any) -> None:
     add.add_argument("--cp-layout", choices=LAYOUTS, help="else as balances the work")
     add.add_argument("--recompute", default="none", choices=RECOMPUTE)
     add.add_argument(
-        "--zero", type=int, default=0, choices=ZERO, help="what dp ranks share out"
+        "--zero", type=int, default=0, choices=ZERO, help="what data ranks share out"
+    )
+    add.add_argument(
+        "--offload", action="store_true", help="optimizer and its state on the CPU"
     )
     add.add_argument("--hint", action="append", default=[], metavar="PATTERN=DIM/AXIS")
     add.add_argument("--plan", type=Path, help="a plan.json, instead of these options")
@@ -224,6 +228,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         cp_layout=arguments.cp_layout,
         recompute=arguments.recompute,
         zero=arguments.zero,
+        offload=arguments.offload,
         hints=dict(map(_hint, arguments.hint)),
     )
 
@@ -243,11 +248,16 @@ def _microbatches(batch: Mapping, mesh: Mesh) -> int:
 
     The bubble of p stages is then at most (p-1)/(5p-1) of a step.
     """
-    stages, ranks = mesh.axis_size("pp"), mesh.axis_size("dp")
+    stages, ranks = mesh.axis_size("pp"), _data_ranks(mesh)
     extents = [len(x) for x in batch.values() if isinstance(x, Tensor) and x.ndim]
     samples = max(extents, key=extents.count, default=1)  # most fields have samples
     fitting = [m for m in range(1, 4 * stages + 1) if samples % (m * ranks) == 0]
     return max(fitting, default=1) if stages > 1 else 1
+
+
+def _data_ranks(mesh: Mesh) -> int:
+    """The ranks that the batch is split over."""
+    return prod(size for axis, size in mesh.axes if "batch" in SPLIT.get(axis, ()))
 
 
 def _compile_batch(
@@ -268,7 +278,7 @@ def _compile_batch(
         )
     return example_batch(
         loaded.vocab,
-        arguments.batch or max(8, 4 * mesh.axis_size("pp") * mesh.axis_size("dp")),
+        arguments.batch or max(8, 4 * mesh.axis_size("pp") * _data_ranks(mesh)),
         arguments.seq or 128,
         arguments.attention_mask,
     )

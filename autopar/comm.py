@@ -21,21 +21,16 @@ import torch
 from torch import Tensor
 
 from autopar import ring
-from autopar.packing import in_order, joined, packed, padded, sum_in_order
+from autopar.packing import Layout
+from autopar.pieces import in_order, joined, packed, padded
 from autopar.placement import Placement
-from passes.mesh import Mesh
+from autopar.receipts import Arrived, Receipt, Summed, Transit, sum_in_order
+from passes.mesh import Mesh, balanced
 from passes.shares import extent
 
 
 class CommError(RuntimeError):
     """Ranks that do not fit together: a missing group, a mismatch, a deadlock."""
-
-
-class Receipt(ABC):
-    """A transfer on its way. `wait` returns the tensor, once it is here (or gone)."""
-
-    @abstractmethod
-    def wait(self) -> Tensor: ...
 
 
 @dataclass
@@ -149,6 +144,52 @@ class Comm(Placement, ABC):
             parts.append(part.view(shape))
         return joined(parts, concat_dim, layout)
 
+    # Those that run while something else is computed: `wait` gives the results. All
+    # ranks start and wait in the same order.
+
+    def start_gather(
+        self,
+        shards: Sequence[Tensor],
+        axis: str,
+        dims: Sequence[int],
+        sizes: Sequence[Sequence[int] | None],
+    ) -> Transit:
+        """Begin an all_gather of each, as one; they may change meanwhile."""
+        along = [
+            self._sizes(x, axis, dim, own)
+            for x, dim, own in zip(shards, dims, sizes, strict=True)
+        ]
+        layout = Layout.of(shards, dims, along)
+        me = self.coords[axis]
+        rows = layout.rows_for(shards, me)
+        ranks = self._enter("all_gather", (axis,), rows[me], dims=dims, sizes=sizes)
+        alone = len(ranks) == 1
+        receipt = Arrived(rows) if alone else self._start_gather(rows, ranks)
+        return Transit(receipt, layout.join)
+
+    def start_scatter(
+        self, wholes: Sequence[Tensor], axis: str, dims: Sequence[int]
+    ) -> Transit:
+        """Begin a reduce_scatter of each, as one; they may change meanwhile."""
+        ranks, me = self.ranks((axis,)), self.coords[axis]
+        along = [
+            balanced(x.shape[dim], len(ranks))
+            for x, dim in zip(wholes, dims, strict=True)
+        ]
+        layout = Layout.of(wholes, dims, along)
+        flat = layout.split(wholes)
+        self._enter("reduce_scatter", (axis,), flat, dims=dims)
+        receipt = (
+            Arrived(flat)
+            if len(ranks) == 1
+            else self._start_scatter_sum(flat, layout.counts, ranks)
+        )
+        return Transit(receipt, lambda row: layout.parts(row, me))
+
+    def wait(self, transit: Transit) -> list[Tensor]:
+        """The wholes of `start_gather`, or my shares of `start_scatter`."""
+        return transit.unpack(transit.receipt.wait())
+
     def reduce_ranks_(self, flat: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """Sum a contiguous buffer [...] in place over ranks, ascending, me included."""
         self._enter("reduce_ranks_", (), flat)
@@ -252,6 +293,23 @@ class Comm(Placement, ABC):
     def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Receipt:
         """x [n] to the rank after me in a ring of ranks, and [numel] from that before
         me."""
+
+    @abstractmethod
+    def _start_gather(self, rows: Tensor, ranks: tuple[int, ...]) -> Receipt:
+        """rows [n, ...], mine filled in; to be filled in when it is waited for."""
+
+    @abstractmethod
+    def _start_exchange(
+        self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
+    ) -> Receipt:
+        """`_exchange`; x stays as it is until the wait."""
+
+    def _start_scatter_sum(
+        self, x: Tensor, counts: list[int], ranks: tuple[int, ...]
+    ) -> Receipt:
+        """`_scatter_sum`; x stays as it is until the wait."""
+        mine = [counts[ranks.index(self.rank)]] * len(ranks)
+        return Summed(self._start_exchange(x, counts, mine, ranks), len(ranks))
 
     def _scatter_sum(
         self, x: Tensor, counts: list[int], ranks: tuple[int, ...]

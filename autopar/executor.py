@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.comm import Comm, Receipt
+from autopar.comm import Comm
+from autopar.receipts import Receipt
 from passes.mesh import TIME
 from passes.program import Program
 from passes.schedule import Action, Kind

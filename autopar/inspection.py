@@ -14,6 +14,7 @@ import torch
 
 from autopar.emitted import Message, Messages, sends_of, users_of
 from autopar.shards import local_shape
+from autopar.sharing import share_table, shares
 from autopar.tables import Table, count, ranges, seconds, size
 from passes.check_schedule import peak_in_flight
 from passes.cost import BACKWARD
@@ -85,7 +86,7 @@ def parameter_table(program: Program, every: bool = False) -> Table:
 
 def _gathering(program: Program, spec: ParameterSpec) -> str:
     """When a parameter that rests split becomes whole for its uses."""
-    when = "at each use" if program.plan.zero == 3 else "once a step"
+    when = "a block ahead" if program.plan.zero == 3 else "once a step"
     return when if spec.gathered else ""
 
 
@@ -129,7 +130,8 @@ def stage_table(program: Program) -> Table:
     return Table(
         f"stages: mesh {str(program.mesh) or 'of one rank'}, microbatches "
         f"{program.plan.microbatches}, recompute {program.plan.recompute}"
-        f"{_layout(program)}; "
+        f"{_layout(program)}"
+        f"{', optimizer on the CPU' if program.plan.offload else ''}; "
         "numbers are those of one rank",
         ("stage", "layers", "params", "bytes", "activations", "FLOPs", "sends", "time"),
         tuple(rows),
@@ -287,6 +289,7 @@ def report(program: Program, every: bool = False) -> str:
     tables = (parameter_table(program, every), stage_table(program))
     parts = [
         *map(str, tables),
+        *([str(share_table(program))] if program.plan.zero else ()),
         schedule_text(program),
         str(communication_table(program)),
     ]
@@ -301,6 +304,8 @@ def report_data(program: Program) -> dict[str, Any]:
         "microbatches": program.plan.microbatches,
         "zero": program.plan.zero,
         "zigzag": list(program.plan.zigzag),
+        "offload": program.plan.offload,
+        "shares": [asdict(share) for share in shares(program)],
         "parameters": [_parameter_data(n, p) for n, p in program.parameters.items()],
         "aliases": dict(program.aliases),
         "stages": [_stage_data(program, i) for i in range(len(program.stages))],

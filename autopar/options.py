@@ -32,7 +32,9 @@ class Options(TypedDict, total=False):
     "selective" leaves out spelled-out attention scores; see `passes.recompute`.
     zero: with 1, 2 or 3 each data parallel rank keeps only a share of the parameters,
     their gradients and the optimizer's state between steps; with 2 of gradients during
-    a step too, with 3 of everything at any time (FSDP); see `passes.rest`.
+    a step too, with 3 of everything at any time (FSDP); see `passes.rest`. On a mesh
+    "dp=2,fsdp=4" ranks share along fsdp, and dp replicates the shares.
+    offload: what an optimizer updates and keeps lies on the CPU; see `autopar.offload`.
     hints: `{"*.mlp.fc.weight": "ffn/tp"}`, see `passes.hints`.
     """
 
@@ -44,6 +46,7 @@ class Options(TypedDict, total=False):
     cp_layout: str | None
     recompute: str
     zero: int
+    offload: bool
     hints: Mapping[str, str] | None
 
 
@@ -70,7 +73,11 @@ def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
     decisions["hints"] = dict(decisions.get("hints") or {})
     hinted = any(hint.endswith("/cp") for hint in decisions["hints"].values())
     by_rows = where.axis_size("cp") > 1 and context_parallel != "ulysses"
-    usual = by_rows and not hinted
+    # Of parameters a rank rests one piece: shares over cp need a layout in one piece.
+    only_cp_shares = decisions.get("zero") and not any(
+        where.axis_size(axis) > 1 for axis in ("dp", "fsdp", "ep")
+    )
+    usual = by_rows and not hinted and not only_cp_shares
     decisions["zigzag"] = _zigzag(context_parallel, layout, usual)
     return Plan(where, split=split, **decisions)
 

@@ -1,63 +1,85 @@
-"""Shares of a tensor as the flat buffers that are sent, and put together again."""
+"""Several tensors in one message: where each of them lies, in and out.
+
+A rank's row is its parts of all tensors, one after the other.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 import torch
 from torch import Tensor
 
-from passes.shares import Pieces, extent
+Shape = tuple[int, ...]
 
 
-def sum_in_order(rows: Sequence[Tensor]) -> Tensor:
-    """A new tensor: the sum of two rows [...] or more, added first to last.
+@dataclass(frozen=True)
+class Layout:
+    """dims: of each tensor the one along which its parts lie. shapes: of each rank's
+    parts, by rank and tensor."""
 
-    A loop, because torch.sum over a dim may add in another order.
-    """
-    total = rows[0] + rows[1]
-    for row in rows[2:]:
-        total += row
-    return total
+    dims: tuple[int, ...]
+    shapes: tuple[tuple[Shape, ...], ...]
 
+    @classmethod
+    def of(
+        cls,
+        tensors: Sequence[Tensor],
+        dims: Sequence[int],
+        extents: Sequence[Sequence[int]],
+    ) -> Layout:
+        """tensors: wholes or parts of them. extents: of each, its parts' by rank."""
+        columns = [
+            [(*x.shape[:dim], extent, *x.shape[dim + 1 :]) for extent in along]
+            for x, dim, along in zip(tensors, dims, extents, strict=True)
+        ]
+        return cls(tuple(dims), tuple(zip(*columns, strict=True)))
 
-def padded(x: Tensor, dim: int, extent: int) -> Tensor:
-    """x, contiguous, and lengthened along dim to extent by values that are not read."""
-    if x.shape[dim] == extent:
-        return x.contiguous()
-    whole = x.new_empty(*x.shape[:dim], extent, *x.shape[dim + 1 :])
-    whole.narrow(dim, 0, x.shape[dim]).copy_(x)
-    return whole
+    @property
+    def counts(self) -> list[int]:
+        """Elements of each rank's row."""
+        return [sum(map(prod, own)) for own in self.shapes]
 
+    def parts(self, row: Tensor, rank: int) -> list[Tensor]:
+        """row [count or more] -> views of a rank's part of each tensor."""
+        shapes = self.shapes[rank]
+        starts = accumulate(map(prod, shapes), initial=0)
+        return [
+            row[start : start + prod(shape)].view(shape)
+            for shape, start in zip(shapes, starts, strict=False)
+        ]
 
-def packed(x: Tensor, dim: int, layout: Sequence[Pieces]) -> tuple[Tensor, list[int]]:
-    """x cut along dim into shares, one after the other in a flat buffer (which may be
-    x itself), and the number of elements of each."""
-    unit = prod(x.shape[:dim]) * prod(x.shape[dim + 1 :])
-    counts = [unit * extent(share) for share in layout]
-    if prod(x.shape[:dim]) == 1 and in_order(layout):
-        return x.contiguous().view(-1), counts
-    flat = x.new_empty(x.numel())
-    for share, room in zip(layout, flat.split(counts), strict=True):
-        lengths = [length for _, length in share]
-        shape = (*x.shape[:dim], sum(lengths), *x.shape[dim + 1 :])
-        parts = room.view(shape).split(lengths, dim) if lengths else ()
-        for piece, part in zip(share, parts, strict=True):
-            part.copy_(x.narrow(dim, *piece))
-    return flat, counts
+    def rows_for(self, shards: Sequence[Tensor], rank: int) -> Tensor:
+        """Room for all rows, as long as the longest [ranks, count]; mine filled in."""
+        rows = shards[0].new_empty(len(self.shapes), max(self.counts))
+        for part, shard in zip(self.parts(rows[rank], rank), shards, strict=True):
+            part.copy_(shard)
+        return rows
 
+    def join(self, rows: Tensor) -> list[Tensor]:
+        """rows [ranks, count] -> the wholes; a copy, but of a tensor that is alone."""
+        ranks = range(len(self.shapes))
+        if len(self.dims) == 1 and len(set(self.shapes)) == 1:
+            (dim,), (shape,) = self.dims, self.shapes[0]
+            if prod(shape[:dim]) == 1:
+                extent = shape[dim] * len(ranks)
+                return [rows.view(*shape[:dim], extent, *shape[dim + 1 :])]
+        by_rank = [self.parts(rows[r], r) for r in ranks]
+        return [
+            torch.cat(parts, dim)
+            for parts, dim in zip(zip(*by_rank, strict=True), self.dims, strict=True)
+        ]
 
-def joined(shards: Sequence[Tensor], dim: int, layout: Sequence[Pieces]) -> Tensor:
-    """The transpose of `packed`: the rows of all shares, in their order in the dim."""
-    found = []
-    for share, shard in zip(layout, shards, strict=True):
-        lengths = [length for _, length in share]
-        parts = shard.split(lengths, dim) if lengths else ()
-        found += [(begin, part) for (begin, _), part in zip(share, parts, strict=True)]
-    return torch.cat([part for _, part in sorted(found, key=lambda p: p[0])], dim)
-
-
-def in_order(layout: Sequence[Pieces]) -> bool:
-    """Whether the shares, one after the other, are the dim as it is."""
-    return all(len(share) < 2 for share in layout)
+    def split(self, wholes: Sequence[Tensor]) -> Tensor:
+        """The rows of all ranks, one after the other: [sum of counts], a copy."""
+        flat = wholes[0].new_empty(sum(self.counts))
+        begins = [0] * len(wholes)
+        for rank, row in enumerate(flat.split(self.counts)):
+            for i, part in enumerate(self.parts(row, rank)):
+                extent = part.shape[self.dims[i]]
+                part.copy_(wholes[i].narrow(self.dims[i], begins[i], extent))
+                begins[i] += extent
+        return flat

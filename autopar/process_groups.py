@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.comm import Comm, CommError, Receipt
+from autopar.comm import Comm, CommError
+from autopar.receipts import Receipt
 from passes.mesh import Mesh
 
 # Renamed in torch 2.13, where the old names warn.
@@ -102,9 +103,7 @@ class ProcessComm(Comm):
     def _scatter_sum(
         self, x: Tensor, counts: list[int], ranks: tuple[int, ...]
     ) -> Tensor:
-        # On gloo a reduce-scatter is a whole all-reduce: the exchange is faster, and
-        # adds in rank order. NCCL's own needs even counts.
-        if x.device.type == "cpu" or min(counts) != max(counts):
+        if self._by_exchange(x, counts):
             return super()._scatter_sum(x, counts, ranks)
         out = x.new_empty(counts[0])
         _reduce_scatter(out, x, group=self._group(ranks))
@@ -122,6 +121,32 @@ class ProcessComm(Comm):
             ]
         )
         return _Shift(works, x, out)
+
+    def _start_gather(self, rows: Tensor, ranks: tuple[int, ...]) -> Receipt:
+        mine, group = rows[ranks.index(self.rank)], self._group(ranks)
+        work = _all_gather(rows.view(-1), mine, group, async_op=True)
+        return _Transfer(work, rows)
+
+    def _start_exchange(
+        self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
+    ) -> Receipt:
+        out, group = x.new_empty(sum(counts)), self._group(ranks)
+        work = dist.all_to_all_single(out, x, counts, sent, group, async_op=True)
+        return _Transfer(work, out, x)
+
+    def _start_scatter_sum(
+        self, x: Tensor, counts: list[int], ranks: tuple[int, ...]
+    ) -> Receipt:
+        if self._by_exchange(x, counts):
+            return super()._start_scatter_sum(x, counts, ranks)
+        out = x.new_empty(counts[0])
+        work = _reduce_scatter(out, x, group=self._group(ranks), async_op=True)
+        return _Transfer(work, out, x)
+
+    def _by_exchange(self, x: Tensor, counts: list[int]) -> bool:
+        """On gloo a reduce-scatter is a whole all-reduce: the exchange is faster, and
+        adds in rank order. NCCL's own needs even counts."""
+        return x.device.type == "cpu" or min(counts) != max(counts)
 
     def _send(self, x: Tensor, to_rank: int, tag: int) -> Receipt:
         while self._sends and self._sends[0].done():
@@ -160,17 +185,20 @@ class _Shift(Receipt):
 
 
 class _Transfer(Receipt):
-    """A message of torch.distributed, which keeps its tensor until it is done."""
+    """A message of torch.distributed, which keeps its tensors until it is done.
 
-    def __init__(self, work: dist.Work, x: Tensor) -> None:
+    x: what arrives, or leaves. source: what it is made of.
+    """
+
+    def __init__(self, work: dist.Work, x: Tensor, source: Tensor | None = None):
         self._work: dist.Work | None = work
-        self._x = x
+        self._x, self._source = x, source
 
     def wait(self) -> Tensor:
         # Gloo's second wait for one send would never end.
         if self._work is not None:
             self._work.wait()
-            self._work = None
+            self._work = self._source = None
         return self._x
 
     def done(self) -> bool:

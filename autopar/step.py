@@ -19,6 +19,7 @@ from autopar.compiler import compile_offline
 from autopar.executor import Executor
 from autopar.initialize import local_state
 from autopar.match import check_model, check_names, check_same, checked_batch
+from autopar.offload import Host
 from autopar.options import Options, make_plan
 from autopar.process_groups import ProcessComm
 from autopar.shards import owns, put_shard, take_shard
@@ -101,6 +102,7 @@ class Step:
         # Fields that are no tensors: their values are part of what was compiled.
         self._fixed: dict[str, Any] = {}
         self._executor: Executor | None = None
+        self._host: Host | None = None
         _join(plan.mesh, timeout)
         self.device = torch.device(device) if device else _default_device()
 
@@ -114,7 +116,13 @@ class Step:
         if self._executor is None:
             self.build(**batch)
         assert self._executor is not None
-        return self._executor.step(self._tensors(batch))
+        tensors = self._tensors(batch)
+        if self._host is None:
+            return self._executor.step(tensors)
+        self._host.upload()
+        loss = self._executor.step(tensors)
+        self._host.download()
+        return loss
 
     def evaluate(self, **batch: Any) -> Tensor:
         """Loss of the global batch without dropout, forward only; on every rank.
@@ -122,6 +130,8 @@ class Step:
         The same as of the model in `.eval()`, if dropout is all that this changes.
         """
         executor = self.executor  # raises if there is nothing to evaluate yet
+        if self._host is not None:
+            self._host.upload()
         return executor.evaluate(self._tensors(batch))
 
     def build(self, **batch: Any) -> Step:
@@ -144,6 +154,7 @@ class Step:
             program, self._model, self.comm.rank, self.device, self._seed
         )
         self._executor = Executor(program, self.comm, parameters, buffers, self._seed)
+        self._host = Host(parameters) if program.plan.offload else None
         self.names, self.unused = _remember(self._model, program, buffers)
         for note in program.notes if self.comm.rank == 0 else ():
             LOG.warning(note)
@@ -197,12 +208,13 @@ class Step:
         return self._plan if self._executor is None else self.program.plan
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's shards, for any torch.optim optimizer."""
-        yield from self.executor.parameters.values()
+        """This rank's shards, for any torch.optim optimizer; see `offload`."""
+        yield from dict(self.named_parameters()).values()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The same, with the model's own names."""
-        yield from self.executor.parameters.items()
+        held = self.executor if self._host is None else self._host
+        yield from held.parameters.items()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -218,12 +230,14 @@ class Step:
                 continue
             grads.append(p.grad)
             if self.owns(name):
-                total += torch.linalg.vector_norm(p.grad, dtype=torch.float64) ** 2
+                norm = torch.linalg.vector_norm(p.grad, dtype=torch.float64)
+                total += norm.to(total.device) ** 2
         self.comm.reduce_ranks_(total, self._everyone())
         norm = total.sqrt()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for bucket in self.executor.buckets:
-            bucket.flat.mul_(scale.to(bucket.flat.dtype))
+        flats = [bucket.flat for bucket in self.executor.buckets]
+        for grad in flats if self._host is None else grads:
+            grad.mul_(scale.to(grad))
         return norm
 
     def owns(self, name: str) -> bool:
@@ -241,7 +255,7 @@ class Step:
 
         All ranks must call it, and all get everything. Loads into the plain model.
         """
-        held = self.executor.parameters
+        held = dict(self.named_parameters())
         program = self.program
         found = {n: t.clone() for n, t in self.unused.items()}
         for name, spec in program.parameters.items():

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from autopar.baton import Baton, Stopped
-from autopar.comm import Comm, CommError, Receipt
-from autopar.packing import sum_in_order
+from autopar.comm import Comm, CommError
+from autopar.receipts import Arrived, Receipt, sum_in_order
 from passes.graph import DTYPES
 from passes.mesh import Mesh
 
@@ -121,18 +121,20 @@ class VirtualComm(Comm):
         x.copy_(self._meet(ranks, x, reduce))
 
     def _gather(self, x: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        def gather(shards: list[Tensor]) -> list[Tensor]:
-            return [torch.stack(shards) for _ in shards]
-
-        return self._meet(ranks, x, gather)
+        return self._meet(ranks, x, _stacked)
 
     def _exchange(
         self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
     ) -> Tensor:
-        def exchange(rows: list[tuple[Tensor, ...]]) -> list[Tensor]:
-            return [torch.cat(parts) for parts in zip(*rows, strict=True)]
+        return self._meet(ranks, x.split(sent), _exchanged)
 
-        return self._meet(ranks, x.split(sent), exchange)
+    def _start_gather(self, rows: Tensor, ranks: tuple[int, ...]) -> Receipt:
+        return self._join(ranks, rows[ranks.index(self.rank)], _stacked)
+
+    def _start_exchange(
+        self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
+    ) -> Receipt:
+        return self._join(ranks, x.split(sent), _exchanged)
 
     def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Receipt:
         def shift(rows: list[Tensor]) -> list[Tensor]:
@@ -141,7 +143,7 @@ class VirtualComm(Comm):
         found = self._meet(ranks, x, shift)
         if found.numel() != numel:
             raise CommError(f"a shift brings {found.numel()} elements, not {numel}")
-        return _Arrived(found)
+        return Arrived(found)
 
     def _send(self, x: Tensor, to_rank: int, tag: int) -> Receipt:
         self._sends = [sent for sent in self._sends if not sent.done]
@@ -172,7 +174,25 @@ class VirtualComm(Comm):
         value: Any,
         compute: Callable[[list[Any]], list[Any]],
     ) -> Any:
-        return self._world.meet(self.rank, ranks, self._call, value, compute)
+        return self._join(ranks, value, compute).wait()
+
+    def _join(
+        self,
+        ranks: tuple[int, ...],
+        value: Any,
+        compute: Callable[[list[Any]], list[Any]],
+    ) -> _Joined:
+        return self._world.join(self.rank, ranks, self._call, value, compute)
+
+
+def _stacked(shards: list[Tensor]) -> list[Tensor]:
+    """What each rank gets of a gather."""
+    return [torch.stack(shards) for _ in shards]
+
+
+def _exchanged(rows: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    """What each rank gets, where each brings parts for all."""
+    return [torch.cat(parts) for parts in zip(*rows, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -210,14 +230,20 @@ class _Meeting:
     results: dict[int, Any] = field(default_factory=dict)
 
 
-@dataclass
-class _Arrived(Receipt):
-    """A transfer that is done."""
+class _Joined(Receipt):
+    """One rank's part in a collective that may still wait for other ranks."""
 
-    x: Tensor
+    def __init__(
+        self, world: _World, rank: int, ranks: tuple[int, ...], key: Any, call: _Call
+    ) -> None:
+        self.world, self.rank, self.ranks, self.key = world, rank, ranks, key
+        self.call = call
 
-    def wait(self) -> Tensor:
-        return self.x
+    def wait(self) -> Any:
+        return self.world.leave(self)
+
+    def __str__(self) -> str:
+        return str(self.call)
 
 
 class _Message(Receipt):
@@ -253,6 +279,8 @@ class _World:
         self.mesh = mesh
         self.baton = Baton(mesh.size, self._deadlock)
         self._meetings: defaultdict[Any, _Meeting] = defaultdict(_Meeting)
+        # Parts in collectives that nobody has waited for yet.
+        self._joined: dict[tuple[int, Any], _Joined] = {}
         self._met: Counter[tuple[int, tuple[int, ...]]] = Counter()
         # By (sender, receiver): the ends whose other end is not there yet, all alike.
         self._posted: defaultdict[tuple[int, int], deque[_Message]] = defaultdict(deque)
@@ -261,28 +289,27 @@ class _World:
         coords = ", ".join(f"{k}={v}" for k, v in self.mesh.coords(rank).items())
         return f"rank {rank} ({coords})"
 
-    def meet(
+    def join(
         self,
         rank: int,
         ranks: tuple[int, ...],
         call: _Call,
         value: Any,
         compute: Callable[[list[Any]], list[Any]],
-    ) -> Any:
-        """Bring a value to the next collective of these ranks; give this rank's result.
+    ) -> _Joined:
+        """Bring a value to the next collective of these ranks; `leave` it for a result.
 
         compute: from the values to the results, both in rank order. It is called once,
-        before any of the ranks goes on and may change its value.
+        when the last rank is there: until it has left a rank must not change its value.
         """
         self.baton.check()
         key = (ranks, self._met[rank, ranks])
         self._met[rank, ranks] += 1
         meeting = self._meetings[key]
         meeting.calls[rank], meeting.values[rank] = call, value
-        if len(meeting.calls) < len(ranks):
-            self.baton.wait(rank, key, lambda: _absent(call, ranks, meeting))
-        else:
-            del self._meetings[key]
+        joined = _Joined(self, rank, ranks, key, call)
+        self._joined[rank, key] = joined
+        if len(meeting.calls) == len(ranks):
             if any(other.common() != call.common() for other in meeting.calls.values()):
                 text = "ranks meet, but do not make the same call"
                 lines = (f"{self.name(r)}  {meeting.calls[r]}" for r in ranks)
@@ -290,7 +317,19 @@ class _World:
             results = compute([meeting.values[r] for r in ranks])
             meeting.results.update(zip(ranks, results, strict=True))
             self.baton.wake(key)
-        return meeting.results.pop(rank)
+        return joined
+
+    def leave(self, joined: _Joined) -> Any:
+        """This rank's result, once all have joined."""
+        rank, key, ranks = joined.rank, joined.key, joined.ranks
+        meeting = self._meetings[key]
+        if not meeting.results:
+            self.baton.wait(rank, key, lambda: _absent(joined.call, ranks, meeting))
+        del self._joined[rank, key]
+        result = meeting.results.pop(rank)
+        if not meeting.results:
+            del self._meetings[key]
+        return result
 
     def post(self, end: _Message) -> None:
         """Deliver a message if its other end is there, else keep this end for it."""
@@ -315,11 +354,16 @@ class _World:
         self.baton.stop(Mismatch(_listed(text, lines)))
 
     def check_messages(self) -> None:
-        """Raise Mismatch if a send or a recv has not met its other end."""
+        """Raise Mismatch if a send or a recv has not met its other end, or nobody has
+        waited for a collective."""
         lines = [
             f"{self.name(end.rank)}  {end}"
             for posted in self._posted.values()
             for end in posted
+        ]
+        lines += [
+            f"{self.name(j.rank)}  {j}"
+            for _, j in sorted(self._joined.items(), key=lambda j: j[0][0])
         ]
         if lines:
             raise Mismatch(_listed("the ranks are done, but messages are left", lines))

@@ -10,6 +10,7 @@
     differentiate       LocalStage  its forward and backward, collectives transposed
     recompute                     what the backward makes again instead of keeping it
     split_backward                the halves that zero-bubble schedules want
+    overlap                       parameters' collectives, while something else computes
     reuse                         results written over what nobody reads any more
     emit                text      readable Python
     pipeline            Program   all of these in turn, and what ranks must know
@@ -20,7 +21,7 @@ What they stand on:
     notation, rules, linearity, probe, formulas, atoms, origins    how dims flow
     functionalize, call_model, loss, fuse, spell_attention, spell_experts  spellings
     choose_names                                                   names for dims
-    rest, shares                                                   who holds what
+    rest, shares, collectives                                      who holds what
     ring                                                           attention on a ring
     vjp, traced_vjp, tape                                          derivatives
     cost, footprint, notes                                         what a plan is worth

@@ -15,6 +15,7 @@ from passes.fuse import drop_identities, fuse_bias, spell_masks
 from passes.graph import Builder, Node, Value
 from passes.localize import Localizer
 from passes.name_dims import Dims
+from passes.overlap import by_layer, by_size, gather_ahead, scatter_behind
 from passes.recompute import recompute
 from passes.rest import find_gathered, gather_again
 from passes.reuse import reuse
@@ -117,14 +118,14 @@ def differentiate(
         parts["prologue"] += writer.take_gathers(standing)
     writer.make_again(policy, {v.name for v in ends}, stage.dims, standing)
     elsewhere = standing | {v.name for n in parts["prologue"] for v in n.results}
-    elsewhere |= {v.name for v in sources["inputs"]}
-    elsewhere |= {v.name for v in writer.tape.grads.values()}
+    elsewhere |= {v.name for v in (*sources["inputs"], *writer.tape.grads.values())}
     saved = writer.saved(elsewhere, d_receives)
     if halves:
         batch = (*sources["inputs"], *sources["receives"])
         writer.split(batch, (*parts["prologue"], *forward), d_receives)
     kept = _operands(writer.weight_half, elsewhere)
     returned = {v.name for v in (*d_receives, *kept) if v}
+    writer.overlap(standing, returned)
     return LocalStage(
         stage=stage,
         setup=tuple(parts["setup"]),
@@ -286,7 +287,7 @@ class _Writer:
         makers = {id(n) for n in find_gathered(self.forward, standing).values()}
         taken = [n for n in self.forward if id(n) in makers]
         self.forward = [n for n in self.forward if id(n) not in makers]
-        return taken
+        return gather_ahead(taken, standing, by_size, self.tape.builder)
 
     def saved(
         self, elsewhere: set[str], outputs: tuple[Value | None, ...]
@@ -328,6 +329,19 @@ class _Writer:
         found = {dy.name for name, dy in self.cotangents.items() if name in dependent}
         found.update(v.name for v in outputs if v)
         self.backward, self.weight_half = split_backward(self.backward, found)
+
+    def overlap(self, standing: Collection[str], returned: Collection[str]) -> None:
+        """Let collectives of parameters run while something else is computed."""
+        builder = self.tape.builder
+
+        def both(nodes: list[Node], keep: Collection[str]) -> list[Node]:
+            nodes = gather_ahead(nodes, standing, by_layer, builder)
+            return scatter_behind(nodes, keep, by_layer, builder)
+
+        self.forward = gather_ahead(self.forward, standing, by_layer, builder)
+        self.backward = both(self.backward, returned)
+        self.weight_half = both(self.weight_half, ())
+        self.epilogue = scatter_behind(self.epilogue, (), by_size, builder)
 
     def texts(self, stage: Stage) -> dict[str, str]:
         """Named dims of each value; a cotangent lies as its value does."""

@@ -196,7 +196,10 @@ class _Emitter:
         outs = ["_" if v is None else self.name(v) for v in node.outs]
         while outs and outs[-1] == "_" and len(outs) > 1 and not _returns_many(node):
             outs.pop()
-        text = f"{', '.join(outs)} = {call}" if outs else call
+        left = ", ".join(outs)
+        if node.op == "comm.wait":  # a list, of one tensor too
+            left = f"[{left}]"
+        text = f"{left} = {call}" if outs else call
         dims = [self.stage.texts.get(v.name, "") for v in node.results]
         notes = [d for d in dict.fromkeys(dims) if d]
         where = str(node.where)

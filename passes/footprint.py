@@ -10,13 +10,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from passes.collectives import collective
 from passes.differentiate import LocalStage
 from passes.graph import Node
 from passes.rest import find_gathered
 from passes.reuse import find_owners
 from passes.ring import passed_round, ring_of, workspace
-
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,8 @@ class Footprint:
     that a forward, or a backward with what it was given, has alive at once. Where the
     backward is split, that is of either half; kept: what one half keeps for the other.
     step: of parameters that are gathered for a whole step, and of gradients whole as
-    long.
+    long. edges: the most before the first forward or after the last backward, when some
+    of these are in messages too.
     """
 
     saved: int
@@ -50,11 +50,13 @@ class Footprint:
     backward_peak: int
     kept: int
     step: int
+    edges: int = 0
 
     def most(self, in_flight: int) -> int:
         """Bytes at most, with this many microbatches between forward and backward."""
         waiting = (in_flight - 1) * max(self.saved, self.kept)
-        return waiting + max(self.forward_peak, self.backward_peak) + self.step
+        within = waiting + max(self.forward_peak, self.backward_peak) + self.step
+        return max(within, self.edges)
 
 
 def footprint(local: LocalStage) -> Footprint:
@@ -78,11 +80,13 @@ def footprint(local: LocalStage) -> Footprint:
     left = {root: sizes[root] for root in held.values()}
     weight = _peak(local.weight_half or (), left, (), held)
     kept = sum(left.values())
-    return Footprint(saved, forward, max(backward, weight), kept, _whole(local))
+    step, edges = _whole(local)
+    return Footprint(saved, forward, max(backward, weight), kept, step, edges)
 
 
-def _whole(local: LocalStage) -> int:
-    """Bytes of what is whole for a step, though a share of it rests."""
+def _whole(local: LocalStage) -> tuple[int, int]:
+    """Bytes of what is whole for a step, though a share of it rests; and the most at
+    both ends of the step."""
     once = (*local.setup, *local.prologue)
     owners, sizes = find_owners(once), _sizes(once)
     rests = {v.name for v in (*local.params, *local.buffers, *local.constants)}
@@ -92,7 +96,10 @@ def _whole(local: LocalStage) -> int:
     later = (*local.forward, *local.whole_backward, *local.epilogue)
     read = {v.name for n in later for v in n.operands}
     roots = {owners[name] for name in gathered if name in owners and name in read}
-    return sum(sizes[root] for root in roots) + sum(v.bytes for v in local.wholes)
+    grads = sum(v.bytes for v in local.wholes)
+    step = sum(sizes[root] for root in roots) + grads
+    begin = _peak(local.prologue, {}, read) + grads
+    return step, max(begin, step + _peak(local.epilogue, {}, ()))
 
 
 def _sizes(nodes: Iterable[Node]) -> dict[str, int]:
@@ -143,16 +150,13 @@ def communication(local: LocalStage) -> list[Communication]:
         calls: Counter[tuple[str, tuple[str, ...]]] = Counter()
         moved: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for node in nodes:
-            kind = node.op.removeprefix("comm.")
             if (ring := ring_of(node)) is not None:
                 count, size = passed_round(node)
                 calls["shift", (ring,)] += count
                 moved["shift", (ring,)] += size
-            elif kind in COLLECTIVES:
-                axes = node.args[1]
-                key = (kind, (axes,) if isinstance(axes, str) else tuple(axes))
+            elif key := collective(node):
                 calls[key] += 1
-                moved[key] += node.operands[0].bytes
+                moved[key] += sum(v.bytes for v in node.operands)
         for v in handed:
             if v is not None:
                 calls["send", ("pp",)] += 1

@@ -35,6 +35,17 @@ def make_schedule(
     return SCHEDULES[name](ranks, microbatches, stages_per_rank)
 
 
+def naive(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    """One rank at a time (Huang 2019, arXiv:1811.06965, figure 2b).
+
+    A microbatch goes all the way there and back before the next one begins: p - 1 of p
+    ranks are idle at any time, and one microbatch is in flight. To compare with.
+    """
+    _one_stage_a_rank("naive", stages_per_rank)
+    phases = [(microbatches, "F0 B0")]
+    return _in_phases("naive", microbatches, range(ranks), [phases] * ranks)
+
+
 def gpipe(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     """All forwards, then all backwards (Huang 2019, arXiv:1811.06965, figure 2c).
 
@@ -175,6 +186,7 @@ def zero_bubble_v(ranks: int, microbatches: int, stages_per_rank: int) -> Schedu
 
 # (ranks, microbatches, stages_per_rank) -> compute actions of every rank
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
+    "naive": naive,
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
     "interleaved": interleaved,

@@ -14,8 +14,9 @@ from math import prod
 
 from passes.errors import AutoparError
 
-AXES = ("pp", "dp", "cp", "ep", "tp")
-"""The axes a mesh may have: pipeline, data, context, expert and tensor parallel."""
+AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
+"""The axes a mesh may have: pipeline, data, sharing data (see `passes.rest`), context,
+expert and tensor parallel."""
 
 TIME = "time"
 """The axis of microbatches: it splits dims like any other, but no rank lies on it."""

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
 
+from passes.collectives import collective
 from passes.cost import Costs
 from passes.differentiate import LocalStage, differentiate
 from passes.emit import emit
 from passes.errors import BatchError
-from passes.footprint import COLLECTIVES, communication, footprint
+from passes.footprint import communication, footprint
 from passes.graph import Value
 from passes.insert_collectives import Lowered, insert_collectives
 from passes.mesh import TIME
@@ -218,12 +219,7 @@ def _specs(staged: Staged, values: tuple[Value, ...]) -> dict[str, ParameterSpec
 
 def _groups(locals_: list[LocalStage]) -> tuple[tuple[str, ...], ...]:
     """The sets of axes that collectives run over, each once, in a fixed order."""
-    found = set()
-    for local in locals_:
-        for node in local.nodes:
-            if (ring := ring_of(node)) is not None:
-                found.add((ring,))
-            elif node.op.removeprefix("comm.") in COLLECTIVES:
-                axes = node.args[1]
-                found.add((axes,) if isinstance(axes, str) else tuple(axes))
-    return tuple(sorted(found))
+    nodes = [node for local in locals_ for node in local.nodes]
+    sent = {found[1] for node in nodes if (found := collective(node))}
+    rings = {(ring,) for node in nodes if (ring := ring_of(node)) is not None}
+    return tuple(sorted(sent | rings))

@@ -21,6 +21,7 @@ FORMAT = 1
 # splits samples as dp does, but experts where they work (Lepikhin 2020).
 SPLIT: dict[str, tuple[str, ...]] = {
     "dp": ("batch",),
+    "fsdp": ("batch",),
     "cp": ("seq",),
     "ep": ("weights:experts", "expert_linear:experts", "batch"),
     "tp": ("heads", "kv_heads", "q_per_kv", "ffn", "vocab", "seq"),
@@ -59,6 +60,7 @@ class Plan:
     zero: what data parallel ranks share out, 0 to 3, see `passes.rest`.
     zigzag: axes whose ranks hold of a dim a piece from its front and the mirror image
     from its back, instead of one piece, and of parameters all: see `passes.shares`.
+    offload: whether an optimizer updates copies on the CPU, see `autopar.offload`.
     """
 
     mesh: Mesh
@@ -71,6 +73,7 @@ class Plan:
     recompute: str = "none"
     zero: int = 0
     zigzag: tuple[str, ...] = ()
+    offload: bool = False
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -102,6 +105,22 @@ class Plan:
                     f"zigzag has {axis!r}, which splits no sequence",
                     fix="name axes that split one, as in ('cp',)",
                 )
+        self._check_shares()
+
+    def _check_shares(self) -> None:
+        """ZeRO needs ranks to share out to, and an axis fsdp something to share out."""
+        if self.zero and not any(self._holds_alike(a) for a, _ in self.mesh.axes):
+            raise PlanError(
+                f"zero={self.zero}, but mesh '{self.mesh}' has no axis whose ranks "
+                "hold the same parameters",
+                fix="add an axis of data parallel ranks, as dp=2, or use zero=0"
+                + (", or cp_layout='contiguous'" if self.zigzag else ""),
+            )
+        if not self.zero and self.mesh.axis_size("fsdp") > 1:
+            raise PlanError(
+                f"mesh '{self.mesh}' has an axis fsdp, but zero=0 shares nothing out",
+                fix="use zero=1, 2 or 3, or name the axis dp",
+            )
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -121,8 +140,24 @@ class Plan:
 
     @property
     def rest_axes(self) -> tuple[str, ...]:
-        """The axes over which parameters are split while nothing computes with them."""
-        return tuple(a for a in self.data_axes if self.zero and a != TIME)
+        """The axes over which parameters are split while nothing computes with them.
+
+        Those whose ranks would all hold the same. Where the mesh has an axis fsdp, what
+        dp ranks hold stays the same: they replicate the shares (hybrid sharding, Zhao
+        2023, arXiv:2304.11277, section 3.2.2).
+        """
+        replicated = ("dp",) if "fsdp" in dict(self.mesh.axes) else ()
+        alike = (a for a in self.axes if self._holds_alike(a) and a not in replicated)
+        return tuple(alike) if self.zero else ()
+
+    def _holds_alike(self, axis: str) -> bool:
+        """Whether ranks of a mesh axis have other samples or tokens, and would hold the
+        same parameters (but experts, which lie as they are used).
+
+        Ranks whose rows lie in zigzag share no parameters: theirs lie in one piece."""
+        if axis == "cp":
+            return axis not in self.zigzag
+        return axis != TIME and "batch" in self.split.get(axis, ())
 
     @property
     def stages(self) -> int:
@@ -176,6 +211,7 @@ KINDS: dict[str, type] = {
     "recompute": str,
     "zero": int,
     "zigzag": list,
+    "offload": bool,
 }
 
 

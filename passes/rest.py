@@ -8,8 +8,8 @@ gradient comes back by reduce-scatter. The stages of ZeRO differ in when:
 | zero | parameters: whole, gathered         | gradients: whole, scattered      |
 |------|-------------------------------------|----------------------------------|
 | 1    | during a step, before it            | during a step, at its end        |
-| 2    | during a step, before it            | one at a time, in each backward  |
-| 3    | one at a time, forward and backward | one at a time, in each backward  |
+| 2    | during a step, before it            | by block, in each backward       |
+| 3    | by block, forward and backward      | by block, in each backward       |
 
 Between steps the parameters, their gradients and what an optimizer keeps of them are
 shares with all three.
@@ -25,6 +25,7 @@ from passes.name_dims import Dims
 from passes.sharding import Sharding
 
 GATHER = "comm.all_gather"
+GATHERS = (GATHER, "comm.start_gather")
 
 
 def rest_split(
@@ -62,7 +63,7 @@ def find_gathered(nodes: Iterable[Node], given: Collection[str]) -> dict[str, No
         names = [v.name for v in node.operands]
         if names and all(n in given or n in makers for n in names):
             makers.update((v.name, node) for v in node.results)
-            if node.op == GATHER or any(n in needed for n in names):
+            if node.op in GATHERS or any(n in needed for n in names):
                 needed.update(v.name for v in node.results)
     for name in reversed(makers):
         if name in needed:

@@ -37,7 +37,11 @@ def small_program(
     schedule: str = "1f1b",
     stages_per_rank: int = 1,
     zero: int = 0,
+    offload: bool = False,
 ) -> Program:
     model, batch = build(CONFIG, BATCH)
-    plan = Plan(Mesh.parse(mesh), microbatches, schedule, stages_per_rank, zero=zero)
+    plan = Plan(
+        Mesh.parse(mesh), microbatches, schedule, stages_per_rank,
+        zero=zero, offload=offload,
+    )  # fmt: skip
     return autopar.compile_offline(model, batch, plan, costs=Costs())

@@ -60,15 +60,28 @@ def test_compile_inspect_verify(
     assert "PASSED" in out(capsys)
 
 
+def test_microbatches_and_the_batch_count_all_ranks_with_samples(
+    tmp_path: Path,
+) -> None:
+    where = tmp_path / "p"
+    mesh = ["--mesh", "pp=2,dp=2,fsdp=2,ep=2", "--zero", "1", "--seq", "8", "--meta"]
+    tiny = "hf:gpt2?n_layer=2,n_embd=16,n_head=2,vocab_size=64,n_positions=8"
+    assert main(["compile", tiny, *mesh, "-o", str(where)]) == 0
+    program = load_plan(where).program
+    assert program.batch_extent == 4 * 2 * 8 and program.plan.microbatches == 8
+
+
 def test_options_become_decisions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec, where = model_file(tmp_path), str(tmp_path / "p")
     options = ["--schedule", "gpipe", "--hint", "*.mlp.up.weight=ffn/tp", "--seed", "5"]
-    more = ["--no-sequence-parallel", "--zero", "3", "--meta", "--json", "-o", where]
+    more = ["--no-sequence-parallel", "--zero", "3", "--offload", "--meta", "--json"]
+    more += ["-o", where]
     assert main(["compile", spec, "--mesh", "dp=2,tp=2", *options, *more]) == 0
     data = json.loads(out(capsys))
     assert data["mesh"] == "dp=2,tp=2" and data["zero"] == 3
+    assert data["offload"]
     assert data["schedule"]["name"] == "gpipe"
     stored = load_plan(where)
     plan = stored.program.plan

@@ -76,6 +76,52 @@ def check_gather_and_scatter(comm):
             equal(comm.reduce_scatter(rows[i], "tp", dim - len(shape)), total)
 
 
+def check_several_at_once(comm):
+    """As one by one, whatever happens to the tensors meanwhile."""
+    n, i = comm.mesh.axis_size("tp"), comm.coords["tp"]
+    for extent in EXTENTS:
+        shapes = [(extent, 3), (2, extent), (extent,), (2, extent, 2)]
+        dims, sizes = [0, 1, 0, 1], balanced(extent, n)
+        for count in (1, 4):
+            wholes = [whole(seed, *s) for seed, s in enumerate(shapes[:count])]
+            shards = [
+                comm.shard(x, "tp", d).clone()
+                for x, d in zip(wholes, dims, strict=False)
+            ]
+            even = None if min(sizes) == max(sizes) else sizes
+            gathering = comm.start_gather(shards, "tp", dims[:count], [even] * count)
+            for x in shards:
+                x.zero_()
+            mine = [x * (i + 1) for x in wholes]
+            scattering = comm.start_scatter(mine, "tp", dims[:count])
+            want = [
+                comm.reduce_scatter(x, "tp", d)
+                for x, d in zip(mine, dims, strict=False)
+            ]
+            for x in mine:
+                x.zero_()
+            for got, x in zip(comm.wait(gathering), wholes, strict=True):
+                equal(got, x)
+            for got, x in zip(comm.wait(scattering), want, strict=True):
+                assert torch.equal(got, x)
+
+
+def check_who_starts_does_not_wait(comm):
+    """The second rank starts only when it hears that the first one has started."""
+    ranks, i = comm.ranks(("tp",)), comm.coords["tp"]
+    x = torch.full((3,), float(comm.rank), dtype=torch.float64)
+    if i == 1:
+        comm.recv((1,), torch.float32, ranks[0], 9).wait()
+    gathering = comm.start_gather([x], "tp", [0], [None])
+    scattering = comm.start_scatter([x.repeat(len(ranks))], "tp", [0])
+    if i == 0:
+        comm.send(torch.ones(1), ranks[1], 9)
+    rows = torch.tensor(ranks, dtype=torch.float64)
+    equal(comm.wait(scattering)[0], rows.sum().repeat(3))
+    equal(comm.wait(gathering)[0], rows.repeat_interleave(3))
+    comm.flush()
+
+
 def check_all_to_all(comm):
     n = comm.mesh.axis_size("tp")
     for rows in EXTENTS:
@@ -254,6 +300,8 @@ def some_step(comm, bits):
     x = whole(comm.rank, 8, 5, dtype=torch.float32)
     gathered = comm.all_gather(x, "tp", 1)
     scattered = comm.reduce_scatter(gathered.sin(), "tp", 0)
+    transit = comm.start_scatter([gathered.cos(), gathered], "tp", [0, 1])
+    bits.extend(part.sum().item() for part in comm.wait(transit))
     moved = comm.all_to_all(scattered.repeat(2, 1), "tp", 0, 1)
     bits.append(comm.all_reduce(moved.exp(), ("tp",), op="max").sum().item())
     return bits
@@ -288,6 +336,8 @@ def test_one_rank_needs_no_process_group():
     assert comm.all_reduce(x, ("tp",)) is not x
     equal(comm.all_gather(x, "tp", 0), x)
     equal(comm.reduce_scatter(x, "cp", 0), x)
+    equal(comm.wait(comm.start_gather([x], "tp", [0], [None]))[0], x)
+    equal(comm.wait(comm.start_scatter([x], "tp", [0]))[0], x)
     equal(comm.all_to_all(x, "tp", 0, 1), x)
     assert comm.gather_object(3) == [3]
     assert comm.broadcast_object(3) == 3

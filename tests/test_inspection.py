@@ -30,8 +30,8 @@ from examples.gpt import build
 from passes.mesh import MeshError
 from passes.simulate_schedule import grid
 
-SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("looped-bfs", 2)]
-SCHEDULES += [("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)]
+SCHEDULES = [("naive", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]
+SCHEDULES += [("looped-bfs", 2), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)]
 
 
 def test_fused_qkv_is_named_without_invented_names() -> None:
@@ -86,11 +86,41 @@ def test_it_is_shown_where_parameters_rest_and_when_they_are_gathered() -> None:
     rows = {row[0]: row for row in table.rows}
     assert parameter_table(small_program("dp=2", zero=2)).rows[0][4] == "once a step"
     up = rows["blocks.0-1.mlp.up.weight"]
-    assert up[2] == "ffn/tp/dp embed" and up[4] == "at each use"
+    assert up[2] == "ffn/tp/dp embed" and up[4] == "a block ahead"
     assert max(map(len, report(program).splitlines())) <= WIDTH
     data = report_data(program)
     assert data["zero"] == 3
     assert {tuple(p["gathered"]) for p in data["parameters"]} == {("dp",)}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "ranks"), [("dp=2,tp=2", 2), ("dp=2,fsdp=2", 2), ("pp=2,dp=2,cp=2", 4)]
+)
+def test_bytes_at_rest_are_those_of_the_formula(mesh: str, ranks: int) -> None:
+    program = small_program(mesh, microbatches=1, zero=3)
+    model, _ = build(CONFIG, BATCH)
+    total = sum(p.numel() for p in model.parameters())
+    for share in report_data(program)["shares"]:
+        held = report_data(program)["stages"][share["stage"]]["parameters"]
+        assert share["at_rest"] == 16 * held  # parameter, gradient, two moments
+        assert share["formula"] == share["whole"] / ranks
+        assert share["at_rest"] == pytest.approx(share["formula"], rel=0.02)
+        if "tp" not in mesh and "pp" not in mesh:
+            assert share["whole"] == 16 * total
+    assert "one block ahead" in report(program)
+    assert "one block ahead" not in report(small_program())
+
+
+def test_an_optimizer_on_the_cpu_is_shown() -> None:
+    text = report(small_program("dp=2", zero=1, offload=True))
+    assert "optimizer on the CPU" in text and "moments are on the CPU" in text
+    assert "CPU" not in report(small_program("dp=2", zero=1))
+
+
+@pytest.mark.parametrize(("zero", "times"), [(1, 2), (2, 1), (3, 0)])
+def test_more_in_a_step_is_what_is_whole_for_all_of_it(zero: int, times: int) -> None:
+    (share,) = report_data(small_program("dp=2", zero=zero))["shares"]
+    assert share["step"] == times * share["whole"] / 4
 
 
 def test_each_stage_has_its_layers() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from schedules import STAGES_PER_RANK, named
 
@@ -20,7 +22,9 @@ def timed(schedule: Schedule, f: float, i: float, w: float, hop: float = 0) -> T
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ScheduleError, match=r"named 'pipe'\n  fix  one of gpipe, 1f1b"):
+    with pytest.raises(
+        ScheduleError, match=r"named 'pipe'\n  fix  one of naive, gpipe, 1f1b"
+    ):
         make_schedule("pipe", 2, 2)
 
 
@@ -109,6 +113,38 @@ def test_grid_of_looped_bfs():
         == """\
 rank 0 | 0F0 0F1 2F0 2F1 .   .   .   2B0 --  2B1 --  0B0 --  0B1 --
 rank 1 | .   1F0 1F1 3F0 3F1 3B0 --  3B1 --  1B0 --  1B1 --  .   ."""
+    )
+
+
+# --- one rank at a time ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 1), (4, 5), (5, 2)])
+@pytest.mark.parametrize("times", [(1, 1, 1), (1.3, 0.7, 2.1)])
+def test_naively_all_ranks_but_one_are_idle(ranks, microbatches, times):
+    timeline = timed(named("naive", ranks, microbatches), *times, hop=0.5)
+    assert timeline.in_flight == (1,) * ranks
+    spans = sorted((s.start, s.end) for own in timeline.compute for s in own)
+    assert all(now[1] <= then[0] + 1e-9 for now, then in itertools.pairwise(spans))
+    exact = timed(named("naive", ranks, microbatches), *times)
+    assert exact.bubble == pytest.approx((ranks - 1) / ranks)
+    assert exact.total == pytest.approx(microbatches * ranks * sum(times))
+
+
+def test_with_one_microbatch_every_schedule_is_naive():
+    totals = {
+        name: timed(named(name, 3, 1), 1, 1, 1).total
+        for name in ("naive", "gpipe", "1f1b")
+    }
+    assert set(totals.values()) == {totals["naive"]}
+
+
+def test_grid_of_naive():
+    assert (
+        grid(named("naive", 2, 2))
+        == """\
+rank 0 | F0 .  .  .  B0 -- F1 .  .  .  B1 --
+rank 1 | .  F0 B0 -- .  .  .  F1 B1 -- .  ."""
     )
 
 

@@ -17,7 +17,7 @@ def test_blanks_are_allowed():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("pt=2", "unknown axis 'pt'\n  fix  the axes are pp, dp, cp, ep, tp"),
+        ("pt=2", "unknown axis 'pt'\n  fix  the axes are pp, dp, fsdp, cp, ep, tp"),
         ("tp=2,tp=4", "axis 'tp' is there twice in mesh 'tp=2,tp=4'\n  fix  write it "),
         ("pp=2,tp=0", "axis 'tp' has size 0\n  fix  sizes are at least 1"),
         ("tp=-2", "axis 'tp' has size -2"),

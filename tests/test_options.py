@@ -28,6 +28,7 @@ def test_every_option_changes_the_plan():
         "cp_layout": "zigzag",
         "recompute": "full",
         "zero": 3,
+        "offload": True,
         "hints": {"*.weight": "ffn/tp"},
     }
     assert set(changed) == set(Options.__annotations__)

@@ -17,6 +17,7 @@ PLANS = [
     plan("dp=4,pp=2", hints={"*.mlp.up.weight": "ffn/tp"}, cuts=("add_3",)),
     plan("pp=2", 4, stages_per_rank=2),
     plan("dp=2,tp=2", zero=3),
+    plan("dp=2,fsdp=2", zero=3, offload=True),
 ]
 
 
@@ -55,6 +56,7 @@ BROKEN = {
     changed(zigzag="cp"): "'zigzag' in the plan is 'cp'",
     changed(zigzag=["pp"]): "zigzag has 'pp', which splits no sequence",
     changed(zigzag=["dp"]): "zigzag has 'dp', which splits no sequence",
+    changed(offload=1): "'offload' in the plan is 1",
     without("mesh"): "has no mesh",
 }
 
@@ -69,6 +71,26 @@ def test_parameters_rest_split_over_data_parallel_ranks():
     assert plan("pp=2,dp=2,tp=2", 4, zero=3).rest_axes == ("dp",)
     assert plan("dp=1,tp=2", zero=3).rest_axes == ()
     assert plan("dp=2").rest_axes == ()
+    assert plan("dp=2,cp=2,tp=2", zero=1).rest_axes == ("dp", "cp")
+
+
+def test_on_a_hybrid_mesh_dp_replicates_what_fsdp_shares():
+    assert plan("dp=2,fsdp=4", 2, zero=3).rest_axes == ("fsdp",)
+    assert plan("fsdp=4,cp=2,tp=2", zero=1).rest_axes == ("fsdp", "cp")
+    assert plan("dp=2,fsdp=4", zero=3).data_axes == ("dp", "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "says"),
+    [
+        ("pp=2,tp=2", 1, "has no axis whose ranks hold the same parameters"),
+        ("", 3, "has no axis"),
+        ("dp=2,fsdp=2", 0, "has an axis fsdp, but zero=0 shares nothing out"),
+    ],
+)
+def test_shares_need_ranks_that_share(mesh, zero, says):
+    with pytest.raises(PlanError, match=says):
+        plan(mesh, zero=zero)
 
 
 def test_axes_of_one_rank_split_nothing():

@@ -44,6 +44,7 @@ QUICK = [
     ("plain", "tp=2,dp=2", 1, {"dropout": 0.1}),
     ("plain", "pp=8", 4, {"dropout": 0.1}),
     ("plain", "tp=2", 2, {"heads": 3}),
+    ("plain", "pp=2,tp=2", 4, {"schedule": "naive"}),
     ("plain", "tp=4", 1, {"seq": 17}),
     ("plain", "dp=4", 2, {"ignored": "half"}),
     ("plain", "pp=2,tp=2", 4, {"tied": False, "schedule": "gpipe"}),
@@ -65,7 +66,7 @@ QUICK = [
 ]
 
 
-@pytest.mark.matrix(quick=20)
+@pytest.mark.matrix(quick=21)
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "options"), QUICK)
 def test_the_program_computes_what_the_model_computes(
     model, mesh, microbatches, options

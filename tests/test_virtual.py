@@ -108,6 +108,16 @@ def ones(*shape, dtype=torch.float32):
         ),
         (
             [
+                lambda comm: comm.start_gather([ones(4)], "tp", [0], [None]),
+                lambda comm: comm.start_scatter([ones(4)], "tp", [0]),
+            ],
+            [
+                "  rank 0 (tp=0)  all_gather(f32[4], tp, dims=[0], sizes=[None])",
+                "  rank 1 (tp=1)  reduce_scatter(f32[4], tp, dims=[0])",
+            ],
+        ),
+        (
+            [
                 lambda comm: comm.reduce_scatter(ones(4, dtype=torch.int64), "tp", 0),
                 lambda comm: comm.reduce_scatter(ones(4), "tp", 0),
             ],
@@ -139,7 +149,7 @@ def ones(*shape, dtype=torch.float32):
             ],
         ),
     ],
-    ids=["kind", "shape", "dtype", "uneven", "tag"],
+    ids=["kind", "shape", "start", "dtype", "uneven", "tag"],
 )
 def test_a_mismatch_shows_each_rank_s_call(calls, lines):
     with pytest.raises(Mismatch) as error:
@@ -215,3 +225,25 @@ def test_traffic_is_counted():
 
     log = {("all_reduce", ("tp",)): (3, 120), ("all_gather", ("tp",)): (1, 8)}
     assert virtual(body) == [log, log]
+
+
+def test_a_collective_that_nobody_waits_for():
+    def body(comm):
+        comm.wait(comm.start_gather([ones(2)], "tp", [0], [None]))
+        comm.start_scatter([ones(4)], "tp", [0])
+
+    with pytest.raises(Mismatch) as error:
+        run_virtual(Mesh.parse("tp=2"), 1, body)
+    assert str(error.value).splitlines()[1:] == [
+        "  rank 0 (tp=0)  reduce_scatter(f32[4], tp, dims=[0])",
+        "  rank 1 (tp=1)  reduce_scatter(f32[4], tp, dims=[0])",
+    ]
+
+
+def test_who_waits_for_a_collective_is_listed():
+    def body(comm):
+        if comm.rank == 0:
+            comm.wait(comm.start_gather([ones(2)], "tp", [0], [None]))
+
+    with pytest.raises(Deadlock, match=r"rank 0 .*waits in all_gather.* for rank 1"):
+        run_virtual(Mesh.parse("tp=2"), 1, body)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from math import prod
 
 import pytest
 import torch
 from models import Case, gpt2, llama, plain_gpt
+from test_step import check_trajectory
 from torch import nn
 
 from autopar.comm import Comm
@@ -37,6 +37,40 @@ MESHES = [
 def test_loss_and_gradients_are_those_of_the_model(model, mesh, microbatches, zero):
     case = MODELS[model](layers=2, padded=model != "plain").double()
     case.verify(mesh, microbatches, zero=zero)
+
+
+HYBRID = [
+    ("plain", "dp=2,fsdp=2", 1),
+    ("gpt2", "dp=2,fsdp=2", 2),
+    ("llama", "fsdp=2,dp=2,tp=2", 1),
+    ("plain", "pp=2,dp=2,fsdp=2", 2),
+    ("gpt2", "dp=2,fsdp=2,cp=2", 1),
+    ("llama", "dp=2,cp=2", 2),
+    ("plain", "fsdp=2,cp=2,tp=2", 1),
+]
+
+
+@pytest.mark.matrix(quick=6)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(("model", "mesh", "microbatches"), HYBRID)
+def test_with_ranks_that_replicate_the_shares(model, mesh, microbatches, zero):
+    case = MODELS[model](layers=2, padded=model != "plain").double()
+    case.verify(mesh, microbatches, zero=zero)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "split", "pending"),
+    [
+        ("dp=2,fsdp=2", "ffn/fsdp", ("dp",)),
+        ("fsdp=2,dp=2", "ffn/fsdp", ("dp",)),
+        ("dp=2,cp=2", "ffn/dp/cp", ()),
+        ("dp=2,fsdp=2,cp=2,tp=2", "ffn/tp/fsdp/cp", ("dp",)),
+    ],
+)
+def test_who_shares_and_who_replicates(mesh, split, pending):
+    program = plain_gpt(layers=1).compile(mesh, zero=3)
+    spec = program.parameters["blocks.0.mlp.up.weight"]
+    assert (spec.pattern, spec.pending) == (f"{split} embed", pending)
 
 
 UNEVEN = [
@@ -134,70 +168,7 @@ def test_frozen_parameters_are_shared_out_too():
     verify(program, *case).check()
 
 
-# --- when they are gathered --------------------------------------------------------
-
-
-def functions(program: Program) -> dict[str, str]:
-    """The functions of the first rank's module, by name."""
-    text = program.modules[program.module_of(0, 0)]
-    return {part.partition("(")[0]: part for part in text.split("\ndef ")[1:]}
-
-
-def gathers(text: str) -> list[str]:
-    """Names of what a function gathers of parameters."""
-    return re.findall(r"(\w+) = c\.all_gather\(p\[", text)
-
-
-def deleted(text: str) -> list[str]:
-    return re.findall(r"\w+", " ".join(re.findall(r"^    del (.*)$", text, re.M)))
-
-
-def test_a_weight_is_whole_only_while_it_is_used():
-    parts = functions(plain_gpt(layers=1, tied=False).compile("dp=2", 2, zero=3))
-    for name in ("forward", "backward"):
-        made = gathers(parts[name])
-        assert len(made) > 8 and len(set(made)) == len(made)
-        assert set(made) <= set(deleted(parts[name]))
-    saved = parts["forward"].rpartition("return")[2]
-    assert not re.search(r"\ball_gather", saved)
-    # Lookups need no table backwards, sums no bias.
-    assert set(gathers(parts["backward"])) < set(gathers(parts["forward"]))
-
-
-def test_a_weight_is_gathered_right_before_its_use():
-    text = functions(plain_gpt(layers=1).compile("dp=2", zero=3))["backward"]
-    lines = text.splitlines()
-    for i, line in enumerate(lines):
-        if found := re.match(r" +(\w+) = c\.all_gather\(p\[", line):
-            following = [x for x in lines[i + 1 :] if "c.all_gather(p[" not in x]
-            assert re.search(rf"\b{found[1]}\b", following[0])
-
-
-@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,tp=2"])
-def test_no_more_is_kept_for_the_backward_than_without(mesh):
-    case = plain_gpt(layers=2)
-    plain, *shared = (case.compile(mesh, zero=zero) for zero in (0, 1, 2, 3))
-    for program in shared:
-        assert program.stages[0].footprint.saved == plain.stages[0].footprint.saved
-
-
-def test_once_a_step_or_in_each_microbatch():
-    case = plain_gpt(layers=1, tied=False)
-    parts = {z: functions(case.compile("dp=2", 2, zero=z)) for z in (1, 2)}
-    for zero in (1, 2):
-        assert len(gathers(parts[zero]["prologue"])) > 8
-        assert not gathers(parts[zero]["forward"] + parts[zero]["backward"])
-    assert "epilogue" not in parts[2]
-    assert parts[2]["backward"].count("c.reduce_scatter(") > 8
-    assert "c.reduce_scatter(" not in parts[1]["backward"]
-    assert parts[1]["epilogue"].count("c.reduce_scatter(") > 8
-
-
-def test_what_is_whole_during_a_step_is_counted():
-    case = plain_gpt(layers=2)
-    whole = sum(p.numel() * 4 for p in case.model.parameters())
-    steps = [case.compile("dp=2", zero=z).stages[0].footprint.step for z in range(4)]
-    assert steps == [0, 2 * whole, whole, 0]  # parameters and gradients; parameters
+# --- while ranks run ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -243,6 +214,22 @@ def test_an_evaluation_gathers_too_and_keeps_nothing(zero):
 
 def elements(tensors) -> int:
     return sum(t.numel() for t in tensors)
+
+
+# --- real ranks --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "microbatches"),
+    [
+        ("plain", "dp=4", 1),
+        ("gpt2", "dp=2,fsdp=2", 2),
+        pytest.param("llama", "dp=2,cp=2", 1, marks=pytest.mark.slow),
+        pytest.param("plain", "pp=2,fsdp=2", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_four_ranks_follow_one_device(model, mesh, microbatches):
+    check_trajectory(model, mesh, microbatches, {"zero": 3})
 
 
 # --- the choice of a dim -----------------------------------------------------------

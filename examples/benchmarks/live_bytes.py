@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
@@ -22,12 +22,15 @@ class LiveBytes(TorchDispatchMode):
     """Counts every storage that is alive on entry or made inside, until it dies.
 
     `now` and `peak` are bytes. Buffers inside the communication library are not seen.
+    resizing: look after each op whether storages have grown or shrunk, as FSDP's do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, resizing: bool = False) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self.alive: set[int] = set()
+        self.resizing = resizing
+        self.sizes: dict[int, int] = {}
+        self.storages = weakref.WeakValueDictionary[int, UntypedStorage]()
 
     def __enter__(self) -> "LiveBytes":
         for item in gc.get_objects():
@@ -49,6 +52,11 @@ class LiveBytes(TorchDispatchMode):
         for item in tree_leaves((args, kwargs, result)):
             if isinstance(item, Tensor):
                 self.watch(item)
+        if self.resizing:
+            for where, storage in list(self.storages.items()):
+                self.now += storage.nbytes() - self.sizes[where]
+                self.sizes[where] = storage.nbytes()
+            self.peak = max(self.peak, self.now)
         return result
 
     def watch(self, tensor: Tensor) -> None:
@@ -58,18 +66,18 @@ class LiveBytes(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage.device.type == "meta" or storage.nbytes() == 0:
             return
-        where, size = storage.data_ptr(), storage.nbytes()
-        if where not in self.alive:
-            self.alive.add(where)
+        where, size = storage._cdata, storage.nbytes()
+        if where not in self.sizes:
+            self.sizes[where] = size
+            self.storages[where] = storage
             self.now += size
             self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self.release, where, size).atexit = False
+            weakref.finalize(storage, self.release, where).atexit = False
         if tensor.is_leaf and tensor.grad is not None:
             self.watch(tensor.grad)
 
-    def release(self, where: int, size: int) -> None:
-        self.alive.remove(where)
-        self.now -= size
+    def release(self, where: int) -> None:
+        self.now -= self.sizes.pop(where)
 
 
 def is_wrapper(kind: type) -> bool:
@@ -79,6 +87,6 @@ def is_wrapper(kind: type) -> bool:
 def peak_bytes(step: Callable[[], object]) -> int:
     """The most bytes of tensors alive at once while `step` runs."""
     gc.collect()
-    with torch.no_grad(), LiveBytes() as live, torch.enable_grad():
+    with torch.no_grad(), LiveBytes(resizing=True) as live, torch.enable_grad():
         step()
     return live.peak

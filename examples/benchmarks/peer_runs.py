@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -92,6 +93,24 @@ def data_parallel(model: GPT) -> Step:
     return training(forward_backward, model.parameters())
 
 
+def fully_sharded(model: GPT) -> Step:
+    """FSDP2, each layer a group of its own: ZeRO-3."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def forward_backward(ids: Tensor, labels: Tensor) -> float:
+        _, loss = model(ids.chunk(ranks)[rank], labels.chunk(ranks)[rank])
+        loss.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        return mean.item() / ranks
+
+    return training(forward_backward, model.parameters())
+
+
 def dtensor(model: GPT, sequence: bool) -> Step:
     """DTensor's tensor parallelism over all ranks, with its vocabulary-split loss."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -135,7 +154,7 @@ def pipelining(model: GPT, tensor_ranks: int) -> Step:
     return training(forward_backward, module.parameters())
 
 
-def ours(model: GPT, mesh: str, sequence: bool = False) -> Step:
+def ours(model: GPT, mesh: str, sequence: bool = False, zero: int = 0) -> Step:
     import autopar  # only here: the peers' runs do without it
 
     compiled = autopar.compile(
@@ -144,6 +163,7 @@ def ours(model: GPT, mesh: str, sequence: bool = False) -> Step:
         microbatches=MICROBATCHES if "pp" in mesh else 1,
         schedule="1f1b",
         sequence_parallel=sequence,
+        zero=zero,
         example_inputs=dict(
             zip(("ids", "labels"), batch(model.config, 0), strict=True)
         ),
@@ -159,6 +179,8 @@ RUNS = {
     "single": Run(1, single),
     "ddp2": Run(2, data_parallel),
     "ours-dp2": Run(2, lambda model: ours(model, "dp=2")),
+    "fsdp2": Run(2, fully_sharded),
+    "ours-zero3": Run(2, lambda model: ours(model, "dp=2", zero=3)),
     "pipelining2": Run(2, lambda model: pipelining(model, 1)),
     "ours-pp2": Run(2, lambda model: ours(model, "pp=2")),
     "dtensor2": Run(2, lambda model: dtensor(model, sequence=False)),

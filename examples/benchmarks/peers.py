@@ -34,6 +34,7 @@ TIMEOUT = 1800  # seconds a run
 # (peer, ours), neighbours in time
 PAIRS = (
     ("ddp2", "ours-dp2"),
+    ("fsdp2", "ours-zero3"),
     ("pipelining2", "ours-pp2"),
     ("dtensor2", "ours-tp2"),
     ("dtensor2-sp", "ours-tp2-sp"),

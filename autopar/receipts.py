@@ -1,0 +1,56 @@
+"""What stands for tensors that are on their way."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+class Receipt(ABC):
+    """A transfer on its way. `wait` returns the tensor, once it is here (or gone)."""
+
+    @abstractmethod
+    def wait(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Transit:
+    """Several tensors on their way in one message."""
+
+    receipt: Receipt
+    unpack: Callable[[Tensor], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Arrived(Receipt):
+    """What has no way to go."""
+
+    x: Tensor
+
+    def wait(self) -> Tensor:
+        return self.x
+
+
+@dataclass(frozen=True)
+class Summed(Receipt):
+    """The sum, in rank order, of rows that arrive one after the other in a buffer."""
+
+    receipt: Receipt
+    ranks: int
+
+    def wait(self) -> Tensor:
+        return sum_in_order(self.receipt.wait().view(self.ranks, -1).unbind(0))
+
+
+def sum_in_order(rows: Sequence[Tensor]) -> Tensor:
+    """A new tensor: the sum of two rows [...] or more, added first to last.
+
+    A loop, because torch.sum over a dim may add in another order.
+    """
+    total = rows[0] + rows[1]
+    for row in rows[2:]:
+        total += row
+    return total
