@@ -145,7 +145,8 @@ class Comm(Placement, ABC):
         return joined(parts, concat_dim, layout)
 
     # Those that run while something else is computed: `wait` gives the results. All
-    # ranks start and wait in the same order.
+    # ranks start and wait in the same order. They move parameters and their gradients,
+    # whose shares lie in one piece.
 
     def start_gather(
         self,
