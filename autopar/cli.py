@@ -36,7 +36,15 @@ from autopar.verify import Verification, verify
 from passes.errors import AutoparError, HintError
 from passes.make_schedule import SCHEDULES
 from passes.mesh import Mesh
-from passes.plan import CONTEXT_PARALLEL, RECOMPUTE, SPLIT, ZERO, Plan, PlanError
+from passes.plan import (
+    AUTO,
+    CONTEXT_PARALLEL,
+    RECOMPUTE,
+    SPLIT,
+    ZERO,
+    Plan,
+    PlanError,
+)
 
 MODEL = "file.py:factory, module:factory, hf:TYPE[?key=value,...] or hf:config.json"
 
@@ -82,7 +90,7 @@ def _add_compile(commands: Any) -> None:
     add.add_argument(
         "--microbatches", type=int, metavar="N", help="else up to 4 for each stage"
     )
-    add.add_argument("--schedule", default="1f1b", choices=tuple(SCHEDULES))
+    add.add_argument("--schedule", default="1f1b", choices=(*SCHEDULES, AUTO))
     add.add_argument("--stages-per-rank", type=int, default=1, metavar="N")
     add.add_argument("--batch", type=int, metavar="N", help="samples (hf: models)")
     add.add_argument("--seq", type=int, metavar="N", help="tokens (hf: models)")
@@ -92,7 +100,10 @@ def _add_compile(commands: Any) -> None:
         "--context-parallel", default="gather", choices=sorted(CONTEXT_PARALLEL)
     )
     add.add_argument("--cp-layout", choices=LAYOUTS, help="else as balances the work")
-    add.add_argument("--recompute", default="none", choices=RECOMPUTE)
+    add.add_argument("--recompute", default="none", choices=(*RECOMPUTE, AUTO))
+    add.add_argument(
+        "--memory", default="0", metavar="SIZE", help="of a rank, as 16GiB; 0: no limit"
+    )
     add.add_argument(
         "--zero", type=int, default=0, choices=ZERO, help="what data ranks share out"
     )
@@ -227,6 +238,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         context_parallel=arguments.context_parallel,
         cp_layout=arguments.cp_layout,
         recompute=arguments.recompute,
+        memory=arguments.memory,
         zero=arguments.zero,
         offload=arguments.offload,
         hints=dict(map(_hint, arguments.hint)),

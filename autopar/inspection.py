@@ -17,7 +17,6 @@ from autopar.shards import local_shape
 from autopar.sharing import share_table, shares
 from autopar.tables import Table, count, ranges, seconds, size
 from passes.check_schedule import peak_in_flight
-from passes.cost import BACKWARD
 from passes.footprint import Communication
 from passes.graph import DTYPES
 from passes.program import ParameterSpec, Program
@@ -121,10 +120,10 @@ def stage_table(program: Program) -> Table:
                 size(_activations(program, index)),
                 count(stage.flops),
                 "\n".join(map(_type, _sends(program, index))),
-                seconds(stage.seconds),
+                seconds(stage.seconds.total),
             )
         )
-    estimated = [stage.seconds for stage in program.stages]
+    estimated = [stage.seconds.total for stage in program.stages]
     average = sum(estimated) / len(estimated)
     uneven = max(estimated) / average - 1 if average else 0.0
     return Table(
@@ -260,10 +259,14 @@ def _reductions(program: Program, stage: int) -> list[Communication]:
 
 def timeline(program: Program) -> Timeline:
     """The schedule run on paper, with the estimated seconds of the stages."""
-    estimated = [max(stage.seconds, 1e-9) for stage in program.stages]
-    forward = [t / (1 + BACKWARD) for t in estimated]
-    backward = [t - f for t, f in zip(estimated, forward, strict=True)]
-    return simulate(program.schedule, forward, backward)
+    parts = [stage.seconds for stage in program.stages]
+    return simulate(
+        program.schedule,
+        [max(s.forward, 1e-9) for s in parts],
+        [max(s.backward, 1e-9) for s in parts],
+        [s.weight_half for s in parts],
+        program.send,
+    )
 
 
 def schedule_text(program: Program) -> str:
@@ -344,5 +347,5 @@ def _stage_data(program: Program, index: int) -> Mapping[str, Any]:
         "activation_bytes": _activations(program, index),
         "forward_flops": stage.flops,
         "sends": [{"shape": s, "dtype": d} for s, d in sends],
-        "seconds": stage.seconds,
+        "seconds": stage.seconds.total,
     }

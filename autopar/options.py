@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -19,7 +20,8 @@ class Options(TypedDict, total=False):
     """What `compile` takes beside a mesh; what is left out is as a `Plan` has it.
 
     microbatches: parts of the batch, run one after another; the result does not change.
-    schedule, stages_per_rank: of the pipeline, see `passes.make_schedule`.
+    schedule, stages_per_rank: of the pipeline, see `passes.make_schedule`; "auto" makes
+    one for the measured seconds of the stages, within `memory`.
     sequence_parallel: split what tp leaves whole along the sequence; True if not given.
     context_parallel: how attention works on an axis cp, which splits the sequence:
     "gather": ranks gather all keys and values; "ring": these are passed round, and no
@@ -29,7 +31,10 @@ class Options(TypedDict, total=False):
     not given: zigzag, but for "ulysses", where ranks see all rows, and where a hint
     splits a parameter on cp, which zigzag leaves whole.
     recompute: "full" keeps of each layer its input alone from forward to backward,
-    "selective" leaves out spelled-out attention scores; see `passes.recompute`.
+    "selective" leaves out spelled-out attention scores; see `passes.recompute`. "auto"
+    chooses for each layer what takes the least time and fits into `memory`.
+    memory: what a rank may use, in bytes or as "16GiB"; a plan that needs more is
+    refused.
     zero: with 1, 2 or 3 each data parallel rank keeps only a share of the parameters,
     their gradients and the optimizer's state between steps; with 2 of gradients during
     a step too, with 3 of everything at any time (FSDP); see `passes.rest`. On a mesh
@@ -45,6 +50,7 @@ class Options(TypedDict, total=False):
     context_parallel: str
     cp_layout: str | None
     recompute: str
+    memory: int | str
     zero: int
     offload: bool
     hints: Mapping[str, str] | None
@@ -70,6 +76,7 @@ def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
     split["cp"] = CONTEXT_PARALLEL[context_parallel]
     where = read_mesh(mesh)
     layout = decisions.pop("cp_layout", None)
+    decisions["memory"] = read_bytes(decisions.get("memory", 0))
     decisions["hints"] = dict(decisions.get("hints") or {})
     hinted = any(hint.endswith("/cp") for hint in decisions["hints"].values())
     by_rows = where.axis_size("cp") > 1 and context_parallel != "ulysses"
@@ -95,6 +102,18 @@ def _zigzag(context_parallel: str, layout: str | None, usual: bool) -> tuple[str
             fix="leave cp_layout out",
         )
     return ("cp",) if layout == "zigzag" or (usual and layout is None) else ()
+
+
+def read_bytes(size: int | str) -> int:
+    """A number of bytes, or text as `16GiB` or `800MB`. Raises PlanError."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", size.strip())
+    if match is None:
+        raise PlanError(f"memory={size!r} is no size", fix="write 16GiB or 800MB")
+    number, letter, binary = match.groups()
+    base = 1024 if binary else 1000
+    return int(float(number) * base ** " KMGT".index(letter or " "))
 
 
 def read_mesh(mesh: Any) -> Mesh:

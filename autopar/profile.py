@@ -1,9 +1,10 @@
 """profile: seconds of each distinct op on this machine, measured once and kept.
 
-Forward and backward of an op are timed on random tensors of its local shapes, on one
-thread, as torchrun starts its ranks; the fastest of a few runs counts, since others are
-only slowed down by something else. Results are cached by machine and torch version.
-What is too large to run here is estimated from the best of what was measured.
+The forward of an op and both halves of its backward (the gradients of activations, and
+of weights) are timed on random tensors of its local shapes, on one thread, as torchrun
+starts its ranks; the fastest of a few runs counts, since others are only slowed down by
+something else. Results are cached by machine and torch version. What is too large to
+run here is estimated from the best of what was measured.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ import pathlib
 import platform
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from typing import Any
 
 import torch
 
 from autopar.kernels import attention, attention_backward
-from passes.cost import VIEWS, Costs, flops, signature, traffic
+from passes.cost import VIEWS, Costs, Seconds, flops, signature, traffic, weights_of
 from passes.graph import Node, Value, map_values, resolve
 from passes.insert_collectives import Lowered
 from passes.localize import Localizer
 
-FORMAT = 2
+FORMAT = 3
 # An op that touches more than this many bytes is not run, but estimated.
 LARGEST = 1 << 28
 REPEATS = 5
@@ -63,12 +65,12 @@ def _is_measurable(node: Node) -> bool:
     return node.op.startswith("aten.") or node.op == "autopar.attention"
 
 
-def _rates(nodes: dict[str, Node], known: dict[str, float]) -> tuple[float, float]:
+def _rates(nodes: dict[str, Node], known: dict[str, Seconds]) -> tuple[float, float]:
     """FLOP/s and bytes/s of the best measured ops, for those that were not."""
     default = Costs()
     speeds, bandwidths = [default.flops_per_second], [default.bytes_per_second]
     for key, node in nodes.items():
-        work, seconds = flops(node), max(known[key], 1e-9)
+        work, seconds = flops(node), max(known[key].total, 1e-9)
         if work > 1e7 and work > 8 * traffic(node):
             speeds.append(3 * work / seconds)
         elif traffic(node) > 1e6:
@@ -76,11 +78,15 @@ def _rates(nodes: dict[str, Node], known: dict[str, float]) -> tuple[float, floa
     return max(speeds), max(bandwidths)
 
 
-def measure(node: Node) -> float:
-    """Seconds of one forward and backward of a node, the fastest of a few runs."""
+def measure(node: Node) -> Seconds:
+    """Seconds of each part of a node, each the fastest of a few runs."""
     operands = [_random(v) for v in node.operands]
-    run = _attention(node, operands) if node.op == "autopar.attention" else None
-    run = run or _with_autograd(node, operands)
+    if node.op == "autopar.attention":
+        return _attention(node, operands)
+    return _with_autograd(node, operands)
+
+
+def _fastest(run: Callable[[], Any]) -> float:
     run()
     times = []
     for _ in range(REPEATS):
@@ -106,38 +112,49 @@ def _random(v: Value) -> torch.Tensor:
     return torch.zeros(v.shape, dtype=v.dtype)
 
 
-def _attention(node: Node, operands: list[torch.Tensor]) -> Callable[[], Any]:
+def _attention(node: Node, operands: list[torch.Tensor]) -> Seconds:
+    """It has no weights: all of its backward is the input half."""
     q, k, v, *mask = operands
     is_causal, scale = node.args[4:6]
     keep = mask[0] if mask else None
+    out, lse = attention(q, k, v, keep, is_causal, scale)
+    return Seconds(
+        _fastest(lambda: attention(q, k, v, keep, is_causal, scale)),
+        _fastest(
+            lambda: attention_backward(out, q, k, v, out, lse, keep, is_causal, scale)
+        ),
+        0.0,
+    )
 
-    def run() -> None:
-        out, lse = attention(q, k, v, keep, is_causal, scale)
-        attention_backward(out, q, k, v, out, lse, keep, is_causal, scale)
 
-    return run
-
-
-def _with_autograd(node: Node, operands: list[torch.Tensor]) -> Callable[[], Any]:
+def _with_autograd(node: Node, operands: list[torch.Tensor]) -> Seconds:
     has_gradient = any(v.dtype.is_floating_point for v in node.results)
-    for x in operands:
+    late = weights_of(node)
+    weights: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for value, x in zip(node.operands, operands, strict=True):
         if x.is_floating_point() and has_gradient:
-            x.requires_grad_()
+            (weights if value.name in late else sources).append(x.requires_grad_())
     values = iter(operands)
     args = map_values(lambda _: next(values), node.args)
     kwargs = map_values(lambda _: next(values), dict(node.kwargs))
     op = resolve(node.op)
+    result = op(*args, **kwargs)
+    outs = result if isinstance(result, tuple | list) else [result]
+    ends = [o for o in outs if isinstance(o, torch.Tensor) and o.requires_grad]
+    cotangents = [torch.ones_like(o) for o in ends]
 
-    def run() -> None:
-        result = op(*args, **kwargs)
-        outs = result if isinstance(result, tuple | list) else [result]
-        ends = [o for o in outs if isinstance(o, torch.Tensor) and o.requires_grad]
-        if ends:
-            sources = [x for x in operands if x.requires_grad]
-            cotangents = [torch.ones_like(o) for o in ends]
-            torch.autograd.grad(ends, sources, cotangents, allow_unused=True)
+    def gradient(of: list[torch.Tensor]) -> float:
+        if not (ends and of):
+            return 0.0
+        return _fastest(
+            lambda: torch.autograd.grad(
+                ends, of, cotangents, retain_graph=True, allow_unused=True
+            )
+        )
 
-    return run
+    forward = _fastest(lambda: op(*args, **kwargs))
+    return Seconds(forward, gradient(sources), gradient(weights))
 
 
 class _Store:
@@ -148,9 +165,10 @@ class _Store:
         machine = f"{platform.machine()}-{_processor()}"
         self.key = f"{machine}-torch{torch.__version__}"
         self.path = pathlib.Path(home) / "autopar" / f"profile-{FORMAT}.json"
-        self.seconds: dict[str, float] = dict(self._read().get(self.key, {}))
+        known = self._read().get(self.key, {})
+        self.seconds = {key: Seconds(*parts) for key, parts in known.items()}
 
-    def _read(self) -> dict[str, dict[str, float]]:
+    def _read(self) -> dict[str, dict[str, list[float]]]:
         try:
             return dict(json.loads(self.path.read_text()))
         except (OSError, ValueError):
@@ -159,7 +177,8 @@ class _Store:
     def save(self) -> None:
         """Replace the file in one step; another process's entries of it are kept."""
         data = self._read()
-        data[self.key] = {**data.get(self.key, {}), **self.seconds}
+        own = {key: list(astuple(parts)) for key, parts in self.seconds.items()}
+        data[self.key] = {**data.get(self.key, {}), **own}
         temporary = self.path.with_suffix(f".{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -93,30 +93,79 @@ def signature(node: Node) -> str:
 
 
 @dataclass(frozen=True)
+class Seconds:
+    """Seconds of one microbatch: forward, and the two halves of the backward."""
+
+    forward: float
+    input_half: float
+    weight_half: float
+
+    @property
+    def backward(self) -> float:
+        return self.input_half + self.weight_half
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.forward + other.forward,
+            self.input_half + other.input_half,
+            self.weight_half + other.weight_half,
+        )
+
+
+NOTHING = Seconds(0.0, 0.0, 0.0)
+
+
+# Of ops with weights: which operands these are. Their gradients are the weight half.
+WEIGHTS: dict[str, slice] = {
+    "aten.linear": slice(1, None),
+    "aten.layer_norm": slice(1, None),
+    "aten.rms_norm": slice(1, None),
+    "aten.embedding": slice(0, 1),
+}
+
+
+def weights_of(node: Node) -> frozenset[str]:
+    """Names of the operands whose gradients can wait: weights, by their place."""
+    name = node.op.rpartition(".")[0] or node.op
+    operands = node.operands
+    # x [.., k] @ w [k, n]: a product with a matrix is one with a weight.
+    if name == "aten.matmul" and len(operands) == 2 and len(operands[1].shape) == 2:
+        return frozenset({operands[1].name})
+    return frozenset(v.name for v in operands[WEIGHTS.get(name, slice(0))])
+
+
+@dataclass(frozen=True)
 class Costs:
     """Seconds of a node, forward and backward: measured, else from the roofline.
 
-    measured: `signature` -> seconds of forward and backward together.
+    measured: `signature` -> seconds of one forward and one backward.
     """
 
-    measured: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[str, Seconds] = field(default_factory=dict)
     flops_per_second: float = 5e10
     bytes_per_second: float = 1e10
     link_bytes_per_second: float = 1e9
 
-    def seconds(self, node: Node) -> float:
+    def seconds(self, node: Node) -> Seconds:
         known = self.measured.get(signature(node))
         if known is not None:
             return known
         if node.op.startswith("comm.") and node.op != ATTENTION:
             moved = sum(v.bytes for v in node.results)
-            return 2 * moved / self.link_bytes_per_second
+            once = moved / self.link_bytes_per_second
+            return Seconds(once, once, 0.0)
         busy = max(
             flops(node) / self.flops_per_second, traffic(node) / self.bytes_per_second
         )
-        if ring_of(node) is None:
-            return (1 + BACKWARD) * busy
-        # Backward keys and values go round again, and their gradients with them, all
-        # while something is computed.
-        sending = passed_round(node)[1] / self.link_bytes_per_second
-        return (1 + BACKWARD) * max(busy, sending)
+        if ring_of(node) is not None:
+            # Backward keys and values go round again, and their gradients with them,
+            # all while something is computed.
+            sending = passed_round(node)[1] / self.link_bytes_per_second
+            busy = max(busy, sending)
+        backward = BACKWARD * busy
+        weight = backward / 2 if weights_of(node) else 0.0
+        return Seconds(busy, backward - weight, weight)

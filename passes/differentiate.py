@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from passes.cost import flops
 from passes.fuse import drop_identities, fuse_bias, spell_masks
@@ -87,13 +88,14 @@ def differentiate(
     stage: Stage,
     sizes: Mapping[str, int],
     coords: Mapping[str, int],
-    policy: str = "none",
+    policies: Mapping[str, str] = MappingProxyType({}),
     zero: int = 0,
     halves: bool = False,
 ) -> LocalStage:
     """Localize a stage for the rank at `coords`, and write its backward.
 
-    policy: what the backward computes again instead of keeping it, see `recompute`.
+    policies: layer -> what its backward computes again instead of keeping it, see
+    `recompute`.
     zero: when parameters are gathered and their gradients scattered, see `rest`.
     halves: whether the backward is split, see `split_backward`.
     """
@@ -116,7 +118,7 @@ def differentiate(
     ends = [*sources["sends"], *([loss] if loss else [])]
     if zero in (1, 2):
         parts["prologue"] += writer.take_gathers(standing)
-    writer.make_again(policy, {v.name for v in ends}, stage.dims, standing)
+    writer.make_again(policies, {v.name for v in ends}, stage.dims, standing)
     elsewhere = standing | {v.name for n in parts["prologue"] for v in n.results}
     elsewhere |= {v.name for v in (*sources["inputs"], *writer.tape.grads.values())}
     saved = writer.saved(elsewhere, d_receives)
@@ -304,14 +306,14 @@ class _Writer:
 
     def make_again(
         self,
-        policy: str,
+        policies: Mapping[str, str],
         ends: Collection[str],
         dims: Mapping[str, Dims],
         standing: Collection[str],
     ) -> None:
         """Make in the backward what is not to be kept for it."""
         forward = self.forward
-        self.backward = recompute(policy, forward, self.backward, ends, dims)
+        self.backward = recompute(policies, forward, self.backward, ends, dims)
         self.backward = gather_again(forward, self.backward, standing)
 
     def split(

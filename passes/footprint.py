@@ -16,6 +16,7 @@ from passes.graph import Node
 from passes.rest import find_gathered
 from passes.reuse import find_owners
 from passes.ring import passed_round, ring_of, workspace
+from passes.schedule import Action, Kind
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,10 @@ class Communication:
 class Footprint:
     """Bytes on one rank: kept from a microbatch's forward to its backward; and the most
     that a forward, or a backward with what it was given, has alive at once. Where the
-    backward is split, that is of either half; kept: what one half keeps for the other.
-    step: of parameters that are gathered for a whole step, and of gradients whole as
-    long. edges: the most before the first forward or after the last backward, when some
-    of these are in messages too.
+    backward is split, that is of the input half; kept: what it keeps for the weight
+    half; weight_peak: the most that this has alive. step: of parameters that are
+    gathered for a whole step, and of gradients whole as long. edges: the most before
+    the first forward or after the last backward, when some of these are in messages too.
     """
 
     saved: int
@@ -50,13 +51,46 @@ class Footprint:
     backward_peak: int
     kept: int
     step: int
+    weight_peak: int = 0
     edges: int = 0
+
+    @property
+    def each(self) -> int:
+        """Bytes of a microbatch in flight, at most, while something else runs."""
+        return max(self.saved, self.kept)
+
+    @property
+    def working(self) -> int:
+        """Bytes that an action has alive beyond those of its microbatch in flight."""
+        most = max(self.forward_peak, self.backward_peak, self.weight_peak)
+        return max(0, most - min(self.saved, self.kept or self.saved))
 
     def most(self, in_flight: int) -> int:
         """Bytes at most, with this many microbatches between forward and backward."""
-        waiting = (in_flight - 1) * max(self.saved, self.kept)
-        within = waiting + max(self.forward_peak, self.backward_peak) + self.step
-        return max(within, self.edges)
+        most = max(self.forward_peak, self.backward_peak, self.weight_peak)
+        return max((in_flight - 1) * self.each + most + self.step, self.edges)
+
+
+def peak_bytes(actions: Iterable[Action], footprints: Sequence[Footprint]) -> int:
+    """The most bytes of activations that a rank's list has alive at once.
+
+    footprints: of each stage. A message is part of the action that makes or reads it.
+    """
+    actions = [a for a in actions if a.kind.is_compute]
+    now = sum(footprints[s].step for s in {a.stage for a in actions})
+    peak = max(now, sum(footprints[s].edges for s in {a.stage for a in actions}))
+    for action in actions:
+        own = footprints[action.stage]
+        # What was there of it, the most while it runs, and what stays.
+        before, most, after = {
+            Kind.F: (0, own.forward_peak, own.saved),
+            Kind.B: (own.saved, own.backward_peak, 0),
+            Kind.I: (own.saved, own.backward_peak, own.kept),
+            Kind.W: (own.kept, own.weight_peak, 0),
+        }[action.kind]
+        peak = max(peak, now - before + most)
+        now += after - before
+    return peak
 
 
 def footprint(local: LocalStage) -> Footprint:
@@ -81,7 +115,7 @@ def footprint(local: LocalStage) -> Footprint:
     weight = _peak(local.weight_half or (), left, (), held)
     kept = sum(left.values())
     step, edges = _whole(local)
-    return Footprint(saved, forward, max(backward, weight), kept, step, edges)
+    return Footprint(saved, forward, backward, kept, step, weight, edges)
 
 
 def _whole(local: LocalStage) -> tuple[int, int]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
+from passes.choose_recompute import again, choose_recompute, stage_policies
+from passes.choose_schedule import choose_schedule, splits_backward
 from passes.collectives import collective
 from passes.cost import Costs
 from passes.differentiate import LocalStage, differentiate
@@ -15,6 +17,7 @@ from passes.errors import BatchError
 from passes.footprint import communication, footprint
 from passes.graph import Value
 from passes.insert_collectives import Lowered, insert_collectives
+from passes.memory import check_memory, rank_memory, resting
 from passes.mesh import TIME
 from passes.name_dims import Named, name_dims
 from passes.normalize import normalize
@@ -26,7 +29,6 @@ from passes.program import (
     StageSpec,
     coords_text,
     dtype_name,
-    schedule_of,
 )
 from passes.propagate import propagate
 from passes.rest import gathered_axes
@@ -49,7 +51,7 @@ def compile_program(
     costs: seconds of nodes, or a function that measures those of the lowered graph.
     watch: called with each pass's name and the text of what it made.
     """
-    schedule_of(plan)  # what cannot run is refused before the work begins
+    splits_backward(plan)  # what cannot run is refused before the work begins
     watch("trace", str(traced))
     normal = normalize(traced)
     watch("normalize", str(normal))
@@ -60,12 +62,12 @@ def compile_program(
     watch("propagate", str(sharded))
     lowered = insert_collectives(sharded)
     watch("insert_collectives", str(lowered))
-    staged = split_stages(
-        lowered, costs if isinstance(costs, Costs) else costs(lowered)
-    )
+    costs = costs if isinstance(costs, Costs) else costs(lowered)
+    staged = split_stages(lowered, costs)
     watch("split_stages", str(staged))
+    staged = choose_recompute(staged)
     modules = emit_modules(staged, watch)
-    return assemble(staged, modules, find_notes(sharded))
+    return assemble(staged, modules, find_notes(sharded), costs)
 
 
 def check_batch(named: Named, plan: Plan) -> None:
@@ -94,28 +96,28 @@ def emit_modules(
     Stages of equal text, and ranks of equal shapes, are worked out once.
     """
     plan = staged.plan
-    halves = schedule_of(plan).splits_backward
+    halves = splits_backward(plan)
     sizes = {axis: plan.size(axis) for axis in plan.axes}
     mesh_axes = [(a, n) for a, n in plan.mesh.axes if a != "pp"]
-    known: dict[tuple[str, object], tuple[str, str, LocalStage]] = {}
+    known: dict[object, tuple[str, str, LocalStage]] = {}
     found = []
     for stage in staged.stages:
         text = str(stage).partition("\n")[2]
+        policies = stage_policies(stage, plan)
         keys: dict[str, str] = {}
         texts: dict[str, tuple[str, LocalStage]] = {}
         for place in product(*(range(n) for _, n in mesh_axes)):
             coords = {a: i for (a, _), i in zip(mesh_axes, place, strict=True)}
             full = {**dict.fromkeys(sizes, 0), **coords}
             shapes = _shape_class(stage, sizes, full)
-            if (text, shapes) not in known:
-                local = differentiate(
-                    stage, sizes, full, plan.recompute, plan.zero, halves
-                )
+            key = (text, shapes, *policies.items())
+            if key not in known:
+                local = differentiate(stage, sizes, full, policies, plan.zero, halves)
                 module = emit(local, len(staged.stages))
                 digest = hashlib.sha256(module.encode()).hexdigest()[:16]
-                known[text, shapes] = (digest, module, local)
+                known[key] = (digest, module, local)
                 watch(f"emit-{digest}", module)
-            digest, module, local = known[text, shapes]
+            digest, module, local = known[key]
             keys[coords_text(coords)] = digest
             texts[digest] = (module, local)
         found.append((keys, texts))
@@ -149,6 +151,7 @@ def assemble(
     staged: Staged,
     modules: list[tuple[dict[str, str], dict[str, tuple[str, LocalStage]]]],
     notes: tuple[str, ...],
+    costs: Costs,
 ) -> Program:
     """Gather what ranks need to know beside the texts."""
     lowered, plan = staged.lowered, staged.plan
@@ -156,17 +159,31 @@ def assemble(
     locals_ = [local for _, texts in modules for _, local in texts.values()]
     firsts = [texts[next(iter(keys.values()))][1] for keys, texts in modules]
     loss = lowered.shardings[graph.outputs[0].name]
+    footprints = [footprint(first) for first in firsts]
+    seconds = [
+        s.seconds + again(first) for s, first in zip(staged.stages, firsts, strict=True)
+    ]
+    sent = [sum(v.bytes for v in first.sends) for first in firsts]
+    send = max(sent) / costs.link_bytes_per_second
+
+    def rest(rank: int, placement: Sequence[int]) -> int:
+        own = [first for first, r in zip(firsts, placement, strict=True) if r == rank]
+        return resting(own, traced.trainable).total
+
+    schedule = choose_schedule(plan, seconds, footprints, rest, send)
+    memory = rank_memory(schedule, firsts, footprints, traced.trainable)
+    check_memory(memory, plan.memory)
     return Program(
         plan=plan,
-        schedule=schedule_of(plan),
+        schedule=schedule,
         stages=tuple(
             StageSpec(
                 layers=stage.modules,
                 names=stage.names,
                 modules=keys,
-                seconds=stage.seconds,
+                seconds=seconds[stage.index],
                 flops=first.flops,
-                footprint=footprint(first),
+                footprint=footprints[stage.index],
             )
             for stage, (keys, _), first in zip(
                 staged.stages, modules, firsts, strict=True
@@ -186,6 +203,8 @@ def assemble(
             for c in communication(first)
         ),
         modules={k: text for _, texts in modules for k, (text, _) in texts.items()},
+        memory=memory,
+        send=send,
         notes=notes,
     )
 

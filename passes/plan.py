@@ -40,6 +40,10 @@ CONTEXT_PARALLEL = {
 # What the backward may compute again instead of keeping it: see `passes.recompute`.
 RECOMPUTE = ("none", "selective", "full")
 
+# What a compiler decides: of a schedule, by measured costs; of recomputation, for each
+# layer; both within the plan's memory.
+AUTO = "auto"
+
 # Stages of ZeRO: see `passes.rest`.
 ZERO = (0, 1, 2, 3)
 
@@ -53,10 +57,13 @@ class Plan:
     """Decisions only: what follows from them is found out again by compiling.
 
     mesh: the process mesh. microbatches: parts of the batch, run one after another.
-    schedule, stages_per_rank: the pipeline schedule. split: mesh axis (or `time`) ->
-    dims that it splits, in order of preference. hints: parameter pattern -> `dim/axis`.
+    schedule, stages_per_rank: the pipeline schedule; "auto": made for what the stages
+    take, see `passes.fit_schedule`. split: mesh axis (or `time`) -> dims that it
+    splits, in order of preference. hints: parameter pattern -> `dim/axis`.
     cuts: for each pipeline boundary the value that crosses it; empty: balanced by cost.
-    recompute: "none", "selective" or "full", see `passes.recompute`.
+    recompute: "none", "selective" or "full", see `passes.recompute`; "auto": of each
+    layer what fits into memory, see `passes.choose_recompute`. recompute_layers: layer
+    -> the same, where it differs. memory: bytes that a rank may use, 0 for no limit.
     zero: what data parallel ranks share out, 0 to 3, see `passes.rest`.
     zigzag: axes whose ranks hold of a dim a piece from its front and the mirror image
     from its back, instead of one piece, and of parameters all: see `passes.shares`.
@@ -74,6 +81,8 @@ class Plan:
     zero: int = 0
     zigzag: tuple[str, ...] = ()
     offload: bool = False
+    recompute_layers: Mapping[str, str] = field(default_factory=dict)
+    memory: int = 0
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -84,16 +93,12 @@ class Plan:
             raise PlanError(
                 f"stages_per_rank={self.stages_per_rank}", fix="use at least 1"
             )
-        if self.schedule not in SCHEDULES:
+        if self.schedule not in (*SCHEDULES, AUTO):
             raise PlanError(
                 f"no schedule is named {self.schedule!r}",
-                fix=f"use one of {', '.join(SCHEDULES)}",
+                fix=f"use one of {', '.join((*SCHEDULES, AUTO))}",
             )
-        if self.recompute not in RECOMPUTE:
-            raise PlanError(
-                f"recompute={self.recompute!r}",
-                fix=f"use one of {', '.join(map(repr, RECOMPUTE))}",
-            )
+        self._check_recompute()
         if self.zero not in ZERO:
             raise PlanError(
                 f"zero={self.zero!r}", fix=f"use one of {', '.join(map(str, ZERO))}"
@@ -121,6 +126,31 @@ class Plan:
                 f"mesh '{self.mesh}' has an axis fsdp, but zero=0 shares nothing out",
                 fix="use zero=1, 2 or 3, or name the axis dp",
             )
+
+    def _check_recompute(self) -> None:
+        if self.recompute not in (*RECOMPUTE, AUTO):
+            raise PlanError(
+                f"recompute={self.recompute!r}",
+                fix=f"use one of {', '.join(map(repr, (*RECOMPUTE, AUTO)))}",
+            )
+        for layer, policy in self.recompute_layers.items():
+            if policy not in RECOMPUTE:
+                raise PlanError(
+                    f"recompute_layers of '{layer}' is {policy!r}",
+                    fix=f"use one of {', '.join(map(repr, RECOMPUTE))}",
+                )
+        if self.memory < 0:
+            raise PlanError(f"memory={self.memory}", fix="use bytes, 0 for no limit")
+        if self.recompute == AUTO and not self.memory:
+            raise PlanError(
+                'recompute="auto" needs to know how much memory there is',
+                fix='give memory="16GiB", what one rank may use',
+            )
+
+    def policy(self, layer: str) -> str:
+        """What is computed again of a layer; one that nobody chose for keeps all."""
+        usual = "none" if self.recompute == AUTO else self.recompute
+        return self.recompute_layers.get(layer, usual)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -212,6 +242,8 @@ KINDS: dict[str, type] = {
     "zero": int,
     "zigzag": list,
     "offload": bool,
+    "recompute_layers": dict,
+    "memory": int,
 }
 
 

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
+from passes.cost import Seconds
 from passes.errors import AutoparError
 from passes.footprint import Communication, Footprint
-from passes.make_schedule import make_schedule
+from passes.memory import RankMemory
 from passes.mesh import Mesh
 from passes.plan import Plan
-from passes.schedule import Schedule, add_communication
+from passes.schedule import Schedule
 
-FORMAT = 1
+FORMAT = 2
 
 
 class ProgramError(AutoparError):
@@ -63,14 +64,15 @@ class StageSpec:
     """One pipeline stage: its layers, its parameters, and which text each rank runs.
 
     names: name in the text -> the model's own. modules: coordinates without pp, as
-    text -> key of the emitted module. seconds: of one microbatch, there and back.
+    text -> key of the emitted module. seconds: of one microbatch, with what is
+    computed again.
     flops: of one microbatch's forward, on the first rank. footprint: its activations.
     """
 
     layers: tuple[str, ...]
     names: Mapping[str, str]
     modules: Mapping[str, str]
-    seconds: float
+    seconds: Seconds
     flops: int
     footprint: Footprint
 
@@ -82,6 +84,7 @@ class Program:
     inputs: batch field -> (global shape, dtype). loss_pending: axes over which the
     loss is a pending sum. literals: constants of the model's code, by name. groups: the
     sets of axes that collectives run over. communication: of each stage's first rank.
+    memory: of each pipeline rank. send: seconds of a message between stages, estimated.
     notes: what the user should know.
     """
 
@@ -98,6 +101,8 @@ class Program:
     groups: tuple[tuple[str, ...], ...]
     communication: tuple[Communication, ...]
     modules: Mapping[str, str]
+    memory: tuple[RankMemory, ...]
+    send: float
     notes: tuple[str, ...] = ()
 
     @property
@@ -146,6 +151,7 @@ class Program:
         """Everything but the module texts and the plan."""
         data = {
             "format": FORMAT,
+            "schedule": str(self.schedule).split("\n"),
             "stages": [asdict(s) for s in self.stages],
             "parameters": {k: asdict(v) for k, v in self.parameters.items()},
             "buffers": {k: asdict(v) for k, v in self.buffers.items()},
@@ -156,6 +162,8 @@ class Program:
             "literals": {k: _pack(t) for k, t in self.literals.items()},
             "groups": list(self.groups),
             "communication": [asdict(c) for c in self.communication],
+            "memory": [asdict(m) for m in self.memory],
+            "send": self.send,
             "notes": list(self.notes),
         }
         return json.dumps(data, indent=1) + "\n"
@@ -170,12 +178,13 @@ class Program:
             )
         return cls(
             plan=plan,
-            schedule=schedule_of(plan),
+            schedule=Schedule.parse("\n".join(data["schedule"])),
             stages=tuple(
                 StageSpec(
                     **{
                         **s,
                         "layers": tuple(s["layers"]),
+                        "seconds": Seconds(**s["seconds"]),
                         "footprint": Footprint(**s["footprint"]),
                     }
                 )
@@ -194,15 +203,10 @@ class Program:
                 for c in data["communication"]
             ),
             modules=modules,
+            memory=tuple(RankMemory(**m) for m in data["memory"]),
+            send=data["send"],
             notes=tuple(data["notes"]),
         )
-
-
-def schedule_of(plan: Plan) -> Schedule:
-    """The plan's schedule, with its messages. Raises ScheduleError."""
-    ranks = plan.mesh.axis_size("pp")
-    made = make_schedule(plan.schedule, ranks, plan.microbatches, plan.stages_per_rank)
-    return add_communication(made)
 
 
 def coords_text(coords: Mapping[str, int]) -> str:

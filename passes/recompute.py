@@ -19,7 +19,7 @@ from passes.name_dims import Dims
 
 
 def recompute(
-    policy: str,
+    policies: Mapping[str, str],
     forward: Sequence[Node],
     backward: Sequence[Node],
     keep: Collection[str],
@@ -27,13 +27,12 @@ def recompute(
 ) -> list[Node]:
     """The backward, with nodes in it that make again what is not kept.
 
-    keep: names of values that are kept anyway, as they leave the stage. dims: the named
-    dims of values.
+    policies: layer -> "none", "selective" or "full". keep: names of values that are
+    kept anyway, as they leave the stage. dims: the named dims of values.
     """
-    if policy == "none":
+    if not set(policies.values()) - {"none"}:
         return list(backward)
-    chosen = _everything if policy == "full" else _squares(forward, dims)
-    dropped = _dropped(forward, keep, chosen)
+    dropped = _dropped(forward, keep, _chooser(policies, forward, dims))
     producers = {v.name: n for n in forward for v in n.results}
     order = {id(n): i for i, n in enumerate(forward)}
     wanted = {v.name for n in backward for v in n.operands if v.name in dropped}
@@ -54,7 +53,7 @@ def recompute(
 
 
 def _dropped(
-    forward: Sequence[Node], keep: Collection[str], chosen: Callable[[Value], bool]
+    forward: Sequence[Node], keep: Collection[str], chosen: Callable[[str, Value], bool]
 ) -> set[str]:
     """Of what is chosen, the values that are read in the layer that makes them only."""
     layers = {v.name: n.where.layer for n in forward for v in n.results}
@@ -71,25 +70,32 @@ def _dropped(
         if layers[v.name]
         and v.name not in crossing
         and v.name not in keep
-        and chosen(v)
+        and chosen(layers[v.name], v)
     }
 
 
-def _everything(_: Value) -> bool:
-    return True
+def _chooser(
+    policies: Mapping[str, str], forward: Sequence[Node], dims: Mapping[str, Dims]
+) -> Callable[[str, Value], bool]:
+    """(layer, value) -> whether the layer's policy would rather make it again."""
+    squares = _squares(forward, dims)
+
+    def chosen(layer: str, v: Value) -> bool:
+        policy = policies.get(layer, "none")
+        return policy == "full" or (policy == "selective" and v.shape in squares)
+
+    return chosen
 
 
-def _squares(
-    forward: Sequence[Node], dims: Mapping[str, Dims]
-) -> Callable[[Value], bool]:
-    """Whether a value has the same named dim twice: scores and weights of attention,
-    and what else has their shape."""
+def _squares(forward: Sequence[Node], dims: Mapping[str, Dims]) -> set[tuple[int, ...]]:
+    """Shapes of values that have the same named dim twice: scores and weights of
+    attention, and what else has their shape."""
     shapes = set()
     for v in (v for n in forward for v in n.results):
         keys = [d.key for factors in dims.get(v.name, ()) for d in factors]
         if len(set(keys)) < len(keys):
             shapes.add(v.shape)
-    return lambda v: v.shape in shapes
+    return shapes
 
 
 def _closure(

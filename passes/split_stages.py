@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from passes.cost import Costs
+from passes.cost import NOTHING, Costs, Seconds
 from passes.errors import StageError
 from passes.graph import LAYER, Graph, Node, Value, Where
 from passes.insert_collectives import Lowered
@@ -32,8 +32,8 @@ class Stage:
 
     setup: from constants and buffers alone, once. prologue: from the batch alone, once
     a step. forward: for each microbatch, from what it receives to what it sends.
-    names: parameter or buffer name in the stage -> the model's own name.
-    seconds: forward and backward of one microbatch, as estimated.
+    names: parameter or buffer name in the stage -> the model's own name; layers: of its
+    own layers, in order. costs: value -> estimated seconds of the node that makes it.
     """
 
     index: int
@@ -52,7 +52,13 @@ class Stage:
     shardings: Mapping[str, Sharding]
     differentiable: frozenset[str]
     modules: tuple[str, ...]
-    seconds: float
+    layers: Mapping[str, str]
+    costs: Mapping[str, Seconds]
+
+    @property
+    def seconds(self) -> Seconds:
+        """Of one microbatch."""
+        return sum(self.costs.values(), NOTHING)
 
     def text(self, v: Value) -> str:
         return self.shardings[v.name].text(self.dims[v.name])
@@ -185,7 +191,7 @@ class _Chain:
             )
         spent = [0.0]
         for s in self.seconds:
-            spent.append(spent[-1] + s)
+            spent.append(spent[-1] + s.total)
         send = [
             sum(self.local.value(v).bytes for v in self.crossing(p)) * self.send_seconds
             for p in places
@@ -277,6 +283,7 @@ class _Cutter:
         traced = self.lowered.traced
         flowing = find_differentiable(graph, traced.trainable)
         last = end == len(self.chain.nodes)
+        modules = tuple(dict.fromkeys(n.where.layer for n in own))
 
         def new(values: Sequence[Value]) -> tuple[Value, ...]:
             return tuple(self.renamed[v.name] for v in values)
@@ -297,8 +304,12 @@ class _Cutter:
             dims={new: dims[name] for new, name in old.items()},
             shardings={new: shardings[name] for new, name in old.items()},
             differentiable=frozenset(n for n, name in old.items() if name in flowing),
-            modules=tuple(dict.fromkeys(n.where.layer for n in own)),
-            seconds=sum(self.chain.seconds[first:end]),
+            modules=modules,
+            layers={self._relative(layer): layer for layer in modules if layer},
+            costs={
+                self.renamed[n.results[0].name].name: seconds
+                for n, seconds in zip(own, self.chain.seconds[first:end], strict=True)
+            },
         )
 
     def _close(self, own: list[Node], received: set[str]) -> list[Node]:

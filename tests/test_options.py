@@ -27,6 +27,7 @@ def test_every_option_changes_the_plan():
         "context_parallel": "ulysses",
         "cp_layout": "zigzag",
         "recompute": "full",
+        "memory": "16GiB",
         "zero": 3,
         "offload": True,
         "hints": {"*.weight": "ffn/tp"},

@@ -1,0 +1,166 @@
+"""fit_schedule: a schedule made for the seconds and bytes that stages really take.
+
+Named schedules suppose equal stages. Here each rank takes, whenever it is free, what is
+urgent and possible: gradients that others wait for, forwards while memory lasts, weight
+halves in the gaps (the heuristic of Qi 2023, arXiv:2401.10241, section 3.1). A few such
+rules are tried, on paper, beside all named schedules; the fastest that fits wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from passes.cost import Seconds
+from passes.footprint import Footprint, peak_bytes
+from passes.list_schedule import RULES, Listed, Pipeline, list_schedule
+from passes.make_schedule import SCHEDULES
+from passes.schedule import Action, Kind, Schedule, ScheduleError
+from passes.simulate_schedule import simulate
+
+# The rank of each stage -> bytes for activations on each rank.
+Limits = Callable[[Sequence[int]], Sequence[float]]
+
+
+def unlimited(placement: Sequence[int]) -> list[float]:
+    return [math.inf] * (max(placement) + 1)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A schedule with its backwards in halves, and its simulated seconds a step.
+
+    named: the fastest named schedule that fits, in halves too; None: none does.
+    """
+
+    schedule: Schedule
+    seconds: float
+    named: Schedule | None
+    named_seconds: float | None
+
+
+def fit_schedule(
+    microbatches: int,
+    ranks: int,
+    stages_per_rank: int,
+    seconds: Sequence[Seconds],
+    footprints: Sequence[Footprint],
+    limits: Limits = unlimited,
+    send: float = 0.0,
+    steps_overlap: bool = False,
+) -> Fitted:
+    """The fastest schedule found; never slower than a named one that fits.
+
+    seconds, footprints: of one microbatch on each stage, [stages]. limits: the rank of
+    each stage -> bytes that activations may take, [ranks]. send: seconds of a message.
+    steps_overlap: a rank begins its next step when it is done, and waits for nobody.
+    Raises ScheduleError if not even one microbatch at a time fits.
+    """
+    fitting = [
+        _on_paper(schedule, seconds, send)
+        for schedule in named_schedules(ranks, microbatches, stages_per_rank)
+        if fits(schedule, footprints, limits(schedule.stage_to_rank))
+    ]
+    known = len(fitting)
+    for placement in _placements(ranks, stages_per_rank):
+        room = limits(placement)
+        job = Pipeline(microbatches, placement, seconds, footprints, room, send)
+        found = (list_schedule(job, rule) for rule in RULES)
+        fitting += [listed for listed in found if listed]
+    if not fitting:
+        raise _too_little(footprints, limits, _placements(ranks, stages_per_rank)[0])
+
+    def taken(listed: Listed) -> float:
+        return listed.elapsed if steps_overlap else listed.total
+
+    fastest = min(map(taken, fitting))
+    # Of those as fast, up to rounding, the one that needs the least memory.
+    equal = [f for f in fitting if taken(f) <= fastest * (1 + 1e-12)]
+    best = min(equal, key=lambda f: _most(f.schedule, footprints))
+    named = min(fitting[:known], key=taken, default=None)
+    return Fitted(
+        best.schedule,
+        taken(best),
+        None if named is None else named.schedule,
+        None if named is None else taken(named),
+    )
+
+
+def named_schedules(
+    ranks: int, microbatches: int, stages_per_rank: int
+) -> Iterator[Schedule]:
+    """Those that can run this many stages a rank, with every backward in halves."""
+    for make in SCHEDULES.values():
+        try:
+            schedule = make(ranks, microbatches, stages_per_rank)
+        except ScheduleError:
+            continue  # it runs another number of stages a rank
+        yield in_halves(schedule)
+
+
+def in_halves(schedule: Schedule) -> Schedule:
+    """The same with each full backward as I and W in a row, which is never slower."""
+    ranks = tuple(tuple(_halved(actions)) for actions in schedule.ranks)
+    return replace(schedule, ranks=ranks)
+
+
+def _halved(actions: Iterable[Action]) -> Iterator[Action]:
+    for action in actions:
+        if action.kind is Kind.B:
+            yield replace(action, kind=Kind.I)
+            yield replace(action, kind=Kind.W)
+        else:
+            yield action
+
+
+def _placements(ranks: int, stages_per_rank: int) -> list[tuple[int, ...]]:
+    """Around the ranks in rounds; for two stages a rank also down and up again."""
+    rounds = tuple(range(ranks)) * stages_per_rank
+    vee = (*range(ranks), *reversed(range(ranks)))
+    return [rounds, vee] if stages_per_rank == 2 and ranks > 1 else [rounds]
+
+
+def _on_paper(schedule: Schedule, seconds: Sequence[Seconds], send: float) -> Listed:
+    timeline = simulate(
+        schedule,
+        [s.forward for s in seconds],
+        [s.backward for s in seconds],
+        [s.weight_half for s in seconds],
+        send,
+    )
+    return Listed(schedule, timeline.total, max(timeline.elapsed))
+
+
+def _most(schedule: Schedule, footprints: Sequence[Footprint]) -> int:
+    return max(peak_bytes(actions, footprints) for actions in schedule.ranks)
+
+
+def fits(
+    schedule: Schedule, footprints: Sequence[Footprint], limits: Sequence[float]
+) -> bool:
+    """Whether each rank's activations stay within its limit in bytes, [ranks]."""
+    return all(
+        peak_bytes(actions, footprints) <= limit
+        for actions, limit in zip(schedule.ranks, limits, strict=True)
+    )
+
+
+def _too_little(
+    footprints: Sequence[Footprint], limits: Limits, placement: Sequence[int]
+) -> ScheduleError:
+    """Say which rank needs how much for one microbatch at a time."""
+    lacking = []
+    for rank, limit in enumerate(limits(placement)):
+        own = [s for s, r in enumerate(placement) if r == rank]
+        once = [Action(s, Kind.F, 0) for s in own]
+        once += [Action(s, k, 0) for s in reversed(own) for k in (Kind.I, Kind.W)]
+        need = peak_bytes(once, footprints)
+        lacking.append((need - limit, rank, need))
+    over, rank, need = max(lacking)
+    over = max(over, 1)
+    return ScheduleError(
+        f"no schedule fits: pipeline rank {rank} needs {need} bytes for the activations"
+        f" of one microbatch, {over:.0f} more than it has",
+        fix='use more microbatches, recompute="full", or a larger memory=',
+    )
