@@ -61,9 +61,9 @@ class Footprint:
 
     @property
     def working(self) -> int:
-        """Bytes that an action has alive beyond those of its microbatch in flight."""
-        most = max(self.forward_peak, self.backward_peak, self.weight_peak)
-        return max(0, most - min(self.saved, self.kept or self.saved))
+        """Bytes that an action has alive beyond those of microbatches in flight."""
+        forward = max(self.forward_peak, self.backward_peak) - self.saved
+        return max(0, forward, self.weight_peak - self.kept)
 
     def most(self, in_flight: int) -> int:
         """Bytes at most, with this many microbatches between forward and backward."""
