@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from autopar.emitted import Message, Messages, sends_of, users_of
+from autopar.memory_table import memory_table
 from autopar.shards import local_shape
 from autopar.sharing import share_table, shares
 from autopar.tables import Table, count, ranges, seconds, size
@@ -273,7 +274,9 @@ def schedule_text(program: Program) -> str:
     """The grid of the schedule, its bubble, and the microbatches in flight."""
     schedule, expected = program.schedule, timeline(program)
     flight = " ".join(map(str, expected.in_flight))
-    lines = [f"schedule {schedule.name}: {LEGEND}"]
+    asked = program.plan.schedule
+    name = schedule.name if schedule.name == asked else f"{asked} ({schedule.name})"
+    lines = [f"schedule {name}: {LEGEND}"]
     counted = "microbatches"
     if program.plan.stages_per_rank > 1:
         lines.append("before the letter is the stage, after it the microbatch")
@@ -293,6 +296,7 @@ def report(program: Program, every: bool = False) -> str:
     parts = [
         *map(str, tables),
         *([str(share_table(program))] if program.plan.zero else ()),
+        str(memory_table(program)),
         schedule_text(program),
         str(communication_table(program)),
     ]
@@ -312,6 +316,8 @@ def report_data(program: Program) -> dict[str, Any]:
         "parameters": [_parameter_data(n, p) for n, p in program.parameters.items()],
         "aliases": dict(program.aliases),
         "stages": [_stage_data(program, i) for i in range(len(program.stages))],
+        "memory": [asdict(m) for m in program.memory],
+        "recompute_layers": dict(program.plan.recompute_layers),
         "communication": [asdict(c) for c in messages_of_a_step(program)],
         "schedule": {
             "name": program.schedule.name,

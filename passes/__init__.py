@@ -6,6 +6,7 @@
     propagate           Sharded   which axis splits which dim, for every value
     insert_collectives  Lowered   every move between shardings is an op
     split_stages        Staged    pipeline stages of balanced cost
+    choose_recompute    Staged    what is computed again, to fit into memory
     localize                      from global shapes to one rank's own
     differentiate       LocalStage  its forward and backward, collectives transposed
     recompute                     what the backward makes again instead of keeping it
@@ -13,6 +14,7 @@
     overlap                       parameters' collectives, while something else computes
     reuse                         results written over what nobody reads any more
     emit                text      readable Python
+    choose_schedule     Schedule  the one named, or one made for measured costs
     pipeline            Program   all of these in turn, and what ranks must know
 
 What they stand on:
@@ -24,8 +26,9 @@ What they stand on:
     rest, shares, collectives                                      who holds what
     ring                                                           attention on a ring
     vjp, traced_vjp, tape                                          derivatives
-    cost, footprint, notes                                         what a plan is worth
+    cost, footprint, memory, cheapest, notes                       what a plan is worth
     schedule, make_schedule, check_schedule, simulate_schedule     the pipeline's order
+    fit_schedule, list_schedule                                    orders for costs
 
 `pipeline.compile_program` shows the whole way on a page.
 """

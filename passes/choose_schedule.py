@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 
 from passes.cost import Seconds
-from passes.fit_schedule import fit_schedule
+from passes.differentiate import LocalStage
+from passes.fit_schedule import Limits, fit_schedule
 from passes.footprint import Footprint
 from passes.make_schedule import make_schedule
+from passes.memory import resting
 from passes.plan import AUTO, Plan
 from passes.schedule import Schedule, add_communication
 
@@ -17,25 +19,35 @@ def choose_schedule(
     plan: Plan,
     seconds: Sequence[Seconds],
     footprints: Sequence[Footprint],
-    rest: Callable[[int, Sequence[int]], int],
+    limits: Limits,
     send: float,
 ) -> Schedule:
     """The schedule of a plan, with its messages.
 
-    seconds, footprints: of one microbatch on each stage. rest: pipeline rank, and the
-    rank of each stage -> bytes on it that are no activations. send: seconds of a
-    message. Raises ScheduleError.
+    seconds, footprints: of one microbatch on each stage. limits: see `fit_schedule`.
+    send: seconds of a message. Raises ScheduleError.
     """
     if plan.schedule != AUTO:
         return named_schedule(plan)
-
-    def limits(placement: Sequence[int]) -> list[float]:
-        ranks = range(plan.mesh.axis_size("pp"))
-        return [(plan.memory or math.inf) - rest(rank, placement) for rank in ranks]
-
     args = plan.microbatches, plan.mesh.axis_size("pp"), plan.stages_per_rank
     fitted = fit_schedule(*args, seconds, footprints, limits, send)
     return add_communication(fitted.schedule)
+
+
+def room(
+    plan: Plan, locals_: Sequence[LocalStage], trainable: Collection[str]
+) -> Limits:
+    """What the plan's memory leaves for activations beside what rests on each rank."""
+
+    def limits(placement: Sequence[int]) -> list[float]:
+        found = []
+        for rank in range(plan.mesh.axis_size("pp")):
+            own = [x for x, r in zip(locals_, placement, strict=True) if r == rank]
+            rest = resting(own, trainable).total
+            found.append((plan.memory or math.inf) - rest)
+        return found
+
+    return limits
 
 
 def named_schedule(plan: Plan) -> Schedule:

@@ -58,7 +58,7 @@ def fit_schedule(
     Raises ScheduleError if not even one microbatch at a time fits.
     """
     fitting = [
-        _on_paper(schedule, seconds, send)
+        on_paper(schedule, seconds, send)
         for schedule in named_schedules(ranks, microbatches, stages_per_rank)
         if fits(schedule, footprints, limits(schedule.stage_to_rank))
     ]
@@ -121,7 +121,8 @@ def _placements(ranks: int, stages_per_rank: int) -> list[tuple[int, ...]]:
     return [rounds, vee] if stages_per_rank == 2 and ranks > 1 else [rounds]
 
 
-def _on_paper(schedule: Schedule, seconds: Sequence[Seconds], send: float) -> Listed:
+def on_paper(schedule: Schedule, seconds: Sequence[Seconds], send: float) -> Listed:
+    """A schedule, and how long it takes."""
     timeline = simulate(
         schedule,
         [s.forward for s in seconds],
@@ -162,5 +163,6 @@ def _too_little(
     return ScheduleError(
         f"no schedule fits: pipeline rank {rank} needs {need} bytes for the activations"
         f" of one microbatch, {over:.0f} more than it has",
-        fix='use more microbatches, recompute="full", or a larger memory=',
+        fix='use schedule="1f1b", whose backwards are whole and need less; more '
+        "microbatches, a larger tp, or more memory",
     )

@@ -43,7 +43,7 @@ class Footprint:
     backward is split, that is of the input half; kept: what it keeps for the weight
     half; weight_peak: the most that this has alive. step: of parameters that are
     gathered for a whole step, and of gradients whole as long. edges: the most before
-    the first forward or after the last backward, when some of these are in messages too.
+    the first forward or after the last backward, when some of these are in messages.
     """
 
     saved: int
@@ -71,10 +71,14 @@ class Footprint:
         return max((in_flight - 1) * self.each + most + self.step, self.edges)
 
 
-def peak_bytes(actions: Iterable[Action], footprints: Sequence[Footprint]) -> int:
+def peak_bytes(
+    actions: Iterable[Action],
+    footprints: Sequence[Footprint] | Mapping[int, Footprint],
+) -> int:
     """The most bytes of activations that a rank's list has alive at once.
 
-    footprints: of each stage. A message is part of the action that makes or reads it.
+    footprints: of each stage, by its index. A message is part of the action that makes
+    or reads it.
     """
     actions = [a for a in actions if a.kind.is_compute]
     now = sum(footprints[s].step for s in {a.stage for a in actions})
@@ -116,6 +120,17 @@ def footprint(local: LocalStage) -> Footprint:
     kept = sum(left.values())
     step, edges = _whole(local)
     return Footprint(saved, forward, backward, kept, step, weight, edges)
+
+
+def saved_by_layer(local: LocalStage) -> dict[str, int]:
+    """Of the bytes that a forward keeps, those that each layer makes ("": none)."""
+    owners = find_owners(local.forward, {v.name: v.name for v in local.receives})
+    roots = {owners[v.name] for v in local.saved if v.name in owners}
+    found: dict[str, int] = {}
+    for node in local.forward:
+        size = sum(v.bytes for v in node.results if v.name in roots)
+        found[node.where.layer] = found.get(node.where.layer, 0) + size
+    return found
 
 
 def _whole(local: LocalStage) -> tuple[int, int]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
 
 from passes.choose_recompute import again, choose_recompute, stage_policies
-from passes.choose_schedule import choose_schedule, splits_backward
+from passes.choose_schedule import choose_schedule, room, splits_backward
 from passes.collectives import collective
 from passes.cost import Costs
 from passes.differentiate import LocalStage, differentiate
@@ -17,7 +17,7 @@ from passes.errors import BatchError
 from passes.footprint import communication, footprint
 from passes.graph import Value
 from passes.insert_collectives import Lowered, insert_collectives
-from passes.memory import check_memory, rank_memory, resting
+from passes.memory import check_memory, rank_memory
 from passes.mesh import TIME
 from passes.name_dims import Named, name_dims
 from passes.normalize import normalize
@@ -166,11 +166,8 @@ def assemble(
     sent = [sum(v.bytes for v in first.sends) for first in firsts]
     send = max(sent) / costs.link_bytes_per_second
 
-    def rest(rank: int, placement: Sequence[int]) -> int:
-        own = [first for first, r in zip(firsts, placement, strict=True) if r == rank]
-        return resting(own, traced.trainable).total
-
-    schedule = choose_schedule(plan, seconds, footprints, rest, send)
+    limits = room(plan, firsts, traced.trainable)
+    schedule = choose_schedule(plan, seconds, footprints, limits, send)
     memory = rank_memory(schedule, firsts, footprints, traced.trainable)
     check_memory(memory, plan.memory)
     return Program(

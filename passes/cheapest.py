@@ -1,0 +1,58 @@
+"""cheapest: the best trades of time for memory, one option of each of many things."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+
+class Option(NamedTuple):
+    """What a choice for one thing takes."""
+
+    seconds: float
+    bytes: int
+
+
+class Trade(NamedTuple):
+    """One option of each thing: the sums, and which (by index)."""
+
+    seconds: float
+    bytes: int
+    picked: tuple[int, ...]
+
+
+def cheapest(things: Sequence[Sequence[Option]]) -> Iterator[Trade]:
+    """All trades that no other beats in both, the least seconds first.
+
+    Exact, by dynamic programming over the things. An option that gains nothing over
+    one before it is not picked; of equal trades, the first picks later options for
+    earlier things.
+    """
+    # Whole picoseconds, so that sums in another order are equal.
+    best: list[tuple[int, int, int]] = [(0, 0, 0)]
+    for options in things:
+        reached = sorted(
+            (
+                time + round(option.seconds * 1e12),
+                size + option.bytes,
+                # The picks as a number, a digit for each thing, later options smaller.
+                picks * len(options) + len(options) - 1 - index,
+            )
+            for time, size, picks in best
+            for index, option in enumerate(options)
+            if not any(_as_good(known, option) for known in options[:index])
+        )
+        best = []
+        for state in reached:
+            if not best or state[1] < best[-1][1]:
+                best.append(state)
+    for time, size, picks in best:
+        picked = []
+        for options in reversed(things):
+            picks, digit = divmod(picks, len(options))
+            picked.append(len(options) - 1 - digit)
+        yield Trade(time / 1e12, size, tuple(reversed(picked)))
+
+
+def _as_good(known: Option, option: Option) -> bool:
+    return known.seconds <= option.seconds and known.bytes <= option.bytes
