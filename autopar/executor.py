@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from autopar.comm import Comm
 from autopar.receipts import Receipt
 from passes.mesh import TIME
+from passes.messages import AHEAD, proofs
 from passes.program import Program
 from passes.schedule import Action, Kind
 
@@ -75,6 +76,7 @@ class Executor:
         self.seed, self.steps = seed, 0
         self.pp = comm.coords.get("pp", 0)
         self.actions = program.schedule.ranks[self.pp]
+        self._proofs = proofs(program.schedule, self.pp)
         self.grads: dict[str, Tensor] = {}
         self.buckets = self._make_buckets()
         self.stages = {i: self._start(i) for i in program.stages_of(comm.rank)}
@@ -167,8 +169,7 @@ class Executor:
             stage.batch = {**wanted, **made}
         receives = [a for a in actions if a.kind.is_recv]
         for action in actions:
-            # One message ahead: it arrives while something is computed.
-            while receives and len(self._arriving) < 2:
+            while receives and len(self._arriving) < AHEAD:
                 self._post(receives.pop(0))
             self._run(action)
         self.comm.flush()
@@ -229,6 +230,9 @@ class Executor:
             )
             receipts = self._arriving.pop(action)
             self._outputs[key] = tuple(r.wait() for r in receipts)
+            for send in self._proofs.get(action, ()):
+                for receipt in self._leaving.pop(send, ()):
+                    receipt.wait()
         elif kind.is_send:
             self._send(action)
         elif kind is Kind.F:
@@ -269,9 +273,6 @@ class Executor:
         )
         if not whole:
             made, stage.kept[i] = made
-        # Its gradient is here, so what was sent for it has long arrived.
-        for receipt in self._leaving.pop(Action(action.stage, Kind.SEND_F, i), ()):
-            receipt.wait()
         if action.stage > 0:
             self._hand_on("dy", action.stage, action.stage - 1, i, made)
 

@@ -149,16 +149,21 @@ class ProcessComm(Comm):
         return x.device.type == "cpu" or min(counts) != max(counts)
 
     def _send(self, x: Tensor, to_rank: int, tag: int) -> Receipt:
-        while self._sends and self._sends[0].done():
-            self._sends.popleft()
+        self._let_go()
         lane = self._up if to_rank > self.rank else self._down
         transfer = _Transfer(dist.isend(x, to_rank, lane, tag), x)
         self._sends.append(transfer)
         return transfer
 
     def _recv(self, x: Tensor, from_rank: int, tag: int) -> Receipt:
+        self._let_go()
         lane = self._up if from_rank < self.rank else self._down
         return _Transfer(dist.irecv(x, from_rank, lane, tag), x)
+
+    def _let_go(self) -> None:
+        """Of the tensors that were sent."""
+        while self._sends and self._sends[0].done():
+            self._sends.popleft()
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         try:

@@ -172,5 +172,5 @@ class _Search:
         """Of a rank, exactly."""
         locals_ = [self.local(stage, choice) for stage in own]
         footprints = {x.stage.index: footprint(x) for x in locals_}
-        activations = peak_bytes(schedule.ranks[rank], footprints)
+        activations = peak_bytes(schedule, rank, footprints)
         return replace(resting(locals_, self.trainable), activations=activations)

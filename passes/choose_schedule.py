@@ -30,8 +30,7 @@ def choose_schedule(
     if plan.schedule != AUTO:
         return named_schedule(plan)
     args = plan.microbatches, plan.mesh.axis_size("pp"), plan.stages_per_rank
-    fitted = fit_schedule(*args, seconds, footprints, limits, send)
-    return add_communication(fitted.schedule)
+    return fit_schedule(*args, seconds, footprints, limits, send).schedule
 
 
 def room(

@@ -16,7 +16,13 @@ from passes.cost import Seconds
 from passes.footprint import Footprint, peak_bytes
 from passes.list_schedule import RULES, Listed, Pipeline, list_schedule
 from passes.make_schedule import SCHEDULES
-from passes.schedule import Action, Kind, Schedule, ScheduleError
+from passes.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    ScheduleError,
+    add_communication,
+)
 from passes.simulate_schedule import simulate
 
 # The rank of each stage -> bytes for activations on each rank.
@@ -29,7 +35,7 @@ def unlimited(placement: Sequence[int]) -> list[float]:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A schedule with its backwards in halves, and its simulated seconds a step.
+    """A schedule with its messages, its backwards in halves, and its seconds a step.
 
     named: the fastest named schedule that fits, in halves too; None: none does.
     """
@@ -57,34 +63,49 @@ def fit_schedule(
     steps_overlap: a rank begins its next step when it is done, and waits for nobody.
     Raises ScheduleError if not even one microbatch at a time fits.
     """
-    fitting = [
+    known = [
         on_paper(schedule, seconds, send)
         for schedule in named_schedules(ranks, microbatches, stages_per_rank)
-        if fits(schedule, footprints, limits(schedule.stage_to_rank))
     ]
-    known = len(fitting)
-    for placement in _placements(ranks, stages_per_rank):
-        room = limits(placement)
-        job = Pipeline(microbatches, placement, seconds, footprints, room, send)
-        found = (list_schedule(job, rule) for rule in RULES)
-        fitting += [listed for listed in found if listed]
-    if not fitting:
-        raise _too_little(footprints, limits, _placements(ranks, stages_per_rank)[0])
+    made = [
+        listed
+        for placement in _placements(ranks, stages_per_rank)
+        for listed in _listed(
+            Pipeline(
+                microbatches, placement, seconds, footprints, limits(placement), send
+            )
+        )
+    ]
 
     def taken(listed: Listed) -> float:
         return listed.elapsed if steps_overlap else listed.total
 
-    fastest = min(map(taken, fitting))
-    # Of those as fast, up to rounding, the one that needs the least memory.
-    equal = [f for f in fitting if taken(f) <= fastest * (1 + 1e-12)]
-    best = min(equal, key=lambda f: _most(f.schedule, footprints))
-    named = min(fitting[:known], key=taken, default=None)
+    def fastest(tried: Iterable[Listed]) -> list[Listed]:
+        """Those that fit and are as fast as any, up to rounding."""
+        found: list[Listed] = []
+        for listed in sorted(tried, key=taken):
+            if found and taken(listed) > taken(found[0]) * (1 + 1e-12):
+                break
+            whole = replace(listed, schedule=add_communication(listed.schedule))
+            if fits(whole.schedule, footprints, limits(whole.schedule.stage_to_rank)):
+                found.append(whole)
+        return found
+
+    best = fastest([*known, *made])
+    if not best:
+        raise _too_little(footprints, limits, _placements(ranks, stages_per_rank)[0])
+    least = min(best, key=lambda listed: _most(listed.schedule, footprints))
+    named = fastest(known)
     return Fitted(
-        best.schedule,
-        taken(best),
-        None if named is None else named.schedule,
-        None if named is None else taken(named),
+        least.schedule,
+        taken(least),
+        named[0].schedule if named else None,
+        taken(named[0]) if named else None,
     )
+
+
+def _listed(job: Pipeline) -> list[Listed]:
+    return [found for rule in RULES if (found := list_schedule(job, rule))]
 
 
 def named_schedules(
@@ -134,29 +155,41 @@ def on_paper(schedule: Schedule, seconds: Sequence[Seconds], send: float) -> Lis
 
 
 def _most(schedule: Schedule, footprints: Sequence[Footprint]) -> int:
-    return max(peak_bytes(actions, footprints) for actions in schedule.ranks)
+    ranks = range(len(schedule.ranks))
+    return max(peak_bytes(schedule, rank, footprints) for rank in ranks)
 
 
 def fits(
     schedule: Schedule, footprints: Sequence[Footprint], limits: Sequence[float]
 ) -> bool:
-    """Whether each rank's activations stay within its limit in bytes, [ranks]."""
+    """Whether each rank's activations stay within its limit in bytes, [ranks].
+
+    schedule: with its messages.
+    """
     return all(
-        peak_bytes(actions, footprints) <= limit
-        for actions, limit in zip(schedule.ranks, limits, strict=True)
+        peak_bytes(schedule, rank, footprints) <= limit
+        for rank, limit in enumerate(limits)
     )
+
+
+def _one_by_one(placement: Sequence[int]) -> Schedule:
+    """One microbatch, there and back."""
+    lines: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    for stage, rank in enumerate(placement):
+        lines[rank].append(Action(stage, Kind.F, 0))
+    for stage, rank in reversed([*enumerate(placement)]):
+        lines[rank] += [Action(stage, Kind.I, 0), Action(stage, Kind.W, 0)]
+    return Schedule("once", 1, tuple(placement), tuple(map(tuple, lines)))
 
 
 def _too_little(
     footprints: Sequence[Footprint], limits: Limits, placement: Sequence[int]
 ) -> ScheduleError:
     """Say which rank needs how much for one microbatch at a time."""
+    once = add_communication(_one_by_one(placement))
     lacking = []
     for rank, limit in enumerate(limits(placement)):
-        own = [s for s, r in enumerate(placement) if r == rank]
-        once = [Action(s, Kind.F, 0) for s in own]
-        once += [Action(s, k, 0) for s in reversed(own) for k in (Kind.I, Kind.W)]
-        need = peak_bytes(once, footprints)
+        need = peak_bytes(once, rank, footprints)
         lacking.append((need - limit, rank, need))
     over, rank, need = max(lacking)
     over = max(over, 1)

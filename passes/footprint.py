@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from passes.collectives import collective
 from passes.differentiate import LocalStage
 from passes.graph import Node
+from passes.messages import AHEAD, posted, proofs, sizes
 from passes.rest import find_gathered
 from passes.reuse import find_owners
 from passes.ring import passed_round, ring_of, workspace
-from passes.schedule import Action, Kind
+from passes.schedule import Kind, Schedule
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Footprint:
     half; weight_peak: the most that this has alive. step: of parameters that are
     gathered for a whole step, and of gradients whole as long. edges: the most before
     the first forward or after the last backward, when some of these are in messages.
+    received, sent: of a forward's messages; gradients are as large, the other way.
     """
 
     saved: int
@@ -53,17 +55,20 @@ class Footprint:
     step: int
     weight_peak: int = 0
     edges: int = 0
+    received: int = 0
+    sent: int = 0
 
     @property
     def each(self) -> int:
         """Bytes of a microbatch in flight, at most, while something else runs."""
-        return max(self.saved, self.kept)
+        return max(self.saved + self.sent, self.kept)
 
     @property
     def working(self) -> int:
         """Bytes that an action has alive beyond those of microbatches in flight."""
         forward = max(self.forward_peak, self.backward_peak) - self.saved
-        return max(0, forward, self.weight_peak - self.kept)
+        messages = AHEAD * max(self.received, self.sent)
+        return messages + max(0, forward, self.weight_peak - self.kept)
 
     def most(self, in_flight: int) -> int:
         """Bytes at most, with this many microbatches between forward and backward."""
@@ -72,29 +77,42 @@ class Footprint:
 
 
 def peak_bytes(
-    actions: Iterable[Action],
+    schedule: Schedule,
+    rank: int,
     footprints: Sequence[Footprint] | Mapping[int, Footprint],
 ) -> int:
-    """The most bytes of activations that a rank's list has alive at once.
+    """The most bytes of activations and messages that a rank has alive at once.
 
-    footprints: of each stage, by its index. A message is part of the action that makes
-    or reads it.
+    schedule: with its messages. footprints: of each stage, by its index.
     """
-    actions = [a for a in actions if a.kind.is_compute]
-    now = sum(footprints[s].step for s in {a.stage for a in actions})
-    peak = max(now, sum(footprints[s].edges for s in {a.stage for a in actions}))
-    for action in actions:
-        own = footprints[action.stage]
-        # What was there of it, the most while it runs, and what stays.
-        before, most, after = {
-            Kind.F: (0, own.forward_peak, own.saved),
-            Kind.B: (own.saved, own.backward_peak, 0),
-            Kind.I: (own.saved, own.backward_peak, own.kept),
-            Kind.W: (own.kept, own.weight_peak, 0),
-        }[action.kind]
-        peak = max(peak, now - before + most)
-        now += after - before
+    actions = schedule.ranks[rank]
+    own = {s: footprints[s] for s in {a.stage for a in actions}}
+    received = {s: f.received for s, f in own.items()}
+    sent = {s: f.sent for s, f in own.items()}
+    size = sizes(actions, received, sent)
+    done = proofs(schedule, rank)
+    now = sum(f.step for f in own.values())
+    peak = max(now, sum(f.edges for f in own.values()))
+    for action, coming in posted(actions):
+        now += sum(size[recv] for recv in coming)
+        peak = max(peak, now)
+        if action.kind.is_compute:
+            before, most, after = _alive(action.kind, own[action.stage])
+            peak = max(peak, now - before + most)
+            now += after - before
+        for send in done.get(action, ()):
+            now -= size[send]
     return peak
+
+
+def _alive(kind: Kind, of: Footprint) -> tuple[int, int, int]:
+    """Bytes of a microbatch before an action, the most in it, and after it."""
+    return {
+        Kind.F: (of.received, of.forward_peak, of.saved + of.sent),
+        Kind.B: (of.saved + of.sent, of.backward_peak, of.received),
+        Kind.I: (of.saved + of.sent, of.backward_peak, of.kept + of.received),
+        Kind.W: (of.kept, of.weight_peak, 0),
+    }[kind]
 
 
 def footprint(local: LocalStage) -> Footprint:
@@ -119,7 +137,10 @@ def footprint(local: LocalStage) -> Footprint:
     weight = _peak(local.weight_half or (), left, (), held)
     kept = sum(left.values())
     step, edges = _whole(local)
-    return Footprint(saved, forward, backward, kept, step, weight, edges)
+    received, sent = (sum(v.bytes for v in vs) for vs in (local.receives, local.sends))
+    return Footprint(
+        saved, forward, backward, kept, step, weight, edges, received, sent
+    )
 
 
 def saved_by_layer(local: LocalStage) -> dict[str, int]:

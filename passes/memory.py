@@ -23,8 +23,8 @@ class RankMemory:
     """Bytes on the first rank of a pipeline rank's group.
 
     What rests (between steps too): parameters, their gradients, the optimizer's state,
-    buffers. activations: the most at once, under the schedule, with what is gathered
-    and whole for a step.
+    buffers. activations: the most at once, under the schedule, with messages and with
+    what is gathered and whole for a step.
     """
 
     parameters: int = 0
@@ -67,10 +67,10 @@ def rank_memory(
 ) -> tuple[RankMemory, ...]:
     """Of each pipeline rank. locals_, footprints: of each stage."""
     found = []
-    for rank, actions in enumerate(schedule.ranks):
+    for rank in range(len(schedule.ranks)):
         own = [locals_[s] for s, r in enumerate(schedule.stage_to_rank) if r == rank]
         rest = resting(own, trainable)
-        found.append(replace(rest, activations=peak_bytes(actions, footprints)))
+        found.append(replace(rest, activations=peak_bytes(schedule, rank, footprints)))
     return tuple(found)
 
 

@@ -157,7 +157,11 @@ def assemble(
     lowered, plan = staged.lowered, staged.plan
     graph, traced = lowered.graph, lowered.traced
     locals_ = [local for _, texts in modules for _, local in texts.values()]
-    firsts = [texts[next(iter(keys.values()))][1] for keys, texts in modules]
+    # Stages of equal text share what was worked out for the first of them.
+    firsts = [
+        replace(texts[next(iter(keys.values()))][1], stage=stage)
+        for stage, (keys, texts) in zip(staged.stages, modules, strict=True)
+    ]
     loss = lowered.shardings[graph.outputs[0].name]
     footprints = [footprint(first) for first in firsts]
     seconds = [

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from passes.graph import Node, Value
 from passes.name_dims import Dims
+from passes.reuse import find_owners
 
 
 def recompute(
@@ -82,20 +83,23 @@ def _chooser(
 
     def chosen(layer: str, v: Value) -> bool:
         policy = policies.get(layer, "none")
-        return policy == "full" or (policy == "selective" and v.shape in squares)
+        return policy == "full" or (policy == "selective" and v.name in squares)
 
     return chosen
 
 
-def _squares(forward: Sequence[Node], dims: Mapping[str, Dims]) -> set[tuple[int, ...]]:
-    """Shapes of values that have the same named dim twice: scores and weights of
-    attention, and what else has their shape."""
+def _squares(forward: Sequence[Node], dims: Mapping[str, Dims]) -> set[str]:
+    """Names of values that have the same named dim twice: scores and weights of
+    attention, what else has their shape, and what shares its memory with these."""
     shapes = set()
-    for v in (v for n in forward for v in n.results):
+    made = {v.name: v for n in forward for v in n.results}
+    for v in made.values():
         keys = [d.key for factors in dims.get(v.name, ()) for d in factors]
         if len(set(keys)) < len(keys):
             shapes.add(v.shape)
-    return shapes
+    owners = find_owners(forward)
+    storages = {owners.get(name, name) for name, v in made.items() if v.shape in shapes}
+    return {name for name in made if owners.get(name, name) in storages}
 
 
 def _closure(

@@ -26,7 +26,7 @@ from passes.cost import Seconds  # noqa: E402
 from passes.fit_schedule import fit_schedule  # noqa: E402
 from passes.footprint import Footprint, peak_bytes  # noqa: E402
 from passes.make_schedule import make_schedule  # noqa: E402
-from passes.schedule import Schedule  # noqa: E402
+from passes.schedule import Schedule, add_communication  # noqa: E402
 from passes.simulate_schedule import simulate  # noqa: E402
 
 PUBLISHED = Path(__file__).parent / "published" / "zero_bubble.csv"
@@ -162,10 +162,11 @@ def memory(row: Row, schedule: Schedule) -> Sequence[float]:
     """
     own, layers = footprints(row), layers_of(row)
     found = []
-    for rank, actions in enumerate(schedule.ranks):
+    schedule = add_communication(schedule)
+    for rank in range(row.ranks):
         held = sum(layers[s] for s, r in enumerate(schedule.stage_to_rank) if r == rank)
         states = STATE * 12 * row.width**2 * held
-        found.append(states + peak_bytes(actions, own))
+        found.append(states + peak_bytes(schedule, rank, own))
     return found
 
 
