@@ -125,6 +125,8 @@ WEIGHTS: dict[str, slice] = {
     "aten.layer_norm": slice(1, None),
     "aten.rms_norm": slice(1, None),
     "aten.embedding": slice(0, 1),
+    "autopar.expert_linear": slice(2, 3),
+    "comm.expert_linear": slice(2, 3),
 }
 
 
@@ -135,7 +137,8 @@ def weights_of(node: Node) -> frozenset[str]:
     # x [.., k] @ w [k, n]: a product with a matrix is one with a weight.
     if name == "aten.matmul" and len(operands) == 2 and len(operands[1].shape) == 2:
         return frozenset({operands[1].name})
-    return frozenset(v.name for v in operands[WEIGHTS.get(name, slice(0))])
+    place = WEIGHTS.get(node.op) or WEIGHTS.get(name, slice(0))
+    return frozenset(v.name for v in operands[place])
 
 
 @dataclass(frozen=True)

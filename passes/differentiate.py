@@ -94,8 +94,7 @@ def differentiate(
 ) -> LocalStage:
     """Localize a stage for the rank at `coords`, and write its backward.
 
-    policies: layer -> what its backward computes again instead of keeping it, see
-    `recompute`.
+    policies: layer -> what its backward computes again, see `recompute`.
     zero: when parameters are gathered and their gradients scattered, see `rest`.
     halves: whether the backward is split, see `split_backward`.
     """

@@ -167,9 +167,7 @@ def assemble(
     seconds = [
         s.seconds + again(first) for s, first in zip(staged.stages, firsts, strict=True)
     ]
-    sent = [sum(v.bytes for v in first.sends) for first in firsts]
-    send = max(sent) / costs.link_bytes_per_second
-
+    send = max(f.sent for f in footprints) / costs.link_bytes_per_second
     limits = room(plan, firsts, traced.trainable)
     schedule = choose_schedule(plan, seconds, footprints, limits, send)
     memory = rank_memory(schedule, firsts, footprints, traced.trainable)

@@ -6,7 +6,7 @@ import torch
 import autopar
 from autopar.profile import measure
 from examples.gpt import GPT, Config
-from passes.graph import Node
+from passes.graph import Node, Value
 from passes.mesh import Mesh
 from passes.plan import Plan
 
@@ -64,3 +64,16 @@ def test_a_damaged_cache_is_measured_anew(own_cache) -> None:
     file.write_text("{ not json")
     compile_small()
     assert "aten.linear" in file.read_text()
+
+
+def test_halves_of_a_backward_are_measured_apart() -> None:
+    """All three parts of a square product are as much work; attention has no weights."""
+    x, w = Value("x", (256, 256), torch.float32), Value("w", (256, 256), torch.float32)
+    linear = Node("aten.linear.default", (x, w), {}, (Value("y", x.shape, x.dtype),))
+    found = measure(linear)
+    assert 0.2 < found.input_half / found.forward < 5
+    assert 0.2 < found.weight_half / found.forward < 5
+    q = Value("q", (1, 2, 32, 16), torch.float32)
+    args = (q, q, q, None, True, 0.25)
+    attention = Node("autopar.attention", args, {}, (Value("y", q.shape, q.dtype),))
+    assert measure(attention).weight_half == 0 < measure(attention).input_half

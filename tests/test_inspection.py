@@ -23,6 +23,7 @@ from autopar.inspection import (
     stage_table,
     timeline,
 )
+from autopar.memory_table import memory_table
 from autopar.tables import WIDTH, Table, count, ranges, seconds, size
 from autopar.verify import local_parameters
 from autopar.virtual import run_virtual
@@ -151,8 +152,22 @@ def test_activations_grow_with_what_is_in_flight() -> None:
     stages = report_data(small_program(microbatches=4))["stages"]
     made = [stage.footprint for stage in small_program(microbatches=4).stages]
     peaks = [max(f.forward_peak, f.backward_peak) for f in made]
-    assert stages[0]["activation_bytes"] == peaks[0] + made[0].saved  # two in flight
+    waiting = made[0].saved + made[0].sent  # of one microbatch beside the one that runs
+    assert stages[0]["activation_bytes"] == peaks[0] + waiting
     assert stages[1]["activation_bytes"] == peaks[1]
+
+
+def test_memory_of_each_rank_is_shown_term_by_term() -> None:
+    program = small_program("pp=2", 4)
+    table = memory_table(program)
+    assert [row[0] for row in table.rows] == [0, 1]
+    assert all(row[-1] == "none" for row in table.rows)
+    said = report_data(program)["memory"]
+    stages = report_data(program)["stages"]
+    for rank, stage in zip(said, stages, strict=True):
+        assert rank["parameters"] == stage["parameter_bytes"] == rank["gradients"]
+        assert rank["optimizer"] == 2 * rank["gradients"]
+    assert str(table) in report(program)
 
 
 def test_a_single_rank_communicates_nothing() -> None:
@@ -212,7 +227,7 @@ def test_activations_are_those_in_flight_of_their_own_stage() -> None:
     for row, stage in zip(rows, program.stages, strict=True):
         made = stage.footprint
         peak = max(made.forward_peak, made.backward_peak)
-        assert row["activation_bytes"] == 3 * made.saved + peak
+        assert row["activation_bytes"] == 3 * made.each + peak
 
 
 def test_a_report_fits_the_page_and_json() -> None:
