@@ -67,7 +67,7 @@ def test_a_damaged_cache_is_measured_anew(own_cache) -> None:
 
 
 def test_halves_of_a_backward_are_measured_apart() -> None:
-    """All three parts of a square product are as much work; attention has no weights."""
+    """A square product does as much in all three parts; attention has no weights."""
     x, w = Value("x", (256, 256), torch.float32), Value("w", (256, 256), torch.float32)
     linear = Node("aten.linear.default", (x, w), {}, (Value("y", x.shape, x.dtype),))
     found = measure(linear)
