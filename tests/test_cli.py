@@ -71,6 +71,23 @@ def test_microbatches_and_the_batch_count_all_ranks_with_samples(
     assert program.batch_extent == 4 * 2 * 8 and program.plan.microbatches == 8
 
 
+def test_what_is_left_to_the_compiler_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, where = model_file(tmp_path), str(tmp_path / "p")
+    auto = ["--schedule", "auto", "--recompute", "auto", "--microbatches", "4"]
+    command = ["compile", spec, "--mesh", "pp=2", *auto, "-o", where]
+    assert main(command) == 2
+    assert 'give memory="16GiB"' in capsys.readouterr().err
+    assert main([*command, "--memory", "1GiB"]) == 0
+    capsys.readouterr()
+    assert main(["inspect", where]) == 0
+    text = out(capsys)
+    assert "memory of a rank at its most, which may be 1 GiB" in text
+    assert "schedule auto (" in text
+    assert main(["verify", where]) == 0
+
+
 def test_options_become_decisions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

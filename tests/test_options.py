@@ -76,3 +76,16 @@ def test_a_plan_and_an_option_contradict_each_other():
     model = plain_gpt().model
     with pytest.raises(AutoparError, match="the plan is given, and so is zero="):
         autopar.compile(model, "dp=1", plan=Plan(Mesh.parse("dp=1")), zero=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("16GiB", 16 << 30), ("800MB", 800_000_000), ("1.5 KiB", 1536), (7, 7), ("9", 9)],
+)
+def test_memory_is_read_with_its_unit(text, size):
+    assert make_plan("dp=2", memory=text).memory == size
+
+
+def test_memory_that_is_no_size():
+    with pytest.raises(PlanError, match="memory='much' is no size"):
+        make_plan("dp=2", memory="much")

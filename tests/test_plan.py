@@ -18,6 +18,8 @@ PLANS = [
     plan("pp=2", 4, stages_per_rank=2),
     plan("dp=2,tp=2", zero=3),
     plan("dp=2,fsdp=2", zero=3, offload=True),
+    plan("pp=2", 4, schedule="auto", memory=1 << 30, recompute="auto"),
+    plan("pp=2", 4, recompute_layers={"blocks.0": "full"}),
 ]
 
 
@@ -57,6 +59,9 @@ BROKEN = {
     changed(zigzag=["pp"]): "zigzag has 'pp', which splits no sequence",
     changed(zigzag=["dp"]): "zigzag has 'dp', which splits no sequence",
     changed(offload=1): "'offload' in the plan is 1",
+    changed(memory=-1): "memory=-1",
+    changed(recompute="auto"): 'recompute="auto" needs to know',
+    changed(recompute_layers={"h.0": "some"}): "recompute_layers of 'h.0' is 'some'",
     without("mesh"): "has no mesh",
 }
 
