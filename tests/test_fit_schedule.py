@@ -110,20 +110,28 @@ def test_never_slower_than_a_named_schedule_that_fits(seed):
 
 
 @pytest.mark.slow
-def test_on_a_thousand_uneven_pipelines(capsys):
-    """Not only never slower: faster on most, by 2 % in the median."""
-    gains = [verified(draw(seed)) for seed in range(100, 1100)]
-    known = sorted(gain for gain in gains if gain is not None)
-    better = sum(gain > 1e-9 for gain in known) / len(known)
+@pytest.mark.parametrize("part", range(5))
+def test_on_a_thousand_uneven_pipelines(capsys, part):
+    """In five parts. Not only never slower: faster on most, by 1 % or more."""
+    gains = []
+    for seed in range(100 + 200 * part, 300 + 200 * part):
+        case = draw(seed)
+        fitted = case.fit()
+        assert case.total(fitted.schedule) <= fitted.seconds * (1 + 1e-9)
+        assert fits(fitted.schedule, case.footprints, [case.limit] * case.ranks)
+        if fitted.named_seconds is not None:
+            assert fitted.seconds <= fitted.named_seconds * (1 + 1e-12)
+            gains.append(fitted.named_seconds / fitted.seconds - 1)
+    better = sum(gain > 1e-9 for gain in gains) / len(gains)
     with capsys.disabled():
         print(
-            f"\nmade against the best named schedule: {len(known)} draws, faster on "
-            f"{better:.0%}, median {median(known):.1%}, one in ten by "
-            f"{known[int(0.9 * len(known))]:.1%}; no named one fits on "
-            f"{len(gains) - len(known)}"
+            f"\nmade against the best named schedule: {len(gains)} draws, faster on "
+            f"{better:.0%}, median {median(gains):.1%}, one in ten by "
+            f"{sorted(gains)[int(0.9 * len(gains))]:.1%}; no named one fits on "
+            f"{200 - len(gains)}"
         )
     assert better > 0.5
-    assert median(known) > 0.01
+    assert median(gains) > 0.01
 
 
 def equal(ranks: int, limit: float, microbatches: int = 12) -> Draw:
