@@ -173,4 +173,5 @@ class _Search:
         locals_ = [self.local(stage, choice) for stage in own]
         footprints = {x.stage.index: footprint(x) for x in locals_}
         activations = peak_bytes(schedule, rank, footprints)
-        return replace(resting(locals_, self.trainable), activations=activations)
+        rest = resting(locals_, self.trainable, self.plan.offload)
+        return replace(rest, activations=activations)

@@ -42,7 +42,7 @@ def room(
         found = []
         for rank in range(plan.mesh.axis_size("pp")):
             own = [x for x, r in zip(locals_, placement, strict=True) if r == rank]
-            rest = resting(own, trainable).total
+            rest = resting(own, trainable, plan.offload).total
             found.append((plan.memory or math.inf) - rest)
         return found
 

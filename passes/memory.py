@@ -42,8 +42,13 @@ class RankMemory:
         return f"{self.total:,} = {' + '.join(terms)}"
 
 
-def resting(locals_: Sequence[LocalStage], trainable: Collection[str]) -> RankMemory:
-    """Of the stages of one rank; a weight that several of them use rests once."""
+def resting(
+    locals_: Sequence[LocalStage], trainable: Collection[str], offload: bool
+) -> RankMemory:
+    """Of the stages of one rank; a weight that several of them use rests once.
+
+    offload: the optimizer's state is not on the device.
+    """
     held: dict[str, int] = {}
     buffers: dict[str, int] = {}
     for local in locals_:
@@ -54,7 +59,7 @@ def resting(locals_: Sequence[LocalStage], trainable: Collection[str]) -> RankMe
     return RankMemory(
         parameters=sum(held.values()),
         gradients=trained,
-        optimizer=OPTIMIZER_STATES * trained,
+        optimizer=0 if offload else OPTIMIZER_STATES * trained,
         buffers=sum(buffers.values()),
     )
 
@@ -64,12 +69,13 @@ def rank_memory(
     locals_: Sequence[LocalStage],
     footprints: Sequence[Footprint],
     trainable: Collection[str],
+    offload: bool = False,
 ) -> tuple[RankMemory, ...]:
     """Of each pipeline rank. locals_, footprints: of each stage."""
     found = []
     for rank in range(len(schedule.ranks)):
         own = [locals_[s] for s, r in enumerate(schedule.stage_to_rank) if r == rank]
-        rest = resting(own, trainable)
+        rest = resting(own, trainable, offload)
         found.append(replace(rest, activations=peak_bytes(schedule, rank, footprints)))
     return tuple(found)
 

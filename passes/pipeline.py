@@ -170,7 +170,7 @@ def assemble(
     send = max(f.sent for f in footprints) / costs.link_bytes_per_second
     limits = room(plan, firsts, traced.trainable)
     schedule = choose_schedule(plan, seconds, footprints, limits, send)
-    memory = rank_memory(schedule, firsts, footprints, traced.trainable)
+    memory = rank_memory(schedule, firsts, footprints, traced.trainable, plan.offload)
     check_memory(memory, plan.memory)
     return Program(
         plan=plan,

@@ -119,16 +119,18 @@ def test_on_a_thousand_uneven_pipelines(capsys, part):
         fitted = case.fit()
         assert case.total(fitted.schedule) <= fitted.seconds * (1 + 1e-9)
         assert fits(fitted.schedule, case.footprints, [case.limit] * case.ranks)
-        if fitted.named_seconds is not None:
-            assert fitted.seconds <= fitted.named_seconds * (1 + 1e-12)
+        if fitted.named is None or fitted.named_seconds is None:
+            continue
+        assert fitted.seconds <= fitted.named_seconds * (1 + 1e-12)
+        if fitted.named.name != "naive":  # it would be no match
             gains.append(fitted.named_seconds / fitted.seconds - 1)
     better = sum(gain > 1e-9 for gain in gains) / len(gains)
     with capsys.disabled():
         print(
             f"\nmade against the best named schedule: {len(gains)} draws, faster on "
             f"{better:.0%}, median {median(gains):.1%}, one in ten by "
-            f"{sorted(gains)[int(0.9 * len(gains))]:.1%}; no named one fits on "
-            f"{200 - len(gains)}"
+            f"{sorted(gains)[int(0.9 * len(gains))]:.1%}; none but naive fits "
+            f"on {200 - len(gains)}"
         )
     assert better > 0.5
     assert median(gains) > 0.01
@@ -145,11 +147,12 @@ def test_with_the_memory_of_1f1b_equal_stages_get_zb_h1():
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
-def test_less_memory_than_any_named_schedule_needs(limit):
+def test_less_memory_than_a_pipeline_by_name_needs(limit):
     case = equal(4, limit)
     fitted = case.fit()
-    assert fitted.named is None
-    assert fitted.schedule.name == "made"
+    assert fitted.named is not None and fitted.named.name == "naive"
+    assert fitted.named_seconds == equal(4, 1).fit().seconds
+    assert (fitted.seconds < fitted.named_seconds) == (limit > 1)
     peaks = [peak_bytes(fitted.schedule, r, case.footprints) for r in range(4)]
     assert max(peaks) <= limit
     check(fitted.schedule)
