@@ -1,4 +1,4 @@
-"""The command line: `autopar compile | inspect | verify | run | export | demo`."""
+"""The command line: `autopar plan | compile | inspect | verify | run | export ...`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 import autopar
 from autopar.checkpoint_files import is_checkpoint
 from autopar.checkpoint_report import checkpoint_data, checkpoint_table
+from autopar.cli_plan import add_plan
 from autopar.compiler import compile_offline
 from autopar.demo import demo
 from autopar.emitted import listing
@@ -73,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"autopar {autopar.__version__}"
     )
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    add_plan(commands, MODEL)
     _add_compile(commands)
     _add_inspect(commands)
     _add_verify(commands)

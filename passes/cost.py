@@ -37,6 +37,22 @@ PRODUCTS = frozenset(
         "autopar.expert_linear",
     }
 )
+# Gradients of weights, added into their first operand.
+WEIGHT_GRADS = frozenset(
+    {
+        "autopar.linear_weight_grad_",
+        "autopar.matmul_weight_grad_",
+        "comm.expert_weight_grad_",
+    }
+)
+# How many products as large as q k^T, and as large as scores v. The backward makes the
+# scores again (Dao 2022, arXiv:2205.14135, appendix B).
+PRODUCTS_OF_ATTENTION = {
+    "autopar.attention": (1, 1),
+    "comm.attention": (1, 1),
+    "autopar.attention_backward": (3, 2),
+    "comm.attention_backward": (3, 2),
+}
 # Backward costs twice the forward: one product for the input's gradient, one for the
 # weight's (Narayanan 2021, appendix).
 BACKWARD = 2.0
@@ -45,7 +61,7 @@ BACKWARD = 2.0
 def flops(node: Node) -> int:
     """Floating point operations of the forward; a multiply-add counts as two."""
     name = node.op.rpartition(".")[0] or node.op
-    if name in ("aten.linear", "aten.matmul", "aten.bmm"):
+    if name in ("aten.linear", "aten.matmul", "aten.bmm", "aten.mm"):
         return 2 * node.out.numel * node.operands[0].shape[-1]
     if name == "aten.einsum" and (rule := equation(node)) is not None:
         extents = {
@@ -54,20 +70,31 @@ def flops(node: Node) -> int:
             for letters, n in zip(dims, v.shape, strict=True)
         }
         return 2 * prod(extents.values())
-    if node.op in ("autopar.affine", "autopar.expert_linear", "comm.expert_linear"):
+    if node.op == "autopar.affine" or node.op.endswith("linear_transposed"):
         return 2 * node.out.numel * node.operands[0].shape[-1]
-    if node.op in ("autopar.attention", ATTENTION):
-        q, k, v = node.operands[:3]
-        # All keys: a ring has a share of them at a time. Not discounted for causality,
-        # as in the published formulas.
-        columns = k.shape[-2]
-        if node.op == ATTENTION:
-            columns = prod(extent for extent, _ in node.args[7])
-        rows = q.numel // q.shape[-1]
-        return 2 * rows * columns * (q.shape[-1] + v.shape[-1])
+    if node.op.endswith(".expert_linear"):
+        return 2 * node.out.numel * node.operands[0].shape[-1]
+    if node.op in WEIGHT_GRADS:
+        first, second = node.operands[1:3]
+        return 2 * first.numel * second.shape[-1]
+    if node.op in PRODUCTS_OF_ATTENTION:
+        return _attention_flops(node)
     if name in VIEWS or node.op.startswith("comm."):
         return 0
     return sum(v.numel for v in node.results)
+
+
+def _attention_flops(node: Node) -> int:
+    """Of all keys: a ring has a share of them at a time. Not discounted for causality,
+    as in the published formulas."""
+    is_backward = node.op.endswith("_backward")
+    q, k, v = node.operands[1:4] if is_backward else node.operands[:3]
+    columns = k.shape[-2]
+    if node.op.startswith("comm."):
+        columns = prod(extent for extent, _ in node.args[-3])
+    rows = q.numel // q.shape[-1]
+    scores, values = PRODUCTS_OF_ATTENTION[node.op]
+    return 2 * rows * columns * (scores * q.shape[-1] + values * v.shape[-1])
 
 
 def traffic(node: Node) -> int:

@@ -60,7 +60,8 @@ class Plan:
     schedule, stages_per_rank: the pipeline schedule; "auto": made for what the stages
     take, see `passes.fit_schedule`. split: mesh axis (or `time`) -> dims that it
     splits, in order of preference. hints: parameter pattern -> `dim/axis`.
-    cuts: for each pipeline boundary the value that crosses it; empty: balanced by cost.
+    cuts: for each pipeline boundary the value that crosses it, or the layer that begins
+    there (`transformer.h.6`); empty: balanced by cost.
     recompute: "none", "selective" or "full", see `passes.recompute`; "auto": of each
     layer what fits into memory, see `passes.choose_recompute`. recompute_layers: layer
     -> the same, where it differs. memory: bytes that a rank may use, 0 for no limit.

@@ -166,6 +166,11 @@ class _Chain:
             2 * beside <= main.bytes
         )
 
+    def begins(self, position: int, layer: str) -> bool:
+        """Whether a layer, by its module path, begins here."""
+        here, before = (self.nodes[i].where.layer for i in (position, position - 1))
+        return here == layer != before
+
     def candidates(self, stages: int) -> list[int]:
         narrow = [i for i in range(1, len(self.nodes)) if self.is_narrow(i)]
         borders = [
@@ -229,7 +234,8 @@ class _Chain:
             found = [
                 i
                 for i in range(1, len(self.nodes))
-                if self.main_value(i).name == name and self.is_narrow(i)
+                if self.is_narrow(i)
+                and (self.main_value(i).name == name or self.begins(i, name))
             ]
             if not found or (ends and found[0] <= ends[-1]):
                 known = dict.fromkeys(

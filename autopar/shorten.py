@@ -1,0 +1,108 @@
+"""A model with few of its layers: all that is needed to know what each costs.
+
+GPTs are lists of equal blocks, or of a short pattern of them (local and global
+attention in turn, experts in every other). What the planner needs of a hundred of them
+it learns from three.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+KEPT = 3  # repeats of the pattern: the first, one inside, and the last
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a model. path: of their list. period: of the pattern that repeats
+    (in layers); kept: of `total`, how many the shortened model has."""
+
+    path: str
+    total: int
+    period: int
+    kept: int
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """Module paths at which the repeats of the pattern begin."""
+        return tuple(f"{self.path}.{i}" for i in range(0, self.total, self.period))
+
+    @property
+    def repeats(self) -> int:
+        return self.total // self.period
+
+
+@contextlib.contextmanager
+def shortened(model: nn.Module) -> Iterator[Layers | None]:
+    """Within, the model has only `KEPT` repeats of its layers; the model itself is as
+    before afterwards. Gives None, and the whole model, if it has no list of layers that
+    repeats as often."""
+    found = find_layers(model)
+    if found is None:
+        yield None
+        return
+    layers = model.get_submodule(found.path)
+    before = dict(layers._modules)
+    try:
+        for name in list(before)[found.kept :]:
+            del layers._modules[name]
+        yield found
+    finally:
+        layers._modules.clear()
+        layers._modules.update(before)
+
+
+def find_layers(model: nn.Module) -> Layers | None:
+    """The list of modules that holds most of the parameters, if its pattern repeats."""
+    best: tuple[int, Layers] | None = None
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) < 2:
+            continue
+        period = _period(_without_index([_facts(layer) for layer in module]))
+        if period is None:
+            continue
+        kept = min(KEPT * period, len(module))
+        size = sum(p.numel() for p in module.parameters())
+        if best is None or size > best[0]:
+            best = size, Layers(path, len(module), period, kept)
+    return best[1] if best else None
+
+
+def _period(layers: list[Facts]) -> int | None:
+    """The length of the shortest pattern that repeats over all of the layers."""
+    for length in range(1, len(layers) // 2 + 1):
+        times, rest = divmod(len(layers), length)
+        if not rest and layers[:length] * times == layers:
+            return length
+    return None
+
+
+Facts = dict[tuple[str, str], object]  # (module path, attribute) -> value
+
+
+def _facts(layer: nn.Module) -> Facts:
+    """What a layer computes by: classes, sizes and plain attributes."""
+    found: Facts = {}
+    for path, part in layer.named_modules():
+        found[path, "class"] = type(part)
+        for name, value in vars(part).items():
+            if isinstance(value, bool | int | float | str):
+                found[path, name] = value
+        for name, x in (*part._parameters.items(), *part._buffers.items()):
+            if isinstance(x, Tensor):
+                found[path, name] = (tuple(x.shape), x.dtype, x.requires_grad)
+    return found
+
+
+def _without_index(layers: list[Facts]) -> list[Facts]:
+    """An attribute that is each layer's own number makes no difference."""
+    index = {
+        key
+        for key in layers[0]
+        if all(facts.get(key) == i for i, facts in enumerate(layers))
+    }
+    return [{k: v for k, v in facts.items() if k not in index} for facts in layers]

@@ -1,0 +1,54 @@
+"""How many layers each pipeline stage gets, where all layers are alike.
+
+The slowest stage is as fast as can be; exact, for stages that differ only in what the
+first and the last do beside their layers.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+def balance_layers(
+    layers: int, stages: int, layer: float, before: float, after: float
+) -> tuple[int, ...] | None:
+    """Layers of each stage, at least one; None if there are too few.
+
+    layer: what a layer costs. before, after: what the first and the last stage cost
+    beside theirs. Among equals the stages in the middle get no more than they must.
+    """
+    if stages > layers:
+        return None
+    if stages == 1:
+        return (layers,)
+    extra = [before, *[0.0] * (stages - 2), after]
+    limits = sorted({k * layer + x for k in range(1, layers + 1) for x in extra})
+
+    def enough(limit: float) -> bool:
+        room = sum(_most(limit, layer, x, layers) for x in extra)
+        return room >= layers and layer + max(extra) <= limit * (1 + 1e-12)
+
+    low, high = 0, len(limits) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if enough(limits[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    counts = [_most(limits[low], layer, x, layers) for x in extra]
+    # Take away what is too much, where a stage is fullest.
+    while (over := sum(counts) - layers) > 0:
+        fullest = max(
+            (i for i in range(stages) if counts[i] > 1),
+            key=lambda i: (counts[i] * layer + extra[i], i),
+        )
+        counts[fullest] -= min(over, 1)
+    return tuple(counts)
+
+
+def _most(limit: float, layer: float, extra: float, layers: int) -> int:
+    """Layers that fit below a limit."""
+    if layer <= 0:
+        return layers
+    fits = math.floor((limit - extra) / layer * (1 + 1e-12) + 1e-9)
+    return max(1, min(layers, fits))

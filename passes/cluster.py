@@ -1,0 +1,161 @@
+"""The machine that a plan is for: devices of one kind, and the links between them.
+
+Links form levels, innermost first: the devices of a node, then the nodes. A mesh axis
+lies on the innermost level that holds all of its ranks; an axis that spans several
+nodes moves its bytes through each node's share of the network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from passes.errors import AutoparError
+from passes.mesh import Mesh
+
+
+class ClusterError(AutoparError):
+    """A description of a machine that is wrong or incomplete."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or one process of a CPU.
+
+    memory: bytes that a rank may use. bytes_per_second: of its own memory. flops: dtype
+    (as torch names it) -> peak floating point operations a second; a dtype that is not
+    there runs as float32. efficiency: the share of the peak that a large product
+    reaches, and bandwidth_efficiency that a large copy reaches; launch: seconds that an
+    op takes at least.
+    """
+
+    name: str
+    memory: float
+    bytes_per_second: float
+    flops: Mapping[str, float]
+    efficiency: float = 0.75
+    bandwidth_efficiency: float = 0.8
+    launch: float = 4e-6
+
+    def __post_init__(self) -> None:
+        for what in ("memory", "bytes_per_second", "efficiency"):
+            _positive(f"{what} of device {self.name}", getattr(self, what))
+        _positive(f"bandwidth_efficiency of {self.name}", self.bandwidth_efficiency)
+        if "float32" not in self.flops:
+            raise ClusterError(
+                f"device {self.name} has no peak for float32",
+                fix="give flops a value for float32, and one for each other dtype",
+            )
+        for dtype, peak in self.flops.items():
+            _positive(f"flops of {dtype} of device {self.name}", peak)
+
+    def peak(self, dtype: str) -> float:
+        return self.flops.get(dtype, self.flops["float32"])
+
+
+@dataclass(frozen=True)
+class Level:
+    """Links that join `devices` devices, counted from the innermost level.
+
+    bytes_per_second: that each device sends while it receives as many. latency: seconds
+    until the first byte arrives. efficiency: the share of the bandwidth that a large
+    collective reaches.
+    """
+
+    devices: int
+    bytes_per_second: float
+    latency: float
+    efficiency: float = 0.8
+
+    def __post_init__(self) -> None:
+        for what in ("devices", "bytes_per_second", "latency", "efficiency"):
+            _positive(f"{what} of a level of links", getattr(self, what))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """devices: how many there are. levels: of links, innermost first; the last joins
+    all of them."""
+
+    device: Device
+    devices: int
+    levels: tuple[Level, ...] = field(default_factory=tuple)
+
+    def __post_init__(self) -> None:
+        _positive("the number of devices", self.devices)
+        sizes = [level.devices for level in self.levels]
+        if self.devices > 1 and (not sizes or sizes[-1] < self.devices):
+            raise ClusterError(
+                f"the links join {sizes[-1] if sizes else 1} of {self.devices} devices",
+                fix="add a level of links that joins all devices",
+            )
+        if sizes != sorted(set(sizes)):
+            raise ClusterError(
+                f"levels of {sizes} devices", fix="order them from small to large"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.devices}x{self.device.name}"
+
+    def link(self, mesh: Mesh, axes: tuple[str, ...]) -> Link:
+        """What a group of ranks along some axes of a mesh has to talk over."""
+        size = math.prod(mesh.axis_size(a) for a in axes)
+        # Neighbours of the group are as far apart as the axes inside of the innermost.
+        stride = 1
+        for name, extent in reversed(mesh.axes):
+            if name in axes:
+                break
+            stride *= extent
+        outermost = next((a for a, _ in mesh.axes if a in axes), None)
+        span, inside = 1, False
+        for name, extent in mesh.axes:
+            inside = inside or name == outermost
+            span *= extent if inside else 1
+        return self._link(size, stride, max(span, 1))
+
+    def _link(self, size: int, stride: int, span: int) -> Link:
+        """size ranks, `stride` apart, the first and the last within `span` devices."""
+        here = next((i for i, x in enumerate(self.levels) if x.devices >= span), None)
+        if here is None:
+            return Link(size, math.inf, 0.0)
+        level = self.levels[here]
+        speed = level.bytes_per_second * level.efficiency
+        if here > 0:
+            # Ranks of the group in one node share what that node's devices can send.
+            together = max(1, min(size, self.levels[here - 1].devices // stride))
+            inner = self.levels[here - 1]
+            speed = min(speed * together, inner.bytes_per_second * inner.efficiency)
+        return Link(size, speed, level.latency)
+
+
+@dataclass(frozen=True)
+class Link:
+    """ranks that talk to each other; bytes a second of each; seconds of a message."""
+
+    ranks: int
+    bytes_per_second: float
+    latency: float
+
+    def seconds(self, kind: str, whole: float) -> float:
+        """Of one collective by rings (Thakur, Rabenseifner, Gropp 2005, section 4).
+
+        whole: bytes of the tensor that is reduced or gathered; for `all_to_all` and
+        `send`, of what each rank gives.
+        """
+        n = self.ranks
+        if n < 2:
+            return 0.0
+        rounds, moved = {
+            "all_reduce": (2 * (n - 1), 2 * whole * (n - 1) / n),
+            "all_gather": (n - 1, whole * (n - 1) / n),
+            "reduce_scatter": (n - 1, whole * (n - 1) / n),
+            "all_to_all": (n - 1, whole * (n - 1) / n),
+            "send": (1, whole),
+        }[kind]
+        return rounds * self.latency + moved / self.bytes_per_second
+
+
+def _positive(what: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ClusterError(f"{what} is {value}", fix="give a number above zero")

@@ -1,0 +1,277 @@
+"""What a step of a candidate plan takes: seconds and bytes, and where they go.
+
+Stage accounts and the cluster's links come in; the pipeline's schedule is run on paper.
+Collectives are exposed: a rank waits for each of them, as the runtime does, except for
+parameters under ZeRO-3, which come while another block computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from passes.cluster import Cluster, Link
+from passes.make_schedule import make_schedule
+from passes.mesh import Mesh
+from passes.price import BACKWARD, FORWARD, STEP, WEIGHT, Account
+from passes.schedule import add_communication
+from passes.simulate_schedule import Timeline, simulate
+
+# AdamW reads a parameter, its gradient and two moments, and writes three of them.
+OPTIMIZER_TRAFFIC = 7
+# Bytes of its state per byte of a parameter.
+OPTIMIZER_STATE = 2
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Decisions of a plan, without what follows from them.
+
+    layers: runs of layers in each of the pipeline's stages, in order. samples: in a
+    microbatch of one data parallel rank.
+    """
+
+    mesh: Mesh
+    samples: int
+    microbatches: int
+    schedule: str
+    stages_per_rank: int
+    zero: int
+    recompute: str
+    layers: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """`pp=8,tp=4, 48 microbatches of 1, interleaved x4, zero 1, recompute full`."""
+        schedule = self.schedule
+        if self.stages_per_rank > 1:
+            schedule += f" x{self.stages_per_rank}"
+        pipeline = f", {schedule}" if self.mesh.axis_size("pp") > 1 else ""
+        zero = f", zero {self.zero}" if self.zero else ""
+        again = f", recompute {self.recompute}" if self.recompute != "none" else ""
+        return (
+            f"{self.mesh or 'one device'}, {self.microbatches} microbatches of "
+            f"{self.samples}{pipeline}{zero}{again}"
+        )
+
+    @property
+    def data_parallel(self) -> int:
+        return self.mesh.axis_size("dp") * self.mesh.axis_size("cp")
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Of one microbatch on one stage: forward, and the halves of the backward, with
+    what it waits for others in them; waits: (part, collective, axes) -> seconds."""
+
+    forward: float
+    backward: float
+    weight: float
+    send: float
+    waits: Mapping[tuple[str, ...], float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """seconds: of a step. memory: of each pipeline rank, term -> bytes. parts: where
+    the slowest rank's seconds go. bubble: the idle share of all ranks' time."""
+
+    candidate: Candidate
+    seconds: float
+    memory: tuple[Mapping[str, float], ...]
+    parts: Mapping[str, float]
+    bubble: float
+    flops: float
+
+    @property
+    def peak(self) -> float:
+        """Bytes on the rank that needs most."""
+        return max(sum(terms.values()) for terms in self.memory)
+
+    @property
+    def communication(self) -> float:
+        """Seconds that the slowest rank waits for messages of others."""
+        own = ("compute", "idle", "optimizer", "once a step")
+        return sum(s for term, s in self.parts.items() if term not in own)
+
+    def utilisation(self, cluster: Cluster) -> float:
+        """MFU: the model's own operations over the peak (Chowdhery 2022, appendix B).
+        The peak is the fastest type's that the device has."""
+        peak = max(cluster.device.flops.values()) * cluster.devices
+        return self.flops / (self.seconds * peak)
+
+
+def stage_seconds(
+    account: Account, candidate: Candidate, cluster: Cluster
+) -> StageSeconds:
+    """Seconds of one microbatch of a stage."""
+    waits: dict[tuple[str, ...], float] = {}
+    took = {}
+    for part in (FORWARD, BACKWARD, WEIGHT):
+        took[part] = account["seconds", part]
+        for kind, axes, calls, amount in account.exchanges(part):
+            if calls > 0:
+                link = cluster.link(candidate.mesh, axes)
+                key = (part, kind, *axes)
+                waits[key] = calls * link.seconds(kind, amount / calls)
+        computing = took[part]
+        took[part] += sum(s for key, s in waits.items() if key[0] == part)
+        moving = gather_seconds(account, candidate, cluster, part)
+        # They move while another block computes; nothing else does for one of them.
+        exposed = max(moving - computing, moving / _blocks(candidate))
+        if exposed > 0:
+            waits[part, "all_gather", "dp"] = exposed
+            took[part] += exposed
+    send = neighbour(cluster, candidate.mesh).seconds("send", account["sent",])
+    return StageSeconds(took[FORWARD], took[BACKWARD], took[WEIGHT], send, waits)
+
+
+def gather_seconds(
+    account: Account, candidate: Candidate, cluster: Cluster, part: str
+) -> float:
+    """ZeRO-3: parameters come in the forward and again in the backward, in which their
+    gradients go."""
+    if candidate.zero < 3 or candidate.data_parallel == 1:
+        return 0.0
+    link = cluster.link(candidate.mesh, ("dp",))
+    whole = account["memory", "parameters"]
+    gather = link.seconds("all_gather", whole)
+    return {
+        FORWARD: gather,
+        BACKWARD: gather + link.seconds("reduce_scatter", whole),
+        WEIGHT: 0.0,
+    }[part]
+
+
+def neighbour(cluster: Cluster, mesh: Mesh) -> Link:
+    """The link from a pipeline rank to the next."""
+    return cluster.link(mesh, ("pp",))
+
+
+def step_parts(
+    account: Account, candidate: Candidate, cluster: Cluster
+) -> dict[str, float]:
+    """What a rank does once a step, beside microbatches: term -> seconds."""
+    found = {"once a step": account["seconds", STEP]}
+    for kind, axes, _, amount in account.exchanges(STEP):
+        link = cluster.link(candidate.mesh, axes)
+        found[f"{kind} {','.join(axes)}"] = link.seconds(kind, amount)
+    for key, amount in account.amounts.items():
+        if key[0] == "pending" and key[1:]:
+            link = cluster.link(candidate.mesh, key[1:])
+            found[f"gradients {','.join(key[1:])}"] = link.seconds("all_reduce", amount)
+    trained = account["memory", "trained"]
+    share = trained
+    if candidate.mesh.axis_size("dp") > 1:
+        link = cluster.link(candidate.mesh, ("dp",))
+        if candidate.zero == 0:
+            found["gradients dp"] = link.seconds("all_reduce", trained)
+        else:
+            share = trained / candidate.data_parallel
+            if candidate.zero < 3:
+                scatters = 1 if candidate.zero == 1 else candidate.microbatches
+                found["gradients dp"] = scatters * link.seconds(
+                    "reduce_scatter", trained
+                )
+                found["parameters dp"] = link.seconds("all_gather", trained)
+    device = cluster.device
+    speed = device.bytes_per_second * device.bandwidth_efficiency
+    found["optimizer"] = OPTIMIZER_TRAFFIC * share / speed
+    return found
+
+
+def rank_memory(
+    accounts: Sequence[Account], candidate: Candidate, in_flight: int
+) -> dict[str, float]:
+    """Bytes on a rank with some stages, term -> bytes (Rajbhandari 2020, section 5)."""
+    whole = sum(a["memory", "parameters"] for a in accounts)
+    trained = sum(a["memory", "trained"] for a in accounts)
+    parts = candidate.data_parallel if candidate.zero else 1
+    blocks = 2 * _block(accounts, candidate)
+    gathered = {0: 0.0, 1: whole + trained, 2: whole, 3: blocks}
+    saved = max(max(a["memory", "saved"], a["memory", "kept"]) for a in accounts)
+    working = max(max(a["most", FORWARD], a["most", BACKWARD]) for a in accounts)
+    return {
+        "parameters": whole / parts,
+        "gradients": trained / parts,
+        "optimizer": OPTIMIZER_STATE * trained / parts,
+        "gathered": gathered[candidate.zero] if parts > 1 else 0.0,
+        "activations": in_flight * saved + working,
+        "once a step": sum(a["memory", "step"] for a in accounts),
+    }
+
+
+def _blocks(candidate: Candidate) -> int:
+    """Runs of layers in a stage, on average."""
+    return max(1, sum(candidate.layers) // max(1, len(candidate.layers)))
+
+
+def _block(accounts: Sequence[Account], candidate: Candidate) -> float:
+    """Bytes of the parameters of one run of layers."""
+    return max(a["memory", "parameters"] for a in accounts) / _blocks(candidate)
+
+
+def estimate(
+    accounts: Sequence[Account], candidate: Candidate, cluster: Cluster
+) -> Estimate:
+    """Run the candidate on paper. accounts: of each stage."""
+    took = [stage_seconds(a, candidate, cluster) for a in accounts]
+    ranks = candidate.mesh.axis_size("pp")
+    plain = make_schedule(
+        candidate.schedule, ranks, candidate.microbatches, candidate.stages_per_rank
+    )
+    schedule = add_communication(plain)
+    timeline = simulate(
+        schedule,
+        [t.forward for t in took],
+        [t.backward + t.weight for t in took],
+        [t.weight for t in took],
+        max((t.send for t in took[:-1]), default=0.0),
+    )
+    return _sum_up(accounts, took, timeline, candidate, cluster)
+
+
+def _sum_up(
+    accounts: Sequence[Account],
+    took: Sequence[StageSeconds],
+    timeline: Timeline,
+    candidate: Candidate,
+    cluster: Cluster,
+) -> Estimate:
+    schedule, m = timeline.schedule, candidate.microbatches
+    memory, steps = [], []
+    for rank in range(len(schedule.ranks)):
+        own = [
+            a
+            for a, r in zip(accounts, schedule.stage_to_rank, strict=True)
+            if r == rank
+        ]
+        memory.append(rank_memory(own, candidate, timeline.in_flight[rank]))
+        once: dict[str, float] = {}
+        for account in own:
+            for term, seconds in step_parts(account, candidate, cluster).items():
+                once[term] = once.get(term, 0.0) + seconds
+        steps.append(once)
+    slowest = max(
+        range(len(steps)), key=lambda r: timeline.busy[r] + sum(steps[r].values())
+    )
+    parts = {"idle": timeline.idle[slowest]}
+    for stage, rank in enumerate(schedule.stage_to_rank):
+        if rank == slowest:
+            waits = sum(took[stage].waits.values())
+            for key, seconds in took[stage].waits.items():
+                term = f"{key[1]} {','.join(key[2:])}"
+                parts[term] = parts.get(term, 0.0) + m * seconds
+            t = took[stage]
+            computing = t.forward + t.backward + t.weight - waits
+            parts["compute"] = parts.get("compute", 0.0) + m * computing
+    parts |= steps[slowest]
+    seconds = timeline.total + max(sum(once.values()) for once in steps)
+    flops = sum(a["flops", FORWARD] for a in accounts) * 3 * m
+    return Estimate(
+        candidate,
+        seconds,
+        tuple(memory),
+        parts,
+        timeline.bubble,
+        flops * candidate.mesh.size / candidate.mesh.axis_size("pp"),
+    )

@@ -1,0 +1,131 @@
+"""What a stage costs on a device, as an account of named amounts.
+
+An account is counted on the nodes that a rank would run, forward and backward, with
+their own shapes: seconds of computing, bytes of every collective by the axes that it
+runs over, bytes of memory. Stages of equal layers differ by whole layers, so accounts
+are added and subtracted: what a layer costs is what two cost less what one costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from passes.cluster import Device
+from passes.cost import flops, traffic
+from passes.differentiate import LocalStage
+from passes.footprint import COLLECTIVES, footprint
+from passes.graph import Node
+from passes.program import dtype_name
+
+FORWARD, BACKWARD, WEIGHT, STEP = "forward", "backward", "weight", "step"
+PARTS = (FORWARD, BACKWARD, WEIGHT, STEP)
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Account:
+    """Amounts by what they are of. Keys:
+
+    ("seconds", part): of computing. ("flops", part). ("calls" or "bytes", part, kind,
+    axes ...): of collectives; bytes of the whole tensor, see `passes.cluster.Link`.
+    ("memory", term): bytes that add up: "saved", "kept", "step" as in
+    `passes.footprint.Footprint`, "parameters" and "trained" at rest. ("most", part):
+    bytes alive at once, what is saved included, see `in_a_row`. ("sent",): bytes of
+    what goes to the next stage. part: forward,
+    backward (its input half), weight (its other half), each of one microbatch; step.
+    """
+
+    amounts: Mapping[Key, float]
+
+    def __getitem__(self, key: Key) -> float:
+        return self.amounts.get(key, 0.0)
+
+    def __add__(self, other: Account) -> Account:
+        return self._with(other, lambda x, y: x + y)
+
+    def __sub__(self, other: Account) -> Account:
+        return self._with(other, lambda x, y: x - y)
+
+    def __mul__(self, times: float) -> Account:
+        return Account({key: times * x for key, x in self.amounts.items()})
+
+    def _with(self, other: Account, do: Callable[[float, float], float]) -> Account:
+        keys = dict.fromkeys((*self.amounts, *other.amounts))
+        return Account({key: do(self[key], other[key]) for key in keys})
+
+    def exchanges(self, part: str) -> list[tuple[str, tuple[str, ...], float, float]]:
+        """(collective, axes, calls, bytes) of a part."""
+        found = []
+        for key, amount in self.amounts.items():
+            if key[:2] == ("bytes", part):
+                calls = ("calls", *key[1:])
+                found.append((key[2], key[3:], self[calls], amount))
+        return found
+
+
+def in_a_row(whole: Account, parts: Sequence[Account]) -> Account:
+    """The account of parts that run one after another, which add up to `whole`, but for
+    the most that they have alive: of each it is beside what those before it saved."""
+    most: dict[Key, float] = {}
+    saved = 0.0
+    for part in parts:
+        for key in (("most", FORWARD), ("most", BACKWARD)):
+            most[key] = max(most.get(key, 0.0), saved + part[key])
+        saved += part["memory", "saved"]
+    return Account({**whole.amounts, **most})
+
+
+def price(local: LocalStage, device: Device) -> Account:
+    """The account of one rank's stage."""
+    found: dict[Key, float] = {}
+
+    def add(key: Key, amount: float) -> None:
+        found[key] = found.get(key, 0.0) + amount
+
+    parts: dict[str, Iterable[Node]] = {
+        FORWARD: local.forward,
+        BACKWARD: local.backward,
+        WEIGHT: local.weight_half or (),
+        STEP: (*local.prologue, *local.epilogue),
+    }
+    for part, nodes in parts.items():
+        for node in nodes:
+            kind = node.op.removeprefix("comm.")
+            if kind in COLLECTIVES:
+                axes = node.args[1]
+                axes = (axes,) if isinstance(axes, str) else tuple(axes)
+                whole = max(node.operands[0].bytes, node.out.bytes)
+                add(("calls", part, kind, *axes), 1)
+                add(("bytes", part, kind, *axes), whole)
+            else:
+                add(("seconds", part), node_seconds(node, device))
+                add(("flops", part), flops(node))
+    sizes = footprint(local)
+    for term in ("saved", "kept", "step"):
+        add(("memory", term), getattr(sizes, term))
+    add(("most", FORWARD), sizes.forward_peak)
+    add(("most", BACKWARD), sizes.backward_peak)
+    for v in local.params:
+        add(("memory", "parameters"), v.bytes)
+        if v.name in local.grads:
+            add(("memory", "trained"), v.bytes)
+            varying = local.stage.shardings[v.name].varying
+            add(("pending", *sorted(varying - {"time"})), v.bytes)
+    add(("sent",), sum(v.bytes for v in local.sends))
+    return Account(found)
+
+
+def node_seconds(node: Node, device: Device) -> float:
+    """Seconds of computing one node: it is launched, moves its bytes, and multiplies.
+
+    The three add up, so products that are small or thin are slow, as they are.
+    """
+    moved, work = traffic(node), flops(node)
+    if not moved:
+        return 0.0
+    values = (*node.operands, *node.results)
+    dtype = dtype_name(max(values, key=lambda v: v.bytes).dtype)
+    peak = device.peak(dtype) * device.efficiency
+    speed = device.bytes_per_second * device.bandwidth_efficiency
+    return device.launch + moved / speed + work / peak

@@ -1,0 +1,110 @@
+"""What pipeline stages of any number of layers cost, from a model of three layers.
+
+A model of equal layers (or equal runs of them) is cut into its first, a middle and its
+last layer, and once more with the last two together. Differences give what one more
+layer costs; what embedding and loss cost is in the first and the last. Each distinct
+layer is compiled once, whatever the depth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from passes.cluster import Device
+from passes.cost import Costs
+from passes.differentiate import differentiate
+from passes.insert_collectives import Lowered, insert_collectives
+from passes.mesh import Mesh
+from passes.name_dims import Named
+from passes.plan import Plan
+from passes.price import Account, in_a_row, price
+from passes.propagate import propagate
+from passes.split_stages import split_stages
+
+PARTS = ("first", "middle", "last", "more")
+
+
+@dataclass(frozen=True)
+class LayerPrices:
+    """Accounts of stages with one run of layers, of one microbatch.
+
+    first: with what comes before the layers. middle: of layers alone. last: with what
+    comes after. more: what another run adds. whole: all that there is in a model of
+    `runs` runs, where a weight that both ends share counts once.
+    """
+
+    runs: int
+    whole: Account
+    first: Account | None = None
+    middle: Account | None = None
+    last: Account | None = None
+    more: Account | None = None
+
+    def stage(self, first: bool, runs: int, last: bool) -> Account:
+        """A stage of so many runs, with the model's beginning or end."""
+        if first and last and runs == self.runs:
+            return self.whole
+        names = ["middle"] * runs
+        names[-1] = "last" if last else names[-1]
+        names[0] = "first" if first else names[0]
+        row = [part for name in names if (part := getattr(self, name)) is not None]
+        assert len(row) == runs, "such a stage was not priced"
+        total, counted = (row[-1], 1) if last else (row[0], 1)
+        if first and last:
+            total, counted = self.whole, self.runs
+        if runs != counted and self.more is not None:
+            total = total + self.more * (runs - counted)
+        return in_a_row(total, row)
+
+    def scaled(self, other: LayerPrices, times: float) -> LayerPrices:
+        """On the line from these prices (0) to other ones (1)."""
+
+        def between(x: Account | None, y: Account | None) -> Account | None:
+            return x + (y - x) * times if x and y else None
+
+        whole = self.whole + (other.whole - self.whole) * times
+        parts = ((getattr(self, n), getattr(other, n)) for n in PARTS)
+        return LayerPrices(self.runs, whole, *(between(*pair) for pair in parts))
+
+
+def price_layers(
+    named: Named, plan: Plan, starts: tuple[str, ...], device: Device, halves: bool
+) -> LayerPrices:
+    """Price a model whose runs of layers begin at the module paths `starts`: three of
+    them, or two or one of a model that has no more.
+
+    plan: its mesh, microbatches and options; its stages do not matter.
+    """
+    lowered = insert_collectives(propagate(named, plan))
+
+    def stages(*cuts: str) -> list[Account]:
+        return _stages(lowered, cuts, device, halves)
+
+    (whole,) = stages()
+    if len(starts) < 2:
+        return LayerPrices(1, whole)
+    if len(starts) == 2:
+        first, last = stages(starts[1])
+        return LayerPrices(2, whole, first=first, last=last)
+    first, middle, last = stages(starts[1], starts[2])
+    _, longer = stages(starts[1])
+    return LayerPrices(3, whole, first, middle, last, longer - last)
+
+
+def _stages(
+    lowered: Lowered, cuts: tuple[str, ...], device: Device, halves: bool
+) -> list[Account]:
+    plan = lowered.plan
+    others = tuple((a, n) for a, n in plan.mesh.axes if a != "pp")
+    mesh = Mesh((("pp", len(cuts) + 1), *others))
+    plan = replace(plan, mesh=mesh, stages_per_rank=1, cuts=cuts)
+    staged = split_stages(replace(lowered, plan=plan), Costs())
+    sizes = {axis: plan.size(axis) for axis in plan.axes}
+    at_zero = dict.fromkeys(sizes, 0)
+    return [
+        price(
+            differentiate(stage, sizes, at_zero, plan.recompute, plan.zero, halves),
+            device,
+        )
+        for stage in staged.stages
+    ]

@@ -1,0 +1,204 @@
+"""The planner: accounts of layers, balanced stages, and what it chooses."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from models import gpt2, llama, plain_gpt, switch_gpt
+
+from autopar.hardware import cluster_of, with_memory
+from autopar.options import make_plan
+from autopar.planner import NoPlanFits, Sketch, find_plans, plan_of, sketch
+from autopar.shorten import find_layers, shortened
+from autopar.verify import verify
+from examples.gpt import GPT, Config
+from passes.balance_layers import balance_layers
+from passes.cluster import Cluster
+from passes.cost import Costs
+from passes.differentiate import differentiate
+from passes.insert_collectives import insert_collectives
+from passes.name_dims import name_dims
+from passes.normalize import normalize
+from passes.pipeline import compile_program
+from passes.plan import PlanError
+from passes.price import Account, price
+from passes.price_layers import price_layers
+from passes.propagate import propagate
+from passes.split_stages import split_stages
+from passes.trace import trace
+
+DEVICE = cluster_of("8xA100-80GB").device
+
+
+# --- Layers ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "path", "period"),
+    [(plain_gpt, "blocks", 1), (gpt2, "transformer.h", 1), (llama, "model.layers", 1)],
+)
+def test_layers_that_are_alike_are_found(build, path, period) -> None:
+    found = find_layers(build(layers=6).model)
+    assert found is not None
+    assert (found.path, found.total, found.period, found.kept) == (path, 6, period, 3)
+
+
+def test_a_pattern_of_layers_is_found() -> None:
+    model = plain_gpt(layers=6).model
+    for block in model.blocks[1::2]:
+        block.attention.dropout = 0.5
+    found = find_layers(model)
+    assert found is not None and (found.period, found.kept) == (2, 6)
+
+
+def test_layers_that_differ_are_not_taken_for_alike() -> None:
+    model = plain_gpt(layers=5).model
+    model.blocks[3].mlp.dropout = 0.5
+    assert find_layers(model) is None
+
+
+def test_the_model_is_as_before() -> None:
+    model = plain_gpt(layers=6).model
+    before = list(model.named_parameters())
+    with pytest.raises(ValueError, match="stop"), shortened(model):
+        assert len(model.blocks) == 3
+        raise ValueError("stop")
+    assert [n for n, _ in before] == [n for n, _ in model.named_parameters()]
+
+
+# --- Accounts ----------------------------------------------------------------------
+
+
+def of_whole_model(case, mesh: str, cuts: tuple[str, ...], **options) -> list[Account]:
+    """Of each stage of the whole model, compiled as it is."""
+    plan = replace(make_plan(f"pp={len(cuts) + 1},{mesh}", **options), cuts=cuts)
+    named = name_dims(normalize(trace(case.model, case.batch, case.loss_fn)))
+    staged = split_stages(insert_collectives(propagate(named, plan)), Costs())
+    sizes = {axis: plan.size(axis) for axis in plan.axes}
+    return [
+        price(differentiate(s, sizes, dict.fromkeys(sizes, 0), plan.recompute), DEVICE)
+        for s in staged.stages
+    ]
+
+
+@pytest.mark.matrix(quick=3)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("mesh", ["tp=2", "cp=2", "tp=1"])
+@pytest.mark.parametrize("build", [plain_gpt, gpt2, llama])
+def test_accounts_of_any_depth_are_those_of_the_whole_model(
+    build, mesh, recompute
+) -> None:
+    case = build(layers=7)
+    options = {"microbatches": 4, "recompute": recompute}
+    of = sketch(case.model, case.batch, case.loss_fn)
+    assert of.layers is not None and of.layers.kept == 3
+    prices = price_layers(
+        of.named, make_plan(mesh, **options), of.starts, DEVICE, False
+    )
+    starts = of.layers.starts
+    whole = of_whole_model(case, mesh, (starts[2], starts[5]), **options)
+    parts = [(True, 2, False), (False, 3, False), (False, 2, True)]
+    for account, part in zip(whole, parts, strict=True):
+        same(prices.stage(*part), account)
+    (one,) = of_whole_model(case, mesh, (), **options)
+    same(prices.stage(True, 7, True), one)
+
+
+def same(got: Account, wanted: Account) -> None:
+    for key, amount in wanted.amounts.items():
+        assert got[key] == pytest.approx(amount, rel=1e-6, abs=1e-12), key
+
+
+# --- Stages ------------------------------------------------------------------------
+
+
+def slowest(counts, layer: float, before: float, after: float) -> float:
+    extra = [before, *[0.0] * (len(counts) - 2), after]
+    return max(n * layer + x for n, x in zip(counts, extra, strict=True))
+
+
+def test_stages_are_balanced_as_by_brute_force() -> None:
+    draw = random.Random(0)
+    for _ in range(500):
+        stages = draw.randint(2, 4)
+        layers = draw.randint(stages, 9)
+        costs = draw.random(), 3 * draw.random(), 3 * draw.random()
+        found = balance_layers(layers, stages, *costs)
+        assert found is not None and sum(found) == layers and min(found) > 0
+        best = min(
+            slowest(counts, *costs)
+            for counts in itertools.product(range(1, layers + 1), repeat=stages)
+            if sum(counts) == layers
+        )
+        assert slowest(found, *costs) == pytest.approx(best)
+
+
+def test_more_stages_than_layers() -> None:
+    assert balance_layers(3, 4, 1.0, 0.0, 0.0) is None
+
+
+# --- What is chosen ------------------------------------------------------------------
+
+
+def small(devices: int = 4, memory: float = 80e9) -> Cluster:
+    return with_memory(cluster_of(f"{devices}xA100-80GB"), memory)
+
+
+@pytest.mark.parametrize("build", [plain_gpt, switch_gpt])
+def test_the_plan_compiles_and_is_right(build) -> None:
+    case = build().double()
+    of = sketch(case.model, case.batch, case.loss_fn)
+    for mesh in ("pp=2", "tp=2", "pp=2,tp=2"):
+        found = find_plans(of, small(), 8, mesh=make_plan(mesh).mesh)
+        plan = plan_of(found.best[0].candidate, of)
+        traced = trace(case.model, case.batch, case.loss_fn)
+        program = compile_program(traced, plan, Costs())
+        assert program.plan.mesh.size == 4
+        verify(program, case.model, case.batch, case.loss_fn).check()
+
+
+@cache
+def large() -> Sketch:
+    """Large enough that computing takes most of the time."""
+    with torch.device("meta"):
+        sizes = Config(layers=6, width=1024, heads=16, context=1024, vocab=32000)
+        model = GPT(sizes)
+    ids = torch.zeros(4, 1024, dtype=torch.int64)
+    return sketch(model, {"ids": ids, "labels": ids.clone()})
+
+
+def test_what_fits_is_only_data_parallel() -> None:
+    best = find_plans(large(), small(), 32).best[0].candidate
+    assert str(best.mesh) == "dp=4" and best.recompute == "none" and best.zero == 0
+
+
+def test_with_less_memory_more_is_shared_out_or_made_again() -> None:
+    roomy = find_plans(large(), small(), 32).best[0]
+    for share in (0.6, 0.3):
+        limit = roomy.peak * share
+        tight = find_plans(large(), small(memory=limit), 32).best[0]
+        assert tight.peak <= limit
+        assert tight.seconds >= roomy.seconds
+    assert tight.candidate.zero or tight.candidate.recompute != "none"
+
+
+def test_when_nothing_fits_it_is_said_by_how_much() -> None:
+    case = plain_gpt(layers=6)
+    of = sketch(case.model, case.batch)
+    with pytest.raises(NoPlanFits, match="more than the") as caught:
+        find_plans(of, small(memory=2e4), 8)
+    assert "most are" in str(caught.value) and "fix" in str(caught.value)
+
+
+def test_a_batch_that_no_mesh_divides() -> None:
+    case = plain_gpt()
+    of = sketch(case.model, case.batch)
+    with pytest.raises(PlanError, match="divides a batch of 7 samples"):
+        find_plans(of, small(), 7, mesh=make_plan("dp=4").mesh)
+    with pytest.raises(PlanError, match="a global batch of 0"):
+        find_plans(of, small(), 0)
