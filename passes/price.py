@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.cluster import Device
+from passes.collectives import collective
 from passes.cost import flops, traffic
 from passes.differentiate import LocalStage
-from passes.footprint import COLLECTIVES, footprint
+from passes.footprint import footprint
 from passes.graph import Node
 from passes.program import dtype_name
 
@@ -64,6 +65,12 @@ class Account:
         return found
 
 
+def _whole(node: Node) -> int:
+    """Bytes of what is gathered, reduced or exchanged."""
+    given = sum(v.bytes for v in node.operands)
+    return max(given, sum(v.bytes for v in node.results))
+
+
 def in_a_row(whole: Account, parts: Sequence[Account]) -> Account:
     """The account of parts that run one after another, which add up to `whole`, but for
     the most that they have alive: of each it is beside what those before it saved."""
@@ -91,14 +98,11 @@ def price(local: LocalStage, device: Device) -> Account:
     }
     for part, nodes in parts.items():
         for node in nodes:
-            kind = node.op.removeprefix("comm.")
-            if kind in COLLECTIVES:
-                axes = node.args[1]
-                axes = (axes,) if isinstance(axes, str) else tuple(axes)
-                whole = max(node.operands[0].bytes, node.out.bytes)
+            if found_kind := collective(node):
+                kind, axes = found_kind
                 add(("calls", part, kind, *axes), 1)
-                add(("bytes", part, kind, *axes), whole)
-            else:
+                add(("bytes", part, kind, *axes), _whole(node))
+            elif node.op != "comm.wait":
                 add(("seconds", part), node_seconds(node, device))
                 add(("flops", part), flops(node))
     sizes = footprint(local)
