@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from passes.cluster import Cluster, Link
+from passes.footprint import peak_bytes
 from passes.make_schedule import make_schedule
 from passes.mesh import Mesh
-from passes.price import BACKWARD, FORWARD, STEP, WEIGHT, Account
+from passes.price import BACKWARD, FORWARD, STEP, WEIGHT, Account, footprint_of
 from passes.schedule import add_communication
 from passes.simulate_schedule import Timeline, simulate
 
@@ -121,7 +122,9 @@ def stage_seconds(
         if exposed > 0:
             waits[part, "all_gather", "dp"] = exposed
             took[part] += exposed
-    send = neighbour(cluster, candidate.mesh).seconds("send", account["sent",])
+    send = neighbour(cluster, candidate.mesh).seconds(
+        "send", account["message", "sent"]
+    )
     return StageSeconds(took[FORWARD], took[BACKWARD], took[WEIGHT], send, waits)
 
 
@@ -180,23 +183,23 @@ def step_parts(
 
 
 def rank_memory(
-    accounts: Sequence[Account], candidate: Candidate, in_flight: int
+    accounts: Sequence[Account], candidate: Candidate, activations: float
 ) -> dict[str, float]:
-    """Bytes on a rank with some stages, term -> bytes (Rajbhandari 2020, section 5)."""
+    """Bytes on a rank with some stages, term -> bytes (Rajbhandari 2020, section 5).
+
+    activations: with messages, and what is whole for a step.
+    """
     whole = sum(a["memory", "parameters"] for a in accounts)
     trained = sum(a["memory", "trained"] for a in accounts)
     parts = candidate.data_parallel if candidate.zero else 1
     blocks = 2 * _block(accounts, candidate)
     gathered = {0: 0.0, 1: whole + trained, 2: whole, 3: blocks}
-    saved = max(max(a["memory", "saved"], a["memory", "kept"]) for a in accounts)
-    working = max(max(a["most", FORWARD], a["most", BACKWARD]) for a in accounts)
     return {
         "parameters": whole / parts,
         "gradients": trained / parts,
         "optimizer": OPTIMIZER_STATE * trained / parts,
         "gathered": gathered[candidate.zero] if parts > 1 else 0.0,
-        "activations": in_flight * saved + working,
-        "once a step": sum(a["memory", "step"] for a in accounts),
+        "activations": activations,
     }
 
 
@@ -239,13 +242,15 @@ def _sum_up(
 ) -> Estimate:
     schedule, m = timeline.schedule, candidate.microbatches
     memory, steps = [], []
+    footprints = [footprint_of(a) for a in accounts]
     for rank in range(len(schedule.ranks)):
         own = [
             a
             for a, r in zip(accounts, schedule.stage_to_rank, strict=True)
             if r == rank
         ]
-        memory.append(rank_memory(own, candidate, timeline.in_flight[rank]))
+        most = peak_bytes(schedule, rank, footprints)
+        memory.append(rank_memory(own, candidate, most))
         once: dict[str, float] = {}
         for account in own:
             for term, seconds in step_parts(account, candidate, cluster).items():

@@ -15,9 +15,10 @@ from passes.cluster import Device
 from passes.collectives import collective
 from passes.cost import flops, traffic
 from passes.differentiate import LocalStage
-from passes.footprint import footprint
+from passes.footprint import Footprint, footprint
 from passes.graph import Node
 from passes.program import dtype_name
+from passes.ring import passed_round, ring_of
 
 FORWARD, BACKWARD, WEIGHT, STEP = "forward", "backward", "weight", "step"
 PARTS = (FORWARD, BACKWARD, WEIGHT, STEP)
@@ -30,10 +31,10 @@ class Account:
 
     ("seconds", part): of computing. ("flops", part). ("calls" or "bytes", part, kind,
     axes ...): of collectives; bytes of the whole tensor, see `passes.cluster.Link`.
-    ("memory", term): bytes that add up: "saved", "kept", "step" as in
+    ("memory", term): bytes that add up: "saved", "kept", "step", "edges" as in
     `passes.footprint.Footprint`, "parameters" and "trained" at rest. ("most", part):
-    bytes alive at once, what is saved included, see `in_a_row`. ("sent",): bytes of
-    what goes to the next stage. part: forward,
+    bytes alive at once, see `in_a_row`. ("message", "received" or "sent"): bytes of
+    what crosses the stage's ends in a forward. part: forward,
     backward (its input half), weight (its other half), each of one microbatch; step.
     """
 
@@ -71,16 +72,36 @@ def _whole(node: Node) -> int:
     return max(given, sum(v.bytes for v in node.results))
 
 
+def footprint_of(account: Account) -> Footprint:
+    """What a stage keeps in memory, in whole bytes."""
+    return Footprint(
+        saved=round(account["memory", "saved"]),
+        forward_peak=round(account["most", FORWARD]),
+        backward_peak=round(account["most", BACKWARD]),
+        kept=round(account["memory", "kept"]),
+        step=round(account["memory", "step"]),
+        weight_peak=round(account["most", WEIGHT]),
+        edges=round(account["memory", "edges"]),
+        received=round(account["message", "received"]),
+        sent=round(account["message", "sent"]),
+    )
+
+
 def in_a_row(whole: Account, parts: Sequence[Account]) -> Account:
     """The account of parts that run one after another, which add up to `whole`, but for
-    the most that they have alive: of each it is beside what those before it saved."""
-    most: dict[Key, float] = {}
-    saved = 0.0
-    for part in parts:
-        for key in (("most", FORWARD), ("most", BACKWARD)):
-            most[key] = max(most.get(key, 0.0), saved + part[key])
-        saved += part["memory", "saved"]
-    return Account({**whole.amounts, **most})
+    the most that they have alive (of each it is beside what those before it saved) and
+    for messages, which are those of both ends."""
+    found: dict[Key, float] = {
+        ("message", "received"): parts[0]["message", "received"],
+        ("message", "sent"): parts[-1]["message", "sent"],
+    }
+    for what, kept in ((FORWARD, "saved"), (BACKWARD, "saved"), (WEIGHT, "kept")):
+        before = 0.0
+        for part in parts:
+            most = found.get(("most", what), 0.0)
+            found["most", what] = max(most, before + part["most", what])
+            before += part["memory", kept]
+    return Account({**whole.amounts, **found})
 
 
 def price(local: LocalStage, device: Device) -> Account:
@@ -105,18 +126,23 @@ def price(local: LocalStage, device: Device) -> Account:
             elif node.op != "comm.wait":
                 add(("seconds", part), node_seconds(node, device))
                 add(("flops", part), flops(node))
+            if ring := ring_of(node):
+                calls, moved = passed_round(node)
+                add(("calls", part, "send", ring), calls)
+                add(("bytes", part, "send", ring), moved)
     sizes = footprint(local)
-    for term in ("saved", "kept", "step"):
+    for term in ("saved", "kept", "step", "edges"):
         add(("memory", term), getattr(sizes, term))
-    add(("most", FORWARD), sizes.forward_peak)
-    add(("most", BACKWARD), sizes.backward_peak)
+    for part in (FORWARD, BACKWARD, WEIGHT):
+        add(("most", part), getattr(sizes, f"{part}_peak"))
+    for end in ("received", "sent"):
+        add(("message", end), getattr(sizes, end))
     for v in local.params:
         add(("memory", "parameters"), v.bytes)
         if v.name in local.grads:
             add(("memory", "trained"), v.bytes)
             varying = local.stage.shardings[v.name].varying
             add(("pending", *sorted(varying - {"time"})), v.bytes)
-    add(("sent",), sum(v.bytes for v in local.sends))
     return Account(found)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from passes.choose_recompute import stage_policies
 from passes.cluster import Device
 from passes.cost import Costs
 from passes.differentiate import differentiate
@@ -103,7 +104,9 @@ def _stages(
     at_zero = dict.fromkeys(sizes, 0)
     return [
         price(
-            differentiate(stage, sizes, at_zero, plan.recompute, plan.zero, halves),
+            differentiate(
+                stage, sizes, at_zero, stage_policies(stage, plan), plan.zero, halves
+            ),
             device,
         )
         for stage in staged.stages

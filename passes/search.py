@@ -24,7 +24,7 @@ from passes.estimate import (
     step_parts,
 )
 from passes.mesh import Mesh
-from passes.price import Account
+from passes.price import Account, footprint_of
 from passes.price_layers import LayerPrices
 
 # (mesh axes that split a layer, what is recomputed, whether the backward has halves,
@@ -244,7 +244,10 @@ def rough(
     seconds = m * v * max(map(_total, took)) + (ranks - 1) * max(0.0, fill)
     seconds += max(sum(step_parts(a, candidate, space.cluster).values()) for a in kinds)
     in_flight = min(m * v, v * ranks + ranks - 1) if v > 1 else min(m, ranks)
-    peak = max(sum(rank_memory([a] * v, candidate, in_flight).values()) for a in kinds)
+    peak = max(
+        sum(rank_memory([a] * v, candidate, footprint_of(a).most(in_flight)).values())
+        for a in kinds
+    )
     return seconds, peak, candidate
 
 

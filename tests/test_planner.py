@@ -18,6 +18,7 @@ from autopar.shorten import find_layers, shortened
 from autopar.verify import verify
 from examples.gpt import GPT, Config
 from passes.balance_layers import balance_layers
+from passes.choose_recompute import stage_policies
 from passes.cluster import Cluster
 from passes.cost import Costs
 from passes.differentiate import differentiate
@@ -81,7 +82,10 @@ def of_whole_model(case, mesh: str, cuts: tuple[str, ...], **options) -> list[Ac
     staged = split_stages(insert_collectives(propagate(named, plan)), Costs())
     sizes = {axis: plan.size(axis) for axis in plan.axes}
     return [
-        price(differentiate(s, sizes, dict.fromkeys(sizes, 0), plan.recompute), DEVICE)
+        price(
+            differentiate(s, sizes, dict.fromkeys(sizes, 0), stage_policies(s, plan)),
+            DEVICE,
+        )
         for s in staged.stages
     ]
 
