@@ -29,6 +29,7 @@ What they stand on:
     cost, footprint, memory, cheapest, notes                       what a plan is worth
     schedule, make_schedule, check_schedule, simulate_schedule     the pipeline's order
     fit_schedule, list_schedule                                    orders for costs
+    cluster, price, price_layers, balance_layers, estimate, search the best plan
 
 `pipeline.compile_program` shows the whole way on a page.
 """
