@@ -83,6 +83,8 @@ def fuse_bias(nodes: list[Node]) -> list[Node]:
             continue
         if len(product.operands[1].shape) != 2 or b.shape[0] != y.shape[-1]:
             continue
+        if not b.dtype == y.dtype == node.out.dtype:
+            continue
         op = product.op if is_linear else "autopar.affine"
         found[made[y.name]] = None
         found[i] = replace(node, op=op, args=(*product.operands, b))

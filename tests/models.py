@@ -42,8 +42,9 @@ class Case(NamedTuple):
         return Case(self.model.double(), batch, self.loss_fn)
 
     def compile(self, mesh: str, microbatches: int = 1, **options: Any) -> Program:
-        traced = trace(self.model, self.batch, self.loss_fn)
-        return compile_program(traced, plan(mesh, microbatches, **options), Costs())
+        made = plan(mesh, microbatches, **options)
+        traced = trace(self.model, self.batch, self.loss_fn, made.dtype)
+        return compile_program(traced, made, Costs())
 
     def verify(self, mesh: str, microbatches: int = 1, **options: Any) -> Verification:
         """Compile, run all ranks, compare with the model; raises if it differs."""
