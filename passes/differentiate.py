@@ -191,12 +191,16 @@ class _Writer:
         return tuple(incoming)
 
     def run_backward(self, receives: tuple[Value, ...]) -> tuple[Value | None, ...]:
+        """Down to the cotangents that the stage before waits for: zeros, where this
+        one's gradient does not depend on what it received."""
         tape = self.tape
         self._transpose(self.through)
-        found: list[Value | None] = [None] * len(receives)
-        if self.through:
-            at = self.through[0]
-            found = [tape.take(v, at) if tape.wanted(v) else None for v in receives]
+        # A stage may only look at what it hands on: a maximum of the logits.
+        at = (self.through or self.forward)[0]
+        found = [
+            tape.take(v, at) or tape.zeros(v, at) if tape.wanted(v) else None
+            for v in receives
+        ]
         self.backward, tape.nodes = tape.nodes, []
         return tuple(found)
 

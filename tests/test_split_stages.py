@@ -7,7 +7,17 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VOCAB, WIDTH, Block, Case, Stack, gpt2, plain_gpt, randomize
+from models import (
+    VOCAB,
+    WIDTH,
+    Block,
+    Case,
+    Stack,
+    gpt2,
+    llama,
+    plain_gpt,
+    randomize,
+)
 from models import token_batch as tokens
 from torch import Tensor, nn
 
@@ -163,3 +173,31 @@ def test_cuts_out_of_order():
 def test_a_plan_with_too_few_cuts_is_refused():
     with pytest.raises(StageError, match="has 1 cuts, but 4 stages need 3"):
         plain_gpt().compile("pp=4", cuts=("add",))
+
+
+@pytest.mark.parametrize("build", [plain_gpt, gpt2, llama])
+def test_a_stage_may_be_as_small_as_one_operation(build) -> None:
+    """Cut wherever one value crosses: some stages compute with what they hand on, but
+    have no gradient of their own, as that of the largest logit."""
+    case = build(layers=1).double()
+    with pytest.raises(StageError) as error:
+        case.compile("pp=99", 2)
+    most = int(error.value.fix.split("=")[1].split()[0])
+    assert most > 10
+    case.verify(f"pp={most}", 2)
+
+
+class Detached(Stack):
+    """The second block learns, the first does not."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        first, second = self.blocks
+        return self.head(second(first(self.embed(input_ids)).detach()))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_gradient_of_zero_is_sent_too(schedule) -> None:
+    """The stage before waits for it."""
+    case = Case(randomize(Detached(layers=2)), tokens(), cross_entropy).double()
+    found = case.verify("pp=2,tp=2", 2, schedule=schedule)
+    assert found.errors["blocks.0.up.weight"] == 0.0
