@@ -46,6 +46,7 @@ QUICK = [
     ("plain", "tp=2", 2, {"heads": 3}),
     ("plain", "pp=2,tp=2", 4, {"schedule": "naive"}),
     ("plain", "tp=4", 1, {"seq": 17}),
+    ("plain", "tp=2", 1, {"seq": 1}),  # a table with one row
     ("plain", "dp=4", 2, {"ignored": "half"}),
     ("plain", "pp=2,tp=2", 4, {"tied": False, "schedule": "gpipe"}),
     ("plain", "pp=4,tp=2", 2, {"sequence_parallel": False, "ignored": "none"}),
