@@ -72,10 +72,13 @@ class Stage:
         return self
 
     def __str__(self) -> str:
+        """All that an emitted module depends on, but for what is split how."""
         lines = [f"stage {self.index} {{"]
-        lines += [
-            f"  receive %{v.name}  {v.type}  {self.text(v)}" for v in self.receives
-        ]
+        sources = ("receive", self.receives), ("hold", self.params)
+        for word, values in (*sources, ("hold", self.buffers)):
+            for v in values:
+                mark = "  with gradient" if v.name in self.differentiable else ""
+                lines.append(f"  {word} %{v.name}  {v.type}  {self.text(v)}{mark}")
         parts = ("setup", self.setup), ("prologue", self.prologue)
         for name, nodes in (*parts, ("forward", self.forward)):
             if nodes:

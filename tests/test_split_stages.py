@@ -201,3 +201,38 @@ def test_a_gradient_of_zero_is_sent_too(schedule) -> None:
     case = Case(randomize(Detached(layers=2)), tokens(), cross_entropy).double()
     found = case.verify("pp=2,tp=2", 2, schedule=schedule)
     assert found.errors["blocks.0.up.weight"] == 0.0
+
+
+# --- stages of equal text share a module --------------------------------------------
+
+
+@pytest.mark.parametrize("frozen", ["", "up.weight", "embed"])
+def test_equal_layers_of_which_one_is_frozen(frozen) -> None:
+    """In full, in part, or together with all before it: nothing is sent back then."""
+    case = Case(randomize(Stack(layers=4)), tokens(), cross_entropy).double()
+    for p in case.model.blocks[1].parameters():
+        p.requires_grad_(False)
+    for name, p in case.model.named_parameters():
+        if frozen and (frozen in name or (frozen == "embed" and "blocks.0" in name)):
+            p.requires_grad_(False)
+    case.verify("pp=6", 2)
+    case.verify("pp=4,dp=2", 2, zero=2, schedule="zb-h1")
+
+
+def test_layers_of_unlike_width() -> None:
+    widths = iter([64, 64, 80, 64])
+
+    class Uneven(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            wide = next(widths)
+            self.up, self.down = nn.Linear(WIDTH, wide), nn.Linear(wide, WIDTH)
+
+    model = randomize(Stack(Uneven, layers=4))
+    case = Case(model, tokens(), cross_entropy).double()
+    found = [
+        [width for width in (64, 80) if f"({width}, {WIDTH})" in text]
+        for text in texts(case.compile("pp=4", 2))
+    ]
+    assert found == [[64], [64], [80], [64]]
+    case.verify("pp=4,dp=2", 2, zero=1)
