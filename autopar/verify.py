@@ -148,8 +148,8 @@ def find_errors(found: Gradients, want: Gradients) -> dict[str, float]:
 def root_mean_square(tensors: Iterable[Tensor]) -> float:
     """Over the elements of all tensors."""
     found = [(x.double().square().sum().item(), x.numel()) for x in tensors]
-    squares, count = (sum(column) for column in zip(*found, strict=True))
-    return (squares / count) ** 0.5
+    count = sum(n for _, n in found)
+    return (sum(squares for squares, _ in found) / max(count, 1)) ** 0.5
 
 
 def relative_error(got: Tensor, want: Tensor, least: float = 0.0) -> float:
@@ -183,11 +183,12 @@ def run_all_ranks(
     losses = {loss.item() for loss, _ in results}
     if len(losses) != 1 and not all(x != x for x in losses):
         raise VerificationFailed(f"ranks do not agree on the loss: {sorted(losses)}")
+    noise = NOISE * root_mean_square(g for _, grads in results for g in grads.values())
     whole: dict[str, Tensor] = {}
     for name, spec in program.parameters.items():
         if spec.trainable and spec.stages:
             shards = [grads.get(name) for _, grads in results]
-            whole[name] = assemble(program, name, shards)
+            whole[name] = assemble(program, name, shards, noise)
     return results[0][0], whole
 
 
@@ -206,8 +207,11 @@ def local_parameters(
     }
 
 
-def assemble(program: Program, name: str, shards: list[Tensor | None]) -> Tensor:
-    """The whole tensor from the shards of all ranks; replicas must agree."""
+def assemble(
+    program: Program, name: str, shards: list[Tensor | None], noise: float
+) -> Tensor:
+    """The whole tensor from the shards of all ranks; replicas must agree, as far as
+    elements are above the noise."""
     spec, mesh = program.parameters[name], program.mesh
     first = next(s for s in shards if s is not None)
     whole = torch.full(spec.shape, float("nan"), dtype=first.dtype)
@@ -219,7 +223,7 @@ def assemble(program: Program, name: str, shards: list[Tensor | None]) -> Tensor
         if shard is None:
             continue
         mine = take_shard(whole, spec, mesh, mesh.coords(rank))
-        if relative_error(shard, mine) > 1e-6:
+        if relative_error(shard, mine, noise * mine.numel() ** 0.5) > 1e-6:
             raise VerificationFailed(
                 f"rank {rank} has another gradient of '{name}' than its replicas"
             )

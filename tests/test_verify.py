@@ -9,12 +9,14 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 from models import Case, gpt2, llama, opt, plain_gpt
 
 from autopar.reference import reference_step
 from autopar.verify import (
     Verification,
     VerificationFailed,
+    assemble,
     relative_error,
     run_all_ranks,
     verify,
@@ -187,3 +189,14 @@ def test_a_gradient_that_is_zero_but_for_rounding_passes():
     verify(case.compile("tp=2"), *case).check()
     found = verify(case.compile("tp=2"), *case, tolerance=0.0)
     assert 0 < found.errors["model.decoder.layers.0.self_attn.k_proj.bias"] < 1e-5
+
+
+def test_ranks_that_hold_another_gradient_than_their_replicas_are_found():
+    program = plain_gpt(layers=1).compile("tp=2")
+    one = torch.ones(32, dtype=torch.float64)
+    other = one.clone()
+    other[3] += 1e-3
+    with pytest.raises(VerificationFailed, match="rank 1 has another gradient"):
+        assemble(program, "norm.weight", [one, other], noise=1e-2)
+    shards = [1e-16 * one, 1e-16 * other]  # rounding, on one rank unlike the other
+    assert assemble(program, "norm.weight", shards, noise=1e-2) is not None
