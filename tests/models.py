@@ -7,6 +7,7 @@ dropped or doubled shows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from passes.trace import trace
 
 VOCAB = 101  # no tp divides it
 WIDTH = 32
+NO_CHANGES: Mapping[str, Any] = MappingProxyType({})
 
 
 class Case(NamedTuple):
@@ -266,6 +268,32 @@ def opt(layers: int = 4, heads: int = 4, **batch: Any) -> Case:
         eos_token_id=0,
     )
     return hugging_face(config, **batch)
+
+
+def mixture(name: str, tokens: Mapping[str, Any] = NO_CHANGES, **changes: Any) -> Case:
+    """A tiny mixture of experts of Hugging Face, of that configuration.
+
+    tokens: arguments of `token_batch`. changes: of the configuration.
+    """
+    from transformers import AutoConfig
+
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "hidden_size": WIDTH,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB,
+        "num_local_experts": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 32,
+    }
+    implementation = changes.pop("experts_implementation", "batched_mm")
+    config = AutoConfig.for_model(name, **{**sizes, **changes})
+    config._experts_implementation = implementation
+    return hugging_face(config, **tokens)
 
 
 def hugging_face(config: Any, **batch: Any) -> Case:

@@ -7,35 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import VOCAB, WIDTH, Case, hugging_face, plain_gpt, switch_gpt
+from models import WIDTH, Case, mixture, plain_gpt, switch_gpt
 
 from passes.errors import CaptureError, LossNotSeparable
 from passes.program import Program
 
-LAYERS, SAMPLES, SEQ = 2, 8, 16
-
-
-def mixture(name: str, **changes: Any) -> Case:
-    """A tiny mixture of experts of Hugging Face."""
-    from transformers import AutoConfig
-
-    sizes: dict[str, Any] = {
-        "num_hidden_layers": LAYERS,
-        "hidden_size": WIDTH,
-        "intermediate_size": 48,
-        "moe_intermediate_size": 24,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCAB,
-        "num_local_experts": 4,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 32,
-    }
-    implementation = changes.pop("experts_implementation", "batched_mm")
-    config = AutoConfig.for_model(name, **{**sizes, **changes})
-    config._experts_implementation = implementation
-    return hugging_face(config)
+SAMPLES, SEQ = 8, 16
 
 
 # --- Switch layers in plain PyTorch -------------------------------------------------
