@@ -53,8 +53,8 @@ TEXT: Choices = {
 DROPOUT: Choices = {"dropout": lambda v: [0.0, 0.2]}
 PADDED: Choices = {"padded": lambda v: [True, False]}
 EXPERTS: Choices = {
-    "experts": lambda v: [1, 2, 3, 4, 7, 8],
-    "top_k": lambda v: [1, 2] if v["experts"] > 1 else [1],
+    "experts": lambda v: [2, 3, 4, 7, 8],
+    "top_k": lambda v: [1, 2],
 }
 
 MODELS: dict[str, Choices] = {
