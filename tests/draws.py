@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import sys
 from collections.abc import Callable
@@ -91,13 +90,14 @@ STAGES_PER_RANK = {"interleaved": [2, 3], "looped-bfs": [2, 3], "zb-v": [2]}
 
 # The options of `compile`, in the order in which they are drawn.
 OPTIONS: Choices = {
-    "microbatches": lambda v: divisors(v["batch"] // v["samplings"]),
+    "microbatches": lambda v: divisors(v["batch"] // sample_ranks(v)),
     "schedule": lambda v: list(SCHEDULES),
     "stages_per_rank": lambda v: STAGES_PER_RANK.get(v["schedule"], [1]),
     "sequence_parallel": lambda v: [True, False],
     "context_parallel": lambda v: list(CONTEXT_PARALLEL),
     "recompute": lambda v: list(RECOMPUTE),
-    "zero": lambda v: list(ZERO),
+    "zero": lambda v: [zero for zero in ZERO if shares(v) in (bool(zero), None)],
+    "offload": lambda v: [False, True],
     "hints": lambda v: [None, *HINTS.get(v["model"], ())] if v["tp"] > 1 else [None],
 }
 
@@ -106,11 +106,27 @@ HINTS: dict[str, list[dict[str, str]]] = {
     "gpt2": [{"*.c_fc.weight": "embed/tp"}, {"transformer.wte.weight": "embed/tp"}],
 }
 
-MESHES = [
-    dict(zip(AXES, sizes, strict=True))
-    for sizes in itertools.product(range(1, MOST_RANKS + 1), repeat=len(AXES))
-    if prod(sizes) <= MOST_RANKS
-]
+SAMPLES = ("dp", "fsdp", "ep")  # axes whose ranks have other samples
+
+MESHES: list[dict[str, int]] = [{}]
+for _axis in AXES:
+    MESHES = [
+        {**mesh, _axis: n}
+        for mesh in MESHES
+        for n in range(1, MOST_RANKS // prod(mesh.values()) + 1)
+    ]
+
+
+def shares(v: Values) -> bool | None:
+    """Whether the mesh needs ZeRO, or cannot have it; None if either is right."""
+    if v["fsdp"] > 1:
+        return True
+    return None if {*SAMPLES, "cp"} & v["written"] else False
+
+
+def sample_ranks(v: Values) -> int:
+    """The parts into which the mesh splits the batch."""
+    return prod(v[axis] for axis in SAMPLES)
 
 
 def divisors(n: int) -> list[int]:
@@ -201,17 +217,19 @@ def draw(seed: int) -> Draw:
     def chance(name: str) -> random.Random:
         return random.Random(f"{seed} {name}")
 
-    legal = [m for m in MESHES if sizes["batch"] % (m["dp"] * m["ep"]) == 0]
-    mesh = chance("mesh").choice(legal)
+    mesh = chance("mesh").choice(
+        [m for m in MESHES if sizes["batch"] % sample_ranks(m) == 0]
+    )
     written = [
-        f"{axis}={n}"
+        axis
         for axis, n in mesh.items()
         if n > 1 or chance(f"write {axis}=1").random() < 0.2
     ]
     chance("order").shuffle(written)
-    known = {"model": model.kind, **sizes, **mesh, "samplings": mesh["dp"] * mesh["ep"]}
+    known = {"model": model.kind, **sizes, **mesh, "written": set(written)}
     options = draw_values(OPTIONS, known, chance)
-    return Draw(seed, model, ",".join(written), tuple(options.items()))
+    text = ",".join(f"{axis}={mesh[axis]}" for axis in written)
+    return Draw(seed, model, text, tuple(options.items()))
 
 
 def draw_model(seed: int) -> Model:

@@ -59,6 +59,7 @@ def test_every_option_of_compile_is_drawn() -> None:
         ("context_parallel", CONTEXT_PARALLEL),
         ("recompute", RECOMPUTE),
         ("zero", ZERO),
+        ("offload", [True, False]),
     ],
 )
 def test_every_value_is_drawn(name, values) -> None:
@@ -77,6 +78,7 @@ def test_every_pair_of_axis_zero_and_schedule_is_drawn() -> None:
         for a, b in itertools.product(of_a, of_b)
     ]
     pairs += [{a, b} for a, b in itertools.combinations(kinds[0], 2)]
+    pairs.remove({("axis", "fsdp"), ("zero", "0")})  # refused
     assert not [pair for pair in pairs if not any(pair <= one for one in FOUND)]
 
 
@@ -115,7 +117,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("tp=2,tp=2", {}, "twice"),
     ("xp=2", {}, "'xp'"),
     ("tp=0", {}, "size 0"),
-    ("tp=2", {"zero": 4}, "zero=4"),
+    ("dp=2", {"zero": 4}, "zero=4"),
+    ("tp=2", {"zero": 1}, "no axis whose ranks hold the same"),
+    ("fsdp=2", {}, "shares nothing out"),
     ("tp=2", {"hints": {"*.mlp.up.weight": "ffn/dp"}}, "ffn/dp"),
 ]
 

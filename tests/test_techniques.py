@@ -37,6 +37,7 @@ TRIALS = {
     "recompute-selective": trial("gpt2", PLAIN, "dp=2,cp=2", recompute="selective"),
     "frozen": trial("llama", {}, "pp=4", frozen=0.4, microbatches=4),
     "frozen-zero": trial("gpt2", {}, "dp=4", frozen=0.4, zero=3),
+    "hybrid": trial("plain_gpt", PLAIN, "dp=2,fsdp=2", zero=1, offload=True),
     "tied": trial("gpt2", PLAIN, "pp=2,dp=2", microbatches=2, zero=2),
     "tied-halves": trial("plain_gpt", {}, "tp=2,pp=2", schedule="zb-h1"),
     "experts": trial("switch_gpt", SWITCH, "ep=2,tp=2", microbatches=2),
