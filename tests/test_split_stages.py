@@ -175,16 +175,18 @@ def test_a_plan_with_too_few_cuts_is_refused():
         plain_gpt().compile("pp=4", cuts=("add",))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("build", [plain_gpt, gpt2, llama])
-def test_a_stage_may_be_as_small_as_one_operation(build) -> None:
+def test_a_stage_may_be_as_small_as_one_operation(build, ranks) -> None:
     """Cut wherever one value crosses: some stages compute with what they hand on, but
-    have no gradient of their own, as that of the largest logit."""
+    have no gradient of their own, as that of the largest logit. There is no cut between
+    a value and where its gradient is reduced."""
     case = build(layers=1).double()
     with pytest.raises(StageError) as error:
-        case.compile("pp=99", 2)
+        case.compile(f"pp=99,tp={ranks}", 2, sequence_parallel=False)
     most = int(error.value.fix.split("=")[1].split()[0])
     assert most > 10
-    case.verify(f"pp={most}", 2)
+    case.verify(f"pp={most},tp={ranks}", 2, sequence_parallel=False)
 
 
 class Detached(Stack):
