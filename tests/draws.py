@@ -27,6 +27,7 @@ from passes.plan import CONTEXT_PARALLEL, RECOMPUTE, ZERO
 from passes.trace import Traced, trace
 
 MOST_RANKS = 8
+MOST_STAGES = 16  # into which one layer, with its embedding and its loss, can be cut
 SHARING = 8  # consecutive draws have the same model, which is then traced once
 
 Values = dict[str, Any]  # what was drawn so far, by name
@@ -92,7 +93,9 @@ STAGES_PER_RANK = {"interleaved": [2, 3], "looped-bfs": [2, 3], "zb-v": [2]}
 OPTIONS: Choices = {
     "microbatches": lambda v: divisors(v["batch"] // sample_ranks(v)),
     "schedule": lambda v: list(SCHEDULES),
-    "stages_per_rank": lambda v: STAGES_PER_RANK.get(v["schedule"], [1]),
+    "stages_per_rank": lambda v: [
+        n for n in STAGES_PER_RANK.get(v["schedule"], [1]) if n * v["pp"] <= MOST_STAGES
+    ],
     "sequence_parallel": lambda v: [True, False],
     "context_parallel": lambda v: list(CONTEXT_PARALLEL),
     "recompute": lambda v: list(RECOMPUTE),
