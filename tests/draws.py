@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from models import Case, gpt2, llama, mixture, opt, plain_gpt, switch_gpt
 
-from autopar.options import make_plan
+from autopar.options import LAYOUTS, make_plan
 from autopar.verify import Verification, verify
 from passes.cost import Costs
 from passes.make_schedule import SCHEDULES
@@ -98,6 +98,12 @@ OPTIONS: Choices = {
     ],
     "sequence_parallel": lambda v: [True, False],
     "context_parallel": lambda v: list(CONTEXT_PARALLEL),
+    # Ranks that see all rows gain nothing by a zigzag.
+    "cp_layout": lambda v: [
+        layout
+        for layout in (None, *LAYOUTS)
+        if (layout, v["context_parallel"]) != ("zigzag", "ulysses")
+    ],
     "recompute": lambda v: list(RECOMPUTE),
     "zero": lambda v: [zero for zero in ZERO if shares(v) in (bool(zero), None)],
     "offload": lambda v: [False, True],
@@ -124,7 +130,8 @@ def shares(v: Values) -> bool | None:
     """Whether the mesh needs ZeRO, or cannot have it; None if either is right."""
     if v["fsdp"] > 1:
         return True
-    return None if {*SAMPLES, "cp"} & v["written"] else False
+    in_one_piece = {"cp"} if v["cp_layout"] != "zigzag" else set()
+    return None if {*SAMPLES, *in_one_piece} & v["written"] else False
 
 
 def sample_ranks(v: Values) -> int:

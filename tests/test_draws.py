@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from draws import MODELS, OPTIONS, Draw, DrawFailed, Model, draw, main
 
-from autopar.options import Options
+from autopar.options import LAYOUTS, Options
 from passes.errors import AutoparError
 from passes.make_schedule import SCHEDULES
 from passes.mesh import AXES, Mesh
@@ -57,6 +57,7 @@ def test_every_option_of_compile_is_drawn() -> None:
         ("stages_per_rank", range(1, 4)),
         ("sequence_parallel", [True, False]),
         ("context_parallel", CONTEXT_PARALLEL),
+        ("cp_layout", [None, *LAYOUTS]),
         ("recompute", RECOMPUTE),
         ("zero", ZERO),
         ("offload", [True, False]),
@@ -119,6 +120,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("tp=0", {}, "size 0"),
     ("dp=2", {"zero": 4}, "zero=4"),
     ("tp=2", {"zero": 1}, "no axis whose ranks hold the same"),
+    ("cp=2", {"zero": 1, "cp_layout": "zigzag"}, "no axis whose ranks hold the same"),
+    (
+        "cp=2",
+        {"context_parallel": "ulysses", "cp_layout": "zigzag"},
+        "every rank sees all rows",
+    ),
     ("fsdp=2", {}, "shares nothing out"),
     ("tp=2", {"hints": {"*.mlp.up.weight": "ffn/dp"}}, "ffn/dp"),
 ]

@@ -31,6 +31,7 @@ PLAIN, PADDED = {"dropout": 0.2}, {"padded": True}
 SWITCH = {"top_k": 2}
 TRIALS = {
     "cp": trial("plain_gpt", PLAIN, "cp=4", microbatches=2),
+    "ring": trial("gpt2", PADDED, "cp=2,dp=2", context_parallel="ring", zero=2),
     "ulysses": trial("gpt2", PADDED, "cp=2,tp=2", context_parallel="ulysses"),
     "no-sequence-parallel": trial("llama", PADDED, "tp=4", sequence_parallel=False),
     "recompute-full": trial("plain_gpt", PLAIN, "pp=2,tp=2", recompute="full"),
