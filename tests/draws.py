@@ -97,7 +97,9 @@ OPTIONS: Choices = {
         n for n in STAGES_PER_RANK.get(v["schedule"], [1]) if n * v["pp"] <= MOST_STAGES
     ],
     "sequence_parallel": lambda v: [True, False],
-    "context_parallel": lambda v: list(CONTEXT_PARALLEL),
+    "context_parallel": lambda v: [
+        method for method in CONTEXT_PARALLEL if method != "ring" or can_ring(v)
+    ],
     # Ranks that see all rows gain nothing by a zigzag.
     "cp_layout": lambda v: [
         layout
@@ -137,6 +139,12 @@ def shares(v: Values) -> bool | None:
 def sample_ranks(v: Values) -> int:
     """The parts into which the mesh splits the batch."""
     return prod(v[axis] for axis in SAMPLES)
+
+
+def can_ring(v: Values) -> bool:
+    """Whether keys and values can go round: attention is fused, each rank has a row."""
+    fused = not v.get("dropout") and v.get("name") != "gpt_oss"
+    return v["cp"] == 1 or (fused and v["seq"] >= v["cp"])
 
 
 def divisors(n: int) -> list[int]:

@@ -126,6 +126,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"context_parallel": "ulysses", "cp_layout": "zigzag"},
         "every rank sees all rows",
     ),
+    ("cp=20", {"context_parallel": "ring"}, "a row for each rank"),
     ("fsdp=2", {}, "shares nothing out"),
     ("tp=2", {"hints": {"*.mlp.up.weight": "ffn/dp"}}, "ffn/dp"),
 ]
