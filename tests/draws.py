@@ -23,7 +23,7 @@ from passes.cost import Costs
 from passes.make_schedule import SCHEDULES
 from passes.mesh import AXES
 from passes.pipeline import compile_program
-from passes.plan import CONTEXT_PARALLEL, RECOMPUTE, ZERO
+from passes.plan import AUTO, CONTEXT_PARALLEL, RECOMPUTE, ZERO
 from passes.trace import Traced, trace
 
 MOST_RANKS = 8
@@ -87,12 +87,17 @@ MODELS: dict[str, Choices] = {
 }
 
 # One stage a rank, or several.
-STAGES_PER_RANK = {"interleaved": [2, 3], "looped-bfs": [2, 3], "zb-v": [2]}
+STAGES_PER_RANK = {
+    "interleaved": [2, 3],
+    "looped-bfs": [2, 3],
+    "zb-v": [2],
+    AUTO: [1, 2],
+}
 
 # The options of `compile`, in the order in which they are drawn.
 OPTIONS: Choices = {
     "microbatches": lambda v: divisors(v["batch"] // sample_ranks(v)),
-    "schedule": lambda v: list(SCHEDULES),
+    "schedule": lambda v: [*SCHEDULES, AUTO],
     "stages_per_rank": lambda v: [
         n for n in STAGES_PER_RANK.get(v["schedule"], [1]) if n * v["pp"] <= MOST_STAGES
     ],
@@ -106,7 +111,8 @@ OPTIONS: Choices = {
         for layout in (None, *LAYOUTS)
         if (layout, v["context_parallel"]) != ("zigzag", "ulysses")
     ],
-    "recompute": lambda v: list(RECOMPUTE),
+    "recompute": lambda v: [*RECOMPUTE, AUTO],
+    "memory": lambda v: ["1GiB"] if v["recompute"] == AUTO else [0, "1GiB"],
     "zero": lambda v: [zero for zero in ZERO if shares(v) in (bool(zero), None)],
     "offload": lambda v: [False, True],
     "hints": lambda v: [None, *HINTS.get(v["model"], ())] if v["tp"] > 1 else [None],

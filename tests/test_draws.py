@@ -13,9 +13,9 @@ from autopar.options import LAYOUTS, Options
 from passes.errors import AutoparError
 from passes.make_schedule import SCHEDULES
 from passes.mesh import AXES, Mesh
-from passes.plan import CONTEXT_PARALLEL, RECOMPUTE, ZERO
+from passes.plan import AUTO, CONTEXT_PARALLEL, RECOMPUTE, ZERO
 
-DRAWS = 208
+DRAWS = 256
 
 
 @pytest.mark.matrix(quick=6)
@@ -53,12 +53,13 @@ def test_every_option_of_compile_is_drawn() -> None:
         ("axis", AXES),
         ("written", AXES),
         ("microbatches", range(1, 5)),
-        ("schedule", SCHEDULES),
+        ("schedule", [*SCHEDULES, AUTO]),
         ("stages_per_rank", range(1, 4)),
         ("sequence_parallel", [True, False]),
         ("context_parallel", CONTEXT_PARALLEL),
         ("cp_layout", [None, *LAYOUTS]),
-        ("recompute", RECOMPUTE),
+        ("recompute", [*RECOMPUTE, AUTO]),
+        ("memory", [0, "1GiB"]),
         ("zero", ZERO),
         ("offload", [True, False]),
     ],
@@ -71,7 +72,7 @@ def test_every_pair_of_axis_zero_and_schedule_is_drawn() -> None:
     kinds = [
         [("axis", axis) for axis in AXES],
         [("zero", str(zero)) for zero in ZERO],
-        [("schedule", name) for name in SCHEDULES],
+        [("schedule", name) for name in (*SCHEDULES, AUTO)],
     ]
     pairs = [
         {a, b}
@@ -127,6 +128,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "every rank sees all rows",
     ),
     ("cp=20", {"context_parallel": "ring"}, "a row for each rank"),
+    ("tp=2", {"recompute": "auto"}, "how much memory"),
+    ("tp=2", {"memory": 1000}, "memory"),
     ("fsdp=2", {}, "shares nothing out"),
     ("tp=2", {"hints": {"*.mlp.up.weight": "ffn/dp"}}, "ffn/dp"),
 ]
