@@ -23,7 +23,7 @@ from passes.cost import Costs
 from passes.make_schedule import SCHEDULES
 from passes.mesh import AXES
 from passes.pipeline import compile_program
-from passes.plan import AUTO, CONTEXT_PARALLEL, RECOMPUTE, ZERO
+from passes.plan import AUTO, CONTEXT_PARALLEL, PRECISION, RECOMPUTE, ZERO
 from passes.trace import Traced, trace
 
 MOST_RANKS = 8
@@ -115,8 +115,12 @@ OPTIONS: Choices = {
     "memory": lambda v: ["1GiB"] if v["recompute"] == AUTO else [0, "1GiB"],
     "zero": lambda v: [zero for zero in ZERO if shares(v) in (bool(zero), None)],
     "offload": lambda v: [False, True],
+    # Rounded, a router may choose other experts.
+    "precision": lambda v: ["model"] if "experts" in v else ["model"] * 4 + LOWER,
     "hints": lambda v: [None, *HINTS.get(v["model"], ())] if v["tp"] > 1 else [None],
 }
+
+LOWER = [name for name in PRECISION if name != "model"]
 
 HINTS: dict[str, list[dict[str, str]]] = {
     "plain_gpt": [{"*.mlp.up.weight": "embed/tp"}, {"*.proj.weight": "embed/tp"}],
@@ -176,13 +180,13 @@ class Model:
         sizes = ", ".join(f"{name}={value!r}" for name, value in self.sizes)
         return f"{self.kind}({sizes}), {self.frozen:.0%} frozen"
 
-    def build(self) -> Case:
+    def build(self, dtype: torch.dtype = torch.float64) -> Case:
         sizes = dict(self.sizes)
         case = (_mixture if self.kind == "mixture" else BUILDERS[self.kind])(**sizes)
         chance = random.Random(str(self))
         for p in list(case.model.parameters())[:-1]:
             p.requires_grad_(chance.random() >= self.frozen)
-        return case.double()
+        return case.double() if dtype is torch.float64 else case
 
 
 BUILDERS: dict[str, Callable[..., Case]] = {
@@ -215,8 +219,10 @@ class Draw:
     def prove(self) -> Verification:
         """Run all ranks, compare with the model. Raises DrawFailed."""
         try:
-            case, traced = traced_case(self.model)
             plan = make_plan(self.mesh, **dict(self.options))
+            # Autocast leaves double precision as it is.
+            dtype = torch.float32 if plan.dtype else torch.float64
+            case, traced = traced_case(self.model, dtype)
             program = compile_program(traced, plan, Costs())
             return verify(program, *case, seed=self.seed).check()
         except Exception as error:
@@ -226,9 +232,9 @@ class Draw:
             ) from error
 
 
-@lru_cache(maxsize=1)
-def traced_case(model: Model) -> tuple[Case, Traced]:
-    case = model.build()
+@lru_cache(maxsize=2)
+def traced_case(model: Model, dtype: torch.dtype) -> tuple[Case, Traced]:
+    case = model.build(dtype)
     return case, trace(*case)
 
 

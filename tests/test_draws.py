@@ -13,7 +13,7 @@ from autopar.options import LAYOUTS, Options
 from passes.errors import AutoparError
 from passes.make_schedule import SCHEDULES
 from passes.mesh import AXES, Mesh
-from passes.plan import AUTO, CONTEXT_PARALLEL, RECOMPUTE, ZERO
+from passes.plan import AUTO, CONTEXT_PARALLEL, PRECISION, RECOMPUTE, ZERO
 
 DRAWS = 256
 
@@ -62,6 +62,7 @@ def test_every_option_of_compile_is_drawn() -> None:
         ("memory", [0, "1GiB"]),
         ("zero", ZERO),
         ("offload", [True, False]),
+        ("precision", PRECISION),
     ],
 )
 def test_every_value_is_drawn(name, values) -> None:
