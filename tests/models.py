@@ -6,7 +6,7 @@ dropped or doubled shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.shorten import find_facts
 from autopar.verify import Verification, verify
 from examples import switch_gpt as switch
 from examples.gpt import GPT, Config
@@ -22,7 +23,7 @@ from passes.mesh import Mesh
 from passes.pipeline import compile_program
 from passes.plan import SPLIT, Plan
 from passes.program import Program
-from passes.trace import trace
+from passes.trace import Traced, trace
 
 VOCAB = 101  # no tp divides it
 WIDTH = 32
@@ -45,13 +46,40 @@ class Case(NamedTuple):
 
     def compile(self, mesh: str, microbatches: int = 1, **options: Any) -> Program:
         made = plan(mesh, microbatches, **options)
-        traced = trace(self.model, self.batch, self.loss_fn, made.dtype)
-        return compile_program(traced, made, Costs())
+        return compile_program(self.trace(made.dtype), made, Costs())
+
+    def trace(self, precision: torch.dtype | None = None) -> Traced:
+        """The captured model; captured once of all that are alike."""
+        key = (fingerprint(self.model), *shapes(self.batch), self.loss_fn, precision)
+        if key not in TRACED:
+            TRACED[key] = trace(self.model, self.batch, self.loss_fn, precision)
+        return TRACED[key]
 
     def verify(self, mesh: str, microbatches: int = 1, **options: Any) -> Verification:
         """Compile, run all ranks, compare with the model; raises if it differs."""
         program = self.compile(mesh, microbatches, **options)
         return verify(program, self.model, self.batch, self.loss_fn, seed=3).check()
+
+
+TRACED: dict[Hashable, Traced] = {}
+
+
+def fingerprint(model: nn.Module) -> Hashable:
+    """All that a capture of a model depends on: its classes and plain attributes, which
+    parameters are one, and what is trained. Values of parameters are not among it."""
+    tensors = [*model.named_parameters(remove_duplicate=False)]
+    tensors += model.named_buffers(remove_duplicate=False)
+    first: dict[int, str] = {}
+    tied = [first.setdefault(id(x), name) for name, x in tensors]
+    facts = sorted(find_facts(model).items(), key=str)
+    return (*facts, *tied, str(getattr(model, "config", None)))
+
+
+def shapes(batch: Mapping[str, Any]) -> list[Hashable]:
+    return [
+        (name, tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (name, x)
+        for name, x in batch.items()
+    ]
 
 
 def plan(
