@@ -128,6 +128,7 @@ def test_ulysses_exchanges_queries_keys_values_and_the_result() -> None:
     }
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("method", METHODS)
 def test_activations_of_a_layer_fall_with_the_ranks(method) -> None:
     def layer(ranks: int) -> int:

@@ -30,7 +30,7 @@ MESHES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.matrix(quick=10)
+@pytest.mark.matrix(quick=6)
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize(("mesh", "microbatches", "options"), MESHES)
 def test_loss_and_gradients_are_the_model_s(mesh, microbatches, options, top_k) -> None:
@@ -60,6 +60,7 @@ def on_ep(program: Program) -> Counter[tuple[str, str]]:
     return found
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_a_layer_exchanges_tokens_twice_each_way_and_nothing_else(top_k) -> None:
     more, fewer = (
@@ -105,7 +106,7 @@ def test_without_experts_the_axis_is_one_of_data() -> None:
 NAMES = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
 
 
-@pytest.mark.matrix(quick=4)
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("mesh", ["ep=2", "dp=2,ep=2", "ep=2,tp=2", "pp=2,ep=4"])
 @pytest.mark.parametrize("name", NAMES)
 def test_mixtures_as_they_are_shipped(name, mesh) -> None:

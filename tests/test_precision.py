@@ -313,6 +313,7 @@ def alone(precision: torch.dtype, steps: int = 4) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_four_processes_train_in_mixed_precision():
     results = run_ranks(train_both, 4)
     assert all(r == results[0] for r in results)

@@ -144,6 +144,7 @@ def test_what_several_stages_use(model, mesh):
     MODELS[model]().double().verify(mesh, 2)
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("pp", range(1, 9))
 def test_any_number_of_stages(pp):
     """More stages than layers cut inside of layers."""

@@ -130,6 +130,7 @@ def test_any_preference_of_what_to_split_is_right(seed):
     verify(program, *case, tolerance=tolerance).check()
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mesh", ["tp=2", "pp=2,dp=2,tp=2"])
 def test_in_float32_with_the_models_own_loss(model, mesh):
