@@ -14,9 +14,20 @@ if not getattr(_passes, "AUTOPAR", False):
 
 from autopar.compiler import compile_offline
 from autopar.step import Step, compile
+from passes.cluster import Cluster, Device, Level
 from passes.errors import AutoparError
 from passes.mesh import Mesh
 from passes.plan import Plan
 
-__all__ = ["AutoparError", "Mesh", "Plan", "Step", "compile", "compile_offline"]
+__all__ = [
+    "AutoparError",
+    "Cluster",
+    "Device",
+    "Level",
+    "Mesh",
+    "Plan",
+    "Step",
+    "compile",
+    "compile_offline",
+]
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The command line: `autopar plan | compile | inspect | verify | run | export ...`."""
+"""The command line: `autopar plan | explain | compile | inspect | verify | run ...`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from typing import Any
 from torch import Tensor
 
 import autopar
+from autopar.batches import with_samples
 from autopar.checkpoint_files import is_checkpoint
 from autopar.checkpoint_report import checkpoint_data, checkpoint_table
+from autopar.cli_explain import add_explain
 from autopar.cli_plan import add_plan
+from autopar.cli_simulate import add_simulate
 from autopar.compiler import compile_offline
 from autopar.demo import demo
 from autopar.emitted import listing
+from autopar.estimate_file import Findings
 from autopar.export import export
 from autopar.inspection import report, report_data, schedule_text, stage_table
 from autopar.models import (
@@ -30,9 +34,10 @@ from autopar.models import (
     random_batch,
 )
 from autopar.options import LAYOUTS, make_plan
+from autopar.planned import batch_for, compiled, read_decided
 from autopar.proof import verification_data, verification_table
 from autopar.run import RunOptions, run, vocab_of
-from autopar.store import StoredPlan, load_plan, save_plan
+from autopar.store import StoredPlan, save_plan
 from autopar.verify import verify
 from passes.errors import AutoparError, HintError
 from passes.make_schedule import SCHEDULES
@@ -76,6 +81,8 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_plan(commands, MODEL)
+    add_explain(commands)
+    add_simulate(commands)
     _add_compile(commands)
     _add_inspect(commands)
     _add_verify(commands)
@@ -115,7 +122,7 @@ def _add_compile(commands: Any) -> None:
     )
     add.add_argument("--precision", default="model", choices=tuple(PRECISION))
     add.add_argument("--hint", action="append", default=[], metavar="PATTERN=DIM/AXIS")
-    add.add_argument("--plan", type=Path, help="a plan.json, instead of these options")
+    add.add_argument("--plan", type=Path, help="a plan.json, or its directory")
     add.add_argument("--meta", action="store_true", help="make no weights")
     add.add_argument("--seed", type=int, default=0, help="of weights and dropout")
     add.add_argument("-o", "--output", type=Path, default=Path("plan"), metavar="DIR")
@@ -200,15 +207,20 @@ def _add_demo(commands: Any) -> None:
 
 
 def compile_command(arguments: argparse.Namespace) -> int:
-    plan = _plan(arguments)
+    plan, findings = _plan(arguments)
     loaded = load_model(
         arguments.model, seed=arguments.seed, device="meta" if arguments.meta else None
     )
-    batch = _compile_batch(loaded, arguments, plan.mesh)
+    if findings and not (arguments.batch or arguments.seq or arguments.attention_mask):
+        batch: Mapping = batch_for(loaded, findings.samples, findings.seq)
+    else:
+        batch = _compile_batch(loaded, arguments, plan.mesh)
     if arguments.plan is None and arguments.microbatches is None:
         plan = replace(plan, microbatches=_microbatches(batch, plan.mesh))
     program = compile_offline(loaded.model, batch, plan)
-    where = save_plan(program, arguments.output, arguments.model, arguments.seed)
+    where = save_plan(
+        program, arguments.output, arguments.model, arguments.seed, findings
+    )
     if arguments.json:
         print(json.dumps(report_data(program), indent=1))
         return 0
@@ -221,19 +233,21 @@ def compile_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(arguments: argparse.Namespace) -> Plan:
+def _plan(arguments: argparse.Namespace) -> tuple[Plan, Findings | None]:
+    """The decisions; and what the search found that made them, if it did."""
     if arguments.plan is not None:
         if arguments.mesh is not None:
             raise PlanError(
                 "--plan and --mesh contradict each other",
                 fix="edit the mesh in the plan, or leave out --plan",
             )
-        if not arguments.plan.is_file():
-            raise PlanError(f"there is no file '{arguments.plan}'")
-        return Plan.from_json(arguments.plan.read_text(encoding="utf-8"))
+        decided = read_decided(arguments.plan)
+        findings = decided.findings
+        same = findings is not None and findings.model == arguments.model
+        return decided.plan, findings if same else None
     if arguments.mesh is None:
         raise PlanError("no mesh is given", fix="add --mesh pp=2,tp=2, or --plan FILE")
-    return make_plan(
+    plan = make_plan(
         arguments.mesh,
         microbatches=1 if arguments.microbatches is None else arguments.microbatches,
         schedule=arguments.schedule,
@@ -248,6 +262,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         precision=arguments.precision,
         hints=dict(map(_hint, arguments.hint)),
     )
+    return plan, None
 
 
 def _hint(text: str) -> tuple[str, str]:
@@ -329,7 +344,10 @@ def verify_command(arguments: argparse.Namespace) -> int:
         )
     program, model = stored.program, loaded.model
     vocab = loaded.vocab or vocab_of(program)
-    batch = loaded.batch or random_batch(program.inputs, vocab, stored.seed)
+    if loaded.batch is not None:
+        batch: Mapping = with_samples(loaded.batch, program.batch_extent)
+    else:
+        batch = random_batch(program.inputs, vocab, stored.seed)
     if arguments.float64:
         if program.plan.dtype:
             print(
@@ -362,7 +380,7 @@ def export_command(arguments: argparse.Namespace) -> int:
 
 
 def _load(directory: Path) -> StoredPlan:
-    stored = load_plan(directory)
+    stored = compiled(directory)
     for warning in stored.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return stored

@@ -8,68 +8,96 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
+from autopar.batches import samples_of
+from autopar.choose import SAMPLES
 from autopar.cluster_file import number, read_cluster
+from autopar.estimate_file import Findings, estimate_data
 from autopar.hardware import cluster_of, with_memory
-from autopar.models import LoadedModel, ModelError, example_batch, load_model
+from autopar.models import LoadedModel, ModelError, load_model
+from autopar.planned import batch_for, save_findings
 from autopar.planner import find_plans, gigabytes, plan_of, sketch
+from autopar.progress import Bar
+from autopar.store import checksum
 from autopar.tables import Table
 from passes.cluster import Cluster, ClusterError
-from passes.estimate import Estimate
 from passes.mesh import Mesh
 from passes.search import Found
 
-SAMPLES = 4  # of the batch that a model is captured with: costs are linear in them
+SEQ = 128  # tokens of one, unless told otherwise
 
 
 def add_plan(commands: Any, model_help: str) -> None:
     add = commands.add_parser("plan", help="find the best plan for some devices")
     add.set_defaults(command=plan_command)
     add.add_argument("model", metavar="MODEL", help=model_help)
-    where = add.add_mutually_exclusive_group(required=True)
-    where.add_argument("--devices", metavar="NxNAME", help="as 8xA100-80GB")
-    where.add_argument("--cluster", type=Path, metavar="FILE", help="TOML or JSON")
-    add.add_argument("--memory", metavar="BYTES", help='of a device to use, as "70GB"')
+    add_cluster(add, required=True)
     add.add_argument("--global-batch", type=int, metavar="N", help="samples of a step")
     add.add_argument("--seq", type=int, metavar="N", help="tokens (hf: models)")
     add.add_argument("--mesh", help='axes that are decided already, as "tp=2"')
     add.add_argument("--seed", type=int, default=0, help="of weights and dropout")
     add.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="write plan.json"
+        "-o", "--output", type=Path, metavar="DIR", help="write the best plan"
     )
     add.add_argument("--json", action="store_true")
 
 
+def add_cluster(add: argparse.ArgumentParser, required: bool) -> None:
+    where = add.add_mutually_exclusive_group(required=required)
+    where.add_argument("--devices", metavar="NxNAME", help="as 8xA100-80GB")
+    where.add_argument("--cluster", type=Path, metavar="FILE", help="TOML or JSON")
+    add.add_argument("--memory", metavar="BYTES", help='of a device to use, as "70GB"')
+
+
 def plan_command(arguments: argparse.Namespace) -> int:
     began = time.perf_counter()
-    cluster = _cluster(arguments)
+    cluster = read_cluster_given(arguments)
+    assert cluster is not None, "the parser asks for one"
     loaded = load_model(arguments.model, seed=arguments.seed, device="meta")
-    batch, samples = _batch(loaded, arguments)
-    of = sketch(loaded.model, batch)
+    samples, seq = _samples(loaded, arguments), arguments.seq or SEQ
+    of = sketch(loaded.model, batch_for(loaded, SAMPLES, seq))
     mesh = Mesh.parse(arguments.mesh) if arguments.mesh else None
-    found = find_plans(of, cluster, samples, mesh)
-    plan = plan_of(found.best[0].candidate, of)
+    with Bar("planning") as bar:
+        found = find_plans(of, cluster, samples, mesh, bar)
     if arguments.output:
-        arguments.output.write_text(plan.to_json(), encoding="utf-8")
+        plan = plan_of(found.best[0].candidate, of)
+        findings = Findings(
+            plan=checksum(plan.to_json()),
+            model=arguments.model,
+            seed=arguments.seed,
+            seq=seq if loaded.batch is None else None,
+            samples=samples,
+            runs=of.runs,
+            parameters=sum(p.numel() for p in loaded.model.parameters()),
+            cluster=cluster,
+            best=found.best,
+            tried=found.tried,
+        )
+        save_findings(findings, plan, arguments.output)
     if arguments.json:
-        print(json.dumps([estimate_data(e, cluster) for e in found.best], indent=1))
+        print(json.dumps(_data(found, cluster), indent=1))
         return 0
     print(plans_table(found, cluster, f"{arguments.model} on {cluster}"))
     print(f"\n{time.perf_counter() - began:.1f} s", end="")
     if arguments.output:
         print(f"; wrote {arguments.output}")
-        print(f"next: autopar compile {arguments.model} --plan {arguments.output}")
+        print(f"next: autopar explain {arguments.output}")
+        print(
+            f"      autopar compile {arguments.model} --plan {arguments.output} "
+            f"-o {arguments.output}"
+        )
     else:
-        print("; -o plan.json writes the first")
+        print("; -o plan writes the first")
     return 0
 
 
-def _cluster(arguments: argparse.Namespace) -> Cluster:
+def read_cluster_given(arguments: argparse.Namespace) -> Cluster | None:
+    """The cluster that the options of `add_cluster` name, if they name one."""
     if arguments.cluster:
         cluster = read_cluster(arguments.cluster)
-    else:
+    elif arguments.devices:
         cluster = cluster_of(arguments.devices)
+    else:
+        return None
     if arguments.memory:
         memory = number("--memory", arguments.memory)
         if memory <= 0:
@@ -78,27 +106,18 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     return cluster
 
 
-def _batch(
-    loaded: LoadedModel, arguments: argparse.Namespace
-) -> tuple[dict[str, Tensor], int]:
-    """A batch to capture with, and the samples of a step."""
-    if loaded.batch is not None:
-        batch = dict(loaded.batch)
-        own = max((len(x) for x in batch.values() if x.ndim), default=1)
-        if arguments.seq:
-            raise ModelError(
-                f"'{loaded.spec}' brings its own batch", fix="leave out --seq"
-            )
-        return batch, arguments.global_batch or own
-    if loaded.vocab is None:
-        raise ModelError(
-            f"'{loaded.spec}' brings no batch to plan for",
-            fix="let the factory return (model, batch)",
-        )
-    if arguments.global_batch is None:
+def _samples(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
+    """Of a step: as asked for, else as many as the batch has that a model brings."""
+    if loaded.batch is not None and arguments.seq is not None:
+        raise ModelError(f"'{loaded.spec}' brings its own batch", fix="leave out --seq")
+    if arguments.seq is not None and arguments.seq < 1:
+        raise ModelError(f"--seq {arguments.seq}", fix="give at least 1 token")
+    if arguments.global_batch is not None:
+        samples: int = arguments.global_batch
+        return samples
+    if loaded.batch is None:
         raise ModelError("no --global-batch is given", fix="add --global-batch 512")
-    seq = arguments.seq or 128
-    return example_batch(loaded.vocab, SAMPLES, seq), arguments.global_batch
+    return samples_of(loaded.batch)
 
 
 def plans_table(found: Found, cluster: Cluster, title: str) -> Table:
@@ -119,12 +138,14 @@ def plans_table(found: Found, cluster: Cluster, title: str) -> Table:
     return Table(title, head, tuple(rows), (f"the best of {found.tried} candidates",))
 
 
-def estimate_data(e: Estimate, cluster: Cluster) -> dict[str, Any]:
-    return {
-        "plan": str(e.candidate),
-        "seconds": e.seconds,
-        "memory": [dict(terms) for terms in e.memory],
-        "bubble": e.bubble,
-        "parts": dict(e.parts),
-        "mfu": e.utilisation(cluster),
-    }
+def _data(found: Found, cluster: Cluster) -> list[dict[str, Any]]:
+    """Estimates as values for JSON, the chosen one first."""
+    return [
+        {
+            "plan": str(e.candidate),
+            **estimate_data(e),
+            "peak": e.peak,
+            "mfu": e.utilisation(cluster),
+        }
+        for e in found.best
+    ]

@@ -45,7 +45,11 @@ def read_cluster(path: str | Path) -> Cluster:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ClusterError(f"cannot read '{path}': {error.strerror}") from None
-    data = _parse(path, text)
+    return cluster_from(_parse(path, text))
+
+
+def cluster_from(data: Any) -> Cluster:
+    """The cluster that the keys of a cluster file stand for. Raises ClusterError."""
     _known("the cluster", data, {"devices", "device", "links"}, {"devices", "device"})
     device = _device(data["device"])
     devices = _whole("devices", data["devices"])
@@ -58,6 +62,13 @@ def read_cluster(path: str | Path) -> Cluster:
         made = make_cluster(DEVICES[device.name], devices)
         return Cluster(device, devices, made.levels)
     return Cluster(device, devices, tuple(map(_level, _tables(data["links"]))))
+
+
+def cluster_data(cluster: Cluster) -> dict[str, Any]:
+    """A cluster as the keys of a cluster file, which stand for the same."""
+    device = asdict(cluster.device)
+    links = [asdict(level) for level in cluster.levels]
+    return {"devices": cluster.devices, "device": device, "links": links}
 
 
 def _parse(path: Path, text: str) -> dict[str, Any]:

@@ -6,8 +6,11 @@ are what large products, copies and collectives reach of them.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
+
+import torch
 
 from passes.cluster import Cluster, ClusterError, Device, Level
 
@@ -79,9 +82,40 @@ def device_of(name: str) -> Device:
     )
 
 
-def make_cluster(device: Device, devices: int) -> Cluster:
-    """Devices of the table, in nodes joined by a network."""
-    node, inside, outside = NODES[device.name]
+def this_cluster(devices: int) -> Cluster:
+    """So many devices as this process has one of, in nodes as torchrun says.
+
+    Raises: ClusterError for a GPU that is not of the table.
+    """
+    on_node = min(devices, int(os.environ.get("LOCAL_WORLD_SIZE", devices)))
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        memory = torch.cuda.get_device_properties().total_memory
+        device = named_by_torch(name, memory)
+        memory = min(memory, device.memory)
+    else:
+        device = DEVICES["CPU"]
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / on_node
+    return with_memory(make_cluster(device, devices, on_node), memory)
+
+
+def named_by_torch(name: str, memory: float) -> Device:
+    """`NVIDIA A100-SXM4-80GB` is A100-80GB. memory: bytes, where names do not tell."""
+    words = re.split(r"[^A-Z0-9]+", name.upper())
+    alike = [d for key, d in DEVICES.items() if key.partition("-")[0] in words]
+    if not alike:
+        raise ClusterError(
+            f"the planner does not know the speed of a {name!r}",
+            fix="describe it: autopar.compile(model, Cluster(Device(...), ...)), or "
+            'decide on a mesh, as "pp=2,tp=2"',
+        )
+    return min(alike, key=lambda device: abs(device.memory - memory))
+
+
+def make_cluster(device: Device, devices: int, node: int | None = None) -> Cluster:
+    """Devices of the table, in nodes (of so many devices) joined by a network."""
+    usual, inside, outside = NODES[device.name]
+    node = node or usual
     latency = (5e-5, 1e-4) if device.name == "CPU" else tuple(LATENCY.values())
     levels = [Level(min(node, max(devices, 1)), inside, latency[0])]
     if devices > node:

@@ -23,8 +23,9 @@ from passes.mesh import Mesh
 from passes.name_dims import Named, name_dims
 from passes.normalize import normalize
 from passes.plan import Plan, PlanError
-from passes.price_layers import LayerPrices, price_layers
-from passes.search import Found, Prices, Space, search
+from passes.price_layers import Cut, LayerPrices, cut_layers, price_cut
+from passes.recompute import squares
+from passes.search import RECOMPUTE, Found, Prices, Space, Watch, search
 from passes.trace import trace
 
 
@@ -49,6 +50,11 @@ class Sketch:
         return tuple(
             f"{self.layers.path}.{i}" for i in range(0, self.layers.kept, step)
         )
+
+    @property
+    def spells_attention(self) -> bool:
+        """Whether there is anything that selective recomputation leaves out."""
+        return bool(squares(self.named.graph.nodes, self.named.dims))
 
     def extents(self, *names: str) -> tuple[int, ...]:
         """Sizes of the dims of these names."""
@@ -78,10 +84,14 @@ def make_prices(of: Sketch, cluster: Cluster) -> Prices:
     """Prices of layers on a cluster's devices, each way of splitting them once."""
 
     @cache
+    def cut(mesh: Mesh, microbatches: int) -> Cut:
+        plan = make_plan(mesh, microbatches=microbatches)
+        return cut_layers(of.named, plan, of.starts)
+
+    @cache
     def at(mesh: Mesh, recompute: str, halves: bool, microbatches: int) -> LayerPrices:
-        options: dict[str, Any] = {"recompute": recompute, "microbatches": microbatches}
-        plan = make_plan(mesh, **options)
-        return price_layers(of.named, plan, of.starts, cluster.device, halves)
+        of_mesh = cut(mesh, microbatches)
+        return price_cut(of_mesh, recompute, cluster.device, halves)
 
     @cache
     def prices(mesh: Mesh, recompute: str, halves: bool, samples: int) -> LayerPrices:
@@ -95,11 +105,17 @@ def make_prices(of: Sketch, cluster: Cluster) -> Prices:
 
 
 def find_plans(
-    of: Sketch, cluster: Cluster, batch: int, mesh: Mesh | None = None, **space: Any
+    of: Sketch,
+    cluster: Cluster,
+    batch: int,
+    mesh: Mesh | None = None,
+    watch: Watch = lambda done, total: None,
+    **space: Any,
 ) -> Found:
     """The best plans for a global batch of so many samples.
 
-    mesh: axes whose sizes are given. space: more of `passes.search.Space`.
+    mesh: axes whose sizes are given. watch: see `passes.search.search`. space: more of
+    `passes.search.Space`.
     Raises: NoPlanFits, PlanError.
     """
     if batch < 1:
@@ -113,10 +129,11 @@ def find_plans(
         "tp": tuple(t for t in tp if cluster.devices % t == 0),
         "ep": tuple(e for e in ep if all(n % e == 0 for n in experts)),
         "mesh": mesh,
+        "recompute": RECOMPUTE if of.spells_attention else ("none", "full"),
     }
-    found = search(
-        Space(cluster, batch, of.runs, **{**given, **space}), make_prices(of, cluster)
-    )
+    prices = make_prices(of, cluster)
+    every = Space(cluster, batch, of.runs, **{**given, **space})
+    found = search(every, prices, watch)
     if not found.tried:
         raise PlanError(
             f"no mesh of {cluster.devices} devices divides a batch of {batch} samples"

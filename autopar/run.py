@@ -19,10 +19,11 @@ import autopar
 from autopar.alarm import Alarm, guarded
 from autopar.data import Data, open_data
 from autopar.models import LoadedModel, ModelError, load_model
+from autopar.planned import compiled, compiled_once, mesh_of
 from autopar.reference import reference_step
 from autopar.resume import check_saving, is_due, learning_rates, resume, save
 from autopar.step import Step
-from autopar.store import StoredPlan, load_plan
+from autopar.store import StoredPlan
 from passes.mesh import MeshError
 from passes.program import Program
 
@@ -60,24 +61,25 @@ class RunOptions:
 
 def run(directory: str | Path, options: RunOptions) -> int:
     """Train for some steps on this rank; returns the exit status."""
-    stored = load_plan(directory)
-    mesh, world = stored.program.mesh, int(os.environ.get("WORLD_SIZE", "1"))
+    directory = Path(directory)
+    mesh, world = mesh_of(directory), int(os.environ.get("WORLD_SIZE", "1"))
     if world != mesh.size:
         raise MeshError(
             f"plan '{directory}' is for {mesh.size} ranks, but {world} processes run",
             fix=f"torchrun --nproc-per-node {mesh.size} -m autopar run {directory}",
         )
     if world == 1:
-        train(stored, options)
+        train(compiled(directory), options)
         return 0
     store, rank, world = next(iter(dist.rendezvous("env://")))
     with Alarm(store, rank, world) as alarm:
-        return guarded(alarm, lambda: _as_rank(store, rank, world, stored, options))
+        return guarded(alarm, lambda: _as_rank(store, rank, world, directory, options))
 
 
 def _as_rank(
-    store: dist.Store, rank: int, world: int, stored: StoredPlan, options: RunOptions
+    store: dist.Store, rank: int, world: int, directory: Path, options: RunOptions
 ) -> None:
+    stored = compiled_once(directory, store, rank, world)
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "nccl"

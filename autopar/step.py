@@ -14,17 +14,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.checkpoint import load, save
+from autopar.choose import choose_plan, wanted
 from autopar.comm import Comm
 from autopar.compiler import compile_offline
 from autopar.executor import Executor
 from autopar.initialize import local_state
+from autopar.join import default_device, join
 from autopar.match import check_model, check_names, check_same, checked_batch
 from autopar.offload import Host
 from autopar.options import Options, make_plan
 from autopar.process_groups import ProcessComm
 from autopar.shards import owns, put_shard, take_shard
+from passes.cluster import Cluster
 from passes.errors import AutoparError
-from passes.mesh import Mesh, MeshError
 from passes.plan import Plan, PlanError
 from passes.program import Program
 
@@ -52,7 +54,9 @@ def compile(
 
     model: returns its loss, `(logits, loss)` or an output with `.loss`; or give
     `loss_fn(output, batch)`. Weights on `meta` are made by the modules' initialisers.
-    mesh: a `torch.distributed.DeviceMesh` with named dims, or text as `"pp=2,tp=2"`.
+    mesh: a `torch.distributed.DeviceMesh` with named dims, or text as `"pp=2,tp=2"`. Or
+    a number of devices, or a `Cluster` of them (`"8xA100-80GB"`): the planner finds the
+    plan that is best for the first batch.
     example_inputs: a batch to compile with now; else the first call compiles.
     plan, program: decisions or a whole program made before, instead of the options.
     seed: of dropout masks, and of weights that start on meta.
@@ -62,14 +66,16 @@ def compile(
     """
     if program is not None:
         plan = program.plan
+    decided: Plan | Cluster | None = plan
     if plan is None:
-        plan = make_plan(mesh, **options)
+        decided = wanted(mesh, options) or make_plan(mesh, **options)
     elif options:
         raise PlanError(
             f"the plan is given, and so is {next(iter(options))}=",
             fix="change the plan: dataclasses.replace(plan, ...), or give no plan",
         )
-    step = Step(model, plan, loss_fn, seed, device, timeout, program)
+    assert decided is not None
+    step = Step(model, decided, loss_fn, seed, device, timeout, program)
     if example_inputs is not None:
         step.build(**example_inputs)
     return step
@@ -84,7 +90,7 @@ class Step:
     def __init__(
         self,
         model: nn.Module,
-        plan: Plan,
+        decided: Plan | Cluster,
         loss_fn: Callable[..., Any] | None,
         seed: int,
         device: torch.device | str | None,
@@ -92,7 +98,8 @@ class Step:
         program: Program | None,
     ) -> None:
         self._model: nn.Module | None = model
-        self._plan, self._loss_fn = plan, loss_fn
+        # A plan, or what one is chosen for once there is a batch.
+        self._decided, self._loss_fn = decided, loss_fn
         self._seed, self._timeout = seed, timeout
         self._given = program
         # Names of the state dict, and what of it every rank has whole: buffers, and
@@ -103,8 +110,8 @@ class Step:
         self._fixed: dict[str, Any] = {}
         self._executor: Executor | None = None
         self._host: Host | None = None
-        _join(plan.mesh, timeout)
-        self.device = torch.device(device) if device else _default_device()
+        join(decided, timeout)
+        self.device = torch.device(device) if device else default_device()
 
     def __call__(self, **batch: Any) -> Tensor:
         """Loss of the global batch, the same on every rank; gradients are in `.grad`.
@@ -164,12 +171,12 @@ class Step:
 
     def _compile_once(self, batch: Mapping[str, Any]) -> Program:
         """Rank 0 compiles for all; what goes wrong there is raised by all."""
-        if self._plan.mesh.size == 1 or not dist.is_initialized():
-            return compile_offline(self._model, batch, self._plan, self._loss_fn)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return self._compile_here(batch)
         box: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
-                box[0] = compile_offline(self._model, batch, self._plan, self._loss_fn)
+                box[0] = self._compile_here(batch)
             except AutoparError as error:
                 box[0] = error
             except BaseException as error:
@@ -182,6 +189,13 @@ class Step:
             raise box[0]
         program: Program = box[0]
         return program
+
+    def _compile_here(self, batch: Mapping[str, Any]) -> Program:
+        model, plan = self._model, self._decided
+        assert model is not None
+        if isinstance(plan, Cluster):
+            plan = choose_plan(model, plan, batch, self._loss_fn)
+        return compile_offline(model, batch, plan, self._loss_fn)
 
     def _tensors(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         tensors = checked_batch(self.program, self._fixed, batch)
@@ -204,8 +218,12 @@ class Step:
 
     @property
     def plan(self) -> Plan:
-        """The decisions; complete (cuts included) once the step is compiled."""
-        return self._plan if self._executor is None else self.program.plan
+        """The decisions; complete (cuts included) once the step is compiled.
+
+        Raises: AutoparError if they are still to be chosen, by the first batch.
+        """
+        decided = self._decided if self._executor is None else self.program.plan
+        return decided if isinstance(decided, Plan) else self.program.plan
 
     @property
     def loss_scale(self) -> float:
@@ -359,24 +377,3 @@ def _remember(
     whole = {n: buffers.get(n, t) for n, t in state.items() if n not in held}
     unused = {n: t for n, t in whole.items() if not t.is_meta}
     return list(state), {n: t.detach().cpu().clone() for n, t in unused.items()}
-
-
-def _join(mesh: Mesh, timeout: timedelta) -> None:
-    """Be one of the mesh's processes: those of torch.distributed, or of torchrun."""
-    if not dist.is_initialized() and mesh.size > 1 and "RANK" in os.environ:
-        if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=timeout)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if world != mesh.size:
-        raise MeshError(
-            f"mesh '{mesh}' has {mesh.size} ranks, but {world} processes run",
-            fix=f"start it by torchrun --nproc-per-node {mesh.size}",
-        )
-
-
-def _default_device() -> torch.device:
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -4,6 +4,7 @@
     plan/plan.json           the decisions: readable, and editable for `--plan`
     plan/program.json        what follows from them: stages, parameters, schedule
     plan/modules/<key>.py    what the ranks run, each distinct text once
+    plan/estimate.json       of a plan that `autopar plan` made: see autopar.planned
 
 Nothing is pickled, and no text is taken for code before its checksum was compared.
 """
@@ -16,19 +17,21 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import autopar
+from autopar.estimate_file import ESTIMATE, Findings
 from passes.errors import AutoparError
 from passes.plan import Plan
 from passes.program import Program
 
 FORMAT = 1
 MANIFEST, PLAN, PROGRAM = "manifest.json", "plan.json", "program.json"
+LISTED = (PLAN, PROGRAM, ESTIMATE)
 MODULE = re.compile(r"modules/([0-9a-f]+)\.py")
 
 
@@ -53,17 +56,26 @@ class StoredPlan:
 
 
 def save_plan(
-    program: Program, directory: str | Path, model_spec: str, seed: int = 0
+    program: Program,
+    directory: str | Path,
+    model_spec: str,
+    seed: int = 0,
+    findings: Findings | None = None,
 ) -> Path:
     """Write the directory, all of it or nothing; a plan that is there is replaced.
 
+    findings: of the search that made the plan, if one did.
     Returns the directory's real path. Raises PlanDirectoryError when something that is
     no plan is in the way.
     """
     target = Path(directory).resolve()
-    _refuse_to_replace(target)
+    refuse_to_replace(target)
     files = {PLAN: program.plan.to_json(), PROGRAM: program.to_json()}
     files |= {f"modules/{key}.py": text for key, text in program.modules.items()}
+    if findings is not None:
+        # Compiling adds the cuts to the plan, and may write it another way.
+        findings = replace(findings, plan=checksum(files[PLAN]))
+        files[ESTIMATE] = findings.to_json()
     manifest = {
         "format": FORMAT,
         "autopar": autopar.__version__,
@@ -120,10 +132,12 @@ def checksum(text: str) -> str:
 # --- writing ---------------------------------------------------------------------
 
 
-def _refuse_to_replace(target: Path) -> None:
+def refuse_to_replace(target: Path) -> None:
+    """Raises PlanDirectoryError unless it is free, or holds a plan."""
     if not target.exists():
         return
-    if target.is_dir() and (not any(target.iterdir()) or (target / MANIFEST).is_file()):
+    ours = any((target / name).is_file() for name in (MANIFEST, ESTIMATE))
+    if target.is_dir() and (ours or not any(target.iterdir())):
         return
     raise PlanDirectoryError(
         f"'{target}' exists and is not a plan directory",
@@ -156,6 +170,11 @@ def _read_manifest(folder: Path) -> Mapping[str, Any]:
             fix=f"make it by: autopar compile MODEL --mesh ... -o {folder}",
         )
     path = folder / MANIFEST
+    if not path.is_file() and (folder / ESTIMATE).is_file():
+        raise PlanDirectoryError(
+            f"'{folder}' is planned, but not compiled",
+            fix=f"compile it: autopar compile MODEL --plan {folder} -o {folder}",
+        )
     if not path.is_file():
         raise PlanDirectoryError(
             f"'{folder}' is not a plan directory, or damaged: it has no {MANIFEST}",
@@ -194,7 +213,7 @@ def _check_versions(folder: Path, manifest: Mapping[str, Any]) -> None:
         if name not in manifest["files"]:
             raise _damaged(folder, f"{MANIFEST} does not list {name}")
     for name in manifest["files"]:
-        if name not in (PLAN, PROGRAM) and not MODULE.fullmatch(name):
+        if name not in LISTED and not MODULE.fullmatch(name):
             raise _damaged(folder, f"{MANIFEST} lists '{name}', which no plan has")
 
 

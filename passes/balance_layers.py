@@ -7,6 +7,7 @@ first and the last do beside their layers.
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 
 def balance_layers(
@@ -22,10 +23,11 @@ def balance_layers(
     if stages == 1:
         return (layers,)
     extra = [before, *[0.0] * (stages - 2), after]
-    limits = sorted({k * layer + x for k in range(1, layers + 1) for x in extra})
+    kinds = Counter(extra)  # of stages: few
+    limits = sorted({k * layer + x for k in range(1, layers + 1) for x in kinds})
 
     def enough(limit: float) -> bool:
-        room = sum(_most(limit, layer, x, layers) for x in extra)
+        room = sum(n * _most(limit, layer, x, layers) for x, n in kinds.items())
         return room >= layers and layer + max(extra) <= limit * (1 + 1e-12)
 
     low, high = 0, len(limits) - 1

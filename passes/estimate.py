@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from passes.cluster import Cluster, Link
-from passes.footprint import peak_bytes
+from passes.footprint import Footprint, peak_bytes
 from passes.make_schedule import make_schedule
 from passes.mesh import Mesh
 from passes.price import BACKWARD, FORWARD, STEP, WEIGHT, Account, footprint_of
@@ -22,6 +22,9 @@ from passes.simulate_schedule import Timeline, simulate
 OPTIMIZER_TRAFFIC = 7
 # Bytes of its state per byte of a parameter.
 OPTIMIZER_STATE = 2
+# What a rank does once a step before the first microbatch; the rest is after the last.
+BEFORE = ("parameters", "all_gather")
+NOTHING = Footprint(0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,15 @@ class StageSeconds:
     weight: float
     send: float
     waits: Mapping[tuple[str, ...], float] = field(default_factory=dict)
+    footprint: Footprint = NOTHING
 
 
 @dataclass(frozen=True)
 class Estimate:
     """seconds: of a step. memory: of each pipeline rank, term -> bytes. parts: where
-    the slowest rank's seconds go. bubble: the idle share of all ranks' time."""
+    the slowest rank's seconds go, all of them. bubble: the idle share of all ranks'
+    time. stages: one microbatch on each. once: what each pipeline rank does once a
+    step, term -> seconds."""
 
     candidate: Candidate
     seconds: float
@@ -82,6 +88,8 @@ class Estimate:
     parts: Mapping[str, float]
     bubble: float
     flops: float
+    stages: tuple[StageSeconds, ...] = ()
+    once: tuple[Mapping[str, float], ...] = ()
 
     @property
     def peak(self) -> float:
@@ -125,7 +133,9 @@ def stage_seconds(
     send = neighbour(cluster, candidate.mesh).seconds(
         "send", account["message", "sent"]
     )
-    return StageSeconds(took[FORWARD], took[BACKWARD], took[WEIGHT], send, waits)
+    return StageSeconds(
+        took[FORWARD], took[BACKWARD], took[WEIGHT], send, waits, footprint_of(account)
+    )
 
 
 def gather_seconds(
@@ -242,7 +252,7 @@ def _sum_up(
 ) -> Estimate:
     schedule, m = timeline.schedule, candidate.microbatches
     memory, steps = [], []
-    footprints = [footprint_of(a) for a in accounts]
+    footprints = [t.footprint for t in took]
     for rank in range(len(schedule.ranks)):
         own = [
             a
@@ -259,18 +269,21 @@ def _sum_up(
     slowest = max(
         range(len(steps)), key=lambda r: timeline.busy[r] + sum(steps[r].values())
     )
-    parts = {"idle": timeline.idle[slowest]}
+    before, after = _ends(steps)
+    seconds = timeline.total + max(before) + max(after)
+    # Ranks with less to do once a step wait for the others.
+    rest = seconds - timeline.busy[slowest] - before[slowest] - after[slowest]
+    parts = {"idle": rest}
     for stage, rank in enumerate(schedule.stage_to_rank):
         if rank == slowest:
-            waits = sum(took[stage].waits.values())
-            for key, seconds in took[stage].waits.items():
+            t, waits = took[stage], sum(took[stage].waits.values())
+            for key, waited in t.waits.items():
                 term = f"{key[1]} {','.join(key[2:])}"
-                parts[term] = parts.get(term, 0.0) + m * seconds
-            t = took[stage]
+                parts[term] = parts.get(term, 0.0) + m * waited
             computing = t.forward + t.backward + t.weight - waits
             parts["compute"] = parts.get("compute", 0.0) + m * computing
-    parts |= steps[slowest]
-    seconds = timeline.total + max(sum(once.values()) for once in steps)
+    for term, waited in steps[slowest].items():
+        parts[term] = parts.get(term, 0.0) + waited
     flops = sum(a["flops", FORWARD] for a in accounts) * 3 * m
     return Estimate(
         candidate,
@@ -279,4 +292,13 @@ def _sum_up(
         parts,
         timeline.bubble,
         flops * candidate.mesh.size / candidate.mesh.axis_size("pp"),
+        tuple(took),
+        tuple(steps),
     )
+
+
+def _ends(steps: Sequence[Mapping[str, float]]) -> tuple[list[float], list[float]]:
+    """Seconds of each rank before the first microbatch, and after the last."""
+    before = [sum(s for t, s in x.items() if t.startswith(BEFORE)) for x in steps]
+    whole = [sum(x.values()) for x in steps]
+    return before, [w - b for w, b in zip(whole, before, strict=True)]

@@ -7,7 +7,7 @@ long as the view does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.collectives import collective
@@ -17,7 +17,7 @@ from passes.messages import AHEAD, posted, proofs, sizes
 from passes.rest import find_made
 from passes.reuse import find_owners
 from passes.ring import passed_round, ring_of, workspace
-from passes.schedule import Kind, Schedule
+from passes.schedule import Action, Kind, Schedule
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,19 @@ def peak_bytes(
 
     schedule: with its messages. footprints: of each stage, by its index.
     """
+    own = {s: footprints[s] for s, r in enumerate(schedule.stage_to_rank) if r == rank}
+    ends = sum(f.edges for f in own.values())
+    run = bytes_alive(schedule, rank, footprints)
+    return max(ends, *(most for _, most, _ in run))
+
+
+def bytes_alive(
+    schedule: Schedule,
+    rank: int,
+    footprints: Sequence[Footprint] | Mapping[int, Footprint],
+) -> Iterator[tuple[Action | None, int, int]]:
+    """(action, the most alive until it ends, bytes alive then), in order; None: before
+    the first."""
     actions = schedule.ranks[rank]
     own = {s: footprints[s] for s in {a.stage for a in actions}}
     received = {s: f.received for s, f in own.items()}
@@ -94,17 +107,17 @@ def peak_bytes(
     size = sizes(actions, received, sent)
     done = proofs(schedule, rank)
     now = sum(f.step for f in own.values())
-    peak = max(now, sum(f.edges for f in own.values()))
+    yield None, now, now
     for action, coming in posted(actions):
         now += sum(size[recv] for recv in coming)
-        peak = max(peak, now)
+        peak = now
         if action.kind.is_compute:
             before, most, after = _alive(action.kind, own[action.stage])
             peak = max(peak, now - before + most)
             now += after - before
         for send in done.get(action, ()):
             now -= size[send]
-    return peak
+        yield action, peak, now
 
 
 def _alive(kind: Kind, of: Footprint) -> tuple[int, int, int]:

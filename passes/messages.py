@@ -19,11 +19,12 @@ def proofs(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
     sender may let go. (gloo tells of a send only to one who waits for it.)
     """
     # peer -> index in its list of what it receives from the rank; and what it answers.
+    messages = (a for a in schedule.ranks[rank] if not a.kind.is_compute)
+    peers = sorted({schedule.peer(a) for a in messages} - {rank})
     place = {
         action: index
-        for peer, actions in enumerate(schedule.ranks)
-        if peer != rank
-        for index, action in enumerate(actions)
+        for peer in peers
+        for index, action in enumerate(schedule.ranks[peer])
         if not action.kind.is_compute and schedule.peer(action) == rank
     }
     answers: dict[int, list[tuple[int, Action]]] = defaultdict(list)

@@ -187,6 +187,7 @@ def assemble(
                 names=stage.names,
                 modules=keys,
                 seconds=seconds[stage.index],
+                waits=stage.waits,
                 flops=first.flops,
                 footprint=footprints[stage.index],
             )

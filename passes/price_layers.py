@@ -20,7 +20,7 @@ from passes.name_dims import Named
 from passes.plan import Plan
 from passes.price import Account, in_a_row, price
 from passes.propagate import propagate
-from passes.split_stages import split_stages
+from passes.split_stages import Stage, split_stages
 
 PARTS = ("first", "middle", "last", "more")
 
@@ -68,46 +68,62 @@ class LayerPrices:
         return LayerPrices(self.runs, whole, *(between(*pair) for pair in parts))
 
 
+@dataclass(frozen=True)
+class Cut:
+    """A model of up to three runs of layers, cut in every way that prices come from.
+
+    apart: a stage for each run. together: the last two runs in one stage.
+    """
+
+    plan: Plan
+    whole: Stage
+    apart: tuple[Stage, ...]
+    together: Stage | None
+
+
+def cut_layers(named: Named, plan: Plan, starts: tuple[str, ...]) -> Cut:
+    """Cut a model whose runs of layers begin at the module paths `starts`: three of
+    them, or two or one of a model that has no more.
+
+    plan: its mesh and microbatches; its stages do not matter.
+    """
+    lowered = insert_collectives(propagate(named, plan))
+    (whole,) = _stages(lowered)
+    apart = _stages(lowered, *starts[1:]) if len(starts) > 1 else ()
+    together = _stages(lowered, starts[1])[-1] if len(starts) > 2 else None
+    return Cut(plan, whole, apart, together)
+
+
+def price_cut(cut: Cut, recompute: str, device: Device, halves: bool) -> LayerPrices:
+    """Prices with some of the forward made again; halves: of the backward, apart."""
+    plan = replace(cut.plan, recompute=recompute)
+    sizes = {axis: plan.size(axis) for axis in plan.axes}
+    at_zero = dict.fromkeys(sizes, 0)
+
+    def priced(stage: Stage) -> Account:
+        policies = stage_policies(stage, plan)
+        local = differentiate(stage, sizes, at_zero, policies, plan.zero, halves)
+        return price(local, device)
+
+    whole, row = priced(cut.whole), [priced(stage) for stage in cut.apart]
+    if not row:
+        return LayerPrices(1, whole)
+    if cut.together is None:
+        first, last = row
+        return LayerPrices(2, whole, first=first, last=last)
+    first, middle, last = row
+    return LayerPrices(3, whole, first, middle, last, priced(cut.together) - last)
+
+
 def price_layers(
     named: Named, plan: Plan, starts: tuple[str, ...], device: Device, halves: bool
 ) -> LayerPrices:
-    """Price a model whose runs of layers begin at the module paths `starts`: three of
-    them, or two or one of a model that has no more.
-
-    plan: its mesh, microbatches and options; its stages do not matter.
-    """
-    lowered = insert_collectives(propagate(named, plan))
-
-    def stages(*cuts: str) -> list[Account]:
-        return _stages(lowered, cuts, device, halves)
-
-    (whole,) = stages()
-    if len(starts) < 2:
-        return LayerPrices(1, whole)
-    if len(starts) == 2:
-        first, last = stages(starts[1])
-        return LayerPrices(2, whole, first=first, last=last)
-    first, middle, last = stages(starts[1], starts[2])
-    _, longer = stages(starts[1])
-    return LayerPrices(3, whole, first, middle, last, longer - last)
+    """Cut and price at once, see both."""
+    return price_cut(cut_layers(named, plan, starts), plan.recompute, device, halves)
 
 
-def _stages(
-    lowered: Lowered, cuts: tuple[str, ...], device: Device, halves: bool
-) -> list[Account]:
-    plan = lowered.plan
-    others = tuple((a, n) for a, n in plan.mesh.axes if a != "pp")
+def _stages(lowered: Lowered, *cuts: str) -> tuple[Stage, ...]:
+    others = tuple((a, n) for a, n in lowered.plan.mesh.axes if a != "pp")
     mesh = Mesh((("pp", len(cuts) + 1), *others))
-    plan = replace(plan, mesh=mesh, stages_per_rank=1, cuts=cuts)
-    staged = split_stages(replace(lowered, plan=plan), Costs())
-    sizes = {axis: plan.size(axis) for axis in plan.axes}
-    at_zero = dict.fromkeys(sizes, 0)
-    return [
-        price(
-            differentiate(
-                stage, sizes, at_zero, stage_policies(stage, plan), plan.zero, halves
-            ),
-            device,
-        )
-        for stage in staged.stages
-    ]
+    plan = replace(lowered.plan, mesh=mesh, stages_per_rank=1, cuts=cuts)
+    return split_stages(replace(lowered, plan=plan), Costs()).stages

@@ -65,7 +65,7 @@ class StageSpec:
 
     names: name in the text -> the model's own. modules: coordinates without pp, as
     text -> key of the emitted module. seconds: of one microbatch, with what is
-    computed again.
+    computed again; waits: those of them that collectives take.
     flops: of one microbatch's forward, on the first rank. footprint: its activations.
     """
 
@@ -73,6 +73,7 @@ class StageSpec:
     names: Mapping[str, str]
     modules: Mapping[str, str]
     seconds: Seconds
+    waits: Seconds
     flops: int
     footprint: Footprint
 
@@ -185,6 +186,7 @@ class Program:
                         **s,
                         "layers": tuple(s["layers"]),
                         "seconds": Seconds(**s["seconds"]),
+                        "waits": Seconds(**s["waits"]),
                         "footprint": Footprint(**s["footprint"]),
                     }
                 )

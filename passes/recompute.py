@@ -79,16 +79,16 @@ def _chooser(
     policies: Mapping[str, str], forward: Sequence[Node], dims: Mapping[str, Dims]
 ) -> Callable[[str, Value], bool]:
     """(layer, value) -> whether the layer's policy would rather make it again."""
-    squares = _squares(forward, dims)
+    large = squares(forward, dims)
 
     def chosen(layer: str, v: Value) -> bool:
         policy = policies.get(layer, "none")
-        return policy == "full" or (policy == "selective" and v.name in squares)
+        return policy == "full" or (policy == "selective" and v.name in large)
 
     return chosen
 
 
-def _squares(forward: Sequence[Node], dims: Mapping[str, Dims]) -> set[str]:
+def squares(forward: Sequence[Node], dims: Mapping[str, Dims]) -> set[str]:
     """Names of values that have the same named dim twice: scores and weights of
     attention, what else has their shape, and what shares its memory with these."""
     shapes = set()

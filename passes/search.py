@@ -69,12 +69,22 @@ class Found:
     nearest: Estimate | None
 
 
-def search(space: Space, prices: Prices) -> Found:
-    """The fastest plans that fit into the devices' memory."""
+Watch = Callable[[int, int], None]
+
+
+def search(
+    space: Space, prices: Prices, watch: Watch = lambda done, total: None
+) -> Found:
+    """The fastest plans that fit into the devices' memory.
+
+    watch: called after each candidate with how many are done, and how many there are.
+    """
     limit = space.cluster.device.memory
     ranked: list[tuple[float, float, int, Candidate]] = []
-    for candidate in candidates(space):
+    every = list(candidates(space))
+    for done, candidate in enumerate(every, 1):
         priced = rough(candidate, space, prices)
+        watch(done, len(every))
         if priced is not None:
             seconds, peak, complete = priced
             ranked.append((seconds, peak, len(ranked), complete))
@@ -232,8 +242,16 @@ def rough(
     if layers is None:
         return None
     candidate = replace(candidate, layers=layers)
-    accounts = accounts_of(candidate, prices)
-    kinds = [accounts[0], *accounts[1:2], accounts[-1]]
+    # Of stages inside of the pipeline, the second is as slow as any.
+    inside = (False, max(layers[1:-1], default=0), False)
+    kinds = [
+        stage_account(candidate, prices, first, runs, last)
+        for first, runs, last in (
+            (True, layers[0], len(layers) == 1),
+            *((inside,) if len(layers) > 2 else ()),
+            *(((False, layers[-1], True),) if len(layers) > 1 else ()),
+        )
+    ]
     took = [stage_seconds(a, candidate, space.cluster) for a in kinds]
     ranks = candidate.mesh.axis_size("pp")
     v, m = candidate.stages_per_rank, candidate.microbatches

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from passes.check_schedule import WIDTH, check, columns
 from passes.schedule import Action, Kind, Schedule, add_communication
@@ -40,7 +41,7 @@ class Timeline:
         """Seconds from the first start to the last end."""
         return max(spans[-1].end for spans in self.spans if spans)
 
-    @property
+    @cached_property
     def compute(self) -> tuple[tuple[Span, ...], ...]:
         """The spans without communication."""
         return tuple(
@@ -48,12 +49,12 @@ class Timeline:
             for spans in self.spans
         )
 
-    @property
+    @cached_property
     def busy(self) -> tuple[float, ...]:
         """Seconds that each rank computes."""
         return tuple(sum(span.seconds for span in spans) for spans in self.compute)
 
-    @property
+    @cached_property
     def idle(self) -> tuple[float, ...]:
         """Seconds that each rank waits, also before its first and after its last."""
         return tuple(self.total - busy for busy in self.busy)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from passes.collectives import collective
 from passes.cost import NOTHING, Costs, Seconds
 from passes.errors import StageError
 from passes.fuse import IDENTITIES
@@ -60,6 +61,12 @@ class Stage:
     def seconds(self) -> Seconds:
         """Of one microbatch."""
         return sum(self.costs.values(), NOTHING)
+
+    @property
+    def waits(self) -> Seconds:
+        """Those of them that its collectives take."""
+        made = (n.results[0].name for n in self.forward if collective(n))
+        return sum((self.costs.get(name, NOTHING) for name in made), NOTHING)
 
     def text(self, v: Value) -> str:
         return self.shardings[v.name].text(self.dims[v.name])

@@ -1,0 +1,98 @@
+"""How long planning takes, and how much memory: from nothing to the written plan.
+
+    python -m examples.benchmarks.planning_time            # three models
+    python -m examples.benchmarks.planning_time --curve    # and layers, and devices
+
+Each row is one process: it imports everything, builds the model on the meta device,
+captures it, searches, and writes plan.json and estimate.json. Needs Linux (peak RSS).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopar.tables import Table
+
+ROOT = Path(__file__).parents[2]
+GPT = (
+    "hf:gpt2?n_layer={layers},n_embd={width},n_head={heads},n_positions=2048,"
+    "resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """samples: of a step. target: seconds, GB that are wanted; None: none."""
+
+    title: str
+    spec: str
+    devices: int
+    samples: int
+    seq: int
+    target: tuple[float, float] | None = None
+
+
+def gpt(layers: int, width: int, heads: int) -> str:
+    return GPT.format(layers=layers, width=width, heads=heads)
+
+
+MODELS = (
+    Case("GPT-2, 12 layers", "hf:gpt2", 8, 64, 1024, (5, 2)),
+    Case("GPT-3 175B, 96 layers", "hf:gpt3-175b-like", 1024, 1536, 2048, (20, 2)),
+    Case("GPT 1T, 128 layers", gpt(128, 25600, 160), 3072, 3072, 2048, (20, 2)),
+)
+# A model of 12,288 wide layers, as GPT-3's.
+DEPTHS = tuple(
+    Case(f"{n} layers", gpt(n, 12288, 96), 1024, 1536, 2048) for n in (12, 24, 48, 96)
+)
+SIZES = tuple(
+    Case(f"{n} devices", gpt(24, 2048, 16), n, max(512, n), 2048)
+    for n in (8, 64, 512, 4096)
+)
+
+
+def measure(case: Case) -> tuple[object, ...]:
+    """Wall seconds, seconds of the processor, peak GB, of one `autopar plan`."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "autopar", "plan", case.spec]
+        command += ["--devices", f"{case.devices}xA100-80GB", "--seq", str(case.seq)]
+        command += ["--global-batch", str(case.samples), "-o", f"{folder}/plan"]
+        began = time.perf_counter()
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.DEVNULL, env=environment()
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        wall = time.perf_counter() - began
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise SystemExit(f"autopar plan failed for {case.title}")
+    peak = usage.ru_maxrss / 1e6
+    busy = usage.ru_utime + usage.ru_stime
+    wanted = "" if case.target is None else "{} s, {} GB".format(*case.target)
+    return case.title, case.devices, round(wall, 1), round(busy, 1), peak, wanted
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--curve", action="store_true", help="layers and devices too")
+    cases = MODELS + (DEPTHS + SIZES if parser.parse_args().curve else ())
+    rows = tuple(map(measure, cases))
+    head = ("model", "devices", "seconds", "of processor", "peak GB", "target")
+    load = f"load before {os.getloadavg()[0]:.1f} of {os.cpu_count()} processors"
+    print(Table("autopar plan, from nothing to the written plan", head, rows, (load,)))
+
+
+if __name__ == "__main__":
+    main()

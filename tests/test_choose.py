@@ -1,0 +1,111 @@
+"""`autopar.compile` with devices instead of a mesh: the plan is found for the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import plain_gpt
+from processes import run_ranks
+from test_step import batches, build, optimizer, train_plainly
+
+import autopar
+from autopar.choose import wanted
+from autopar.hardware import DEVICES, cluster_of, named_by_torch, with_memory
+from passes.cluster import ClusterError
+from passes.errors import AutoparError
+from passes.mesh import MeshError
+from passes.plan import PlanError
+
+
+def train_as_chosen(devices: Any) -> tuple[list[float], dict, str]:
+    case = build("plain")
+    step = autopar.compile(case.model, devices, loss_fn=case.loss_fn)
+    update, losses = None, []
+    for batch in batches(case):
+        loss = step(**batch)
+        update = update or optimizer(step.parameters())
+        step.clip_grad_norm_(0.5)
+        update.step()
+        update.zero_grad()
+        losses.append(loss.item())
+    return losses, step.state_dict(), str(step.plan.mesh)
+
+
+@pytest.mark.parametrize("devices", [2, "2xA100-80GB"])
+def test_the_chosen_plan_trains_as_one_device(devices: Any) -> None:
+    wanted_losses, _, weights = train_plainly("plain")
+    for losses, state, mesh in run_ranks(train_as_chosen, 2, devices):
+        assert mesh in ("dp=2", "pp=2", "tp=2", "cp=2")
+        assert losses == pytest.approx(wanted_losses, rel=1e-9)
+        for name, value in weights.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-7, atol=1e-9)
+
+
+def fails_as_chosen(memory: float) -> str:
+    case = build("plain")
+    cluster = with_memory(cluster_of("2xCPU"), memory)
+    with pytest.raises(PlanError) as caught:
+        autopar.compile(case.model, cluster, example_inputs=case.batch)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_all_ranks_hear_that_no_plan_fits() -> None:
+    said = run_ranks(fails_as_chosen, 2, 1e4)
+    assert said[0] == said[1]
+    assert said[0].startswith("NoPlanFits: no plan fits into 2xCPU")
+
+
+def test_one_device_needs_no_processes() -> None:
+    case = plain_gpt()
+    step = autopar.compile(case.model, 1)
+    with pytest.raises(AutoparError, match="not compiled yet"):
+        assert step.plan
+    loss = step(**case.batch)
+    expected = case.model(**case.batch)[1]
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert step.plan.mesh.size == 1
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "error", "says"),
+    [
+        (0, {}, MeshError, "a mesh of 0 devices"),
+        (True, {}, MeshError, "a mesh of True devices"),
+        ("8xB1", {}, ClusterError, "no device is known as 'B1'"),
+        ("8x", {}, ClusterError, "not a number of devices"),
+        (2, {"zero": 3}, PlanError, "zero= is given"),
+        (2, {}, MeshError, "cluster '2xCPU' has 2 ranks, but 1 processes run"),
+    ],
+)
+def test_what_cannot_be_chosen_for(mesh, options, error, says) -> None:
+    with pytest.raises(error, match=says):
+        autopar.compile(plain_gpt().model, mesh, **options)
+
+
+def test_a_mesh_is_no_cluster() -> None:
+    assert wanted("pp=2,tp=2", {"zero": 1}) is None
+    assert wanted("", {}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "known"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 85.1, "A100-80GB"),
+        ("NVIDIA A100-PCIE-40GB", 42.4, "A100-40GB"),
+        ("NVIDIA H100 80GB HBM3", 84.9, "H100"),
+        ("NVIDIA H200", 150.0, "H200"),
+        ("Tesla V100-SXM2-32GB", 34.0, "V100"),
+        ("NVIDIA L4", 23.6, "L4"),
+    ],
+)
+def test_devices_are_known_by_the_names_that_torch_gives(
+    name: str, gigabytes: float, known: str
+) -> None:
+    assert named_by_torch(name, gigabytes * 1e9) is DEVICES[known]
+
+
+def test_an_unknown_gpu_is_to_be_described() -> None:
+    with pytest.raises(ClusterError, match=r"speed of a 'NVIDIA L40S'"):
+        named_by_torch("NVIDIA L40S", 48e9)

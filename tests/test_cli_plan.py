@@ -1,0 +1,353 @@
+"""`autopar plan -o`, `explain`, and what becomes of the directory that they share."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from models import plain_gpt
+from plans import BATCH, model_file
+from test_cli import ENVIRONMENT
+
+from autopar.batches import with_samples
+from autopar.cli import main
+from autopar.estimate_file import CHOSEN, STAGE, WHAT, Findings, read_findings
+from autopar.explain import difference, explanation_data
+from autopar.hardware import cluster_of
+from autopar.planned import compiled_once, mesh_of
+from autopar.planner import find_plans, sketch
+from autopar.progress import Bar
+from autopar.store import load_plan
+from examples.gpt import tiny
+from passes.errors import AutoparError
+from passes.estimate import Candidate, Estimate, StageSeconds
+from passes.mesh import Mesh
+
+SAMPLES = 8
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is planned once: model.py, and a plan for pp=2 on four devices."""
+    folder = tmp_path_factory.mktemp("planned")
+    asked = ["--devices", "4xCPU", "--mesh", "pp=2", "--global-batch", str(SAMPLES)]
+    spec = model_file(folder)
+    assert main(["plan", spec, *asked, "-o", str(folder / "plan")]) == 0
+    return folder
+
+
+@pytest.fixture
+def plan(origin: Path, tmp_path: Path) -> Path:
+    """A copy of the planned directory, not compiled yet."""
+    return Path(shutil.copytree(origin / "plan", tmp_path / "plan"))
+
+
+def error(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().err
+
+
+# --- what is found, as a file --------------------------------------------------------
+
+
+def test_findings_are_read_as_they_were_written(plan: Path) -> None:
+    findings = read_findings(plan)
+    assert Findings.from_json(findings.to_json()) == findings
+    assert findings.samples == SAMPLES and len(findings.best) > 3
+    assert str(findings.cluster) == "4xCPU"
+
+
+def test_every_part_of_an_estimate_is_in_the_file() -> None:
+    kinds = {Candidate: CHOSEN, StageSeconds: STAGE, Estimate: WHAT}
+    for kind, known in kinds.items():
+        assert {f.name for f in fields(kind)} == set(known)
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda d: d.update(format=7), "not of format 1"),
+        (lambda d: d.pop("cluster"), "no 'cluster'"),
+        (lambda d: d.update(colour=1), "unknown key 'colour'"),
+        (lambda d: d.update(samples="8"), "'samples' in"),
+        (lambda d: d.update(best=[]), "holds no estimate"),
+        (lambda d: d["best"][0].pop("parts"), "best[0]"),
+        (lambda d: d["best"][0]["parts"].update(idle=None), "'idle' in best[0]"),
+        (lambda d: d["best"][1]["candidate"].update(zero=True), "'zero' in"),
+        (lambda d: d["best"][0]["candidate"].update(mesh="xx=2"), "axis 'xx'"),
+        (lambda d: d["best"][0]["stages"][0].pop("send"), "no 'send'"),
+        (lambda d: d["cluster"]["device"].pop("name"), "device has no 'name'"),
+    ],
+)
+def test_a_damaged_estimate_is_refused(plan: Path, edit, says: str, capsys) -> None:
+    path = plan / "estimate.json"
+    data = json.loads(path.read_text())
+    edit(data)
+    path.write_text(json.dumps(data))
+    assert main(["explain", str(plan)]) == 2
+    assert says in error(capsys)
+
+
+def test_what_is_no_estimate_is_refused(plan: Path, tmp_path: Path, capsys) -> None:
+    (plan / "estimate.json").write_text("{")
+    assert main(["explain", str(plan)]) == 2
+    assert "is not JSON" in error(capsys)
+    assert main(["explain", str(tmp_path)]) == 2
+    assert "autopar plan MODEL" in error(capsys)
+
+
+# --- explain -------------------------------------------------------------------------
+
+
+def test_parts_add_up_to_the_step(plan: Path) -> None:
+    findings = read_findings(plan)
+    best = findings.best[0]
+    for e in findings.best:
+        assert sum(e.parts.values()) == pytest.approx(e.seconds)
+        assert min(e.parts.values()) >= -1e-12
+    for other in explanation_data(findings)["others"]:
+        assert sum(other["parts"].values()) == pytest.approx(other["seconds"])
+    assert difference(best, best) == ["+0 us other"]
+
+
+def test_explain_tells_seconds_bytes_and_why(plan: Path, capsys) -> None:
+    assert main(["explain", str(plan)]) == 0
+    text = capsys.readouterr().out
+    best = read_findings(plan).best[0]
+    assert str(best.candidate) in text
+    for wanted in (*best.parts, *best.memory[0]):
+        assert wanted in text or not best.parts.get(wanted)
+    assert "why not another" in text and "MFU" in text
+
+
+@pytest.mark.slow
+def test_prices_of_other_devices(plan: Path, capsys) -> None:
+    assert main(["explain", str(plan), "--json"]) == 0
+    before = json.loads(capsys.readouterr().out)
+    assert main(["explain", str(plan), "--reprice", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["seconds"] == pytest.approx(before["seconds"])
+    assert again["parts"] == pytest.approx(before["parts"])
+    assert main(["explain", str(plan), "--devices", "4xH100", "--json"]) == 0
+    faster = json.loads(capsys.readouterr().out)
+    assert faster["parts"]["compute"] < before["parts"]["compute"]
+    assert main(["explain", str(plan), "--devices", "8xH100"]) == 2
+    assert "the plans are for 4 devices, not 8" in error(capsys)
+
+
+# --- compiling what is planned ----------------------------------------------------
+
+
+def test_a_proof_compiles_first(plan: Path, capsys) -> None:
+    found = read_findings(plan)
+    assert main(["verify", str(plan), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["passed"]
+    program = load_plan(plan).program
+    assert program.batch_extent == SAMPLES
+    assert program.mesh == found.best[0].candidate.mesh
+    assert main(["explain", str(plan)]) == 0  # the estimate is still there
+    assert read_findings(plan).best == found.best
+
+
+def test_compiling_by_hand_keeps_batch_and_estimate(plan: Path, capsys) -> None:
+    spec, other = read_findings(plan).model, plan.with_name("other")
+    assert main(["compile", spec, "--plan", str(plan), "-o", str(other)]) == 0
+    assert load_plan(other).program.batch_extent == SAMPLES
+    assert read_findings(other).best == read_findings(plan).best
+    # The estimate is not of an edited plan; the batch is then the model's own.
+    file = plan / "plan.json"
+    file.write_text(file.read_text() + " ")
+    assert main(["compile", spec, "--plan", str(file), "-o", str(other)]) == 0
+    assert load_plan(other).program.batch_extent == BATCH
+    assert not (other / "estimate.json").exists()
+
+
+@pytest.mark.slow
+def test_planning_again_replaces_what_was_compiled(origin: Path, plan: Path) -> None:
+    assert main(["verify", str(plan)]) == 0
+    spec = f"{origin / 'model.py'}:small"
+    asked = ["--devices", "1xCPU", "--global-batch", "4"]
+    assert main(["plan", spec, *asked, "-o", str(plan)]) == 0
+    assert mesh_of(plan).size == 1 and read_findings(plan).samples == 4
+
+
+def test_one_rank_trains_what_is_planned(origin: Path, tmp_path: Path, capsys) -> None:
+    spec, where = f"{origin / 'model.py'}:small", str(tmp_path / "p")
+    asked = ["--devices", "1xCPU", "--global-batch", "8"]
+    assert main(["plan", spec, *asked, "-o", where]) == 0
+    capsys.readouterr()
+    assert main(["run", where, "--steps", "3", "--reference", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(rows) == 3
+    for row in rows:
+        assert row["loss"] == pytest.approx(row["reference_loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_four_ranks_compile_once_and_train(plan: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "4", "-m", "autopar", "run", str(plan)]
+    done = subprocess.run(
+        [*command, "--steps", "3", "--reference", "--json"],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(x) for x in done.stdout.splitlines() if x.startswith("{")]
+    assert len(rows) == 3
+    for row in rows:
+        assert row["loss"] == pytest.approx(row["reference_loss"], rel=1e-4)
+
+
+class Store:
+    """As much of a torch.distributed store as `compiled_once` asks of one."""
+
+    def __init__(self) -> None:
+        self.waited: list[str] = []
+        self.kept: set[str] = set()
+
+    def add(self, key: str, amount: int) -> int:
+        return 2
+
+    def set(self, key: str, value: str) -> None:
+        self.kept.add(key)
+
+    def wait(self, keys: list[str], timeout: object) -> None:
+        assert set(keys) <= self.kept, f"nobody would set {keys}"
+        self.waited += keys
+
+
+def test_other_ranks_wait_for_the_first(plan: Path) -> None:
+    store = Store()
+    with pytest.raises(AssertionError, match="autopar/compiled"):
+        compiled_once(plan, store, 1, 2)
+    assert not (plan / "manifest.json").exists()
+    first = compiled_once(plan, store, 0, 2)
+    second = compiled_once(plan, store, 1, 2)
+    assert first.program.to_json() == second.program.to_json()
+
+
+def test_batches_of_another_size() -> None:
+    _, batch = tiny()
+    own = len(batch["ids"])
+    assert with_samples(batch, own)["ids"] is batch["ids"]
+    more = with_samples(batch, 2 * own + 1)
+    assert len(more["ids"]) == len(more["labels"]) == 2 * own + 1
+    assert more["ids"][own].equal(batch["ids"][0])
+    assert len(with_samples(batch, 1)["ids"]) == 1
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_shown_on_a_terminal_and_cleared(monkeypatch) -> None:
+    monkeypatch.setattr("autopar.progress.PAUSE", 0.0)
+    shown = Terminal()
+    with Bar("planning", shown) as bar:
+        bar(1, 2)
+        bar(1000, 1000)
+    first, second, cleared, _ = shown.getvalue().split("\r")[1:]
+    assert first == f"planning [{'#' * 15:<30}] 1 of 2"
+    assert second == f"planning [{'#' * 30}] 1,000 of 1,000"
+    assert cleared.strip() == "" and len(cleared) == len(second)
+
+
+def test_progress_is_silent_elsewhere() -> None:
+    file = io.StringIO()
+    with Bar("planning", file) as bar:
+        bar(1, 2)
+    assert file.getvalue() == ""
+
+
+def test_the_search_tells_how_far_it_is() -> None:
+    case, seen = plain_gpt(), []
+    of = sketch(case.model, case.batch, case.loss_fn)
+    mesh = Mesh.parse("dp=2")
+    watch = lambda done, total: seen.append((done, total))  # noqa: E731
+    found = find_plans(of, cluster_of("2xCPU"), 4, mesh, watch)
+    assert seen == [(i + 1, found.tried) for i in range(found.tried)]
+
+
+# --- bad input -------------------------------------------------------------------
+
+CLUSTER = {"devices": 4, "device": {"name": "A100-80GB"}}
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({**CLUSTER, "nodes": 2}, "unknown key 'nodes'"),
+        ({"devices": 4}, "the cluster has no 'device'"),
+        ({**CLUSTER, "devices": 0}, "'devices' is 0"),
+        ({**CLUSTER, "devices": True}, "'devices' is True"),
+        ({**CLUSTER, "device": {"name": "X"}}, "device has no"),
+        ({**CLUSTER, "device": {"name": "CPU", "ram": 1}}, "unknown key 'ram'"),
+        ({**CLUSTER, "device": {"name": "CPU", "memory": "8 beans"}}, "device.memory"),
+        ({**CLUSTER, "device": {"name": "CPU", "memory": -1}}, "memory of device CPU"),
+        ({**CLUSTER, "links": {}}, "'links' is no list"),
+        ({**CLUSTER, "links": [{"devices": 4}]}, "links has no"),
+        ([1], "holds no table of keys"),
+    ],
+)
+def test_a_wrong_cluster_file_is_refused(
+    data: object, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.json"
+    file.write_text(json.dumps(data))
+    spec = model_file(tmp_path)
+    assert main(["plan", spec, "--cluster", str(file)]) == 2
+    assert says in error(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--devices", "4xA1000"], "no device is known as 'A1000'"),
+        (["--devices", "0xCPU"], "the number of devices is 0"),
+        (["--devices", "fourxCPU"], "not a number of devices"),
+        (["--cluster", "no.toml"], "cannot read 'no.toml'"),
+        (["--devices", "4xCPU", "--global-batch", "0"], "a global batch of 0"),
+        (["--devices", "4xCPU", "--global-batch", "-8"], "a global batch of -8"),
+        (
+            ["--devices", "5xCPU", "--mesh", "dp=5", "--global-batch", "7"],
+            "no mesh of 5 devices divides a batch of 7",
+        ),
+        (["--devices", "4xCPU", "--mesh", "dp=3"], "no mesh of 4 devices"),
+        (["--devices", "4xCPU", "--memory", "-1"], "--memory -1"),
+        (["--devices", "4xCPU", "--memory", "much"], "'--memory' is 'much'"),
+        (["--devices", "4xCPU", "--memory", "10kB"], "no plan fits into 4xCPU"),
+        (["--devices", "4xCPU", "--seq", "8"], "brings its own batch"),
+    ],
+)
+def test_what_cannot_be_planned(
+    arguments: list[str], says: str, tmp_path: Path, capsys
+) -> None:
+    assert main(["plan", model_file(tmp_path), *arguments]) == 2
+    assert says in error(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["--seq", "0"], "--seq 0"), ([], "no --global-batch is given")],
+)
+def test_what_a_model_without_a_batch_needs(arguments, says, capsys) -> None:
+    tiny_hf = "hf:gpt2?n_layer=2,n_embd=16,n_head=2,vocab_size=64,n_positions=8"
+    assert main(["plan", tiny_hf, "--devices", "2xCPU", *arguments]) == 2
+    assert says in error(capsys)
+
+
+def test_a_directory_of_something_else_is_left_alone(origin, tmp_path, capsys) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    asked = ["--devices", "1xCPU", "-o", str(tmp_path)]
+    assert main(["plan", f"{origin / 'model.py'}:small", *asked]) == 2
+    assert "is not a plan directory" in error(capsys)
+    assert os.listdir(tmp_path) == ["notes.txt"]
+    with pytest.raises(AutoparError, match="no plan directory"):
+        load_plan(tmp_path / "nowhere")
