@@ -156,7 +156,8 @@ def search_labels(
     """
     if block is None:
         return Chosen(*reduce(tables, sizes).solve())
-    own, others = _split(tables, block)
+    own = [t for t in tables if owns(block, t.variables)]
+    others = [t for t in tables if not owns(block, t.variables)]
     scope = {v for t in own for v in t.variables} - block.inner
     outer = tuple(sorted(scope - set(block.before)))
     once = reduce(own, sizes, (*block.before, *block.after, *outer))
@@ -170,16 +171,13 @@ def search_labels(
     return Chosen(cost, choices, tuple(copies))
 
 
-def _split(tables: Sequence[Table], block: Block) -> tuple[list[Table], list[Table]]:
-    """Those of the block itself, and all others. What meets a block after it through
-    `after` alone belongs to that one."""
-    known = block.inner | set(block.before)
-    own, others = [], []
-    for table in tables:
-        inside = block.inner.intersection(table.variables)
-        ends = inside <= set(block.after) and not known.issuperset(table.variables)
-        (own if inside and not ends else others).append(table)
-    return own, others
+def owns(block: Block, variables: Iterable[int]) -> bool:
+    """Whether a table over some variables is the block's own. What meets it through
+    `after` alone belongs to the block that follows."""
+    scope = set(variables)
+    inside = block.inner & scope
+    follows = inside <= set(block.after) and not scope <= block.inner | {*block.before}
+    return bool(inside) and not follows
 
 
 class _Chain:
