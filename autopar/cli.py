@@ -16,7 +16,7 @@ from torch import Tensor
 import autopar
 from autopar.checkpoint_files import is_checkpoint
 from autopar.checkpoint_report import checkpoint_data, checkpoint_table
-from autopar.cli_plan import add_plan
+from autopar.cli_plan import add_labels, add_plan, labelled
 from autopar.compiler import compile_offline
 from autopar.demo import demo
 from autopar.emitted import listing
@@ -114,6 +114,7 @@ def _add_compile(commands: Any) -> None:
     )
     add.add_argument("--hint", action="append", default=[], metavar="PATTERN=DIM/AXIS")
     add.add_argument("--plan", type=Path, help="a plan.json, instead of these options")
+    add_labels(add)
     add.add_argument("--meta", action="store_true", help="make no weights")
     add.add_argument("--seed", type=int, default=0, help="of weights and dropout")
     add.add_argument("-o", "--output", type=Path, default=Path("plan"), metavar="DIR")
@@ -205,6 +206,7 @@ def compile_command(arguments: argparse.Namespace) -> int:
     batch = _compile_batch(loaded, arguments, plan.mesh)
     if arguments.plan is None and arguments.microbatches is None:
         plan = replace(plan, microbatches=_microbatches(batch, plan.mesh))
+    plan = labelled(plan, loaded, batch, arguments)
     program = compile_offline(loaded.model, batch, plan)
     where = save_plan(program, arguments.output, arguments.model, arguments.seed)
     if arguments.json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch import Tensor
 from autopar.cluster_file import number, read_cluster
 from autopar.hardware import cluster_of, with_memory
 from autopar.models import LoadedModel, ModelError, example_batch, load_model
-from autopar.planner import find_plans, gigabytes, plan_of, sketch
+from autopar.planner import find_plans, gigabytes, label_plan, plan_of, sketch
 from autopar.tables import Table
 from passes.cluster import Cluster, ClusterError
 from passes.estimate import Estimate
 from passes.mesh import Mesh
+from passes.plan import Plan
 from passes.search import Found
 
 SAMPLES = 4  # of the batch that a model is captured with: costs are linear in them
@@ -39,6 +41,31 @@ def add_plan(commands: Any, model_help: str) -> None:
         "-o", "--output", type=Path, metavar="FILE", help="write plan.json"
     )
     add.add_argument("--json", action="store_true")
+
+
+def add_labels(add: Any) -> None:
+    add.add_argument(
+        "--labels",
+        metavar="NxNAME|FILE",
+        help="decide for each op what an axis splits, for these devices",
+    )
+    add.add_argument("--memory", metavar="BYTES", help="of a device, for --labels")
+
+
+def labelled(
+    plan: Plan, loaded: LoadedModel, batch: Mapping[str, Any], options: Any
+) -> Plan:
+    """The plan with labels, if they are asked for."""
+    if not options.labels:
+        if options.memory:
+            raise ClusterError("--memory without --labels", fix="add --labels")
+        return plan
+    is_file = Path(options.labels).suffix in (".toml", ".json")
+    where = {"cluster": Path(options.labels)} if is_file else {"cluster": None}
+    cluster = _cluster(
+        argparse.Namespace(**where, devices=options.labels, memory=options.memory)
+    )
+    return label_plan(sketch(loaded.model, batch), plan, cluster).plan
 
 
 def plan_command(arguments: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from passes.differentiate import differentiate
 from passes.errors import AutoparError
 from passes.insert_collectives import insert_collectives
 from passes.label_costs import Amounts, Choice, LabelCosts, Setting
-from passes.labels import at_layer, fold, label_text, name_ops
+from passes.labels import at_layer, fold, label_text, name_ops, starred
 from passes.mesh import TIME, Mesh
 from passes.name_dims import Factor, Named
 from passes.origins import Origin
@@ -103,8 +103,8 @@ class Axis:
         found = self.best(high)
         if found.memory > limit:
             raise LabelsDoNotFit(
-                f"whatever '{self.axis}' splits, a rank needs {found.memory:.3g} "
-                f"bytes, and has {limit:.3g}",
+                f"whatever '{self.axis}' splits, a rank needs "
+                f"{found.memory / 1e9:.3g} GB, and has {limit / 1e9:.3g} GB",
                 fix="use more ranks, more microbatches, zero, or recompute",
             )
         for _ in range(STEPS):
@@ -200,7 +200,9 @@ class Axis:
                 for n, t in self._texts(chosen.choices).items()
                 if n not in inside
             }
-        return Labelling(fold(labels), of_graph, *totals.tolist())
+        place = {starred(name): i for i, name in reversed([*enumerate(self.names)])}
+        folded = fold(dict(sorted(labels.items(), key=lambda x: place[starred(x[0])])))
+        return Labelling(folded, of_graph, *totals.tolist())
 
     def _run(self, name: str) -> int | None:
         assert self.runs is not None

@@ -332,9 +332,10 @@ class _Pricing:
         except Impossible:
             return NEVER
         seconds = sum(self._seconds(kind, have, to) for _, kind, to in found)
-        once, resting = self._at_rest(have) if self.rests else (0.0, 0.0)
-        memory = resting + self._saved(have, uses)
-        return 0.0, seconds + once, memory
+        if not self.rests:
+            return 0.0, seconds, self._saved(have, uses)
+        update, reduction, resting = self._at_rest(have)
+        return update, seconds + reduction, resting
 
     def _rest(self, needs: Sequence[Need], partial: bool) -> State:
         """A parameter rests as all of its uses want it, else whole."""
@@ -349,23 +350,24 @@ class _Pricing:
         amount = max(self.costs.bytes_of(self.v, end) for end in ends)
         return self.costs.setting.link.seconds(kind, amount)
 
-    def _at_rest(self, have: State) -> tuple[float, float]:
-        """Seconds of a microbatch's share of the step, and bytes: of a parameter, its
-        gradient and the optimizer's state."""
+    def _at_rest(self, have: State) -> Amount:
+        """A microbatch's share of a parameter's update and of the reduction of its
+        gradient; bytes of both and of the optimizer's state."""
         setting, amount = self.costs.setting, self.costs.bytes_of(self.v, have)
         if not self.flows:
-            return 0.0, float(amount)
+            return 0.0, 0.0, float(amount)
+        share = 1.0 / self.costs.plan.microbatches
         device = setting.device
         speed = device.bytes_per_second * device.bandwidth_efficiency
-        seconds = OPTIMIZER_TRAFFIC * amount / speed
-        if have == V:
-            seconds += setting.link.seconds("all_reduce", amount)
-        share = seconds / self.costs.plan.microbatches
-        return share, float(amount * (2 + OPTIMIZER_STATE))
+        # Gradients go together, so each only adds its bytes to the message.
+        link = replace(setting.link, latency=0.0)
+        reduction = link.seconds("all_reduce", amount) if have == V else 0.0
+        update = OPTIMIZER_TRAFFIC * amount / speed
+        return share * update, share * reduction, float(amount * (2 + OPTIMIZER_STATE))
 
     def _saved(self, have: State, uses: Sequence[tuple[Need, ...]]) -> float:
         """Bytes kept for the backward: in each state that a backward reads it in."""
-        if not self.kept or self.rests:
+        if not self.kept:
             return 0.0
         states = {
             need.of(have)
