@@ -20,7 +20,7 @@ from passes.cost import Costs
 from passes.differentiate import differentiate
 from passes.errors import AutoparError
 from passes.insert_collectives import insert_collectives
-from passes.label_costs import Amounts, Choice, LabelCosts, Setting
+from passes.label_costs import Amounts, Choice, LabelCosts
 from passes.labels import at_layer, fold, label_text, name_ops, starred
 from passes.mesh import TIME, Mesh
 from passes.name_dims import Factor, Named
@@ -30,6 +30,7 @@ from passes.propagate import propagate
 from passes.reuse import find_owners
 from passes.search_labels import Block, Chosen, Table, owns, search_labels
 from passes.split_stages import split_stages
+from passes.value_costs import Setting
 
 CHEAPEST, DEAREST = 1e-18, 1e-3  # seconds that a byte may be worth
 STEPS = 30  # of bisection: prices within a ten-thousandth

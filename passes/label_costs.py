@@ -8,8 +8,7 @@ is given, and so is a byte's price in seconds: where memory is short it is high.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -18,25 +17,19 @@ import torch
 from torch import Tensor
 
 from passes.allowed import PASS, Allowed, Label
-from passes.cluster import Device, Link
 from passes.cost import BACKWARD as BACKWARD_WORK
-from passes.estimate import OPTIMIZER_STATE, OPTIMIZER_TRAFFIC
 from passes.graph import Node, Value
 from passes.hints import read_hints
 from passes.labels import splittable
 from passes.linearity import JOINTLY_LINEAR
-from passes.moves import MAX, Impossible, Need, P, R, State, V, moves
+from passes.moves import MAX, Need, P, R, State, V
 from passes.name_dims import Factor, Place
 from passes.notation import PENDING
-from passes.origins import Origin, find_differentiable
+from passes.origins import Origin
 from passes.price import node_seconds
-from passes.propagate import Sharded
 from passes.search_labels import Table
 from passes.sharding import Sharding
-
-COMPUTE, COMMUNICATION, MEMORY = range(3)  # of an amount; seconds, seconds, bytes
-Amount = tuple[float, float, float]
-NEVER: Amount = (math.inf, 0.0, 0.0)
+from passes.value_costs import NEVER, Amount, Setting, ValueCosts
 
 
 @dataclass(frozen=True)
@@ -61,39 +54,20 @@ class Amounts:
         return Table(self.nodes, self.values @ weights)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Where labels are to be chosen: the labels of all axes so far, of which `axis`
-    counts for nothing, its link, and the device. saved: values that the forward keeps
-    for the backward. in_flight: microbatches between the two."""
-
-    sharded: Sharded
-    axis: str
-    device: Device
-    link: Link
-    saved: Collection[str] = ()
-    in_flight: int = 1
-
-
 class LabelCosts:
     """The choices of each node, and tables of what they cost."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting, sharded = setting, setting.sharded
         self.axis, self.named, self.plan = setting.axis, sharded.named, sharded.plan
-        self.order = list(self.plan.axes)
-        self.sizes = {a: self.plan.size(a) for a in self.order}
-        self.first = dict.fromkeys(self.order, 0)
-        self.nodes = self.named.graph.nodes
-        traced = self.named.traced
-        self.flows = find_differentiable(traced.graph, traced.trainable)
-        self.allowed = Allowed(self.sizes, self.flows)
+        self.nodes, self.flows = self.named.graph.nodes, setting.differentiable
+        self.allowed = Allowed(setting.sizes, self.flows)
         self.pins = read_hints(self.named, self.plan)
         self.producer = {
             v.name: i for i, node in enumerate(self.nodes) for v in node.results
         }
         self.choices = [self._choices(i) for i in range(len(self.nodes))]
-        self._known: dict[object, Tensor] = {}
+        self._known: dict[object, Tensor] = {}  # tables of equal values
 
     @cached_property
     def tables(self) -> list[Amounts]:
@@ -171,19 +145,18 @@ class LabelCosts:
         node, sharded, label = self.nodes[i], self.setting.sharded, choice.label
         operands = label.operands if isinstance(label, Factor) else ()
         results = label.outs if isinstance(label, Factor) else ()
-        mine = iter(
-            [
-                self._local(v, lies, operands, k)
-                for k, (v, lies) in enumerate(
-                    zip(node.operands, sharded.needs[i], strict=True)
-                )
-            ]
-        )
+        mine = [
+            self._local(v, lies, operands, k)
+            for k, (v, lies) in enumerate(
+                zip(node.operands, sharded.needs[i], strict=True)
+            )
+        ]
         outs = tuple(
             v and self._local(v, sharded.states[v.name], results, k)
             for k, v in enumerate(node.outs)
         )
-        part = replace(node.substitute(lambda _: next(mine)), outs=outs)
+        rest = iter(mine)
+        part = replace(node.substitute(lambda _: next(rest)), outs=outs)
         return node_seconds(part, self.setting.device)
 
     def _local(
@@ -191,12 +164,8 @@ class LabelCosts:
     ) -> Value:
         """The first rank's part of an operand or result. places: what the axis splits,
         of which operand or result."""
-        lies = lies.without_split(self.axis)
-        for spot, d, f in places:
-            if spot == which:
-                lies = lies.with_split((d, f), self.axis, self.order)
-        dims = self.named.dims[v.name]
-        return replace(v, shape=lies.local_shape(dims, self.sizes, self.first))
+        own = next(((d, f) for spot, d, f in places if spot == which), None)
+        return replace(v, shape=self.setting.local_shape(v, lies, own))
 
     # --- sums that stay pending -------------------------------------------------------
 
@@ -261,7 +230,7 @@ class LabelCosts:
                 (self.made(node, v, c), can_vary and c.label is None)
                 for c in self.choices[producer]
             ]
-        pricing = _Pricing(self, v, producer is None, savers)
+        pricing = ValueCosts(self.setting, v, producer is None, tuple(savers))
         key = (pricing.signature, tuple(haves), tuple(map(tuple, needs)))
         if key not in self._known:
             self._known[key] = _spread([haves, *needs], pricing)
@@ -275,16 +244,6 @@ class LabelCosts:
         name = node.op.rpartition(".")[0]
         return v.name in self.setting.saved and name not in JOINTLY_LINEAR
 
-    def bytes_of(self, v: Value, state: State) -> int:
-        """Bytes of a value on the axis's first rank, split by other axes as it is."""
-        lies = self.setting.sharded.states[v.name].without_split(self.axis)
-        if isinstance(state, tuple):
-            lies = lies.with_split(state, self.axis, self.order)
-        dims = self.named.dims[v.name]
-        return math.prod(lies.local_shape(dims, self.sizes, self.first)) * (
-            v.dtype.itemsize
-        )
-
 
 def _spread(
     options: Sequence[Sequence[object]], price: Callable[..., Amount]
@@ -297,84 +256,3 @@ def _spread(
     for d, (own, kind) in enumerate(zip(options, kinds, strict=True)):
         small = small.index_select(d, torch.tensor([kind.index(o) for o in own]))
     return small
-
-
-class _Pricing:
-    """Prices one value, given how it is made and needed."""
-
-    def __init__(
-        self, costs: LabelCosts, v: Value, rests: bool, savers: Sequence[bool]
-    ) -> None:
-        self.costs, self.v, self.rests, self.savers = costs, v, rests, tuple(savers)
-        self.flows = v.name in costs.flows
-        self.kept = v.name in costs.setting.saved
-        dims, lies = costs.named.dims[v.name], costs.setting.sharded.states[v.name]
-        other = lies.without_split(costs.axis)
-        sizes = tuple(tuple(d.size for d in dim) for dim in dims)
-        self.signature = (
-            sizes, other.slots, v.dtype, rests, self.savers, self.flows, self.kept,
-        )  # fmt: skip
-
-    def __call__(self, made: tuple[State, bool], *uses: tuple[Need, ...]) -> Amount:
-        have, can_vary = made
-        needs = [need for own in uses for need in own]
-        partial = all(need.partial(have) for need in needs)
-        if self.rests:
-            have = self._rest(needs, partial)
-        elif can_vary and (have == V) != partial:
-            return NEVER  # see `passes.propagate._finish_varying`
-        try:
-            found = {
-                move
-                for need in needs
-                for move in moves(have, need.of(have), self.flows and need.flows)
-            }
-        except Impossible:
-            return NEVER
-        seconds = sum(self._seconds(kind, have, to) for _, kind, to in found)
-        if not self.rests:
-            return 0.0, seconds, self._saved(have, uses)
-        update, reduction, resting = self._at_rest(have)
-        return update, seconds + reduction, resting
-
-    def _rest(self, needs: Sequence[Need], partial: bool) -> State:
-        """A parameter rests as all of its uses want it, else whole."""
-        states = {need.state for need in needs}
-        if len(states) == 1 and isinstance(state := needs[0].state, tuple):
-            return state
-        return V if partial else R
-
-    def _seconds(self, kind: str, have: State, to: State) -> float:
-        """Of one collective; see `passes.cluster.Link` for what counts."""
-        ends = (have, to) if kind == "all_to_all" else (R,)
-        amount = max(self.costs.bytes_of(self.v, end) for end in ends)
-        return self.costs.setting.link.seconds(kind, amount)
-
-    def _at_rest(self, have: State) -> Amount:
-        """A microbatch's share of a parameter's update and of the reduction of its
-        gradient; bytes of both and of the optimizer's state."""
-        setting, amount = self.costs.setting, self.costs.bytes_of(self.v, have)
-        if not self.flows:
-            return 0.0, 0.0, float(amount)
-        share = 1.0 / self.costs.plan.microbatches
-        device = setting.device
-        speed = device.bytes_per_second * device.bandwidth_efficiency
-        # Gradients go together, so each only adds its bytes to the message.
-        link = replace(setting.link, latency=0.0)
-        reduction = link.seconds("all_reduce", amount) if have == V else 0.0
-        update = OPTIMIZER_TRAFFIC * amount / speed
-        return share * update, share * reduction, float(amount * (2 + OPTIMIZER_STATE))
-
-    def _saved(self, have: State, uses: Sequence[tuple[Need, ...]]) -> float:
-        """Bytes kept for the backward: in each state that a backward reads it in."""
-        if not self.kept:
-            return 0.0
-        states = {
-            need.of(have)
-            for own, keeps in zip(uses, self.savers, strict=True)
-            if keeps
-            for need in own
-        } or {have}
-        places = {s if isinstance(s, tuple) else R for s in states}
-        size = sum(self.costs.bytes_of(self.v, place) for place in places)
-        return float(size * self.costs.setting.in_flight)

@@ -17,11 +17,12 @@ from passes.cluster import Link
 from passes.cost import Costs
 from passes.differentiate import differentiate
 from passes.insert_collectives import insert_collectives
-from passes.label_costs import COMMUNICATION, COMPUTE, LabelCosts, Setting
+from passes.label_costs import LabelCosts
 from passes.plan import Plan
 from passes.price import PARTS, STEP, Account, price
 from passes.propagate import Sharded, propagate
 from passes.split_stages import split_stages
+from passes.value_costs import COMMUNICATION, COMPUTE, Setting
 
 CLUSTER = cluster_of("8xA100-80GB")
 
