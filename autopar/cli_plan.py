@@ -49,7 +49,6 @@ def add_labels(add: Any) -> None:
         metavar="NxNAME|FILE",
         help="decide for each op what an axis splits, for these devices",
     )
-    add.add_argument("--memory", metavar="BYTES", help="of a device, for --labels")
 
 
 def labelled(
@@ -57,14 +56,11 @@ def labelled(
 ) -> Plan:
     """The plan with labels, if they are asked for."""
     if not options.labels:
-        if options.memory:
-            raise ClusterError("--memory without --labels", fix="add --labels")
         return plan
-    is_file = Path(options.labels).suffix in (".toml", ".json")
-    where = {"cluster": Path(options.labels)} if is_file else {"cluster": None}
-    cluster = _cluster(
-        argparse.Namespace(**where, devices=options.labels, memory=options.memory)
-    )
+    if Path(options.labels).suffix in (".toml", ".json"):
+        cluster = read_cluster(Path(options.labels))
+    else:
+        cluster = cluster_of(options.labels)
     return label_plan(sketch(loaded.model, batch), plan, cluster).plan
 
 

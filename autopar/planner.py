@@ -181,7 +181,7 @@ def label_plan(
     """Decide for each op what the axes of a plan split of it.
 
     of: captured with the whole batch of a step. memory: bytes that a rank may use for
-    parameters and what is kept for the backward; None: as much as a device has.
+    parameters and what is kept for the backward; None: the plan's, else a device's.
     Raises: LabelsDoNotFit, PlanError.
     """
     found = of.layers

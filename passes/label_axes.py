@@ -15,6 +15,7 @@ from functools import cached_property
 
 import torch
 
+from passes.choose_recompute import stage_policies
 from passes.cluster import Cluster
 from passes.cost import Costs
 from passes.differentiate import differentiate
@@ -246,9 +247,9 @@ def label_axes(
     runs: Runs | None = None,
     limit: float | None = None,
 ) -> Labelled:
-    """Label the axes of a plan that do not split the batch anyway.
+    """Label the axes of a plan that do not split the batch, or attention in rings.
 
-    limit: bytes that a rank of the mesh may use; None: as much as a device has.
+    limit: bytes that a rank may use; None: the plan's memory, else that of a device.
     Raises: LabelsDoNotFit, TooEntangled, PlanError.
     """
     if plan.mesh.size > cluster.devices:
@@ -258,12 +259,14 @@ def label_axes(
             fix="describe the whole cluster",
         )
     ranks = plan.mesh.axis_size("pp")
-    whole = ranks * (cluster.device.memory if limit is None else limit)
+    own = plan.memory or cluster.device.memory
+    whole = ranks * (own if limit is None else limit)
     saved = find_saved(named, plan)
     found: dict[str, Labelling] = {}
     done: list[Mapping[str, Labelling]] = []
     here = there = replace(plan, labels={})
     axes = [a for a in plan.axes if a not in (TIME, *plan.data_axes)]
+    axes = [a for a in axes if not any("ring:" in d for d in plan.split.get(a, ()))]
     for _ in range(ROUNDS):
         for axis in axes:
             setting = Setting(
@@ -290,10 +293,12 @@ def _with(plan: Plan, axis: str, labels: Mapping[str, str | None]) -> Plan:
 def find_saved(named: Named, plan: Plan) -> frozenset[str]:
     """What one device would keep from forward to backward; of the views of a storage
     only the first."""
-    alone = Plan(Mesh(()), recompute=plan.recompute)
+    # What `auto` computes again is decided later, for what the labels leave.
+    policy = "none" if plan.recompute == "auto" else plan.recompute
+    alone = Plan(Mesh(()), recompute=policy)
     lowered = insert_collectives(propagate(named, alone))
     (stage,) = split_stages(lowered, Costs()).stages
-    local = differentiate(stage, {}, {}, plan.recompute)
+    local = differentiate(stage, {}, {}, stage_policies(stage, alone))
     names = {v.name for v in local.saved}
     owners = find_owners(named.graph.nodes)
     first: dict[str, str] = {}

@@ -199,7 +199,9 @@ class _Propagation:
             for f in factors
             for name in (f.dim.name, f"{op}:{f.dim.name}", f"weights:{f.dim.name}")
         ]
-        if (ring := ring_factor(node, factors, self.allowed.differentiable)) is not None:
+        if (
+            ring := ring_factor(node, factors, self.allowed.differentiable)
+        ) is not None:
             choices.append((f"ring:{ring.dim.name}", ring))
         ranked = [
             (order[name], f)

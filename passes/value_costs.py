@@ -121,7 +121,12 @@ class ValueCosts:
     def _rest(self, needs: Sequence[Need], partial: bool) -> State:
         """A parameter rests as all of its uses want it, else whole."""
         states = {need.state for need in needs}
-        if len(states) == 1 and isinstance(state := needs[0].state, tuple):
+        whole = self.setting.axis in self.setting.sharded.plan.zigzag
+        if (
+            not whole
+            and len(states) == 1
+            and isinstance(state := needs[0].state, tuple)
+        ):
             return state
         return V if partial else R
 
