@@ -30,16 +30,17 @@ from autopar.models import (
     random_batch,
 )
 from autopar.options import LAYOUTS, make_plan
+from autopar.proof import verification_data, verification_table
 from autopar.run import RunOptions, run, vocab_of
 from autopar.store import StoredPlan, load_plan, save_plan
-from autopar.tables import Table
-from autopar.verify import Verification, verify
+from autopar.verify import verify
 from passes.errors import AutoparError, HintError
 from passes.make_schedule import SCHEDULES
 from passes.mesh import Mesh
 from passes.plan import (
     AUTO,
     CONTEXT_PARALLEL,
+    PRECISION,
     RECOMPUTE,
     SPLIT,
     ZERO,
@@ -112,6 +113,7 @@ def _add_compile(commands: Any) -> None:
     add.add_argument(
         "--offload", action="store_true", help="optimizer and its state on the CPU"
     )
+    add.add_argument("--precision", default="model", choices=tuple(PRECISION))
     add.add_argument("--hint", action="append", default=[], metavar="PATTERN=DIM/AXIS")
     add.add_argument("--plan", type=Path, help="a plan.json, instead of these options")
     add_labels(add)
@@ -245,6 +247,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         memory=arguments.memory,
         zero=arguments.zero,
         offload=arguments.offload,
+        precision=arguments.precision,
         hints=dict(map(_hint, arguments.hint)),
     )
 
@@ -330,6 +333,12 @@ def verify_command(arguments: argparse.Namespace) -> int:
     vocab = loaded.vocab or vocab_of(program)
     batch = loaded.batch or random_batch(program.inputs, vocab, stored.seed)
     if arguments.float64:
+        if program.plan.dtype:
+            print(
+                f"note: autocast leaves float64 alone, and so does precision "
+                f"'{program.plan.precision}': this proves the plan, not its casts",
+                file=sys.stderr,
+            )
         model = model.double()
         program = compile_offline(model, batch, program.plan)
     result = verify(program, model, batch, seed=stored.seed)
@@ -359,32 +368,3 @@ def _load(directory: Path) -> StoredPlan:
     for warning in stored.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return stored
-
-
-# --- a proof as text ---------------------------------------------------------------
-
-
-def verification_table(result: Verification, every: bool = False) -> Table:
-    """The loss both ways, and the worst errors of gradients."""
-    ordered = sorted(result.errors.items(), key=lambda item: -item[1])
-    shown = ordered if every else ordered[:8]
-    verdict = "PASSED" if result.passed else "FAILED"
-    return Table(
-        f"loss {result.loss:.9g}, of the untouched model {result.reference_loss:.9g}",
-        ("gradient (or loss)", "relative error"),
-        tuple((name, f"{error:.1e}") for name, error in shown),
-        (
-            f"{verdict}: {len(ordered)} compared, tolerance {result.tolerance:.0e}, "
-            f"worst {ordered[0][1]:.1e}",
-        ),
-    )
-
-
-def verification_data(result: Verification) -> dict:
-    return {
-        "passed": result.passed,
-        "loss": result.loss,
-        "reference_loss": result.reference_loss,
-        "tolerance": result.tolerance,
-        "errors": dict(result.errors),
-    }

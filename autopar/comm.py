@@ -200,6 +200,10 @@ class Comm(Placement, ABC):
         """The wholes of `start_gather`, or my shares of `start_scatter`."""
         return transit.unpack(transit.receipt.wait())
 
+    def loss_scale(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """What a backward starts with, and gradients are multiples of until its end."""
+        return torch.full(tuple(shape), self.scale, dtype=dtype, device=self.device)
+
     def reduce_ranks_(self, flat: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """Sum a contiguous buffer [...] in place over ranks, ascending, me included."""
         self._enter("reduce_ranks_", (), flat)

@@ -37,7 +37,7 @@ def compile_offline(
     """
     # Of a model that it cannot capture, torch prints the graph so far.
     with contextlib.redirect_stderr(io.StringIO()):
-        traced = trace(model, batch, loss_fn)
+        traced = trace(model, batch, loss_fn, plan.dtype)
     return compile_program(traced, plan, costs or profile, Dump.from_environment())
 
 

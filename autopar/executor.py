@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.comm import Comm
+from autopar.loss_scale import LossScale
 from autopar.receipts import Receipt
 from passes.mesh import TIME
 from passes.messages import AHEAD, proofs
@@ -74,6 +75,7 @@ class Executor:
         comm.zigzag = frozenset(program.plan.zigzag)
         self.parameters, self.buffers = dict(parameters), dict(buffers)
         self.seed, self.steps = seed, 0
+        self.loss_scale = LossScale() if program.plan.scales_loss else None
         self.pp = comm.coords.get("pp", 0)
         self.actions = program.schedule.ranks[self.pp]
         self._proofs = proofs(program.schedule, self.pp)
@@ -135,17 +137,27 @@ class Executor:
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Forward and backward of the whole batch; returns the loss, on every rank.
 
-        Gradients are added to what is in `.grad`, as by `loss.backward()`.
+        Gradients are added to what is in `.grad`, as by `loss.backward()`. Where the
+        loss is scaled and they overflow, all are None, so that optimizers do nothing.
         """
         before = self._begin_gradients()
         self.comm.key = (self.seed << 32) + self.steps
+        if self.loss_scale:
+            self.comm.scale = self.loss_scale.scale
         self._play(self.actions, batch)
         self._scatter_gradients()
         for bucket in self.buckets:
             self.comm.reduce_ranks_(bucket.flat, bucket.ranks)
-        self._end_gradients(before)
         self.steps += 1
-        return self._loss()
+        if self.loss_scale is None:
+            self._end_gradients(before)
+            return self._loss()[0]
+        overflowed = self.loss_scale.unscale_(b.flat for b in self.buckets)
+        loss, ranks = self._loss(int(overflowed))
+        overflowed = bool(ranks)  # on this one or another
+        self.loss_scale.update(overflowed)
+        self._end_gradients(before, overflowed)
+        return loss
 
     @torch.no_grad()
     def evaluate(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -157,7 +169,7 @@ class Executor:
         finally:
             self.comm.evaluating = False
         self._free_batch()
-        return self._loss()
+        return self._loss()[0]
 
     def _play(self, actions: Sequence[Action], batch: Mapping[str, Tensor]) -> None:
         """Run the actions in turn."""
@@ -212,11 +224,13 @@ class Executor:
                 del stage.grads[name]
         self._free_batch()
 
-    def _end_gradients(self, before: dict[int, Tensor]) -> None:
+    def _end_gradients(
+        self, before: dict[int, Tensor], overflowed: bool = False
+    ) -> None:
         for i, old in before.items():
             self.buckets[i].flat.add_(old)
         for name, grad in self.grads.items():
-            self.parameters[name].grad = grad
+            self.parameters[name].grad = None if overflowed else grad
 
     # --- actions -------------------------------------------------------------------
 
@@ -326,8 +340,10 @@ class Executor:
         place = (send.stage * 2 + backward) * self.program.schedule.microbatches
         return (place + send.microbatch) * 16 + n
 
-    def _loss(self) -> Tensor:
-        """The loss of the whole batch, from the shares of ranks and microbatches."""
+    def _loss(self, count: int = 0) -> tuple[Tensor, Tensor]:
+        """The loss of the whole batch, from the shares of ranks and microbatches; and,
+        in the same message, the sum of a number over all ranks.
+        """
         program = self.program
         total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         if self._losses:
@@ -338,5 +354,6 @@ class Executor:
                 if axis != "pp" and axis not in program.loss_pending:
                     total /= size
         self._losses.clear()
-        self.comm.reduce_ranks_(total, tuple(range(program.mesh.size)))
-        return total.to(getattr(torch, program.loss_dtype))
+        both = torch.stack([total, torch.full_like(total, count)])
+        self.comm.reduce_ranks_(both, tuple(range(program.mesh.size)))
+        return both[0].to(getattr(torch, program.loss_dtype)), both[1]

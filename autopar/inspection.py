@@ -21,7 +21,7 @@ from autopar.tables import Table, count, ranges, seconds, size
 from passes.check_schedule import peak_in_flight
 from passes.footprint import Communication
 from passes.graph import DTYPES
-from passes.program import ParameterSpec, Program
+from passes.program import ParameterSpec, Program, dtype_name
 from passes.simulate_schedule import Timeline, grid, simulate
 
 LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.|$)")  # the number in `h.3.attn`
@@ -141,7 +141,19 @@ def stage_table(program: Program) -> Table:
             "gathered for them. FLOPs: one microbatch's forward.",
             "time: estimated, one microbatch forward and backward; the slowest stage "
             f"is {uneven:.1%} above the average.",
+            *_precision(program),
         ),
+    )
+
+
+def _precision(program: Program) -> tuple[str, ...]:
+    low = program.plan.dtype
+    if low is None:
+        return ()
+    scaled = ", the loss scaled" if program.plan.scales_loss else ""
+    return (
+        f"precision {program.plan.precision}: products compute in {dtype_name(low)}"
+        f"{scaled}; parameters and their gradients stay as they are.",
     )
 
 
@@ -198,8 +210,12 @@ def _itemsize(dtype: str) -> int:
 
 def _type(message: Message) -> str:
     shape, dtype = message
-    short = DTYPES.get(getattr(torch, dtype), dtype)
-    return f"{short}[{','.join(map(str, shape))}]"
+    return f"{_short(dtype)}[{','.join(map(str, shape))}]"
+
+
+def _short(dtype: str) -> str:
+    """`f32` of `float32`."""
+    return DTYPES.get(getattr(torch, dtype), dtype)
 
 
 # --- communication -------------------------------------------------------------------
@@ -208,12 +224,12 @@ def _type(message: Message) -> str:
 def communication_table(program: Program) -> Table:
     """How often a rank of each stage communicates in a step, by kind and axes."""
     rows = [
-        (c.stage, c.part, c.kind, " ".join(c.axes), c.calls, size(c.bytes))
+        (c.stage, c.part, c.kind, " ".join(c.axes), c.dtype, c.calls, size(c.bytes))
         for c in messages_of_a_step(program)
     ]
     return Table(
         "communication in one step, of one rank of each stage",
-        ("stage", "part", "kind", "axes", "calls", "bytes"),
+        ("stage", "part", "kind", "axes", "dtype", "calls", "bytes"),
         tuple(rows),
         () if rows else ("none",),
     )
@@ -241,18 +257,16 @@ def messages_of_a_step(program: Program) -> list[Communication]:
 def _reductions(program: Program, stage: int) -> list[Communication]:
     """Of gradients, at the end of a step: one for each set of axes and dtype."""
     coords = program.mesh.coords(_first_rank(program, stage))
-    total: Counter[tuple[str, ...]] = Counter()
-    dtypes: dict[tuple[str, ...], set[str]] = {}
+    total: Counter[tuple[tuple[str, ...], str]] = Counter()
     for spec in program.parameters.values():
         held_by = {program.schedule.stage_to_rank[s] for s in spec.stages}
         axes = (*spec.pending, "pp") if len(held_by) > 1 else spec.pending
         if spec.trainable and stage in spec.stages and axes:
             elements = prod(local_shape(spec, program.mesh, coords))
-            total[axes] += elements * _itemsize(spec.dtype)
-            dtypes.setdefault(axes, set()).add(spec.dtype)
+            total[axes, spec.dtype] += elements * _itemsize(spec.dtype)
     return [
-        Communication(stage, "step", "all_reduce", axes, len(dtypes[axes]), n)
-        for axes, n in total.items()
+        Communication(stage, "step", "all_reduce", axes, _short(dtype), 1, n)
+        for (axes, dtype), n in total.items()
     ]
 
 
@@ -316,6 +330,7 @@ def report_data(program: Program) -> dict[str, Any]:
         "offload": program.plan.offload,
         "labels": {axis: dict(own) for axis, own in program.plan.labels.items()},
         "shares": [asdict(share) for share in shares(program)],
+        "precision": program.plan.precision,
         "parameters": [_parameter_data(n, p) for n, p in program.parameters.items()],
         "aliases": dict(program.aliases),
         "stages": [_stage_data(program, i) for i in range(len(program.stages))],

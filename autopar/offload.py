@@ -42,7 +42,8 @@ class Host:
         """Fetch the gradients; those to be added to in the next step are the host's."""
         for name, grad in self._grads.items():
             copy = self._device[name]
-            if copy.grad is None:
+            if copy.grad is None:  # it overflowed
+                self.parameters[name].grad = None
                 continue
             self.parameters[name].grad = grad.copy_(copy.grad)
             copy.grad = None

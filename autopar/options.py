@@ -40,6 +40,8 @@ class Options(TypedDict, total=False):
     a step too, with 3 of everything at any time (FSDP); see `passes.rest`. On a mesh
     "dp=2,fsdp=4" ranks share along fsdp, and dp replicates the shares.
     offload: what an optimizer updates and keeps lies on the CPU; see `autopar.offload`.
+    precision: "bf16" or "fp16" is what `with torch.autocast` would be around the model,
+    its parameters staying as they are; see `passes.lower_precision`.
     hints: `{"*.mlp.fc.weight": "ffn/tp"}`, see `passes.hints`.
     """
 
@@ -53,6 +55,7 @@ class Options(TypedDict, total=False):
     memory: int | str
     zero: int
     offload: bool
+    precision: str
     hints: Mapping[str, str] | None
 
 

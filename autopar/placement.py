@@ -40,6 +40,7 @@ class Placement:
         self.microbatch = 0
         self.zigzag: frozenset[str] = frozenset()
         self.key = 0  # of all dropout masks of this step
+        self.scale = 1.0  # of the loss, in this step
         self.evaluating = False
         self._ranks: dict[tuple[str, ...], tuple[int, ...]] = {}
 

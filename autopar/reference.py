@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.kernels import dropout_mask
+from autopar.loss_scale import LossScale
 from passes.call_model import loss_of
 from passes.errors import AutoparError
 
@@ -91,17 +92,24 @@ def reference_step(
     batch: Mapping[str, Any],
     loss_fn: Callable[..., Any] | None = None,
     key: int = 0,
+    precision: torch.dtype | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and every gradient of `model(**batch)`, by the model's own names.
+
+    precision: of torch.autocast around the model's forward. float16 comes with a loss
+    scale: the greatest power of two, up to that of `LossScale`, without an overflow.
 
     `.grad` of the model is left as it was. Raises: AutoparError for dropout within
     activation checkpoints, whose masks cannot be drawn a second time.
     """
+    device = next(p.device.type for p in model.parameters())
+    autocast = torch.autocast(device, precision, enabled=precision is not None)
     with OurDropout(key), torch.enable_grad():
-        loss = loss_of(model, batch, loss_fn)
+        with autocast:
+            loss = loss_of(model, batch, loss_fn)
         wanted = {n: p for n, p in model.named_parameters() if p.requires_grad}
         try:
-            grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+            grads = _gradients(loss, list(wanted.values()), precision)
         except RuntimeError as error:  # also checkpoint's own
             if "checkpoint" not in str(error):
                 raise
@@ -115,3 +123,17 @@ def reference_step(
         for (n, p), g in zip(wanted.items(), grads, strict=True)
     }
     return loss.detach(), found
+
+
+def _gradients(
+    loss: Tensor, wanted: list[Tensor], precision: torch.dtype | None
+) -> tuple[Tensor | None, ...]:
+    scale = LossScale().scale if precision is torch.float16 else 1.0
+    while True:
+        found = torch.autograd.grad(
+            loss * scale, wanted, allow_unused=True, retain_graph=scale > 1.0
+        )
+        held = [g for g in found if g is not None]
+        if scale <= 1.0 or all(bool(g.isfinite().all()) for g in held):
+            return tuple(None if g is None else g / scale for g in found)
+        scale /= 2.0

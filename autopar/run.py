@@ -212,12 +212,16 @@ class Reference:
             )
         self.model: nn.Module = loaded.model
         self.seed, self.clip = stored.seed, options.clip
+        self.precision = stored.program.plan.dtype
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.lr)
         self.rates = learning_rates(self.optimizer, options.warmup)
 
     def step(self, i: int, batch: Mapping[str, Tensor]) -> float:
         """One update; returns the loss before it."""
-        loss, grads = reference_step(self.model, batch, key=(self.seed << 32) + i)
+        key = (self.seed << 32) + i
+        loss, grads = reference_step(
+            self.model, batch, key=key, precision=self.precision
+        )
         for name, p in self.model.named_parameters():
             p.grad = grads.get(name)
         if self.clip:

@@ -62,7 +62,7 @@ def find_layers(model: nn.Module) -> Layers | None:
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) < 2:
             continue
-        period = _period(_without_index([_facts(layer) for layer in module]))
+        period = _period(_without_index([find_facts(layer) for layer in module]))
         if period is None:
             continue
         kept = min(KEPT * period, len(module))
@@ -84,10 +84,10 @@ def _period(layers: list[Facts]) -> int | None:
 Facts = dict[tuple[str, str], object]  # (module path, attribute) -> value
 
 
-def _facts(layer: nn.Module) -> Facts:
-    """What a layer computes by: classes, sizes and plain attributes."""
+def find_facts(module: nn.Module) -> Facts:
+    """What a module computes by: classes, sizes and plain attributes."""
     found: Facts = {}
-    for path, part in layer.named_modules():
+    for path, part in module.named_modules():
         found[path, "class"] = type(part)
         for name, value in vars(part).items():
             if isinstance(value, bool | int | float | str):

@@ -207,6 +207,18 @@ class Step:
         """The decisions; complete (cuts included) once the step is compiled."""
         return self._plan if self._executor is None else self.program.plan
 
+    @property
+    def loss_scale(self) -> float:
+        """What the next backward starts with; 1 but for precision="fp16"."""
+        held = self.executor.loss_scale
+        return held.scale if held else 1.0
+
+    @property
+    def skipped(self) -> int:
+        """Steps whose gradients overflowed in float16, and were left out."""
+        held = self.executor.loss_scale
+        return held.skipped if held else 0
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's shards, for any torch.optim optimizer; see `offload`."""
         yield from dict(self.named_parameters()).values()
@@ -302,10 +314,17 @@ class Step:
 
         Dropout follows from seed and count of steps: there is no generator to keep.
         """
-        return {"steps": self.executor.steps, "seed": self.executor.seed}
+        executor = self.executor
+        state = {"steps": executor.steps, "seed": executor.seed}
+        if (scale := executor.loss_scale) is None:
+            return state
+        return {**state, "loss_scale": scale.state_dict()}
 
     def load_training_state(self, state: Mapping[str, Any]) -> None:
-        self.executor.steps, self.executor.seed = state["steps"], state["seed"]
+        executor = self.executor
+        executor.steps, executor.seed = state["steps"], state["seed"]
+        if executor.loss_scale and "loss_scale" in state:
+            executor.loss_scale.load_state_dict(state["loss_scale"])
 
     def save(
         self,

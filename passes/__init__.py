@@ -1,6 +1,7 @@
 """The compiler: pure functions from one type to the next, in this order.
 
     trace               Traced    the model's forward, down to the loss
+    lower_precision     Traced    casts, where autocast would compute in half the bits
     normalize           Traced    one spelling for each thing
     name_dims           Named     what each dim of each tensor is
     propagate           Sharded   which axis splits which dim, for every value
@@ -21,8 +22,10 @@ What they stand on:
 
     graph, rewrite, mesh, plan, hints, sharding, program, errors   the types that flow
     notation, rules, linearity, probe, formulas, atoms, origins    how dims flow
-    functionalize, call_model, loss, fuse, spell_attention, spell_experts  spellings
+    read_export, functionalize, call_model                         reading a model
+    loss, fuse, spell_attention, spell_experts                     spellings
     choose_names                                                   names for dims
+    local_stage                                                    what a rank runs
     rest, shares, collectives                                      who holds what
     ring                                                           attention on a ring
     vjp, traced_vjp, tape                                          derivatives

@@ -20,10 +20,11 @@ from passes.choose_schedule import (
     splits_backward,
 )
 from passes.cost import Seconds
-from passes.differentiate import LocalStage, differentiate
+from passes.differentiate import differentiate
 from passes.errors import AutoparError
 from passes.fit_schedule import on_paper
 from passes.footprint import footprint, peak_bytes, saved_by_layer
+from passes.local_stage import LocalStage
 from passes.memory import OutOfMemory, RankMemory, out_of_memory, resting
 from passes.plan import AUTO, RECOMPUTE, Plan
 from passes.schedule import Schedule, ScheduleError
@@ -97,10 +98,8 @@ class _Search:
         if key not in self.known:
             sizes = {axis: plan.size(axis) for axis in plan.axes}
             first = dict.fromkeys((*sizes, *(axis for axis, _ in plan.mesh.axes)), 0)
-            halves = splits_backward(plan)
-            self.known[key] = differentiate(
-                stage, sizes, first, policies, plan.zero, halves
-            )
+            made = (plan.zero, splits_backward(plan), plan.scales_loss)
+            self.known[key] = differentiate(stage, sizes, first, policies, *made)
         return replace(self.known[key], stage=stage)
 
     def uniform(self, stage: Stage, policy: str) -> LocalStage:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Collection, Sequence
 
 from passes.cost import Seconds
-from passes.differentiate import LocalStage
 from passes.fit_schedule import Limits, fit_schedule
 from passes.footprint import Footprint
+from passes.local_stage import LocalStage
 from passes.make_schedule import make_schedule
 from passes.memory import resting
 from passes.plan import AUTO, Plan

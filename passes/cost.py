@@ -194,8 +194,8 @@ class Costs:
         if ring_of(node) is not None:
             # Backward keys and values go round again, and their gradients with them,
             # all while something is computed.
-            sending = passed_round(node)[1] / self.link_bytes_per_second
-            busy = max(busy, sending)
+            sent = sum(size for *_, size in passed_round(node))
+            busy = max(busy, sent / self.link_bytes_per_second)
         backward = BACKWARD * busy
         weight = backward / 2 if weights_of(node) else 0.0
         return Seconds(busy, backward - weight, weight)

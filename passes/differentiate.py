@@ -8,80 +8,25 @@ place over microbatches; what is pending over mesh axes stays so until the step'
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
-from passes.cost import flops
+import torch
+
 from passes.fuse import drop_identities, fuse_bias, spell_masks
 from passes.graph import Builder, Node, Value
+from passes.local_stage import LocalStage
 from passes.localize import Localizer
 from passes.name_dims import Dims
 from passes.overlap import by_layer, by_size, gather_ahead, scatter_behind
 from passes.recompute import recompute
-from passes.rest import find_gathered, gather_again
+from passes.rest import find_casts, find_gathered, gather_again, gradient_dtypes
 from passes.reuse import reuse
 from passes.ring import ATTENTION
 from passes.split_backward import GRADIENT, find_dependent, split_backward
 from passes.split_stages import Stage
-from passes.tape import Tape, ones_like
+from passes.tape import Tape, seed_of
 from passes.traced_vjp import expand_forward, traced
 from passes.vjp import DERIVATIVES, forward_nodes
-
-
-@dataclass(frozen=True)
-class LocalStage:
-    """What one rank runs of a stage. Shapes are the rank's own.
-
-    setup, prologue, forward: as in `Stage`. backward: from the cotangents of `sends` to
-    those of `receives`. epilogue: once a step, after all backwards. saved: what forward
-    keeps for backward. grads: parameter, or what is gathered for the whole step, -> the
-    buffer that its gradient is added to. text: value name -> its named dims.
-    weight_half: None, or the part of the backward that can run later than the rest,
-    which is `backward` then; kept: what it needs of the forward and of that.
-    """
-
-    stage: Stage
-    setup: tuple[Node, ...]
-    prologue: tuple[Node, ...]
-    forward: tuple[Node, ...]
-    backward: tuple[Node, ...]
-    epilogue: tuple[Node, ...]
-    params: tuple[Value, ...]
-    buffers: tuple[Value, ...]
-    constants: tuple[Value, ...]
-    inputs: tuple[Value, ...]
-    receives: tuple[Value, ...]
-    sends: tuple[Value, ...]
-    d_sends: tuple[Value | None, ...]
-    d_receives: tuple[Value | None, ...]
-    loss: Value | None
-    saved: tuple[Value, ...]
-    weight_half: tuple[Node, ...] | None
-    kept: tuple[Value, ...]
-    grads: Mapping[str, Value]
-    texts: Mapping[str, str]
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        """Of all parts, in the order in which these run."""
-        once = (*self.setup, *self.prologue)
-        return (*once, *self.forward, *self.whole_backward, *self.epilogue)
-
-    @property
-    def whole_backward(self) -> tuple[Node, ...]:
-        """Both halves."""
-        return (*self.backward, *(self.weight_half or ()))
-
-    @property
-    def wholes(self) -> tuple[Value, ...]:
-        """Gradients that are whole during a step, and shares of it afterwards."""
-        held = {p.name for p in self.params}
-        return tuple(g for name, g in self.grads.items() if name not in held)
-
-    @property
-    def flops(self) -> int:
-        """Of one forward of one microbatch."""
-        return sum(flops(n) for n in self.forward)
 
 
 def differentiate(
@@ -91,32 +36,32 @@ def differentiate(
     policies: Mapping[str, str] = MappingProxyType({}),
     zero: int = 0,
     halves: bool = False,
+    scaled: bool = False,
 ) -> LocalStage:
     """Localize a stage for the rank at `coords`, and write its backward.
 
     policies: layer -> what its backward computes again, see `recompute`.
     zero: when parameters are gathered and their gradients scattered, see `rest`.
     halves: whether the backward is split, see `split_backward`.
+    scaled: whether the backward starts with the loss's scale instead of 1.
     """
     local = Localizer(stage.dims, stage.shardings, sizes, coords)
-    parts, sources = _localized(stage, local)
-    loss = local.value(stage.loss) if stage.loss else None
+    parts, sources, loss = _localized(stage, local)
     forward = fuse_bias(spell_masks(parts["forward"]))
     builder = Builder(set(stage.dims) | {v.name for n in forward for v in n.results})
-    standing = {v.name for n in parts["setup"] for v in n.results}
-    standing |= {v.name for p in ("params", "buffers", "constants") for v in sources[p]}
-    trained = sources["params"]
-    if zero == 1:
-        trained += _boundary(forward, standing)
-    writer = _Writer(builder, stage.differentiable, trained, sizes)
+    casts = find_casts(forward, sources["params"])
+    standing = _standing(parts["setup"], sources) | casts.keys()
+    whole = _boundary(forward, standing) if zero == 1 else ()
+    trained = (*sources["params"], *whole)
+    dtypes = gradient_dtypes(forward, sources["params"])
+    writer = _Writer(builder, stage.differentiable, trained, sizes, dtypes, casts)
     writer.run_forward(forward)
-    d_sends = writer.seed(sources["sends"], loss, halves)
+    d_sends = writer.seed(sources["sends"], loss, halves, scaled)
     d_receives = writer.run_backward(sources["receives"])
     writer.run_epilogue()
     writer.drop_dead(d_receives)
     ends = [*sources["sends"], *([loss] if loss else [])]
-    if zero in (1, 2):
-        parts["prologue"] += writer.take_gathers(standing)
+    parts["prologue"] += writer.take_once(casts, standing, gathers=zero in (1, 2))
     writer.make_again(policies, {v.name for v in ends}, stage.dims, standing)
     elsewhere = standing | {v.name for n in parts["prologue"] for v in n.results}
     elsewhere |= {v.name for v in (*sources["inputs"], *writer.tape.grads.values())}
@@ -148,14 +93,24 @@ def differentiate(
 
 def _localized(
     stage: Stage, local: Localizer
-) -> tuple[dict[str, list[Node]], dict[str, tuple[Value, ...]]]:
-    """The stage's nodes and its values from outside, by field, in the rank's shapes."""
+) -> tuple[dict[str, list[Node]], dict[str, tuple[Value, ...]], Value | None]:
+    """The stage's nodes, and its values from outside, by field, in the rank's shapes;
+    and its loss."""
     parts = ("setup", "prologue", "forward")
     sources = ("params", "buffers", "constants", "inputs", "receives", "sends")
     return (
         {part: [local.node(n) for n in getattr(stage, part)] for part in parts},
         {part: tuple(map(local.value, getattr(stage, part))) for part in sources},
+        local.value(stage.loss) if stage.loss else None,
     )
+
+
+def _standing(
+    setup: Iterable[Node], sources: Mapping[str, Iterable[Value]]
+) -> set[str]:
+    """Names of what is there between steps: what setup made, and what it is made of."""
+    held = (v for p in ("params", "buffers", "constants") for v in sources[p])
+    return {v.name for v in (*held, *(v for n in setup for v in n.results))}
 
 
 class _Writer:
@@ -165,13 +120,15 @@ class _Writer:
         differentiable: frozenset[str],
         trained: tuple[Value, ...],
         sizes: Mapping[str, int],
+        dtypes: Mapping[str, torch.dtype],
+        casts: Mapping[str, str],
     ) -> None:
         grads = {
-            v.name: Value(GRADIENT + v.name, v.shape, v.dtype)
+            v.name: Value(GRADIENT + v.name, v.shape, dtypes.get(v.name, v.dtype))
             for v in trained
             if v.name in differentiable
         }
-        self.tape = Tape(builder, differentiable, grads, sizes)
+        self.tape = Tape(builder, differentiable, grads, sizes, dtypes, casts)
         self.forward: list[Node] = []
         self.backward: list[Node] = []
         self.weight_half: list[Node] = []
@@ -208,7 +165,11 @@ class _Writer:
         return False
 
     def seed(
-        self, sends: tuple[Value, ...], loss: Value | None, halves: bool
+        self,
+        sends: tuple[Value, ...],
+        loss: Value | None,
+        halves: bool,
+        scaled: bool,
     ) -> tuple[Value | None, ...]:
         """Start the backward with the cotangents that come in, and the loss's own.
 
@@ -226,16 +187,20 @@ class _Writer:
                 self.tape.share(dy)
             self.tape.add(v, dy)
         if loss is not None and self.tape.wanted(loss):
-            self.tape.add(loss, ones_like(self.tape, loss, self.through[-1]))
+            self.tape.add(loss, seed_of(self.tape, loss, self.through[-1], scaled))
         return tuple(incoming)
 
     def run_backward(self, receives: tuple[Value, ...]) -> tuple[Value | None, ...]:
+        """Down to the cotangents that the stage before waits for: zeros, where this
+        one's gradient does not depend on what it received."""
         tape = self.tape
         self._transpose(self.through)
-        found: list[Value | None] = [None] * len(receives)
-        if self.through:
-            at = self.through[0]
-            found = [tape.take(v, at) if tape.wanted(v) else None for v in receives]
+        # A stage may only look at what it hands on: a maximum of the logits.
+        at = (self.through or self.forward)[0]
+        found = [
+            tape.take(v, at) or tape.zeros(v, at) if tape.wanted(v) else None
+            for v in receives
+        ]
         self.backward, tape.nodes = tape.nodes, []
         return tuple(found)
 
@@ -245,11 +210,11 @@ class _Writer:
         The loop stops at them as at parameters, so their makers are left to be done.
         """
         tape = self.tape
-        makers = [n for n in self.through if any(map(tape.is_param, n.results))]
-        for v in (v for n in makers for v in n.results if tape.is_param(v)):
+        made = [v for n in self.through for v in n.results if v.name in tape.grads]
+        for v in made:
             tape.add(v, tape.grads[v.name])
             tape.share(tape.grads[v.name])
-        self._transpose(self.through if makers else [])
+        self._transpose(self.through if made else [])
         self.epilogue, tape.nodes = tape.nodes, []
 
     def _transpose(self, nodes: list[Node]) -> None:
@@ -274,7 +239,7 @@ class _Writer:
                 if tape.is_param(v):
                     tape.accumulate(v, "autopar.add_", node, dy)
                 else:
-                    tape.add(v, dy)
+                    tape.add(v, tape.cast(dy, v, node))
 
     def drop_dead(self, outputs: tuple[Value | None, ...]) -> None:
         """Keep the backward's nodes that a result or a gradient depends on."""
@@ -283,12 +248,23 @@ class _Writer:
         self.backward = _alive(backward, {v.name for v in outputs if v is not None})
         self.epilogue = _alive(epilogue, set())
 
-    def take_gathers(self, standing: set[str]) -> list[Node]:
-        """Remove from the forward what it makes of parameters by gathering them."""
-        makers = {id(n) for n in find_gathered(self.forward, standing).values()}
+    def take_once(
+        self, casts: Collection[str], standing: set[str], gathers: bool
+    ) -> list[Node]:
+        """Remove from the forward what it makes of parameters once a step: casts of
+        them, and if `gathers`, what is gathered."""
+        taken = self._take_out(casts)
+        if gathers:
+            whole = self._take_out(find_gathered(self.forward, standing))
+            taken += gather_ahead(whole, standing, by_size, self.tape.builder)
+        return taken
+
+    def _take_out(self, made: Collection[str]) -> list[Node]:
+        """Remove from the forward the nodes that make these values."""
+        makers = {id(n) for n in self.forward for v in n.results if v.name in made}
         taken = [n for n in self.forward if id(n) in makers]
         self.forward = [n for n in self.forward if id(n) not in makers]
-        return gather_ahead(taken, standing, by_size, self.tape.builder)
+        return taken
 
     def saved(
         self, elsewhere: set[str], outputs: tuple[Value | None, ...]

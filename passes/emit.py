@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from passes.differentiate import LocalStage
 from passes.graph import Node, Value
+from passes.local_stage import LocalStage
 
 HEADER = '''"""{title}
 

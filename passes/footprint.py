@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.collectives import collective
-from passes.differentiate import LocalStage
-from passes.graph import Node
+from passes.graph import DTYPES, Node
+from passes.local_stage import LocalStage
 from passes.messages import AHEAD, posted, proofs, sizes
-from passes.rest import find_gathered
+from passes.rest import find_made
 from passes.reuse import find_owners
 from passes.ring import passed_round, ring_of, workspace
 from passes.schedule import Kind, Schedule
@@ -26,13 +26,14 @@ class Communication:
 
     part: "forward" or "backward" (calls and bytes are of one microbatch), or "step"
     (of one step). kind: a collective, "shift" (to the next rank of a ring), or "send".
-    bytes: of the tensors that the rank gives, all calls together.
+    dtype: as `f32`. bytes: of the tensors that the rank gives, all calls together.
     """
 
     stage: int
     part: str
     kind: str
     axes: tuple[str, ...]
+    dtype: str
     calls: int
     bytes: int
 
@@ -42,10 +43,11 @@ class Footprint:
     """Bytes on one rank: kept from a microbatch's forward to its backward; and the most
     that a forward, or a backward with what it was given, has alive at once. Where the
     backward is split, that is of the input half; kept: what it keeps for the weight
-    half; weight_peak: the most that this has alive. step: of parameters that are
-    gathered for a whole step, and of gradients whole as long. edges: the most before
-    the first forward or after the last backward, when some of these are in messages.
-    received, sent: of a forward's messages; gradients are as large, the other way.
+    half; weight_peak: the most that this has alive. step: of what is made of parameters
+    for a whole step, gathered or in another precision, and of gradients whole as long.
+    edges: the most before the first forward or after the last backward, when some of
+    these are in messages. received, sent: of a forward's messages; gradients are as
+    large, the other way.
     """
 
     saved: int
@@ -155,17 +157,15 @@ def saved_by_layer(local: LocalStage) -> dict[str, int]:
 
 
 def _whole(local: LocalStage) -> tuple[int, int]:
-    """Bytes of what is whole for a step, though a share of it rests; and the most at
-    both ends of the step."""
-    once = (*local.setup, *local.prologue)
-    owners, sizes = find_owners(once), _sizes(once)
+    """Bytes of what is there for a step, though something else rests between steps;
+    and the most at both ends of the step."""
     rests = {v.name for v in (*local.params, *local.buffers, *local.constants)}
-    gathered = find_gathered(
-        once, rests | {v.name for n in local.setup for v in n.results}
-    )
+    rests |= {v.name for n in local.setup for v in n.results}
+    owners, sizes = find_owners(local.prologue), _sizes(local.prologue)
+    made = find_made(local.prologue, rests)
     later = (*local.forward, *local.whole_backward, *local.epilogue)
     read = {v.name for n in later for v in n.operands}
-    roots = {owners[name] for name in gathered if name in owners and name in read}
+    roots = {owners[name] for name in made if name in owners and name in read}
     grads = sum(v.bytes for v in local.wholes)
     step = sum(sizes[root] for root in roots) + grads
     begin = _peak(local.prologue, {}, read) + grads
@@ -217,20 +217,23 @@ def communication(local: LocalStage) -> list[Communication]:
         ("backward", local.whole_backward, local.d_receives),
         ("step", (*local.prologue, *local.epilogue), ()),
     ):
-        calls: Counter[tuple[str, tuple[str, ...]]] = Counter()
-        moved: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        calls: Counter[tuple[str, tuple[str, ...], str]] = Counter()
+        moved: Counter[tuple[str, tuple[str, ...], str]] = Counter()
         for node in nodes:
             if (ring := ring_of(node)) is not None:
-                count, size = passed_round(node)
-                calls["shift", (ring,)] += count
-                moved["shift", (ring,)] += size
-            elif key := collective(node):
+                for dtype, count, size in passed_round(node):
+                    calls["shift", (ring,), DTYPES[dtype]] += count
+                    moved["shift", (ring,), DTYPES[dtype]] += size
+            elif over := collective(node):
+                x = node.operands[0]
+                key = (*over, DTYPES.get(x.dtype, str(x.dtype)))
                 calls[key] += 1
                 moved[key] += sum(v.bytes for v in node.operands)
         for v in handed:
             if v is not None:
-                calls["send", ("pp",)] += 1
-                moved["send", ("pp",)] += v.bytes
+                sent = ("send", ("pp",), DTYPES.get(v.dtype, str(v.dtype)))
+                calls[sent] += 1
+                moved[sent] += v.bytes
         found += [
             Communication(stage, part, *key, calls[key], moved[key]) for key in calls
         ]

@@ -14,16 +14,19 @@ import torch
 from passes.graph import Node, Value
 from passes.ring import ATTENTION
 
+# What does nothing at run time: R -> V, and a gradient that ends.
+IDENTITIES = ("comm.enter", "aten.detach.default")
+
 
 def drop_identities(*parts: list[Node]) -> tuple[list[Node], ...]:
-    """Leave out what does nothing at run time: R -> V, and detach."""
+    """Leave out what does nothing at run time."""
     aliases: dict[str, Value] = {}
 
     def follow(nodes: list[Node]) -> list[Node]:
         kept = []
         for node in nodes:
             node = node.substitute(lambda v: aliases.get(v.name, v))
-            if node.op in ("comm.enter", "aten.detach.default"):
+            if node.op in IDENTITIES:
                 aliases[node.out.name] = node.operands[0]
             else:
                 kept.append(node)
@@ -82,6 +85,8 @@ def fuse_bias(nodes: list[Node]) -> list[Node]:
         if not (is_linear or is_matmul) or len(product.operands) != 2:
             continue
         if len(product.operands[1].shape) != 2 or b.shape[0] != y.shape[-1]:
+            continue
+        if not b.dtype == y.dtype == node.out.dtype:
             continue
         op = product.op if is_linear else "autopar.affine"
         found[made[y.name]] = None

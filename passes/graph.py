@@ -12,7 +12,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ class Where:
         return "  ".join(part for part in (self.source, self.module) if part)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Node:
     """One operation: `outs = op(*args, **kwargs)`.
 
@@ -103,12 +103,12 @@ class Node:
         assert value is not None, f"{self.op} has no result"
         return value
 
-    @property
+    @cached_property
     def operands(self) -> tuple[Value, ...]:
         """The values among the arguments, in order, repeats included."""
         return tuple(values_in((self.args, tuple(self.kwargs.values()))))
 
-    @property
+    @cached_property
     def results(self) -> tuple[Value, ...]:
         return tuple(v for v in self.outs if v is not None)
 

@@ -17,6 +17,7 @@ from passes.errors import HintError, ShardingConflict
 from passes.graph import Node
 from passes.name_dims import Dim, Factor, Named
 from passes.plan import Plan
+from passes.rest import find_casts
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Pins:
 def read_hints(named: Named, plan: Plan) -> Pins:
     """Resolve the plan's hints. Raises HintError for one that names nothing."""
     pins: dict[tuple[str, str], tuple[Dim, str]] = {}
+    casts = find_casts(named.graph.nodes, named.graph.params)
     for wanted, what in plan.hints.items():
         hint = f"{wanted!r}: {what!r}"
         name, slash, axis = what.partition("/")
@@ -89,5 +91,6 @@ def read_hints(named: Named, plan: Plan) -> Pins:
                     fix="split another dim",
                 )
             if plan.size(axis) > 1:
-                pins[v.name, axis] = (found[0], hint)
+                copies = [copy for copy, name in casts.items() if name == v.name]
+                pins.update(((n, axis), (found[0], hint)) for n in (v.name, *copies))
     return Pins(pins, named)

@@ -6,6 +6,8 @@ completed once, where something else needs it.
 
 from __future__ import annotations
 
+import torch
+
 from passes.graph import Node
 from passes.rules import MOVES
 
@@ -45,6 +47,8 @@ def passes_pending_sum(node: Node, pending: list[bool]) -> bool:
     tensors = len(node.operands)
     if name in ("aten.add", "aten.sub"):
         return tensors == 2 and all(pending)
+    if name == "aten.to":
+        return pending[0] and _keeps_all(node.operands[0].dtype, node.out.dtype)
     if name in JOINTLY_LINEAR:
         return all(pending)
     if name in LINEAR_IN_EACH:
@@ -52,3 +56,8 @@ def passes_pending_sum(node: Node, pending: list[bool]) -> bool:
     if name == "aten.div":
         return pending[0] and not any(pending[1:]) and not node.kwargs
     return False
+
+
+def _keeps_all(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether a cast of real numbers is one to a precision at least as wide."""
+    return before.is_floating_point and torch.promote_types(before, after) is after

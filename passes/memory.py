@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 
-from passes.differentiate import LocalStage
 from passes.errors import AutoparError
 from passes.footprint import Footprint, peak_bytes
+from passes.local_stage import LocalStage
 from passes.schedule import Schedule
 
 # AdamW keeps two values for each one that it trains, in the parameter's own type.

@@ -42,7 +42,13 @@ def cast(rewriter: Rewriter, node: Node) -> Value | None:
     if x.dtype == out.dtype:
         return x
     return rewriter.emit(
-        "aten.to.dtype", x, out.dtype, shape=x.shape, dtype=out.dtype, where=node.where
+        "aten.to.dtype",
+        x,
+        out.dtype,
+        shape=x.shape,
+        dtype=out.dtype,
+        where=node.where,
+        name=out.name,
     )
 
 
@@ -119,11 +125,11 @@ def new_factory(rewriter: Rewriter, node: Node) -> Value:
 def cat(rewriter: Rewriter, node: Node) -> Value | None:
     """Drop what is empty (a fresh key/value cache); a lone piece is the whole."""
     pieces = tuple(v for v in node.args[0] if v.shape != (0,))
+    out = node.out
     if len(pieces) == 1:
-        return pieces[0]
+        return cast(rewriter, replace(node, args=pieces))
     if len(pieces) == len(node.args[0]):
         return None
-    out = node.out
     dim = node.args[1] if len(node.args) > 1 else 0
     return rewriter.emit(
         node.op, pieces, dim, shape=out.shape, dtype=out.dtype, where=node.where
@@ -243,11 +249,12 @@ def tanh_gelu(rewriter: Rewriter, node: Node) -> Value | None:
         power = rewriter.producer(small.args[0], "aten.pow") if small else None
         if not (h and b and scaled and cubic and small and power):
             continue
-        x = power.args[0]
+        x, inner = power.args[0], _uncast(rewriter, power.args[0])
         constants = (h.args[1], b.args[1], scaled.args[1], small.args[1], power.args[1])
         wanted = (0.5, 1.0, math.sqrt(2 / math.pi), 0.044715, 3.0)
         plain = all(isinstance(c, int | float) for c in constants)
-        same_x = h.args[0] == x and cubic.args[0] == x and not cubic.kwargs
+        others = (_uncast(rewriter, h.args[0]), _uncast(rewriter, cubic.args[0]))
+        same_x = others == (inner, inner) and not cubic.kwargs
         if plain and same_x and all(map(math.isclose, constants, wanted)):
             return rewriter.emit(
                 "aten.gelu.default",
@@ -258,6 +265,12 @@ def tanh_gelu(rewriter: Rewriter, node: Node) -> Value | None:
                 approximate="tanh",
             )
     return None
+
+
+def _uncast(rewriter: Rewriter, x: Value) -> Value:
+    """What x is in another precision, if it is that."""
+    cast_node = rewriter.producer(x, "aten.to")
+    return cast_node.operands[0] if cast_node else x
 
 
 CLEAN: dict[str, Rule] = {

@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+import torch
+
 from passes.cost import PRODUCTS
-from passes.graph import Node
+from passes.graph import DTYPES, Node
 from passes.mesh import TIME
 from passes.name_dims import Factor
 from passes.origins import Origin
@@ -26,7 +28,12 @@ def find_notes(sharded: Sharded) -> tuple[str, ...]:
     plan = sharded.plan
     axes = [a for a in plan.axes if a not in (TIME, *plan.data_axes)]
     notes = [note for axis in axes for note in _unsplit(sharded, axis)]
-    return (*notes, *_without_experts(sharded), *_unruled(sharded))
+    return (
+        *notes,
+        *_without_experts(sharded),
+        *_unruled(sharded),
+        *_precision(sharded),
+    )
 
 
 def _without_experts(sharded: Sharded) -> list[str]:
@@ -126,4 +133,23 @@ def _unruled(sharded: Sharded) -> list[str]:
         times = f", {len(nodes)} times" if len(nodes) > 1 else ""
         source = nodes[0].where.source
         notes.append(f"{verdict} ({source}{times})" if source else verdict)
+    return notes
+
+
+def _precision(sharded: Sharded) -> list[str]:
+    """Parameters that are not what an optimizer or the plan's precision wants."""
+    found = {v.dtype for v in sharded.graph.params}
+    notes = []
+    for dtype in (torch.bfloat16, torch.float16):
+        if dtype in found:
+            notes.append(
+                f"parameters are {DTYPES[dtype]}, without a copy in float32: updates "
+                "too small for them get lost; a float32 model with precision= keeps "
+                "its parameters in float32"
+            )
+    if sharded.plan.dtype and torch.float64 in found:
+        notes.append(
+            f"parameters are f64: precision {sharded.plan.precision!r} leaves them and "
+            "what is computed with them as they are, as autocast does"
+        )
     return notes

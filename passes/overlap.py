@@ -29,6 +29,11 @@ STARTS = {
     SCATTER: ("comm.start_scatter", "scattering"),
 }
 
+# What leads from a scattered gradient to a parameter's: shares in one piece, unlike
+# those of rows, which a scatter of activations may have in zigzag.
+HANDS_ON = (SCATTER, "aten.reshape.default", "aten.to.dtype")
+ADDS = "autopar.add_"
+
 Blocks = Callable[[Sequence[Node]], list[list[Node]]]
 
 
@@ -162,7 +167,7 @@ def scatter_behind(
 def _first_scatters(
     nodes: Sequence[Node], keep: Collection[str]
 ) -> tuple[list[Node], list[list[Node]]]:
-    """The scatters that only lead to gradients, and do not follow on another one.
+    """The scatters of parameters' gradients that do not follow on another one.
 
     With each of them comes what follows on it; on several, with the latest of them.
     """
@@ -188,14 +193,16 @@ def _first_scatters(
 
 
 def _final(nodes: Sequence[Node], keep: Collection[str]) -> set[int]:
-    """Ids of the nodes that only lead to gradients of parameters."""
+    """Ids of the nodes that only hand on gradients of parameters."""
     found: set[int] = set()
     wanted = set(keep)
     for node in reversed(nodes):
         if node.results:
-            final = wanted.isdisjoint(v.name for v in node.results)
+            unread = wanted.isdisjoint(v.name for v in node.results)
+            final = unread and node.op in HANDS_ON
         else:
-            final = node.operands[0].name.startswith(GRADIENT)
+            into_gradient = node.operands[0].name.startswith(GRADIENT)
+            final = into_gradient and node.op == ADDS
         if final:
             found.add(id(node))
         else:

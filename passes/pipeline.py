@@ -11,12 +11,14 @@ from passes.choose_recompute import again, choose_recompute, stage_policies
 from passes.choose_schedule import choose_schedule, room, splits_backward
 from passes.collectives import collective
 from passes.cost import Costs
-from passes.differentiate import LocalStage, differentiate
+from passes.differentiate import differentiate
 from passes.emit import emit
 from passes.errors import BatchError
 from passes.footprint import communication, footprint
 from passes.graph import Value
 from passes.insert_collectives import Lowered, insert_collectives
+from passes.local_stage import LocalStage
+from passes.lower_precision import lower_precision
 from passes.memory import check_memory, rank_memory
 from passes.mesh import TIME
 from passes.name_dims import Named, name_dims
@@ -53,6 +55,9 @@ def compile_program(
     """
     splits_backward(plan)  # what cannot run is refused before the work begins
     watch("trace", str(traced))
+    traced = lower_precision(traced, tables=bool(plan.rest_axes))
+    if traced.autocast:
+        watch("lower_precision", str(traced))
     normal = normalize(traced)
     watch("normalize", str(normal))
     named = name_dims(normal)
@@ -112,7 +117,8 @@ def emit_modules(
             shapes = _shape_class(stage, sizes, full)
             key = (text, shapes, *policies.items())
             if key not in known:
-                local = differentiate(stage, sizes, full, policies, plan.zero, halves)
+                made = (plan.zero, halves, plan.scales_loss)
+                local = differentiate(stage, sizes, full, policies, *made)
                 module = emit(local, len(staged.stages))
                 digest = hashlib.sha256(module.encode()).hexdigest()[:16]
                 known[key] = (digest, module, local)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import torch
+
 from passes.errors import AutoparError
 from passes.make_schedule import SCHEDULES
 from passes.mesh import AXES, TIME, Mesh
@@ -48,6 +50,15 @@ AUTO = "auto"
 ZERO = (0, 1, 2, 3)
 
 
+# What products compute in, while parameters, their gradients and the loss stay as they
+# are: see `passes.lower_precision`. "model": everything as the model has it.
+PRECISION: dict[str, torch.dtype | None] = {
+    "model": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
 class PlanError(AutoparError):
     """A plan that cannot be read, or that contradicts itself."""
 
@@ -70,6 +81,7 @@ class Plan:
     zigzag: axes whose ranks hold of a dim a piece from its front and the mirror image
     from its back, instead of one piece, and of parameters all: see `passes.shares`.
     offload: whether an optimizer updates copies on the CPU, see `autopar.offload`.
+    precision: "model", "bf16" or "fp16", see `PRECISION`.
     """
 
     mesh: Mesh
@@ -86,6 +98,7 @@ class Plan:
     offload: bool = False
     recompute_layers: Mapping[str, str] = field(default_factory=dict)
     memory: int = 0
+    precision: str = "model"
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -113,6 +126,11 @@ class Plan:
                     f"zigzag has {axis!r}, which splits no sequence",
                     fix="name axes that split one, as in ('cp',)",
                 )
+        if self.precision not in PRECISION:
+            raise PlanError(
+                f"precision={self.precision!r}",
+                fix=f"use one of {', '.join(map(repr, PRECISION))}",
+            )
         self._check_shares()
 
     def _check_shares(self) -> None:
@@ -193,6 +211,16 @@ class Plan:
         return axis != TIME and "batch" in self.split.get(axis, ())
 
     @property
+    def dtype(self) -> torch.dtype | None:
+        """What products compute in; None: what they are given."""
+        return PRECISION[self.precision]
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients would get lost below the smallest number of the dtype."""
+        return self.dtype is torch.float16
+
+    @property
     def stages(self) -> int:
         return self.mesh.axis_size("pp") * self.stages_per_rank
 
@@ -248,6 +276,7 @@ KINDS: dict[str, type] = {
     "offload": bool,
     "recompute_layers": dict,
     "memory": int,
+    "precision": str,
 }
 
 

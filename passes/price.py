@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from passes.cluster import Device
 from passes.collectives import collective
 from passes.cost import flops, traffic
-from passes.differentiate import LocalStage
 from passes.footprint import Footprint, footprint
 from passes.graph import Node
+from passes.local_stage import LocalStage
 from passes.program import dtype_name
 from passes.ring import passed_round, ring_of
 
@@ -127,9 +127,9 @@ def price(local: LocalStage, device: Device) -> Account:
                 add(("seconds", part), node_seconds(node, device))
                 add(("flops", part), flops(node))
             if ring := ring_of(node):
-                calls, moved = passed_round(node)
-                add(("calls", part, "send", ring), calls)
-                add(("bytes", part, "send", ring), moved)
+                for _, calls, moved in passed_round(node):
+                    add(("calls", part, "send", ring), calls)
+                    add(("bytes", part, "send", ring), moved)
     sizes = footprint(local)
     for term in ("saved", "kept", "step", "edges"):
         add(("memory", term), getattr(sizes, term))

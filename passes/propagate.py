@@ -20,7 +20,7 @@ from passes.name_dims import Factor, Named
 from passes.notation import PENDING
 from passes.origins import Origin, find_differentiable
 from passes.plan import Plan
-from passes.rest import rest_split
+from passes.rest import find_casts, rest_split
 from passes.ring import check_rings, ring_factor
 from passes.sharding import Sharding
 
@@ -293,12 +293,16 @@ class _Propagation:
 
     def rest_parameters(self) -> None:
         """A parameter rests as all of its uses want it, else whole, or split where a
-        share for each rank is enough until it is used."""
+        share for each rank is enough until it is used; its casts lie as it does."""
         uses: dict[str, list[Sharding]] = {}
-        for node, needs in zip(self.named.graph.nodes, self.needs, strict=True):
+        nodes = self.named.graph.nodes
+        casts = find_casts(nodes, self.named.graph.params)
+        for node, needs in zip(nodes, self.needs, strict=True):
+            if node.results[0].name in casts:
+                continue
             for v, need in zip(node.operands, needs, strict=True):
                 if self.named.origins[v.name] is Origin.PARAM:
-                    uses.setdefault(v.name, []).append(need)
+                    uses.setdefault(casts.get(v.name, v.name), []).append(need)
         for v in self.named.graph.params:
             state = self.states[v.name]
             for axis in self.order:
@@ -312,6 +316,10 @@ class _Propagation:
                     dims = self.named.dims[v.name]
                     state = rest_split(dims, state, axis, self.sizes)
             self.states[v.name] = state
+        for i, node in enumerate(nodes):
+            if (out := node.results[0].name) in casts:
+                self.states[out] = self.states[casts[out]]
+                self.needs[i] = (self.states[out],)
 
 
 def _finish_varying(named: Named, found: _Propagation) -> list[tuple[Sharding, ...]]:

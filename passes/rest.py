@@ -20,12 +20,22 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 
-from passes.graph import Graph, Node
+import torch
+
+from passes.graph import Graph, Node, Value
 from passes.name_dims import Dims
 from passes.sharding import Sharding
 
 GATHER = "comm.all_gather"
 GATHERS = (GATHER, "comm.start_gather")
+CAST = "aten.to.dtype"
+# What changes where a parameter lies, its shape or its precision, and nothing else.
+MOVES = frozenset(
+    {
+        *(GATHER, CAST, "comm.shard", "comm.enter", "comm.all_to_all"),
+        *("aten.reshape.default", "aten.transpose.int", "aten.permute.default"),
+    }
+)
 
 
 def rest_split(
@@ -51,20 +61,53 @@ def rest_split(
     return state.with_split((d, i), axis, [*state.slots[d][i], axis])
 
 
+def find_casts(nodes: Iterable[Node], params: Iterable[Value]) -> dict[str, str]:
+    """Copies of parameters in another precision: value name -> the parameter.
+
+    They lie as the parameters rest, so that what is gathered is the copy.
+    """
+    held = {v.name for v in params}
+    return {
+        node.out.name: node.operands[0].name
+        for node in nodes
+        if node.op == CAST and node.operands[0].name in held
+    }
+
+
+def gradient_dtypes(
+    nodes: Iterable[Node], params: Iterable[Value]
+) -> dict[str, torch.dtype]:
+    """In what gradients of parameters, and of what is gathered of them, are added up
+    and reduced: the parameters' own precision (Micikevicius 2018, section 3.1)."""
+    found = {v.name: v.dtype for v in params}
+    for node in nodes:
+        if node.op in MOVES and node.operands[0].name in found:
+            own = found[node.operands[0].name]
+            found[node.out.name] = torch.promote_types(own, node.out.dtype)
+    return found
+
+
+def find_made(nodes: Iterable[Node], given: Collection[str]) -> dict[str, Node]:
+    """What is made of the given values alone: value name -> its node, in order."""
+    makers: dict[str, Node] = {}
+    for node in nodes:
+        names = [v.name for v in node.operands]
+        if names and all(n in given or n in makers for n in names):
+            makers.update((v.name, node) for v in node.results)
+    return makers
+
+
 def find_gathered(nodes: Iterable[Node], given: Collection[str]) -> dict[str, Node]:
     """What is made of parameters alone, by an all-gather, what leads to it and what
     follows it: value name -> its node.
 
     given: names of parameters, buffers, and constants.
     """
-    makers: dict[str, Node] = {}
+    makers = find_made(nodes, given)
     needed: set[str] = set()
-    for node in nodes:
-        names = [v.name for v in node.operands]
-        if names and all(n in given or n in makers for n in names):
-            makers.update((v.name, node) for v in node.results)
-            if node.op in GATHERS or any(n in needed for n in names):
-                needed.update(v.name for v in node.results)
+    for name, node in makers.items():
+        if node.op in GATHERS or any(v.name in needed for v in node.operands):
+            needed.add(name)
     for name in reversed(makers):
         if name in needed:
             needed.update(v.name for v in makers[name].operands)
@@ -106,7 +149,7 @@ def gathered_axes(graph: Graph) -> dict[str, tuple[str, ...]]:
     found: dict[str, list[str]] = {}
     for node in graph.nodes:
         name = origin.get(node.operands[0].name) if node.operands else None
-        if name is None or node.op not in (GATHER, "aten.reshape.default"):
+        if name is None or node.op not in (GATHER, CAST, "aten.reshape.default"):
             continue
         origin[node.out.name] = name
         if node.op == GATHER:

@@ -91,6 +91,8 @@ def is_in_place(node: Node) -> bool:
 def may_alias(node: Node) -> bool:
     """Whether a result may be a view of an operand."""
     kind = node.op.rpartition(".")[0]
+    if kind == "aten.to" and node.out.dtype is not node.operands[0].dtype:
+        return False
     if (
         kind in VIEWS
         or kind in ("aten.to", "aten.contiguous")

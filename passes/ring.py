@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from passes.errors import ShardingConflict
 from passes.graph import Graph, Node
 from passes.name_dims import Factor
@@ -79,19 +81,20 @@ def ring_of(node: Node) -> str | None:
     return node.args[-2] if node.op in (ATTENTION, BACKWARD) else None
 
 
-def passed_round(node: Node) -> tuple[int, int]:
-    """The calls and bytes that a ring sends, shares being alike.
+def passed_round(node: Node) -> list[tuple[torch.dtype, int, int]]:
+    """What a ring sends: by dtype the calls and bytes, shares being alike.
 
     Forward: keys and values of every rank but the next go on. Backward: these again,
     and their gradients, in float32 or wider, which all come home.
     """
     ranks = node.args[-1]
     k, v = _keys_and_values(node)
-    calls, moved = ranks - 1, (ranks - 1) * (k.bytes + v.bytes)
+    found = [(k.dtype, ranks - 1, (ranks - 1) * (k.bytes + v.bytes))]
     if node.op == BACKWARD:
-        wide = max(4, k.dtype.itemsize)
-        calls, moved = calls + ranks, moved + ranks * wide * (k.numel + v.numel)
-    return calls, moved
+        wide = torch.promote_types(k.dtype, torch.float32)
+        size = ranks * wide.itemsize * (k.numel + v.numel)
+        found.append((wide, ranks, size))
+    return found
 
 
 def workspace(node: Node) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 from passes.cost import NOTHING, Costs, Seconds
 from passes.errors import StageError
+from passes.fuse import IDENTITIES
 from passes.graph import LAYER, Graph, Node, Value, Where
 from passes.insert_collectives import Lowered
 from passes.localize import Localizer
@@ -72,10 +73,13 @@ class Stage:
         return self
 
     def __str__(self) -> str:
+        """All that an emitted module depends on, but for what is split how."""
         lines = [f"stage {self.index} {{"]
-        lines += [
-            f"  receive %{v.name}  {v.type}  {self.text(v)}" for v in self.receives
-        ]
+        sources = ("receive", self.receives), ("hold", self.params)
+        for word, values in (*sources, ("hold", self.buffers)):
+            for v in values:
+                mark = "  with gradient" if v.name in self.differentiable else ""
+                lines.append(f"  {word} %{v.name}  {v.type}  {self.text(v)}{mark}")
         parts = ("setup", self.setup), ("prologue", self.prologue)
         for name, nodes in (*parts, ("forward", self.forward)):
             if nodes:
@@ -132,12 +136,16 @@ class _Chain:
         self.local = Localizer(lowered.dims, lowered.shardings, sizes, at_zero)
         self.seconds = [costs.seconds(self.local.node(n)) for n in self.nodes]
         self.send_seconds = 2 / costs.link_bytes_per_second  # there and back, per byte
-        self.made = {v.name: i for i, n in enumerate(self.nodes) for v in n.results}
+        # What does nothing at run time is done again where its result is read: what
+        # crosses is its operand.
+        self.sources: dict[str, str] = {}
         self.last_use: dict[str, int] = {}
         for i, node in enumerate(self.nodes):
             for v in node.operands:
-                if v.name in self.made:
-                    self.last_use[v.name] = i
+                self.last_use[self.sources.get(v.name, v.name)] = i
+            if node.op in IDENTITIES:
+                (v,) = node.operands
+                self.sources[node.out.name] = self.sources.get(v.name, v.name)
         self._crossings = self._find_crossings()
 
     def _find_crossings(self) -> list[tuple[Value, ...]]:
@@ -148,7 +156,8 @@ class _Chain:
             for name in [n for n in alive if self.last_use.get(n, -1) < i]:
                 del alive[name]
             found.append(tuple(alive.values()))
-            alive.update((v.name, v) for v in node.results)
+            if node.op not in IDENTITIES:
+                alive.update((v.name, v) for v in node.results)
         return [*found, ()]
 
     def crossing(self, position: int) -> tuple[Value, ...]:
@@ -160,6 +169,8 @@ class _Chain:
 
     def is_narrow(self, position: int) -> bool:
         """Whether one value crosses here, complete, and little beside it."""
+        if self.nodes[position - 1].op in IDENTITIES:
+            return False  # the same as one position before
         main = self.main_value(position)
         beside = sum(v.bytes for v in self.crossing(position)) - main.bytes
         return not self.lowered.shardings[main.name].pending and (

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from passes.cost import VIEWS
 from passes.graph import Builder, Node, Value
@@ -29,11 +32,17 @@ class Tape:
         differentiable: frozenset[str],
         grads: Mapping[str, Value],
         sizes: Mapping[str, int],
+        dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+        casts: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.builder = builder
         self.nodes: list[Node] = []
         self.grads = grads
         self.sizes = sizes
+        # Of the cotangents of parameters, and of what is moved of them.
+        self._dtypes = dtypes
+        # A parameter's copy in another precision -> the parameter.
+        self._casts = casts
         # What each traced node's placeholders stand for, by its first result.
         self.bindings: dict[str, dict[str, Value]] = {}
         self._differentiable = differentiable
@@ -44,7 +53,12 @@ class Tape:
         return v.name in self._differentiable
 
     def is_param(self, v: Value) -> bool:
-        return v.name in self.grads
+        """Whether the value's gradient is added up in a buffer; so is that of casts."""
+        return self._casts.get(v.name, v.name) in self.grads
+
+    def dtype(self, v: Value) -> torch.dtype:
+        """Of the value's cotangent."""
+        return self._dtypes.get(v.name, v.dtype)
 
     # --- writing nodes -------------------------------------------------------------
 
@@ -52,8 +66,9 @@ class Tape:
         self.nodes.append(node)
 
     def fresh(self, like: Value, of: str | None = None) -> Value:
-        """A new backward value of the type of `like`: the cotangent of `of`."""
-        return self.builder.value(_named(of or like.name), like.shape, like.dtype)
+        """A new backward value, the cotangent of `like` (or of `of`, typed as that)."""
+        name = _named(of or like.name)
+        return self.builder.value(name, like.shape, self.dtype(like))
 
     def kept(self, like: Value, node: Node) -> Value:
         """A new forward value that a node's traced forward makes for its backward."""
@@ -82,18 +97,19 @@ class Tape:
 
     def zeros(self, like: Value, node: Node) -> Value:
         out = self.fresh(like)
-        kwargs = {"dtype": like.dtype}
+        kwargs = {"dtype": out.dtype}
         self.append(
             Node("aten.zeros.default", (like.shape,), kwargs, (out,), node.where)
         )
         return out
 
     def cast(self, dy: Value, like: Value, node: Node) -> Value:
-        """Undo promotion: the cotangent has the dtype of what it belongs to."""
-        if dy.dtype == like.dtype:
+        """Undo promotion: the dtype of `dy` as a cotangent of `like` must be."""
+        dtype = self.dtype(like)
+        if dy.dtype == dtype:
             return dy
-        out = self.builder.value(_named(like.name), dy.shape, like.dtype)
-        args = (dy, like.dtype)
+        out = self.builder.value(_named(like.name), dy.shape, dtype)
+        args = (dy, dtype)
         self.append(Node("aten.to.dtype", args, {}, (out,), node.where))
         return out
 
@@ -105,6 +121,7 @@ class Tape:
             for i, n in enumerate(like.shape)
             if n == 1 and dy.shape[i + lead] != 1
         )
+        dy = self.cast(dy, like, node)
         summed = self.emit("aten.sum.dim_IntList", like, node, dy, dims)
         if lead == len(dims):
             return summed
@@ -122,7 +139,7 @@ class Tape:
 
     def accumulate(self, param: Value, op: str, node: Node, *args: Any) -> None:
         """Add to a parameter's gradient, in place."""
-        into = self.grads[param.name]
+        into = self.grads[self._casts.get(param.name, param.name)]
         self.append(Node(op, (into, *args), {}, (), node.where))
 
     # --- collecting cotangents -----------------------------------------------------
@@ -169,9 +186,10 @@ def _named(name: str) -> str:
     return name if name.startswith("d_") else f"d_{name}"
 
 
-def ones_like(tape: Tape, v: Value, node: Node) -> Value:
-    """The cotangent of the loss itself: one."""
-    out = tape.fresh(v)
-    kwargs: dict[str, Any] = {"dtype": v.dtype}
-    tape.append(Node("aten.ones.default", (v.shape,), kwargs, (out,), node.where))
+def seed_of(tape: Tape, loss: Value, node: Node, scaled: bool) -> Value:
+    """The cotangent of the loss itself: one, or the scale that a step has for it."""
+    out = tape.fresh(loss)
+    args, kwargs = (loss.shape,), {"dtype": loss.dtype}
+    op = "comm.loss_scale" if scaled else "aten.ones.default"
+    tape.append(Node(op, args, kwargs, (out,), node.where))
     return out

@@ -10,25 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from passes.call_model import loss_of
 from passes.errors import CaptureError
 from passes.functionalize import functionalize
-from passes.graph import Builder, Graph, Node, Value, Where
+from passes.graph import Graph, Value
+from passes.read_export import TORCH, ExportReader
 
-TORCH = os.path.dirname(torch.__file__) + os.sep
 # In errors of captures that need to know what is in a tensor.
 VALUES_READ = ("datadependent", "dynamicoutputshape", "unbacked")
-FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 @dataclass(frozen=True)
@@ -38,12 +36,15 @@ class Traced:
     aliases: other names of a tied parameter -> the name it has in the graph.
     literals: the values of `graph.constants`.
     trainable: names of the parameters that want a gradient.
+    autocast: value -> the dtype that torch.autocast had for products where it was made;
+    of values made outside of autocast, nothing.
     """
 
     graph: Graph
     aliases: Mapping[str, str]
     literals: Mapping[str, torch.Tensor]
     trainable: frozenset[str]
+    autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return str(self.graph)
@@ -85,9 +86,11 @@ def trace(
     model: nn.Module,
     batch: Mapping[str, Any],
     loss_fn: Callable[..., Any] | None = None,
+    precision: torch.dtype | None = None,
 ) -> Traced:
     """Capture `model(**batch)` down to its loss, for the shapes of the full batch.
 
+    precision: run the model under torch.autocast with this dtype, as its code may ask.
     Raises CaptureError when the model cannot be captured, changes one of its
     buffers, or returns no scalar loss.
     """
@@ -98,9 +101,20 @@ def trace(
             "the batch holds no tensor", fix="pass the model's inputs by keyword"
         )
     wrapper = _LossOf(model, loss_fn, static)
-    with _on_fake_tensors(wrapper, tensors) as examples:
+    device = _device_type(model)
+    reader = ExportReader(_place_of(loss_fn), device, precision)
+    with (
+        _on_fake_tensors(wrapper, tensors) as examples,
+        torch.autocast(device, precision, enabled=precision is not None),
+    ):
         exported = _export(wrapper, examples)
-    return _read(exported, model, list(tensors), _place_of(loss_fn))
+    return _read(exported, model, list(tensors), reader)
+
+
+def _device_type(model: nn.Module) -> str:
+    """Where the model is traced; parameters on meta become fake ones of the CPU."""
+    kinds = {p.device.type for p in model.parameters()} - {"meta"}
+    return min(kinds, default="cpu")
 
 
 @contextlib.contextmanager
@@ -216,7 +230,7 @@ def _read(
     exported: torch.export.ExportedProgram,
     model: nn.Module,
     fields: list[str],
-    elsewhere: str,
+    reader: ExportReader,
 ) -> Traced:
     """Turn the exported program into our graph."""
     first_name: dict[int, str] = {}
@@ -228,7 +242,6 @@ def _read(
             aliases[name] = canonical
         elif p.requires_grad:
             trainable.add(name)
-    reader = _Reader(elsewhere)
     sources: dict[str, list[Value]] = {k: [] for k in ("input", "param", "buffer", "c")}
     literals: dict[str, torch.Tensor] = {}
     signature = exported.graph_signature
@@ -265,124 +278,5 @@ def _read(
         tuple(reader.builder.nodes),
         reader.outputs,
     )
-    return Traced(
-        functionalize(graph.verify()), aliases, literals, frozenset(trainable)
-    )
-
-
-class _Reader:
-    """Walks fx nodes, inlining the sub-graphs of no-grad regions."""
-
-    def __init__(self, elsewhere: str) -> None:
-        self.elsewhere = elsewhere  # where code outside of the model comes from
-        self.builder = Builder(set())
-        self.values: dict[fx.Node, Any] = {}
-        self.outputs: tuple[Value, ...] = ()
-        self.wheres: dict[tuple[str, str], Where] = {}
-
-    def source(self, node: fx.Node, name: str) -> Value:
-        fake = node.meta["val"]
-        value = self.builder.value(name, fake.shape, fake.dtype)
-        self.values[node] = value
-        return value
-
-    def read(self, module: fx.GraphModule) -> Any:
-        result = None
-        for node in module.graph.nodes:
-            if node.op == "output":
-                result = fx.map_arg(node.args[0], self.values.__getitem__)
-            elif node.op == "get_attr":
-                self.values[node] = getattr(module, str(node.target))
-            elif node.op == "call_function":
-                self.values[node] = self.call(node)
-        self.outputs = tuple(v for v in _flat(result) if isinstance(v, Value))
-        return result
-
-    def call(self, node: fx.Node) -> Any:
-        args = tuple(_plain(fx.map_arg(a, self.values.__getitem__)) for a in node.args)
-        kwargs = {
-            k: _plain(fx.map_arg(v, self.values.__getitem__))
-            for k, v in node.kwargs.items()
-        }
-        target = node.target
-        if getattr(target, "__name__", "") == "getitem":
-            return args[0][args[1]]
-        if str(target) == "wrap_with_set_grad_enabled":
-            return self.inline(node, enabled=args[0], body=args[1], operands=args[2:])
-        if not isinstance(target, torch._ops.OpOverload):
-            raise CaptureError(
-                f"the captured model calls '{target}', which is no plain operator",
-                source=self.where(node).source,
-                fix="replace this construct by tensor operations in the model",
-            )
-        fakes = node.meta.get("val")
-        many = isinstance(fakes, tuple | list)
-        names = [node.name] + [f"{node.name}_{i}" for i in range(1, 64)]
-        outs = tuple(
-            self.builder.value(names[i], f.shape, f.dtype)
-            if isinstance(f, torch.Tensor)
-            else None
-            for i, f in enumerate(fakes if many else (fakes,))
-        )
-        self.builder.nodes.append(
-            Node(str(target), args, kwargs, outs, self.where(node))
-        )
-        return outs if many else outs[0]
-
-    def inline(
-        self, node: fx.Node, enabled: bool, body: fx.GraphModule, operands: tuple
-    ) -> Any:
-        """Copy a no-grad region in; what enters it is detached."""
-        where = self.where(node)
-        for inner, value in zip(
-            body.graph.find_nodes(op="placeholder"), operands, strict=True
-        ):
-            if (
-                not enabled
-                and isinstance(value, Value)
-                and value.dtype.is_floating_point
-            ):
-                self.refuse_writes(inner)
-                value = self.builder.emit(
-                    "aten.detach.default", (value,), value.shape, value.dtype, where
-                )
-            self.values[inner] = value
-        return self.read(body)
-
-    def refuse_writes(self, entering: fx.Node) -> None:
-        """Autograd does not see `x.mul_(2)` under no_grad; who reads x later does."""
-        for user in entering.users:
-            schema = getattr(user.target, "_schema", None)
-            if schema is not None and schema.is_mutable:
-                raise CaptureError(
-                    f"'{user.target}' writes in place under no_grad into a tensor from "
-                    "outside of it",
-                    source=self.where(user).source,
-                    fix="make a new tensor: y = x.mul(2) instead of x.mul_(2)",
-                )
-
-    def where(self, node: fx.Node) -> Where:
-        stack = node.meta.get("nn_module_stack") or {}
-        path = list(stack.values())[-1][0] if stack else ""
-        module = path.removeprefix("model").removeprefix(".")
-        frames = FRAME.findall(node.meta.get("stack_trace") or "")
-        outside = [f for f in frames if not f[0].startswith(TORCH)]
-        # Our own wrapper is the outermost frame of every node.
-        file, line = outside[-1] if len(outside) > 1 else ("", "")
-        source = f"{os.path.basename(file)}:{line}" if file else self.elsewhere
-        return self.wheres.setdefault((module, source), Where(module, source))
-
-
-def _plain(arg: Any) -> Any:
-    """Lists (fx's immutable ones too) as tuples; dtypes and devices as they are."""
-    if isinstance(arg, list | tuple):
-        return tuple(_plain(a) for a in arg)
-    return arg
-
-
-def _flat(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, list | tuple):
-        for item in tree:
-            yield from _flat(item)
-    else:
-        yield tree
+    graph = functionalize(graph.verify())
+    return Traced(graph, aliases, literals, frozenset(trainable), reader.autocast)

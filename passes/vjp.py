@@ -39,14 +39,20 @@ def same(_: Tape, node: Node, dys: Sequence[Value | None]) -> list[Value | None]
 def add(tape: Tape, node: Node, dys: Sequence[Value | None]) -> list[Value | None]:
     dy = dys[0]
     assert dy is not None
-    grads = []
+    grads: list[Value | None] = []
     for v in node.operands:
-        own = tape.cast(dy, v, node)
-        same_shape = v.shape == dy.shape and tape.wanted(v)
-        grads.append(own if same_shape else tape.to_bias(v, own, node))
+        if v.shape == dy.shape and tape.wanted(v):
+            grads.append(tape.cast(dy, v, node))
+        else:
+            grads.append(tape.to_bias(v, dy, node))
     if sum(g is dy for g in grads) > 1:
         tape.share(dy)
     return grads
+
+
+def cast(tape: Tape, node: Node, dys: Sequence[Value | None]) -> list[Value | None]:
+    dy = dys[0]
+    return [None if dy is None else tape.cast(dy, node.operands[0], node)]
 
 
 def reshape(tape: Tape, node: Node, dys: Sequence[Value | None]) -> list[Value | None]:
@@ -228,6 +234,7 @@ def all_to_all(
 
 DERIVATIVES: dict[str, Derivative] = {
     "aten.add.Tensor": add,
+    "aten.to.dtype": cast,
     "aten.reshape.default": reshape,
     "aten.transpose.int": transpose,
     "aten.permute.default": permute,

@@ -6,13 +6,15 @@ dropped or doubled shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.shorten import find_facts
 from autopar.verify import Verification, verify
 from examples import switch_gpt as switch
 from examples.gpt import GPT, Config
@@ -21,10 +23,11 @@ from passes.mesh import Mesh
 from passes.pipeline import compile_program
 from passes.plan import SPLIT, Plan
 from passes.program import Program
-from passes.trace import trace
+from passes.trace import Traced, trace
 
 VOCAB = 101  # no tp divides it
 WIDTH = 32
+NO_CHANGES: Mapping[str, Any] = MappingProxyType({})
 
 
 class Case(NamedTuple):
@@ -42,13 +45,41 @@ class Case(NamedTuple):
         return Case(self.model.double(), batch, self.loss_fn)
 
     def compile(self, mesh: str, microbatches: int = 1, **options: Any) -> Program:
-        traced = trace(self.model, self.batch, self.loss_fn)
-        return compile_program(traced, plan(mesh, microbatches, **options), Costs())
+        made = plan(mesh, microbatches, **options)
+        return compile_program(self.trace(made.dtype), made, Costs())
+
+    def trace(self, precision: torch.dtype | None = None) -> Traced:
+        """The captured model; captured once of all that are alike."""
+        key = (fingerprint(self.model), *shapes(self.batch), self.loss_fn, precision)
+        if key not in TRACED:
+            TRACED[key] = trace(self.model, self.batch, self.loss_fn, precision)
+        return TRACED[key]
 
     def verify(self, mesh: str, microbatches: int = 1, **options: Any) -> Verification:
         """Compile, run all ranks, compare with the model; raises if it differs."""
         program = self.compile(mesh, microbatches, **options)
         return verify(program, self.model, self.batch, self.loss_fn, seed=3).check()
+
+
+TRACED: dict[Hashable, Traced] = {}
+
+
+def fingerprint(model: nn.Module) -> Hashable:
+    """All that a capture of a model depends on: its classes and plain attributes, which
+    parameters are one, and what is trained. Values of parameters are not among it."""
+    tensors = [*model.named_parameters(remove_duplicate=False)]
+    tensors += model.named_buffers(remove_duplicate=False)
+    first: dict[int, str] = {}
+    tied = [first.setdefault(id(x), name) for name, x in tensors]
+    facts = sorted(find_facts(model).items(), key=str)
+    return (*facts, *tied, str(getattr(model, "config", None)))
+
+
+def shapes(batch: Mapping[str, Any]) -> list[Hashable]:
+    return [
+        (name, tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (name, x)
+        for name, x in batch.items()
+    ]
 
 
 def plan(
@@ -265,6 +296,32 @@ def opt(layers: int = 4, heads: int = 4, **batch: Any) -> Case:
         eos_token_id=0,
     )
     return hugging_face(config, **batch)
+
+
+def mixture(name: str, tokens: Mapping[str, Any] = NO_CHANGES, **changes: Any) -> Case:
+    """A tiny mixture of experts of Hugging Face, of that configuration.
+
+    tokens: arguments of `token_batch`. changes: of the configuration.
+    """
+    from transformers import AutoConfig
+
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "hidden_size": WIDTH,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB,
+        "num_local_experts": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 32,
+    }
+    implementation = changes.pop("experts_implementation", "batched_mm")
+    config = AutoConfig.for_model(name, **{**sizes, **changes})
+    config._experts_implementation = implementation
+    return hugging_face(config, **tokens)
 
 
 def hugging_face(config: Any, **batch: Any) -> Case:

@@ -67,6 +67,7 @@ ELSEWHERE = [
 ]  # fmt: skip
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize(("mesh", "options"), ELSEWHERE)
 def test_another_mesh_goes_on_as_one_device(saved, expected, mesh, options):
     for found in run(saved, compiled(mesh, **options), HALF, STEPS):
@@ -103,6 +104,7 @@ def train_twice(folder: Path, program: Program, model: Any) -> list[Trained]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [

@@ -78,6 +78,7 @@ def save_sizes(folder: Path) -> tuple[int, int]:
     return owned, sum(f.stat().st_size for f in path.glob(f"__{rank}_*"))
 
 
+@pytest.mark.slow
 def test_each_rank_writes_its_own_shards(tmp_path):
     whole = sum(p.nbytes for p in build().model.parameters())
     for owned, written in run_ranks(save_sizes, 2, tmp_path):

@@ -113,6 +113,7 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint(tmp_path: Path) -> None:
     assert all(outcomes)
 
 
+@pytest.mark.slow
 def test_a_kill_while_a_step_is_saved_again(tmp_path: Path) -> None:
     [(calls, outcomes)] = run_ranks(kill_everywhere, 1, tmp_path / "runs", True)
     assert calls > 10 and all(found == [1] for found in outcomes)

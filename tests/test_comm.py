@@ -290,6 +290,7 @@ def check_all_of(comm):
     return {key: traffic.calls for key, traffic in comm.log.items()}
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_real_ranks(mesh):
     """Every check on gloo, where the ranks make just the calls that virtual ones do."""

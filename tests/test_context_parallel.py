@@ -44,6 +44,14 @@ def test_a_sequence_that_does_not_divide(method) -> None:
     verify(plain_gpt(seq=17).double(), "cp=4", 1, method)
 
 
+def test_rows_of_which_only_a_weight_s_gradient_is_made() -> None:
+    """Nothing before it is trained; attention is spelled out for its dropout."""
+    case = plain_gpt(layers=1, dropout=0.2).double()
+    for name, p in case.model.named_parameters():
+        p.requires_grad_(name.endswith("qkv.weight"))
+    case.verify("cp=2", zigzag=("cp",))
+
+
 def test_dropout_masks_do_not_depend_on_the_split() -> None:
     verify(plain_gpt(dropout=0.2).double(), "cp=2,tp=2", 2, "gather")
 
@@ -120,6 +128,7 @@ def test_ulysses_exchanges_queries_keys_values_and_the_result() -> None:
     }
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("method", METHODS)
 def test_activations_of_a_layer_fall_with_the_ranks(method) -> None:
     def layer(ranks: int) -> int:

@@ -7,35 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import VOCAB, WIDTH, Case, hugging_face, plain_gpt, switch_gpt
+from models import WIDTH, Case, mixture, plain_gpt, switch_gpt
 
 from passes.errors import CaptureError, LossNotSeparable
 from passes.program import Program
 
-LAYERS, SAMPLES, SEQ = 2, 8, 16
-
-
-def mixture(name: str, **changes: Any) -> Case:
-    """A tiny mixture of experts of Hugging Face."""
-    from transformers import AutoConfig
-
-    sizes: dict[str, Any] = {
-        "num_hidden_layers": LAYERS,
-        "hidden_size": WIDTH,
-        "intermediate_size": 48,
-        "moe_intermediate_size": 24,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCAB,
-        "num_local_experts": 4,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 32,
-    }
-    implementation = changes.pop("experts_implementation", "batched_mm")
-    config = AutoConfig.for_model(name, **{**sizes, **changes})
-    config._experts_implementation = implementation
-    return hugging_face(config)
+SAMPLES, SEQ = 8, 16
 
 
 # --- Switch layers in plain PyTorch -------------------------------------------------
@@ -53,7 +30,7 @@ MESHES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.matrix(quick=10)
+@pytest.mark.matrix(quick=6)
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize(("mesh", "microbatches", "options"), MESHES)
 def test_loss_and_gradients_are_the_model_s(mesh, microbatches, options, top_k) -> None:
@@ -83,6 +60,7 @@ def on_ep(program: Program) -> Counter[tuple[str, str]]:
     return found
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_a_layer_exchanges_tokens_twice_each_way_and_nothing_else(top_k) -> None:
     more, fewer = (
@@ -128,7 +106,7 @@ def test_without_experts_the_axis_is_one_of_data() -> None:
 NAMES = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
 
 
-@pytest.mark.matrix(quick=4)
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("mesh", ["ep=2", "dp=2,ep=2", "ep=2,tp=2", "pp=2,ep=4"])
 @pytest.mark.parametrize("name", NAMES)
 def test_mixtures_as_they_are_shipped(name, mesh) -> None:

@@ -235,6 +235,7 @@ def rank_differs_by() -> tuple[float, str]:
     return max(errors), str(step.program.schedule)
 
 
+@pytest.mark.slow
 def test_on_four_processes():
     results = run_ranks(rank_differs_by, 4)
     assert max(error for error, _ in results) < 1e-12

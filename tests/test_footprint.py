@@ -139,6 +139,7 @@ def measure_shared_out() -> tuple[int, int, Footprint]:
     return measured["forward"][0], measured["backward"][0], predicted
 
 
+@pytest.mark.slow
 def test_bytes_with_parameters_shared_out_are_those_of_a_run() -> None:
     for forward, backward, predicted in run_ranks(measure_shared_out, 2):
         assert forward == pytest.approx(predicted.forward_peak, rel=0.05)

@@ -202,7 +202,7 @@ def test_communication_is_what_ranks_do(zero: int) -> None:
 def test_gradients_are_reduced_once_a_step() -> None:
     rows = communication_table(small_program(microbatches=4)).rows
     table = CONFIG.vocab // 2 * CONFIG.width * 4  # the tied embedding, split on tp
-    assert (0, "step", "all_reduce", "pp", 1, size(table)) in rows
+    assert (0, "step", "all_reduce", "pp", "f32", 1, size(table)) in rows
 
 
 def test_the_schedule_is_drawn_with_its_bubble() -> None:

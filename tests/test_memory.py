@@ -77,6 +77,7 @@ def activations(microbatches: int, layers: int, **options: Any) -> int:
     return program.memory[0].activations
 
 
+@pytest.mark.slow
 def test_gpipe_with_rematerialization_keeps_the_inputs_of_layers():
     """All N samples' inputs of a rank's L/K layers, and one layer's insides once.
 
@@ -161,6 +162,7 @@ def measured(executor: Executor, case: Case) -> dict[str, int]:
     }
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize(
     "settings",
     [SETTINGS[:3], pytest.param(SETTINGS[3:], marks=pytest.mark.slow)],

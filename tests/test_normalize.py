@@ -270,6 +270,7 @@ def test_a_loss_that_is_not_supported(body: Callable[..., Tensor], what: str) ->
 QUICK = {"gpt2", "llama"}
 
 
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize(
     "name",
     [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS],

@@ -30,6 +30,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_takes_the_same_steps(name):
     steps = [compiled(offload) for offload in (False, True)]
@@ -48,6 +49,7 @@ def test_any_optimizer_takes_the_same_steps(name):
     assert steps[0].evaluate(**last) == steps[1].evaluate(**last)
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("clear", ["none", "zeros", "never"])
 def test_gradients_add_up_until_they_are_cleared(clear):
     found = []
@@ -134,6 +136,7 @@ def test_copies_are_of_the_same_types():
     assert torch.equal(copy, held["a"]) and copy.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["pp=2,dp=2"])
 def test_four_ranks_follow_one_device(mesh):
     losses, norms, weights = train_plainly("plain")

@@ -30,6 +30,7 @@ def test_every_option_changes_the_plan():
         "memory": "16GiB",
         "zero": 3,
         "offload": True,
+        "precision": "bf16",
         "hints": {"*.weight": "ffn/tp"},
     }
     assert set(changed) == set(Options.__annotations__)

@@ -246,6 +246,7 @@ def gathered(program: Program) -> int:
 MESHES = ("pp=2,tp=2", "dp=2,tp=2")
 
 
+@pytest.mark.matrix(quick=6)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("attn", (Packed, Masked, Rotary, Einsums, Folded))
 def test_attention_of_any_spelling_is_split_by_heads(
@@ -257,6 +258,7 @@ def test_attention_of_any_spelling_is_split_by_heads(
     one.verify(mesh, 2)
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_loop_over_heads_is_right_and_says_what_it_costs(mesh: str) -> None:
     one = case(Loop)
@@ -268,6 +270,7 @@ def test_a_loop_over_heads_is_right_and_says_what_it_costs(mesh: str) -> None:
     one.verify(mesh, 2)
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_layers_of_torch_and_names_that_are_taken(mesh: str) -> None:
     torch.manual_seed(0)

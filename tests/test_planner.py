@@ -153,6 +153,7 @@ def small(devices: int = 4, memory: float = 80e9) -> Cluster:
     return with_memory(cluster_of(f"{devices}xA100-80GB"), memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [plain_gpt, switch_gpt])
 def test_the_plan_compiles_and_is_right(build) -> None:
     case = build().double()
@@ -181,6 +182,7 @@ def test_what_fits_is_only_data_parallel() -> None:
     assert str(best.mesh) == "dp=4" and best.recompute == "none" and best.zero == 0
 
 
+@pytest.mark.slow
 def test_with_less_memory_more_is_shared_out_or_made_again() -> None:
     roomy = find_plans(large(), small(), 32).best[0]
     for share in (0.6, 0.3):

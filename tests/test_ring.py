@@ -308,6 +308,7 @@ def test_what_a_forward_keeps_is_what_the_footprint_says(mesh) -> None:
     assert run_virtual(program.mesh, 1, body) == [saved] * program.mesh.size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh", "microbatches"),
     [

@@ -84,6 +84,7 @@ POINTWISE: list[Example] = [
     lambda a, b, c, d: node("aten.where.ScalarOther", bools(b), x(b), 0.0),
     lambda a, b, c, d: node("aten.masked_fill.Scalar", x(c, b), bools(b), -1.0),
     lambda a, b, c, d: node("aten.to.dtype", x(a, b), torch.bfloat16),
+    lambda a, b, c, d: node("aten.to.dtype", x(a, b), torch.float64),
     lambda a, b, c, d: node("aten.gelu.default", x(a, b), approximate="tanh"),
 ]
 

@@ -27,6 +27,7 @@ def test_stages_in_rounds(schedule, mesh, microbatches, stages_per_rank):
     case.verify(mesh, microbatches, **options)
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("schedule", LOOPED)
 @pytest.mark.parametrize("build", [gpt2, llama])
 def test_hugging_face_models_in_rounds(schedule, build):
@@ -45,7 +46,7 @@ def test_in_rounds_with_dropout_and_recomputation():
 HALVES = {"zb-h1": 1, "zb-h2": 1, "zb-v": 2}  # and stages a rank
 
 
-@pytest.mark.matrix(quick=5)
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("schedule", HALVES)
 @pytest.mark.parametrize(
     ("mesh", "microbatches"),
@@ -134,6 +135,7 @@ def flat_loss(logits: Tensor, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels)
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize(
     ("mesh", "stages_per_rank", "holders"), [("pp=1", 4, {0}), ("pp=2", 2, {0, 1})]
 )

@@ -7,7 +7,17 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VOCAB, WIDTH, Block, Case, Stack, gpt2, plain_gpt, randomize
+from models import (
+    VOCAB,
+    WIDTH,
+    Block,
+    Case,
+    Stack,
+    gpt2,
+    llama,
+    plain_gpt,
+    randomize,
+)
 from models import token_batch as tokens
 from torch import Tensor, nn
 
@@ -134,6 +144,7 @@ def test_what_several_stages_use(model, mesh):
     MODELS[model]().double().verify(mesh, 2)
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("pp", range(1, 9))
 def test_any_number_of_stages(pp):
     """More stages than layers cut inside of layers."""
@@ -163,3 +174,68 @@ def test_cuts_out_of_order():
 def test_a_plan_with_too_few_cuts_is_refused():
     with pytest.raises(StageError, match="has 1 cuts, but 4 stages need 3"):
         plain_gpt().compile("pp=4", cuts=("add",))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("build", [plain_gpt, gpt2, llama])
+def test_a_stage_may_be_as_small_as_one_operation(build, ranks) -> None:
+    """Cut wherever one value crosses: some stages compute with what they hand on, but
+    have no gradient of their own, as that of the largest logit. There is no cut between
+    a value and where its gradient is reduced."""
+    case = build(layers=1).double()
+    with pytest.raises(StageError) as error:
+        case.compile(f"pp=99,tp={ranks}", 2, sequence_parallel=False)
+    most = int(error.value.fix.split("=")[1].split()[0])
+    assert most > 10
+    case.verify(f"pp={most},tp={ranks}", 2, sequence_parallel=False)
+
+
+class Detached(Stack):
+    """The second block learns, the first does not."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        first, second = self.blocks
+        return self.head(second(first(self.embed(input_ids)).detach()))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_gradient_of_zero_is_sent_too(schedule) -> None:
+    """The stage before waits for it."""
+    case = Case(randomize(Detached(layers=2)), tokens(), cross_entropy).double()
+    found = case.verify("pp=2,tp=2", 2, schedule=schedule)
+    assert found.errors["blocks.0.up.weight"] == 0.0
+
+
+# --- stages of equal text share a module --------------------------------------------
+
+
+@pytest.mark.parametrize("frozen", ["", "up.weight", "embed"])
+def test_equal_layers_of_which_one_is_frozen(frozen) -> None:
+    """In full, in part, or together with all before it: nothing is sent back then."""
+    case = Case(randomize(Stack(layers=4)), tokens(), cross_entropy).double()
+    for p in case.model.blocks[1].parameters():
+        p.requires_grad_(False)
+    for name, p in case.model.named_parameters():
+        if frozen and (frozen in name or (frozen == "embed" and "blocks.0" in name)):
+            p.requires_grad_(False)
+    case.verify("pp=6", 2)
+    case.verify("pp=4,dp=2", 2, zero=2, schedule="zb-h1")
+
+
+def test_layers_of_unlike_width() -> None:
+    widths = iter([64, 64, 80, 64])
+
+    class Uneven(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            wide = next(widths)
+            self.up, self.down = nn.Linear(WIDTH, wide), nn.Linear(wide, WIDTH)
+
+    model = randomize(Stack(Uneven, layers=4))
+    case = Case(model, tokens(), cross_entropy).double()
+    found = [
+        [width for width in (64, 80) if f"({width}, {WIDTH})" in text]
+        for text in texts(case.compile("pp=4", 2))
+    ]
+    assert found == [[64], [64], [80], [64]]
+    case.verify("pp=4,dp=2", 2, zero=1)

@@ -100,12 +100,13 @@ def world(mesh: str) -> int:
     return size
 
 
-@pytest.mark.matrix(quick=3)
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "zero"), MESHES)
 def test_the_trajectory_is_that_of_one_device(model, mesh, microbatches, zero):
     check_trajectory(model, mesh, microbatches, {"zero": zero})
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize(
     ("schedule", "stages_per_rank"),
     [

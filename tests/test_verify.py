@@ -9,12 +9,14 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 from models import Case, gpt2, llama, opt, plain_gpt
 
 from autopar.reference import reference_step
 from autopar.verify import (
     Verification,
     VerificationFailed,
+    assemble,
     relative_error,
     run_all_ranks,
     verify,
@@ -46,6 +48,7 @@ QUICK = [
     ("plain", "tp=2", 2, {"heads": 3}),
     ("plain", "pp=2,tp=2", 4, {"schedule": "naive"}),
     ("plain", "tp=4", 1, {"seq": 17}),
+    ("plain", "tp=2", 1, {"seq": 1}),  # a table with one row
     ("plain", "dp=4", 2, {"ignored": "half"}),
     ("plain", "pp=2,tp=2", 4, {"tied": False, "schedule": "gpipe"}),
     ("plain", "pp=4,tp=2", 2, {"sequence_parallel": False, "ignored": "none"}),
@@ -127,6 +130,7 @@ def test_any_preference_of_what_to_split_is_right(seed):
     verify(program, *case, tolerance=tolerance).check()
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mesh", ["tp=2", "pp=2,dp=2,tp=2"])
 def test_in_float32_with_the_models_own_loss(model, mesh):
@@ -186,3 +190,14 @@ def test_a_gradient_that_is_zero_but_for_rounding_passes():
     verify(case.compile("tp=2"), *case).check()
     found = verify(case.compile("tp=2"), *case, tolerance=0.0)
     assert 0 < found.errors["model.decoder.layers.0.self_attn.k_proj.bias"] < 1e-5
+
+
+def test_ranks_that_hold_another_gradient_than_their_replicas_are_found():
+    program = plain_gpt(layers=1).compile("tp=2")
+    one = torch.ones(32, dtype=torch.float64)
+    other = one.clone()
+    other[3] += 1e-3
+    with pytest.raises(VerificationFailed, match="rank 1 has another gradient"):
+        assemble(program, "norm.weight", [one, other], noise=1e-2)
+    shards = [1e-16 * one, 1e-16 * other]  # rounding, on one rank unlike the other
+    assert assemble(program, "norm.weight", shards, noise=1e-2) is not None

@@ -30,7 +30,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.matrix(quick=12)
+@pytest.mark.matrix(quick=6)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
@@ -83,7 +83,7 @@ UNEVEN = [
 ]
 
 
-@pytest.mark.matrix(quick=4)
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "options"), UNEVEN)
 def test_extents_need_not_divide(model, mesh, microbatches, options, zero):
@@ -91,6 +91,7 @@ def test_extents_need_not_divide(model, mesh, microbatches, options, zero):
     case.verify(mesh, microbatches, zero=zero)
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_it_goes_with_all_other_decisions(zero):
     case = plain_gpt(layers=2).double()
@@ -219,6 +220,7 @@ def elements(tensors) -> int:
 # --- real ranks --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh", "microbatches"),
     [
