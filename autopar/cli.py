@@ -18,7 +18,7 @@ from autopar.batches import with_samples
 from autopar.checkpoint_files import is_checkpoint
 from autopar.checkpoint_report import checkpoint_data, checkpoint_table
 from autopar.cli_explain import add_explain
-from autopar.cli_plan import add_plan
+from autopar.cli_plan import add_labels, add_plan, labelled
 from autopar.cli_simulate import add_simulate
 from autopar.compiler import compile_offline
 from autopar.demo import demo
@@ -123,6 +123,7 @@ def _add_compile(commands: Any) -> None:
     add.add_argument("--precision", default="model", choices=tuple(PRECISION))
     add.add_argument("--hint", action="append", default=[], metavar="PATTERN=DIM/AXIS")
     add.add_argument("--plan", type=Path, help="a plan.json, or its directory")
+    add_labels(add)
     add.add_argument("--meta", action="store_true", help="make no weights")
     add.add_argument("--seed", type=int, default=0, help="of weights and dropout")
     add.add_argument("-o", "--output", type=Path, default=Path("plan"), metavar="DIR")
@@ -217,6 +218,7 @@ def compile_command(arguments: argparse.Namespace) -> int:
         batch = _compile_batch(loaded, arguments, plan.mesh)
     if arguments.plan is None and arguments.microbatches is None:
         plan = replace(plan, microbatches=_microbatches(batch, plan.mesh))
+    plan = labelled(plan, loaded, batch, arguments)
     program = compile_offline(loaded.model, batch, plan)
     where = save_plan(
         program, arguments.output, arguments.model, arguments.seed, findings

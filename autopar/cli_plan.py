@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from autopar.estimate_file import Findings, estimate_data
 from autopar.hardware import cluster_of, with_memory
 from autopar.models import LoadedModel, ModelError, load_model
 from autopar.planned import batch_for, save_findings
-from autopar.planner import find_plans, gigabytes, plan_of, sketch
+from autopar.planner import find_plans, gigabytes, label_plan, plan_of, sketch
 from autopar.progress import Bar
 from autopar.store import checksum
 from autopar.tables import Table
 from passes.cluster import Cluster, ClusterError
 from passes.mesh import Mesh
+from passes.plan import Plan
 from passes.search import Found
 
 SEQ = 128  # tokens of one, unless told otherwise
@@ -46,6 +48,27 @@ def add_cluster(add: argparse.ArgumentParser, required: bool) -> None:
     where.add_argument("--devices", metavar="NxNAME", help="as 8xA100-80GB")
     where.add_argument("--cluster", type=Path, metavar="FILE", help="TOML or JSON")
     add.add_argument("--memory", metavar="BYTES", help='of a device to use, as "70GB"')
+
+
+def add_labels(add: Any) -> None:
+    add.add_argument(
+        "--labels",
+        metavar="NxNAME|FILE",
+        help="decide for each op what an axis splits, for these devices",
+    )
+
+
+def labelled(
+    plan: Plan, loaded: LoadedModel, batch: Mapping[str, Any], options: Any
+) -> Plan:
+    """The plan with labels, if they are asked for."""
+    if not options.labels:
+        return plan
+    if Path(options.labels).suffix in (".toml", ".json"):
+        cluster = read_cluster(Path(options.labels))
+    else:
+        cluster = cluster_of(options.labels)
+    return label_plan(sketch(loaded.model, batch), plan, cluster).plan
 
 
 def plan_command(arguments: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from autopar import ring
 from autopar.packing import Layout
-from autopar.pieces import in_order, joined, packed, padded
+from autopar.pieces import by_row, by_share, in_order, joined, packed, padded
 from autopar.placement import Placement
 from autopar.receipts import Arrived, Receipt, Summed, Transit, sum_in_order
 from passes.mesh import Mesh, balanced
@@ -166,13 +166,22 @@ class Comm(Placement, ABC):
         ranks = self._enter("all_gather", (axis,), rows[me], dims=dims, sizes=sizes)
         alone = len(ranks) == 1
         receipt = Arrived(rows) if alone else self._start_gather(rows, ranks)
-        return Transit(receipt, layout.join)
+        wholes = [self.shares(sum(own), axis) for own in along]
+
+        def join(rows: Tensor) -> list[Tensor]:
+            return list(map(by_row, layout.join(rows), dims, wholes))
+
+        return Transit(receipt, join)
 
     def start_scatter(
         self, wholes: Sequence[Tensor], axis: str, dims: Sequence[int]
     ) -> Transit:
         """Begin a reduce_scatter of each, as one; they may change meanwhile."""
         ranks, me = self.ranks((axis,)), self.coords[axis]
+        wholes = [
+            by_share(x, dim, self.shares(x.shape[dim], axis))
+            for x, dim in zip(wholes, dims, strict=True)
+        ]
         along = [
             balanced(x.shape[dim], len(ranks))
             for x, dim in zip(wholes, dims, strict=True)

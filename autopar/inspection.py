@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from autopar.emitted import Message, Messages, sends_of, users_of
+from autopar.label_table import label_table
 from autopar.memory_table import memory_table
 from autopar.shards import local_shape
 from autopar.sharing import share_table, shares
@@ -311,6 +312,7 @@ def report(program: Program, every: bool = False) -> str:
         *map(str, tables),
         *([str(share_table(program))] if program.plan.zero else ()),
         str(memory_table(program)),
+        *([str(label_table(program.plan))] if program.plan.labels else ()),
         schedule_text(program),
         str(communication_table(program)),
     ]
@@ -326,6 +328,7 @@ def report_data(program: Program) -> dict[str, Any]:
         "zero": program.plan.zero,
         "zigzag": list(program.plan.zigzag),
         "offload": program.plan.offload,
+        "labels": {axis: dict(own) for axis, own in program.plan.labels.items()},
         "shares": [asdict(share) for share in shares(program)],
         "precision": program.plan.precision,
         "parameters": [_parameter_data(n, p) for n, p in program.parameters.items()],

@@ -19,6 +19,7 @@ from autopar.options import make_plan
 from autopar.shorten import Layers, shortened
 from passes.cluster import Cluster
 from passes.estimate import Candidate
+from passes.label_axes import Labelled, Runs, label_axes
 from passes.mesh import Mesh
 from passes.name_dims import Named, name_dims
 from passes.normalize import normalize
@@ -189,3 +190,17 @@ def plan_of(candidate: Candidate, of: Sketch) -> Plan:
     starts = of.layers.starts if of.layers else ()
     ends = accumulate(candidate.layers[:-1])
     return replace(plan, cuts=tuple(starts[end] for end in ends))
+
+
+def label_plan(
+    of: Sketch, plan: Plan, cluster: Cluster, memory: float | None = None
+) -> Labelled:
+    """Decide for each op what the axes of a plan split of it.
+
+    of: captured with the whole batch of a step. memory: bytes that a rank may use for
+    parameters and what is kept for the backward; None: the plan's, else a device's.
+    Raises: LabelsDoNotFit, PlanError.
+    """
+    found = of.layers
+    runs = Runs(found.path, found.period, found.repeats) if found else None
+    return label_axes(of.named, plan, cluster, runs, memory)

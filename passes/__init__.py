@@ -30,6 +30,8 @@ What they stand on:
     ring                                                           attention on a ring
     vjp, traced_vjp, tape                                          derivatives
     cost, footprint, memory, cheapest, notes                       what a plan is worth
+    allowed, labels, label_axes, label_costs, value_costs, moves   what ops split best
+    search_labels                                                  the least of a sum
     schedule, make_schedule, check_schedule, simulate_schedule     the pipeline's order
     fit_schedule, list_schedule                                    orders for costs
     cluster, price, price_layers, balance_layers, estimate, search the best plan

@@ -71,6 +71,7 @@ class Plan:
     schedule, stages_per_rank: the pipeline schedule; "auto": made for what the stages
     take, see `passes.fit_schedule`. split: mesh axis (or `time`) -> dims that it
     splits, in order of preference. hints: parameter pattern -> `dim/axis`.
+    labels: mesh axis -> op -> the dim of it that the axis splits, see `passes.labels`.
     cuts: for each pipeline boundary the value that crosses it, or the layer that begins
     there (`transformer.h.6`); empty: balanced by cost.
     recompute: "none", "selective" or "full", see `passes.recompute`; "auto": of each
@@ -89,6 +90,7 @@ class Plan:
     stages_per_rank: int = 1
     split: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict(SPLIT))
     hints: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
     cuts: tuple[str, ...] = ()
     recompute: str = "none"
     zero: int = 0
@@ -266,6 +268,7 @@ KINDS: dict[str, type] = {
     "stages_per_rank": int,
     "split": dict,
     "hints": dict,
+    "labels": dict,
     "cuts": list,
     "recompute": str,
     "zero": int,
@@ -295,6 +298,21 @@ def _read(key: str, value: Any) -> Any:
                     f"{', '.join((*AXES, TIME))}",
                 )
         return {axis: tuple(dims) for axis, dims in value.items()}
+    if key == "labels":
+        _check_labels(value)
     if key in ("cuts", "zigzag"):
         return tuple(value)
     return value
+
+
+def _check_labels(value: dict[str, Any]) -> None:
+    for axis, labels in value.items():
+        good = isinstance(labels, dict) and all(
+            dim is None or isinstance(dim, str) for dim in labels.values()
+        )
+        if axis not in AXES or axis == "pp" or not good:
+            raise PlanError(
+                f"'labels' in the plan has {axis!r}: {labels!r}",
+                fix='write for instance "tp": {"blocks.*.mlp.up:linear": "ffn"}, for '
+                f"axes of {', '.join(a for a in AXES if a != 'pp')}",
+            )

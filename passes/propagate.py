@@ -10,21 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from passes.allowed import PASS, Allowed, Label
 from passes.errors import LossNotSeparable
 from passes.graph import Graph, Node, Value
 from passes.hints import Pins, read_hints
-from passes.linearity import passes_pending_sum
+from passes.labels import given_factor, read_labels
 from passes.mesh import TIME
-from passes.name_dims import Dim, Factor, Named
+from passes.name_dims import Factor, Named
 from passes.notation import PENDING
 from passes.origins import Origin, find_differentiable
 from passes.plan import Plan
 from passes.rest import find_casts, rest_split
 from passes.ring import check_rings, ring_factor
 from passes.sharding import Sharding
-
-PASS = "pass"  # the op is applied to pending sums, and its result is one
-Label = Factor | str | None
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,8 @@ class Sharded:
 def propagate(named: Named, plan: Plan) -> Sharded:
     """Give every value a sharding, following the plan's order of preference.
 
-    Raises: HintError, ShardingConflict, LossNotSeparable.
+    Where the plan has labels for an op, these count; hints count more than both.
+    Raises: HintError, ShardingConflict, LossNotSeparable, PlanError.
     """
     pins = read_hints(named, plan)
     ahead: frozenset[str] = frozenset()
@@ -105,7 +104,9 @@ class _Propagation:
             axis: {name: i for i, name in enumerate(plan.split.get(axis, ()))}
             for axis in plan.axes
         }  # "dim" or "op:dim" -> order of preference
-        self.differentiable = find_differentiable(named.graph, named.traced.trainable)
+        flows = find_differentiable(named.graph, named.traced.trainable)
+        self.allowed = Allowed(self.sizes, flows)
+        self.given = read_labels(named, plan)
         self.states: dict[str, Sharding] = {}
         self.labels: list[Mapping[str, Label]] = []
         self.needs: list[tuple[Sharding, ...]] = []
@@ -116,7 +117,7 @@ class _Propagation:
         for v in graph.sources:
             self.states[v.name] = Sharding.whole(dims[v.name])
         for i, node in enumerate(graph.nodes):
-            labels = self.choose(node, self.named.factors[i])
+            labels = self.choose(i, node)
             self.labels.append(labels)
             for which, out in enumerate(node.outs):
                 if out is not None:
@@ -132,21 +133,21 @@ class _Propagation:
 
     # --- which dim an op splits ----------------------------------------------------
 
-    def choose(self, node: Node, factors: tuple[Factor, ...]) -> dict[str, Label]:
+    def choose(self, i: int, node: Node) -> dict[str, Label]:
         origin = self.named.origins[node.results[0].name]
         if origin is Origin.CONSTANT:
             return dict.fromkeys(self.order)
         if origin is Origin.INPUT:
-            return self.choose_for_inputs(node, factors)
+            return self.choose_for_inputs(node, self.named.factors[i])
         labels: dict[str, Label] = {}
         for axis in self.order:
             pending = [
                 self.states[v.name].pending_on(axis) == "sum" for v in node.operands
             ]
-            if any(pending) and self.may_pass(axis, node, pending):
+            if any(pending) and self.allowed.may_pass(axis, node, pending):
                 labels[axis] = PASS
             else:
-                labels[axis] = self.preferred(axis, factors, labels, node)
+                labels[axis] = self.wanted(axis, i, node, labels)
             if axis == TIME:
                 self.check_separable(node, labels[axis])
         return labels
@@ -174,14 +175,16 @@ class _Propagation:
     def want_ahead(self, values: tuple[Value, ...]) -> None:
         self.wanted_ahead |= {v.name for v in values}
 
-    def may_pass(self, axis: str, node: Node, pending: list[bool]) -> bool:
-        """Pending sums travel on towards the loss; elsewhere they are resolved."""
-        scalar = all(v.numel == 1 for v in node.results)
-        if not (scalar or axis == TIME):
-            return False
-        if node.op == "aten.add.Tensor" and scalar and len(node.operands) == 2:
-            return True
-        return passes_pending_sum(node, pending)
+    def wanted(
+        self, axis: str, i: int, node: Node, labels: Mapping[str, Label]
+    ) -> Factor | None:
+        """As a hint demands it, as the plan's labels say, or what is preferred."""
+        factors = self.named.factors[i]
+        pinned = self.pins.factor(axis, node, factors)
+        given = self.given.get((node.results[0].name, axis))
+        if pinned is None and given is not None:
+            return given_factor(self.named, self.allowed, axis, i, labels, given)
+        return pinned or self.preferred(axis, factors, labels, node)
 
     def preferred(
         self,
@@ -190,24 +193,23 @@ class _Propagation:
         labels: Mapping[str, Label],
         node: Node,
     ) -> Factor | None:
-        pinned = self.pins.factor(axis, node, factors)
-        if pinned is not None:
-            return pinned
         order, op = self.rank[axis], node.op.split(".")[1]
         choices = [
             (name, f)
             for f in factors
             for name in (f.dim.name, f"{op}:{f.dim.name}", f"weights:{f.dim.name}")
         ]
-        if (ring := ring_factor(node, factors, self.differentiable)) is not None:
+        if (
+            ring := ring_factor(node, factors, self.allowed.differentiable)
+        ) is not None:
             choices.append((f"ring:{ring.dim.name}", ring))
         ranked = [
             (order[name], f)
             for name, f in choices
             if name in order
             and (not name.startswith("weights:") or self.meets(axis, f, node))
-            and self.may_split(f, node)
-            and self.divides(axis, f.dim, labels)
+            and self.allowed.may_split(f, node)
+            and self.allowed.divides(axis, f.dim, labels)
         ]
         return min(ranked, key=lambda r: r[0])[1] if ranked else None
 
@@ -223,20 +225,6 @@ class _Propagation:
             for which, d, i in f.operands
         )
         return f.role == "map" and (split or origins == {True, False})
-
-    def may_split(self, f: Factor, node: Node) -> bool:
-        """A maximum that has a gradient stays whole: each rank would send it back to
-        the largest of its own."""
-        has_gradient = any(v.name in self.differentiable for v in node.results)
-        return f.role != "whole" and not (f.role == "max" and has_gradient)
-
-    def divides(self, axis: str, dim: Dim, labels: Mapping[str, Label]) -> bool:
-        """Whether every rank of the axis gets a part of the dim."""
-        parts = self.sizes[axis]
-        for other, label in labels.items():
-            if isinstance(label, Factor) and label.dim == dim:
-                parts *= self.sizes[other]
-        return dim.size >= parts
 
     def check_separable(self, node: Node, label: Label) -> None:
         for v in node.operands:

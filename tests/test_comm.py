@@ -77,9 +77,7 @@ def check_gather_and_scatter(comm):
 
 
 def check_several_at_once(comm):
-    """As one by one, whatever happens to the tensors meanwhile; of parameters, whose
-    shares lie in one piece."""
-    comm.zigzag = frozenset()
+    """As one by one, whatever happens to the tensors meanwhile."""
     n, i = comm.mesh.axis_size("tp"), comm.coords["tp"]
     for extent in EXTENTS:
         shapes = [(extent, 3), (2, extent), (extent,), (2, extent, 2)]
@@ -110,6 +108,7 @@ def check_several_at_once(comm):
 
 def check_who_starts_does_not_wait(comm):
     """The second rank starts only when it hears that the first one has started."""
+    comm.zigzag = frozenset()
     ranks, i = comm.ranks(("tp",)), comm.coords["tp"]
     x = torch.full((3,), float(comm.rank), dtype=torch.float64)
     if i == 1:

@@ -1,0 +1,93 @@
+"""What tests of labels share: a labelling's price beside that of its program."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from autopar.hardware import cluster_of
+from autopar.options import make_plan
+from autopar.planner import Sketch, sketch
+from examples.gpt import GPT, Config
+from passes.cluster import Link
+from passes.cost import Costs
+from passes.differentiate import differentiate
+from passes.insert_collectives import insert_collectives
+from passes.label_costs import LabelCosts
+from passes.plan import Plan
+from passes.price import PARTS, STEP, Account, price
+from passes.propagate import Sharded, propagate
+from passes.split_stages import split_stages
+from passes.value_costs import COMMUNICATION, COMPUTE, Setting
+
+CLUSTER = cluster_of("8xA100-80GB")
+
+
+@cache
+def large(layers: int = 24, samples: int = 8) -> Sketch:
+    """A GPT so large that computing takes most of the time."""
+    with torch.device("meta"):
+        model = GPT(Config(layers, width=2048, heads=16, context=1024, vocab=32000))
+    ids = torch.zeros(samples, 1024, dtype=torch.int64)
+    return sketch(model, {"ids": ids, "labels": ids.clone()})
+
+
+def setting_of(named, plan: Plan, axis: str = "tp") -> Setting:
+    link = CLUSTER.link(plan.mesh, (axis,))
+    return Setting(propagate(named, plan), axis, CLUSTER.device, link)
+
+
+def choices_of(costs: LabelCosts, sharded: Sharded, axis: str) -> dict[int, int]:
+    """The choices that a propagation stands for."""
+    found = {}
+    for i, node in enumerate(costs.nodes):
+        label = sharded.labels[i][axis]
+        varies = axis in sharded.states[node.results[0].name].varying
+        for spot, choice in enumerate(costs.choices[i]):
+            if choice.label == label and choice.varying == (varies and label is None):
+                found[i] = spot
+    return found
+
+
+def communication_of(costs: LabelCosts, choices: Mapping[int, int]) -> float:
+    """Seconds of collectives, as the tables have them."""
+    total = 0.0
+    for amounts in costs.tables:
+        row = amounts.values[tuple(choices[i] for i in amounts.nodes)]
+        assert float(row[COMPUTE]) < math.inf, "propagate has chosen what is forbidden"
+        total += float(row[COMMUNICATION])
+    return total
+
+
+def compiled(named, plan: Plan) -> Account:
+    """Of the program of the whole graph as one stage."""
+    staged = split_stages(insert_collectives(propagate(named, plan)), Costs())
+    sizes = {axis: plan.size(axis) for axis in plan.axes}
+    at_zero = dict.fromkeys(sizes, 0)
+    return price(differentiate(staged.stages[0], sizes, at_zero), CLUSTER.device)
+
+
+def seconds_of(account: Account, axis: str, link: Link, microbatches: int = 1) -> float:
+    """Seconds of a program's collectives over an axis, and its gradients' reduction."""
+    total = 0.0
+    for part in PARTS:
+        for kind, axes, calls, amount in account.exchanges(part):
+            assert part != STEP
+            if axes == (axis,):
+                total += calls * link.seconds(kind, amount / calls)
+    pending = sum(
+        amount
+        for key, amount in account.amounts.items()
+        if key[0] == "pending" and axis in key[1:]
+    )
+    return total + replace(link, latency=0.0).seconds("all_reduce", pending) / (
+        microbatches
+    )
+
+
+def tp(size: int, **options) -> Plan:
+    return make_plan(f"tp={size}", **options)
