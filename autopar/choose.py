@@ -15,7 +15,9 @@ from passes.cluster import Cluster
 from passes.mesh import MeshError
 from passes.plan import Plan, PlanError
 
-SAMPLES = 4  # of the batch that a model is captured with: costs are linear in them
+# Of the batch that a model is captured with, two for each rank of up to 8 with experts
+# of their own; costs are linear in them.
+SAMPLES = 16
 
 
 def wanted(mesh: Any, options: Mapping[str, Any]) -> Cluster | None:

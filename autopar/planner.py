@@ -125,10 +125,11 @@ def find_plans(
     node = cluster.levels[0].devices if cluster.levels else 1
     tp = [t for t in range(1, node + 1) if all(h % t == 0 for h in heads)]
     experts = of.extents("experts")
-    ep = [e for e in range(1, max(experts, default=1) + 1)]
+    # A layer is priced with one sample of a rank and with two.
+    ep = [e for e in range(1, max(experts, default=1) + 1) if of.batch % (2 * e) == 0]
     given: dict[str, Any] = {
         "tp": tuple(t for t in tp if cluster.devices % t == 0),
-        "ep": tuple(e for e in ep if all(n % e == 0 for n in experts)),
+        "ep": (1, *(e for e in ep if e > 1 and all(n % e == 0 for n in experts))),
         "mesh": mesh,
         "recompute": RECOMPUTE if of.spells_attention else ("none", "full"),
     }

@@ -208,3 +208,10 @@ def test_a_batch_that_no_mesh_divides() -> None:
         find_plans(of, small(), 7, mesh=make_plan("dp=4").mesh)
     with pytest.raises(PlanError, match="a global batch of 0"):
         find_plans(of, small(), 0)
+
+
+def test_experts_are_split_over_as_many_ranks_as_hold_some() -> None:
+    case = switch_gpt(batch=16)
+    of = sketch(case.model, case.batch)
+    found = find_plans(of, small(8), 16, mesh=make_plan("ep=8").mesh)
+    assert str(found.best[0].candidate.mesh) == "ep=8"
