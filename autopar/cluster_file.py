@@ -7,6 +7,8 @@ name = "A100-80GB"             # of the table; what follows overrules it
 memory = "72GB"                # what a rank may use
 bytes_per_second = "2TB"       # of its own memory
 flops = { bfloat16 = "312T", float32 = "156T" }
+fused = false                  # elementwise ops in a row run as one kernel
+dispatch = 0                   # seconds of the host for each op
 
 [[links]]                      # innermost first; the last joins all devices
 devices = 8
@@ -120,6 +122,10 @@ def _tables(data: Any) -> list[Any]:
 
 def _read(key: str, value: Any) -> Any:
     if key == "device.name":
+        return value
+    if key == "device.fused":
+        if not isinstance(value, bool):
+            raise ClusterError(f"'{key}' is {value!r}", fix="write true or false")
         return value
     if key == "device.flops":
         if not isinstance(value, Mapping):

@@ -81,12 +81,15 @@ def sketch(
     return Sketch(named, layers, samples)
 
 
-def make_prices(of: Sketch, cluster: Cluster) -> Prices:
-    """Prices of layers on a cluster's devices, each way of splitting them once."""
+def make_prices(of: Sketch, cluster: Cluster, **options: Any) -> Prices:
+    """Prices of layers on a cluster's devices, each way of splitting them once.
+
+    options: more of `autopar.options.Options`, for all plans.
+    """
 
     @cache
     def cut(mesh: Mesh, microbatches: int) -> Cut:
-        plan = make_plan(mesh, microbatches=microbatches)
+        plan = make_plan(mesh, **options, microbatches=microbatches)
         return cut_layers(of.named, plan, of.starts)
 
     @cache

@@ -27,7 +27,8 @@ class Device:
     (as torch names it) -> peak floating point operations a second; a dtype that is not
     there runs as float32. efficiency: the share of the peak that a large product
     reaches, and bandwidth_efficiency that a large copy reaches; launch: seconds that an
-    op takes at least.
+    op takes at least. fused: whether elementwise ops in a row run as one kernel.
+    dispatch: seconds of the host for each op; where ops take less, the device waits.
     """
 
     name: str
@@ -37,11 +38,17 @@ class Device:
     efficiency: float = 0.75
     bandwidth_efficiency: float = 0.8
     launch: float = 4e-6
+    fused: bool = False
+    dispatch: float = 0.0
 
     def __post_init__(self) -> None:
         for what in ("memory", "bytes_per_second", "efficiency"):
             _positive(f"{what} of device {self.name}", getattr(self, what))
         _positive(f"bandwidth_efficiency of {self.name}", self.bandwidth_efficiency)
+        if not (math.isfinite(self.dispatch) and self.dispatch >= 0):
+            raise ClusterError(
+                f"dispatch of {self.name} is {self.dispatch}", fix="give seconds, or 0"
+            )
         if "float32" not in self.flops:
             raise ClusterError(
                 f"device {self.name} has no peak for float32",

@@ -124,6 +124,7 @@ def stage_seconds(
                 waits[key] = calls * link.seconds(kind, amount / calls)
         computing = took[part]
         took[part] += sum(s for key, s in waits.items() if key[0] == part)
+        took[part] = max(took[part], _dispatching(account, part, cluster))
         moving = gather_seconds(account, candidate, cluster, part)
         # They move while another block computes; nothing else does for one of them.
         exposed = max(moving - computing, moving / _blocks(candidate))
@@ -136,6 +137,12 @@ def stage_seconds(
     return StageSeconds(
         took[FORWARD], took[BACKWARD], took[WEIGHT], send, waits, footprint_of(account)
     )
+
+
+def _dispatching(account: Account, part: str, cluster: Cluster) -> float:
+    """Seconds until the host has started all ops of a part."""
+    calls = sum(calls for _, _, calls, _ in account.exchanges(part))
+    return cluster.device.dispatch * (account["launches", part] + calls)
 
 
 def gather_seconds(
@@ -185,7 +192,8 @@ def step_parts(
                 found["gradients dp"] = scatters * link.seconds(
                     "reduce_scatter", trained
                 )
-                found["parameters dp"] = link.seconds("all_gather", trained)
+                whole = account["memory", "parameters"]
+                found["parameters dp"] = link.seconds("all_gather", whole)
     device = cluster.device
     speed = device.bytes_per_second * device.bandwidth_efficiency
     found["optimizer"] = OPTIMIZER_TRAFFIC * share / speed
@@ -228,19 +236,34 @@ def estimate(
 ) -> Estimate:
     """Run the candidate on paper. accounts: of each stage."""
     took = [stage_seconds(a, candidate, cluster) for a in accounts]
+    timeline = _timeline(took, candidate)
+    return _sum_up(accounts, took, timeline, candidate, cluster)
+
+
+def step_seconds(
+    accounts: Sequence[Account], candidate: Candidate, cluster: Cluster
+) -> float:
+    """The seconds of `estimate`, without what it finds out beside."""
+    took = [stage_seconds(a, candidate, cluster) for a in accounts]
+    timeline = _timeline(took, candidate)
+    once = [0.0] * candidate.mesh.axis_size("pp")
+    for account, rank in zip(accounts, timeline.schedule.stage_to_rank, strict=True):
+        once[rank] += sum(step_parts(account, candidate, cluster).values())
+    return timeline.total + max(once)
+
+
+def _timeline(took: Sequence[StageSeconds], candidate: Candidate) -> Timeline:
     ranks = candidate.mesh.axis_size("pp")
     plain = make_schedule(
         candidate.schedule, ranks, candidate.microbatches, candidate.stages_per_rank
     )
-    schedule = add_communication(plain)
-    timeline = simulate(
-        schedule,
+    return simulate(
+        add_communication(plain),
         [t.forward for t in took],
         [t.backward + t.weight for t in took],
         [t.weight for t in took],
         max((t.send for t in took[:-1]), default=0.0),
     )
-    return _sum_up(accounts, took, timeline, candidate, cluster)
 
 
 def _sum_up(

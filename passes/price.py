@@ -8,14 +8,15 @@ are added and subtracted: what a layer costs is what two cost less what one cost
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.cluster import Device
 from passes.collectives import collective
 from passes.cost import flops, traffic
 from passes.footprint import Footprint, footprint
-from passes.graph import Node
+from passes.fusion import fused_traffic
+from passes.graph import Node, Value
 from passes.local_stage import LocalStage
 from passes.program import dtype_name
 from passes.ring import passed_round, ring_of
@@ -29,7 +30,9 @@ Key = tuple[str, ...]
 class Account:
     """Amounts by what they are of. Keys:
 
-    ("seconds", part): of computing. ("flops", part). ("calls" or "bytes", part, kind,
+    ("seconds", part): of computing; they come of ("launches", part), ("moved", part) in
+    bytes and ("work", part), seconds of the products at the device's peak, see
+    `retimed`. ("flops", part). ("calls" or "bytes", part, kind,
     axes ...): of collectives; bytes of the whole tensor, see `passes.cluster.Link`.
     ("memory", term): bytes that add up: "saved", "kept", "step", "edges" as in
     `passes.footprint.Footprint`, "parameters" and "trained" at rest. ("most", part):
@@ -111,25 +114,31 @@ def price(local: LocalStage, device: Device) -> Account:
     def add(key: Key, amount: float) -> None:
         found[key] = found.get(key, 0.0) + amount
 
-    parts: dict[str, Iterable[Node]] = {
-        FORWARD: local.forward,
-        BACKWARD: local.backward,
-        WEIGHT: local.weight_half or (),
-        STEP: (*local.prologue, *local.epilogue),
+    ends = [*local.saved, *local.sends, *([local.loss] if local.loss else [])]
+    halves = [v for v in (*local.d_receives, *local.kept) if v is not None]
+    parts: dict[str, tuple[Sequence[Node], list[Value]]] = {
+        FORWARD: (local.forward, ends),
+        BACKWARD: (local.backward, halves),
+        WEIGHT: (local.weight_half or (), []),
+        STEP: ((*local.prologue, *local.epilogue), []),
     }
-    for part, nodes in parts.items():
-        for node in nodes:
+    for part, (nodes, kept) in parts.items():
+        moves = _moves(nodes, {v.name for v in kept}, device)
+        for node, (moved, begins) in zip(nodes, moves, strict=True):
             if found_kind := collective(node):
                 kind, axes = found_kind
                 add(("calls", part, kind, *axes), 1)
                 add(("bytes", part, kind, *axes), _whole(node))
             elif node.op != "comm.wait":
-                add(("seconds", part), node_seconds(node, device))
+                work = flops(node) / _peak(node, device) if moved else 0.0
+                add(("launches", part), begins)
+                add(("moved", part), moved)
+                add(("work", part), work)
                 add(("flops", part), flops(node))
             if ring := ring_of(node):
-                for _, calls, moved in passed_round(node):
+                for _, calls, passed in passed_round(node):
                     add(("calls", part, "send", ring), calls)
-                    add(("bytes", part, "send", ring), moved)
+                    add(("bytes", part, "send", ring), passed)
     sizes = footprint(local)
     for term in ("saved", "kept", "step", "edges"):
         add(("memory", term), getattr(sizes, term))
@@ -143,19 +152,45 @@ def price(local: LocalStage, device: Device) -> Account:
             add(("memory", "trained"), v.bytes)
             varying = local.stage.shardings[v.name].varying
             add(("pending", *sorted(varying - {"time"})), v.bytes)
-    return Account(found)
+    return retimed(Account(found), device)
+
+
+def retimed(account: Account, device: Device) -> Account:
+    """The account with seconds of a device of the same peak, but other efficiencies.
+
+    A kernel is launched, moves its bytes, and multiplies. The three add up, so products
+    that are small or thin are slow, as they are.
+    """
+    speed = device.bytes_per_second * device.bandwidth_efficiency
+    seconds: dict[Key, float] = {
+        ("seconds", part): device.launch * account["launches", part]
+        + account["moved", part] / speed
+        + account["work", part] / device.efficiency
+        for part in PARTS
+    }
+    return Account({**account.amounts, **seconds})
+
+
+def _moves(
+    nodes: Sequence[Node], kept: Collection[str], device: Device
+) -> list[tuple[int, bool]]:
+    """Of each node its bytes, and whether a kernel begins there."""
+    if device.fused:
+        return fused_traffic(nodes, kept)
+    return [(moved := traffic(node), moved > 0) for node in nodes]
 
 
 def node_seconds(node: Node, device: Device) -> float:
-    """Seconds of computing one node: it is launched, moves its bytes, and multiplies.
-
-    The three add up, so products that are small or thin are slow, as they are.
-    """
-    moved, work = traffic(node), flops(node)
+    """Seconds of computing one node by itself."""
+    moved = traffic(node)
     if not moved:
         return 0.0
-    values = (*node.operands, *node.results)
-    dtype = dtype_name(max(values, key=lambda v: v.bytes).dtype)
-    peak = device.peak(dtype) * device.efficiency
     speed = device.bytes_per_second * device.bandwidth_efficiency
-    return device.launch + moved / speed + work / peak
+    work = flops(node) / _peak(node, device)
+    return device.launch + moved / speed + work / device.efficiency
+
+
+def _peak(node: Node, device: Device) -> float:
+    """Operations a second, of the type that most of its bytes have."""
+    values = (*node.operands, *node.results)
+    return device.peak(dtype_name(max(values, key=lambda v: v.bytes).dtype))

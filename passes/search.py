@@ -8,7 +8,7 @@ them are run on paper.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -111,11 +111,12 @@ def _simplest_first(estimates: list[Estimate]) -> list[Estimate]:
     if not ordered:
         return []
     alike = [e for e in ordered if e.seconds <= ordered[0].seconds * (1 + ALIKE)]
-    first = min(alike, key=lambda e: (_complexity(e.candidate), e.seconds))
+    first = min(alike, key=lambda e: (complexity(e.candidate), e.seconds))
     return [first, *(e for e in ordered if e is not first)]
 
 
-def _complexity(candidate: Candidate) -> tuple[int, ...]:
+def complexity(candidate: Candidate) -> tuple[int, ...]:
+    """Orders candidates: what is simple comes first."""
     return (
         sum(n > 1 for _, n in candidate.mesh.axes),
         candidate.recompute != "none",
@@ -252,21 +253,32 @@ def rough(
             *(((False, layers[-1], True),) if len(layers) > 1 else ()),
         )
     ]
-    took = [stage_seconds(a, candidate, space.cluster) for a in kinds]
+    seconds = rough_seconds(kinds, candidate, space.cluster)
     ranks = candidate.mesh.axis_size("pp")
     v, m = candidate.stages_per_rank, candidate.microbatches
-    typical = took[min(1, len(took) - 1)]
-    # How long it takes to fill and drain the pipeline, see `passes.make_schedule`.
-    fill = typical.forward + typical.backward
-    fill += -typical.weight if candidate.schedule in HALVES else typical.weight
-    seconds = m * v * max(map(_total, took)) + (ranks - 1) * max(0.0, fill)
-    seconds += max(sum(step_parts(a, candidate, space.cluster).values()) for a in kinds)
     in_flight = min(m * v, v * ranks + ranks - 1) if v > 1 else min(m, ranks)
     peak = max(
         sum(rank_memory([a] * v, candidate, footprint_of(a).most(in_flight)).values())
         for a in kinds
     )
     return seconds, peak, candidate
+
+
+def rough_seconds(
+    kinds: Sequence[Account], candidate: Candidate, cluster: Cluster
+) -> float:
+    """Of a step, by formula. kinds: of the first, an inner and the last stage, of those
+    that there are."""
+    took = [stage_seconds(a, candidate, cluster) for a in kinds]
+    ranks = candidate.mesh.axis_size("pp")
+    v, m = candidate.stages_per_rank, candidate.microbatches
+    typical = took[min(1, len(took) - 1)]
+    # How long it takes to fill and drain the pipeline, see `passes.make_schedule`.
+    fill = typical.forward + typical.backward
+    fill += -typical.weight if candidate.schedule in HALVES else typical.weight
+    fill = max(0.0, fill) + 2 * typical.send
+    seconds = m * v * max(map(_total, took)) + (ranks - 1) * fill
+    return seconds + max(sum(step_parts(a, candidate, cluster).values()) for a in kinds)
 
 
 def _total(seconds: StageSeconds) -> float:
