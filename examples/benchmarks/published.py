@@ -1,0 +1,147 @@
+"""What is published of runs and formulas, beside what autopar says.
+
+    python examples/benchmarks/published.py             # formulas, and Megatron's runs
+    python examples/benchmarks/published.py --choose    # and our own plans for these
+    python examples/benchmarks/published.py --sweep     # and plans picked on H100s
+
+`published/README.md` says where the numbers are from.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from statistics import mean, median
+
+from tabulate import tabulate
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))  # the passes are found from any directory
+
+from autopar.planner import find_plans  # noqa: E402
+from examples.benchmarks import published_formulas as formulas  # noqa: E402
+from examples.benchmarks import published_runs as megatron  # noqa: E402
+from examples.benchmarks import published_sweep as sweep  # noqa: E402
+
+
+def show(title: str, lines: list[dict[str, object]]) -> None:
+    print(f"\n{title}\n")
+    print(tabulate(lines, headers="keys", disable_numparse=True), flush=True)
+
+
+def show_formulas() -> None:
+    show(
+        "Formulas of the traced graph",
+        [
+            {"what": f.what, "graph": f.found, "less published": f.difference}
+            for f in formulas.formulas()
+        ],
+    )
+    show(
+        "Activations and state (arXiv 2205.05198, figures 1 and 7)",
+        [
+            {
+                "model": row["model"],
+                "what": row["quantity"],
+                "graph": f"{found:.4g}",
+                "published": row["published"],
+                "unit": row["unit"],
+            }
+            for row, found in formulas.memory_rows()
+        ],
+    )
+    rows = formulas.zero_rows()
+    off = [abs(found / float(row["formula_gb"]) - 1) for row, found in rows]
+    print(f"\nZeRO: {len(rows)} rows of table 1, largest difference {max(off):.2%}")
+
+
+def show_runs() -> None:
+    constants = megatron.fitted()
+    print(f"\nfitted: {constants}")
+    lines: list[dict[str, object]] = []
+    for layer in megatron.layer_runs():
+        forward, backward = layer.predict(constants)
+        ratio = (forward + backward) / (layer.forward + layer.backward)
+        lines.append(
+            {
+                "one layer of 22B": layer.name,
+                "ms": f"{forward * 1e3:.1f} + {backward * 1e3:.1f}",
+                "published": f"{layer.forward * 1e3:.1f} + {layer.backward * 1e3:.1f}",
+                "error": f"{ratio - 1:+.1%}",
+            }
+        )
+    show("Milliseconds forward and backward (arXiv 2205.05198, table 4)", lines)
+    lines = []
+    for run in megatron.megatron_runs():
+        found = run.predict(constants)
+        lines.append(
+            {
+                "model": run.name,
+                "plan": str(run.candidate),
+                "s": f"{found:.2f}",
+                "published": f"{run.seconds:.2f}",
+                "error": f"{found / run.seconds - 1:+.1%}",
+            }
+        )
+    show("Seconds of an iteration (arXiv 2104.04473, table 1)", lines)
+
+
+def show_choices() -> None:
+    """Our plan for each model and its devices beside the authors', both estimated."""
+    constants = megatron.fitted()
+    lines: list[dict[str, object]] = []
+    for run in megatron.megatron_runs():
+        cluster = constants.of(run.cluster)
+        best = find_plans(run.sketch, cluster, run.batch).best[0]
+        lines.append(
+            {
+                "model": run.name,
+                "ours": str(best.candidate),
+                "s": f"{best.seconds:.2f}",
+                "theirs, s": f"{run.predict(constants):.2f}",
+            }
+        )
+    show("Our own choice for the same devices", lines)
+
+
+def show_sweep() -> None:
+    first, second = sweep.MODELS
+    everything = []
+    for known, other in ((first, second), (second, first)):
+        constants = sweep.fitted(known)
+        found = sweep.picked(other, constants)
+        everything += found
+        print(f"\nfitted to {known}: {constants}")
+        show(
+            f"Plans picked for {other}, of those measured",
+            [
+                {
+                    "nodes": p.nodes,
+                    "runs": p.count,
+                    "picked": str(p.pick),
+                    "best": str(p.best),
+                    "regret": f"{p.regret:.1%}",
+                    "rank correlation": f"{p.correlation:.2f}",
+                    "of the faster": f"{p.faster:.2f}",
+                }
+                for p in found
+            ],
+        )
+    regrets = [p.regret for p in everything]
+    print(f"\nregret: mean {mean(regrets):.1%}, median {median(regrets):.1%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Published runs and formulas.")
+    parser.add_argument("--choose", action="store_true", help="our own plans too")
+    parser.add_argument("--sweep", action="store_true", help="the H100 sweep too")
+    wanted = parser.parse_args()
+    show_formulas()
+    show_runs()
+    if wanted.choose:
+        show_choices()
+    if wanted.sweep:
+        show_sweep()
+
+
+if __name__ == "__main__":
+    main()

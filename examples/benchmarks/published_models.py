@@ -1,0 +1,95 @@
+"""Published facts, and the models that they are about, captured without weights."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from autopar.models import load_model
+from autopar.planner import Sketch, sketch
+from examples.gpt import GPT, Config
+from passes.price import BACKWARD, FORWARD, Account
+
+FACTS = Path(__file__).parent / "published"
+SAMPLES = 4  # that a model is traced with
+
+Row = dict[str, str]
+
+
+def read(name: str) -> Iterator[Row]:
+    """The rows of a table of facts."""
+    with (FACTS / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+        yield from csv.DictReader(file)
+
+
+@cache
+def gpt(hidden: int, heads: int, layers: int = 6, vocab: int = 51200) -> Sketch:
+    """Megatron's GPT: 16 bits, sequences of 2048, dropout after every product and on
+    the attention weights, which are spelled out."""
+    with torch.device("meta"):
+        sizes = Config(layers, hidden, heads, context=2048, vocab=vocab, dropout=0.1)
+        model = GPT(sizes).bfloat16()
+    ids = torch.zeros(SAMPLES, 2048, dtype=torch.int64)
+    return sketch(model, {"ids": ids, "labels": ids.clone()}, _loss)
+
+
+def _loss(out: tuple[Tensor, None], batch: Mapping[str, Tensor]) -> Tensor:
+    """Of logits in 32 bits, as Megatron takes it."""
+    logits = out[0].float().flatten(0, 1)
+    return functional.cross_entropy(logits, batch["labels"].flatten())
+
+
+@cache
+def llama(
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocab: int,
+    tied: bool,
+) -> Sketch:
+    """nanotron's Llama: 16 bits, sequences of 4096, fused attention."""
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": tied,
+    }
+    spec = "hf:llama?" + ",".join(f"{name}={value}" for name, value in sizes.items())
+    model = load_model(spec, device="meta").model.bfloat16()
+    ids = torch.zeros(SAMPLES, 4096, dtype=torch.int64)
+    return sketch(model, {"input_ids": ids, "labels": ids.clone()})
+
+
+def in_turn(accounts: Sequence[Account], tp: int) -> list[Account]:
+    """Stages that wait for each message to the next or the one before, as Megatron-LM
+    and nanotron have them.
+
+    tp: how many ranks hold the same of a message: each sends a share, and they gather
+    it where it arrives (Narayanan 2021, section 4.1).
+    """
+    whole, last = accounts[0]["message", "sent"], len(accounts) - 1
+    if not whole:
+        return list(accounts)
+    moved = {("send", "pp"): whole / tp}
+    if tp > 1:
+        moved["all_gather", "tp"] = whole
+    found = []
+    for i, account in enumerate(accounts):
+        added = {("message", "sent"): -account["message", "sent"]}
+        for part in [FORWARD] * (i < last) + [BACKWARD] * (i > 0):
+            for key, amount in moved.items():
+                added |= {("calls", part, *key): 1.0, ("bytes", part, *key): amount}
+        found.append(account + Account(added))
+    return found

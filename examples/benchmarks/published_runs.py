@@ -1,0 +1,224 @@
+"""Seconds of Megatron's runs on A100s, predicted.
+
+Three constants of the hardware are fitted to the runs without a pipeline (up to 18B
+parameters) and to one layer of a 22B model; the larger runs are predicted with them.
+Megatron-LM then split no sequences, fused elementwise ops, reduced gradients after the
+backward, ran all of a layer again where it was recomputed, and sent a share of what
+tensor parallel ranks hold alike to the next stage, to be gathered inside of the node
+(Narayanan 2021, arXiv:2104.04473, section 4.1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+from autopar.hardware import cluster_of
+from autopar.planner import Sketch, make_prices
+from examples.benchmarks.published_models import Row, gpt, in_turn, read
+from passes.cluster import Cluster
+from passes.estimate import (
+    OPTIMIZER_TRAFFIC,
+    Candidate,
+    stage_seconds,
+    step_seconds,
+)
+from passes.mesh import Mesh
+from passes.price import BACKWARD, FORWARD, STEP, Account, retimed
+from passes.price_layers import LayerPrices
+from passes.search import accounts_of, layer_mesh
+
+FITTED_UP_TO = 20  # billions of parameters
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What is fitted: shares of the peak that products, copies, collectives reach."""
+
+    products: float
+    copies: float
+    links: float
+
+    def of(self, cluster: Cluster) -> Cluster:
+        device = replace(
+            cluster.device,
+            efficiency=self.products,
+            bandwidth_efficiency=self.copies,
+            fused=True,
+        )
+        levels = tuple(replace(x, efficiency=self.links) for x in cluster.levels)
+        return replace(cluster, device=device, levels=levels)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run. batch: samples of a step. accounts: of its stages, before
+    constants are known."""
+
+    name: str
+    seconds: float
+    sketch: Sketch
+    batch: int
+    candidate: Candidate
+    cluster: Cluster
+    accounts: tuple[Account, ...]
+
+    def predict(self, constants: Constants) -> float:
+        """Seconds of an iteration."""
+        cluster = constants.of(self.cluster)
+        accounts = [retimed(a, cluster.device) for a in self.accounts]
+        return step_seconds(accounts, self.candidate, cluster)
+
+
+@cache
+def megatron_runs() -> tuple[Run, ...]:
+    """The ten runs of table 1."""
+    return tuple(_run(row) for row in read("sc21_table1"))
+
+
+def _run(row: Row) -> Run:
+    sizes = {k: int(row[k]) for k in ("layers", "hidden", "heads", "pp", "dp", "tp")}
+    chunks, microbatches = int(row["vpp"]), int(row["n_microbatches"])
+    cluster = UNFITTED.of(cluster_of(f"{row['n_gpus']}xA100-80GB"))
+    stages = sizes["pp"] * chunks
+    candidate = Candidate(
+        Mesh(tuple((a, sizes[a]) for a in ("pp", "dp", "tp") if sizes[a] > 1)),
+        samples=int(row["mbs"]),
+        microbatches=microbatches,
+        schedule="interleaved" if chunks > 1 else "1f1b",
+        stages_per_rank=chunks,
+        zero=0,
+        recompute="none",  # see `_again`
+        layers=(sizes["layers"] // stages,) * stages,
+    )
+    of = gpt(sizes["hidden"], sizes["heads"], sizes["layers"])
+    prices = make_prices(of, cluster, sequence_parallel=False)
+    found = prices(layer_mesh(candidate.mesh), "none", False, candidate.samples)
+    accounts = [
+        account + _again(found) * runs
+        for account, runs in zip(
+            accounts_of(candidate, prices), candidate.layers, strict=True
+        )
+    ]
+    accounts = [a + _in_float32(a) for a in in_turn(accounts, sizes["tp"])]
+    seconds = float(row["iter_time_s"])
+    batch = int(row["gbs"])
+    return Run(row["model"], seconds, of, batch, candidate, cluster, tuple(accounts))
+
+
+def _again(prices: LayerPrices) -> Account:
+    """A layer's forward, in its backward. All of it: `passes.recompute` leaves out what
+    only makes the layer's result."""
+    assert prices.more is not None
+    return Account(
+        {
+            tuple(BACKWARD if part == FORWARD else part for part in key): amount
+            for key, amount in prices.more.amounts.items()
+            if FORWARD in key[:2] and key[0] != "most"
+        }
+    )
+
+
+def _in_float32(account: Account) -> Account:
+    """What Megatron's optimizer moves beside what `passes.estimate` counts: gradients
+    are copied to 4 bytes (6 bytes moved), unscaled (8) and clipped (12), Adam works on
+    4 bytes (28), and parameters are copied back (6)."""
+    counted = OPTIMIZER_TRAFFIC * account["memory", "trained"]
+    moved = (6 + 8 + 12 + 28 + 6) * account["memory", "trained"] / 2
+    return Account({("moved", STEP): moved - counted})
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """A layer of table 4 of arXiv 2205.05198: seconds forward and backward."""
+
+    name: str
+    forward: float
+    backward: float
+    candidate: Candidate
+    account: Account
+
+    def predict(self, constants: Constants) -> tuple[float, float]:
+        cluster = constants.of(cluster_of("8xA100-80GB"))
+        account = retimed(self.account, cluster.device)
+        took = stage_seconds(account, self.candidate, cluster)
+        return took.forward, took.backward + took.weight
+
+
+@cache
+def layer_runs() -> tuple[LayerRun, ...]:
+    found = []
+    for row in read("korthikanti_table4"):
+        mesh = Mesh.parse(f"tp={row['tp']}")
+        samples, policy = int(row["mbs"]), row["recompute"]
+        candidate = Candidate(mesh, samples, 1, "1f1b", 1, 0, policy, (1,))
+        prices = make_prices(
+            gpt(int(row["hidden"]), int(row["heads"])),
+            UNFITTED.of(cluster_of("8xA100-80GB")),
+            sequence_parallel=row["sp"] == "1",
+        )
+        again = policy == "full"
+        found_prices = prices(mesh, "none" if again else policy, False, samples)
+        account = _overlapped(found_prices.stage(False, 1, False))
+        if again:
+            account = account + _again(found_prices)
+        forward, backward = float(row["fwd_ms"]) / 1e3, float(row["bwd_ms"]) / 1e3
+        found.append(LayerRun(row["experiment"], forward, backward, candidate, account))
+    return tuple(found)
+
+
+def _overlapped(account: Account) -> Account:
+    """By the time of table 4, collectives of a backward ran beside its products: those
+    of an input's gradient while the weight's is computed, and what is gathered again
+    (half of all) while the input's is (Korthikanti 2022, section 4.2.2)."""
+    exposed = {"all_reduce": 0.0, "reduce_scatter": 0.0, "all_gather": 0.5}
+    return Account(
+        {
+            key: amount * (exposed.get(key[2], 1.0) if key[1:2] == (BACKWARD,) else 1.0)
+            if key[0] in ("calls", "bytes")
+            else amount
+            for key, amount in account.amounts.items()
+        }
+    )
+
+
+UNFITTED = Constants(1.0, 1.0, 1.0)
+
+
+@cache
+def fitted() -> Constants:
+    """The constants with the least squared errors over the calibration rows."""
+    small = [r for r in megatron_runs() if _billions(r) < FITTED_UP_TO]
+    layers = layer_runs()
+
+    def error(constants: Constants) -> float:
+        steps = [math.log(r.predict(constants) / r.seconds) for r in small]
+        both = [(sum(x.predict(constants)), x.forward + x.backward) for x in layers]
+        of_layers = [math.log(got / known) for got, known in both]
+        return sum(e * e for e in (*steps, *of_layers))
+
+    return descend(Constants(0.75, 0.8, 0.6), error)
+
+
+def descend(start: Constants, error: Callable[[Constants], float]) -> Constants:
+    """Coordinate steps that halve while nothing gets better."""
+    best, least, step = start, error(start), 0.1
+    while step > 0.002:
+        tries = [
+            replace(best, **{name: getattr(best, name) * factor})
+            for name in ("products", "copies", "links")
+            for factor in (1 + step, 1 / (1 + step))
+        ]
+        tries = [c for c in tries if max(c.products, c.copies, c.links) <= 1]
+        found = min(tries, key=error)
+        if error(found) < least:
+            best, least = found, error(found)
+        else:
+            step /= 2
+    return best
+
+
+def _billions(run: Run) -> float:
+    return float(run.name.removeprefix("GPT-").removesuffix("B"))

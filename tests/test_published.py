@@ -1,0 +1,77 @@
+"""What is published of runs and formulas, beside what the planner's code says."""
+
+from __future__ import annotations
+
+from statistics import mean, median
+
+import pytest
+import torch
+from sympy import expand, simplify
+from torch import nn
+
+from autopar.planner import sketch
+from examples.benchmarks import published_formulas as formulas
+from examples.benchmarks import published_runs as megatron
+from examples.benchmarks import published_sweep as sweep
+from examples.gpt import GPT, Config
+from passes.symbolic import parameters, size
+
+
+def test_formulas_of_the_graph_are_the_published_ones() -> None:
+    found = formulas.formulas()
+    assert len(found) == 8
+    for compared in found:
+        # Equation 2 leaves out the norm behind the last layer: a scale and a shift.
+        beside = 2 * formulas.H if compared.what == "parameters" else 0
+        assert simplify(compared.difference - beside) == 0, compared.what
+
+
+def test_parameters_without_the_last_norm_are_equation_2() -> None:
+    with torch.device("meta"):
+        model = GPT(Config(layers=6, width=64, heads=4, context=16, vocab=96))
+        model.norm = nn.Identity()
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    of = sketch(model, {"ids": ids, "labels": ids.clone()})
+    found = formulas.megatron(parameters(of))
+    assert expand(found - formulas.PARAMETERS) == 0
+    numbers = {"embed": 64, "vocab": 96, "seq": 16, "layers": 6}
+    counted = sum(p.numel() for p in model.parameters())
+    assert found.subs({size(k): n for k, n in numbers.items()}) == counted
+
+
+def test_activations_are_those_of_every_published_row() -> None:
+    rows = formulas.memory_rows()
+    assert len(rows) == 32
+    for row, found in rows:
+        assert found == pytest.approx(float(row["formula_value"]), rel=2e-5), row
+
+
+def test_zero_needs_what_every_published_row_says() -> None:
+    rows = formulas.zero_rows()
+    assert len(rows) == 54
+    for row, found in rows:
+        assert found == pytest.approx(float(row["formula_gb"]), rel=1e-3), row
+
+
+@pytest.mark.slow
+def test_steps_of_larger_models_are_predicted_from_small_ones() -> None:
+    constants = megatron.fitted()
+    errors = {
+        run.name: run.predict(constants) / run.seconds - 1
+        for run in megatron.megatron_runs()
+    }
+    assert len(errors) == 10
+    assert max(map(abs, errors.values())) < 0.08, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("known", "other"), [("1B", "8B"), ("8B", "1B")])
+def test_plans_picked_by_constants_of_another_model(known, other) -> None:
+    found = sweep.picked(other, sweep.fitted(known))
+    assert len(found) == 6
+    regrets = [picked.regret for picked in found]
+    assert median(regrets) < 0.05, regrets
+    # Not the 10 % that are aimed at: on one number of nodes each, the pick is a run
+    # that took 2 and 13 times as long as the best, which the model does not explain.
+    assert mean(regrets) < 0.2, regrets
+    assert mean(picked.faster for picked in found) > 0.65
