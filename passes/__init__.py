@@ -26,6 +26,7 @@ What they stand on:
     loss, fuse, spell_attention, spell_experts                     spellings
     choose_names                                                   names for dims
     local_stage                                                    what a rank runs
+    chain                                                          where stages can end
     rest, shares, collectives                                      who holds what
     ring                                                           attention on a ring
     vjp, traced_vjp, tape                                          derivatives
