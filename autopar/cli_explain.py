@@ -14,9 +14,11 @@ from autopar.estimate_file import Findings, read_findings
 from autopar.explain import explanation, explanation_data
 from autopar.models import load_model
 from autopar.planned import batch_for
-from autopar.planner import make_prices, sketch
+from autopar.planner import Sketch, make_prices, sketch
+from autopar.tables import Table
 from passes.cluster import Cluster, ClusterError
 from passes.search import run_on_paper
+from passes.symbolic import activation_bytes, parameters, step_flops
 
 
 def add_explain(commands: Any) -> None:
@@ -25,6 +27,9 @@ def add_explain(commands: Any) -> None:
     add.add_argument("plan", type=Path, help="what `autopar plan -o` wrote")
     add.add_argument(
         "--reprice", action="store_true", help="capture the model, price it again"
+    )
+    add.add_argument(
+        "--formulas", action="store_true", help="what the numbers are made of"
     )
     add_cluster(add, required=False)
     add.add_argument("--json", action="store_true")
@@ -35,11 +40,30 @@ def explain_command(arguments: argparse.Namespace) -> int:
     cluster = read_cluster_given(arguments)
     if cluster or arguments.reprice:
         findings = reprice(findings, cluster or findings.cluster)
+    found = formulas(findings) if arguments.formulas else {}
     if arguments.json:
-        print(json.dumps(explanation_data(findings), indent=1))
-    else:
-        print(explanation(findings))
+        data = {**explanation_data(findings), "formulas": found}
+        print(json.dumps(data, indent=1))
+        return 0
+    print(explanation(findings))
+    if found:
+        print(f"\n{Table('in named dims', ('what', 'formula'), tuple(found.items()))}")
     return 0
+
+
+def formulas(findings: Findings) -> dict[str, str]:
+    """Parameters, operations and saved bytes of the model, in its named dims."""
+    of = _sketch(findings)
+    return {
+        "parameters": str(parameters(of)),
+        "FLOPs of a step": str(step_flops(of)),
+        "bytes that a layer saves": str(activation_bytes(of)),
+    }
+
+
+def _sketch(findings: Findings) -> Sketch:
+    loaded = load_model(findings.model, seed=findings.seed, device="meta")
+    return sketch(loaded.model, batch_for(loaded, SAMPLES, findings.seq))
 
 
 def reprice(findings: Findings, cluster: Cluster) -> Findings:
@@ -53,8 +77,6 @@ def reprice(findings: Findings, cluster: Cluster) -> Findings:
             f"{cluster.devices}",
             fix=f"plan anew: autopar plan {findings.model} --devices ...",
         )
-    loaded = load_model(findings.model, seed=findings.seed, device="meta")
-    batch = batch_for(loaded, SAMPLES, findings.seq)
-    prices = make_prices(sketch(loaded.model, batch), cluster)
+    prices = make_prices(_sketch(findings), cluster)
     best = (run_on_paper(e.candidate, prices, cluster) for e in findings.best)
     return replace(findings, cluster=cluster, best=tuple(best))

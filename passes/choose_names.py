@@ -25,6 +25,15 @@ def choose_names(
     return _Names(atoms, tensors, graph, origins).run().names
 
 
+def _sums_last(node: Node) -> bool:
+    """Whether a product sums one letter, the last of its first operand."""
+    rule = equation(node)
+    if rule is None:
+        return False
+    summed = [letter for letter, role in rule.roles.items() if role == "sum"]
+    return list(rule.operands[0][-1]) == summed
+
+
 def _dim_of(node: Node) -> int:
     """The dim that an unbind takes apart."""
     return int(node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0))
@@ -80,7 +89,7 @@ class _Names:
         products += by_op.get("aten.bmm", []) + by_op.get("autopar.expert_linear", [])
         self.experts(products)
         for node in products:
-            if all(len(v.shape) == 4 for v in node.operands):
+            if all(len(v.shape) == 4 for v in node.operands) and _sums_last(node):
                 self.give(node.operands[0], -1, "head_dim")
                 self.give(node.operands[1], -1, "head_dim")
         self.hidden(products)

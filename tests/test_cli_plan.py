@@ -124,6 +124,9 @@ def test_explain_tells_seconds_bytes_and_why(plan: Path, capsys) -> None:
     for wanted in (*best.parts, *best.memory[0]):
         assert wanted in text or not best.parts.get(wanted)
     assert "why not another" in text and "MFU" in text
+    assert "embed*vocab" not in text
+    assert main(["explain", str(plan), "--formulas"]) == 0
+    assert "embed*vocab" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ import torch
 from models import WIDTH, Case, mixture, plain_gpt, switch_gpt
 
 from passes.errors import CaptureError, LossNotSeparable
+from passes.name_dims import name_dims
+from passes.normalize import normalize
 from passes.program import Program
 
 SAMPLES, SEQ = 8, 16
@@ -86,6 +88,18 @@ def test_the_balance_loss_travels_from_stage_to_stage() -> None:
     (received,) = (x for x in text.splitlines() if x.startswith("RECEIVES = "))
     assert received.count("torch.float32") == 2
     assert "((), torch.float32)" in received
+
+
+def test_places_of_experts_are_not_taken_for_heads() -> None:
+    named = name_dims(normalize(switch_gpt().trace()))
+    sizes = {
+        dim.size
+        for dims in named.dims.values()
+        for factors in dims
+        for dim in factors
+        if dim.name == "head_dim"
+    }
+    assert sizes == {WIDTH // 4}
 
 
 def test_tensor_parallel_ranks_split_each_expert() -> None:
