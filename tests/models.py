@@ -72,7 +72,9 @@ def fingerprint(model: nn.Module) -> Hashable:
     first: dict[int, str] = {}
     tied = [first.setdefault(id(x), name) for name, x in tensors]
     facts = sorted(find_facts(model).items(), key=str)
-    return (*facts, *tied, str(getattr(model, "config", None)))
+    # With the private ones, as which implementation of attention or experts it is.
+    config = vars(model.config) if hasattr(model, "config") else {}
+    return (*facts, *tied, str(config))
 
 
 def shapes(batch: Mapping[str, Any]) -> list[Hashable]:
