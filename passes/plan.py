@@ -187,7 +187,12 @@ class Plan:
     @property
     def data_axes(self) -> tuple[str, ...]:
         """The axes that split the batch: each rank has other samples."""
-        return tuple(a for a in self.axes if "batch" in self.split.get(a, ()))
+        return tuple(a for a in self.axes if self._splits_samples(a))
+
+    def _splits_samples(self, axis: str) -> bool:
+        """Whether all that an axis splits, but for some ops, is the batch."""
+        dims = self.split.get(axis, ())
+        return [d for d in dims if ":" not in d] == ["batch"]
 
     @property
     def rest_axes(self) -> tuple[str, ...]:
@@ -208,7 +213,7 @@ class Plan:
         Ranks whose rows lie in zigzag share no parameters: theirs lie in one piece."""
         if axis == "cp":
             return axis not in self.zigzag
-        return axis != TIME and "batch" in self.split.get(axis, ())
+        return axis != TIME and self._splits_samples(axis)
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -79,17 +79,12 @@ MESHES = [
     ("plain", "dp=2", 2, 1),
     ("gpt2", "dp=2", 2, 3),
     ("switch", "ep=2", 1, 0),
-    pytest.param("llama", "dp=2", 1, 0, marks=pytest.mark.slow),
     pytest.param("plain", "pp=2,tp=2", 4, 0, marks=pytest.mark.slow),
-    pytest.param("gpt2", "dp=2,tp=2", 2, 0, marks=pytest.mark.slow),
     pytest.param("llama", "pp=2,dp=2", 2, 0, marks=pytest.mark.slow),
     pytest.param("llama", "tp=4", 1, 0, marks=pytest.mark.slow),
     pytest.param("gpt2", "pp=2,dp=2", 2, 1, marks=pytest.mark.slow),
-    pytest.param("llama", "dp=2,tp=2", 2, 2, marks=pytest.mark.slow),
-    pytest.param("plain", "pp=2,dp=2", 2, 3, marks=pytest.mark.slow),
     pytest.param("llama", "dp=2,tp=2", 1, 3, marks=pytest.mark.slow),
     pytest.param("switch", "pp=2,ep=2", 2, 0, marks=pytest.mark.slow),
-    pytest.param("switch", "ep=4", 1, 0, marks=pytest.mark.slow),
 ]
 
 
