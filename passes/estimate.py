@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from passes.cluster import Cluster, Link
 from passes.footprint import Footprint, peak_bytes
 from passes.make_schedule import make_schedule
+from passes.memory import OPTIMIZER_STATES
 from passes.mesh import Mesh
 from passes.price import BACKWARD, FORWARD, STEP, WEIGHT, Account, footprint_of
 from passes.schedule import add_communication
@@ -20,8 +21,6 @@ from passes.simulate_schedule import Timeline, simulate
 
 # AdamW reads a parameter, its gradient and two moments, and writes three of them.
 OPTIMIZER_TRAFFIC = 7
-# Bytes of its state per byte of a parameter.
-OPTIMIZER_STATE = 2
 # What a rank does once a step before the first microbatch; the rest is after the last.
 BEFORE = ("parameters", "all_gather")
 NOTHING = Footprint(0, 0, 0, 0, 0)
@@ -215,7 +214,7 @@ def rank_memory(
     return {
         "parameters": whole / parts,
         "gradients": trained / parts,
-        "optimizer": OPTIMIZER_STATE * trained / parts,
+        "optimizer": OPTIMIZER_STATES * trained / parts,
         "gathered": gathered[candidate.zero] if parts > 1 else 0.0,
         "activations": activations,
     }

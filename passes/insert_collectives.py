@@ -32,8 +32,6 @@ from passes.propagate import Sharded
 from passes.sharding import Sharding
 from passes.trace import Traced
 
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
-
 
 @dataclass(frozen=True)
 class Lowered:

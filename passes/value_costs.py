@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from passes.cluster import Device, Link
-from passes.estimate import OPTIMIZER_STATE, OPTIMIZER_TRAFFIC
+from passes.estimate import OPTIMIZER_TRAFFIC
 from passes.graph import Value
+from passes.memory import OPTIMIZER_STATES
 from passes.moves import Impossible, Need, R, State, V, moves
 from passes.origins import find_differentiable
 from passes.propagate import Sharded
@@ -149,7 +150,7 @@ class ValueCosts:
         link = replace(setting.link, latency=0.0)
         reduction = link.seconds("all_reduce", amount) if have == V else 0.0
         update = OPTIMIZER_TRAFFIC * amount / speed
-        return share * update, share * reduction, float(amount * (2 + OPTIMIZER_STATE))
+        return share * update, share * reduction, float(amount * (2 + OPTIMIZER_STATES))
 
     def _saved(self, have: State, uses: Sequence[tuple[Need, ...]]) -> float:
         """Bytes kept for the backward: in each state that a backward reads it in."""
