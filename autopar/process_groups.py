@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.comm import Comm, CommError
+from autopar.lanes import Lanes, open_lanes
 from autopar.receipts import Receipt
 from passes.mesh import Mesh
 
@@ -28,7 +29,8 @@ class ProcessComm(Comm):
 
     Construct it on all ranks, with the same arguments, after `init_process_group`; a
     mesh of one rank needs none. It makes one process group for each set of ranks in
-    `groups` (axes, as they are used) and in `rank_groups` (ascending ranks).
+    `groups` (axes, as they are used) and in `rank_groups` (ascending ranks); and, where
+    NCCL carries them, for each (sender, receiver) of `messages`, see `autopar.lanes`.
 
     timeout: as given to `init_process_group`, which does not hand it on to subgroups.
     A rank that died, or one that is late by more than this, raises in the others.
@@ -41,6 +43,7 @@ class ProcessComm(Comm):
         *,
         groups: Iterable[tuple[str, ...]] = (),
         rank_groups: Iterable[tuple[int, ...]] = (),
+        messages: Iterable[tuple[int, int]] = (),
         device: torch.device | None = None,
         timeout: timedelta | None = None,
     ) -> None:
@@ -56,15 +59,10 @@ class ProcessComm(Comm):
         super().__init__(mesh, rank, microbatches, device or torch.device("cpu"))
         wanted = {mesh.group(r, axes) for axes in groups for r in range(mesh.size)}
         self._groups = _new_groups(rank, world, wanted | set(rank_groups), timeout)
-        self._up: dist.ProcessGroup | None = None
-        self._down: dist.ProcessGroup | None = None
-        if self.device.type != "cpu" and mesh.axis_size("pp") > 1:
-            # NCCL runs a pair's messages one after the other, in the order of the
-            # calls. With a group for each direction, two ranks that both send before
-            # they receive do not wait for each other.
-            everyone = list(range(world))
-            self._up = dist.new_group(everyone, timeout=timeout)
-            self._down = dist.new_group(everyone, timeout=timeout)
+        # gloo tells messages apart by their tags.
+        self._lanes: Lanes | None = None
+        if self.device.type != "cpu":
+            self._lanes = open_lanes(rank, messages, self.device, timeout)
         self._sends: deque[_Transfer] = deque()
 
     def flush(self) -> None:
@@ -150,20 +148,31 @@ class ProcessComm(Comm):
 
     def _send(self, x: Tensor, to_rank: int, tag: int) -> Receipt:
         self._let_go()
-        lane = self._up if to_rank > self.rank else self._down
+        lane = self._lane(self.rank, to_rank)
         transfer = _Transfer(dist.isend(x, to_rank, lane, tag), x)
         self._sends.append(transfer)
         return transfer
 
     def _recv(self, x: Tensor, from_rank: int, tag: int) -> Receipt:
         self._let_go()
-        lane = self._up if from_rank < self.rank else self._down
+        lane = self._lane(from_rank, self.rank)
         return _Transfer(dist.irecv(x, from_rank, lane, tag), x)
 
     def _let_go(self) -> None:
         """Of the tensors that were sent."""
         while self._sends and self._sends[0].done():
             self._sends.popleft()
+
+    def _lane(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
+        if self._lanes is None:
+            return None
+        try:
+            return self._lanes[sender, receiver]
+        except KeyError:
+            raise CommError(
+                f"there is no lane for messages from rank {sender} to rank {receiver}"
+                f"\n  fix  name the pair in `messages`"
+            ) from None
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         try:

@@ -153,6 +153,7 @@ class Step:
             program.plan.microbatches,
             groups=program.groups,
             rank_groups=program.reduction_groups(),
+            messages=program.messages(),
             device=self.device,
             timeout=self._timeout,
         )
