@@ -101,32 +101,33 @@ def trace(
             "the batch holds no tensor", fix="pass the model's inputs by keyword"
         )
     wrapper = _LossOf(model, loss_fn, static)
-    device = _device_type(model)
-    reader = ExportReader(_place_of(loss_fn), device, precision)
+    device = _device(model)
+    reader = ExportReader(_place_of(loss_fn), device.type, precision)
     with (
-        _on_fake_tensors(wrapper, tensors) as examples,
-        torch.autocast(device, precision, enabled=precision is not None),
+        _on_fake_tensors(wrapper, tensors, device) as examples,
+        torch.autocast(device.type, precision, enabled=precision is not None),
     ):
         exported = _export(wrapper, examples)
     return _read(exported, model, list(tensors), reader)
 
 
-def _device_type(model: nn.Module) -> str:
+def _device(model: nn.Module) -> torch.device:
     """Where the model is traced; parameters on meta become fake ones of the CPU."""
-    kinds = {p.device.type for p in model.parameters()} - {"meta"}
-    return min(kinds, default="cpu")
+    real = (p.device for p in model.parameters() if not p.is_meta)
+    return next(real, torch.device("cpu"))
 
 
 @contextlib.contextmanager
 def _on_fake_tensors(
-    wrapper: nn.Module, tensors: Mapping[str, torch.Tensor]
+    wrapper: nn.Module, tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Example inputs to export with; meta parameters become fake ones meanwhile.
 
-    Inputs are cloned since export merges two inputs that are one tensor.
+    Inputs are copied: to where the model is, and because export merges two inputs that
+    are one tensor.
     """
     if not any(t.is_meta for m in wrapper.modules() for t in _own_tensors(m).values()):
-        yield {k: v.detach().clone() for k, v in tensors.items()}
+        yield {k: v.detach().to(device, copy=True) for k, v in tensors.items()}
         return
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     saved: list[tuple[dict, str, torch.Tensor]] = []
