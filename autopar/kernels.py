@@ -191,8 +191,8 @@ def embedding_grad_(
     """
     rows, ids = _rows(dy).to(grad.dtype), ids.reshape(-1)
     if padding_idx is not None:
-        used = ids != padding_idx
-        rows, ids = rows[used], ids[used]
+        # Not rows[...]: how many there are is known on the host only after a wait.
+        rows = rows.masked_fill((ids == padding_idx).unsqueeze(-1), 0)
     if grad.is_cuda:  # sorts: reproducible, where index_add_ adds in any order
         return grad.index_put_((ids,), rows, accumulate=True)
     # In place: no dense gradient of the table, which takes 4 to 50 times as long.
