@@ -76,7 +76,7 @@ def real_tensors(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
 def _own_generator(seed: int) -> Iterator[None]:
     """Draws depend on the seed alone, and leave the caller's generator as it was."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # of the CPU, where modules are made
         yield
 
 
