@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 import autopar
 from autopar.compiler import compile_offline
 from autopar.inspection import parameter_table, schedule_text, stage_table
@@ -70,8 +72,9 @@ def demo_model() -> str:
 
 def _train(plan: Path, steps: int) -> int:
     """`autopar run` on four processes of torchrun. Returns its exit status."""
+    ranks = Mesh.parse(MESH).size
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(Mesh.parse(MESH).size), "-m", "autopar", "run"]
+    command += ["--nproc-per-node", str(ranks), "-m", "autopar", "run"]
     command += [str(plan), "--steps", str(steps), "--data", "stdlib", "--reference"]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
@@ -81,6 +84,8 @@ def _train(plan: Path, steps: int) -> int:
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
     }
+    if torch.cuda.device_count() < ranks:  # needs none
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     return subprocess.run(command, env=environment, check=False).returncode
 
 

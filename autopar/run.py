@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.alarm import Alarm, guarded
 from autopar.data import Data, open_data
+from autopar.join import choose_backend
 from autopar.models import LoadedModel, ModelError, load_model
 from autopar.planned import compiled, compiled_once, mesh_of
 from autopar.reference import reference_step
@@ -80,13 +81,9 @@ def _as_rank(
     store: dist.Store, rank: int, world: int, directory: Path, options: RunOptions
 ) -> None:
     stored = compiled_once(directory, store, rank, world)
-    backend = "gloo"
-    if torch.cuda.is_available():
-        backend = "nccl"
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     wait = timedelta(seconds=options.timeout)
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world, timeout=wait
+        choose_backend(), store=store, rank=rank, world_size=world, timeout=wait
     )
     train(stored, options)
     dist.barrier()

@@ -60,6 +60,7 @@ def compile(
     example_inputs: a batch to compile with now; else the first call compiles.
     plan, program: decisions or a whole program made before, instead of the options.
     seed: of dropout masks, and of weights that start on meta.
+    device: to compute on; if not given this process's GPU, if there is one.
     options: `microbatches=4`, `zero=3` ...: see `autopar.options.Options`.
 
     Raises: AutoparError.

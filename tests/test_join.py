@@ -1,0 +1,59 @@
+"""Which device a process gets, on machines with GPUs that are not here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autopar.join import choose_backend, default_device
+from passes.mesh import MeshError
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The GPUs that were made the current one, of two."""
+    found: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", found.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: found[-1])
+    return found
+
+
+def started(monkeypatch: pytest.MonkeyPatch, rank: int, ranks: int) -> None:
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+
+
+def test_each_process_takes_its_gpu(monkeypatch, chosen) -> None:
+    started(monkeypatch, 1, 2)
+    assert choose_backend() == "nccl"
+    assert chosen == [1]
+    assert default_device() == torch.device("cuda", 1)
+
+
+def test_too_few_gpus_are_refused_on_all_processes(monkeypatch, chosen) -> None:
+    started(monkeypatch, 0, 4)
+    with pytest.raises(MeshError, match=r"4 processes run .* 2 GPUs\n  fix .*VISIBLE"):
+        choose_backend()
+    assert not chosen
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda"), ("cpu:gloo", "cpu")],
+)
+def test_processes_that_talk_by_gloo_use_no_gpu(
+    monkeypatch, chosen, config: str, kind: str
+) -> None:
+    chosen.append(0)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    assert default_device().type == kind
+
+
+def test_a_machine_without_gpus_computes_on_the_cpu(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_backend() == "gloo"
+    assert default_device() == torch.device("cpu")
