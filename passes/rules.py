@@ -47,6 +47,7 @@ POINTWISE = frozenset(
         "aten.copy",
         "aten.fill",
         "aten.zero",
+        "aten.leaky_relu",  # tagged from torch 2.12 on
         # losses, which `normalize` leaves unreduced
         "aten.mse_loss",
         "aten.l1_loss",
