@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from autopar.batches import samples_of, with_samples
-from autopar.hardware import cluster_of, this_cluster
+from autopar.hardware import cluster_of
+from autopar.measured_cluster import measured_cluster
 from autopar.planner import find_plans, plan_of, sketch
 from passes.cluster import Cluster
 from passes.mesh import MeshError
@@ -22,7 +23,8 @@ SAMPLES = 16
 
 def wanted(mesh: Any, options: Mapping[str, Any]) -> Cluster | None:
     """What to choose a plan for: a number of devices of this machine, a `Cluster` or
-    its text as `8xA100-80GB`. None for a mesh, which is decided already.
+    its text as `8xA100-80GB`. None for a mesh, which is decided already. This machine
+    is as its profile has it, if there is one: see `autopar.profile`.
 
     Raises: MeshError, ClusterError; PlanError for options, which would be decisions.
     """
@@ -31,7 +33,7 @@ def wanted(mesh: Any, options: Mapping[str, Any]) -> Cluster | None:
     elif isinstance(mesh, int):
         if isinstance(mesh, bool) or mesh < 1:
             raise MeshError(f"a mesh of {mesh} devices", fix="give at least 1")
-        found = this_cluster(mesh)
+        found = measured_cluster(mesh)
     elif isinstance(mesh, str) and re.match(r"\s*\d", mesh):
         found = cluster_of(mesh)
     else:

@@ -19,6 +19,7 @@ from autopar.checkpoint_files import is_checkpoint
 from autopar.checkpoint_report import checkpoint_data, checkpoint_table
 from autopar.cli_explain import add_explain
 from autopar.cli_plan import add_labels, add_plan, labelled
+from autopar.cli_profile import add_profile
 from autopar.cli_simulate import add_simulate
 from autopar.compiler import compile_offline
 from autopar.demo import demo
@@ -83,6 +84,7 @@ def parser() -> argparse.ArgumentParser:
     add_plan(commands, MODEL)
     add_explain(commands)
     add_simulate(commands)
+    add_profile(commands, MODEL)
     _add_compile(commands)
     _add_inspect(commands)
     _add_verify(commands)

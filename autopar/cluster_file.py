@@ -67,8 +67,10 @@ def cluster_from(data: Any) -> Cluster:
 
 
 def cluster_data(cluster: Cluster) -> dict[str, Any]:
-    """A cluster as the keys of a cluster file, which stand for the same."""
-    device = asdict(cluster.device)
+    """A cluster as the keys of a cluster file, which stand for the same; without what
+    was measured, which is in a profile."""
+    own = (f.name for f in fields(Device) if f.name != "ops")
+    device = {name: getattr(cluster.device, name) for name in own}
     links = [asdict(level) for level in cluster.levels]
     return {"devices": cluster.devices, "device": device, "links": links}
 
@@ -95,11 +97,11 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
 def _device(data: Any) -> Device:
     if isinstance(data, str):
         data = {"name": data}
-    allowed = {f.name for f in fields(Device)}
+    allowed = {f.name for f in fields(Device)} - {"ops"}
     _known("device", data, allowed, {"name"})
     base: dict[str, Any] = {}
     if data["name"] in DEVICES:
-        base = asdict(DEVICES[data["name"]])
+        base = {f: getattr(DEVICES[data["name"]], f) for f in allowed}
     given = {key: _read(f"device.{key}", value) for key, value in data.items()}
     whole = {**base, **given}
     needed = {"memory", "bytes_per_second", "flops"}

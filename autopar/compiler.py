@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.profile import profile
+from autopar.stage_costs import stage_costs
 from passes.cost import Costs
 from passes.pipeline import compile_program
 from passes.plan import Plan
@@ -38,7 +38,7 @@ def compile_offline(
     # Of a model that it cannot capture, torch prints the graph so far.
     with contextlib.redirect_stderr(io.StringIO()):
         traced = trace(model, batch, loss_fn, plan.dtype)
-    return compile_program(traced, plan, costs or profile, Dump.from_environment())
+    return compile_program(traced, plan, costs or stage_costs, Dump.from_environment())
 
 
 class Dump:

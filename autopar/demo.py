@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
-import autopar
 from autopar.compiler import compile_offline
 from autopar.inspection import parameter_table, schedule_text, stage_table
+from autopar.launch import ROOT, launch
 from autopar.models import load_model
 from autopar.store import save_plan
 from autopar.verify import verify
@@ -21,7 +19,6 @@ from passes.mesh import Mesh
 from passes.plan import Plan
 
 MESH, MICROBATCHES = "pp=2,tp=2", 4
-ROOT = Path(autopar.__file__).parents[1]  # of the checkout, or where we are installed
 
 
 class DemoError(AutoparError):
@@ -71,22 +68,12 @@ def demo_model() -> str:
 
 
 def _train(plan: Path, steps: int) -> int:
-    """`autopar run` on four processes of torchrun. Returns its exit status."""
+    """`autopar run` on four processes. Returns its exit status."""
     ranks = Mesh.parse(MESH).size
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "-m", "autopar", "run"]
-    command += [str(plan), "--steps", str(steps), "--data", "stdlib", "--reference"]
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        # Four processes share the cores: threads that wait must not spin.
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
-    if torch.cuda.device_count() < ranks:  # needs none
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    return subprocess.run(command, env=environment, check=False).returncode
+    command = ["run", str(plan), "--steps", str(steps), "--data", "stdlib"]
+    needs_none = torch.cuda.device_count() < ranks
+    more = {"CUDA_VISIBLE_DEVICES": ""} if needs_none else {}
+    return launch(ranks, [*command, "--reference"], environment=more)
 
 
 def _what_next(plan: Path, module: str) -> str:

@@ -99,11 +99,17 @@ def make_prices(of: Sketch, cluster: Cluster, **options: Any) -> Prices:
 
     @cache
     def prices(mesh: Mesh, recompute: str, halves: bool, samples: int) -> LayerPrices:
-        # Costs are linear in the samples: two microbatch sizes say it all.
-        replicas = mesh.axis_size("ep")
-        one = at(mesh, recompute, halves, of.batch // replicas)
-        two = at(mesh, recompute, halves, of.batch // replicas // 2)
-        return one.scaled(two, samples - 1)
+        # By a table costs are linear in the samples: two microbatch sizes say it all.
+        # What is measured depends on caches: on the line between the sizes next to it.
+        most = of.batch // mesh.axis_size("ep")
+        low = 1
+        while cluster.device.ops.timed and 2 * low <= samples and not most % (4 * low):
+            low *= 2
+        one = at(mesh, recompute, halves, most // low)
+        if samples == low:
+            return one
+        two = at(mesh, recompute, halves, most // low // 2)
+        return one.scaled(two, samples / low - 1)
 
     return prices
 
@@ -124,6 +130,24 @@ def find_plans(
     """
     if batch < 1:
         raise PlanError(f"a global batch of {batch}", fix="give at least 1 sample")
+    every = make_space(of, cluster, batch, mesh, **space)
+    prices = make_prices(of, cluster)
+    found = search(every, prices, watch)
+    if not found.tried:
+        raise PlanError(
+            f"no mesh of {cluster.devices} devices divides a batch of {batch} samples"
+            + (f" with {mesh}" if mesh else ""),
+            fix="choose a batch that has more divisors, or other axes",
+        )
+    if not found.best:
+        raise does_not_fit(found, cluster)
+    return found
+
+
+def make_space(
+    of: Sketch, cluster: Cluster, batch: int, mesh: Mesh | None = None, **space: Any
+) -> Space:
+    """What the search for a model chooses from: axes as they divide its dims."""
     heads = of.extents("heads", "kv_heads")
     node = cluster.levels[0].devices if cluster.levels else 1
     tp = [t for t in range(1, node + 1) if all(h % t == 0 for h in heads)]
@@ -136,18 +160,7 @@ def find_plans(
         "mesh": mesh,
         "recompute": RECOMPUTE if of.spells_attention else ("none", "full"),
     }
-    prices = make_prices(of, cluster)
-    every = Space(cluster, batch, of.runs, **{**given, **space})
-    found = search(every, prices, watch)
-    if not found.tried:
-        raise PlanError(
-            f"no mesh of {cluster.devices} devices divides a batch of {batch} samples"
-            + (f" with {mesh}" if mesh else ""),
-            fix="choose a batch that has more divisors, or other axes",
-        )
-    if not found.best:
-        raise does_not_fit(found, cluster)
-    return found
+    return Space(cluster, batch, of.runs, **{**given, **space})
 
 
 class NoPlanFits(PlanError):

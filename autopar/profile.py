@@ -1,198 +1,153 @@
-"""profile: seconds of each distinct op on this machine, measured once and kept.
+"""`autopar profile`: what this machine takes for a model's ops, and for messages.
 
-The forward of an op and both halves of its backward (the gradients of activations, and
-of weights) are timed on random tensors of its local shapes, on one thread, as torchrun
-starts its ranks; the fastest of a few runs counts, since others are only slowed down by
-something else. Results are cached by machine and torch version. What is too large to
-run here is estimated from the best of what was measured.
+The ranks of a torchrun measure together: all of them the messages between them; and as
+many as compute at once the ops, each running the same at the same time, so that what
+they share (memory, caches) is shared as in a step.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import pathlib
-import platform
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import astuple
-from typing import Any
+import logging
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from statistics import mean
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from autopar.kernels import attention, attention_backward
-from passes.cost import VIEWS, Costs, Seconds, flops, signature, traffic, weights_of
-from passes.graph import Node, Value, map_values, resolve
-from passes.insert_collectives import Lowered
-from passes.localize import Localizer
+from autopar.choose import SAMPLES
+from autopar.hardware import this_cluster
+from autopar.join import default_device
+from autopar.machine import busy
+from autopar.measure_messages import measure_messages
+from autopar.measure_ops import Job, make_job, run_job
+from autopar.measure_update import measure_update
+from autopar.models import load_model
+from autopar.options import make_plan
+from autopar.planned import batch_for
+from autopar.planner import make_space, sketch
+from autopar.profile_file import Profile
+from passes.differentiate import differentiate
+from passes.footprint import footprint
+from passes.local_stage import LocalStage
+from passes.measured import Ops, Timed, Update
+from passes.price_layers import cut_layers
+from passes.search import layer_mesh, meshes
 
-FORMAT = 3
-# An op that touches more than this many bytes is not run, but estimated.
-LARGEST = 1 << 28
+LOG = logging.getLogger("autopar")
 REPEATS = 5
+SHARE = 0.5  # of a rank's memory that a measurement may take
+T = TypeVar("T")
 
 
-def profile(lowered: Lowered) -> Costs:
-    """Costs of the graph's nodes, at the shapes of the first rank."""
-    plan = lowered.plan
-    sizes = {axis: plan.size(axis) for axis in plan.axes}
-    local = Localizer(
-        lowered.dims, lowered.shardings, sizes, dict.fromkeys(plan.axes, 0)
-    )
-    nodes: dict[str, Node] = {}
-    for node in lowered.graph.nodes:
-        mine = local.node(node)
-        if _is_measurable(mine):
-            nodes.setdefault(signature(mine), mine)
-    store = _Store()
-    missing = [key for key in nodes if key not in store.seconds]
-    with _one_thread():
-        for key in missing:
-            store.seconds[key] = measure(nodes[key])
-    if missing:
-        store.save()
-    known = {key: store.seconds[key] for key in nodes}
-    return Costs(known, *_rates(nodes, known))
+@dataclass(frozen=True)
+class Asked:
+    """What to measure. model: its specification, "" for no ops. seq: tokens of a
+    sample. samples: the most in a microbatch. seconds: for messages, roughly."""
+
+    model: str = ""
+    seed: int = 0
+    seq: int = 128
+    samples: int = SAMPLES
+    seconds: float = 10.0
 
 
-def _is_measurable(node: Node) -> bool:
-    kind = node.op.rpartition(".")[0]
-    if kind in VIEWS or not node.results or not node.operands:
-        return False
-    if node.op.startswith("comm.") or traffic(node) > LARGEST:
-        return False
-    return node.op.startswith("aten.") or node.op == "autopar.attention"
+def measure_here(asked: Asked) -> Profile:
+    """Measure with all ranks of the process group, or alone; all ranks get it all."""
+    device, world = default_device(), _world()
+    messages = {}
+    if world > 1:
+        messages[world] = measure_messages(world, device, asked.seconds)
+    ops = Ops(measure_ops(asked, device), _measure_update(device))
+    return Profile({busy(world): ops}, messages)
 
 
-def _rates(nodes: dict[str, Node], known: dict[str, Seconds]) -> tuple[float, float]:
-    """FLOP/s and bytes/s of the best measured ops, for those that were not."""
-    default = Costs()
-    speeds, bandwidths = [default.flops_per_second], [default.bytes_per_second]
-    for key, node in nodes.items():
-        work, seconds = flops(node), max(known[key].total, 1e-9)
-        if work > 1e7 and work > 8 * traffic(node):
-            speeds.append(3 * work / seconds)
-        elif traffic(node) > 1e6:
-            bandwidths.append(3 * traffic(node) / seconds)
-    return max(speeds), max(bandwidths)
+def measure_ops(asked: Asked, device: torch.device) -> dict[str, Timed]:
+    """Ops of all jobs, signature -> the mean of the ranks that compute at once."""
+    found: dict[str, list[Timed]] = defaultdict(list)
+    source = jobs(asked, _world()) if asked.model and _rank() == 0 else iter(())
+    while job := _from_first(next(source, None)):
+        times = run_job(job, device, REPEATS) if _computes() else None
+        for ran in _from_all(times):
+            for key, timed in ran.timed.items() if ran else ():
+                found[key].append(timed)
+        if _rank() == 0 and times:
+            LOG.info("%s: %.4g s, ops %.4g s", job.name, times.whole, times.parts)
+    return {
+        key: replace(rows[0], seconds=mean(t.seconds for t in rows))
+        for key, rows in found.items()
+    }
 
 
-def measure(node: Node) -> Seconds:
-    """Seconds of each part of a node, each the fastest of a few runs."""
-    operands = [_random(v) for v in node.operands]
-    if node.op == "autopar.attention":
-        return _attention(node, operands)
-    return _with_autograd(node, operands)
-
-
-def _fastest(run: Callable[[], Any]) -> float:
-    run()
-    times = []
-    for _ in range(REPEATS):
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    return min(times)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _random(v: Value) -> torch.Tensor:
-    if v.dtype.is_floating_point:
-        return torch.rand(v.shape, dtype=v.dtype)
-    return torch.zeros(v.shape, dtype=v.dtype)
-
-
-def _attention(node: Node, operands: list[torch.Tensor]) -> Seconds:
-    """It has no weights: all of its backward is the input half."""
-    q, k, v, *mask = operands
-    is_causal, scale = node.args[4:6]
-    keep = mask[0] if mask else None
-    out, lse = attention(q, k, v, keep, is_causal, scale)
-    return Seconds(
-        _fastest(lambda: attention(q, k, v, keep, is_causal, scale)),
-        _fastest(
-            lambda: attention_backward(out, q, k, v, out, lse, keep, is_causal, scale)
-        ),
-        0.0,
+def _measure_update(device: torch.device) -> Update:
+    found = _from_all(measure_update(device) if _computes() else None)
+    updates = [u for u in found if u is not None]
+    return Update(
+        mean(u.per_tensor for u in updates), mean(u.per_byte for u in updates)
     )
 
 
-def _with_autograd(node: Node, operands: list[torch.Tensor]) -> Seconds:
-    has_gradient = any(v.dtype.is_floating_point for v in node.results)
-    late = weights_of(node)
-    weights: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    for value, x in zip(node.operands, operands, strict=True):
-        if x.is_floating_point() and has_gradient:
-            (weights if value.name in late else sources).append(x.requires_grad_())
-    values = iter(operands)
-    args = map_values(lambda _: next(values), node.args)
-    kwargs = map_values(lambda _: next(values), dict(node.kwargs))
-    op = resolve(node.op)
-    result = op(*args, **kwargs)
-    outs = result if isinstance(result, tuple | list) else [result]
-    ends = [o for o in outs if isinstance(o, torch.Tensor) and o.requires_grad]
-    cotangents = [torch.ones_like(o) for o in ends]
-
-    def gradient(of: list[torch.Tensor]) -> float:
-        if not (ends and of):
-            return 0.0
-        return _fastest(
-            lambda: torch.autograd.grad(
-                ends, of, cotangents, retain_graph=True, allow_unused=True
-            )
-        )
-
-    forward = _fastest(lambda: op(*args, **kwargs))
-    return Seconds(forward, gradient(sources), gradient(weights))
+def jobs(asked: Asked, ranks: int) -> Iterator[Job]:
+    """A forward and backward of few layers, split in every way in which plans of so
+    many ranks split them, and at every size of a microbatch that is a power of two."""
+    loaded = load_model(asked.model, seed=asked.seed, device="meta")
+    batch = batch_for(loaded, SAMPLES, asked.seq)
+    of = sketch(loaded.model, batch)
+    known = {**batch, **of.named.traced.literals}
+    space = make_space(of, this_cluster(ranks), SAMPLES)
+    limit = this_cluster(busy(ranks)).device.memory * SHARE
+    for mesh in sorted({layer_mesh(m) for m in meshes(space)}, key=str):
+        most = of.batch // mesh.axis_size("ep")
+        for samples in (s for s in (1, 2, 4, 8, 16) if most % s == 0):
+            if samples > asked.samples:
+                continue
+            plan = make_plan(mesh, microbatches=most // samples)
+            sizes = {axis: plan.size(axis) for axis in plan.axes}
+            whole = cut_layers(of.named, plan, ("",)).whole
+            local = differentiate(whole, sizes, dict.fromkeys(sizes, 0))
+            name = f"{mesh or 'one rank'}, {samples} samples"
+            if bytes_of(local) <= limit:
+                yield make_job(name, local, mesh, plan.microbatches, known)
+            else:
+                LOG.warning("%s does not fit here: its ops are not measured", name)
 
 
-class _Store:
-    """The cache on disk: signature -> seconds, for this machine and torch."""
-
-    def __init__(self) -> None:
-        home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-        machine = f"{platform.machine()}-{_processor()}"
-        self.key = f"{machine}-torch{torch.__version__}"
-        self.path = pathlib.Path(home) / "autopar" / f"profile-{FORMAT}.json"
-        known = self._read().get(self.key, {})
-        self.seconds = {key: Seconds(*parts) for key, parts in known.items()}
-
-    def _read(self) -> dict[str, dict[str, list[float]]]:
-        try:
-            return dict(json.loads(self.path.read_text()))
-        except (OSError, ValueError):
-            return {}  # none yet, or damaged: measured again
-
-    def save(self) -> None:
-        """Replace the file in one step; another process's entries of it are kept."""
-        data = self._read()
-        own = {key: list(astuple(parts)) for key, parts in self.seconds.items()}
-        data[self.key] = {**data.get(self.key, {}), **own}
-        temporary = self.path.with_suffix(f".{os.getpid()}")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(data, indent=1, sort_keys=True))
-            temporary.replace(self.path)
-        except OSError:
-            return  # a read-only home: measure again next time
+def bytes_of(local: LocalStage) -> int:
+    """What running a stage takes, parameters and gradients included."""
+    held = sum(v.bytes for v in (*local.params, *local.grads.values()))
+    sizes = footprint(local)
+    return held + sizes.saved + max(sizes.forward_peak, sizes.backward_peak)
 
 
-def _processor() -> str:
-    try:
-        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or "cpu"
+# --- what ranks say to each other, if there is another one ----------------------------
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _computes() -> bool:
+    """Whether this is one of the ranks that compute at once."""
+    return _rank() < busy(_world())
+
+
+def _from_first(value: T) -> T:
+    if _world() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def _from_all(value: T) -> list[T]:
+    if _world() == 1:
+        return [value]
+    values: list[Any] = [None] * _world()
+    dist.all_gather_object(values, value)
+    return values

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from passes.errors import AutoparError
+from passes.measured import TABLE, Messages, Ops
 from passes.mesh import Mesh
 
 
@@ -29,6 +30,7 @@ class Device:
     reaches, and bandwidth_efficiency that a large copy reaches; launch: seconds that an
     op takes at least. fused: whether elementwise ops in a row run as one kernel.
     dispatch: seconds of the host for each op; where ops take less, the device waits.
+    ops: what ops were measured to take; the rest is for those that were not.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Device:
     launch: float = 4e-6
     fused: bool = False
     dispatch: float = 0.0
+    ops: Ops = field(default_factory=Ops)
 
     def __post_init__(self) -> None:
         for what in ("memory", "bytes_per_second", "efficiency"):
@@ -83,11 +86,14 @@ class Level:
 @dataclass(frozen=True)
 class Cluster:
     """devices: how many there are. levels: of links, innermost first; the last joins
-    all of them."""
+    all of them. messages: what was measured between so many ranks; levels are for what
+    was not. profile: what the measurements are of, "" without any."""
 
     device: Device
     devices: int
     levels: tuple[Level, ...] = field(default_factory=tuple)
+    messages: Messages = field(default_factory=Messages)
+    profile: str = ""
 
     def __post_init__(self) -> None:
         _positive("the number of devices", self.devices)
@@ -125,7 +131,7 @@ class Cluster:
         """size ranks, `stride` apart, the first and the last within `span` devices."""
         here = next((i for i, x in enumerate(self.levels) if x.devices >= span), None)
         if here is None:
-            return Link(size, math.inf, 0.0)
+            return Link(size, math.inf, 0.0, stride, self.messages)
         level = self.levels[here]
         speed = level.bytes_per_second * level.efficiency
         if here > 0:
@@ -133,19 +139,23 @@ class Cluster:
             together = max(1, min(size, self.levels[here - 1].devices // stride))
             inner = self.levels[here - 1]
             speed = min(speed * together, inner.bytes_per_second * inner.efficiency)
-        return Link(size, speed, level.latency)
+        return Link(size, speed, level.latency, stride, self.messages)
 
 
 @dataclass(frozen=True)
 class Link:
-    """ranks that talk to each other; bytes a second of each; seconds of a message."""
+    """ranks that talk to each other; bytes a second of each; seconds of a message; and
+    what was measured between ranks that are `stride` apart."""
 
     ranks: int
     bytes_per_second: float
     latency: float
+    stride: int = 1
+    messages: Messages = field(default_factory=Messages)
 
     def seconds(self, kind: str, whole: float) -> float:
-        """Of one collective by rings (Thakur, Rabenseifner, Gropp 2005, section 4).
+        """Of one collective: as measured, or by rings (Thakur, Rabenseifner, Gropp
+        2005, section 4).
 
         whole: bytes of the tensor that is reduced or gathered; for `all_to_all` and
         `send`, of what each rank gives.
@@ -153,6 +163,9 @@ class Link:
         n = self.ranks
         if n < 2:
             return 0.0
+        took, how = self.messages.seconds(kind, n, self.stride, whole)
+        if how != TABLE:
+            return took
         rounds, moved = {
             "all_reduce": (2 * (n - 1), 2 * whole * (n - 1) / n),
             "all_gather": (n - 1, whole * (n - 1) / n),

@@ -18,6 +18,7 @@ from passes.footprint import Footprint, footprint
 from passes.fusion import fused_traffic
 from passes.graph import Node, Value
 from passes.local_stage import LocalStage
+from passes.measured import SOURCES, TABLE
 from passes.program import dtype_name
 from passes.ring import passed_round, ring_of
 
@@ -30,9 +31,10 @@ Key = tuple[str, ...]
 class Account:
     """Amounts by what they are of. Keys:
 
-    ("seconds", part): of computing; they come of ("launches", part), ("moved", part) in
-    bytes and ("work", part), seconds of the products at the device's peak, see
-    `retimed`. ("flops", part). ("calls" or "bytes", part, kind,
+    ("seconds", part): of computing; they come of ("known", part, how), what nodes were
+    measured to take, see `passes.measured`; and of the others' ("launches", part),
+    ("moved", part) in bytes and ("work", part), seconds of the products at the device's
+    peak, see `retimed`. ("flops", part). ("calls" or "bytes", part, kind,
     axes ...): of collectives; bytes of the whole tensor, see `passes.cluster.Link`.
     ("memory", term): bytes that add up: "saved", "kept", "step", "edges" as in
     `passes.footprint.Footprint`, "parameters" and "trained" at rest. ("most", part):
@@ -130,11 +132,15 @@ def price(local: LocalStage, device: Device) -> Account:
                 add(("calls", part, kind, *axes), 1)
                 add(("bytes", part, kind, *axes), _whole(node))
             elif node.op != "comm.wait":
-                work = flops(node) / _peak(node, device) if moved else 0.0
-                add(("launches", part), begins)
-                add(("moved", part), moved)
-                add(("work", part), work)
+                took, how = device.ops.seconds(node)
                 add(("flops", part), flops(node))
+                if how != TABLE:
+                    add(("known", part, how), took)
+                else:
+                    work = flops(node) / _peak(node, device) if moved else 0.0
+                    add(("launches", part), begins)
+                    add(("moved", part), moved)
+                    add(("work", part), work)
             if ring := ring_of(node):
                 for _, calls, passed in passed_round(node):
                     add(("calls", part, "send", ring), calls)
@@ -150,6 +156,7 @@ def price(local: LocalStage, device: Device) -> Account:
         add(("memory", "parameters"), v.bytes)
         if v.name in local.grads:
             add(("memory", "trained"), v.bytes)
+            add(("tensors", "trained"), 1)
             varying = local.stage.shardings[v.name].varying
             add(("pending", *sorted(varying - {"time"})), v.bytes)
     return retimed(Account(found), device)
@@ -166,6 +173,7 @@ def retimed(account: Account, device: Device) -> Account:
         ("seconds", part): device.launch * account["launches", part]
         + account["moved", part] / speed
         + account["work", part] / device.efficiency
+        + sum(account["known", part, how] for how in SOURCES)
         for part in PARTS
     }
     return Account({**account.amounts, **seconds})
@@ -175,13 +183,16 @@ def _moves(
     nodes: Sequence[Node], kept: Collection[str], device: Device
 ) -> list[tuple[int, bool]]:
     """Of each node its bytes, and whether a kernel begins there."""
-    if device.fused:
+    if device.fused and not device.ops.timed:
         return fused_traffic(nodes, kept)
     return [(moved := traffic(node), moved > 0) for node in nodes]
 
 
 def node_seconds(node: Node, device: Device) -> float:
     """Seconds of computing one node by itself."""
+    took, how = device.ops.seconds(node)
+    if how != TABLE:
+        return took
     moved = traffic(node)
     if not moved:
         return 0.0
