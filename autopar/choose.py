@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,8 +10,7 @@ from typing import Any
 from torch import nn
 
 from autopar.batches import samples_of, with_samples
-from autopar.hardware import cluster_of
-from autopar.measured_cluster import measured_cluster
+from autopar.measured_cluster import how_priced, measured_cluster, named_cluster
 from autopar.planner import find_plans, plan_of, sketch
 from passes.cluster import Cluster
 from passes.mesh import MeshError
@@ -19,6 +19,7 @@ from passes.plan import Plan, PlanError
 # Of the batch that a model is captured with, two for each rank of up to 8 with experts
 # of their own; costs are linear in them.
 SAMPLES = 16
+LOG = logging.getLogger("autopar")
 
 
 def wanted(mesh: Any, options: Mapping[str, Any]) -> Cluster | None:
@@ -35,7 +36,7 @@ def wanted(mesh: Any, options: Mapping[str, Any]) -> Cluster | None:
             raise MeshError(f"a mesh of {mesh} devices", fix="give at least 1")
         found = measured_cluster(mesh)
     elif isinstance(mesh, str) and re.match(r"\s*\d", mesh):
-        found = cluster_of(mesh)
+        found = named_cluster(mesh)
     else:
         return None
     if options:
@@ -55,4 +56,5 @@ def choose_plan(
     """The best plan for steps on such batches. Raises: NoPlanFits, PlanError."""
     of = sketch(model, with_samples(batch, SAMPLES), loss_fn)
     found = find_plans(of, cluster, samples_of(batch))
+    LOG.info("%s: %s", found.best[0].candidate, how_priced(found.best[0], cluster))
     return plan_of(found.best[0].candidate, of)

@@ -12,6 +12,8 @@ from autopar.choose import SAMPLES
 from autopar.cli_plan import add_cluster, read_cluster_given
 from autopar.estimate_file import Findings, read_findings
 from autopar.explain import explanation, explanation_data
+from autopar.hardware import with_memory
+from autopar.measured_cluster import measured_cluster
 from autopar.models import load_model
 from autopar.planned import batch_for
 from autopar.planner import Sketch, make_prices, sketch
@@ -39,7 +41,9 @@ def explain_command(arguments: argparse.Namespace) -> int:
     findings = read_findings(arguments.plan)
     cluster = read_cluster_given(arguments)
     if cluster or arguments.reprice:
-        findings = reprice(findings, cluster or findings.cluster)
+        findings = reprice(
+            findings, cluster or again(findings.cluster, arguments.profile)
+        )
     found = formulas(findings) if arguments.formulas else {}
     if arguments.json:
         data = {**explanation_data(findings), "formulas": found}
@@ -64,6 +68,22 @@ def formulas(findings: Findings) -> dict[str, str]:
 def _sketch(findings: Findings) -> Sketch:
     loaded = load_model(findings.model, seed=findings.seed, device="meta")
     return sketch(loaded.model, batch_for(loaded, SAMPLES, findings.seq))
+
+
+def again(cluster: Cluster, profile: Path | None) -> Cluster:
+    """The cluster of findings, which do not keep what was measured of it.
+
+    Raises: ClusterError, if that is not in this machine's profile.
+    """
+    if not cluster.profile:
+        return cluster
+    found = measured_cluster(cluster.devices, profile)
+    if found.profile != cluster.profile:
+        raise ClusterError(
+            f"the plan was priced by a profile of {cluster.profile}, which is not here",
+            fix=f"measure again, or give --devices {cluster}",
+        )
+    return with_memory(found, cluster.device.memory)
 
 
 def reprice(findings: Findings, cluster: Cluster) -> Findings:

@@ -13,10 +13,12 @@ from autopar.batches import samples_of
 from autopar.choose import SAMPLES
 from autopar.cluster_file import number, read_cluster
 from autopar.estimate_file import Findings, estimate_data
-from autopar.hardware import cluster_of, with_memory
+from autopar.hardware import with_memory
+from autopar.measured_cluster import how_priced, named_cluster
 from autopar.models import LoadedModel, ModelError, load_model
 from autopar.planned import batch_for, save_findings
 from autopar.planner import find_plans, gigabytes, label_plan, plan_of, sketch
+from autopar.profile_file import ProfileError
 from autopar.progress import Bar
 from autopar.store import checksum
 from autopar.tables import Table
@@ -45,9 +47,14 @@ def add_plan(commands: Any, model_help: str) -> None:
 
 def add_cluster(add: argparse.ArgumentParser, required: bool) -> None:
     where = add.add_mutually_exclusive_group(required=required)
-    where.add_argument("--devices", metavar="NxNAME", help="as 8xA100-80GB")
+    where.add_argument(
+        "--devices", metavar="NxNAME|N", help="as 8xA100-80GB; 4: of this machine"
+    )
     where.add_argument("--cluster", type=Path, metavar="FILE", help="TOML or JSON")
     add.add_argument("--memory", metavar="BYTES", help='of a device to use, as "70GB"')
+    add.add_argument(
+        "--profile", type=Path, metavar="FILE", help="of this machine, not the cache's"
+    )
 
 
 def add_labels(add: Any) -> None:
@@ -67,7 +74,7 @@ def labelled(
     if Path(options.labels).suffix in (".toml", ".json"):
         cluster = read_cluster(Path(options.labels))
     else:
-        cluster = cluster_of(options.labels)
+        cluster = named_cluster(options.labels)
     return label_plan(sketch(loaded.model, batch), plan, cluster).plan
 
 
@@ -116,9 +123,14 @@ def plan_command(arguments: argparse.Namespace) -> int:
 def read_cluster_given(arguments: argparse.Namespace) -> Cluster | None:
     """The cluster that the options of `add_cluster` name, if they name one."""
     if arguments.cluster:
+        if arguments.profile:
+            raise ProfileError(
+                f"'{arguments.profile}' is of this machine, not of a cluster file's",
+                fix="give --devices N with it",
+            )
         cluster = read_cluster(arguments.cluster)
     elif arguments.devices:
-        cluster = cluster_of(arguments.devices)
+        cluster = named_cluster(arguments.devices, arguments.profile)
     else:
         return None
     if arguments.memory:
@@ -158,7 +170,9 @@ def plans_table(found: Found, cluster: Cluster, title: str) -> Table:
                 f"{e.utilisation(cluster):.1%}",
             )
         )
-    return Table(title, head, tuple(rows), (f"the best of {found.tried} candidates",))
+    best = f"the best of {found.tried} candidates"
+    priced = how_priced(found.best[0], cluster)
+    return Table(title, head, tuple(rows), (best, priced))
 
 
 def _data(found: Found, cluster: Cluster) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 from autopar.cli_explain import reprice
 from autopar.cli_plan import add_cluster, read_cluster_given
 from autopar.estimate_file import ESTIMATE, read_findings
-from autopar.hardware import this_cluster
+from autopar.measured_cluster import measured_cluster
 from autopar.simulation import simulate_estimate, simulate_program
 from autopar.store import load_plan
 from autopar.tables import Table, count, seconds
@@ -60,7 +60,7 @@ def _run(arguments: argparse.Namespace, cluster: Cluster | None) -> tuple[StepRu
         return simulate_estimate(best), title
     stored = load_plan(folder)
     size = stored.program.mesh.size
-    links = cluster or this_cluster(size)
+    links = cluster or measured_cluster(size)
     if links.devices < size:
         raise ClusterError(
             f"the plan is for {size} devices, but {links} has fewer",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ class Findings:
     plan: the checksum of the plan.json beside it, of the chosen estimate. model, seed:
     as `load_model` reads them. samples: of a step; seq: tokens of one, if
     the batch is made up. runs: of layers in the model; parameters: elements of it.
-    best: the chosen estimate, then the runners-up. tried: candidates.
+    best: the chosen estimate, then the runners-up. tried: candidates. Of a cluster that
+    was measured only the name of its profile is kept.
     """
 
     plan: str
@@ -58,6 +59,7 @@ class Findings:
             "torch": torch.__version__,
             **{f.name: getattr(self, f.name) for f in fields(self)},
             "cluster": cluster_data(self.cluster),
+            "profile": self.cluster.profile,
             "best": [estimate_data(e) for e in self.best],
         }
         return json.dumps(data, indent=1) + "\n"
@@ -75,8 +77,9 @@ class Findings:
                 fix="plan again with this version of autopar",
             )
         kept = {k: v for k, v in data.items() if k not in ("format", *VERSIONS)}
-        _check(where, kept, {f.name: FINDINGS[f.name] for f in fields(cls)})
-        cluster = cluster_from(kept["cluster"])
+        _check(where, kept, FINDINGS)
+        measured = kept.pop("profile")
+        cluster = replace(cluster_from(kept["cluster"]), profile=measured)
         best = tuple(
             _estimate(f"best[{i}] of {where}", e) for i, e in enumerate(kept["best"])
         )
@@ -111,6 +114,7 @@ FINDINGS: Kinds = {
     "runs": (int,),
     "parameters": (int,),
     "cluster": (dict,),
+    "profile": (str,),
     "best": (list,),
     "tried": (int,),
 }
@@ -129,6 +133,7 @@ WHAT: Kinds = {
     "flops": NUMBER,
     "stages": (list,),
     "once": (list,),
+    "sources": (dict,),
 }
 CHOSEN: Kinds = {
     "mesh": (str,),
@@ -157,6 +162,7 @@ def estimate_data(e: Estimate) -> dict[str, Any]:
         "flops": e.flops,
         "stages": stages,
         "once": [dict(terms) for terms in e.once],
+        "sources": {what: dict(shares) for what, shares in e.sources.items()},
     }
 
 
@@ -167,7 +173,7 @@ def _estimate(where: str, data: Any) -> Estimate:
     chosen = {**chosen, "mesh": Mesh.parse(chosen["mesh"])}
     chosen["layers"] = tuple(chosen["layers"])
     _amounts(where, data["parts"])
-    for terms in (*data["memory"], *data["once"]):
+    for terms in (*data["memory"], *data["once"], *data["sources"].values()):
         _amounts(where, terms)
     return Estimate(
         candidate=Candidate(**chosen),
@@ -178,6 +184,7 @@ def _estimate(where: str, data: Any) -> Estimate:
         flops=data["flops"],
         stages=tuple(_stage(f"a stage in {where}", s) for s in data["stages"]),
         once=tuple(data["once"]),
+        sources=data["sources"],
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autopar.estimate_file import Findings, estimate_data
+from autopar.measured_cluster import how_priced
 from autopar.tables import Table, count, ranges, seconds
 from passes.estimate import Estimate
 from passes.search import ALIKE
@@ -48,6 +49,7 @@ def seconds_table(findings: Findings) -> Table:
             f"ranks; over all of them the pipeline is idle {best.bubble:.1%}.",
             f"{best.utilisation(findings.cluster):.1%} of the devices' peak are the "
             "model's own operations (MFU).",
+            how_priced(best, findings.cluster),
         ),
     )
 

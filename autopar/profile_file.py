@@ -92,6 +92,15 @@ def read_profile(path: Path | None = None) -> Profile:
     return found[here]
 
 
+def machines_of(path: Path | None = None) -> tuple[str, ...]:
+    """The machines whose ops or messages a readable file has; None: the cache."""
+    try:
+        found = _profiles(path or usual_path())
+    except (OSError, ProfileError):
+        return ()
+    return tuple(name for name, p in found.items() if p.ops or p.messages)
+
+
 def save_profile(more: Profile, path: Path | None = None) -> Path:
     """Add to this machine's measurements, in one step: readers see all or nothing.
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from autopar.inspection import messages_of_a_step
 from passes.cluster import Cluster
-from passes.estimate import BEFORE, OPTIMIZER_TRAFFIC, Estimate, StageSeconds
+from passes.estimate import BEFORE, Estimate, StageSeconds, update_seconds
 from passes.footprint import Communication
 from passes.make_schedule import make_schedule
 from passes.program import Program
@@ -142,9 +142,12 @@ def _compiled_rank(
         if c.stage in own and c.part == "step"
     ]
     held = program.memory[rank]
-    device = cluster.device
-    speed = device.bytes_per_second * device.bandwidth_efficiency
-    update = Work("optimizer", OPTIMIZER_TRAFFIC * held.gradients / speed, COMPUTE)
+    tensors = sum(
+        spec.trainable and not set(spec.stages).isdisjoint(own)
+        for spec in program.parameters.values()
+    )
+    took = update_seconds(cluster.device, tensors, held.gradients)
+    update = Work("optimizer", took, COMPUTE)
     return RankWork(
         before=tuple(w for w in works if w.what.startswith("all_gather")),
         after=(*(w for w in works if not w.what.startswith("all_gather")), update),

@@ -154,18 +154,22 @@ class Link:
     messages: Messages = field(default_factory=Messages)
 
     def seconds(self, kind: str, whole: float) -> float:
-        """Of one collective: as measured, or by rings (Thakur, Rabenseifner, Gropp
-        2005, section 4).
+        """Of one collective.
 
         whole: bytes of the tensor that is reduced or gathered; for `all_to_all` and
         `send`, of what each rank gives.
         """
+        return self.find(kind, whole)[0]
+
+    def find(self, kind: str, whole: float) -> tuple[float, str]:
+        """The same, and how it was found, see `passes.measured`; what was not measured
+        goes by rings (Thakur, Rabenseifner, Gropp 2005, section 4)."""
         n = self.ranks
         if n < 2:
-            return 0.0
+            return 0.0, TABLE
         took, how = self.messages.seconds(kind, n, self.stride, whole)
         if how != TABLE:
-            return took
+            return took, how
         rounds, moved = {
             "all_reduce": (2 * (n - 1), 2 * whole * (n - 1) / n),
             "all_gather": (n - 1, whole * (n - 1) / n),
@@ -173,7 +177,7 @@ class Link:
             "all_to_all": (n - 1, whole * (n - 1) / n),
             "send": (1, whole),
         }[kind]
-        return rounds * self.latency + moved / self.bytes_per_second
+        return rounds * self.latency + moved / self.bytes_per_second, TABLE
 
 
 def _positive(what: str, value: float) -> None:

@@ -18,6 +18,7 @@ from passes.mesh import Mesh
 from passes.price import BACKWARD, FORWARD, STEP, WEIGHT, Account, footprint_of
 from passes.schedule import add_communication
 from passes.simulate_schedule import Timeline, simulate
+from passes.sources import Sources, find_sources
 
 # AdamW reads a parameter, its gradient and two moments, and writes three of them.
 OPTIMIZER_TRAFFIC = 7
@@ -79,7 +80,7 @@ class Estimate:
     """seconds: of a step. memory: of each pipeline rank, term -> bytes. parts: where
     the slowest rank's seconds go, all of them. bubble: the idle share of all ranks'
     time. stages: one microbatch on each. once: what each pipeline rank does once a
-    step, term -> seconds."""
+    step, term -> seconds. sources: how the seconds were found, see `passes.sources`."""
 
     candidate: Candidate
     seconds: float
@@ -89,6 +90,7 @@ class Estimate:
     flops: float
     stages: tuple[StageSeconds, ...] = ()
     once: tuple[Mapping[str, float], ...] = ()
+    sources: Sources = field(default_factory=dict)
 
     @property
     def peak(self) -> float:
@@ -323,6 +325,7 @@ def _sum_up(
         flops * candidate.mesh.size / candidate.mesh.axis_size("pp"),
         tuple(took),
         tuple(steps),
+        find_sources(accounts, candidate.mesh, m, cluster),
     )
 
 
