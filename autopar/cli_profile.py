@@ -153,10 +153,8 @@ def _ops_table(busy: int, profile: Profile) -> Table:
         rows.append((op, len(found), seconds(quickest), seconds(slowest), speed, moved))
     notes = [f"{len(ops.timed)} ops of {len(kinds)} kinds, as emitted"]
     if ops.update:
-        notes.append(
-            f"optimizer: {seconds(ops.update.per_tensor)} a tensor, "
-            f"{1e-9 / ops.update.per_byte:.3g} GB/s of parameters"
-        )
+        told = ", ".join(f"{size(b)} {seconds(s)}" for b, s in ops.update)
+        notes.append(f"the optimizer's step, by a parameter's bytes: {told}")
     return Table(
         f"ops, {busy} at a time",
         ("op", "sizes", "least", "most", "GFLOP/s", "GB/s"),

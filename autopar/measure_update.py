@@ -5,45 +5,44 @@ from __future__ import annotations
 from statistics import median
 
 import torch
-from torch import Tensor
 
 from autopar.measure_ops import clock_of
-from passes.measured import Update
+from passes.measured import Point
 
-# Many small tensors say what each takes; few large ones, beyond caches, what bytes do.
-SMALL, LARGE = (96, 1 << 10), (4, 1 << 22)  # tensors, elements of each
+# Bytes of a parameter, by powers of eight; the largest no longer fit into caches.
+SIZES = tuple(1 << power for power in range(8, 27, 3))
+MOST = 1 << 26  # bytes of all parameters of a size
+MANY = 32  # parameters of a size, unless these are more
 REPEATS = 5
 
 
-def measure_update(device: torch.device) -> Update:
-    """The line through both: seconds of a tensor, and of a byte of parameters."""
-    (n, few), (m, many) = SMALL, LARGE
-    small, large = _seconds(n, few, device), _seconds(m, many, device)
-    per_tensor = max(0.0, small / n)
-    # What small tensors take is starting their ops, all but a little.
-    per_byte = max(0.0, large - m * per_tensor) / (4 * m * many)
-    return Update(per_tensor, per_byte)
+def measure_update(device: torch.device) -> tuple[Point, ...]:
+    """(bytes of a parameter, seconds of its update), by ascending bytes."""
+    return tuple((float(size), _seconds(size, device)) for size in SIZES)
 
 
-def _seconds(tensors: int, elements: int, device: torch.device) -> float:
-    """Of one step, gradients cleared before it as the executor does."""
-    flat = torch.zeros(tensors * elements, device=device)
-    held = [torch.zeros(elements, device=device) for _ in range(tensors)]
-    parameters = [torch.nn.Parameter(x) for x in held]
-    for p, grad in zip(parameters, flat.split(elements), strict=True):
+def _seconds(size: int, device: torch.device) -> float:
+    """Of one parameter among others like it; gradients are cleared before the step, as
+    the executor does."""
+    count, elements = max(1, min(MANY, MOST // size)), size // 4
+    flat = torch.full((count * elements,), 1e-3, device=device)
+    draw = torch.Generator(device=device).manual_seed(0)
+    parameters = [
+        torch.nn.Parameter(torch.randn(elements, generator=draw, device=device))
+        for _ in range(count)
+    ]
+    grads = flat.split(elements)
+    for p, grad in zip(parameters, grads, strict=True):
         p.grad = grad
     optimizer, clock = torch.optim.AdamW(parameters), clock_of(device)
     optimizer.step()  # makes its state
     times = []
     for _ in range(REPEATS):
         begin = clock()
-        _clear(flat, elements)
+        for grad in grads:
+            grad.zero_()
+        flat.zero_()
         optimizer.step()
         times.append(clock() - begin)
-    return median(times)
-
-
-def _clear(flat: Tensor, elements: int) -> None:
-    for grad in flat.split(elements):
-        grad.zero_()
-    flat.zero_()
+        flat.fill_(1e-3)
+    return median(times) / count

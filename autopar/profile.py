@@ -32,7 +32,7 @@ from autopar.profile_file import Profile
 from passes.differentiate import differentiate
 from passes.footprint import footprint
 from passes.local_stage import LocalStage
-from passes.measured import Ops, Timed, Update
+from passes.measured import Ops, Point, Timed
 from passes.price_layers import cut_layers
 from passes.search import layer_mesh, meshes
 
@@ -81,12 +81,10 @@ def measure_ops(asked: Asked, device: torch.device) -> dict[str, Timed]:
     }
 
 
-def _measure_update(device: torch.device) -> Update:
+def _measure_update(device: torch.device) -> tuple[Point, ...]:
     found = _from_all(measure_update(device) if _computes() else None)
-    updates = [u for u in found if u is not None]
-    return Update(
-        mean(u.per_tensor for u in updates), mean(u.per_byte for u in updates)
-    )
+    by_size = zip(*(points for points in found if points), strict=True)
+    return tuple((same[0][0], mean(s for _, s in same)) for same in by_size)
 
 
 def jobs(asked: Asked, ranks: int) -> Iterator[Job]:

@@ -2,7 +2,7 @@
 
 {"format": 1, "machines": {"AMD EPYC (x86_64), 2 cores, ...": {
   "ops": {"2": {"timed": {"aten.add.Tensor(...)": [seconds, bytes, flops]},
-                "update": [seconds a tensor, seconds a byte]}},
+                "update": [[bytes, seconds], ...]}},
   "messages": {"4": [["all_reduce", 2, 1, [[bytes, seconds], ...]], ...]},
   "halves": {"aten.linear.default(...)": [forward, input half, weight half]}}}}
 
@@ -25,7 +25,7 @@ from typing import Any
 from autopar.machine import machine_text
 from passes.cost import Seconds
 from passes.errors import AutoparError
-from passes.measured import Messages, Ops, Point, Timed, Update
+from passes.measured import Messages, Ops, Point, Timed
 
 FORMAT = 1
 LOG = logging.getLogger("autopar")
@@ -145,7 +145,7 @@ def profile_data(profile: Profile) -> dict[str, Any]:
         "ops": {
             str(busy): {
                 "timed": {key: list(astuple(t)) for key, t in ops.timed.items()},
-                "update": list(astuple(ops.update)) if ops.update else None,
+                "update": list(map(list, ops.update)),
             }
             for busy, ops in profile.ops.items()
         },
@@ -162,7 +162,7 @@ def _profile(data: Any) -> Profile:
     ops = {
         int(busy): Ops(
             {key: Timed(*_numbers(row, 3)) for key, row in found["timed"].items()},
-            Update(*_numbers(found["update"], 2)) if found["update"] else None,
+            _points(found["update"]) if found["update"] else (),
         )
         for busy, found in data["ops"].items()
     }

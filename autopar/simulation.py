@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
+from math import prod
+
+import torch
 
 from autopar.inspection import messages_of_a_step
-from passes.cluster import Cluster
-from passes.estimate import BEFORE, Estimate, StageSeconds, update_seconds
+from autopar.shards import local_shape
+from passes.cluster import Cluster, Device
+from passes.estimate import BEFORE, OPTIMIZER_TRAFFIC, Estimate, StageSeconds
 from passes.footprint import Communication
 from passes.make_schedule import make_schedule
-from passes.program import Program
+from passes.measured import between
+from passes.mesh import Mesh
+from passes.program import ParameterSpec, Program
 from passes.schedule import add_communication
 from passes.step_run import (
     BACKWARD,
@@ -142,14 +149,31 @@ def _compiled_rank(
         if c.stage in own and c.part == "step"
     ]
     held = program.memory[rank]
-    tensors = sum(
-        spec.trainable and not set(spec.stages).isdisjoint(own)
-        for spec in program.parameters.values()
-    )
-    took = update_seconds(cluster.device, tensors, held.gradients)
-    update = Work("optimizer", took, COMPUTE)
+    update = Work("optimizer", _update(program, rank, cluster.device), COMPUTE)
     return RankWork(
         before=tuple(w for w in works if w.what.startswith("all_gather")),
         after=(*(w for w in works if not w.what.startswith("all_gather")), update),
         rest=held.total - held.activations,
     )
+
+
+def _update(program: Program, rank: int, device: Device) -> float:
+    """Seconds of the optimizer on a pipeline rank."""
+    points = device.ops.update
+    if not points:
+        speed = device.bytes_per_second * device.bandwidth_efficiency
+        return OPTIMIZER_TRAFFIC * program.memory[rank].gradients / speed
+    coords = {a: rank if a == "pp" else 0 for a, _ in program.mesh.axes}
+    stages = program.schedule.stage_to_rank
+    return sum(
+        between(points, size)[0]
+        for spec in program.parameters.values()
+        if spec.trainable and any(stages[s] == rank for s in spec.stages)
+        if (size := _bytes(spec, program.mesh, coords))
+    )
+
+
+def _bytes(spec: ParameterSpec, mesh: Mesh, coords: Mapping[str, int]) -> int:
+    """Of what a rank keeps of a parameter."""
+    itemsize: int = getattr(torch, spec.dtype).itemsize
+    return itemsize * prod(local_shape(spec, mesh, coords))

@@ -10,12 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from passes.cluster import Cluster, Device, Link
+from passes.cluster import Cluster, Link
 from passes.footprint import Footprint, peak_bytes
 from passes.make_schedule import make_schedule
 from passes.memory import OPTIMIZER_STATES
 from passes.mesh import Mesh
-from passes.price import BACKWARD, FORWARD, STEP, WEIGHT, Account, footprint_of
+from passes.price import (
+    BACKWARD,
+    FORWARD,
+    STEP,
+    UPDATE,
+    WEIGHT,
+    Account,
+    footprint_of,
+)
 from passes.schedule import add_communication
 from passes.simulate_schedule import Timeline, simulate
 from passes.sources import Sources, find_sources
@@ -195,17 +203,13 @@ def step_parts(
                 )
                 whole = account["memory", "parameters"]
                 found["parameters dp"] = link.seconds("all_gather", whole)
-    tensors = account["tensors", "trained"]
-    found["optimizer"] = update_seconds(cluster.device, tensors, share)
+    device = cluster.device
+    if device.ops.update and trained:
+        found["optimizer"] = account["seconds", UPDATE] * share / trained
+    else:
+        speed = device.bytes_per_second * device.bandwidth_efficiency
+        found["optimizer"] = OPTIMIZER_TRAFFIC * share / speed
     return found
-
-
-def update_seconds(device: Device, tensors: float, bytes: float) -> float:
-    """Of the optimizer's step. bytes: of what a rank keeps of so many parameters."""
-    if device.ops.update:
-        return device.ops.update.seconds(tensors, bytes)
-    speed = device.bytes_per_second * device.bandwidth_efficiency
-    return OPTIMIZER_TRAFFIC * bytes / speed
 
 
 def rank_memory(

@@ -48,27 +48,15 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Update:
-    """What an optimizer's step takes on a rank: seconds for each tensor and byte of
-    the parameters that it updates."""
-
-    per_tensor: float
-    per_byte: float
-
-    def seconds(self, tensors: float, bytes: float) -> float:
-        return tensors * self.per_tensor + bytes * self.per_byte
-
-
-@dataclass(frozen=True)
 class Ops:
     """Ops of emitted code, forward and backward, as they ran on one rank's device.
 
     timed: `passes.cost.signature` -> what it took, with what starting it took. update:
-    of the optimizer, if that was measured.
+    what the optimizer takes for a parameter: (its bytes, seconds), by ascending bytes.
     """
 
     timed: Mapping[str, Timed] = field(default_factory=dict)
-    update: Update | None = None
+    update: tuple[Point, ...] = ()
 
     def seconds(self, node: Node) -> tuple[float, str]:
         """Of one node, and how it was found; nothing, by `TABLE`, if no op of its kind

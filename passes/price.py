@@ -18,12 +18,13 @@ from passes.footprint import Footprint, footprint
 from passes.fusion import fused_traffic
 from passes.graph import Node, Value
 from passes.local_stage import LocalStage
-from passes.measured import SOURCES, TABLE
+from passes.measured import SOURCES, TABLE, between
 from passes.program import dtype_name
 from passes.ring import passed_round, ring_of
 
 FORWARD, BACKWARD, WEIGHT, STEP = "forward", "backward", "weight", "step"
 PARTS = (FORWARD, BACKWARD, WEIGHT, STEP)
+UPDATE = "update"
 Key = tuple[str, ...]
 
 
@@ -34,7 +35,8 @@ class Account:
     ("seconds", part): of computing; they come of ("known", part, how), what nodes were
     measured to take, see `passes.measured`; and of the others' ("launches", part),
     ("moved", part) in bytes and ("work", part), seconds of the products at the device's
-    peak, see `retimed`. ("flops", part). ("calls" or "bytes", part, kind,
+    peak, see `retimed`; ("seconds", "update"): of the optimizer, if it was measured.
+    ("flops", part). ("calls" or "bytes", part, kind,
     axes ...): of collectives; bytes of the whole tensor, see `passes.cluster.Link`.
     ("memory", term): bytes that add up: "saved", "kept", "step", "edges" as in
     `passes.footprint.Footprint`, "parameters" and "trained" at rest. ("most", part):
@@ -156,7 +158,8 @@ def price(local: LocalStage, device: Device) -> Account:
         add(("memory", "parameters"), v.bytes)
         if v.name in local.grads:
             add(("memory", "trained"), v.bytes)
-            add(("tensors", "trained"), 1)
+            if device.ops.update:
+                add(("seconds", UPDATE), between(device.ops.update, v.bytes)[0])
             varying = local.stage.shardings[v.name].varying
             add(("pending", *sorted(varying - {"time"})), v.bytes)
     return retimed(Account(found), device)
