@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from autopar.choose import SAMPLES
 from autopar.launch import launch, rank_threads
 from autopar.machine import machine_text
+from autopar.models import load_model
 from autopar.profile import Asked, measure_here
 from autopar.profile_file import (
     Profile,
@@ -65,12 +68,14 @@ def profile_command(arguments: argparse.Namespace) -> int:
     if not arguments.show:
         if "RANK" in os.environ:
             return _as_rank(arguments)
-        for ranks, model in _launches(arguments):
-            command = _command(arguments, model)
+        launches = _launches(arguments)
+        if arguments.model:  # what is wrong with it is told here, not by ranks
+            load_model(arguments.model, seed=arguments.seed, device="meta")
+        for ranks, model in launches:
             if ranks == 1:
                 torch.set_num_threads(rank_threads())
-                save_profile(measure_here(_asked(arguments)), arguments.output)
-            elif status := launch(ranks, command, LIMIT):
+                save_profile(measure_here(_asked(arguments), _tell), arguments.output)
+            elif status := _launch(ranks, _command(arguments, model)):
                 return status
     found = read_profile(arguments.output)
     if arguments.json:
@@ -91,7 +96,23 @@ def _launches(arguments: argparse.Namespace) -> list[tuple[int, str]]:
             f"--ranks '{arguments.ranks}' are no numbers of processes",
             fix="say how many a plan will have: --ranks 2,4",
         )
+    if arguments.samples < 1:
+        raise ProfileError(f"--samples {arguments.samples}", fix="give at least 1")
     return [(n, arguments.model if n == found[-1] else "") for n in found]
+
+
+def _launch(ranks: int, command: Sequence[str]) -> int:
+    try:
+        return launch(ranks, command, LIMIT)
+    except subprocess.TimeoutExpired:
+        raise ProfileError(
+            f"{ranks} ranks did not measure in {LIMIT:.0f} s, and were ended",
+            fix="ask for less: a smaller model, --seq or --samples",
+        ) from None
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _command(arguments: argparse.Namespace, model: str) -> list[str]:
@@ -119,8 +140,9 @@ def _as_rank(arguments: argparse.Namespace) -> int:
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(backend, timeout=WAIT)
-    found = measure_here(_asked(arguments))
-    if dist.get_rank() == 0:
+    first = dist.get_rank() == 0
+    found = measure_here(_asked(arguments), _tell if first else lambda line: None)
+    if first:
         save_profile(found, arguments.output)
     dist.barrier()
     dist.destroy_process_group()

@@ -8,7 +8,7 @@ else the machine does falls on all alike, and the median round counts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from statistics import mean, median
 
 import torch
@@ -25,12 +25,18 @@ AXIS = "pp"  # groups lie along it: where NCCL has lanes for each direction
 Run = Callable[[], None]  # of one message, or of two, one after the other
 
 
-def measure_messages(world: int, device: torch.device, budget: float) -> Messages:
+def measure_messages(
+    world: int,
+    device: torch.device,
+    budget: float,
+    sizes: Sequence[int] = SIZES,
+) -> Messages:
     """What each collective takes between `world` ranks, all of which must call this.
 
     budget: seconds that it may take, roughly; at least a few rounds are run.
+    sizes: of messages, in bytes, ascending; 64 times the ranks at least.
     """
-    runs = list(_runs(world, device))
+    runs = list(_runs(world, device, sizes))
     times: list[list[float]] = [[] for _ in runs]
     began, rounds = time.perf_counter(), 0
     while rounds < LEAST_ROUNDS or _go_on(runs[0][0], began, budget, rounds):
@@ -81,13 +87,13 @@ def _finish(device: torch.device) -> None:
 
 
 def _runs(
-    world: int, device: torch.device
+    world: int, device: torch.device, sizes: Sequence[int]
 ) -> Iterator[tuple[ProcessComm, Place, int, Run]]:
     for size, stride in geometries(world):
         outer = world // (size * stride)
         mesh = Mesh((("dp", outer), (AXIS, size), ("tp", stride)))
         comm = ProcessComm(mesh, groups=((AXIS,),), device=device)
-        for bytes in SIZES:
+        for bytes in sizes:
             for kind, run in _kinds(comm, size, bytes).items():
                 yield comm, (kind, size, stride), bytes, run
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any, TypeVar
@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from autopar.choose import SAMPLES
 from autopar.hardware import this_cluster
-from autopar.join import default_device
-from autopar.machine import busy
+from autopar.machine import busy, this_device
 from autopar.measure_messages import measure_messages
 from autopar.measure_ops import Job, make_job, run_job
 from autopar.measure_update import measure_update
@@ -40,6 +39,7 @@ LOG = logging.getLogger("autopar")
 REPEATS = 5
 SHARE = 0.5  # of a rank's memory that a measurement may take
 T = TypeVar("T")
+Watch = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,21 @@ class Asked:
     seconds: float = 10.0
 
 
-def measure_here(asked: Asked) -> Profile:
-    """Measure with all ranks of the process group, or alone; all ranks get it all."""
-    device, world = default_device(), _world()
+def measure_here(asked: Asked, told: Watch = lambda line: None) -> Profile:
+    """Measure with all ranks of the process group, or alone; all ranks get it all.
+
+    told: called with a line on each step.
+    """
+    device, world = this_device(), _world()
     messages = {}
     if world > 1:
+        told(f"messages between {world} ranks")
         messages[world] = measure_messages(world, device, asked.seconds)
-    ops = Ops(measure_ops(asked, device), _measure_update(device))
+    ops = Ops(measure_ops(asked, device, told), _measure_update(device))
     return Profile({busy(world): ops}, messages)
 
 
-def measure_ops(asked: Asked, device: torch.device) -> dict[str, Timed]:
+def measure_ops(asked: Asked, device: torch.device, told: Watch) -> dict[str, Timed]:
     """Ops of all jobs, signature -> the mean of the ranks that compute at once."""
     found: dict[str, list[Timed]] = defaultdict(list)
     source = jobs(asked, _world()) if asked.model and _rank() == 0 else iter(())
@@ -73,8 +77,8 @@ def measure_ops(asked: Asked, device: torch.device) -> dict[str, Timed]:
         for ran in _from_all(times):
             for key, timed in ran.timed.items() if ran else ():
                 found[key].append(timed)
-        if _rank() == 0 and times:
-            LOG.info("%s: %.4g s, ops %.4g s", job.name, times.whole, times.parts)
+        if times:
+            told(f"{job.name}: {times}")
     return {
         key: replace(rows[0], seconds=mean(t.seconds for t in rows))
         for key, rows in found.items()

@@ -1,31 +1,31 @@
 """stage_costs: seconds of each distinct op by itself, by which stages are cut.
 
-The forward of an op and both halves of its backward (the gradients of activations, and
-of weights) are timed on random tensors of its local shapes, on one thread, as torchrun
-starts its ranks; the fastest of a few runs counts, since others are only slowed down by
-something else. Results are kept in this machine's profile. What is too large to run
-here is estimated from the best of what was measured.
+An op, forward and both halves of its backward (the gradients of activations, and of
+weights), is emitted and timed as a stage of its own, see `autopar.measure_ops`, on one
+thread, as torchrun starts its ranks. Results are kept in this machine's profile. What
+is too large to run here is estimated from the best of what was measured.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
-from autopar.kernels import attention, attention_backward
+from autopar.machine import this_device
+from autopar.measure_ops import make_job, run_job
 from autopar.profile_file import Profile, read_profile, save_profile
-from passes.cost import VIEWS, Costs, Seconds, flops, signature, traffic, weights_of
-from passes.graph import Node, Value, map_values, resolve
+from passes.cost import VIEWS, Costs, Seconds, flops, signature, traffic
+from passes.differentiate import differentiate
+from passes.graph import Node
 from passes.insert_collectives import Lowered
 from passes.localize import Localizer
+from passes.one_op import one_op
 
 # An op that touches more than this many bytes is not run, but estimated.
 LARGEST = 1 << 28
-REPEATS = 5
+REPEATS = 3
 
 
 def stage_costs(lowered: Lowered) -> Costs:
@@ -55,9 +55,7 @@ def _is_measurable(node: Node) -> bool:
     kind = node.op.rpartition(".")[0]
     if kind in VIEWS or not node.results or not node.operands:
         return False
-    if node.op.startswith("comm.") or traffic(node) > LARGEST:
-        return False
-    return node.op.startswith("aten.") or node.op == "autopar.attention"
+    return not (node.op.startswith("comm.") or traffic(node) > LARGEST)
 
 
 def _rates(nodes: dict[str, Node], known: dict[str, Seconds]) -> tuple[float, float]:
@@ -74,21 +72,10 @@ def _rates(nodes: dict[str, Node], known: dict[str, Seconds]) -> tuple[float, fl
 
 
 def measure(node: Node) -> Seconds:
-    """Seconds of each part of a node, each the fastest of a few runs."""
-    operands = [_random(v) for v in node.operands]
-    if node.op == "autopar.attention":
-        return _attention(node, operands)
-    return _with_autograd(node, operands)
-
-
-def _fastest(run: Callable[[], Any]) -> float:
-    run()
-    times = []
-    for _ in range(REPEATS):
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    return min(times)
+    """Seconds of each part of a node, emitted as a stage of its own."""
+    local = differentiate(one_op(node), {}, {}, halves=True)
+    parts = run_job(make_job(node.op, local), this_device(), REPEATS).parts
+    return Seconds(parts["forward"], parts["backward_input"], parts["backward_weight"])
 
 
 @contextlib.contextmanager
@@ -99,54 +86,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _random(v: Value) -> torch.Tensor:
-    if v.dtype.is_floating_point:
-        return torch.rand(v.shape, dtype=v.dtype)
-    return torch.zeros(v.shape, dtype=v.dtype)
-
-
-def _attention(node: Node, operands: list[torch.Tensor]) -> Seconds:
-    """It has no weights: all of its backward is the input half."""
-    q, k, v, *mask = operands
-    is_causal, scale = node.args[4:6]
-    keep = mask[0] if mask else None
-    out, lse = attention(q, k, v, keep, is_causal, scale)
-    return Seconds(
-        _fastest(lambda: attention(q, k, v, keep, is_causal, scale)),
-        _fastest(
-            lambda: attention_backward(out, q, k, v, out, lse, keep, is_causal, scale)
-        ),
-        0.0,
-    )
-
-
-def _with_autograd(node: Node, operands: list[torch.Tensor]) -> Seconds:
-    has_gradient = any(v.dtype.is_floating_point for v in node.results)
-    late = weights_of(node)
-    weights: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    for value, x in zip(node.operands, operands, strict=True):
-        if x.is_floating_point() and has_gradient:
-            (weights if value.name in late else sources).append(x.requires_grad_())
-    values = iter(operands)
-    args = map_values(lambda _: next(values), node.args)
-    kwargs = map_values(lambda _: next(values), dict(node.kwargs))
-    op = resolve(node.op)
-    result = op(*args, **kwargs)
-    outs = result if isinstance(result, tuple | list) else [result]
-    ends = [o for o in outs if isinstance(o, torch.Tensor) and o.requires_grad]
-    cotangents = [torch.ones_like(o) for o in ends]
-
-    def gradient(of: list[torch.Tensor]) -> float:
-        if not (ends and of):
-            return 0.0
-        return _fastest(
-            lambda: torch.autograd.grad(
-                ends, of, cotangents, retain_graph=True, allow_unused=True
-            )
-        )
-
-    forward = _fastest(lambda: op(*args, **kwargs))
-    return Seconds(forward, gradient(sources), gradient(weights))

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import tempfile
 from collections.abc import Callable
 
 import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """No test reads what was measured for the user, nor adds to it."""
+    folder = tempfile.TemporaryDirectory(prefix="autopar-tests-")
+    os.environ["XDG_CACHE_HOME"] = folder.name
+    config.add_cleanup(folder.cleanup)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,0 +1,160 @@
+"""Measured points, what lies between them, and prices that are made of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from plans import small_model
+from pytest import approx
+
+from autopar.hardware import cluster_of
+from autopar.measured_cluster import how_priced
+from autopar.planner import make_prices, sketch
+from passes.cost import flops, signature, traffic
+from passes.differentiate import differentiate
+from passes.estimate import Candidate, Estimate
+from passes.graph import Node, Value
+from passes.local_stage import LocalStage
+from passes.measured import (
+    BETWEEN,
+    BEYOND,
+    MEASURED,
+    TABLE,
+    Messages,
+    Ops,
+    Timed,
+    between,
+    fit_line,
+)
+from passes.mesh import Mesh
+from passes.one_op import one_op
+from passes.price import UPDATE, node_seconds, price
+from passes.search import run_on_paper
+
+CPU = cluster_of("4xCPU")
+
+
+def linear(rows: int, width: int = 64) -> Node:
+    x = Value("x", (rows, width), torch.float32)
+    w = Value("w", (width, width), torch.float32)
+    return Node("aten.linear.default", (x, w), {}, (Value("y", x.shape, x.dtype),))
+
+
+def ops_of(seconds: dict[int, float], **more) -> Ops:
+    """rows -> seconds, of `linear`."""
+    timed = {}
+    for rows, took in seconds.items():
+        node = linear(rows)
+        timed[signature(node)] = Timed(took, traffic(node), flops(node))
+    return Ops(timed, **more)
+
+
+# --- points -----------------------------------------------------------------------
+
+
+def test_a_message_lies_between_those_of_other_sizes() -> None:
+    points = ((1e3, 1e-4), (1e5, 1e-3), (1e6, 1e-2))
+    assert between(points, 1e5) == (1e-3, MEASURED)
+    took, how = between(points, 1e4)
+    assert (took, how) == (approx(math.sqrt(1e-4 * 1e-3)), BETWEEN)
+    # Ten times the time for ten times the bytes, and so on above; the least below.
+    assert between(points, 4e6) == (approx(4e-2), BEYOND)
+    assert between(points, 10) == (1e-4, BEYOND)
+    falling = ((1e3, 2e-4), (1e4, 1e-4))
+    assert between(falling, 1e5) == (approx(1e-4), BEYOND)  # noise is no trend
+
+
+def test_the_line_through_ops_is_found() -> None:
+    sizes = [(1e3, 0.0), (1e4, 1e6), (1e6, 1e5), (1e7, 1e9), (0.0, 3e8)]
+    points = [Timed(1e-6 + 1e-10 * b + 1e-11 * f, b, f) for b, f in sizes]
+    line = fit_line(points)
+    assert [line.start, line.per_byte, line.per_flop] == approx([1e-6, 1e-10, 1e-11])
+
+
+def test_no_term_of_a_line_is_negative() -> None:
+    """Where more bytes took less time, there is no gain in bytes."""
+    line = fit_line([Timed(2e-6, 1e3, 0.0), Timed(1e-6, 1e6, 0.0)])
+    assert line.per_byte == 0 == line.per_flop and line.start > 0
+
+
+def test_an_op_of_another_size_is_read_off_the_nearest() -> None:
+    def exact(rows: int) -> float:
+        return 1e-6 + 1e-9 * traffic(linear(rows))
+
+    ops = ops_of({rows: exact(rows) for rows in (1, 16, 256)})
+    assert ops.seconds(linear(16)) == (exact(16), MEASURED)
+    assert ops.seconds(linear(40)) == (approx(exact(40), rel=1e-3), BETWEEN)
+    assert ops.seconds(linear(1024)) == (approx(exact(1024), rel=1e-3), BEYOND)
+    other = replace(linear(16), op="aten.gelu.default")
+    assert ops.seconds(other) == (0.0, TABLE)
+
+
+# --- prices ------------------------------------------------------------------------
+
+
+def local_of(node: Node) -> LocalStage:
+    return differentiate(one_op(node), {}, {})
+
+
+def test_measured_ops_have_their_own_seconds_and_others_those_of_the_table() -> None:
+    device = replace(CPU.device, ops=ops_of({16: 0.25}, update=((64.0, 0.5),)))
+    found, table = (price(local_of(linear(16)), d) for d in (device, CPU.device))
+    assert found["seconds", "forward"] == 0.25 == found["known", "forward", MEASURED]
+    assert found["seconds", "backward"] == approx(table["seconds", "backward"])
+    assert found["flops", "forward"] == table["flops", "forward"]
+    assert found["seconds", UPDATE] == approx(0.5 * 64 * 64 * 4 / 64)
+    assert node_seconds(linear(16), device) == 0.25
+
+
+def test_links_go_by_measured_groups() -> None:
+    points = {("all_reduce", 2, 2): ((8.0, 1.0),), ("send", 2, 2): ((8.0, 2.0),)}
+    cluster = replace(CPU, messages=Messages(points))
+    mesh = Mesh.parse("pp=2,tp=2")
+    assert cluster.link(mesh, ("pp",)).seconds("all_reduce", 8) == 1.0
+    assert cluster.link(mesh, ("pp",)).find("send", 8) == (2.0, MEASURED)
+    of_table = CPU.link(mesh, ("tp",)).seconds("all_reduce", 8)
+    assert cluster.link(mesh, ("tp",)).find("all_reduce", 8) == (of_table, TABLE)
+    # A pipeline of four talks in pairs.
+    assert cluster.link(Mesh.parse("pp=4"), ("pp",)).find("send", 8)[1] == TABLE
+
+
+def estimated(ops: Ops, messages: Messages, batch: dict, samples: int = 1) -> Estimate:
+    cluster = replace(
+        CPU, device=replace(CPU.device, ops=ops), messages=messages, profile="here"
+    )
+    of = sketch(small_model(), batch)
+    candidate = Candidate(
+        Mesh.parse("dp=2,tp=2"), samples, 2, "1f1b", 1, 0, "none", (of.runs,)
+    )
+    return run_on_paper(candidate, make_prices(of, cluster), cluster)
+
+
+def test_an_estimate_tells_what_it_is_made_of() -> None:
+    ids = torch.zeros(8, 16, dtype=torch.int64)
+    batch = {"ids": ids, "labels": ids.clone()}
+    points = {("all_reduce", 2, 2): ((1.0, 9.0), (1e9, 9.0))}
+    ops = Ops({"aten.linear.default(of another size)": Timed(1e-3, 1e3, 1e3)})
+    found = estimated(ops, Messages(points), batch)
+    compute, messages = found.sources["compute"], found.sources["messages"]
+    assert set(compute) == {BETWEEN, TABLE} or set(compute) == {BEYOND, TABLE}
+    assert sum(compute.values()) == approx(1) == approx(sum(messages.values()))
+    assert messages[BETWEEN] > 0.9  # the gradients' 9 s
+    assert found.parts["gradients dp"] == 9.0
+    text = how_priced(found, replace(CPU, profile="here"))
+    assert text.startswith("priced by the profile of here; computing: ")
+    assert "of the table of hardware" in text
+    assert how_priced(found, CPU) == "priced by the table of hardware, for CPU"
+
+
+def test_measured_ops_are_priced_at_the_size_of_the_microbatch() -> None:
+    """Not on a line through one sample and two: four of them take their own time."""
+    ids = torch.zeros(16, 16, dtype=torch.int64)
+    batch = {"ids": ids, "labels": ids.clone()}
+    key = "aten.linear.default(f32[{},16,32], f32[64,32], f32[64])"  # mlp.up, tp=2
+    took = {n: Timed(s, 1e3, 1e3) for n, s in ((1, 1e-3), (2, 1e-3), (4, 7.0))}
+    ops = Ops({key.format(n): timed for n, timed in took.items()})
+    of_one, of_four = (estimated(ops, Messages(), batch, n) for n in (1, 4))
+    more = of_four.parts["compute"] - of_one.parts["compute"]
+    assert more > 6 * 2 * 2  # in two layers, and two microbatches
