@@ -29,7 +29,7 @@ from autopar.profile_file import (
     save_profile,
 )
 from autopar.tables import Table, seconds, size
-from passes.measured import Timed
+from passes.measured import Timed, kind_of
 
 WAIT = timedelta(minutes=5)  # of a rank for another one, that captures a model
 LIMIT = 900.0  # seconds of all ranks of a number
@@ -143,7 +143,7 @@ def _as_rank(arguments: argparse.Namespace) -> int:
     first = dist.get_rank() == 0
     found = measure_here(_asked(arguments), _tell if first else lambda line: None)
     if first:
-        save_profile(found, arguments.output)
+        _tell(f"wrote {save_profile(found, arguments.output)}")
     dist.barrier()
     dist.destroy_process_group()
     return 0
@@ -165,7 +165,7 @@ def _ops_table(busy: int, profile: Profile) -> Table:
     ops = profile.ops[busy]
     kinds: dict[str, list[Timed]] = defaultdict(list)
     for key, timed in ops.timed.items():
-        kinds[key.partition("(")[0]].append(timed)
+        kinds[kind_of(key)].append(timed)
     ordered = sorted(kinds.items(), key=lambda item: -max(t.seconds for t in item[1]))
     rows = []
     for op, found in ordered[:SHOWN]:

@@ -67,8 +67,9 @@ class Job:
 
 @dataclass(frozen=True)
 class JobTimes:
-    """timed: signature -> what it took. parts: function -> its seconds, statement by
-    statement. whole: seconds of all functions, when the clock was not read between."""
+    """timed: signature -> what it took, adding up to the whole. parts: function -> its
+    seconds, statement by statement. whole: seconds of all functions, when the clock was
+    not read in between."""
 
     timed: Mapping[str, Timed]
     parts: Mapping[str, float]
@@ -162,15 +163,18 @@ def run_job(job: Job, device: torch.device, repeats: int) -> JobTimes:
         begin = clock()
         running.microbatch(running.plain)
         wholes.append(clock() - begin)
-    timed, parts = _sum_up(job, rows, overhead)
-    return JobTimes(timed, parts, median(wholes))
+    return _sum_up(job, rows, overhead, median(wholes))
 
 
 def _sum_up(
-    job: Job, rows: Sequence[Sequence[float]], overhead: float
-) -> tuple[dict[str, Timed], dict[str, float]]:
+    job: Job, rows: Sequence[Sequence[float]], overhead: float, whole: float
+) -> JobTimes:
     """rows: what the clock said, in each run: each function has a mark before each
-    statement, and one behind the last."""
+    statement, and one behind the last.
+
+    What statements do not add up to of the whole is shared out among them: calls, and
+    that some run in a row takes more than the median of each.
+    """
     found: dict[Kind, list[float]] = defaultdict(list)
     parts, start = {}, 0
     for part, kinds in job.kinds.items():
@@ -182,8 +186,13 @@ def _sum_up(
                 found[kind].append(took)
         start += len(kinds) + 1
     assert all(len(row) == start for row in rows), "a statement for each node"
-    timed = {k.signature: Timed(mean(s), k.bytes, k.flops) for k, s in found.items()}
-    return timed, parts
+    total = sum(parts.values())
+    more = whole / total if total else 1.0
+    timed = {
+        kind.signature: Timed(more * mean(took), kind.bytes, kind.flops)
+        for kind, took in found.items()
+    }
+    return JobTimes(timed, parts, whole)
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:

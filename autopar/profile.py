@@ -109,7 +109,7 @@ def jobs(asked: Asked, ranks: int) -> Iterator[Job]:
             sizes = {axis: plan.size(axis) for axis in plan.axes}
             whole = cut_layers(of.named, plan, ("",)).whole
             local = differentiate(whole, sizes, dict.fromkeys(sizes, 0))
-            name = f"{mesh or 'one rank'}, {samples} samples"
+            name = f"{str(mesh) or 'one rank'}, {samples} samples"
             if bytes_of(local) <= limit:
                 yield make_job(name, local, mesh, plan.microbatches, known)
             else:

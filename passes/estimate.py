@@ -61,7 +61,7 @@ class Candidate:
         zero = f", zero {self.zero}" if self.zero else ""
         again = f", recompute {self.recompute}" if self.recompute != "none" else ""
         return (
-            f"{self.mesh or 'one device'}, {self.microbatches} microbatches of "
+            f"{str(self.mesh) or 'one device'}, {self.microbatches} microbatches of "
             f"{self.samples}{pipeline}{zero}{again}"
         )
 

@@ -7,6 +7,7 @@ its bytes and operations, of a message by its bytes; and how it was found is tol
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +22,8 @@ from passes.graph import Node
 # at all, so that a table of hardware has to say.
 MEASURED, BETWEEN, BEYOND, TABLE = "measured", "between", "beyond", "table"
 SOURCES = (MEASURED, BETWEEN, BEYOND, TABLE)
+
+FLOATS = re.compile(r"\b(b?f\d+)\[")
 
 Point = tuple[float, float]  # bytes, seconds
 Place = tuple[str, int, int]  # collective, ranks of a group, how far apart they are
@@ -60,21 +63,23 @@ class Ops:
 
     def seconds(self, node: Node) -> tuple[float, str]:
         """Of one node, and how it was found; nothing, by `TABLE`, if no op of its kind
-        was measured.
+        was measured, with floats of its type.
 
         Between sizes: the point nearest to it, times what a line through all points of
         the op says is the ratio of the two.
         """
         if not self.timed:
             return 0.0, TABLE
-        if known := self.timed.get(signature(node)):
+        key = signature(node)
+        if known := self.timed.get(key):
             return known.seconds, MEASURED
-        points = self._points.get(node.op)
+        kind = kind_of(key)
+        points = self._points.get(kind)
         if points is None:
             return 0.0, TABLE
         moved, work = traffic(node), flops(node)
         nearest = min(points, key=lambda p: _distance(p, moved, work))
-        line = self._lines[node.op]
+        line = self._lines[kind]
         there = line(nearest.bytes, nearest.flops)
         ratio = line(moved, work) / there if there > 0 else 1.0
         inside = _within(moved, [p.bytes for p in points])
@@ -85,12 +90,18 @@ class Ops:
     def _points(self) -> dict[str, list[Timed]]:
         found: dict[str, list[Timed]] = {}
         for key, timed in self.timed.items():
-            found.setdefault(key.partition("(")[0], []).append(timed)
+            found.setdefault(kind_of(key), []).append(timed)
         return found
 
     @cached_property
     def _lines(self) -> dict[str, Line]:
-        return {op: fit_line(points) for op, points in self._points.items()}
+        return {kind: fit_line(points) for kind, points in self._points.items()}
+
+
+def kind_of(signature: str) -> str:
+    """`aten.add.Tensor f32`: the op, and its first floating type if it has one."""
+    found = FLOATS.search(signature)
+    return f"{signature.partition('(')[0]} {found[1] if found else ''}".rstrip()
 
 
 def fit_line(points: Sequence[Timed]) -> Line:

@@ -89,6 +89,8 @@ def test_an_op_of_another_size_is_read_off_the_nearest() -> None:
     assert ops.seconds(linear(1024)) == (approx(exact(1024), rel=1e-3), BEYOND)
     other = replace(linear(16), op="aten.gelu.default")
     assert ops.seconds(other) == (0.0, TABLE)
+    half = linear(16).substitute(lambda v: replace(v, dtype=torch.bfloat16))
+    assert ops.seconds(half) == (0.0, TABLE)
 
 
 # --- prices ------------------------------------------------------------------------
@@ -135,7 +137,7 @@ def test_an_estimate_tells_what_it_is_made_of() -> None:
     ids = torch.zeros(8, 16, dtype=torch.int64)
     batch = {"ids": ids, "labels": ids.clone()}
     points = {("all_reduce", 2, 2): ((1.0, 9.0), (1e9, 9.0))}
-    ops = Ops({"aten.linear.default(of another size)": Timed(1e-3, 1e3, 1e3)})
+    ops = Ops({"aten.linear.default(f32[9])": Timed(1e-3, 1e3, 1e3)})
     found = estimated(ops, Messages(points), batch)
     compute, messages = found.sources["compute"], found.sources["messages"]
     assert set(compute) == {BETWEEN, TABLE} or set(compute) == {BEYOND, TABLE}
