@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.choose import SAMPLES
+from autopar.join import choose_backend
 from autopar.launch import launch, rank_threads
 from autopar.machine import machine_text
 from autopar.models import load_model
@@ -136,10 +137,7 @@ def _asked(arguments: argparse.Namespace) -> Asked:
 
 def _as_rank(arguments: argparse.Namespace) -> int:
     """Measure with the other ranks of torchrun; the first one writes."""
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if backend == "nccl":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(backend, timeout=WAIT)
+    dist.init_process_group(choose_backend(), timeout=WAIT)
     first = dist.get_rank() == 0
     found = measure_here(_asked(arguments), _tell if first else lambda line: None)
     if first:

@@ -29,8 +29,8 @@ def launch(
 ) -> int:
     """Run `autopar command` on so many processes; returns the exit status.
 
-    environment: what differs from this process's own. None of them outlives the call. Raises: subprocess.TimeoutExpired, after so many
-    seconds.
+    environment: what differs from this process's own. No rank outlives the call.
+    Raises: subprocess.TimeoutExpired, after so many seconds.
     """
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     line += ["--nproc-per-node", str(ranks), "-m", "autopar", *command]

@@ -42,13 +42,6 @@ def busy(ranks: int) -> int:
     return max(1, min(ranks, cores() // rank_threads()))
 
 
-def this_device() -> torch.device:
-    """What a rank here computes on: this process's GPU, if there is one."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 def _processor() -> str:
     try:
         for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():

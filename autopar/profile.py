@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from autopar.choose import SAMPLES
 from autopar.hardware import this_cluster
-from autopar.machine import busy, this_device
+from autopar.join import default_device
+from autopar.machine import busy
 from autopar.measure_messages import measure_messages
 from autopar.measure_ops import Job, make_job, run_job
 from autopar.measure_update import measure_update
@@ -59,7 +60,7 @@ def measure_here(asked: Asked, told: Watch = lambda line: None) -> Profile:
 
     told: called with a line on each step.
     """
-    device, world = this_device(), _world()
+    device, world = default_device(), _world()
     messages = {}
     if world > 1:
         told(f"messages between {world} ranks")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from autopar.machine import this_device
+from autopar.join import default_device
 from autopar.measure_ops import make_job, run_job
 from autopar.profile_file import Profile, read_profile, save_profile
 from passes.cost import VIEWS, Costs, Seconds, flops, signature, traffic
@@ -74,7 +74,7 @@ def _rates(nodes: dict[str, Node], known: dict[str, Seconds]) -> tuple[float, fl
 def measure(node: Node) -> Seconds:
     """Seconds of each part of a node, emitted as a stage of its own."""
     local = differentiate(one_op(node), {}, {}, halves=True)
-    parts = run_job(make_job(node.op, local), this_device(), REPEATS).parts
+    parts = run_job(make_job(node.op, local), default_device(), REPEATS).parts
     return Seconds(parts["forward"], parts["backward_input"], parts["backward_weight"])
 
 
