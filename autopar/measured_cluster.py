@@ -17,6 +17,7 @@ from passes.measured import BETWEEN, BEYOND, MEASURED, TABLE, Messages, Ops
 from passes.sources import COMPUTE, MESSAGES
 
 LOG = logging.getLogger("autopar")
+FEW = 0.5  # of the seconds of computing: a model whose own ops were not measured
 HOW = {
     MEASURED: "measured",
     BETWEEN: "read off between measured sizes",
@@ -91,4 +92,7 @@ def how_priced(e: Estimate, cluster: Cluster) -> str:
         told = [f"{shares[how]:.0%} {HOW[how]}" for how in HOW if how in shares]
         if told:
             parts.append(f"{name}: {', '.join(told)}")
+    if e.sources.get(COMPUTE, {}).get(MEASURED, 0.0) < FEW:
+        ranks = cluster.devices
+        parts.append(f"autopar profile MODEL --ranks {ranks} measures the model's own")
     return "; ".join(parts)

@@ -147,6 +147,7 @@ def test_an_estimate_tells_what_it_is_made_of() -> None:
     text = how_priced(found, replace(CPU, profile="here"))
     assert text.startswith("priced by the profile of here; computing: ")
     assert "of the table of hardware" in text
+    assert text.endswith("autopar profile MODEL --ranks 4 measures the model's own")
     assert how_priced(found, CPU) == "priced by the table of hardware, for CPU"
 
 

@@ -54,12 +54,13 @@ def own_cache(tmp_path, monkeypatch) -> Path:
 # --- ops in place ------------------------------------------------------------------
 
 
-def local_of(case: Case, mesh: str, halves: bool = False) -> LocalStage:
-    plan = make_plan(mesh, microbatches=2)
+def local_of(case: Case, mesh: str, halves: bool, **options) -> LocalStage:
+    plan = make_plan(mesh, microbatches=2, **options)
     named = name_dims(normalize(case.trace()))
     sizes = {axis: plan.size(axis) for axis in plan.axes}
     whole = cut_layers(named, plan, ("",)).whole
-    return differentiate(whole, sizes, dict.fromkeys(sizes, 0), halves=halves)
+    at_zero = dict.fromkeys(sizes, 0)
+    return differentiate(whole, sizes, at_zero, zero=plan.zero, halves=halves)
 
 
 def dropping_gpt() -> Case:
@@ -73,20 +74,22 @@ def run(case: Case, local: LocalStage, mesh: str) -> JobTimes:
 
 
 @pytest.mark.parametrize(
-    ("build", "mesh", "halves"),
+    ("build", "mesh", "halves", "options"),
     [
-        (dropping_gpt, "tp=2", False),
-        (plain_gpt, "tp=1", True),
-        (plain_gpt, "cp=2", False),
-        (switch_gpt, "ep=2", False),
+        (dropping_gpt, "tp=2", False, {}),
+        (plain_gpt, "tp=1", True, {}),
+        (plain_gpt, "cp=2", False, {}),
+        (plain_gpt, "cp=2", False, {"context_parallel": "ring"}),
+        (plain_gpt, "dp=2", False, {"zero": 3}),
+        (switch_gpt, "ep=2", False, {}),
     ],
 )
-def test_every_statement_has_its_time(build, mesh, halves, monkeypatch) -> None:
+def test_every_statement_has_its_time(build, mesh, halves, options, monkeypatch):
     """The clock ticks once for each reading, so each statement takes a second."""
     monkeypatch.setattr(measure_ops, "clock_of", lambda _: itertools.count().__next__)
     monkeypatch.setattr(measure_ops, "_overhead", lambda _: 0.0)
     case = build()
-    local = local_of(case, mesh, halves)
+    local = local_of(case, mesh, halves, **options)
     found = run(case, local, mesh)
     parts = {"forward": local.forward, "backward": local.whole_backward}
     nodes = [n for part in parts.values() for n in part]
