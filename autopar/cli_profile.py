@@ -21,7 +21,7 @@ from autopar.join import choose_backend
 from autopar.launch import launch, rank_threads
 from autopar.machine import machine_text
 from autopar.models import load_model
-from autopar.profile import Asked, measure_here
+from autopar.profile import Workload, measure_here
 from autopar.profile_file import (
     Profile,
     ProfileError,
@@ -38,7 +38,7 @@ SHOWN = 12  # kinds of ops in a table; JSON has all
 
 
 def add_profile(commands: Any, model_help: str) -> None:
-    usual = Asked()
+    usual = Workload()
     add = commands.add_parser("profile", help="measure this machine's ops and links")
     add.set_defaults(command=profile_command)
     add.add_argument("model", nargs="?", default="", metavar="MODEL", help=model_help)
@@ -75,7 +75,9 @@ def profile_command(arguments: argparse.Namespace) -> int:
         for ranks, model in launches:
             if ranks == 1:
                 torch.set_num_threads(rank_threads())
-                save_profile(measure_here(_asked(arguments), _tell), arguments.output)
+                save_profile(
+                    measure_here(_workload(arguments), _tell), arguments.output
+                )
             elif status := _launch(ranks, _command(arguments, model)):
                 return status
     found = read_profile(arguments.output)
@@ -125,8 +127,8 @@ def _command(arguments: argparse.Namespace, model: str) -> list[str]:
     return command
 
 
-def _asked(arguments: argparse.Namespace) -> Asked:
-    return Asked(
+def _workload(arguments: argparse.Namespace) -> Workload:
+    return Workload(
         arguments.model,
         arguments.seed,
         arguments.seq,
@@ -139,7 +141,7 @@ def _as_rank(arguments: argparse.Namespace) -> int:
     """Measure with the other ranks of torchrun; the first one writes."""
     dist.init_process_group(choose_backend(), timeout=WAIT)
     first = dist.get_rank() == 0
-    found = measure_here(_asked(arguments), _tell if first else lambda line: None)
+    found = measure_here(_workload(arguments), _tell if first else lambda line: None)
     if first:
         _tell(f"wrote {save_profile(found, arguments.output)}")
     dist.barrier()

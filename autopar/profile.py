@@ -44,7 +44,7 @@ Watch = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Workload:
     """What to measure. model: its specification, "" for no ops. seq: tokens of a
     sample. samples: the most in a microbatch. seconds: for messages, roughly."""
 
@@ -55,7 +55,7 @@ class Asked:
     seconds: float = 10.0
 
 
-def measure_here(asked: Asked, told: Watch = lambda line: None) -> Profile:
+def measure_here(load: Workload, told: Watch = lambda line: None) -> Profile:
     """Measure with all ranks of the process group, or alone; all ranks get it all.
 
     told: called with a line on each step.
@@ -64,15 +64,15 @@ def measure_here(asked: Asked, told: Watch = lambda line: None) -> Profile:
     messages = {}
     if world > 1:
         told(f"messages between {world} ranks")
-        messages[world] = measure_messages(world, device, asked.seconds)
-    ops = Ops(measure_ops(asked, device, told), _measure_update(device))
+        messages[world] = measure_messages(world, device, load.seconds)
+    ops = Ops(measure_ops(load, device, told), _measure_update(device))
     return Profile({busy(world): ops}, messages)
 
 
-def measure_ops(asked: Asked, device: torch.device, told: Watch) -> dict[str, Timed]:
+def measure_ops(load: Workload, device: torch.device, told: Watch) -> dict[str, Timed]:
     """Ops of all jobs, signature -> the mean of the ranks that compute at once."""
     found: dict[str, list[Timed]] = defaultdict(list)
-    source = jobs(asked, _world()) if asked.model and _rank() == 0 else iter(())
+    source = jobs(load, _world()) if load.model and _rank() == 0 else iter(())
     while job := _from_first(next(source, None)):
         times = run_job(job, device, REPEATS) if _computes() else None
         for ran in _from_all(times):
@@ -92,11 +92,11 @@ def _measure_update(device: torch.device) -> tuple[Point, ...]:
     return tuple((same[0][0], mean(s for _, s in same)) for same in by_size)
 
 
-def jobs(asked: Asked, ranks: int) -> Iterator[Job]:
+def jobs(load: Workload, ranks: int) -> Iterator[Job]:
     """A forward and backward of few layers, split in every way in which plans of so
     many ranks split them, and at every size of a microbatch that is a power of two."""
-    loaded = load_model(asked.model, seed=asked.seed, device="meta")
-    batch = batch_for(loaded, SAMPLES, asked.seq)
+    loaded = load_model(load.model, seed=load.seed, device="meta")
+    batch = batch_for(loaded, SAMPLES, load.seq)
     of = sketch(loaded.model, batch)
     known = {**batch, **of.named.traced.literals}
     space = make_space(of, this_cluster(ranks), SAMPLES)
@@ -104,7 +104,7 @@ def jobs(asked: Asked, ranks: int) -> Iterator[Job]:
     for mesh in sorted({layer_mesh(m) for m in meshes(space)}, key=str):
         most = of.batch // mesh.axis_size("ep")
         for samples in (s for s in (1, 2, 4, 8, 16) if most % s == 0):
-            if samples > asked.samples:
+            if samples > load.samples:
                 continue
             plan = make_plan(mesh, microbatches=most // samples)
             sizes = {axis: plan.size(axis) for axis in plan.axes}

@@ -23,7 +23,7 @@ from autopar.measure_messages import geometries, measure_messages
 from autopar.measure_ops import JobTimes, make_job, run_job
 from autopar.measured_cluster import measured_cluster, named_cluster
 from autopar.options import make_plan
-from autopar.profile import Asked
+from autopar.profile import Workload
 from autopar.profile import measure_ops as measure_ops_of
 from autopar.profile_file import (
     Profile,
@@ -282,7 +282,7 @@ def test_what_cannot_be_measured_is_an_error(asked, text, capsys) -> None:
 
 def test_what_does_not_fit_is_not_run(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr("autopar.profile.SHARE", 1e-9)
-    asked = Asked(model_file(tmp_path), samples=1)
+    asked = Workload(model_file(tmp_path), samples=1)
     assert measure_ops_of(asked, CPU, lambda line: None) == {}
     assert "1 samples does not fit here: its ops are not measured" in caplog.text
 
