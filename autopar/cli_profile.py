@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from autopar.choose import SAMPLES
 from autopar.join import choose_backend
 from autopar.launch import launch, rank_threads
-from autopar.machine import machine_text
+from autopar.machine import busy, machine_text
 from autopar.models import load_model
 from autopar.profile import Workload, measure_here
 from autopar.profile_file import (
@@ -69,27 +70,29 @@ def profile_command(arguments: argparse.Namespace) -> int:
     if not arguments.show:
         if "RANK" in os.environ:
             return _as_rank(arguments)
-        launches = _launches(arguments)
+        found = launches(arguments)
         if arguments.model:  # what is wrong with it is told here, not by ranks
             load_model(arguments.model, seed=arguments.seed, device="meta")
-        for ranks, model in launches:
+        for ranks, model in found:
             if ranks == 1:
                 torch.set_num_threads(rank_threads())
-                save_profile(
-                    measure_here(_workload(arguments), _tell), arguments.output
-                )
+                load = replace(_workload(arguments), model=model)
+                save_profile(measure_here(load, _tell), arguments.output)
             elif status := _launch(ranks, _command(arguments, model)):
                 return status
-    found = read_profile(arguments.output)
+    profile = read_profile(arguments.output)
     if arguments.json:
-        print(json.dumps({"machine": machine_text(), **profile_data(found)}, indent=1))
+        print(
+            json.dumps({"machine": machine_text(), **profile_data(profile)}, indent=1)
+        )
     else:
-        print(report(found))
+        print(report(profile))
     return 0
 
 
-def _launches(arguments: argparse.Namespace) -> list[tuple[int, str]]:
-    """(ranks, model): ops are measured by the most ranks, messages by all."""
+def launches(arguments: argparse.Namespace) -> list[tuple[int, str]]:
+    """(ranks, model): messages are measured by all; ops by those of which as many
+    compute at once, by the most of them, which split layers in the most ways."""
     try:
         found = sorted({int(n) for n in arguments.ranks.split(",")})
     except ValueError:
@@ -101,7 +104,8 @@ def _launches(arguments: argparse.Namespace) -> list[tuple[int, str]]:
         )
     if arguments.samples < 1:
         raise ProfileError(f"--samples {arguments.samples}", fix="give at least 1")
-    return [(n, arguments.model if n == found[-1] else "") for n in found]
+    most = {busy(n): n for n in found}
+    return [(n, arguments.model if n in most.values() else "") for n in found]
 
 
 def _launch(ranks: int, command: Sequence[str]) -> int:
@@ -153,16 +157,16 @@ def _as_rank(arguments: argparse.Namespace) -> int:
 
 
 def report(profile: Profile) -> str:
-    tables = [_ops_table(busy, profile) for busy in sorted(profile.ops)]
+    tables = [_ops_table(at_once, profile) for at_once in sorted(profile.ops)]
     tables += [_messages_table(ranks, profile) for ranks in sorted(profile.messages)]
     if not tables:
         return f"nothing was measured on this machine: {machine_text()}"
     return "\n\n".join([machine_text(), *map(str, tables)])
 
 
-def _ops_table(busy: int, profile: Profile) -> Table:
+def _ops_table(at_once: int, profile: Profile) -> Table:
     """Ops by kind, those with the most sizes first."""
-    ops = profile.ops[busy]
+    ops = profile.ops[at_once]
     kinds: dict[str, list[Timed]] = defaultdict(list)
     for key, timed in ops.timed.items():
         kinds[kind_of(key)].append(timed)
@@ -178,7 +182,7 @@ def _ops_table(busy: int, profile: Profile) -> Table:
         told = ", ".join(f"{size(b)} {seconds(s)}" for b, s in ops.update)
         notes.append(f"the optimizer's step, by a parameter's bytes: {told}")
     return Table(
-        f"ops, {busy} at a time",
+        f"ops, {at_once} at a time",
         ("op", "sizes", "least", "most", "GFLOP/s", "GB/s"),
         tuple(rows),
         tuple(notes),

@@ -4,7 +4,7 @@ A whole forward and backward runs as the executor runs it, on weights and tokens
 at random, so that caches and the allocator are as in a real step; the time is read
 between statements. What an op takes thus holds what starting it takes, and freeing
 what is dead after it. On a CPU the time is the thread's own: other processes that
-want the same core do not count.
+want the same core do not count. On a GPU each statement is waited for.
 """
 
 from __future__ import annotations

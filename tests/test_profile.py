@@ -16,7 +16,8 @@ from processes import run_ranks
 
 from autopar import measure_ops
 from autopar.choose import wanted
-from autopar.cli import main
+from autopar.cli import main, parser
+from autopar.cli_profile import launches
 from autopar.launch import launch
 from autopar.machine import busy, cores, machine_text
 from autopar.measure_messages import geometries, measure_messages
@@ -235,6 +236,12 @@ def test_as_many_ranks_compute_at_once_as_there_are_cores(monkeypatch) -> None:
     assert busy(1) == 1 and busy(1000) == cores()
     monkeypatch.setenv("OMP_NUM_THREADS", str(10 * cores()))
     assert busy(2) == 1
+
+
+def test_ops_are_measured_for_each_number_that_computes_at_once(monkeypatch) -> None:
+    monkeypatch.setattr("autopar.cli_profile.busy", lambda ranks: min(ranks, 2))
+    asked = parser().parse_args(["profile", "m.py:f", "--ranks", "4,1,2"])
+    assert launches(asked) == [(1, "m.py:f"), (2, ""), (4, "m.py:f")]
 
 
 def test_profile_then_plan_then_explain(tmp_path, capsys, monkeypatch) -> None:
