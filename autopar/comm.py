@@ -24,7 +24,7 @@ from autopar import ring
 from autopar.packing import Layout
 from autopar.pieces import by_row, by_share, in_order, joined, packed, padded
 from autopar.placement import Placement
-from autopar.receipts import Arrived, Receipt, Summed, Transit, sum_in_order
+from autopar.receipts import Arrived, Receipt, Summed, Transit, let_go, sum_in_order
 from passes.mesh import Mesh, balanced
 from passes.shares import extent
 
@@ -169,7 +169,10 @@ class Comm(Placement, ABC):
         wholes = [self.shares(sum(own), axis) for own in along]
 
         def join(rows: Tensor) -> list[Tensor]:
-            return list(map(by_row, layout.join(rows), dims, wholes))
+            joined = list(map(by_row, layout.join(rows), dims, wholes))
+            if not layout.joins_in_place:
+                let_go(rows)
+            return joined
 
         return Transit(receipt, join)
 
@@ -316,12 +319,12 @@ class Comm(Placement, ABC):
     def _start_exchange(
         self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
     ) -> Receipt:
-        """`_exchange`; x stays as it is until the wait."""
+        """`_exchange`; x stays as it is until the wait, which may free it."""
 
     def _start_scatter_sum(
         self, x: Tensor, counts: list[int], ranks: tuple[int, ...]
     ) -> Receipt:
-        """`_scatter_sum`; x stays as it is until the wait."""
+        """`_scatter_sum`; x stays as it is until the wait, which may free it."""
         mine = [counts[ranks.index(self.rank)]] * len(ranks)
         return Summed(self._start_exchange(x, counts, mine, ranks), len(ranks))
 

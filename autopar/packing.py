@@ -59,14 +59,19 @@ class Layout:
             part.copy_(shard)
         return rows
 
+    @property
+    def joins_in_place(self) -> bool:
+        """Whether the rows are the whole already: of a tensor that is alone."""
+        alone = len(self.dims) == 1 and len(set(self.shapes)) == 1
+        return alone and prod(self.shapes[0][0][: self.dims[0]]) == 1
+
     def join(self, rows: Tensor) -> list[Tensor]:
-        """rows [ranks, count] -> the wholes; a copy, but of a tensor that is alone."""
+        """rows [ranks, count] -> the wholes; a copy, unless it `joins_in_place`."""
         ranks = range(len(self.shapes))
-        if len(self.dims) == 1 and len(set(self.shapes)) == 1:
+        if self.joins_in_place:
             (dim,), (shape,) = self.dims, self.shapes[0]
-            if prod(shape[:dim]) == 1:
-                extent = shape[dim] * len(ranks)
-                return [rows.view(*shape[:dim], extent, *shape[dim + 1 :])]
+            extent = shape[dim] * len(ranks)
+            return [rows.view(*shape[:dim], extent, *shape[dim + 1 :])]
         by_rank = [self.parts(rows[r], r) for r in ranks]
         return [
             torch.cat(parts, dim)

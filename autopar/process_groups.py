@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autopar.comm import Comm, CommError
 from autopar.lanes import Lanes, open_lanes
-from autopar.receipts import Receipt
+from autopar.receipts import Receipt, let_go
 from passes.mesh import Mesh
 
 # Renamed in torch 2.13, where the old names warn.
@@ -201,7 +201,7 @@ class _Shift(Receipt):
 class _Transfer(Receipt):
     """A message of torch.distributed, which keeps its tensors until it is done.
 
-    x: what arrives, or leaves. source: what it is made of.
+    x: what arrives, or leaves. source: what it is made of, a buffer for this alone.
     """
 
     def __init__(self, work: dist.Work, x: Tensor, source: Tensor | None = None):
@@ -212,6 +212,8 @@ class _Transfer(Receipt):
         # Gloo's second wait for one send would never end.
         if self._work is not None:
             self._work.wait()
+            if self._source is not None:
+                let_go(self._source)
             self._work = self._source = None
         return self._x
 

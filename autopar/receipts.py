@@ -42,7 +42,19 @@ class Summed(Receipt):
     ranks: int
 
     def wait(self) -> Tensor:
-        return sum_in_order(self.receipt.wait().view(self.ranks, -1).unbind(0))
+        rows = self.receipt.wait()
+        total = sum_in_order(rows.view(self.ranks, -1).unbind(0))
+        let_go(rows)
+        return total
+
+
+def let_go(x: Tensor) -> None:
+    """Free the memory of x, which nobody may read any more.
+
+    A thread of gloo's keeps a message's tensors until it runs again, and that may be
+    long after the wait for it: buffers of several messages would be there at once.
+    """
+    x.untyped_storage().resize_(0)
 
 
 def sum_in_order(rows: Sequence[Tensor]) -> Tensor:

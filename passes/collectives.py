@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from passes.graph import Node
+from math import prod
+
+from passes.graph import Node, Value
 
 # Those that are waited for later count where they start.
 KINDS = {
@@ -22,3 +24,40 @@ def collective(node: Node) -> tuple[str, tuple[str, ...]] | None:
         return None
     axes = node.args[1]
     return kind, (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def workspace(node: Node) -> int:
+    """Bytes that a collective has alive beside its operands and results: what it packs
+    for others, unless the tensor lies as they want it, and what comes from them.
+
+    As over gloo, where the addends of a reduce-scatter arrive one by one.
+    """
+    x = node.operands[0] if node.operands else None
+    if x is None or collective(node) is None:
+        return 0
+    if node.op == "comm.reduce_scatter":
+        return x.bytes + _packed(x, node.args[2])
+    if node.op == "comm.all_gather":
+        return _packed(node.out, node.args[2])
+    if node.op == "comm.all_to_all":
+        _, _, split_dim, concat_dim = node.args[:4]
+        return _packed(x, split_dim) + _packed(node.out, concat_dim)
+    return 0
+
+
+def _packed(x: Value, dim: int) -> int:
+    """Bytes of a copy of x in which the parts along dim follow each other."""
+    return x.bytes if prod(x.shape[:dim]) > 1 else 0
+
+
+def under_way(node: Node) -> int:
+    """Bytes of what a node has started: what a scatter sends, and its addends."""
+    return node.out.bytes * (2 if node.op == "comm.start_scatter" else 1)
+
+
+def arrives_in_place(start: Node) -> bool:
+    """Whether what a message brings is a view of it: a whole that is gathered alone."""
+    if start.op != "comm.start_gather":
+        return False
+    (x, *more), dim, sizes = start.args[0], start.args[2][0], start.args[3][0]
+    return not more and prod(x.shape[:dim]) == 1 and len(set(sizes or ())) < 2

@@ -7,10 +7,11 @@ long as the view does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from passes.collectives import collective
+from passes.collectives import collective, under_way
+from passes.collectives import workspace as packing
 from passes.graph import DTYPES, Node
 from passes.local_stage import LocalStage
 from passes.messages import AHEAD, posted, proofs, sizes
@@ -185,8 +186,9 @@ def _whole(local: LocalStage) -> tuple[int, int]:
     return step, max(begin, step + _peak(local.epilogue, {}, ()))
 
 
-def _sizes(nodes: Iterable[Node]) -> dict[str, int]:
-    return {v.name: v.bytes for n in nodes for v in n.results}
+def _sizes(nodes: Sequence[Node]) -> dict[str, int]:
+    found = {v.name: v.bytes for n in nodes for v in n.results}
+    return found | {n.out.name: under_way(n) for n in nodes if len(n.results) == 1}
 
 
 def _peak(
@@ -215,8 +217,9 @@ def _peak(
     for name, i in last.items():
         dying.setdefault(i, []).append(name)
     for i, node in enumerate(nodes):
-        alive += sum(v.bytes for v in node.results if owners.get(v.name) == v.name)
-        peak = max(peak, alive + workspace(node))
+        made = [v.name for v in node.results if owners.get(v.name) == v.name]
+        alive += sum(sizes[name] for name in made)
+        peak = max(peak, alive + workspace(node) + packing(node))
         alive -= sum(sizes[name] for name in dying.get(i, ()))
     return peak
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+from passes.collectives import arrives_in_place
 from passes.cost import VIEWS
 from passes.graph import Node, Value, resolve
 
@@ -62,9 +63,11 @@ def find_owners(
     another one from outside has no owner.
     """
     owner = dict(entering)
+    alone = {n.out.name for n in nodes if arrives_in_place(n)}
     for node in nodes:
+        waits = node.op == "comm.wait" and node.operands[0].name in alone
         for v in node.results:
-            if is_in_place(node) or may_alias(node):
+            if waits or is_in_place(node) or may_alias(node):
                 if node.operands and node.operands[0].name in owner:
                     owner[v.name] = owner[node.operands[0].name]
             else:

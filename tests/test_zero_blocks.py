@@ -99,7 +99,7 @@ def test_a_block_is_gathered_while_the_one_before_computes(name):
 
 def test_the_peak_is_that_of_two_blocks():
     """Above what activations take: in the forward weights, in the backward gradients
-    too."""
+    too, and the other ranks' addends of a block that is being scattered."""
     case = plain_gpt(layers=4, heads=12, seq=4, batch=2, tied=False)
     sizes: dict[str, int] = {}  # of blocks
     for name, p in case.model.named_parameters():
@@ -114,7 +114,7 @@ def test_the_peak_is_that_of_two_blocks():
     )
     assert sizes["blocks.0"] < shared.forward_peak - plain.forward_peak <= two
     above = shared.backward_peak - plain.backward_peak
-    assert 2 * sizes["blocks.0"] < above <= 2 * two
+    assert 2 * sizes["blocks.0"] < above <= 2 * two + max(sizes.values())
 
 
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=2,tp=2"])

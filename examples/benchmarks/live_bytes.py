@@ -22,7 +22,8 @@ class LiveBytes(TorchDispatchMode):
     """Counts every storage that is alive on entry or made inside, until it dies.
 
     `now` and `peak` are bytes. Buffers inside the communication library are not seen.
-    resizing: look after each op whether storages have grown or shrunk, as FSDP's do.
+    resizing: look after each op whether storages have grown or shrunk, as FSDP's do,
+    and what is let go of when a message has arrived.
     """
 
     def __init__(self, resizing: bool = False) -> None:
@@ -48,16 +49,21 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         if any(is_wrapper(kind) for kind in types):
             return NotImplemented  # let DTensor unwrap: its local ops come back here
+        self.resized()  # since the last op
         result = func(*args, **(kwargs or {}))
         for item in tree_leaves((args, kwargs, result)):
             if isinstance(item, Tensor):
                 self.watch(item)
+        self.resized()
+        return result
+
+    def resized(self) -> None:
+        """Count storages anew, if they may have grown or shrunk."""
         if self.resizing:
             for where, storage in list(self.storages.items()):
                 self.now += storage.nbytes() - self.sizes[where]
                 self.sizes[where] = storage.nbytes()
             self.peak = max(self.peak, self.now)
-        return result
 
     def watch(self, tensor: Tensor) -> None:
         """Count the tensor's storage, and its gradient's, unless they are known."""
