@@ -50,9 +50,10 @@ def _packed(x: Value, dim: int) -> int:
     return x.bytes if prod(x.shape[:dim]) > 1 else 0
 
 
-def under_way(node: Node) -> int:
-    """Bytes of what a node has started: what a scatter sends, and its addends."""
-    return node.out.bytes * (2 if node.op == "comm.start_scatter" else 1)
+def bytes_of(node: Node, result: Value) -> int:
+    """Bytes of a node's result; of a scatter under way what is sent, and the addends
+    that come."""
+    return result.bytes * (2 if node.op == "comm.start_scatter" else 1)
 
 
 def arrives_in_place(start: Node) -> bool:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from passes.collectives import collective, under_way
+from passes.collectives import bytes_of, collective
 from passes.collectives import workspace as packing
 from passes.graph import DTYPES, Node
 from passes.local_stage import LocalStage
@@ -187,8 +187,7 @@ def _whole(local: LocalStage) -> tuple[int, int]:
 
 
 def _sizes(nodes: Sequence[Node]) -> dict[str, int]:
-    found = {v.name: v.bytes for n in nodes for v in n.results}
-    return found | {n.out.name: under_way(n) for n in nodes if len(n.results) == 1}
+    return {v.name: bytes_of(n, v) for n in nodes for v in n.results}
 
 
 def _peak(
