@@ -57,7 +57,8 @@ def _run(arguments: argparse.Namespace, cluster: Cluster | None) -> tuple[StepRu
             findings = reprice(findings, cluster)
         best = findings.best[0]
         title = f"{findings.model} on {findings.cluster}: {best.candidate}"
-        return simulate_estimate(best), title
+        crowd = findings.cluster.crowd(best.candidate.mesh)
+        return simulate_estimate(best, crowd), title
     stored = load_plan(folder)
     size = stored.program.mesh.size
     links = cluster or measured_cluster(size)

@@ -1,6 +1,7 @@
 """Clusters from files: TOML (Python 3.11 or newer) or JSON.
 
 devices = 16
+cores = 0                      # that processes of all devices share; 0: their own
 
 [device]
 name = "A100-80GB"             # of the table; what follows overrules it
@@ -52,7 +53,8 @@ def read_cluster(path: str | Path) -> Cluster:
 
 def cluster_from(data: Any) -> Cluster:
     """The cluster that the keys of a cluster file stand for. Raises ClusterError."""
-    _known("the cluster", data, {"devices", "device", "links"}, {"devices", "device"})
+    allowed = {"devices", "device", "links", "cores"}
+    _known("the cluster", data, allowed, {"devices", "device"})
     device = _device(data["device"])
     devices = _whole("devices", data["devices"])
     if "links" not in data:
@@ -62,8 +64,11 @@ def cluster_from(data: Any) -> Cluster:
                 fix="add a [[links]] table for each level, innermost first",
             )
         made = make_cluster(DEVICES[device.name], devices)
-        return Cluster(device, devices, made.levels)
-    return Cluster(device, devices, tuple(map(_level, _tables(data["links"]))))
+        levels = made.levels
+    else:
+        levels = tuple(map(_level, _tables(data["links"])))
+    cores = number("cores", data.get("cores", 0))
+    return Cluster(device, devices, levels, cores=cores)
 
 
 def cluster_data(cluster: Cluster) -> dict[str, Any]:
@@ -72,7 +77,12 @@ def cluster_data(cluster: Cluster) -> dict[str, Any]:
     own = (f.name for f in fields(Device) if f.name != "ops")
     device = {name: getattr(cluster.device, name) for name in own}
     links = [asdict(level) for level in cluster.levels]
-    return {"devices": cluster.devices, "device": device, "links": links}
+    return {
+        "devices": cluster.devices,
+        "device": device,
+        "links": links,
+        "cores": cluster.cores,
+    }
 
 
 def _parse(path: Path, text: str) -> dict[str, Any]:

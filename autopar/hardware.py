@@ -12,6 +12,8 @@ from dataclasses import replace
 
 import torch
 
+from autopar.launch import rank_threads
+from autopar.machine import cores as usable_cores
 from passes.cluster import Cluster, ClusterError, Device, Level
 
 GB, TERA = 1e9, 1e12
@@ -87,6 +89,7 @@ def this_cluster(devices: int) -> Cluster:
 
     Raises: ClusterError for a GPU that is not of the table.
     """
+    cores = 0.0
     on_node = min(devices, int(os.environ.get("LOCAL_WORLD_SIZE", devices)))
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
@@ -96,7 +99,9 @@ def this_cluster(devices: int) -> Cluster:
     else:
         device = DEVICES["CPU"]
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / on_node
-    return with_memory(make_cluster(device, devices, on_node), memory)
+        cores = usable_cores() / rank_threads() * devices / on_node
+    cluster = with_memory(make_cluster(device, devices, on_node), memory)
+    return replace(cluster, cores=cores)
 
 
 def named_by_torch(name: str, memory: float) -> Device:

@@ -11,6 +11,7 @@ import torch
 from autopar.inspection import messages_of_a_step
 from autopar.shards import local_shape
 from passes.cluster import Cluster, Device
+from passes.crowd import ALONE, Crowd
 from passes.estimate import BEFORE, OPTIMIZER_TRAFFIC, Estimate, StageSeconds
 from passes.footprint import Communication
 from passes.make_schedule import make_schedule
@@ -36,8 +37,8 @@ from passes.step_run import (
 COMPUTED = ("optimizer", "once a step")  # terms that are no communication
 
 
-def simulate_estimate(e: Estimate) -> StepRun:
-    """The step whose seconds the estimate states."""
+def simulate_estimate(e: Estimate, crowd: Crowd = ALONE) -> StepRun:
+    """The step whose seconds the estimate states. crowd: of its cluster and mesh."""
     chosen = e.candidate
     plain = make_schedule(
         chosen.schedule,
@@ -62,7 +63,7 @@ def simulate_estimate(e: Estimate) -> StepRun:
                 rest=sum(n for term, n in held.items() if term != "activations"),
             )
         )
-    return run_step(add_communication(plain), stages, ranks)
+    return run_step(add_communication(plain), stages, ranks, crowd)
 
 
 def _estimated_stage(stage: StageSeconds, layers: str) -> StageWork:
@@ -94,7 +95,8 @@ def simulate_program(program: Program, cluster: Cluster) -> StepRun:
         _compiled_rank(program, rank, messages, cluster)
         for rank in range(len(program.schedule.ranks))
     ]
-    return run_step(program.schedule, stages, ranks)
+    crowd = cluster.crowd(program.mesh)
+    return run_step(program.schedule, stages, ranks, crowd)
 
 
 def _compiled_stage(

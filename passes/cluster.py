@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from passes.crowd import ALONE, Crowd
 from passes.errors import AutoparError
 from passes.measured import TABLE, Messages, Ops
 from passes.mesh import Mesh
@@ -87,13 +88,15 @@ class Level:
 class Cluster:
     """devices: how many there are. levels: of links, innermost first; the last joins
     all of them. messages: what was measured between so many ranks; levels are for what
-    was not. profile: what the measurements are of, "" without any."""
+    was not. profile: what the measurements are of, "" without any. cores: that the processes of
+    all devices share, each with one thread's worth of work; 0: each has its own."""
 
     device: Device
     devices: int
     levels: tuple[Level, ...] = field(default_factory=tuple)
     messages: Messages = field(default_factory=Messages)
     profile: str = ""
+    cores: float = 0.0
 
     def __post_init__(self) -> None:
         _positive("the number of devices", self.devices)
@@ -108,8 +111,25 @@ class Cluster:
                 f"levels of {sizes} devices", fix="order them from small to large"
             )
 
+        if not (math.isfinite(self.cores) and self.cores >= 0):
+            raise ClusterError(
+                f"the cores of the cluster are {self.cores}",
+                fix="give how many its processes share, or 0",
+            )
+
     def __str__(self) -> str:
         return f"{self.devices}x{self.device.name}"
+
+    @property
+    def cores_each(self) -> float:
+        """Of a device's process, while all of them are busy."""
+        return self.cores / self.devices if self.cores else math.inf
+
+    def crowd(self, mesh: Mesh) -> Crowd:
+        """Who shares the cores with whom, for the ranks of a mesh."""
+        if not self.cores:
+            return ALONE
+        return Crowd(self.cores, mesh.size // mesh.axis_size("pp"))
 
     def link(self, mesh: Mesh, axes: tuple[str, ...]) -> Link:
         """What a group of ranks along some axes of a mesh has to talk over."""

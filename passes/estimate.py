@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from passes.cluster import Cluster, Link
+from passes.crowd import Crowd, simulate_crowd
 from passes.footprint import Footprint, peak_bytes
 from passes.make_schedule import make_schedule
 from passes.memory import OPTIMIZER_STATES
@@ -25,7 +26,7 @@ from passes.price import (
     footprint_of,
 )
 from passes.schedule import add_communication
-from passes.simulate_schedule import Timeline, simulate
+from passes.simulate_schedule import Timeline
 from passes.sources import Sources, find_sources
 
 # AdamW reads a parameter, its gradient and two moments, and writes three of them.
@@ -108,7 +109,7 @@ class Estimate:
     @property
     def communication(self) -> float:
         """Seconds that the slowest rank waits for messages of others."""
-        own = ("compute", "idle", "optimizer", "once a step")
+        own = ("compute", "idle", "shared cores", "optimizer", "once a step")
         return sum(s for term, s in self.parts.items() if term not in own)
 
     def utilisation(self, cluster: Cluster) -> float:
@@ -121,7 +122,12 @@ class Estimate:
 def stage_seconds(
     account: Account, candidate: Candidate, cluster: Cluster
 ) -> StageSeconds:
-    """Seconds of one microbatch of a stage."""
+    """Seconds of one microbatch of a stage, whose process has a core to itself.
+
+    A link's seconds are with all ranks at it. Where they share cores, and so have less
+    than one each, alone it takes so much less.
+    """
+    share = min(1.0, cluster.cores_each)
     waits: dict[tuple[str, ...], float] = {}
     took = {}
     for part in (FORWARD, BACKWARD, WEIGHT):
@@ -130,17 +136,20 @@ def stage_seconds(
             if calls > 0:
                 link = cluster.link(candidate.mesh, axes)
                 key = (part, kind, *axes)
-                waits[key] = calls * link.seconds(kind, amount / calls)
+                waits[key] = share * calls * link.seconds(kind, amount / calls)
         computing = took[part]
         took[part] += sum(s for key, s in waits.items() if key[0] == part)
         took[part] = max(took[part], _dispatching(account, part, cluster))
-        moving = gather_seconds(account, candidate, cluster, part)
+        moving = share * gather_seconds(account, candidate, cluster, part)
         # They move while another block computes; nothing else does for one of them.
         exposed = max(moving - computing, moving / _blocks(candidate))
+        # Copies that a core has to make need one beside that which computes.
+        both = (computing + moving) / max(1.0, cluster.cores_each)
+        exposed = max(exposed, both - computing)
         if exposed > 0:
             waits[part, "all_gather", "dp"] = exposed
             took[part] += exposed
-    send = neighbour(cluster, candidate.mesh).seconds(
+    send = share * neighbour(cluster, candidate.mesh).seconds(
         "send", account["message", "sent"]
     )
     return StageSeconds(
@@ -180,7 +189,8 @@ def step_parts(
     account: Account, candidate: Candidate, cluster: Cluster
 ) -> dict[str, float]:
     """What a rank does once a step, beside microbatches: term -> seconds."""
-    found = {"once a step": account["seconds", STEP]}
+    crowded = 1 / min(1.0, cluster.cores_each)  # all ranks are busy
+    found = {"once a step": crowded * account["seconds", STEP]}
     for kind, axes, _, amount in account.exchanges(STEP):
         link = cluster.link(candidate.mesh, axes)
         found[f"{kind} {','.join(axes)}"] = link.seconds(kind, amount)
@@ -205,10 +215,11 @@ def step_parts(
                 found["parameters dp"] = link.seconds("all_gather", whole)
     device = cluster.device
     if device.ops.update and trained:
-        found["optimizer"] = account["seconds", UPDATE] * share / trained
+        update = account["seconds", UPDATE] * share / trained
     else:
         speed = device.bytes_per_second * device.bandwidth_efficiency
-        found["optimizer"] = OPTIMIZER_TRAFFIC * share / speed
+        update = OPTIMIZER_TRAFFIC * share / speed
+    found["optimizer"] = crowded * update
     return found
 
 
@@ -248,7 +259,7 @@ def estimate(
 ) -> Estimate:
     """Run the candidate on paper. accounts: of each stage."""
     took = [stage_seconds(a, candidate, cluster) for a in accounts]
-    timeline = _timeline(took, candidate)
+    timeline = _timeline(took, candidate, cluster.crowd(candidate.mesh))
     return _sum_up(accounts, took, timeline, candidate, cluster)
 
 
@@ -257,24 +268,27 @@ def step_seconds(
 ) -> float:
     """The seconds of `estimate`, without what it finds out beside."""
     took = [stage_seconds(a, candidate, cluster) for a in accounts]
-    timeline = _timeline(took, candidate)
+    timeline = _timeline(took, candidate, cluster.crowd(candidate.mesh))
     once = [0.0] * candidate.mesh.axis_size("pp")
     for account, rank in zip(accounts, timeline.schedule.stage_to_rank, strict=True):
         once[rank] += sum(step_parts(account, candidate, cluster).values())
     return timeline.total + max(once)
 
 
-def _timeline(took: Sequence[StageSeconds], candidate: Candidate) -> Timeline:
+def _timeline(
+    took: Sequence[StageSeconds], candidate: Candidate, crowd: Crowd
+) -> Timeline:
     ranks = candidate.mesh.axis_size("pp")
     plain = make_schedule(
         candidate.schedule, ranks, candidate.microbatches, candidate.stages_per_rank
     )
-    return simulate(
+    return simulate_crowd(
         add_communication(plain),
         [t.forward for t in took],
         [t.backward + t.weight for t in took],
         [t.weight for t in took],
         max((t.send for t in took[:-1]), default=0.0),
+        crowd,
     )
 
 
@@ -317,6 +331,9 @@ def _sum_up(
                 parts[term] = parts.get(term, 0.0) + m * waited
             computing = t.forward + t.backward + t.weight - waits
             parts["compute"] = parts.get("compute", 0.0) + m * computing
+    if cluster.cores:
+        nominal = sum(parts.values()) - rest
+        parts["shared cores"] = timeline.busy[slowest] - nominal
     for term, waited in steps[slowest].items():
         parts[term] = parts.get(term, 0.0) + waited
     flops = sum(a["flops", FORWARD] for a in accounts) * 3 * m

@@ -278,6 +278,10 @@ def rough_seconds(
     fill += -typical.weight if candidate.schedule in HALVES else typical.weight
     fill = max(0.0, fill) + 2 * typical.send
     seconds = m * v * max(map(_total, took)) + (ranks - 1) * fill
+    # Ranks that share cores are no faster than these do all the work.
+    every = _total(took[0]) + _total(took[-1]) + (ranks * v - 2) * _total(typical)
+    crowd = cluster.crowd(candidate.mesh)
+    seconds = max(seconds, m * every * crowd.processes / crowd.cores)
     return seconds + max(sum(step_parts(a, candidate, cluster).values()) for a in kinds)
 
 

@@ -98,7 +98,7 @@ def simulate(
     if not schedule.has_communication:
         schedule = add_communication(schedule)
     report = check(schedule)
-    seconds = _seconds(schedule, forward, backward, weight)
+    seconds = kind_seconds(schedule, forward, backward, weight)
     if not (math.isfinite(send) and send >= 0):
         raise ValueError(f"send must be finite seconds >= 0, got {send}")
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
@@ -155,13 +155,13 @@ def bubble_formula(ranks: int, microbatches: int, stages_per_rank: int = 1) -> f
     return (ranks - 1) / (slots + ranks - 1)
 
 
-def _seconds(
+def kind_seconds(
     schedule: Schedule,
     forward: Sequence[float],
     backward: Sequence[float],
     weight: Sequence[float] | None,
 ) -> dict[Kind, list[float]]:
-    """The seconds of each kind of compute action, [stages]."""
+    """The seconds of each kind of compute action, [stages]. Raises: ValueError."""
     if weight is None:
         weight = [seconds / 2 for seconds in backward]
     given = {"forward": forward, "backward": backward, "weight": weight}

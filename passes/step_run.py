@@ -7,11 +7,12 @@ step: parameters gathered before, gradients reduced and weights updated after.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from passes.crowd import ALONE, Crowd, simulate_crowd
 from passes.footprint import Footprint, bytes_alive
 from passes.schedule import Action, Kind, Schedule
-from passes.simulate_schedule import Span, Timeline, simulate
+from passes.simulate_schedule import Span, Timeline
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
@@ -128,16 +129,20 @@ class StepRun:
 
 
 def run_step(
-    schedule: Schedule, stages: Sequence[StageWork], ranks: Sequence[RankWork]
+    schedule: Schedule,
+    stages: Sequence[StageWork],
+    ranks: Sequence[RankWork],
+    crowd: Crowd = ALONE,
 ) -> StepRun:
     """Run a step. stages, ranks: of the schedule's. Raises: ScheduleError."""
     halves = [stage.seconds(WEIGHT) for stage in stages]
-    timeline = simulate(
+    timeline = simulate_crowd(
         schedule,
         [stage.seconds(FORWARD) for stage in stages],
         [stage.seconds(BACKWARD) + w for stage, w in zip(stages, halves, strict=True)],
         halves,
         max((stage.send for stage in stages), default=0.0),
+        crowd,
     )
     start = max(sum(w.seconds for w in rank.before) for rank in ranks)
     end = start + timeline.total
@@ -189,14 +194,19 @@ def _of_span(
         return []
     whole = Work(schedule.label(action), span.seconds, COMPUTE)
     found = [Event(rank, whole, begin, action, stage.layers)]
+    alone = sum(stage.seconds(part) for part in PARTS[action.kind])
+    slower = span.seconds / alone if alone else 1.0  # where ranks share cores
     for part in PARTS[action.kind]:
-        waits = stage.waits.get(part, ())
+        waits = [
+            replace(w, seconds=slower * w.seconds) for w in stage.waits.get(part, ())
+        ]
         hidden = [w for w in waits if w.hidden]
         shown = [w for w in waits if not w.hidden]
-        later = begin + stage.seconds(part) - sum(w.seconds for w in shown)
+        end = begin + slower * stage.seconds(part)
+        later = end - sum(w.seconds for w in shown)
         found += _in_turn(rank, hidden, begin, action, stage.layers)
         found += _in_turn(rank, shown, later, action, stage.layers)
-        begin += stage.seconds(part)
+        begin = end
     return found
 
 

@@ -1,0 +1,288 @@
+"""Steps as they are predicted, and as they are measured on this machine.
+
+    python examples/benchmarks/predicted.py
+
+Measures this machine as `autopar profile` does, predicts seconds and bytes of varied
+plans (`predicted_plans.py`) the way the planner does, and runs them under gloo, one
+thread a rank: all plans of a number of ranks in the same processes, a step each in
+turn. Seconds are the median of the rounds; bytes are of live tensors, of the rank that
+has the most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from tabulate import tabulate
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))  # the examples are found from any directory
+
+from autopar.batches import with_samples  # noqa: E402
+from autopar.choose import SAMPLES  # noqa: E402
+from autopar.measured_cluster import measured_cluster  # noqa: E402
+from autopar.models import load_model  # noqa: E402
+from autopar.planned import batch_for  # noqa: E402
+from autopar.planner import (  # noqa: E402
+    Sketch,
+    find_plans,
+    make_prices,
+    make_space,
+    plan_of,
+    sketch,
+)
+from examples.benchmarks.peers import ENVIRONMENT  # noqa: E402
+from examples.benchmarks.predicted_plans import (  # noqa: E402
+    BATCH,
+    CHOICES,
+    SEQ,
+    WORKLOADS,
+    Choice,
+    spread,
+)
+from examples.benchmarks.predicted_runs import Job, Measured  # noqa: E402
+from passes.cluster import Cluster  # noqa: E402
+from passes.estimate import Candidate, Estimate  # noqa: E402
+from passes.search import Prices, rough, run_on_paper  # noqa: E402
+
+RANKS = (2, 4)
+TIMEOUT = 600.0  # seconds of all ranks of a number
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan of a workload, as the planner sees it. pick: it is the planner's own."""
+
+    workload: str
+    estimate: Estimate
+    plan: str
+    pick: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.estimate.candidate.mesh.size
+
+    @property
+    def name(self) -> str:
+        return ("* " if self.pick else "") + str(self.estimate.candidate)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A plan, predicted and measured."""
+
+    planned: Planned
+    measured: Measured
+
+    @property
+    def seconds(self) -> float:
+        return median(self.measured.seconds)
+
+    @property
+    def time_error(self) -> float:
+        return self.planned.estimate.seconds / self.seconds - 1
+
+    @property
+    def memory_error(self) -> float:
+        return self.planned.estimate.peak / max(self.measured.peaks) - 1
+
+
+# --- predicting ------------------------------------------------------------------------
+
+
+class Planner:
+    """What the planner knows of a workload on a cluster."""
+
+    def __init__(self, of: Sketch, cluster: Cluster, workload: str) -> None:
+        self.of, self.cluster, self.workload = of, cluster, workload
+        self.prices: Prices = make_prices(of, cluster)
+        self.space = make_space(of, cluster, BATCH)
+
+    def planned(self, candidate: Candidate, pick: bool = False) -> Planned:
+        """The plan of a candidate, whose layers are balanced if it has none."""
+        if not candidate.layers:
+            priced = rough(candidate, self.space, self.prices)
+            assert priced is not None, f"too few layers for {candidate}"
+            candidate = priced[-1]
+        estimate = run_on_paper(candidate, self.prices, self.cluster)
+        plan = plan_of(candidate, self.of).to_json()
+        return Planned(self.workload, estimate, plan, pick)
+
+    def pick(self) -> Planned:
+        """What it would choose itself, of all that there is."""
+        found = find_plans(self.of, self.cluster, BATCH)
+        return self.planned(found.best[0].candidate, pick=True)
+
+
+def predict(profile: Path | None, choices: Sequence[Choice]) -> Iterator[Planned]:
+    """All choices on all workloads, and what the planner picks for each.
+
+    profile: of this machine; None: as the table of hardware has it.
+    """
+    for workload, spec in WORKLOADS.items():
+        loaded = load_model(spec)
+        batch = batch_for(loaded, SAMPLES, SEQ)
+        of = sketch(loaded.model, with_samples(batch, SAMPLES))
+        for ranks in RANKS:
+            own = [c for c in choices if c.ranks == ranks]
+            planner = Planner(of, measured_cluster(ranks, profile), workload)
+            found = [planner.planned(choice.candidate(BATCH)) for choice in own]
+            pick = planner.pick()
+            known = [p.plan for p in found]
+            if own and pick.plan in known:
+                place = known.index(pick.plan)
+                found[place] = replace(found[place], pick=True)
+            elif own:
+                found.append(pick)
+            yield from found
+
+
+# --- measuring -------------------------------------------------------------------------
+
+
+def measure_machine(path: Path, seconds: float) -> None:
+    """Profile this machine for the workloads into a file, in processes of its own."""
+    for spec in WORKLOADS.values():
+        command = [sys.executable, "-m", "autopar", "profile", spec, "-o", str(path)]
+        command += ["--ranks", ",".join(map(str, RANKS)), "--seq", str(SEQ)]
+        command += ["--samples", str(BATCH), "--seconds", str(seconds)]
+        run(command)
+
+
+def measure_plans(plans: Sequence[Planned], rounds: int, folder: Path) -> list[Row]:
+    rows = []
+    for ranks in sorted({p.ranks for p in plans}):
+        own = [p for p in plans if p.ranks == ranks]
+        source, target = folder / f"jobs{ranks}.json", folder / f"found{ranks}.json"
+        jobs = [Job(WORKLOADS[p.workload], SEQ, BATCH, p.plan) for p in own]
+        source.write_text(json.dumps([asdict(job) for job in jobs]))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(ranks), "-m"]
+        command += ["examples.benchmarks.predicted_runs", str(source), str(target)]
+        run([*command, str(rounds)])
+        found = [Measured(**entry) for entry in json.loads(target.read_text())]
+        rows += [Row(p, m) for p, m in zip(own, found, strict=True)]
+    return rows
+
+
+def run(command: Sequence[str]) -> None:
+    """Raises: RuntimeError with the end of its output; TimeoutExpired."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"PYTHONPATH": os.pathsep.join(paths)}
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | ENVIRONMENT | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT)
+    except BaseException:  # a timeout or Ctrl-C must take the ranks along
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{output[-4000:]}")
+
+
+# --- saying ----------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Row]) -> str:
+    shown = [
+        {
+            "model": row.planned.workload,
+            "plan (*: the planner's)": row.planned.name,
+            "ms predicted": 1e3 * row.planned.estimate.seconds,
+            "measured": 1e3 * row.seconds,
+            "ratio": 1 + row.time_error,
+            "MiB predicted": row.planned.estimate.peak / 2**20,
+            "measured ": max(row.measured.peaks) / 2**20,
+            "ratio ": 1 + row.memory_error,
+        }
+        for row in rows
+    ]
+    form = ("", "", ".1f", ".1f", ".3f", ".2f", ".2f", ".3f")
+    return tabulate(shown, headers="keys", floatfmt=form)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Errors of all, and for each workload and number of ranks how well it chooses."""
+    time, memory = (
+        median(abs(error) for error in errors)
+        for errors in ([r.time_error for r in rows], [r.memory_error for r in rows])
+    )
+    lines = [
+        f"{len(rows)} plans: median error {time:.1%} in time, {memory:.1%} in memory"
+    ]
+    for workload in WORKLOADS:
+        for ranks in RANKS:
+            own = [
+                r
+                for r in rows
+                if r.planned.workload == workload and r.planned.ranks == ranks
+            ]
+            if own:
+                lines.append(f"{workload}, {ranks} ranks: {choosing(own)}")
+    return "\n".join(lines)
+
+
+def choosing(rows: Sequence[Row]) -> str:
+    """How the planner's pick compares with the best that was measured."""
+    best = min(rows, key=lambda row: row.seconds)
+    (pick,) = [row for row in rows if row.planned.pick]
+    behind = pick.seconds / best.seconds - 1
+    order = rank_correlation(
+        [row.planned.estimate.seconds for row in rows], [row.seconds for row in rows]
+    )
+    return (
+        f"the planner's pick is {behind:.1%} slower than the best measured, "
+        f"{best.planned.name}; rank correlation {order:.2f}"
+    )
+
+
+def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Spearman's, of values without ties."""
+    n = len(xs)
+    if n < 2:
+        return 1.0
+    places = [sorted(values) for values in (xs, ys)]
+    square = sum(
+        (places[0].index(x) - places[1].index(y)) ** 2
+        for x, y in zip(xs, ys, strict=True)
+    )
+    return 1 - 6 * square / (n * (n * n - 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--plans", type=int, help="a few of them; else all")
+    parser.add_argument("--seconds", type=float, default=15, help="for messages")
+    parser.add_argument("--profile", type=Path, help="measured before, by `-o` of it")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        profile = options.profile or Path(scratch) / "profile.json"
+        if options.profile is None:
+            measure_machine(profile, options.seconds)
+        plans = list(predict(profile, spread(CHOICES, options.plans)))
+        rows = measure_plans(plans, options.rounds, Path(scratch))
+    print(table(rows))
+    print(summary(rows))
+
+
+if __name__ == "__main__":
+    main()
