@@ -88,8 +88,8 @@ class Level:
 class Cluster:
     """devices: how many there are. levels: of links, innermost first; the last joins
     all of them. messages: what was measured between so many ranks; levels are for what
-    was not. profile: what the measurements are of, "" without any. cores: that the processes of
-    all devices share, each with one thread's worth of work; 0: each has its own."""
+    was not. profile: what the measurements are of, "" without any. cores: that the
+    processes of all devices share, one thread each; 0: each has its own."""
 
     device: Device
     devices: int

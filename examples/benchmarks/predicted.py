@@ -97,7 +97,7 @@ class Row:
         return self.planned.estimate.peak / max(self.measured.peaks) - 1
 
 
-# --- predicting ------------------------------------------------------------------------
+# --- predicting ---------------------------------------------------------------------
 
 
 class Planner:
@@ -147,7 +147,7 @@ def predict(profile: Path | None, choices: Sequence[Choice]) -> Iterator[Planned
             yield from found
 
 
-# --- measuring -------------------------------------------------------------------------
+# --- measuring ----------------------------------------------------------------------
 
 
 def measure_machine(path: Path, seconds: float) -> None:
@@ -198,7 +198,7 @@ def run(command: Sequence[str]) -> None:
         raise RuntimeError(f"{' '.join(command)} failed:\n{output[-4000:]}")
 
 
-# --- saying ----------------------------------------------------------------------------
+# --- saying -------------------------------------------------------------------------
 
 
 def table(rows: Sequence[Row]) -> str:
