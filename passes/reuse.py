@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+import torch
+
 from passes.collectives import arrives_in_place
 from passes.cost import VIEWS
 from passes.graph import Node, Value, resolve
@@ -64,15 +66,33 @@ def find_owners(
     """
     owner = dict(entering)
     alone = {n.out.name for n in nodes if arrives_in_place(n)}
+    expands = {n.out.name: n for n in nodes if n.op.startswith("aten.expand")}
     for node in nodes:
         waits = node.op == "comm.wait" and node.operands[0].name in alone
+        shares = waits or is_in_place(node) or may_alias(node)
         for v in node.results:
-            if waits or is_in_place(node) or may_alias(node):
+            if shares and not _copies(node, expands):
                 if node.operands and node.operands[0].name in owner:
                     owner[v.name] = owner[node.operands[0].name]
             else:
                 owner[v.name] = v.name
     return owner
+
+
+def _copies(node: Node, expands: Mapping[str, Node]) -> bool:
+    """Whether a reshape makes the copies that an expand stands for, as where keys are
+    repeated for the heads of their group."""
+    if node.op != "aten.reshape.default":
+        return False
+    expand = expands.get(node.operands[0].name)
+    if expand is None or expand.operands[0].name in expands:
+        return False
+    x = torch.empty(expand.operands[0].shape, device="meta").expand(expand.out.shape)
+    try:
+        x.view(node.out.shape)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _spread(nodes: Sequence[Node]) -> set[str]:

@@ -105,3 +105,26 @@ def test_views_belong_to_what_they_show() -> None:
     assert find_owners(nodes) == {"a": "a", "seen": "a", "piece": "a"}
     assert find_owners(nodes[1:], {"a": "a"}) == {"a": "a", "seen": "a", "piece": "a"}
     assert find_owners(nodes[1:]) == {}
+
+
+def test_keys_repeated_for_the_heads_of_a_group_have_memory_of_their_own() -> None:
+    k = value("k", 2, 3, 1, 8)
+    repeated, merged = value("repeated", 2, 3, 4, 8), value("merged", 2, 12, 8)
+    nodes = [
+        node(GELU, k, value("x", 2, 3, 1, 8)),
+        node(EXPAND, repeated, k, repeated.shape),
+        node(VIEW, merged, repeated, merged.shape),
+    ]
+    assert find_owners(nodes)["repeated"] == "k"
+    assert find_owners(nodes)["merged"] == "merged"
+
+
+def test_what_is_expanded_as_a_whole_is_reshaped_without_a_copy() -> None:
+    total = value("total", 1)
+    flat, rows = value("flat", 6), value("rows", 2, 3)
+    nodes = [
+        node(GELU, total, value("x", 1)),
+        node(EXPAND, flat, total, flat.shape),
+        node(VIEW, rows, flat, rows.shape),
+    ]
+    assert find_owners(nodes)["rows"] == "total"
