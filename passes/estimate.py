@@ -16,6 +16,7 @@ from passes.footprint import Footprint, peak_bytes
 from passes.make_schedule import make_schedule
 from passes.memory import OPTIMIZER_STATES
 from passes.mesh import Mesh
+from passes.overlap import BUCKET
 from passes.price import (
     BACKWARD,
     FORWARD,
@@ -65,6 +66,11 @@ class Candidate:
             f"{str(self.mesh) or 'one device'}, {self.microbatches} microbatches of "
             f"{self.samples}{pipeline}{zero}{again}"
         )
+
+    @property
+    def shares(self) -> int:
+        """The stage of ZeRO; 0 if there is no other rank to share with."""
+        return self.zero if self.data_parallel > 1 else 0
 
     @property
     def data_parallel(self) -> int:
@@ -153,7 +159,12 @@ def stage_seconds(
         "send", account["message", "sent"]
     )
     return StageSeconds(
-        took[FORWARD], took[BACKWARD], took[WEIGHT], send, waits, footprint_of(account)
+        took[FORWARD],
+        took[BACKWARD],
+        took[WEIGHT],
+        send,
+        waits,
+        footprint_of(account, candidate.shares),
     )
 
 
@@ -171,13 +182,11 @@ def gather_seconds(
     if candidate.zero < 3 or candidate.data_parallel == 1:
         return 0.0
     link = cluster.link(candidate.mesh, ("dp",))
-    whole = account["memory", "parameters"]
-    gather = link.seconds("all_gather", whole)
-    return {
-        FORWARD: gather,
-        BACKWARD: gather + link.seconds("reduce_scatter", whole),
-        WEIGHT: 0.0,
-    }[part]
+    count = _blocks(candidate)
+    block = account["memory", "parameters"] / count
+    gather = count * link.seconds("all_gather", block)
+    scatter = count * link.seconds("reduce_scatter", block)
+    return {FORWARD: gather, BACKWARD: gather + scatter, WEIGHT: 0.0}[part]
 
 
 def neighbour(cluster: Cluster, mesh: Mesh) -> Link:
@@ -228,18 +237,20 @@ def rank_memory(
 ) -> dict[str, float]:
     """Bytes on a rank with some stages, term -> bytes (Rajbhandari 2020, section 5).
 
-    activations: with messages, and what is whole for a step.
+    activations: with messages, and what is there by block. At the begin of a step
+    parameters are whole and in rows, at its end gradients are, and the others' addends.
     """
     whole = sum(a["memory", "parameters"] for a in accounts)
     trained = sum(a["memory", "trained"] for a in accounts)
     parts = candidate.data_parallel if candidate.zero else 1
-    blocks = 2 * _block(accounts, candidate)
-    gathered = {0: 0.0, 1: whole + trained, 2: whole, 3: blocks}
+    moving = min(trained, BUCKET)
+    step = {1: whole + trained, 2: whole}.get(candidate.shares, 0.0)
+    ends = {1: step + 2 * moving, 2: step + moving}.get(candidate.shares, 0.0)
     return {
         "parameters": whole / parts,
         "gradients": trained / parts,
         "optimizer": OPTIMIZER_STATES * trained / parts,
-        "gathered": gathered[candidate.zero] if parts > 1 else 0.0,
+        "gathered": max(step, ends - activations),
         "activations": activations,
     }
 
@@ -247,11 +258,6 @@ def rank_memory(
 def _blocks(candidate: Candidate) -> int:
     """Runs of layers in a stage, on average."""
     return max(1, sum(candidate.layers) // max(1, len(candidate.layers)))
-
-
-def _block(accounts: Sequence[Account], candidate: Candidate) -> float:
-    """Bytes of the parameters of one run of layers."""
-    return max(a["memory", "parameters"] for a in accounts) / _blocks(candidate)
 
 
 def estimate(

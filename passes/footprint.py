@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from passes.blocks import Beside
 from passes.collectives import bytes_of, collective
 from passes.collectives import workspace as packing
 from passes.graph import DTYPES, Node
@@ -131,26 +132,26 @@ def _alive(kind: Kind, of: Footprint) -> tuple[int, int, int]:
     }[kind]
 
 
-def footprint(local: LocalStage) -> Footprint:
-    """Activation memory of one microbatch."""
+def footprint(local: LocalStage, beside: Beside = lambda nodes: ()) -> Footprint:
+    """Activation memory of one microbatch. beside: what else is there, at each node."""
     arrived = {v.name: v.bytes for v in local.receives}
     ends = [*local.saved, *local.sends, *([local.loss] if local.loss else [])]
     sizes = _sizes(local.forward) | arrived
     owners = find_owners(local.forward, {name: name for name in arrived})
     roots = {owners[v.name] for v in local.saved if v.name in owners}
     saved = sum(sizes[r] for r in roots)
-    forward = _peak(local.forward, arrived, {v.name for v in ends})
+    forward = _peak(local.forward, arrived, {v.name for v in ends}, beside=beside)
     # The backward holds what was saved until the last reader of it, or of its views.
     held = {v.name: owners[v.name] for v in local.saved if v.name in owners}
     entering = {v.name: v.bytes for v in local.d_sends if v is not None}
     entering |= {r: sizes[r] for r in roots}
     results = {v.name for v in (*local.d_receives, *local.kept) if v is not None}
-    backward = _peak(local.backward, entering, results, held)
+    backward = _peak(local.backward, entering, results, held, beside)
     sizes = _sizes(local.backward) | entering
     owners = find_owners(local.backward, {n: n for n in entering} | held)
     held = {v.name: owners[v.name] for v in local.kept if v.name in owners}
     left = {root: sizes[root] for root in held.values()}
-    weight = _peak(local.weight_half or (), left, (), held)
+    weight = _peak(local.weight_half or (), left, (), held, beside)
     kept = sum(left.values())
     step, edges = _whole(local)
     received, sent = (sum(v.bytes for v in vs) for vs in (local.receives, local.sends))
@@ -195,10 +196,12 @@ def _peak(
     entering: dict[str, int],
     keep: Collection[str],
     views: Mapping[str, str] | None = None,
+    beside: Beside = lambda nodes: (),
 ) -> int:
     """The most bytes alive at once, with each storage dropped after its last reader.
 
-    entering: storages that are there already, and their bytes; views: of these.
+    entering: storages that are there already, and their bytes; views: of these. beside:
+    bytes at each node that no value stands for.
     """
     owners = find_owners(nodes, {n: n for n in entering} | dict(views or {}))
     sizes = _sizes(nodes) | entering
@@ -215,10 +218,11 @@ def _peak(
     dying: dict[int, list[str]] = {}
     for name, i in last.items():
         dying.setdefault(i, []).append(name)
+    more = beside(nodes) or [0] * len(nodes)
     for i, node in enumerate(nodes):
         made = [v.name for v in node.results if owners.get(v.name) == v.name]
         alive += sum(sizes[name] for name in made)
-        peak = max(peak, alive + workspace(node) + packing(node))
+        peak = max(peak, alive + more[i] + workspace(node) + packing(node))
         alive -= sum(sizes[name] for name in dying.get(i, ()))
     return peak
 

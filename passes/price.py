@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from passes.blocks import beside_blocks
 from passes.cluster import Device
 from passes.collectives import collective
 from passes.cost import flops, traffic
@@ -23,6 +24,8 @@ from passes.program import dtype_name
 from passes.ring import passed_round, ring_of
 
 FORWARD, BACKWARD, WEIGHT, STEP = "forward", "backward", "weight", "step"
+# Keys of the most bytes alive at once, by the stage of ZeRO; with 1 as without.
+MOST = {0: "most", 2: "most by zero 2", 3: "most by zero 3"}
 PARTS = (FORWARD, BACKWARD, WEIGHT, STEP)
 UPDATE = "update"
 Key = tuple[str, ...]
@@ -40,8 +43,8 @@ class Account:
     axes ...): of collectives; bytes of the whole tensor, see `passes.cluster.Link`.
     ("memory", term): bytes that add up: "saved", "kept", "step", "edges" as in
     `passes.footprint.Footprint`, "parameters" and "trained" at rest. ("most", part):
-    bytes alive at once, see `in_a_row`. ("message", "received" or "sent"): bytes of
-    what crosses the stage's ends in a forward. part: forward,
+    bytes alive at once, see `in_a_row` and `MOST`. ("message", "received" or "sent"):
+    bytes of what crosses the stage's ends in a forward. part: forward,
     backward (its input half), weight (its other half), each of one microbatch; step.
     """
 
@@ -79,15 +82,17 @@ def _whole(node: Node) -> int:
     return max(given, sum(v.bytes for v in node.results))
 
 
-def footprint_of(account: Account) -> Footprint:
-    """What a stage keeps in memory, in whole bytes."""
+def footprint_of(account: Account, zero: int = 0) -> Footprint:
+    """What a stage keeps in memory, in whole bytes; by a stage of ZeRO from 2 on with
+    parameters and gradients that are there by block."""
+    most = MOST.get(zero, MOST[0])
     return Footprint(
         saved=round(account["memory", "saved"]),
-        forward_peak=round(account["most", FORWARD]),
-        backward_peak=round(account["most", BACKWARD]),
+        forward_peak=round(account[most, FORWARD]),
+        backward_peak=round(account[most, BACKWARD]),
         kept=round(account["memory", "kept"]),
         step=round(account["memory", "step"]),
-        weight_peak=round(account["most", WEIGHT]),
+        weight_peak=round(account[most, WEIGHT]),
         edges=round(account["memory", "edges"]),
         received=round(account["message", "received"]),
         sent=round(account["message", "sent"]),
@@ -105,8 +110,8 @@ def in_a_row(whole: Account, parts: Sequence[Account]) -> Account:
     for what, kept in ((FORWARD, "saved"), (BACKWARD, "saved"), (WEIGHT, "kept")):
         before = 0.0
         for part in parts:
-            most = found.get(("most", what), 0.0)
-            found["most", what] = max(most, before + part["most", what])
+            for key in ((most, what) for most in MOST.values()):
+                found[key] = max(found.get(key, 0.0), before + part[key])
             before += part["memory", kept]
     return Account({**whole.amounts, **found})
 
@@ -150,8 +155,10 @@ def price(local: LocalStage, device: Device) -> Account:
     sizes = footprint(local)
     for term in ("saved", "kept", "step", "edges"):
         add(("memory", term), getattr(sizes, term))
-    for part in (FORWARD, BACKWARD, WEIGHT):
-        add(("most", part), getattr(sizes, f"{part}_peak"))
+    for zero, most in MOST.items():
+        shared = footprint(local, beside_blocks(local, zero)) if zero else sizes
+        for part in (FORWARD, BACKWARD, WEIGHT):
+            add((most, part), getattr(shared, f"{part}_peak"))
     for end in ("received", "sent"):
         add(("message", end), getattr(sizes, end))
     for v in local.params:

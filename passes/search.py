@@ -257,10 +257,10 @@ def rough(
     ranks = candidate.mesh.axis_size("pp")
     v, m = candidate.stages_per_rank, candidate.microbatches
     in_flight = min(m * v, v * ranks + ranks - 1) if v > 1 else min(m, ranks)
-    peak = max(
-        sum(rank_memory([a] * v, candidate, footprint_of(a).most(in_flight)).values())
-        for a in kinds
-    )
+    peak = 0.0
+    for a in kinds:
+        most = footprint_of(a, candidate.shares).most(in_flight)
+        peak = max(peak, sum(rank_memory([a] * v, candidate, most).values()))
     return seconds, peak, candidate
 
 
