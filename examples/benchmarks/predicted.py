@@ -103,25 +103,28 @@ class Row:
 class Planner:
     """What the planner knows of a workload on a cluster."""
 
-    def __init__(self, of: Sketch, cluster: Cluster, workload: str) -> None:
+    def __init__(
+        self, of: Sketch, cluster: Cluster, workload: str, samples: int = BATCH
+    ) -> None:
         self.of, self.cluster, self.workload = of, cluster, workload
+        self.samples = samples
         self.prices: Prices = make_prices(of, cluster)
-        self.space = make_space(of, cluster, BATCH)
+        self.space = make_space(of, cluster, samples)
 
-    def planned(self, candidate: Candidate, pick: bool = False) -> Planned:
-        """The plan of a candidate, whose layers are balanced if it has none."""
-        if not candidate.layers:
-            priced = rough(candidate, self.space, self.prices)
-            assert priced is not None, f"too few layers for {candidate}"
-            candidate = priced[-1]
-        estimate = run_on_paper(candidate, self.prices, self.cluster)
-        plan = plan_of(candidate, self.of).to_json()
-        return Planned(self.workload, estimate, plan, pick)
+    def choice(self, choice: Choice) -> Planned:
+        """The plan of a choice, its layers balanced."""
+        priced = rough(choice.candidate(self.samples), self.space, self.prices)
+        assert priced is not None, f"too few layers for {choice}"
+        return self._planned(priced[-1])
 
     def pick(self) -> Planned:
         """What it would choose itself, of all that there is."""
-        found = find_plans(self.of, self.cluster, BATCH)
-        return self.planned(found.best[0].candidate, pick=True)
+        found = find_plans(self.of, self.cluster, self.samples)
+        return replace(self._planned(found.best[0].candidate), pick=True)
+
+    def _planned(self, candidate: Candidate) -> Planned:
+        estimate = run_on_paper(candidate, self.prices, self.cluster)
+        return Planned(self.workload, estimate, plan_of(candidate, self.of).to_json())
 
 
 def predict(profile: Path | None, choices: Sequence[Choice]) -> Iterator[Planned]:
@@ -136,7 +139,7 @@ def predict(profile: Path | None, choices: Sequence[Choice]) -> Iterator[Planned
         for ranks in RANKS:
             own = [c for c in choices if c.ranks == ranks]
             planner = Planner(of, measured_cluster(ranks, profile), workload)
-            found = [planner.planned(choice.candidate(BATCH)) for choice in own]
+            found = [planner.choice(choice) for choice in own]
             pick = planner.pick()
             known = [p.plan for p in found]
             if own and pick.plan in known:
