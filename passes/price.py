@@ -113,7 +113,7 @@ def in_a_row(whole: Account, parts: Sequence[Account]) -> Account:
             for key in ((most, what) for most in MOST.values()):
                 found[key] = max(found.get(key, 0.0), before + part[key])
             before += part["memory", kept]
-    # A weight that both ends use is whole from one use to the other, as its gradient is.
+    # A weight that both ends use is whole between its uses, and so is its gradient.
     twice = sum(part["memory", "parameters"] for part in parts)
     tied = max(0.0, twice - whole["memory", "parameters"])
     for key in ((MOST[3], FORWARD), (MOST[2], BACKWARD), (MOST[3], BACKWARD)):
