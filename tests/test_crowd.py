@@ -7,8 +7,11 @@ import random
 
 import pytest
 
-from passes.crowd import Crowd, simulate_crowd
+from autopar.cluster_file import cluster_data, cluster_from
+from passes.cluster import ClusterError
+from passes.crowd import ALONE, Crowd, simulate_crowd
 from passes.make_schedule import make_schedule
+from passes.mesh import Mesh
 from passes.schedule import Kind, Schedule, add_communication
 from passes.simulate_schedule import simulate
 
@@ -75,6 +78,16 @@ def test_spans_are_those_of_small_steps_of_time(name, each, crowd):
     )
     lower = simulate(schedule, *seconds, 0.3).total
     assert run.total >= lower * (1 - 1e-9)
+
+
+def test_a_cluster_says_who_shares_its_cores() -> None:
+    data = {"devices": 4, "device": "CPU", "cores": 2}
+    cluster = cluster_from(data)
+    assert cluster_from(cluster_data(cluster)) == cluster
+    assert cluster.crowd(Mesh.parse("pp=2,tp=2")) == Crowd(2, 2)
+    assert cluster_from({**data, "cores": 0}).crowd(Mesh.parse("pp=4")) == ALONE
+    with pytest.raises(ClusterError, match=r"the cores of the cluster are -1"):
+        cluster_from({**data, "cores": -1})
 
 
 def by_small_steps(
