@@ -152,9 +152,8 @@ class Executor:
         if self.loss_scale is None:
             self._end_gradients(before)
             return self._loss()[0]
-        overflowed = self.loss_scale.unscale_(b.flat for b in self.buckets)
-        loss, ranks = self._loss(int(overflowed))
-        overflowed = bool(ranks)  # on this one or another
+        loss, count = self._loss(self.loss_scale.unscale_(b.flat for b in self.buckets))
+        overflowed = bool(count)  # on this rank or another
         self.loss_scale.update(overflowed)
         self._end_gradients(before, overflowed)
         return loss
@@ -340,7 +339,7 @@ class Executor:
         place = (send.stage * 2 + backward) * self.program.schedule.microbatches
         return (place + send.microbatch) * 16 + n
 
-    def _loss(self, count: int = 0) -> tuple[Tensor, Tensor]:
+    def _loss(self, count: Tensor | int = 0) -> tuple[Tensor, Tensor]:
         """The loss of the whole batch, from the shares of ranks and microbatches; and,
         in the same message, the sum of a number over all ranks.
         """
@@ -354,6 +353,6 @@ class Executor:
                 if axis != "pp" and axis not in program.loss_pending:
                     total /= size
         self._losses.clear()
-        both = torch.stack([total, torch.full_like(total, count)])
+        both = torch.stack([total, torch.zeros_like(total) + count])
         self.comm.reduce_ranks_(both, tuple(range(program.mesh.size)))
         return both[0].to(getattr(torch, program.loss_dtype)), both[1]

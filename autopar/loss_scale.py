@@ -28,10 +28,10 @@ class LossScale:
     good: int = 0
     skipped: int = 0
 
-    def unscale_(self, gradients: Iterable[Tensor]) -> bool:
-        """Divide in place by the scale; whether any of them overflowed."""
+    def unscale_(self, gradients: Iterable[Tensor]) -> Tensor | int:
+        """Divide in place by the scale; how many of them overflowed. Waits for none."""
         finite = [g.mul_(1.0 / self.scale).isfinite().all() for g in gradients]
-        return not all(map(bool, finite))
+        return sum(one.logical_not() for one in finite)
 
     def update(self, overflowed: bool) -> None:
         """After a step, whose gradients are all finite or not."""
