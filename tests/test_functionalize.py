@@ -86,10 +86,20 @@ def logical(m: Body, x: Tensor) -> Tensor:
     return x * mask
 
 
+def returned_as_it_is(m: Body, x: Tensor) -> Tensor:
+    h = x * m.weight
+    same = F.dropout(h, 0.5, training=False)
+    same.mul_(2)
+    return h
+
+
 ALLOWED = [
     chain, named_twice, read_before, literal, filled, copied, view_of_dead_base,
     activations, own_input, logical,
 ]  # fmt: skip
+# The capture of torch 2.14 sees that what an op returns as it is is the same tensor.
+SEES_SAME = torch.__version__ >= (2, 14)
+ALLOWED += [returned_as_it_is] * SEES_SAME
 
 
 @pytest.mark.parametrize("body", ALLOWED)
@@ -121,14 +131,8 @@ def part(m: Body, x: Tensor) -> Tensor:
     return h
 
 
-def returned_as_it_is(m: Body, x: Tensor) -> Tensor:
-    h = x * m.weight
-    same = F.dropout(h, 0.5, training=False)
-    same.mul_(2)
-    return h
-
-
-VIEWS = [base_read_later, view_read_later, part, returned_as_it_is]
+VIEWS = [base_read_later, view_read_later, part]
+VIEWS += [returned_as_it_is] * (not SEES_SAME)
 
 
 @pytest.mark.parametrize("body", VIEWS)
