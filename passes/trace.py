@@ -257,7 +257,7 @@ def _read(
         elif node.name in signature.inputs_to_lifted_tensor_constants:
             kind, name = "c", node.name
             target = signature.inputs_to_lifted_tensor_constants[node.name]
-            literals[name] = exported.constants[target]
+            literals[name] = exported.constants[target].cpu()  # as all while compiling
         else:
             kind, name = "input", next(unread)
             if name in reader.builder.taken:
