@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from passes.crowd import ALONE, Crowd
 from passes.errors import AutoparError
@@ -151,25 +151,42 @@ class Cluster:
         """size ranks, `stride` apart, the first and the last within `span` devices."""
         here = next((i for i, x in enumerate(self.levels) if x.devices >= span), None)
         if here is None:
-            return Link(size, math.inf, 0.0, stride, self.messages)
+            return Link(size, math.inf, 0.0, None, stride, self.messages)
         level = self.levels[here]
         speed = level.bytes_per_second * level.efficiency
-        if here > 0:
-            # Ranks of the group in one node share what that node's devices can send.
-            together = max(1, min(size, self.levels[here - 1].devices // stride))
-            inner = self.levels[here - 1]
-            speed = min(speed * together, inner.bytes_per_second * inner.efficiency)
-        return Link(size, speed, level.latency, stride, self.messages)
+        if here == 0:
+            return Link(size, speed, level.latency, None, stride, self.messages)
+        # Ranks of the group in one node share what that node's devices can send.
+        inner = self.levels[here - 1]
+        near = Near(
+            max(1, min(size, inner.devices // stride)),
+            inner.bytes_per_second * inner.efficiency,
+            inner.latency,
+        )
+        return Link(size, speed, level.latency, near, stride, self.messages)
 
 
 @dataclass(frozen=True)
-class Link:
-    """ranks that talk to each other; bytes a second of each; seconds of a message; and
-    what was measured between ranks that are `stride` apart."""
+class Near:
+    """How many ranks of a group that spans nodes are in one of them, and what these
+    talk over, see `Link`."""
 
     ranks: int
     bytes_per_second: float
     latency: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """ranks that talk to each other; bytes a second that the device of each sends as
+    far as the group reaches; seconds of a message. near: of those in one node, where
+    the group spans several. messages: what was measured between ranks that are `stride`
+    apart."""
+
+    ranks: int
+    bytes_per_second: float
+    latency: float
+    near: Near | None = None
     stride: int = 1
     messages: Messages = field(default_factory=Messages)
 
@@ -182,22 +199,43 @@ class Link:
         return self.find(kind, whole)[0]
 
     def find(self, kind: str, whole: float) -> tuple[float, str]:
-        """The same, and how it was found, see `passes.measured`; what was not measured
-        goes by rings (Thakur, Rabenseifner, Gropp 2005, section 4)."""
-        n = self.ranks
-        if n < 2:
+        """The same, and how it was found, see `passes.measured`."""
+        if self.ranks < 2:
             return 0.0, TABLE
-        took, how = self.messages.seconds(kind, n, self.stride, whole)
+        took, how = self.messages.seconds(kind, self.ranks, self.stride, whole)
         if how != TABLE:
             return took, how
-        rounds, moved = {
-            "all_reduce": (2 * (n - 1), 2 * whole * (n - 1) / n),
-            "all_gather": (n - 1, whole * (n - 1) / n),
-            "reduce_scatter": (n - 1, whole * (n - 1) / n),
-            "all_to_all": (n - 1, whole * (n - 1) / n),
-            "send": (1, whole),
-        }[kind]
-        return rounds * self.latency + moved / self.bytes_per_second, TABLE
+        return self._from_table(kind, whole), TABLE
+
+    def _from_table(self, kind: str, whole: float) -> float:
+        """By rings (Thakur, Rabenseifner, Gropp 2005, section 4), or by two trees where
+        an all-reduce is small (Sanders, Speck, Traff 2009), as NCCL chooses."""
+        n = self.ranks
+        near = self.near or Near(n, self.bytes_per_second, self.latency)
+        nodes = math.ceil(n / near.ranks)
+        moved = whole * (n - 1) / n
+        # A ring enters each node once; what crosses is shared by all devices in it.
+        ring = (n - nodes) * near.latency + (nodes - 1) * self.latency
+        shared = self.bytes_per_second
+        if self.near:
+            shared = min(shared * near.ranks, near.bytes_per_second)
+        if kind in ("all_gather", "reduce_scatter"):
+            return ring + moved / shared
+        if kind == "all_reduce":
+            # Trees join the nodes; in one, ranks are a chain.
+            tree = (near.ranks - 1) * near.latency + math.log2(nodes) * self.latency
+            return 2 * min(ring + moved / shared, tree + whole / shared)
+        if kind == "all_to_all":
+            # To each by itself; to other nodes by the device's own link.
+            far, close = n - near.ranks, near.ranks - 1
+            slowest = max(far / self.bytes_per_second, close / near.bytes_per_second)
+            return far * self.latency + close * near.latency + whole / n * slowest
+        assert kind == "send", f"a link prices no {kind}"
+        return self.latency + whole / shared
+
+    def without_latency(self) -> Link:
+        near = replace(self.near, latency=0.0) if self.near else None
+        return replace(self, latency=0.0, near=near)
 
 
 def _positive(what: str, value: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from passes.cluster import Device, Link
@@ -147,7 +147,7 @@ class ValueCosts:
         device = setting.device
         speed = device.bytes_per_second * device.bandwidth_efficiency
         # Gradients go together, so each only adds its bytes to the message.
-        link = replace(setting.link, latency=0.0)
+        link = setting.link.without_latency()
         reduction = link.seconds("all_reduce", amount) if have == V else 0.0
         update = OPTIMIZER_TRAFFIC * amount / speed
         return share * update, share * reduction, float(amount * (2 + OPTIMIZER_STATES))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 
 import torch
@@ -84,9 +83,8 @@ def seconds_of(account: Account, axis: str, link: Link, microbatches: int = 1) -
         for key, amount in account.amounts.items()
         if key[0] == "pending" and axis in key[1:]
     )
-    return total + replace(link, latency=0.0).seconds("all_reduce", pending) / (
-        microbatches
-    )
+    reduced = link.without_latency().seconds("all_reduce", pending)
+    return total + reduced / microbatches
 
 
 def tp(size: int, **options) -> Plan:

@@ -13,6 +13,7 @@ from autopar.planner import sketch
 from examples.benchmarks import published_formulas as formulas
 from examples.benchmarks import published_runs as megatron
 from examples.benchmarks import published_sweep as sweep
+from examples.benchmarks.published_picks import picked
 from examples.gpt import GPT, Config
 from passes.symbolic import parameters, size
 
@@ -67,11 +68,10 @@ def test_steps_of_larger_models_are_predicted_from_small_ones() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("known", "other"), [("1B", "8B"), ("8B", "1B")])
 def test_plans_picked_by_constants_of_another_model(known, other) -> None:
-    found = sweep.picked(other, sweep.fitted(known))
+    found = picked(other, sweep.fitted(known))
     assert len(found) == 6
-    regrets = [picked.regret for picked in found]
+    regrets = [pick.regret for pick in found]
+    assert mean(regrets) < 0.1, regrets
     assert median(regrets) < 0.05, regrets
-    # Not the 10 % that are aimed at: on one number of nodes each, the pick is a run
-    # that took 2 and 13 times as long as the best, which the model does not explain.
-    assert mean(regrets) < 0.2, regrets
-    assert mean(picked.faster for picked in found) > 0.65
+    assert mean(pick.correlation for pick in found) > 0.6
+    assert mean(pick.faster for pick in found) > 0.65

@@ -8,7 +8,9 @@
 """
 
 import argparse
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 
@@ -21,6 +23,7 @@ from autopar.planner import find_plans  # noqa: E402
 from examples.benchmarks import published_formulas as formulas  # noqa: E402
 from examples.benchmarks import published_runs as megatron  # noqa: E402
 from examples.benchmarks import published_sweep as sweep  # noqa: E402
+from examples.benchmarks.published_picks import picked  # noqa: E402
 
 
 def show(title: str, lines: list[dict[str, object]]) -> None:
@@ -104,11 +107,14 @@ def show_choices() -> None:
 
 
 def show_sweep() -> None:
+    ratios = [abs(math.log(got / known)) for got, known in sweep.collectives()]
+    print(f"\nfitted to {len(ratios)} collectives: {sweep.links()}")
+    print(f"off by a factor of {math.exp(mean(ratios)):.2f} on average")
     first, second = sweep.MODELS
     everything = []
     for known, other in ((first, second), (second, first)):
         constants = sweep.fitted(known)
-        found = sweep.picked(other, constants)
+        found = picked(other, constants)
         everything += found
         print(f"\nfitted to {known}: {constants}")
         show(
@@ -126,8 +132,16 @@ def show_sweep() -> None:
                 for p in found
             ],
         )
-    regrets = [p.regret for p in everything]
-    print(f"\nregret: mean {mean(regrets):.1%}, median {median(regrets):.1%}")
+        show_regrets([p.regret for p in found])
+        calm = picked(other, replace(constants, stall=0.0))
+        print("if nothing stalled, ", end="")
+        show_regrets([p.regret for p in calm])
+    print("\nboth ways, ", end="")
+    show_regrets([p.regret for p in everything])
+
+
+def show_regrets(regrets: list[float]) -> None:
+    print(f"regret: mean {mean(regrets):.1%}, median {median(regrets):.1%}")
 
 
 def main() -> None:

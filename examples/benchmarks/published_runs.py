@@ -11,12 +11,12 @@ tensor parallel ranks hold alike to the next stage, to be gathered inside of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
 from autopar.hardware import cluster_of
 from autopar.planner import Sketch, make_prices
+from examples.benchmarks.published_fit import descend
 from examples.benchmarks.published_models import Row, gpt, in_turn, read
 from passes.cluster import Cluster
 from passes.estimate import (
@@ -199,25 +199,8 @@ def fitted() -> Constants:
         of_layers = [math.log(got / known) for got, known in both]
         return sum(e * e for e in (*steps, *of_layers))
 
-    return descend(Constants(0.75, 0.8, 0.6), error)
-
-
-def descend(start: Constants, error: Callable[[Constants], float]) -> Constants:
-    """Coordinate steps that halve while nothing gets better."""
-    best, least, step = start, error(start), 0.1
-    while step > 0.002:
-        tries = [
-            replace(best, **{name: getattr(best, name) * factor})
-            for name in ("products", "copies", "links")
-            for factor in (1 + step, 1 / (1 + step))
-        ]
-        tries = [c for c in tries if max(c.products, c.copies, c.links) <= 1]
-        found = min(tries, key=error)
-        if error(found) < least:
-            best, least = found, error(found)
-        else:
-            step /= 2
-    return best
+    most = {"products": 1.0, "copies": 1.0, "links": 1.0}
+    return descend(Constants(0.75, 0.8, 0.6), error, most, step=0.1, until=0.002)
 
 
 def _billions(run: Run) -> float:

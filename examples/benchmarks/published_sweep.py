@@ -1,53 +1,75 @@
-"""Throughput of the Ultra-Scale sweep on H100s, predicted, and the plans picked by it.
+"""Throughput of the Ultra-Scale sweep on H100s, predicted.
 
-Constants are fitted to one of its two models, the other is predicted. nanotron adds
-gradients up in 32 bits, and starts ops one by one from Python: where they are short,
-the host is what takes the time.
+Links are those that the sweep's authors measured on the same machine; what products
+reach, the host's times and stalls are fitted to one of the sweep's two models, and the
+other is predicted.
+
+nanotron adds gradients up in 32 bits, and starts ops one by one from Python: where they
+are short, the host is what takes the time. Without ZeRO it reduces buckets of gradients
+while the last backward runs; with it, all of them after that, in slices of each
+parameter that the host copies one by one. What a stage sends to another is announced by
+two small messages that the host waits for.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import mean
 
 from autopar.hardware import cluster_of
 from autopar.planner import make_prices
+from examples.benchmarks.published_fit import descend
 from examples.benchmarks.published_models import Row, in_turn, llama, read
 from passes.cluster import Cluster
 from passes.estimate import Candidate, stage_seconds, step_parts
 from passes.mesh import Mesh
-from passes.price import Account, footprint_of, retimed
-from passes.search import (
-    ALIKE,
-    Prices,
-    Space,
-    accounts_of,
-    complexity,
-    rough,
-    rough_seconds,
-)
+from passes.price import BACKWARD, FORWARD, Account, footprint_of, retimed
+from passes.search import Prices, Space, accounts_of, rough, rough_seconds
 
 MODELS = ("1B", "8B")
 BATCH, TOKENS = 256, 256 * 4096
 # Bytes of a parameter and its gradient; of what Adam works on, in 4 bytes each.
 WEIGHTS, OPTIMIZER = 2 + 4, 12
 TENSORS = 6  # parameters of a layer, with q, k, v in one and gate and up in one
+BUCKET = 25e6  # bytes of parameters whose gradients are reduced at once
+MESSAGES = 3  # of each tensor between stages
+# What adding a gradient up in 4 bytes moves more than in its own type.
+ADDED = 8
 USABLE = 0.85  # of a device's memory: near its end, allocations take most of the time
 
 
 @dataclass(frozen=True)
-class Constants:
-    """What is fitted: the shares of peak that products, links inside of a node, and the
-    network reach, the seconds of the host for each op, and of a message."""
+class Links:
+    """Shares of the peak that links in a node and the network reach; seconds of a
+    message over the network."""
 
+    inside: float = 0.7
+    network: float = 0.6
+    latency: float = 1e-4
+
+    def of(self, cluster: Cluster) -> Cluster:
+        near, *far = cluster.levels
+        levels = [replace(near, efficiency=self.inside)]
+        for level in far:
+            fitted = replace(level, efficiency=self.network, latency=self.latency)
+            levels.append(fitted)
+        return replace(cluster, levels=tuple(levels))
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What is fitted: the share of the peak that products reach, the seconds of the
+    host for each op and for each slice of a parameter that it copies, and the seconds
+    that a microbatch's way through a pipeline stalls for each node that takes part: one
+    late host holds up all (Hoefler, Schneider, Lumsdaine 2010)."""
+
+    links: Links
     products: float = 0.7
-    links: float = 0.6
-    network: float = 0.4
-    dispatch: float = 4e-5
-    latency: float = 1.5e-5
+    dispatch: float = 5e-5
+    copy: float = 5e-6
+    stall: float = 0.0
 
     def of(self, cluster: Cluster) -> Cluster:
         device = replace(
@@ -56,14 +78,7 @@ class Constants:
             dispatch=self.dispatch,
             fused=True,
         )
-        shares = (self.links, self.network)
-        levels = tuple(
-            replace(level, efficiency=share, latency=seconds)
-            for level, share, seconds in zip(
-                cluster.levels, shares, (5e-6, self.latency), strict=False
-            )
-        )
-        return replace(cluster, device=device, levels=levels)
+        return replace(self.links.of(cluster), device=device)
 
 
 @dataclass(frozen=True)
@@ -77,16 +92,25 @@ class Run:
     measured_memory: float
     accounts: tuple[Account, ...]
 
+    @property
+    def stalls(self) -> int:
+        """How many times a microbatch's way may stall for one node."""
+        stages = self.candidate.mesh.axis_size("pp")
+        if stages == 1 or self.nodes == 1:
+            return 0
+        return self.nodes * self.candidate.microbatches
+
     def predict(self, constants: Constants) -> float:
         """Tokens a second and GPU."""
         cluster = constants.of(_cluster(self.nodes))
         accounts = [retimed(a, cluster.device) for a in self.accounts]
         seconds = rough_seconds(accounts, self.candidate, cluster)
-        calls = _calls(self.candidate, cluster)
-        if self.candidate.zero or self.candidate.mesh.axis_size("pp") > 1:
-            seconds += calls
+        if self.candidate.zero:
+            slices = self.candidate.data_parallel * max(self.candidate.layers) * TENSORS
+            seconds += 2 * slices * constants.copy  # gradients, and parameters
         else:
-            seconds -= _hidden(accounts[0], self.candidate, cluster, calls)
+            seconds += _in_buckets(accounts[0], self.candidate, cluster)
+        seconds += self.stalls * constants.stall
         return TOKENS / seconds / cluster.devices
 
     @property
@@ -106,24 +130,17 @@ class Run:
         )
 
 
-def _calls(candidate: Candidate, cluster: Cluster) -> float:
-    """Seconds of messages: nanotron reduces the gradient of each parameter by itself,
-    where `passes.estimate` counts all in one."""
-    dp = candidate.mesh.axis_size("dp")
-    if dp == 1:
+def _in_buckets(account: Account, candidate: Candidate, cluster: Cluster) -> float:
+    """Seconds more (or less) than for all gradients at once after the last backward,
+    where they are reduced in buckets, beside it."""
+    if candidate.mesh.axis_size("dp") == 1:
         return 0.0
-    latency = cluster.link(candidate.mesh, ("dp",)).latency
-    return TENSORS * max(candidate.layers) * 2 * (dp - 1) * latency
-
-
-def _hidden(
-    account: Account, candidate: Candidate, cluster: Cluster, calls: float
-) -> float:
-    """Seconds less where gradients are reduced while the last backward runs, as without
-    ZeRO and without a pipeline, whose own messages have to come through."""
     took = stage_seconds(account, candidate, cluster)
-    reduced = step_parts(account, candidate, cluster).get("gradients dp", 0.0)
-    return min(reduced, took.backward + took.weight - calls)
+    buckets = account["memory", "parameters"] / BUCKET
+    link = cluster.link(candidate.mesh, ("dp",))
+    starts = buckets * link.seconds("all_reduce", 0.0)
+    reduced = step_parts(account, candidate, cluster)["gradients dp"] + starts
+    return starts - min(reduced, took.backward + took.weight)
 
 
 def _cluster(nodes: int) -> Cluster:
@@ -141,7 +158,7 @@ def runs(model: str) -> tuple[Run, ...]:
     found = []
     for (nodes, _), rows in repeats.items():
         throughput = mean(float(row["tok_s_gpu"]) for row in rows)
-        cluster = Constants().of(_cluster(nodes))
+        cluster = Constants(Links()).of(_cluster(nodes))
         prices = _prices(rows[0])
         space = Space(cluster, BATCH, int(rows[0]["layers"]), tp=())
         ranked = rough(_candidate(rows[0]), space, prices)
@@ -150,7 +167,7 @@ def runs(model: str) -> tuple[Run, ...]:
         stages = accounts_of(candidate, prices)
         # Those inside are alike: one of them does.
         kinds = [*stages[:2], *stages[2:][-1:]]
-        accounts = tuple(map(_in_float32, in_turn(kinds, tp=1)))
+        accounts = tuple(map(_of_nanotron, in_turn(kinds, tp=1)))
         memory = max(float(row["mem_gb"]) for row in rows)
         found.append(Run(nodes, candidate, throughput, memory, accounts))
     return tuple(found)
@@ -173,116 +190,71 @@ def _prices(row: Row) -> Prices:
 
 @cache
 def _prices_of(sizes: tuple[int, ...], tied: bool) -> Prices:
-    return make_prices(llama(*sizes, tied=tied), Constants().of(_cluster(1)))
+    return make_prices(llama(*sizes, tied=tied), Constants(Links()).of(_cluster(1)))
 
 
-def _in_float32(account: Account) -> Account:
-    """Gradients, and what the optimizer works on, have 4 bytes."""
-    return account + Account({("memory", "trained"): account["memory", "trained"]})
+def _of_nanotron(account: Account) -> Account:
+    """Gradients, and what the optimizer works on, have 4 bytes; messages to other
+    stages are announced."""
+    parameters = account["memory", "parameters"] / 2
+    added = {
+        ("memory", "trained"): account["memory", "trained"],
+        ("moved", BACKWARD): ADDED * parameters,
+    }
+    for part in (FORWARD, BACKWARD):
+        key = ("calls", part, "send", "pp")
+        added[key] = (MESSAGES - 1) * account[key]
+    return account + Account(added)
 
 
 # --- Fitting ----------------------------------------------------------------------
 
 
 @cache
+def links() -> Links:
+    """Those with the least squared errors over the measured collectives."""
+
+    def error(tried: Links) -> float:
+        return sum(math.log(got / known) ** 2 for got, known in collectives(tried))
+
+    most = {"inside": 1.0, "network": 1.0, "latency": math.inf}
+    return descend(Links(), error, most, until=0.005)
+
+
+def collectives(tried: Links | None = None) -> list[tuple[float, float]]:
+    """Of each measured collective the seconds, predicted (by the links that are fitted,
+    or by others) and measured."""
+    tried = tried or links()
+    found = []
+    for row in read("ultrascale_collectives"):
+        n, whole = int(row["ranks"]), int(row["mib"]) * 2.0**20
+        cluster = tried.of(_cluster(int(row["nodes"])))
+        link = cluster.link(Mesh((("dp", n),)), ("dp",))
+        # What is plotted is what each rank sends in a ring.
+        sent = whole * (n - 1) / n * (2 if row["kind"] == "all_reduce" else 1)
+        took = sent / (float(row["gb_per_second"]) * 1e9)
+        found.append((link.seconds(row["kind"], whole), took))
+    return found
+
+
+@cache
 def fitted(model: str) -> Constants:
-    """The constants that predict a model's runs best, on average, of those that are
-    at least half as fast as the best on as many nodes."""
+    """The constants that predict a model's runs best, on average: all but stalls of
+    those that are at least half as fast as the best on as many nodes; stalls of all
+    that have a pipeline over several nodes."""
+    every = runs(model)
+    faster = [r for r in every if r.throughput > best(model, r.nodes) / 2]
+    piped = [r for r in every if r.stalls]
 
-    faster = [r for r in runs(model) if r.throughput > best(model, r.nodes) / 2]
+    def error(constants: Constants, rows: list[Run]) -> float:
+        return mean(abs(math.log(r.predict(constants) / r.throughput)) for r in rows)
 
-    def error(constants: Constants) -> float:
-        return mean(
-            abs(math.log(run.predict(constants) / run.throughput)) for run in faster
-        )
-
-    return descend(Constants(), error)
+    most = {"products": 1.0, "dispatch": math.inf, "copy": math.inf}
+    well = descend(Constants(links()), lambda c: error(c, faster), most)
+    started = replace(well, stall=1e-3)
+    return descend(started, lambda c: error(c, piped), {"stall": math.inf})
 
 
 @cache
 def best(model: str, nodes: int) -> float:
     return max(run.throughput for run in runs(model) if run.nodes == nodes)
-
-
-def descend(start: Constants, error: Callable[[Constants], float]) -> Constants:
-    """Steps along one constant at a time, which halve while nothing gets better."""
-    chosen, least, step = start, error(start), 0.2
-    while step > 0.02:
-        tries = [
-            replace(chosen, **{name: getattr(chosen, name) * factor})
-            for name in ("products", "links", "network", "dispatch", "latency")
-            for factor in (1 + step, 1 / (1 + step))
-        ]
-        tries = [c for c in tries if max(c.products, c.links, c.network) <= 1]
-        errors = [error(c) for c in tries]
-        if min(errors) < least:
-            least = min(errors)
-            chosen = tries[errors.index(least)]
-        else:
-            step /= 2
-    return chosen
-
-
-# --- Results ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Picked:
-    """Of the runs of a model on so many nodes: what we pick, what it loses to the best
-    that was measured, and how well the order is predicted: rank correlation of all,
-    and of those at least half as fast as the best."""
-
-    model: str
-    nodes: int
-    count: int
-    pick: Candidate
-    best: Candidate
-    regret: float
-    correlation: float
-    faster: float
-
-
-def picked(model: str, constants: Constants) -> list[Picked]:
-    found = []
-    for nodes in sorted({run.nodes for run in runs(model)}):
-        own = [run for run in runs(model) if run.nodes == nodes]
-        predicted = [run.predict(constants) for run in own]
-        measured = [run.throughput for run in own]
-        ours = _pick(own, predicted)
-        both = zip(predicted, measured, strict=True)
-        half = [(x, y) for x, y in both if y > max(measured) / 2]
-        fastest = own[measured.index(max(measured))]
-        found.append(
-            Picked(
-                model,
-                nodes,
-                len(own),
-                ours.candidate,
-                fastest.candidate,
-                1 - ours.throughput / fastest.throughput,
-                rank_correlation(predicted, measured),
-                rank_correlation(*zip(*half, strict=True)),
-            )
-        )
-    return found
-
-
-def _pick(own: Sequence[Run], predicted: Sequence[float]) -> Run:
-    """What the planner would choose of these: the simplest of those that fit and are
-    as fast, to within what estimates can tell."""
-    fitting = [(x, run) for x, run in zip(predicted, own, strict=True) if run.fits]
-    fastest = max(x for x, _ in fitting)
-    alike = [(x, run) for x, run in fitting if x * (1 + ALIKE) >= fastest]
-    return min(alike, key=lambda pair: (complexity(pair[1].candidate), -pair[0]))[1]
-
-
-def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Spearman's, of values without ties."""
-
-    def ranks(values: Sequence[float]) -> list[int]:
-        order = sorted(range(len(values)), key=values.__getitem__)
-        return [order.index(i) for i in range(len(values))]
-
-    n = len(xs)
-    apart = sum((a - b) ** 2 for a, b in zip(ranks(xs), ranks(ys), strict=True))
-    return 1 - 6 * apart / (n * (n * n - 1))

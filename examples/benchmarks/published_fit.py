@@ -1,0 +1,41 @@
+"""Fitting: the constants with the least error over calibration rows, by a procedure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def descend(
+    start: T,
+    error: Callable[[T], float],
+    most: dict[str, float],
+    step: float = 0.2,
+    until: float = 0.02,
+) -> T:
+    """Steps along one constant at a time, each time the best one, which halve while
+    nothing gets better.
+
+    start: a dataclass. most: of its fields, those to fit, and how large each may get.
+    step: the first, as a share of a constant; until: the least.
+    """
+    chosen: Any = start
+    least = error(chosen)
+    while step > until:
+        tries: list[Any] = [
+            replace(chosen, **{name: value})
+            for name, limit in most.items()
+            for factor in (1 + step, 1 / (1 + step))
+            if (value := getattr(chosen, name) * factor) <= limit
+        ]
+        errors = [error(constants) for constants in tries]
+        if min(errors) < least:
+            least = min(errors)
+            chosen = tries[errors.index(least)]
+        else:
+            step /= 2
+    found: T = chosen
+    return found

@@ -1,0 +1,72 @@
+"""The plans that we pick among the Ultra-Scale sweep's runs, and what they lose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from examples.benchmarks.published_sweep import Constants, Run, runs
+from passes.estimate import Candidate
+from passes.search import ALIKE, complexity
+
+
+@dataclass(frozen=True)
+class Picked:
+    """Of the runs of a model on so many nodes: what we pick, what it loses to the best
+    that was measured, and how well the order is predicted: rank correlation of all,
+    and of those at least half as fast as the best."""
+
+    model: str
+    nodes: int
+    count: int
+    pick: Candidate
+    best: Candidate
+    regret: float
+    correlation: float
+    faster: float
+
+
+def picked(model: str, constants: Constants) -> list[Picked]:
+    found = []
+    for nodes in sorted({run.nodes for run in runs(model)}):
+        own = [run for run in runs(model) if run.nodes == nodes]
+        predicted = [run.predict(constants) for run in own]
+        measured = [run.throughput for run in own]
+        ours = _pick(own, predicted)
+        both = zip(predicted, measured, strict=True)
+        half = [(x, y) for x, y in both if y > max(measured) / 2]
+        fastest = own[measured.index(max(measured))]
+        found.append(
+            Picked(
+                model,
+                nodes,
+                len(own),
+                ours.candidate,
+                fastest.candidate,
+                1 - ours.throughput / fastest.throughput,
+                rank_correlation(predicted, measured),
+                rank_correlation(*zip(*half, strict=True)),
+            )
+        )
+    return found
+
+
+def _pick(own: Sequence[Run], predicted: Sequence[float]) -> Run:
+    """What the planner would choose of these: the simplest of those that fit and are
+    as fast, to within what estimates can tell."""
+    fitting = [(x, run) for x, run in zip(predicted, own, strict=True) if run.fits]
+    fastest = max(x for x, _ in fitting)
+    alike = [(x, run) for x, run in fitting if x * (1 + ALIKE) >= fastest]
+    return min(alike, key=lambda pair: (complexity(pair[1].candidate), -pair[0]))[1]
+
+
+def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Spearman's, of values without ties."""
+
+    def ranks(values: Sequence[float]) -> list[int]:
+        order = sorted(range(len(values)), key=values.__getitem__)
+        return [order.index(i) for i in range(len(values))]
+
+    n = len(xs)
+    apart = sum((a - b) ** 2 for a, b in zip(ranks(xs), ranks(ys), strict=True))
+    return 1 - 6 * apart / (n * (n * n - 1))

@@ -1,0 +1,65 @@
+"""What collectives take on links in a node and between nodes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from autopar.hardware import cluster_of
+from passes.cluster import Link, Near
+from passes.mesh import Mesh
+
+FAR, CLOSE = 1e-4, 1e-6
+BYTES = 1e9
+
+
+def over(nodes: int, each: int) -> Link:
+    """Ranks that send 1 GB/s out of their node, 10 GB/s in it."""
+    return Link(nodes * each, 1e9, FAR, Near(each, 1e10, CLOSE))
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_a_ring_enters_each_node_once(kind: str) -> None:
+    link = over(nodes=4, each=2)
+    moved = BYTES * 7 / 8 / 2e9  # a node's two devices share what leaves it
+    assert link.seconds(kind, BYTES) == pytest.approx(moved + 3 * FAR + 4 * CLOSE)
+
+
+def test_a_large_all_reduce_is_two_passes_of_a_ring() -> None:
+    link = over(nodes=4, each=2)
+    gathered = link.seconds("all_gather", 100 * BYTES)
+    assert link.seconds("all_reduce", 100 * BYTES) == pytest.approx(2 * gathered)
+
+
+def test_a_small_all_reduce_takes_steps_by_the_logarithm_of_nodes() -> None:
+    took = [over(nodes, each=8).seconds("all_reduce", 8) for nodes in (8, 16, 32, 64)]
+    steps = [after - before for before, after in pairwise(took)]
+    assert steps == pytest.approx([2 * FAR] * 3)
+
+
+def test_what_goes_to_other_nodes_leaves_by_ones_own_link() -> None:
+    link = over(nodes=2, each=8)
+    moved = BYTES / 2 / 1e9  # half of all ranks are in the other node
+    latency = 8 * FAR + 7 * CLOSE
+    assert link.seconds("all_to_all", BYTES) == pytest.approx(moved + latency)
+    ring = link.seconds("all_gather", BYTES)
+    assert ring == pytest.approx(BYTES * 15 / 16 / 8e9 + FAR + 14 * CLOSE)
+
+
+def test_in_one_node_all_steps_are_alike() -> None:
+    link = Link(8, 1e10, CLOSE)
+    once = BYTES * 7 / 8 / 1e10 + 7 * CLOSE
+    assert link.seconds("all_gather", BYTES) == pytest.approx(once)
+    assert link.seconds("all_to_all", BYTES) == pytest.approx(once)
+    assert link.seconds("all_reduce", BYTES) == pytest.approx(2 * once)
+    assert link.without_latency().seconds("all_gather", BYTES) == BYTES * 7 / 8 / 1e10
+
+
+def test_a_group_knows_how_many_of_it_share_a_node() -> None:
+    cluster = cluster_of("32xH100")
+    mesh = Mesh((("dp", 16), ("tp", 2)))
+    near = cluster.link(mesh, ("dp",)).near
+    assert near is not None
+    assert near.ranks == 4
+    assert cluster.link(mesh, ("tp",)).near is None
