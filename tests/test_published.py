@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.planner import sketch
 from examples.benchmarks import published_formulas as formulas
+from examples.benchmarks import published_others as others
 from examples.benchmarks import published_runs as megatron
 from examples.benchmarks import published_sweep as sweep
 from examples.benchmarks.published_picks import picked
@@ -63,6 +64,17 @@ def test_steps_of_larger_models_are_predicted_from_small_ones() -> None:
     }
     assert len(errors) == 10
     assert max(map(abs, errors.values())) < 0.08, errors
+
+
+@pytest.mark.slow
+def test_steps_of_other_papers_are_predicted_with_the_same_constants() -> None:
+    constants = megatron.fitted()
+    errors = {
+        str(other.run.candidate): other.run.predict(constants) / other.run.seconds - 1
+        for other in others.other_runs()
+    }
+    assert len(errors) == 12
+    assert max(map(abs, errors.values())) < 0.2, errors
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """What is published of runs and formulas, beside what autopar says.
 
-    python examples/benchmarks/published.py             # formulas, and Megatron's runs
+    python examples/benchmarks/published.py             # formulas, and runs on A100s
     python examples/benchmarks/published.py --choose    # and our own plans for these
     python examples/benchmarks/published.py --sweep     # and plans picked on H100s
 
@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))  # the passes are found from any directory
 
 from autopar.planner import find_plans  # noqa: E402
 from examples.benchmarks import published_formulas as formulas  # noqa: E402
+from examples.benchmarks import published_others as others  # noqa: E402
 from examples.benchmarks import published_runs as megatron  # noqa: E402
 from examples.benchmarks import published_sweep as sweep  # noqa: E402
 from examples.benchmarks.published_picks import picked  # noqa: E402
@@ -88,6 +89,24 @@ def show_runs() -> None:
     show("Seconds of an iteration (arXiv 2104.04473, table 1)", lines)
 
 
+def show_others() -> None:
+    constants = megatron.fitted()
+    lines: list[dict[str, object]] = []
+    for other in others.other_runs():
+        run, found = other.run, other.run.predict(constants)
+        lines.append(
+            {
+                "source": other.source,
+                "model": run.name,
+                "plan": str(run.candidate),
+                "s": f"{found:.2f}",
+                "published": f"{run.seconds:.2f}",
+                "error": f"{found / run.seconds - 1:+.1%}",
+            }
+        )
+    show("Seconds of an iteration of other runs, with the same constants", lines)
+
+
 def show_choices() -> None:
     """Our plan for each model and its devices beside the authors', both estimated."""
     constants = megatron.fitted()
@@ -151,6 +170,7 @@ def main() -> None:
     wanted = parser.parse_args()
     show_formulas()
     show_runs()
+    show_others()
     if wanted.choose:
         show_choices()
     if wanted.sweep:

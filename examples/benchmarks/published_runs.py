@@ -35,7 +35,8 @@ FITTED_UP_TO = 20  # billions of parameters
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted: shares of the peak that products, copies, collectives reach."""
+    """What is fitted: shares of the peak that products, copies and collectives in a node
+    reach."""
 
     products: float
     copies: float
@@ -48,8 +49,9 @@ class Constants:
             bandwidth_efficiency=self.copies,
             fused=True,
         )
-        levels = tuple(replace(x, efficiency=self.links) for x in cluster.levels)
-        return replace(cluster, device=device, levels=levels)
+        inside, *network = cluster.levels
+        inside = replace(inside, efficiency=self.links)
+        return replace(cluster, device=device, levels=(inside, *network))
 
 
 @dataclass(frozen=True)
@@ -90,25 +92,25 @@ def _run(row: Row) -> Run:
         schedule="interleaved" if chunks > 1 else "1f1b",
         stages_per_rank=chunks,
         zero=0,
-        recompute="none",  # see `_again`
+        recompute="none",  # see `again`
         layers=(sizes["layers"] // stages,) * stages,
     )
     of = gpt(sizes["hidden"], sizes["heads"], sizes["layers"])
     prices = make_prices(of, cluster, sequence_parallel=False)
     found = prices(layer_mesh(candidate.mesh), "none", False, candidate.samples)
     accounts = [
-        account + _again(found) * runs
+        account + again(found) * runs
         for account, runs in zip(
             accounts_of(candidate, prices), candidate.layers, strict=True
         )
     ]
-    accounts = [a + _in_float32(a) for a in in_turn(accounts, sizes["tp"])]
+    accounts = [a + in_float32(a) for a in in_turn(accounts, sizes["tp"])]
     seconds = float(row["iter_time_s"])
     batch = int(row["gbs"])
     return Run(row["model"], seconds, of, batch, candidate, cluster, tuple(accounts))
 
 
-def _again(prices: LayerPrices) -> Account:
+def again(prices: LayerPrices) -> Account:
     """A layer's forward, in its backward. All of it: `passes.recompute` leaves out what
     only makes the layer's result."""
     assert prices.more is not None
@@ -121,7 +123,7 @@ def _again(prices: LayerPrices) -> Account:
     )
 
 
-def _in_float32(account: Account) -> Account:
+def in_float32(account: Account) -> Account:
     """What Megatron's optimizer moves beside what `passes.estimate` counts: gradients
     are copied to 4 bytes (6 bytes moved), unscaled (8) and clipped (12), Adam works on
     4 bytes (28), and parameters are copied back (6)."""
@@ -159,17 +161,17 @@ def layer_runs() -> tuple[LayerRun, ...]:
             UNFITTED.of(cluster_of("8xA100-80GB")),
             sequence_parallel=row["sp"] == "1",
         )
-        again = policy == "full"
-        found_prices = prices(mesh, "none" if again else policy, False, samples)
-        account = _overlapped(found_prices.stage(False, 1, False))
-        if again:
-            account = account + _again(found_prices)
+        full = policy == "full"
+        found_prices = prices(mesh, "none" if full else policy, False, samples)
+        account = overlapped(found_prices.stage(False, 1, False))
+        if full:
+            account = account + again(found_prices)
         forward, backward = float(row["fwd_ms"]) / 1e3, float(row["bwd_ms"]) / 1e3
         found.append(LayerRun(row["experiment"], forward, backward, candidate, account))
     return tuple(found)
 
 
-def _overlapped(account: Account) -> Account:
+def overlapped(account: Account) -> Account:
     """By the time of table 4, collectives of a backward ran beside its products: those
     of an input's gradient while the weight's is computed, and what is gathered again
     (half of all) while the input's is (Korthikanti 2022, section 4.2.2)."""

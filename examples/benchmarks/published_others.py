@@ -1,0 +1,94 @@
+"""Seconds of runs that nothing is fitted to: other papers, with the constants of
+`published_runs`.
+
+Megatron-LM by the time of Korthikanti 2022 (arXiv:2205.05198) runs collectives of the
+backward beside it, and with sequence parallelism each rank sends its own share to the
+next stage. Megatron-DeepSpeed (Smith 2022, arXiv:2201.11990; Le Scao 2022,
+arXiv:2211.05100) has neither, nor interleaved stages, and sends all that a rank holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from autopar.hardware import cluster_of
+from autopar.planner import make_prices
+from examples.benchmarks.published_models import Row, gpt, in_turn, read
+from examples.benchmarks.published_runs import (
+    UNFITTED,
+    Run,
+    again,
+    in_float32,
+    overlapped,
+)
+from passes.balance_layers import balance_layers
+from passes.cluster import Cluster
+from passes.estimate import Candidate
+from passes.mesh import Mesh
+from passes.search import accounts_of, layer_mesh
+
+
+@dataclass(frozen=True)
+class Other:
+    """A run, and where it is published."""
+
+    source: str
+    run: Run
+
+
+@cache
+def other_runs() -> tuple[Other, ...]:
+    return tuple(Other(row["source"], _run(row)) for row in read("others"))
+
+
+def _run(row: Row) -> Run:
+    candidate, cluster = _candidate(row), _cluster(row)
+    of = gpt(*(int(row[name]) for name in ("hidden", "heads", "layers", "vocab")))
+    sequence_parallel, megatron = row["sp"] == "1", row["system"] == "Megatron-LM"
+    prices = make_prices(of, cluster, sequence_parallel=sequence_parallel)
+    policy = candidate.recompute if row["recompute"] == "selective" else "none"
+    candidate = replace(candidate, recompute=policy)
+    layer = prices(layer_mesh(candidate.mesh), policy, False, candidate.samples)
+    accounts = accounts_of(candidate, prices)
+    if megatron:
+        accounts = [overlapped(account) for account in accounts]
+    if row["recompute"] == "full":
+        accounts = [
+            account + again(layer) * layers
+            for account, layers in zip(accounts, candidate.layers, strict=True)
+        ]
+    shared = int(row["tp"]) if megatron and not sequence_parallel else 1
+    accounts = [a + in_float32(a) for a in in_turn(accounts, shared)]
+    seconds, batch = float(row["iter_time_s"]), candidate.samples
+    batch *= candidate.microbatches * candidate.data_parallel
+    return Run(row["model"], seconds, of, batch, candidate, cluster, tuple(accounts))
+
+
+def _cluster(row: Row) -> Cluster:
+    """A100s, of which each sends so many GB a second out of its node."""
+    cluster = UNFITTED.of(cluster_of(f"{row['gpus']}xA100-80GB"))
+    inside, *network = cluster.levels
+    speed = float(row["network_gb"]) * 1e9
+    levels = [replace(level, bytes_per_second=speed) for level in network]
+    return replace(cluster, levels=(inside, *levels))
+
+
+def _candidate(row: Row) -> Candidate:
+    sizes = [(axis, int(row[axis])) for axis in ("pp", "dp", "tp")]
+    chunks = int(row["vpp"])
+    stages = dict(sizes)["pp"] * chunks
+    # What is before the layers and after them is worth one where they do not divide.
+    beside = float(int(row["layers"]) % stages != 0)
+    layers = balance_layers(int(row["layers"]), stages, 1.0, beside, beside)
+    assert layers is not None, "it ran, so it has layers enough"
+    return Candidate(
+        Mesh(tuple((axis, n) for axis, n in sizes if n > 1)),
+        samples=int(row["mbs"]),
+        microbatches=int(row["n_microbatches"]),
+        schedule="interleaved" if chunks > 1 else "1f1b",
+        stages_per_rank=chunks,
+        zero=int(row["zero"]),
+        recompute=row["recompute"],
+        layers=layers,
+    )
