@@ -32,6 +32,10 @@ from passes.sources import Sources, find_sources
 
 # AdamW reads a parameter, its gradient and two moments, and writes three of them.
 OPTIMIZER_TRAFFIC = 7
+# What a collective beside computing takes from it, of its own seconds: NCCL's kernels
+# hold about an eighth of a GPU's multiprocessors while they run (on what collectives
+# take from computing, see Rashidi 2021, arXiv:2007.00156).
+BESIDE = 0.125
 # What a rank does once a step before the first microbatch; the rest is after the last.
 BEFORE = ("parameters", "all_gather")
 NOTHING = Footprint(0, 0, 0, 0, 0)
@@ -152,9 +156,10 @@ def stage_seconds(
         # Copies that a core has to make need one beside that which computes.
         both = (computing + moving) / max(1.0, cluster.cores_each)
         exposed = max(exposed, both - computing)
-        if exposed > 0:
-            waits[part, "all_gather", "dp"] = exposed
-            took[part] += exposed
+        if moving > 0:
+            waited = exposed + BESIDE * (moving - exposed)
+            waits[part, "all_gather", "dp"] = waited
+            took[part] += waited
     send = share * neighbour(cluster, candidate.mesh).seconds(
         "send", account["message", "sent"]
     )

@@ -35,8 +35,8 @@ FITTED_UP_TO = 20  # billions of parameters
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted: shares of the peak that products, copies and collectives in a node
-    reach."""
+    """What is fitted: shares of the peak that products, copies, and collectives in a
+    node reach."""
 
     products: float
     copies: float
