@@ -2,7 +2,7 @@
 
 Stage accounts and the cluster's links come in; the pipeline's schedule is run on paper.
 Collectives are exposed: a rank waits for each of them, as the runtime does, except for
-parameters under ZeRO-3, which come while another block computes.
+parameters under ZeRO-3, which come while another block computes, and slow it a little.
 """
 
 from __future__ import annotations
