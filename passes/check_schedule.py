@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from passes.schedule import Action, Kind, Schedule, ScheduleError
 
 WIDTH = 88  # characters in a line of a drawn schedule
+# What must have run before on the same stage and microbatch.
+_AFTER = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.SEND_F: Kind.F, Kind.W: Kind.I}
 _LOWER = "it has no messages yet: check(add_communication(schedule))"
 
 
@@ -31,14 +35,14 @@ class Report:
     in_flight: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where an action stands: the rank, and the index in that rank's list."""
+class _Place(NamedTuple):
+    """Where an action stands: the rank, and the place in that rank's list."""
 
     rank: int
-    index: int
+    at: int
 
 
+@lru_cache(maxsize=4)  # it is asked for each time that a schedule is timed
 def check(schedule: Schedule) -> Report:
     """Prove that a schedule with communication runs every stage on every microbatch.
 
@@ -87,7 +91,7 @@ def _locate(schedule: Schedule) -> dict[Action, _Place]:
             fault = _misplaced(schedule, action, rank)
             if action in places:
                 first = places[action]
-                fault = f"is a duplicate of action {first.index} of rank {first.rank}"
+                fault = f"is a duplicate of action {first.at} of rank {first.rank}"
             if fault:
                 raise _error(schedule, here, fault)
             places[action] = here
@@ -132,7 +136,7 @@ def _check_needs(schedule: Schedule, places: Mapping[Action, _Place]) -> None:
                 why = f"waits for {needed}, which is not there"
                 fix = "" if schedule.has_communication else _LOWER
                 raise _error(schedule, place, why, fix=fix)
-            if (later := places[needed].index) > place.index:
+            if (later := places[needed].at) > place.at:
                 why = f"waits for {needed}, which comes later (action {later})"
                 raise _error(schedule, place, why)
 
@@ -141,10 +145,7 @@ def _needs(
     schedule: Schedule, action: Action, places: Mapping[Action, _Place]
 ) -> list[Action]:
     """What has to be done before on the same rank. A RECV needs nothing there."""
-    stage, microbatch = action.stage, action.microbatch
-
-    def forward(stage: int) -> Action:
-        return Action(stage, Kind.F, microbatch)
+    stage, kind, microbatch = action
 
     def backward(stage: int) -> Action:
         """The action that makes the gradient of a stage's input."""
@@ -152,18 +153,17 @@ def _needs(
         return half if half in places else Action(stage, Kind.B, microbatch)
 
     needed: list[Action] = []
-    if action.kind in (Kind.B, Kind.I, Kind.SEND_F):
-        needed.append(forward(stage))
-    elif action.kind is Kind.W:
-        needed.append(Action(stage, Kind.I, microbatch))
-    elif action.kind is Kind.SEND_B:
+    if kind in _AFTER:
+        needed.append(Action(stage, _AFTER[kind], microbatch))
+    elif kind is Kind.SEND_B:
         needed.append(backward(stage))
     if recv := action.recv:
-        source = recv.partner.stage
+        source = recv.other_stage
         if schedule.crosses(recv):
             needed.append(recv)
         elif 0 <= source < schedule.stages:
-            needed.append((forward if action.kind is Kind.F else backward)(source))
+            forward = Action(source, Kind.F, microbatch)
+            needed.append(forward if kind is Kind.F else backward(source))
     return needed
 
 
@@ -233,7 +233,7 @@ def _deadlock(
         there = places[action.partner]
         lines.append(
             f"rank {waiting} waits at {action} (action {stuck[waiting]}) for "
-            f"{action.partner} (action {there.index} of rank {there.rank})"
+            f"{action.partner} (action {there.at} of rank {there.rank})"
         )
     return _error(schedule, _Place(rank, stuck[rank]), why, stops=stuck, notes=lines)
 
@@ -251,7 +251,7 @@ def _error(
 
     stops: rank -> index of the action that it cannot pass; by default only `place`.
     """
-    stops = stops or {place.rank: place.index}
+    stops = stops or {place.rank: place.at}
     rows = []
     for rank, actions in enumerate(schedule.ranks):
         stop = stops.get(rank, len(actions))
@@ -260,8 +260,8 @@ def _error(
         mark = "  <-- ERROR HERE" if rank == place.rank else ""
         rows.append(_row(rank, cells) + mark)
     actions = schedule.ranks[place.rank]
-    if place.index < len(actions):
-        why = f"{actions[place.index]} (action {place.index}) {why}"
+    if place.at < len(actions):
+        why = f"{actions[place.at]} (action {place.at}) {why}"
     head = f"schedule {schedule.name}, rank {place.rank}: {why}"
     return ScheduleError("\n  ".join([head, *rows, *notes]), fix=fix)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from passes.cluster import Cluster, Link
 from passes.crowd import Crowd, simulate_crowd
@@ -26,7 +27,7 @@ from passes.price import (
     Account,
     footprint_of,
 )
-from passes.schedule import add_communication
+from passes.schedule import Schedule, add_communication
 from passes.simulate_schedule import Timeline
 from passes.sources import Sources, find_sources
 
@@ -286,15 +287,22 @@ def step_seconds(
     return timeline.total + max(once)
 
 
+# Candidates that differ in what they shard or recompute share a schedule.
+@lru_cache(maxsize=4)
+def _schedule(
+    name: str, ranks: int, microbatches: int, stages_per_rank: int
+) -> Schedule:
+    return add_communication(make_schedule(name, ranks, microbatches, stages_per_rank))
+
+
 def _timeline(
     took: Sequence[StageSeconds], candidate: Candidate, crowd: Crowd
 ) -> Timeline:
     ranks = candidate.mesh.axis_size("pp")
-    plain = make_schedule(
-        candidate.schedule, ranks, candidate.microbatches, candidate.stages_per_rank
-    )
     return simulate_crowd(
-        add_communication(plain),
+        _schedule(
+            candidate.schedule, ranks, candidate.microbatches, candidate.stages_per_rank
+        ),
         [t.forward for t in took],
         [t.backward + t.weight for t in took],
         [t.weight for t in took],

@@ -129,8 +129,8 @@ def in_halves(schedule: Schedule) -> Schedule:
 def _halved(actions: Iterable[Action]) -> Iterator[Action]:
     for action in actions:
         if action.kind is Kind.B:
-            yield replace(action, kind=Kind.I)
-            yield replace(action, kind=Kind.W)
+            yield action._replace(kind=Kind.I)
+            yield action._replace(kind=Kind.W)
         else:
             yield action
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -48,10 +49,7 @@ class Value:
 
     @property
     def numel(self) -> int:
-        size = 1
-        for extent in self.shape:
-            size *= extent
-        return size
+        return prod(self.shape)
 
     @property
     def bytes(self) -> int:
@@ -114,11 +112,10 @@ class Node:
 
     def substitute(self, change: Callable[[Value], Any]) -> Node:
         """The same node with every operand replaced by `change(operand)`."""
-        return replace(
-            self,
-            args=map_values(change, self.args),
-            kwargs=map_values(change, self.kwargs),
-        )
+        args, kwargs = map_values(change, self.args), self.kwargs
+        if kwargs:
+            kwargs = map_values(change, kwargs)
+        return Node(self.op, args, kwargs, self.outs, self.where)
 
     def __str__(self) -> str:
         outs = ", ".join("_" if v is None else f"%{v.name}" for v in self.outs)
@@ -197,10 +194,10 @@ def values_in(tree: Any) -> Iterator[Value]:
     """The values of nested tuples and dicts, in order."""
     if isinstance(tree, Value):
         yield tree
-    elif isinstance(tree, tuple | list):
+    elif isinstance(tree, (tuple, list)):
         for item in tree:
             yield from values_in(item)
-    elif isinstance(tree, Mapping):
+    elif isinstance(tree, dict):
         for item in tree.values():
             yield from values_in(item)
 
@@ -209,9 +206,9 @@ def map_values(change: Callable[[Value], Any], tree: Any) -> Any:
     """The same nested structure with each value replaced by `change(value)`."""
     if isinstance(tree, Value):
         return change(tree)
-    if isinstance(tree, tuple | list):
-        return tuple(map_values(change, item) for item in tree)
-    if isinstance(tree, Mapping):
+    if isinstance(tree, (tuple, list)):
+        return tuple([map_values(change, item) for item in tree])
+    if isinstance(tree, dict):
         return {key: map_values(change, item) for key, item in tree.items()}
     return tree
 

@@ -12,6 +12,7 @@ import re
 from collections import defaultdict, deque
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 from passes.errors import AutoparError
 
@@ -32,17 +33,16 @@ class Kind(str, Enum):
     SEND_B = "SEND_B"  # send the gradient of the stage's input to the stage before
     RECV_B = "RECV_B"  # receive the gradient of the stage's output from the next stage
 
-    @property
-    def is_compute(self) -> bool:
-        return self in (Kind.F, Kind.B, Kind.I, Kind.W)
+    is_send: bool
+    is_recv: bool
+    is_compute: bool
 
-    @property
-    def is_send(self) -> bool:
-        return self in (Kind.SEND_F, Kind.SEND_B)
+    def __init__(self, value: str) -> None:
+        self.is_send = value.startswith("SEND")
+        self.is_recv = value.startswith("RECV")
+        self.is_compute = not (self.is_send or self.is_recv)
 
-    @property
-    def is_recv(self) -> bool:
-        return self in (Kind.RECV_F, Kind.RECV_B)
+    __hash__ = str.__hash__  # an Enum's own is written in Python
 
 
 # The other end of a message: its kind, and how many stages away it is.
@@ -60,8 +60,7 @@ _ACTION = re.compile(rf"(\d+)({'|'.join(kind.value for kind in Kind)})(\d+)")
 _HEADER = re.compile(r"schedule (\S+): (\d+) microbatches, stages on ranks ([\d ]+)")
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One thing that a rank does: `2F0` is the forward of stage 2 on microbatch 0."""
 
     stage: int
@@ -88,6 +87,11 @@ class Action:
         """The other end of a message: 2SEND_F0 and 3RECV_F0, 2SEND_B0 and 1RECV_B0."""
         kind, step = _PARTNER[self.kind]
         return Action(self.stage + step, kind, self.microbatch)
+
+    @property
+    def other_stage(self) -> int:
+        """The stage at the other end of a message."""
+        return self.stage + _PARTNER[self.kind][1]
 
     @property
     def recv(self) -> Action | None:
@@ -148,14 +152,12 @@ class Schedule:
 
     def crosses(self, message: Action) -> bool:
         """Whether a message's other end exists and lives on another rank."""
-        other = message.partner.stage
-        return 0 <= other < self.stages and (
-            self.stage_to_rank[other] != self.stage_to_rank[message.stage]
-        )
+        other, placed = message.other_stage, self.stage_to_rank
+        return 0 <= other < len(placed) and placed[other] != placed[message.stage]
 
     def peer(self, message: Action) -> int:
         """The rank at the other end of a message that crosses ranks."""
-        return self.stage_to_rank[message.partner.stage]
+        return self.stage_to_rank[message.other_stage]
 
     def label(self, action: Action) -> str:
         """The short name of a compute action: `F0`, or `2F0` if ranks hold several."""

@@ -7,13 +7,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from passes.check_schedule import WIDTH, check, columns
 from passes.schedule import Action, Kind, Schedule, add_communication
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """An action and the seconds at which it starts and ends.
 
     A RECV lasts while its rank waits for the message; a SEND takes no time.
