@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import lru_cache
+from heapq import heapify, heappop, heapreplace
 
 
+@lru_cache(maxsize=4096)  # candidates that differ in what they shard ask for the same
 def balance_layers(
     layers: int, stages: int, layer: float, before: float, after: float
 ) -> tuple[int, ...] | None:
@@ -39,12 +42,14 @@ def balance_layers(
             low = middle + 1
     counts = [_most(limits[low], layer, x, layers) for x in extra]
     # Take away what is too much, where a stage is fullest.
-    while (over := sum(counts) - layers) > 0:
-        fullest = max(
-            (i for i in range(stages) if counts[i] > 1),
-            key=lambda i: (counts[i] * layer + extra[i], i),
-        )
-        counts[fullest] -= min(over, 1)
+    full = [(-n * layer - x, -i) for i, (n, x) in enumerate(zip(counts, extra))]
+    heapify(full)
+    for _ in range(sum(counts) - layers):
+        while counts[-full[0][1]] == 1:
+            heappop(full)
+        load, i = full[0]
+        counts[-i] -= 1
+        heapreplace(full, (load + layer, i))
     return tuple(counts)
 
 

@@ -8,8 +8,9 @@ nodes moves its bytes through each node's share of the network.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 
 from passes.crowd import ALONE, Crowd
 from passes.errors import AutoparError
@@ -131,8 +132,12 @@ class Cluster:
             return ALONE
         return Crowd(self.cores, mesh.size // mesh.axis_size("pp"))
 
-    def link(self, mesh: Mesh, axes: tuple[str, ...]) -> Link:
+    @cached_property
+    def link(self) -> Callable[[Mesh, tuple[str, ...]], Link]:
         """What a group of ranks along some axes of a mesh has to talk over."""
+        return cache(self._between)
+
+    def _between(self, mesh: Mesh, axes: tuple[str, ...]) -> Link:
         size = math.prod(mesh.axis_size(a) for a in axes)
         # Neighbours of the group are as far apart as the axes inside of the innermost.
         stride = 1

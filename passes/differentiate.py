@@ -87,7 +87,6 @@ def differentiate(
         weight_half=tuple(reuse(writer.weight_half, ())) if halves else None,
         kept=kept,
         grads=writer.tape.grads,
-        texts=writer.texts(stage),
     )
 
 
@@ -319,13 +318,6 @@ class _Writer:
         self.backward = both(self.backward, returned)
         self.weight_half = both(self.weight_half, ())
         self.epilogue = scatter_behind(self.epilogue, (), by_size, builder)
-
-    def texts(self, stage: Stage) -> dict[str, str]:
-        """Named dims of each value; a cotangent lies as its value does."""
-        found = {name: stage.shardings[name].text(d) for name, d in stage.dims.items()}
-        for name, text in list(found.items()):
-            found[f"d_{name}"] = text.partition("] ")[0].rstrip("]") + "]"
-        return found
 
 
 def _boundary(forward: list[Node], standing: set[str]) -> tuple[Value, ...]:

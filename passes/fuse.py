@@ -25,7 +25,8 @@ def drop_identities(*parts: list[Node]) -> tuple[list[Node], ...]:
     def follow(nodes: list[Node]) -> list[Node]:
         kept = []
         for node in nodes:
-            node = node.substitute(lambda v: aliases.get(v.name, v))
+            if any(v.name in aliases for v in node.operands):
+                node = node.substitute(lambda v: aliases.get(v.name, v))
             if node.op in IDENTITIES:
                 aliases[node.out.name] = node.operands[0]
             else:

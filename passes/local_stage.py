@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from passes.cost import flops
 from passes.graph import Node, Value
@@ -17,7 +18,7 @@ class LocalStage:
     setup, prologue, forward: as in `Stage`. backward: from the cotangents of `sends` to
     those of `receives`. epilogue: once a step, after all backwards. saved: what forward
     keeps for backward. grads: parameter, or what is gathered for the whole step, -> the
-    buffer that its gradient is added to. text: value name -> its named dims.
+    buffer that its gradient is added to.
     weight_half: None, or the part of the backward that can run later than the rest,
     which is `backward` then; kept: what it needs of the forward and of that.
     """
@@ -41,7 +42,15 @@ class LocalStage:
     weight_half: tuple[Node, ...] | None
     kept: tuple[Value, ...]
     grads: Mapping[str, Value]
-    texts: Mapping[str, str]
+
+    @cached_property
+    def texts(self) -> dict[str, str]:
+        """Value name -> its named dims; a cotangent lies as its value does."""
+        stage = self.stage
+        found = {name: stage.shardings[name].text(d) for name, d in stage.dims.items()}
+        for name, text in list(found.items()):
+            found[f"d_{name}"] = text.partition("] ")[0].rstrip("]") + "]"
+        return found
 
     @property
     def nodes(self) -> tuple[Node, ...]:

@@ -7,8 +7,9 @@ are split as even as can be, so ranks may differ by one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 from passes.graph import Node, Value
@@ -27,14 +28,20 @@ class Localizer:
     coords: Mapping[str, int]
 
     def value(self, v: Value) -> Value:
-        dims, sharding = self.dims[v.name], self.shardings[v.name]
-        return replace(v, shape=sharding.local_shape(dims, self.sizes, self.coords))
+        return Value(v.name, self._shape(v.name), v.dtype)
+
+    @cached_property
+    def _shape(self) -> Callable[[str], tuple[int, ...]]:
+        def shape(name: str) -> tuple[int, ...]:
+            sharding = self.shardings[name]
+            return sharding.local_shape(self.dims[name], self.sizes, self.coords)
+
+        return cache(shape)
 
     def node(self, node: Node) -> Node:
-        local = replace(
-            node.substitute(self.value),
-            outs=tuple(None if v is None else self.value(v) for v in node.outs),
-        )
+        local = node.substitute(self.value)
+        outs = tuple([None if v is None else self.value(v) for v in node.outs])
+        local = Node(local.op, local.args, local.kwargs, outs, local.where)
         change = CHANGES.get(node.op) or CHANGES.get(node.op.rpartition(".")[0])
         return change(self, node, local) if change else local
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from passes.blocks import beside_blocks
 from passes.cluster import Device
@@ -31,7 +32,7 @@ UPDATE = "update"
 Key = tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Account:
     """Amounts by what they are of. Keys:
 
@@ -68,11 +69,18 @@ class Account:
 
     def exchanges(self, part: str) -> list[tuple[str, tuple[str, ...], float, float]]:
         """(collective, axes, calls, bytes) of a part."""
-        found = []
+        return self._exchanges.get(part, [])
+
+    @cached_property
+    def _exchanges(
+        self,
+    ) -> dict[str, list[tuple[str, tuple[str, ...], float, float]]]:
+        found: dict[str, list[tuple[str, tuple[str, ...], float, float]]] = {}
         for key, amount in self.amounts.items():
-            if key[:2] == ("bytes", part):
-                calls = ("calls", *key[1:])
-                found.append((key[2], key[3:], self[calls], amount))
+            if key[0] == "bytes":
+                calls = self["calls", *key[1:]]
+                exchange = key[2], key[3:], calls, amount
+                found.setdefault(key[1], []).append(exchange)
         return found
 
 

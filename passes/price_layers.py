@@ -8,7 +8,9 @@ layer is compiled once, whatever the depth.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 from passes.choose_recompute import stage_policies
 from passes.cluster import Device
@@ -41,8 +43,12 @@ class LayerPrices:
     last: Account | None = None
     more: Account | None = None
 
-    def stage(self, first: bool, runs: int, last: bool) -> Account:
-        """A stage of so many runs, with the model's beginning or end."""
+    @cached_property
+    def stage(self) -> Callable[[bool, int, bool], Account]:
+        """(whether it has the model's beginning, runs, its end) -> such a stage."""
+        return cache(self._stage)
+
+    def _stage(self, first: bool, runs: int, last: bool) -> Account:
         if first and last and runs == self.runs:
             return self.whole
         names = ["middle"] * runs

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from types import MappingProxyType
 
 import torch
@@ -26,6 +27,7 @@ IN_PLACE = {
     "aten.rsqrt.default": "aten.rsqrt_.default",
     "aten.log.default": "aten.log_.default",
 }
+WRITES = frozenset(IN_PLACE.values())
 COMMUTES = ("aten.add.Tensor", "aten.mul.Tensor")
 
 
@@ -35,6 +37,9 @@ def reuse(nodes: Sequence[Node], keep: Collection[str]) -> list[Node]:
     keep: names of the values that live on after the last node.
     """
     owner, spread = find_owners(nodes), _spread(nodes)
+    sharing: dict[str, list[str]] = {}
+    for name, root in owner.items():
+        sharing.setdefault(root, []).append(name)
     last_read = {owner[name]: len(nodes) for name in keep if name in owner}
     for i, node in enumerate(nodes):
         for v in node.operands:
@@ -51,7 +56,9 @@ def reuse(nodes: Sequence[Node], keep: Collection[str]) -> list[Node]:
         found.append(node)
         # The result lives in the operand's memory now: they are one.
         taken, root = owner[node.operands[0].name], owner[node.out.name]
-        owner.update({name: taken for name, r in owner.items() if r == root})
+        joining = sharing.pop(root)
+        owner.update(dict.fromkeys(joining, taken))
+        sharing[taken] += joining
         last_read[taken] = max(last_read[taken], last_read.pop(root, i))
     return found
 
@@ -68,14 +75,14 @@ def find_owners(
     alone = {n.out.name for n in nodes if arrives_in_place(n)}
     expands = {n.out.name: n for n in nodes if n.op.startswith("aten.expand")}
     for node in nodes:
+        if not node.results:
+            continue
         waits = node.op == "comm.wait" and node.operands[0].name in alone
         shares = waits or is_in_place(node) or may_alias(node)
-        for v in node.results:
-            if shares and not _copies(node, expands):
-                if node.operands and node.operands[0].name in owner:
-                    owner[v.name] = owner[node.operands[0].name]
-            else:
-                owner[v.name] = v.name
+        if not shares or _copies(node, expands):
+            owner.update((v.name, v.name) for v in node.results)
+        elif node.operands and (base := owner.get(node.operands[0].name)):
+            owner.update((v.name, base) for v in node.results)
     return owner
 
 
@@ -108,7 +115,7 @@ def _spread(nodes: Sequence[Node]) -> set[str]:
 
 def is_in_place(node: Node) -> bool:
     """Whether `reuse` has put the node's result into its first operand's memory."""
-    return node.op in IN_PLACE.values() or bool(node.kwargs.get("inplace"))
+    return node.op in WRITES or bool(node.kwargs.get("inplace"))
 
 
 def may_alias(node: Node) -> bool:
@@ -122,9 +129,12 @@ def may_alias(node: Node) -> bool:
         or node.op == "comm.shard"
     ):
         return True
-    if not node.op.startswith("aten."):
-        return False
-    return any(r.alias_info is not None for r in resolve(node.op)._schema.returns)
+    return node.op.startswith("aten.") and _says_alias(node.op)
+
+
+@cache
+def _says_alias(op: str) -> bool:
+    return any(r.alias_info is not None for r in resolve(op)._schema.returns)
 
 
 def _free_operand(

@@ -24,7 +24,7 @@ from passes.estimate import (
     step_parts,
 )
 from passes.mesh import Mesh
-from passes.price import Account, footprint_of
+from passes.price import Account
 from passes.price_layers import LayerPrices
 
 # (mesh axes that split a layer, what is recomputed, whether the backward has halves,
@@ -70,6 +70,7 @@ class Found:
 
 
 Watch = Callable[[int, int], None]
+Timer = Callable[[Account, Candidate], StageSeconds]
 
 
 def search(
@@ -81,9 +82,9 @@ def search(
     """
     limit = space.cluster.device.memory
     ranked: list[tuple[float, float, int, Candidate]] = []
-    every = list(candidates(space))
+    every, timed = list(candidates(space)), make_timer(space.cluster)
     for done, candidate in enumerate(every, 1):
-        priced = rough(candidate, space, prices)
+        priced = rough(candidate, space, prices, timed)
         watch(done, len(every))
         if priced is not None:
             seconds, peak, complete = priced
@@ -234,12 +235,38 @@ def _divisors(number: int) -> tuple[int, ...]:
 # --- A formula for each ------------------------------------------------------------
 
 
+def make_timer(cluster: Cluster) -> Timer:
+    """`stage_seconds` on a cluster, for many candidates: what they have in common is
+    timed once."""
+
+    @cache
+    def timed(account: Account, alike: Candidate) -> StageSeconds:
+        return stage_seconds(account, alike, cluster)
+
+    def seconds(account: Account, candidate: Candidate) -> StageSeconds:
+        # Only how shares of parameters are gathered depends on a stage's layers.
+        gathers = candidate.zero == 3
+        alike = replace(
+            candidate,
+            samples=1,
+            microbatches=1,
+            schedule="1f1b",
+            stages_per_rank=1,
+            recompute="none",
+            layers=candidate.layers if gathers else (),
+        )
+        return timed(account, alike)
+
+    return seconds
+
+
 def rough(
-    candidate: Candidate, space: Space, prices: Prices
+    candidate: Candidate, space: Space, prices: Prices, timed: Timer | None = None
 ) -> tuple[float, float, Candidate] | None:
     """Seconds and bytes by formula, and the candidate with its layers; None if there
-    are too few layers."""
-    layers = _balanced(candidate, space, prices)
+    are too few layers. timed: see `make_timer`."""
+    timed = timed or make_timer(space.cluster)
+    layers = _balanced(candidate, space, prices, timed)
     if layers is None:
         return None
     candidate = replace(candidate, layers=layers)
@@ -253,23 +280,27 @@ def rough(
             *(((False, layers[-1], True),) if len(layers) > 1 else ()),
         )
     ]
-    seconds = rough_seconds(kinds, candidate, space.cluster)
+    took = [timed(account, candidate) for account in kinds]
+    seconds = rough_seconds(kinds, candidate, space.cluster, took)
     ranks = candidate.mesh.axis_size("pp")
     v, m = candidate.stages_per_rank, candidate.microbatches
     in_flight = min(m * v, v * ranks + ranks - 1) if v > 1 else min(m, ranks)
     peak = 0.0
-    for a in kinds:
-        most = footprint_of(a, candidate.shares).most(in_flight)
+    for a, t in zip(kinds, took, strict=True):
+        most = t.footprint.most(in_flight)
         peak = max(peak, sum(rank_memory([a] * v, candidate, most).values()))
     return seconds, peak, candidate
 
 
 def rough_seconds(
-    kinds: Sequence[Account], candidate: Candidate, cluster: Cluster
+    kinds: Sequence[Account],
+    candidate: Candidate,
+    cluster: Cluster,
+    took: Sequence[StageSeconds] | None = None,
 ) -> float:
     """Of a step, by formula. kinds: of the first, an inner and the last stage, of those
-    that there are."""
-    took = [stage_seconds(a, candidate, cluster) for a in kinds]
+    that there are. took: their seconds, if they are known."""
+    took = took or [stage_seconds(a, candidate, cluster) for a in kinds]
     ranks = candidate.mesh.axis_size("pp")
     v, m = candidate.stages_per_rank, candidate.microbatches
     typical = took[min(1, len(took) - 1)]
@@ -290,7 +321,7 @@ def _total(seconds: StageSeconds) -> float:
 
 
 def _balanced(
-    candidate: Candidate, space: Space, prices: Prices
+    candidate: Candidate, space: Space, prices: Prices, timed: Timer
 ) -> tuple[int, ...] | None:
     """Layers of each stage, so that the slowest is as fast as can be."""
     stages = candidate.mesh.axis_size("pp") * candidate.stages_per_rank
@@ -299,7 +330,7 @@ def _balanced(
 
     def seconds(first: bool, runs: int, last: bool) -> float:
         account = stage_account(candidate, prices, first, runs, last)
-        return _total(stage_seconds(account, candidate, space.cluster))
+        return _total(timed(account, candidate))
 
     if stages > space.runs:
         return None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from passes.mesh import balanced
 from passes.name_dims import Dims
@@ -91,13 +92,7 @@ class Sharding:
     def local_shape(
         self, dims: Dims, sizes: Mapping[str, int], coords: Mapping[str, int]
     ) -> tuple[int, ...]:
-        shape = []
-        for factors in self.local_factors(dims, sizes, coords):
-            extent = 1
-            for size in factors:
-                extent *= size
-            shape.append(extent)
-        return tuple(shape)
+        return tuple(map(prod, self.local_factors(dims, sizes, coords)))
 
     def text(self, dims: Dims) -> str:
         """`[batch/dp, (seq/tp heads), embed] +tp`."""

@@ -80,8 +80,8 @@ def traced(tape: Tape, node: Node, dys: Sequence[Value | None]) -> list[Value | 
             else tape.fresh(v, named.get(v.name, node.results[0].name))
             for v in inner.outs
         )
-        new = replace(inner.substitute(lambda v: bound[v.name]), outs=outs)
-        tape.append(replace(new, where=node.where))
+        new = inner.substitute(lambda v: bound[v.name])
+        tape.append(Node(new.op, new.args, new.kwargs, outs, node.where))
         for old, fresh in zip(inner.outs, outs, strict=True):
             if old is not None and fresh is not None:
                 bound[old.name] = fresh
@@ -106,15 +106,13 @@ def expand_forward(tape: Tape, node: Node) -> list[Node]:
             None if v is None else final.get(v.name) or tape.kept(v, node)
             for v in inner.outs
         )
-        new = replace(
-            inner.substitute(lambda v: bound[v.name]), outs=outs, where=node.where
-        )
+        new = inner.substitute(lambda v: bound[v.name])
+        nodes.append(Node(new.op, new.args, new.kwargs, outs, node.where))
         bound.update(
             (old.name, v)
             for old, v in zip(inner.outs, outs, strict=True)
             if old is not None and v is not None
         )
-        nodes.append(new)
     tape.bindings[node.results[0].name] = bound
     return nodes
 
