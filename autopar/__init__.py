@@ -12,12 +12,15 @@ if not getattr(_passes, "AUTOPAR", False):
         "  fix  rename your own passes.py (or move it out of the import path)"
     )
 
-from autopar.compiler import compile_offline
-from autopar.step import Step, compile
-from passes.cluster import Cluster, Device, Level
-from passes.errors import AutoparError
-from passes.mesh import Mesh
-from passes.plan import Plan
+from autopar.uncollected import uncollected
+
+with uncollected():
+    from autopar.compiler import compile_offline
+    from autopar.step import Step, compile
+    from passes.cluster import Cluster, Device, Level
+    from passes.errors import AutoparError
+    from passes.mesh import Mesh
+    from passes.plan import Plan
 
 __all__ = [
     "AutoparError",

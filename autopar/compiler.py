@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from autopar.stage_costs import stage_costs
+from autopar.uncollected import uncollected
 from passes.cost import Costs
 from passes.pipeline import compile_program
 from passes.plan import Plan
@@ -23,6 +24,7 @@ from passes.program import Program
 from passes.trace import trace
 
 
+@uncollected()
 def compile_offline(
     model: nn.Module,
     batch: Mapping[str, Any],

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.meta import parameters_on_meta
+from autopar.uncollected import uncollected
 from passes.errors import AutoparError
 
 HERE = str(Path(__file__).parent)  # frames of ours do not help a user
@@ -210,6 +211,7 @@ def _near(name: str, known: list[str]) -> str:
 # --- Hugging Face ----------------------------------------------------------------
 
 
+@uncollected()
 def _hugging_face(spec: str, seed: int, device: str | None) -> LoadedModel:
     transformers = _transformers()
     config, implementations = _read_config(transformers, spec)

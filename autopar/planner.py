@@ -17,6 +17,7 @@ from torch import nn
 
 from autopar.options import make_plan
 from autopar.shorten import Layers, shortened
+from autopar.uncollected import uncollected
 from passes.cluster import Cluster
 from passes.estimate import Candidate
 from passes.label_axes import Labelled, Runs, label_axes
@@ -69,6 +70,7 @@ class Sketch:
         return tuple(sorted(found))
 
 
+@uncollected()
 def sketch(
     model: nn.Module,
     batch: Mapping[str, Any],
@@ -114,6 +116,7 @@ def make_prices(of: Sketch, cluster: Cluster, **options: Any) -> Prices:
     return prices
 
 
+@uncollected()
 def find_plans(
     of: Sketch,
     cluster: Cluster,

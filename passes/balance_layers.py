@@ -42,7 +42,7 @@ def balance_layers(
             low = middle + 1
     counts = [_most(limits[low], layer, x, layers) for x in extra]
     # Take away what is too much, where a stage is fullest.
-    full = [(-n * layer - x, -i) for i, (n, x) in enumerate(zip(counts, extra))]
+    full = [(-counts[i] * layer - extra[i], -i) for i in range(stages)]
     heapify(full)
     for _ in range(sum(counts) - layers):
         while counts[-full[0][1]] == 1:

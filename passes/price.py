@@ -78,8 +78,8 @@ class Account:
         found: dict[str, list[tuple[str, tuple[str, ...], float, float]]] = {}
         for key, amount in self.amounts.items():
             if key[0] == "bytes":
-                calls = self["calls", *key[1:]]
-                exchange = key[2], key[3:], calls, amount
+                calls = ("calls", *key[1:])
+                exchange = key[2], key[3:], self[calls], amount
                 found.setdefault(key[1], []).append(exchange)
         return found
 

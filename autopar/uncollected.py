@@ -1,0 +1,28 @@
+"""Work that makes many objects and hardly a cycle among them goes on uncollected.
+
+Imports, captures and passes build millions of small objects that stay. Each time that
+their number has grown by a quarter Python looks at all of them for cycles, which takes
+a sixth of the time and finds next to nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within, or in a function that it decorates, Python looks for no cycles."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            if not gc.get_freeze_count():
+                # What was made is old now, and not looked at first thing.
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()
