@@ -15,7 +15,7 @@ from functools import cache, cached_property
 from passes.choose_recompute import stage_policies
 from passes.cluster import Device
 from passes.cost import Costs
-from passes.differentiate import differentiate
+from passes.differentiate import Joint, finish, join
 from passes.insert_collectives import Lowered, insert_collectives
 from passes.mesh import Mesh
 from passes.name_dims import Named
@@ -78,13 +78,26 @@ class LayerPrices:
 class Cut:
     """A model of up to three runs of layers, cut in every way that prices come from.
 
-    apart: a stage for each run. together: the last two runs in one stage.
+    stages: the whole model; each run by itself, if there are two; and of three the
+    last two together.
     """
 
     plan: Plan
-    whole: Stage
-    apart: tuple[Stage, ...]
-    together: Stage | None
+    stages: tuple[Stage, ...]
+
+    @property
+    def whole(self) -> Stage:
+        return self.stages[0]
+
+    @cached_property
+    def joints(self) -> Callable[[bool], tuple[Joint, ...]]:
+        """Whether the backward has halves -> forward and backward of each stage."""
+        return cache(self._joints)
+
+    def _joints(self, halves: bool) -> tuple[Joint, ...]:
+        sizes = {axis: self.plan.size(axis) for axis in self.plan.axes}
+        made = dict.fromkeys(sizes, 0), self.plan.zero, halves
+        return tuple(join(stage, sizes, *made) for stage in self.stages)
 
 
 def cut_layers(named: Named, plan: Plan, starts: tuple[str, ...]) -> Cut:
@@ -94,31 +107,28 @@ def cut_layers(named: Named, plan: Plan, starts: tuple[str, ...]) -> Cut:
     plan: its mesh and microbatches; its stages do not matter.
     """
     lowered = insert_collectives(propagate(named, plan))
-    (whole,) = _stages(lowered)
-    apart = _stages(lowered, *starts[1:]) if len(starts) > 1 else ()
-    together = _stages(lowered, starts[1])[-1] if len(starts) > 2 else None
-    return Cut(plan, whole, apart, together)
+    stages = _stages(lowered)
+    if len(starts) > 1:
+        stages += _stages(lowered, *starts[1:])
+    if len(starts) > 2:
+        stages += _stages(lowered, starts[1])[-1:]
+    return Cut(plan, stages)
 
 
 def price_cut(cut: Cut, recompute: str, device: Device, halves: bool) -> LayerPrices:
     """Prices with some of the forward made again; halves: of the backward, apart."""
     plan = replace(cut.plan, recompute=recompute)
-    sizes = {axis: plan.size(axis) for axis in plan.axes}
-    at_zero = dict.fromkeys(sizes, 0)
-
-    def priced(stage: Stage) -> Account:
-        policies = stage_policies(stage, plan)
-        local = differentiate(stage, sizes, at_zero, policies, plan.zero, halves)
-        return price(local, device)
-
-    whole, row = priced(cut.whole), [priced(stage) for stage in cut.apart]
+    whole, *row = [
+        price(finish(joint, stage_policies(joint.stage, plan)), device)
+        for joint in cut.joints(halves)
+    ]
     if not row:
         return LayerPrices(1, whole)
-    if cut.together is None:
+    if len(row) == 2:
         first, last = row
         return LayerPrices(2, whole, first=first, last=last)
-    first, middle, last = row
-    return LayerPrices(3, whole, first, middle, last, priced(cut.together) - last)
+    first, middle, last, together = row
+    return LayerPrices(3, whole, first, middle, last, together - last)
 
 
 def price_layers(
