@@ -50,17 +50,17 @@ class Dump:
         self.directory, self.count = directory, 0
         directory.mkdir(parents=True, exist_ok=True)
 
-    def __call__(self, name: str, text: str) -> None:
+    def __call__(self, name: str, made: object) -> None:
         self.count += 1
         suffix = "py" if name.startswith("emit") else "txt"
         path = self.directory / f"{self.count:02}-{name}.{suffix}"
-        path.write_text(text + "\n")
+        path.write_text(f"{made}\n")
 
     @staticmethod
-    def from_environment() -> Callable[[str, str], None]:
+    def from_environment() -> Callable[[str, object], None]:
         directory = os.environ.get("AUTOPAR_DUMP")
         return Dump(pathlib.Path(directory)) if directory else _nothing
 
 
-def _nothing(name: str, text: str) -> None:
+def _nothing(name: str, made: object) -> None:
     """No dump is asked for."""

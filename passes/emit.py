@@ -49,6 +49,7 @@ class _Emitter:
     def __init__(self, stage: LocalStage) -> None:
         self.stage = stage
         self.names: dict[str, str] = {}
+        self.taken = set(RESERVED)  # names that no other local may have
         for v in (*stage.params, *stage.buffers):
             self.names[v.name] = f'p["{v.name}"]'
         for v in stage.grads.values():
@@ -114,7 +115,7 @@ class _Emitter:
         lines = self.statements(nodes, [], {v.name for v in results})
         found = ", ".join(f'"{v.name}": {self.name(v)}' for v in results)
         for v in (x for n in nodes for x in n.results):
-            self.names.pop(v.name, None)
+            self.taken.discard(self.names.pop(v.name, ""))
         return _function(head, [*lines, f"return {{{found}}}"])
 
     def forward(self) -> str:
@@ -243,10 +244,11 @@ class _Emitter:
         """A Python name for a value, the same at every mention."""
         if v.name not in self.names:
             stem = re.sub(r"\W+", "_", v.name)
-            name, count, taken = stem, 0, set(self.names.values())
-            while name in taken or name in RESERVED:
+            name, count = stem, 0
+            while name in self.taken:
                 count += 1
                 name = f"{stem}_{count}"
+            self.taken.add(name)
             self.names[v.name] = name
         return self.names[v.name]
 

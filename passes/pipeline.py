@@ -39,37 +39,37 @@ from passes.sharding import local_extent
 from passes.split_stages import Stage, Staged, split_stages
 from passes.trace import Traced
 
-Watch = Callable[[str, str], None]
+Watch = Callable[[str, object], None]
 
 
 def compile_program(
     traced: Traced,
     plan: Plan,
     costs: Costs | Callable[[Lowered], Costs],
-    watch: Watch = lambda name, text: None,
+    watch: Watch = lambda name, made: None,
 ) -> Program:
     """Run every pass after `trace`.
 
     costs: seconds of nodes, or a function that measures those of the lowered graph.
-    watch: called with each pass's name and the text of what it made.
+    watch: called with each pass's name and what it made, which prints.
     """
     splits_backward(plan)  # what cannot run is refused before the work begins
-    watch("trace", str(traced))
+    watch("trace", traced)
     traced = lower_precision(traced, tables=bool(plan.rest_axes))
     if traced.autocast:
-        watch("lower_precision", str(traced))
+        watch("lower_precision", traced)
     normal = normalize(traced)
-    watch("normalize", str(normal))
+    watch("normalize", normal)
     named = name_dims(normal)
-    watch("name_dims", str(named))
+    watch("name_dims", named)
     check_batch(named, plan)
     sharded = propagate(named, plan)
-    watch("propagate", str(sharded))
+    watch("propagate", sharded)
     lowered = insert_collectives(sharded)
-    watch("insert_collectives", str(lowered))
+    watch("insert_collectives", lowered)
     costs = costs if isinstance(costs, Costs) else costs(lowered)
     staged = split_stages(lowered, costs)
-    watch("split_stages", str(staged))
+    watch("split_stages", staged)
     staged = choose_recompute(staged)
     modules = emit_modules(staged, watch)
     return assemble(staged, modules, find_notes(sharded), costs)

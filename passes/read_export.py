@@ -71,9 +71,8 @@ class ExportReader:
             )
         fakes = node.meta.get("val")
         many = isinstance(fakes, tuple | list)
-        names = [node.name] + [f"{node.name}_{i}" for i in range(1, 64)]
         outs = tuple(
-            self.builder.value(names[i], f.shape, f.dtype)
+            self.builder.value(f"{node.name}_{i}" if i else node.name, f.shape, f.dtype)
             if isinstance(f, torch.Tensor)
             else None
             for i, f in enumerate(fakes if many else (fakes,))

@@ -246,18 +246,22 @@ def _read(
     sources: dict[str, list[Value]] = {k: [] for k in ("input", "param", "buffer", "c")}
     literals: dict[str, torch.Tensor] = {}
     signature = exported.graph_signature
+    of_params = signature.inputs_to_parameters  # a new table at each mention
+    of_buffers = signature.inputs_to_buffers
+    of_constants = signature.inputs_to_lifted_tensor_constants
+    known: dict[tuple[str, str], Value] = {}
     unread = iter(fields)
     for node in exported.graph.find_nodes(op="placeholder"):
-        if node.name in signature.inputs_to_parameters:
-            name = signature.inputs_to_parameters[node.name].removeprefix("model.")
+        if node.name in of_params:
+            name = of_params[node.name].removeprefix("model.")
             kind, name = "param", aliases.get(name, name)
-        elif node.name in signature.inputs_to_buffers:
-            name = signature.inputs_to_buffers[node.name].removeprefix("model.")
+        elif node.name in of_buffers:
+            name = of_buffers[node.name].removeprefix("model.")
             kind = "buffer"
-        elif node.name in signature.inputs_to_lifted_tensor_constants:
+        elif node.name in of_constants:
             kind, name = "c", node.name
-            target = signature.inputs_to_lifted_tensor_constants[node.name]
-            literals[name] = exported.constants[target].cpu()  # as all while compiling
+            # On the CPU, as all is while compiling.
+            literals[name] = exported.constants[of_constants[node.name]].cpu()
         else:
             kind, name = "input", next(unread)
             if name in reader.builder.taken:
@@ -265,11 +269,11 @@ def _read(
                     f"the batch field '{name}' has the name of a parameter or buffer",
                     fix="give the field or the model's attribute another name",
                 )
-        known = next((v for v in sources[kind] if v.name == name), None)
-        if known is not None:  # a tied parameter may come in twice
-            reader.values[node] = known
+        if (kind, name) in known:  # a tied parameter may come in twice
+            reader.values[node] = known[kind, name]
         else:
-            sources[kind].append(reader.source(node, name))
+            known[kind, name] = reader.source(node, name)
+            sources[kind].append(known[kind, name])
     reader.read(exported.graph_module)
     graph = Graph(
         tuple(sources["input"]),
