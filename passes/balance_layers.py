@@ -47,9 +47,9 @@ def balance_layers(
     for _ in range(sum(counts) - layers):
         while counts[-full[0][1]] == 1:
             heappop(full)
-        load, i = full[0]
-        counts[-i] -= 1
-        heapreplace(full, (load + layer, i))
+        i = -full[0][1]
+        counts[i] -= 1
+        heapreplace(full, (-counts[i] * layer - extra[i], -i))
     return tuple(counts)
 
 

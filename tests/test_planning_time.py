@@ -1,0 +1,90 @@
+"""What keeps planning fast: work that is done once, and gives what it gave before."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from models import plain_gpt
+
+import passes.price_layers
+from autopar.hardware import cluster_of
+from autopar.options import make_plan
+from autopar.planner import find_plans, make_prices, sketch
+from autopar.uncollected import uncollected
+from passes.differentiate import differentiate, finish, join
+from passes.local_stage import LocalStage
+from passes.price_layers import cut_layers
+from passes.search import Space, candidates, make_timer, rough
+
+
+def test_candidates_that_share_their_timing_are_ranked_as_each_by_itself() -> None:
+    case = plain_gpt(layers=4)
+    cluster = cluster_of("8xA100-80GB")
+    prices = make_prices(sketch(case.model, case.batch, case.loss_fn), cluster)
+    space = Space(cluster, 8, 4, tp=(1, 2), recompute=("none",))
+    timed = make_timer(cluster)
+    every = list(candidates(space))
+    shared = [rough(candidate, space, prices, timed) for candidate in every]
+    alone = [rough(candidate, space, prices) for candidate in every]
+    assert len({found[0] for found in alone if found}) > len(every) / 8
+    assert shared == alone
+
+
+@pytest.fixture
+def joined(monkeypatch) -> list[object]:
+    """The stages that were differentiated for prices."""
+    found: list[object] = []
+
+    def counted(stage, *arguments):
+        found.append(stage)
+        return join(stage, *arguments)
+
+    monkeypatch.setattr(passes.price_layers, "join", counted)
+    return found
+
+
+def test_work_grows_neither_with_layers_nor_with_devices(joined) -> None:
+    found = []
+    for layers, devices in ((4, 4), (16, 32)):
+        case = plain_gpt(layers=layers)
+        of = sketch(case.model, case.batch, case.loss_fn)
+        joined.clear()
+        find_plans(of, cluster_of(f"{devices}xA100-80GB"), 32, tp=(1, 2))
+        found.append(len(joined))
+    # The whole model, its first, middle, last and last two layers; with two microbatch
+    # sizes; the backward in one piece and in halves; layers whole and split on tp.
+    assert found == [5 * 2 * 2 * 2] * 2
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_one_joint_serves_one_policy_after_another(halves) -> None:
+    case = plain_gpt(layers=3)
+    of = sketch(case.model, case.batch, case.loss_fn)
+    plan = make_plan("dp=2,tp=2", microbatches=2, zero=3)
+    stage = cut_layers(of.named, plan, of.starts).stages[0]
+    sizes = {axis: plan.size(axis) for axis in plan.axes}
+    made = sizes, dict.fromkeys(sizes, 0)
+    joint = join(stage, *made, halves=halves)
+    texts = []
+    for policy in ("full", "none", "full"):
+        policies = dict.fromkeys(stage.layers, policy)
+        local = finish(joint, policies)
+        assert local == differentiate(stage, *made, policies, halves=halves)
+        texts.append(text(local))
+    assert texts[0] == texts[2] != texts[1]
+
+
+def text(local: LocalStage) -> str:
+    return "\n".join(map(str, local.nodes))
+
+
+def test_no_cycles_are_looked_for_within_and_again_afterwards() -> None:
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError), uncollected():
+        with uncollected():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+        raise ZeroDivisionError
+    assert gc.isenabled()
+    assert not gc.get_freeze_count()
