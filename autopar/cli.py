@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -53,6 +55,9 @@ from passes.plan import (
     Plan,
     PlanError,
 )
+
+# A process that ends has no use for the cycles that Python looks for before (a second).
+atexit.register(gc.freeze)
 
 MODEL = "file.py:factory, module:factory, hf:TYPE[?key=value,...] or hf:config.json"
 
