@@ -10,12 +10,13 @@ from typing import Any
 
 from autopar.choose import SAMPLES
 from autopar.cli_plan import add_cluster, read_cluster_given
-from autopar.estimate_file import Findings, read_findings
+from autopar.estimate_file import EstimateError, Findings, read_findings
 from autopar.explain import explanation, explanation_data
 from autopar.hardware import with_memory
+from autopar.label_table import label_table
 from autopar.measured_cluster import measured_cluster
 from autopar.models import load_model
-from autopar.planned import batch_for
+from autopar.planned import batch_for, read_decided
 from autopar.planner import Sketch, make_prices, sketch
 from autopar.tables import Table
 from passes.cluster import Cluster, ClusterError
@@ -50,6 +51,8 @@ def explain_command(arguments: argparse.Namespace) -> int:
         print(json.dumps(data, indent=1))
         return 0
     print(explanation(findings))
+    if findings.best[0].candidate.labelled:
+        print(f"\n{label_table(read_decided(arguments.plan).plan)}")
     if found:
         print(f"\n{Table('in named dims', ('what', 'formula'), tuple(found.items()))}")
     return 0
@@ -67,7 +70,8 @@ def formulas(findings: Findings) -> dict[str, str]:
 
 def _sketch(findings: Findings) -> Sketch:
     loaded = load_model(findings.model, seed=findings.seed, device="meta")
-    return sketch(loaded.model, batch_for(loaded, SAMPLES, findings.seq))
+    batch = batch_for(loaded, SAMPLES, findings.seq)
+    return sketch(loaded.model, batch, **findings.options)
 
 
 def again(cluster: Cluster, profile: Path | None) -> Cluster:
@@ -89,7 +93,8 @@ def again(cluster: Cluster, profile: Path | None) -> Cluster:
 def reprice(findings: Findings, cluster: Cluster) -> Findings:
     """The same plans on other devices, or by another version's prices.
 
-    The one that was chosen stays first. Raises: ClusterError.
+    The one that was chosen stays first; those with labels are left out.
+    Raises: ClusterError; EstimateError, if the chosen one has labels.
     """
     if cluster.devices != findings.cluster.devices:
         raise ClusterError(
@@ -97,6 +102,12 @@ def reprice(findings: Findings, cluster: Cluster) -> Findings:
             f"{cluster.devices}",
             fix=f"plan anew: autopar plan {findings.model} --devices ...",
         )
+    if findings.best[0].candidate.labelled:
+        raise EstimateError(
+            f"the plan's labels were decided for {findings.cluster}",
+            fix=f"plan anew: autopar plan {findings.model} --labels --devices ...",
+        )
+    plain = [e.candidate for e in findings.best if not e.candidate.labelled]
     prices = make_prices(_sketch(findings), cluster)
-    best = (run_on_paper(e.candidate, prices, cluster) for e in findings.best)
-    return replace(findings, cluster=cluster, best=tuple(best))
+    best = tuple(run_on_paper(candidate, prices, cluster) for candidate in plain)
+    return replace(findings, cluster=cluster, best=best)

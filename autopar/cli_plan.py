@@ -9,22 +9,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from autopar.asked import Asked, read_shape
 from autopar.batches import samples_of
 from autopar.choose import SAMPLES
 from autopar.cluster_file import number, read_cluster
 from autopar.estimate_file import Findings, estimate_data
 from autopar.hardware import with_memory
+from autopar.label_found import label_found
+from autopar.label_table import label_table
 from autopar.measured_cluster import how_priced, named_cluster
 from autopar.models import LoadedModel, ModelError, load_model
+from autopar.no_plan import gigabytes
 from autopar.planned import batch_for, save_findings
-from autopar.planner import find_plans, gigabytes, label_plan, plan_of, sketch
+from autopar.planner import Sketch, find_plans, label_plan, plan_of, sketch
 from autopar.profile_file import ProfileError
 from autopar.progress import Bar
 from autopar.store import checksum
 from autopar.tables import Table
+from passes.candidate import Candidate
 from passes.cluster import Cluster, ClusterError
+from passes.make_schedule import SCHEDULES
 from passes.mesh import Mesh
-from passes.plan import Plan
+from passes.plan import CONTEXT_PARALLEL, PRECISION, RECOMPUTE, ZERO, Plan
 from passes.search import Found
 
 SEQ = 128  # tokens of one, unless told otherwise
@@ -37,12 +45,52 @@ def add_plan(commands: Any, model_help: str) -> None:
     add_cluster(add, required=True)
     add.add_argument("--global-batch", type=int, metavar="N", help="samples of a step")
     add.add_argument("--seq", type=int, metavar="N", help="tokens (hf: models)")
-    add.add_argument("--mesh", help='axes that are decided already, as "tp=2"')
+    add.add_argument(
+        "--mesh", help='axes that are decided already, as "tp=2"; or sizes alone: "4,2"'
+    )
+    _add_decisions(add)
+    add.add_argument(
+        "--labels", action="store_true", help="decide for each op what an axis splits"
+    )
     add.add_argument("--seed", type=int, default=0, help="of weights and dropout")
     add.add_argument(
         "-o", "--output", type=Path, metavar="DIR", help="write the best plan"
     )
     add.add_argument("--json", action="store_true")
+
+
+def _add_decisions(add: Any) -> None:
+    """Options that decide a part of the plan; what is left out is searched for."""
+    add.add_argument("--precision", choices=tuple(PRECISION))
+    add.add_argument("--microbatches", type=int, metavar="N")
+    add.add_argument("--schedule", choices=tuple(SCHEDULES))
+    add.add_argument("--stages-per-rank", type=int, metavar="N")
+    add.add_argument("--recompute", choices=RECOMPUTE)
+    add.add_argument("--zero", type=int, choices=ZERO)
+    add.add_argument("--context-parallel", choices=sorted(CONTEXT_PARALLEL))
+    add.add_argument(
+        "--no-sequence-parallel",
+        dest="sequence_parallel",
+        action="store_false",
+        default=None,
+    )
+
+
+DECISIONS = (
+    *("precision", "microbatches", "schedule", "stages_per_rank", "recompute"),
+    *("zero", "context_parallel", "sequence_parallel"),
+)
+
+
+def read_asked(arguments: argparse.Namespace) -> Asked:
+    """The devices, and what of the plan is decided."""
+    cluster = read_cluster_given(arguments)
+    assert cluster is not None, "the parser asks for one"
+    values = {name: getattr(arguments, name) for name in DECISIONS}
+    options = {name: value for name, value in values.items() if value is not None}
+    shape = read_shape(arguments.mesh or "")
+    mesh = Mesh.parse(arguments.mesh) if arguments.mesh and not shape else None
+    return Asked(cluster, mesh, shape, options)
 
 
 def add_cluster(add: argparse.ArgumentParser, required: bool) -> None:
@@ -80,16 +128,20 @@ def labelled(
 
 def plan_command(arguments: argparse.Namespace) -> int:
     began = time.perf_counter()
-    cluster = read_cluster_given(arguments)
-    assert cluster is not None, "the parser asks for one"
+    asked = read_asked(arguments)
+    cluster = asked.cluster
     loaded = load_model(arguments.model, seed=arguments.seed, device="meta")
     samples, seq = _samples(loaded, arguments), arguments.seq or SEQ
-    of = sketch(loaded.model, batch_for(loaded, SAMPLES, seq))
-    mesh = Mesh.parse(arguments.mesh) if arguments.mesh else None
+    of = sketch(loaded.model, batch_for(loaded, SAMPLES, seq), **asked.of_all)
     with Bar("planning") as bar:
-        found = find_plans(of, cluster, samples, mesh, bar)
+        found = find_plans(of, cluster, samples, watch=bar, **asked.space)
+    labels: Mapping[Candidate, Plan] = {}
+    if arguments.labels:
+        whole = sketch(loaded.model, batch_for(loaded, samples, seq), **asked.of_all)
+        found, labels = label_found(found, whole, cluster)
+    chosen = found.best[0].candidate
+    plan = labels.get(chosen) or plan_of(chosen, of)
     if arguments.output:
-        plan = plan_of(found.best[0].candidate, of)
         findings = Findings(
             plan=checksum(plan.to_json()),
             model=arguments.model,
@@ -101,12 +153,16 @@ def plan_command(arguments: argparse.Namespace) -> int:
             cluster=cluster,
             best=found.best,
             tried=found.tried,
+            options=asked.of_all,
         )
         save_findings(findings, plan, arguments.output)
     if arguments.json:
         print(json.dumps(_data(found, cluster), indent=1))
         return 0
-    print(plans_table(found, cluster, f"{arguments.model} on {cluster}"))
+    title = f"{arguments.model} on {cluster}"
+    print(plans_table(found, cluster, title, precision_notes(of, cluster)))
+    if plan.labels:
+        print(f"\n{label_table(plan)}")
     print(f"\n{time.perf_counter() - began:.1f} s", end="")
     if arguments.output:
         print(f"; wrote {arguments.output}")
@@ -155,7 +211,25 @@ def _samples(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
     return samples_of(loaded.batch)
 
 
-def plans_table(found: Found, cluster: Cluster, title: str) -> Table:
+def precision_notes(of: Sketch, cluster: Cluster) -> tuple[str, ...]:
+    """What products compute in, or that half the bits would be faster."""
+    chosen = of.options.get("precision")
+    if chosen is not None:
+        return (f"precision {chosen}",)
+    wide = any(v.dtype == torch.float32 for v in of.named.graph.params)
+    flops = cluster.device.flops
+    faster = flops.get("bfloat16", 0.0) / flops["float32"]
+    if not wide or faster <= 1:
+        return ()
+    return (
+        f"the model is in float32: with --precision bf16 a {cluster.device.name} "
+        f"multiplies {faster:.3g} times as fast",
+    )
+
+
+def plans_table(
+    found: Found, cluster: Cluster, title: str, notes: tuple[str, ...] = ()
+) -> Table:
     """The best plan and its runners-up."""
     head = ("plan", "s/step", "memory", "idle", "communication", "MFU")
     rows = []
@@ -172,7 +246,7 @@ def plans_table(found: Found, cluster: Cluster, title: str) -> Table:
         )
     best = f"the best of {found.tried} candidates"
     priced = how_priced(found.best[0], cluster)
-    return Table(title, head, tuple(rows), (best, priced))
+    return Table(title, head, tuple(rows), (best, priced, *notes))
 
 
 def _data(found: Found, cluster: Cluster) -> list[dict[str, Any]]:

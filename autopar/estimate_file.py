@@ -16,9 +16,10 @@ import torch
 
 import autopar
 from autopar.cluster_file import cluster_data, cluster_from
+from passes.candidate import Candidate
 from passes.cluster import Cluster
 from passes.errors import AutoparError
-from passes.estimate import Candidate, Estimate, StageSeconds
+from passes.estimate import Estimate, StageSeconds
 from passes.footprint import Footprint
 from passes.mesh import Mesh
 
@@ -38,7 +39,8 @@ class Findings:
     as `load_model` reads them. samples: of a step; seq: tokens of one, if
     the batch is made up. runs: of layers in the model; parameters: elements of it.
     best: the chosen estimate, then the runners-up. tried: candidates. Of a cluster that
-    was measured only the name of its profile is kept.
+    was measured only the name of its profile is kept. options: of
+    `autopar.options.Options`, that all of them have.
     """
 
     plan: str
@@ -51,6 +53,7 @@ class Findings:
     cluster: Cluster
     best: tuple[Estimate, ...]
     tried: int
+    options: Mapping[str, Any]
 
     def to_json(self) -> str:
         data = {
@@ -117,6 +120,7 @@ FINDINGS: Kinds = {
     "profile": (str,),
     "best": (list,),
     "tried": (int,),
+    "options": (dict,),
 }
 STAGE: Kinds = {
     **dict.fromkeys(("forward", "backward", "weight", "send"), NUMBER),
@@ -144,6 +148,8 @@ CHOSEN: Kinds = {
     "zero": (int,),
     "recompute": (str,),
     "layers": (list,),
+    "context_parallel": (str,),
+    "labelled": (bool,),
 }
 
 

@@ -8,14 +8,21 @@ from typing import Any
 from autopar.estimate_file import Findings, estimate_data
 from autopar.measured_cluster import how_priced
 from autopar.tables import Table, count, ranges, seconds
+from passes.candidates import ALIKE
 from passes.estimate import Estimate
-from passes.search import ALIKE
 
 LEAST = 0.005  # of a step: differences of parts below it are not told one by one
 ROUNDING = 1e-9  # of a step: what is no time at all
 SHOWN = 4  # differences that are told of a plan
 OTHERS = 6  # runners-up in a table; JSON has all
-TERMS = ("parameters", "gradients", "optimizer", "gathered", "activations")
+TERMS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "buffers",
+    "gathered",
+    "activations",
+)
 
 
 def explanation(findings: Findings) -> str:
@@ -26,7 +33,8 @@ def explanation(findings: Findings) -> str:
         stages_table(findings),
         model_table(findings),
     )
-    parts = [f"{findings.model} on {findings.cluster}: {best.candidate}"]
+    given = "".join(f", {name} {x}" for name, x in findings.options.items())
+    parts = [f"{findings.model} on {findings.cluster}: {best.candidate}{given}"]
     parts += map(str, tables)
     if len(findings.best) > 1:
         parts.append(str(others_table(findings)))

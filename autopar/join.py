@@ -8,12 +8,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from passes.cluster import Cluster
+from autopar.asked import Asked
 from passes.mesh import MeshError
 from passes.plan import Plan
 
 
-def join(decided: Plan | Cluster, timeout: timedelta) -> None:
+def join(decided: Plan | Asked, timeout: timedelta) -> None:
     """Be one of the mesh's processes: those of torch.distributed, or of torchrun.
 
     Raises: MeshError if so many do not run.
@@ -21,7 +21,7 @@ def join(decided: Plan | Cluster, timeout: timedelta) -> None:
     if isinstance(decided, Plan):
         what, size = f"mesh '{decided.mesh}'", decided.mesh.size
     else:
-        what, size = f"cluster '{decided}'", decided.devices
+        what, size = f"cluster '{decided.cluster}'", decided.cluster.devices
     if not dist.is_initialized() and size > 1 and "RANK" in os.environ:
         dist.init_process_group(choose_backend(), timeout=timeout)
     world = dist.get_world_size() if dist.is_initialized() else 1

@@ -6,39 +6,47 @@ and memory do not grow with its depth.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
 from typing import Any
 
 from torch import nn
 
+from autopar.no_plan import does_not_fit, nothing_to_choose
 from autopar.options import make_plan
 from autopar.shorten import Layers, shortened
 from autopar.uncollected import uncollected
+from passes.candidate import Candidate
+from passes.candidates import RECOMPUTE, Space
 from passes.cluster import Cluster
-from passes.estimate import Candidate
 from passes.label_axes import Labelled, Runs, label_axes
+from passes.lower_precision import lower_precision
 from passes.mesh import Mesh
 from passes.name_dims import Named, name_dims
 from passes.normalize import normalize
 from passes.plan import Plan, PlanError
-from passes.price_layers import Cut, LayerPrices, cut_layers, price_cut
+from passes.price_layers import Cut, LayerPrices, Prices, cut_layers, price_cut
 from passes.recompute import squares
-from passes.search import RECOMPUTE, Found, Prices, Space, Watch, search
+from passes.search import Found, Watch, search
 from passes.trace import trace
+
+LONG = 8192  # tokens of a sequence from which on it may be worth splitting
 
 
 @dataclass(frozen=True)
 class Sketch:
     """A model with few of its layers, its dims named. batch: samples it was traced
-    with. starts: where each run of its layers begins."""
+    with. starts: where each run of its layers begins. shared: the model as ranks
+    compute it that hold shares of its parameters, see `passes.lower_precision`.
+    options: of `autopar.options.Options`, for all plans."""
 
     named: Named
     layers: Layers | None
     batch: int
+    shared: Named
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def runs(self) -> int:
@@ -75,42 +83,63 @@ def sketch(
     model: nn.Module,
     batch: Mapping[str, Any],
     loss_fn: Callable[..., Any] | None = None,
+    **options: Any,
 ) -> Sketch:
-    """Capture a model for planning. batch: at least two samples, as an example."""
+    """Capture a model for planning. batch: at least two samples, as an example.
+
+    options: see `Sketch`. Raises: CaptureError, PlanError.
+    """
+    dtype = make_plan("", **options).dtype
     with shortened(model) as layers:
-        named = name_dims(normalize(trace(model, batch, loss_fn)))
+        traced = trace(model, batch, loss_fn, dtype)
+    named = shared = name_dims(normalize(lower_precision(traced)))
+    if traced.autocast:
+        shared = name_dims(normalize(lower_precision(traced, tables=True)))
     samples = max(v.shape[0] for v in named.graph.inputs if v.shape)
-    return Sketch(named, layers, samples)
+    return Sketch(named, layers, samples, shared, options)
 
 
 def make_prices(of: Sketch, cluster: Cluster, **options: Any) -> Prices:
     """Prices of layers on a cluster's devices, each way of splitting them once.
 
-    options: more of `autopar.options.Options`, for all plans.
+    options: more of them than the sketch has, for all plans.
     """
+    usual = {**of.options, **options}
 
     @cache
-    def cut(mesh: Mesh, microbatches: int) -> Cut:
-        plan = make_plan(mesh, **options, microbatches=microbatches)
-        return cut_layers(of.named, plan, of.starts)
+    def cut(mesh: Mesh, microbatches: int, shares: bool, context: str) -> Cut:
+        how = {**usual, "context_parallel": context}
+        plan = make_plan(mesh, **how, microbatches=microbatches)
+        return cut_layers(of.shared if shares else of.named, plan, of.starts)
 
     @cache
-    def at(mesh: Mesh, recompute: str, halves: bool, microbatches: int) -> LayerPrices:
-        of_mesh = cut(mesh, microbatches)
+    def at(
+        mesh: Mesh, how: tuple[str, bool], microbatches: int, shares: bool, context: str
+    ) -> LayerPrices:
+        recompute, halves = how
+        of_mesh = cut(mesh, microbatches, shares, context)
         return price_cut(of_mesh, recompute, cluster.device, halves)
 
     @cache
-    def prices(mesh: Mesh, recompute: str, halves: bool, samples: int) -> LayerPrices:
+    def prices(
+        mesh: Mesh,
+        recompute: str,
+        halves: bool,
+        samples: int,
+        shares: bool = False,
+        context: str = "gather",
+    ) -> LayerPrices:
+        how, differs = (recompute, halves), shares and of.shared is not of.named
         # By a table costs are linear in the samples: two microbatch sizes say it all.
         # What is measured depends on caches: on the line between the sizes next to it.
         most = of.batch // mesh.axis_size("ep")
         low = 1
         while cluster.device.ops.timed and 2 * low <= samples and not most % (4 * low):
             low *= 2
-        one = at(mesh, recompute, halves, most // low)
+        one = at(mesh, how, most // low, differs, context)
         if samples == low:
             return one
-        two = at(mesh, recompute, halves, most // low // 2)
+        two = at(mesh, how, most // low // 2, differs, context)
         return one.scaled(two, samples / low - 1)
 
     return prices
@@ -123,34 +152,33 @@ def find_plans(
     batch: int,
     mesh: Mesh | None = None,
     watch: Watch = lambda done, total: None,
-    **space: Any,
+    **decided: Any,
 ) -> Found:
     """The best plans for a global batch of so many samples.
 
-    mesh: axes whose sizes are given. watch: see `passes.search.search`. space: more of
-    `passes.search.Space`.
+    mesh: axes whose sizes are given. watch: see `passes.search.search`. decided: more
+    fields of `passes.candidates.Space`.
     Raises: NoPlanFits, PlanError.
     """
     if batch < 1:
         raise PlanError(f"a global batch of {batch}", fix="give at least 1 sample")
-    every = make_space(of, cluster, batch, mesh, **space)
-    prices = make_prices(of, cluster)
-    found = search(every, prices, watch)
+    wishes = {k: v for k, v in {**decided, "mesh": mesh}.items() if v}
+
+    def space_of(cluster: Cluster, wishes: Mapping[str, Any]) -> Space:
+        return make_space(of, cluster, batch, **wishes)
+
+    space, prices = space_of(cluster, wishes), make_prices(of, cluster)
+    found = search(space, prices, watch)
     if not found.tried:
-        raise PlanError(
-            f"no mesh of {cluster.devices} devices divides a batch of {batch} samples"
-            + (f" with {mesh}" if mesh else ""),
-            fix="choose a batch that has more divisors, or other axes",
-        )
+        raise nothing_to_choose(space)
     if not found.best:
-        raise does_not_fit(found, cluster)
+        raise does_not_fit(found, prices, space, wishes, space_of)
     return found
 
 
-def make_space(
-    of: Sketch, cluster: Cluster, batch: int, mesh: Mesh | None = None, **space: Any
-) -> Space:
-    """What the search for a model chooses from: axes as they divide its dims."""
+def make_space(of: Sketch, cluster: Cluster, batch: int, **decided: Any) -> Space:
+    """What the search for a model chooses from: axes as they divide its dims. decided:
+    fields of the space."""
     heads = of.extents("heads", "kv_heads")
     node = cluster.levels[0].devices if cluster.levels else 1
     tp = [t for t in range(1, node + 1) if all(h % t == 0 for h in heads)]
@@ -159,48 +187,32 @@ def make_space(
     ep = [e for e in range(1, max(experts, default=1) + 1) if of.batch % (2 * e) == 0]
     given: dict[str, Any] = {
         "tp": tuple(t for t in tp if cluster.devices % t == 0),
+        "cp": _context_sizes(of, cluster, batch, node),
         "ep": (1, *(e for e in ep if e > 1 and all(n % e == 0 for n in experts))),
-        "mesh": mesh,
         "recompute": RECOMPUTE if of.spells_attention else ("none", "full"),
     }
-    return Space(cluster, batch, of.runs, **{**given, **space})
+    return Space(cluster, batch, of.runs, **{**given, **decided})
 
 
-class NoPlanFits(PlanError):
-    """No plan needs as little memory as a device has."""
-
-
-def does_not_fit(found: Found, cluster: Cluster) -> NoPlanFits:
-    """By how much the most frugal plan is too large, what binds, and a way out."""
-    nearest = found.nearest
-    assert nearest is not None, "candidates were tried"
-    terms = max(nearest.memory, key=lambda terms: sum(terms.values()))
-    term = max(terms, key=lambda name: terms[name])
-    peak, limit = nearest.peak, cluster.device.memory
-    rests = ("parameters", "gradients", "optimizer")
-    state = sum(terms[name] for name in rests)
-    needed = math.ceil(cluster.devices * state / max(1.0, limit - (peak - state)))
-    if peak - state < limit and needed > cluster.devices:
-        fix = f"about {needed} devices would do, or devices of {gigabytes(peak)}"
-    else:
-        fix = f"use shorter sequences, or devices of {gigabytes(peak)}"
-    shown = ", ".join(f"{gigabytes(v)} {k}" for k, v in terms.items() if v)
-    return NoPlanFits(
-        f"no plan fits into {cluster}: the most frugal of {found.tried}, "
-        f"{nearest.candidate}, needs {gigabytes(peak - limit)} more than the "
-        f"{gigabytes(limit)} of a device\n  {shown}; most are {term}",
-        fix=fix,
-    )
-
-
-def gigabytes(amount: float) -> str:
-    return f"{amount / 1e9:.3g} GB"
+def _context_sizes(
+    of: Sketch, cluster: Cluster, batch: int, node: int
+) -> tuple[int, ...]:
+    """Sizes of cp: 1, but where sequences are long, or samples fewer than devices. The
+    bytes that move are those of sequences, so ranks are neighbours in a node."""
+    longest = max(of.extents("seq"), default=1)
+    if longest < LONG and batch >= cluster.devices:
+        return (1,)
+    # In zigzag each rank has two pieces.
+    powers = [2**i for i in range(node.bit_length()) if longest % 2 ** (i + 1) == 0]
+    return tuple(n for n in powers if n <= node and cluster.devices % n == 0)
 
 
 def plan_of(candidate: Candidate, of: Sketch) -> Plan:
     """The plan that a candidate stands for; cuts go by the layers that begin there."""
     plan = make_plan(
         candidate.mesh,
+        **of.options,
+        context_parallel=candidate.context_parallel,
         microbatches=candidate.microbatches,
         schedule=candidate.schedule,
         stages_per_rank=candidate.stages_per_rank,
@@ -223,4 +235,5 @@ def label_plan(
     """
     found = of.layers
     runs = Runs(found.path, found.period, found.repeats) if found else None
-    return label_axes(of.named, plan, cluster, runs, memory)
+    named = of.shared if plan.zero else of.named
+    return label_axes(named, plan, cluster, runs, memory)

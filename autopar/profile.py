@@ -29,12 +29,13 @@ from autopar.options import make_plan
 from autopar.planned import batch_for
 from autopar.planner import make_space, sketch
 from autopar.profile_file import Profile
+from passes.candidates import meshes
 from passes.differentiate import differentiate
 from passes.footprint import footprint
 from passes.local_stage import LocalStage
 from passes.measured import Ops, Point, Timed
 from passes.price_layers import cut_layers
-from passes.search import layer_mesh, meshes
+from passes.search import layer_mesh
 
 LOG = logging.getLogger("autopar")
 REPEATS = 5

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.asked import Asked, wanted
 from autopar.checkpoint import load, save
-from autopar.choose import choose_plan, wanted
+from autopar.choose import choose_plan
 from autopar.comm import Comm
 from autopar.compiler import compile_offline
 from autopar.executor import Executor
@@ -25,9 +26,8 @@ from autopar.offload import Host
 from autopar.options import Options, make_plan
 from autopar.process_groups import ProcessComm
 from autopar.shards import owns, put_shard, take_shard
-from passes.cluster import Cluster
 from passes.errors import AutoparError
-from passes.plan import Plan, PlanError
+from passes.plan import AUTO, Plan, PlanError
 from passes.program import Program
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def compile(
     *,
     loss_fn: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
     example_inputs: Mapping[str, Any] | None = None,
-    plan: Plan | None = None,
+    plan: Plan | str | None = None,
     program: Program | None = None,
     seed: int = 0,
     device: torch.device | str | None = None,
@@ -55,10 +55,12 @@ def compile(
     model: returns its loss, `(logits, loss)` or an output with `.loss`; or give
     `loss_fn(output, batch)`. Weights on `meta` are made by the modules' initialisers.
     mesh: a `torch.distributed.DeviceMesh` with named dims, or text as `"pp=2,tp=2"`. Or
-    a number of devices, or a `Cluster` of them (`"8xA100-80GB"`): the planner finds the
-    plan that is best for the first batch.
+    a number of devices, or a `Cluster` of them (`"8xA100-80GB"`), or sizes of axes that
+    may mean anything, as (4, 2): the planner finds the plan that is best for the first
+    batch. What options decide stays decided.
     example_inputs: a batch to compile with now; else the first call compiles.
     plan, program: decisions or a whole program made before, instead of the options.
+    plan="auto": the planner decides what mesh and options leave open.
     seed: of dropout masks, and of weights that start on meta.
     device: to compute on; if not given this process's GPU, if there is one.
     options: `microbatches=4`, `zero=3` ...: see `autopar.options.Options`.
@@ -67,15 +69,18 @@ def compile(
     """
     if program is not None:
         plan = program.plan
-    decided: Plan | Cluster | None = plan
-    if plan is None:
-        decided = wanted(mesh, options) or make_plan(mesh, **options)
+    if isinstance(plan, str) and plan != AUTO:
+        raise PlanError(f"plan={plan!r}", fix='give a Plan, or "auto"')
+    decided: Plan | Asked
+    if plan is None or isinstance(plan, str):
+        decided = wanted(mesh, options, auto=plan == AUTO) or make_plan(mesh, **options)
     elif options:
         raise PlanError(
             f"the plan is given, and so is {next(iter(options))}=",
             fix="change the plan: dataclasses.replace(plan, ...), or give no plan",
         )
-    assert decided is not None
+    else:
+        decided = plan
     step = Step(model, decided, loss_fn, seed, device, timeout, program)
     if example_inputs is not None:
         step.build(**example_inputs)
@@ -91,7 +96,7 @@ class Step:
     def __init__(
         self,
         model: nn.Module,
-        decided: Plan | Cluster,
+        decided: Plan | Asked,
         loss_fn: Callable[..., Any] | None,
         seed: int,
         device: torch.device | str | None,
@@ -195,7 +200,7 @@ class Step:
     def _compile_here(self, batch: Mapping[str, Any]) -> Program:
         model, plan = self._model, self._decided
         assert model is not None
-        if isinstance(plan, Cluster):
+        if isinstance(plan, Asked):
             plan = choose_plan(model, plan, batch, self._loss_fn)
         return compile_offline(model, batch, plan, self._loss_fn)
 

@@ -35,7 +35,8 @@ What they stand on:
     search_labels                                                  the least of a sum
     schedule, make_schedule, check_schedule, simulate_schedule     the pipeline's order
     fit_schedule, list_schedule                                    orders for costs
-    cluster, price, price_layers, balance_layers, estimate, search the best plan
+    candidate, candidates, cluster, price, price_layers            the best plan
+    balance_layers, estimate, estimate_memory, search
 
 `pipeline.compile_program` shows the whole way on a page.
 """

@@ -17,6 +17,7 @@ from itertools import groupby
 
 from passes.graph import Node
 from passes.local_stage import LocalStage
+from passes.rest import find_casts
 
 Beside = Callable[[Sequence[Node]], Sequence[int]]  # nodes -> bytes at each of them
 
@@ -33,8 +34,10 @@ class _Use:
 
 def beside_blocks(local: LocalStage, zero: int) -> Beside:
     """For `passes.footprint.footprint`: gradients by block from ZeRO-2 on, and weights
-    from ZeRO-3 on."""
-    weights = {v.name: v.bytes for v in local.params} if zero > 2 else {}
+    from ZeRO-3 on, in the precision in which they are gathered."""
+    casts = find_casts(local.prologue, local.params)
+    made = (v for node in local.prologue for v in node.results if v.name in casts)
+    weights = {v.name: v.bytes for v in (*local.params, *made)} if zero > 2 else {}
     grads = {v.name: v.bytes for v in local.grads.values()} if zero > 1 else {}
 
     def beside(nodes: Sequence[Node]) -> Sequence[int]:

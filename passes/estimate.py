@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from passes.candidate import Candidate
 from passes.cluster import Cluster, Link
 from passes.crowd import Crowd, simulate_crowd
+from passes.estimate_memory import rank_memory
 from passes.footprint import Footprint, peak_bytes
 from passes.make_schedule import make_schedule
-from passes.memory import OPTIMIZER_STATES
 from passes.mesh import Mesh
-from passes.overlap import BUCKET
 from passes.price import (
     BACKWARD,
     FORWARD,
@@ -40,46 +40,6 @@ BESIDE = 0.125
 # What a rank does once a step before the first microbatch; the rest is after the last.
 BEFORE = ("parameters", "all_gather")
 NOTHING = Footprint(0, 0, 0, 0, 0)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Decisions of a plan, without what follows from them.
-
-    layers: runs of layers in each of the pipeline's stages, in order. samples: in a
-    microbatch of one data parallel rank.
-    """
-
-    mesh: Mesh
-    samples: int
-    microbatches: int
-    schedule: str
-    stages_per_rank: int
-    zero: int
-    recompute: str
-    layers: tuple[int, ...]
-
-    def __str__(self) -> str:
-        """`pp=8,tp=4, 48 microbatches of 1, interleaved x4, zero 1, recompute full`."""
-        schedule = self.schedule
-        if self.stages_per_rank > 1:
-            schedule += f" x{self.stages_per_rank}"
-        pipeline = f", {schedule}" if self.mesh.axis_size("pp") > 1 else ""
-        zero = f", zero {self.zero}" if self.zero else ""
-        again = f", recompute {self.recompute}" if self.recompute != "none" else ""
-        return (
-            f"{str(self.mesh) or 'one device'}, {self.microbatches} microbatches of "
-            f"{self.samples}{pipeline}{zero}{again}"
-        )
-
-    @property
-    def shares(self) -> int:
-        """The stage of ZeRO; 0 if there is no other rank to share with."""
-        return self.zero if self.data_parallel > 1 else 0
-
-    @property
-    def data_parallel(self) -> int:
-        return self.mesh.axis_size("dp") * self.mesh.axis_size("cp")
 
 
 @dataclass(frozen=True)
@@ -153,7 +113,7 @@ def stage_seconds(
         took[part] = max(took[part], _dispatching(account, part, cluster))
         moving = share * gather_seconds(account, candidate, cluster, part)
         # They move while another block computes; nothing else does for one of them.
-        exposed = max(moving - computing, moving / _blocks(candidate))
+        exposed = max(moving - computing, moving / candidate.blocks)
         # Copies that a core has to make need one beside that which computes.
         both = (computing + moving) / max(1.0, cluster.cores_each)
         exposed = max(exposed, both - computing)
@@ -185,13 +145,13 @@ def gather_seconds(
 ) -> float:
     """ZeRO-3: parameters come in the forward and again in the backward, in which their
     gradients go."""
-    if candidate.zero < 3 or candidate.data_parallel == 1:
+    if candidate.shares < 3:
         return 0.0
     link = cluster.link(candidate.mesh, ("dp",))
-    count = _blocks(candidate)
-    block = account["memory", "parameters"] / count
-    gather = count * link.seconds("all_gather", block)
-    scatter = count * link.seconds("reduce_scatter", block)
+    count = candidate.blocks
+    read, trained = (account["memory", term] for term in ("read", "trained"))
+    gather = count * link.seconds("all_gather", read / count)
+    scatter = count * link.seconds("reduce_scatter", trained / count)
     return {FORWARD: gather, BACKWARD: gather + scatter, WEIGHT: 0.0}[part]
 
 
@@ -226,8 +186,8 @@ def step_parts(
                 found["gradients dp"] = scatters * link.seconds(
                     "reduce_scatter", trained
                 )
-                whole = account["memory", "parameters"]
-                found["parameters dp"] = link.seconds("all_gather", whole)
+                read = account["memory", "read"]
+                found["parameters dp"] = link.seconds("all_gather", read)
     device = cluster.device
     if device.ops.update and trained:
         update = account["seconds", UPDATE] * share / trained
@@ -236,34 +196,6 @@ def step_parts(
         update = OPTIMIZER_TRAFFIC * share / speed
     found["optimizer"] = crowded * update
     return found
-
-
-def rank_memory(
-    accounts: Sequence[Account], candidate: Candidate, activations: float
-) -> dict[str, float]:
-    """Bytes on a rank with some stages, term -> bytes (Rajbhandari 2020, section 5).
-
-    activations: with messages, and what is there by block. At the begin of a step
-    parameters are whole and in rows, at its end gradients are, and the others' addends.
-    """
-    whole = sum(a["memory", "parameters"] for a in accounts)
-    trained = sum(a["memory", "trained"] for a in accounts)
-    parts = candidate.data_parallel if candidate.zero else 1
-    moving = min(trained, BUCKET)
-    step = {1: whole + trained, 2: whole}.get(candidate.shares, 0.0)
-    ends = {1: step + 2 * moving, 2: step + moving}.get(candidate.shares, 0.0)
-    return {
-        "parameters": whole / parts,
-        "gradients": trained / parts,
-        "optimizer": OPTIMIZER_STATES * trained / parts,
-        "gathered": max(step, ends - activations),
-        "activations": activations,
-    }
-
-
-def _blocks(candidate: Candidate) -> int:
-    """Runs of layers in a stage, on average."""
-    return max(1, sum(candidate.layers) // max(1, len(candidate.layers)))
 
 
 def estimate(

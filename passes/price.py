@@ -15,13 +15,14 @@ from functools import cached_property
 from passes.blocks import beside_blocks
 from passes.cluster import Device
 from passes.collectives import collective
-from passes.cost import flops, traffic
+from passes.cost import WEIGHT_GRADS, flops, traffic
 from passes.footprint import Footprint, footprint
 from passes.fusion import fused_traffic
 from passes.graph import Node, Value
 from passes.local_stage import LocalStage
 from passes.measured import SOURCES, TABLE, between
 from passes.program import dtype_name
+from passes.rest import find_casts
 from passes.ring import passed_round, ring_of
 
 FORWARD, BACKWARD, WEIGHT, STEP = "forward", "backward", "weight", "step"
@@ -40,13 +41,15 @@ class Account:
     measured to take, see `passes.measured`; and of the others' ("launches", part),
     ("moved", part) in bytes and ("work", part), seconds of the products at the device's
     peak, see `retimed`; ("seconds", "update"): of the optimizer, if it was measured.
-    ("flops", part). ("calls" or "bytes", part, kind,
-    axes ...): of collectives; bytes of the whole tensor, see `passes.cluster.Link`.
+    ("flops", part). ("calls" or "bytes", part, kind, axes ...): of collectives; bytes
+    of the whole tensor, see `passes.cluster.Link`.
     ("memory", term): bytes that add up: "saved", "kept", "step", "edges" as in
-    `passes.footprint.Footprint`, "parameters" and "trained" at rest. ("most", part):
-    bytes alive at once, see `in_a_row` and `MOST`. ("message", "received" or "sent"):
-    bytes of what crosses the stage's ends in a forward. part: forward,
-    backward (its input half), weight (its other half), each of one microbatch; step.
+    `passes.footprint.Footprint`, "parameters", "trained" and "buffers" at rest, "read"
+    of parameters as products read them, of these "cast" to another precision once a
+    step. ("most", part): bytes alive at once, see `in_a_row` and `MOST`. ("message",
+    "received" or "sent"): bytes of what crosses the stage's ends in a forward. part:
+    forward, backward (its input half), weight (its other half), each of one microbatch;
+    step.
     """
 
     amounts: Mapping[Key, float]
@@ -174,6 +177,8 @@ def price(local: LocalStage, device: Device) -> Account:
             add((most, part), getattr(shared, f"{part}_peak"))
     for end in ("received", "sent"):
         add(("message", end), getattr(sizes, end))
+    for term, amount in _read(local).items():
+        add(("memory", term), amount)
     for v in local.params:
         add(("memory", "parameters"), v.bytes)
         if v.name in local.grads:
@@ -183,6 +188,18 @@ def price(local: LocalStage, device: Device) -> Account:
             varying = local.stage.shardings[v.name].varying
             add(("pending", *sorted(varying - {"time"})), v.bytes)
     return retimed(Account(found), device)
+
+
+def _read(local: LocalStage) -> dict[str, int]:
+    """Bytes of parameters as they are computed with, casts of them, and buffers."""
+    casts = find_casts(local.prologue, local.params)
+    readers = (n for n in local.nodes if not {v.name for v in n.results} & casts.keys())
+    read = {v.name for n in readers for v in n.operands}
+    made = (v for n in local.prologue for v in n.results)
+    cast = sum(v.bytes for v in made if v.name in casts)
+    as_they_are = sum(v.bytes for v in local.params if v.name in read)
+    buffers = sum(v.bytes for v in local.buffers)
+    return {"cast": cast, "read": as_they_are + cast, "buffers": buffers}
 
 
 def retimed(account: Account, device: Device) -> Account:
@@ -225,6 +242,10 @@ def node_seconds(node: Node, device: Device) -> float:
 
 
 def _peak(node: Node, device: Device) -> float:
-    """Operations a second, of the type that most of its bytes have."""
+    """Operations a second, of the type that most of its floating bytes have; of what is
+    added up in another one, the type of what is multiplied."""
     values = (*node.operands, *node.results)
-    return device.peak(dtype_name(max(values, key=lambda v: v.bytes).dtype))
+    if node.op in WEIGHT_GRADS:
+        values = node.operands[1:3]
+    floating = [v for v in values if v.dtype.is_floating_point] or values
+    return device.peak(dtype_name(max(floating, key=lambda v: v.bytes).dtype))

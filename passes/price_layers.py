@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import Protocol
 
 from passes.choose_recompute import stage_policies
 from passes.cluster import Device
@@ -74,6 +75,24 @@ class LayerPrices:
         return LayerPrices(self.runs, whole, *(between(*pair) for pair in parts))
 
 
+class Prices(Protocol):
+    """Layers split in some way, in microbatches of some samples -> their prices.
+
+    mesh: axes that split a layer. halves: of the backward, apart. shares: whether ranks
+    hold shares of parameters between steps. context: how attention works on cp.
+    """
+
+    def __call__(
+        self,
+        mesh: Mesh,
+        recompute: str,
+        halves: bool,
+        samples: int,
+        shares: bool = False,
+        context: str = "gather",
+    ) -> LayerPrices: ...
+
+
 @dataclass(frozen=True)
 class Cut:
     """A model of up to three runs of layers, cut in every way that prices come from.
@@ -96,7 +115,8 @@ class Cut:
 
     def _joints(self, halves: bool) -> tuple[Joint, ...]:
         sizes = {axis: self.plan.size(axis) for axis in self.plan.axes}
-        made = dict.fromkeys(sizes, 0), self.plan.zero, halves
+        plan = self.plan
+        made = dict.fromkeys(sizes, 0), plan.zero, halves, plan.scales_loss
         return tuple(join(stage, sizes, *made) for stage in self.stages)
 
 

@@ -1,62 +1,35 @@
 """search: the plans that a cluster allows, and the fastest of those that fit.
 
-How the devices factor into axes, samples in a microbatch, layers in each stage, the
-schedule, ZeRO's stage and what is recomputed are enumerated; layers are priced once for
-each way of splitting them (`price_layers`). A formula ranks all candidates, the best of
-them are run on paper.
+Candidates are enumerated (`candidates`); layers are priced once for each way of
+splitting them (`price_layers`). A formula ranks all candidates, the best of them are
+run on paper.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from passes.balance_layers import balance_layers
+from passes.candidate import Candidate
+from passes.candidates import ALIKE, Space, candidates, contexts
 from passes.cluster import Cluster
+from passes.errors import ShardingConflict
 from passes.estimate import (
-    Candidate,
     Estimate,
     StageSeconds,
     estimate,
-    rank_memory,
     stage_seconds,
     step_parts,
 )
+from passes.estimate_memory import rank_memory
 from passes.mesh import Mesh
 from passes.price import Account
-from passes.price_layers import LayerPrices
+from passes.price_layers import LayerPrices, Prices
 
-# (mesh axes that split a layer, what is recomputed, whether the backward has halves,
-# samples) -> prices
-Prices = Callable[[Mesh, str, bool, int], LayerPrices]
-
-SCHEDULES = ("1f1b", "interleaved", "zb-h1")
 HALVES = ("zb-h1", "zb-h2", "zb-v")
-STAGES_PER_RANK = (2, 3, 4, 6, 8)
-RECOMPUTE = ("none", "selective", "full")
 SHORTLIST = 12
-ALIKE = 0.05  # estimates that differ by less do not say which is faster
-
-
-@dataclass(frozen=True)
-class Space:
-    """What a search may choose from.
-
-    batch: samples of a step. runs: of layers in the model. axes: of a layer -> the
-    sizes that it may be split into. mesh: axes whose sizes are decided already.
-    """
-
-    cluster: Cluster
-    batch: int
-    runs: int
-    tp: tuple[int, ...]
-    cp: tuple[int, ...] = (1,)
-    ep: tuple[int, ...] = (1,)
-    mesh: Mesh | None = None
-    schedules: tuple[str, ...] = SCHEDULES
-    zero: tuple[int, ...] = (0, 1, 2, 3)
-    recompute: tuple[str, ...] = RECOMPUTE
 
 
 @dataclass(frozen=True)
@@ -97,7 +70,7 @@ def search(
             best.append(found)
         if len(best) == SHORTLIST:
             break
-    best = _simplest_first(best)
+    best = simplest_first(best + _in_other_contexts(best, space, prices))
     nearest = None
     if not best and ranked:
         closest = min(ranked, key=lambda r: (r[1], r[0]))[-1]
@@ -105,7 +78,24 @@ def search(
     return Found(tuple(best), len(ranked), nearest)
 
 
-def _simplest_first(estimates: list[Estimate]) -> list[Estimate]:
+def _in_other_contexts(
+    best: Sequence[Estimate], space: Space, prices: Prices
+) -> list[Estimate]:
+    """Plans that fit, with attention on cp working otherwise than in the best ones."""
+    found = []
+    for e in best:
+        for context in contexts(space, e.candidate.mesh)[1:]:
+            candidate = replace(e.candidate, context_parallel=context)
+            try:
+                tried = run_on_paper(candidate, prices, space.cluster)
+            except ShardingConflict:
+                continue  # a ring is not for every attention
+            if tried.peak <= space.cluster.device.memory:
+                found.append(tried)
+    return found
+
+
+def simplest_first(estimates: list[Estimate]) -> list[Estimate]:
     """Fastest first; but the simplest of those that are as fast, to within `ALIKE`,
     comes before them all."""
     ordered = sorted(estimates, key=lambda e: e.seconds)
@@ -124,6 +114,8 @@ def complexity(candidate: Candidate) -> tuple[int, ...]:
         candidate.stages_per_rank,
         candidate.schedule != "1f1b",
         candidate.zero,
+        candidate.context_parallel != "gather",
+        candidate.labelled,
     )
 
 
@@ -133,20 +125,30 @@ def run_on_paper(candidate: Candidate, prices: Prices, cluster: Cluster) -> Esti
 
 def accounts_of(candidate: Candidate, prices: Prices) -> list[Account]:
     """Of each stage, of one microbatch."""
-    last = len(candidate.layers) - 1
-    return [
-        stage_account(candidate, prices, i == 0, runs, i == last)
-        for i, runs in enumerate(candidate.layers)
-    ]
+    return stages_of(candidate.layers, _prices_of(candidate, prices))
+
+
+def stages_of(layers: Sequence[int], prices: LayerPrices) -> list[Account]:
+    """Of stages of so many layers."""
+    last = len(layers) - 1
+    return [prices.stage(i == 0, runs, i == last) for i, runs in enumerate(layers)]
 
 
 def stage_account(
     candidate: Candidate, prices: Prices, first: bool, runs: int, last: bool
 ) -> Account:
-    halves = candidate.schedule in HALVES
-    mesh = layer_mesh(candidate.mesh)
-    found = prices(mesh, candidate.recompute, halves, candidate.samples)
-    return found.stage(first, runs, last)
+    return _prices_of(candidate, prices).stage(first, runs, last)
+
+
+def _prices_of(candidate: Candidate, prices: Prices) -> LayerPrices:
+    return prices(
+        layer_mesh(candidate.mesh),
+        candidate.recompute,
+        candidate.schedule in HALVES,
+        candidate.samples,
+        candidate.zero > 0,
+        candidate.context_parallel,
+    )
 
 
 def layer_mesh(mesh: Mesh) -> Mesh:
@@ -154,82 +156,6 @@ def layer_mesh(mesh: Mesh) -> Mesh:
     return Mesh(
         tuple((a, n) for a, n in mesh.axes if a in ("cp", "ep", "tp") and n > 1)
     )
-
-
-# --- What there is to choose from ---------------------------------------------------
-
-
-def candidates(space: Space) -> Iterator[Candidate]:
-    """Every combination, but for the layers of each stage."""
-    for mesh in meshes(space):
-        replicas = mesh.axis_size("dp") * mesh.axis_size("ep")
-        if space.batch % replicas:
-            continue
-        for samples in _divisors(space.batch // replicas):
-            microbatches = space.batch // replicas // samples
-            for schedule, per_rank in _pipelines(space, mesh, microbatches):
-                for zero in space.zero if mesh.axis_size("dp") > 1 else (0,):
-                    for recompute in space.recompute:
-                        yield Candidate(
-                            mesh,
-                            samples,
-                            microbatches,
-                            schedule,
-                            per_rank,
-                            zero,
-                            recompute,
-                            (),
-                        )
-
-
-def meshes(space: Space) -> Iterator[Mesh]:
-    """Ways to factor the devices; tp innermost, where links are fastest."""
-    fixed = dict(space.mesh.axes) if space.mesh else {}
-    for tp in _allowed(space.tp, fixed.get("tp")):
-        for cp in _allowed(space.cp, fixed.get("cp")):
-            for ep in _allowed(space.ep, fixed.get("ep")):
-                rest, left = divmod(space.cluster.devices, tp * cp * ep)
-                if left or not rest:
-                    continue
-                for pp in _divisors(rest):
-                    dp = rest // pp
-                    if pp > space.runs or fixed.get("pp", pp) != pp:
-                        continue
-                    if fixed.get("dp", dp) == dp:
-                        sizes = (
-                            ("pp", pp),
-                            ("dp", dp),
-                            ("cp", cp),
-                            ("ep", ep),
-                            ("tp", tp),
-                        )
-                        yield Mesh(tuple((a, n) for a, n in sizes if n > 1))
-
-
-def _allowed(sizes: tuple[int, ...], fixed: int | None) -> tuple[int, ...]:
-    return sizes if fixed is None else (fixed,)
-
-
-def _pipelines(
-    space: Space, mesh: Mesh, microbatches: int
-) -> Iterator[tuple[str, int]]:
-    """(schedule, stages per rank)."""
-    ranks = mesh.axis_size("pp")
-    if ranks == 1:
-        yield "1f1b", 1
-        return
-    for schedule in space.schedules:
-        if schedule != "interleaved":
-            yield schedule, 1
-        elif microbatches % ranks == 0:
-            for v in STAGES_PER_RANK:
-                if ranks * v <= space.runs:
-                    yield schedule, v
-
-
-@cache
-def _divisors(number: int) -> tuple[int, ...]:
-    return tuple(i for i in range(1, number + 1) if number % i == 0)
 
 
 # --- A formula for each ------------------------------------------------------------
@@ -282,13 +208,11 @@ def rough(
     ]
     took = [timed(account, candidate) for account in kinds]
     seconds = rough_seconds(kinds, candidate, space.cluster, took)
-    ranks = candidate.mesh.axis_size("pp")
-    v, m = candidate.stages_per_rank, candidate.microbatches
-    in_flight = min(m * v, v * ranks + ranks - 1) if v > 1 else min(m, ranks)
+    v, most = candidate.stages_per_rank, in_flight(candidate)
     peak = 0.0
     for a, t in zip(kinds, took, strict=True):
-        most = t.footprint.most(in_flight)
-        peak = max(peak, sum(rank_memory([a] * v, candidate, most).values()))
+        alive = t.footprint.most(most)
+        peak = max(peak, sum(rank_memory([a] * v, candidate, alive).values()))
     return seconds, peak, candidate
 
 
@@ -306,7 +230,9 @@ def rough_seconds(
     typical = took[min(1, len(took) - 1)]
     # How long it takes to fill and drain the pipeline, see `passes.make_schedule`.
     fill = typical.forward + typical.backward
-    fill += -typical.weight if candidate.schedule in HALVES else typical.weight
+    # Weight halves that each rank puts off, into the others' gaps.
+    put_off = {"zb-h1": 1, "zb-h2": 2, "zb-v": 2}.get(candidate.schedule)
+    fill += typical.weight if put_off is None else -put_off * typical.weight
     fill = max(0.0, fill) + 2 * typical.send
     seconds = m * v * max(map(_total, took)) + (ranks - 1) * fill
     # Ranks that share cores are no faster than these do all the work.
@@ -314,6 +240,20 @@ def rough_seconds(
     crowd = cluster.crowd(candidate.mesh)
     seconds = max(seconds, m * every * crowd.processes / crowd.cores)
     return seconds + max(sum(step_parts(a, candidate, cluster).values()) for a in kinds)
+
+
+def in_flight(candidate: Candidate) -> int:
+    """Of a stage's microbatches, at most, on all stages of a rank together."""
+    ranks, m = candidate.mesh.axis_size("pp"), candidate.microbatches
+    v = candidate.stages_per_rank
+    most = {
+        "naive": 1,
+        "gpipe": m,
+        "zb-h2": 2 * ranks - 1,
+        "interleaved": v * ranks + ranks - 1,
+        "looped-bfs": m * v,
+    }
+    return min(m * v, most.get(candidate.schedule, v * ranks))
 
 
 def _total(seconds: StageSeconds) -> float:

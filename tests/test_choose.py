@@ -11,7 +11,6 @@ from processes import run_ranks
 from test_step import batches, build, optimizer, train_plainly
 
 import autopar
-from autopar.choose import wanted
 from autopar.hardware import DEVICES, cluster_of, named_by_torch, with_memory
 from passes.cluster import ClusterError
 from passes.errors import AutoparError
@@ -19,9 +18,9 @@ from passes.mesh import MeshError
 from passes.plan import PlanError
 
 
-def train_as_chosen(devices: Any) -> tuple[list[float], dict, str]:
+def train_as_chosen(devices: Any, options: Any) -> tuple[list[float], dict, dict]:
     case = build("plain")
-    step = autopar.compile(case.model, devices, loss_fn=case.loss_fn)
+    step = autopar.compile(case.model, devices, loss_fn=case.loss_fn, **options)
     update, losses = None, []
     for batch in batches(case):
         loss = step(**batch)
@@ -30,14 +29,28 @@ def train_as_chosen(devices: Any) -> tuple[list[float], dict, str]:
         update.step()
         update.zero_grad()
         losses.append(loss.item())
-    return losses, step.state_dict(), str(step.plan.mesh)
+    names = ("mesh", "zero", "microbatches", "memory")
+    decisions = {name: str(getattr(step.plan, name)) for name in names}
+    return losses, step.state_dict(), decisions
 
 
-@pytest.mark.parametrize("devices", [2, "2xA100-80GB"])
-def test_the_chosen_plan_trains_as_one_device(devices: Any) -> None:
+@pytest.mark.parametrize(
+    ("devices", "options", "decided"),
+    [
+        (2, {}, {}),
+        (
+            "2xA100-80GB",
+            {"zero": 1, "memory": "1GB"},
+            {"mesh": "dp=2", "zero": "1", "memory": "1000000000"},
+        ),
+        ((2,), {"microbatches": 2}, {"microbatches": "2"}),
+        ("tp=2", {"plan": "auto"}, {"mesh": "tp=2"}),
+    ],
+)
+def test_the_chosen_plan_trains_as_one_device(devices, options, decided) -> None:
     wanted_losses, _, weights = train_plainly("plain")
-    for losses, state, mesh in run_ranks(train_as_chosen, 2, devices):
-        assert mesh in ("dp=2", "pp=2", "tp=2", "cp=2")
+    for losses, state, decisions in run_ranks(train_as_chosen, 2, devices, options):
+        assert decided.items() <= decisions.items()
         assert losses == pytest.approx(wanted_losses, rel=1e-9)
         for name, value in weights.items():
             torch.testing.assert_close(state[name], value, rtol=1e-7, atol=1e-9)
@@ -75,18 +88,16 @@ def test_one_device_needs_no_processes() -> None:
         (True, {}, MeshError, "a mesh of True devices"),
         ("8xB1", {}, ClusterError, "no device is known as 'B1'"),
         ("8x", {}, ClusterError, "not a number of devices"),
-        (2, {"zero": 3}, PlanError, "zero= is given"),
+        (2, {"offload": True}, PlanError, "no prices for offload="),
+        ("tp=2", {"plan": "best"}, PlanError, "plan='best'"),
+        ("x=2", {}, MeshError, "unknown axis 'x'"),
+        ("x=2", {"plan": "auto"}, MeshError, "cluster '2xCPU' has 2 ranks"),
         (2, {}, MeshError, "cluster '2xCPU' has 2 ranks, but 1 processes run"),
     ],
 )
 def test_what_cannot_be_chosen_for(mesh, options, error, says) -> None:
     with pytest.raises(error, match=says):
         autopar.compile(plain_gpt().model, mesh, **options)
-
-
-def test_a_mesh_is_no_cluster() -> None:
-    assert wanted("pp=2,tp=2", {"zero": 1}) is None
-    assert wanted("", {}) is None
 
 
 @pytest.mark.parametrize(

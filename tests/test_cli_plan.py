@@ -21,13 +21,14 @@ from autopar.cli import main
 from autopar.estimate_file import CHOSEN, STAGE, WHAT, Findings, read_findings
 from autopar.explain import difference, explanation_data
 from autopar.hardware import cluster_of
-from autopar.planned import compiled_once, mesh_of
+from autopar.planned import compiled_once, mesh_of, read_decided
 from autopar.planner import find_plans, sketch
 from autopar.progress import Bar
 from autopar.store import load_plan
 from examples.gpt import tiny
+from passes.candidate import Candidate
 from passes.errors import AutoparError
-from passes.estimate import Candidate, Estimate, StageSeconds
+from passes.estimate import Estimate, StageSeconds
 from passes.mesh import Mesh
 
 SAMPLES = 8
@@ -100,6 +101,31 @@ def test_what_is_no_estimate_is_refused(plan: Path, tmp_path: Path, capsys) -> N
     assert "is not JSON" in error(capsys)
     assert main(["explain", str(tmp_path)]) == 2
     assert "autopar plan MODEL" in error(capsys)
+
+
+def test_what_is_decided_is_kept_with_the_plan(tmp_path: Path, capsys) -> None:
+    spec, where = model_file(tmp_path), tmp_path / "p"
+    asked = ["--devices", "2xCPU", "--mesh", "2", "--precision", "bf16", "--zero", "1"]
+    asked += ["--microbatches", "2", "--recompute", "none"]
+    assert main(["plan", spec, *asked, "-o", str(where)]) == 0
+    assert "precision bf16" in capsys.readouterr().out
+    chosen = read_decided(where)
+    assert chosen.plan.precision == "bf16" and chosen.plan.zero == 1
+    assert str(chosen.plan.mesh) == "dp=2" and chosen.plan.microbatches == 2
+    assert main(["explain", str(where)]) == 0
+    before = capsys.readouterr().out
+    assert ", precision bf16" in before
+    assert main(["explain", str(where), "--reprice"]) == 0
+    assert capsys.readouterr().out == before
+    assert main(["verify", str(where), "--json"]) == 0
+
+
+def test_half_the_bits_are_suggested(origin: Path, capsys) -> None:
+    spec = f"{origin / 'model.py'}:small"
+    assert main(["plan", spec, "--devices", "1xA100-80GB"]) == 0
+    assert "with --precision bf16 a A100-80GB multiplies 2 times" in (
+        capsys.readouterr().out
+    )
 
 
 # --- explain -------------------------------------------------------------------------
@@ -323,6 +349,10 @@ def test_a_wrong_cluster_file_is_refused(
             "no mesh of 5 devices divides a batch of 7",
         ),
         (["--devices", "4xCPU", "--mesh", "dp=3"], "no mesh of 4 devices"),
+        (["--devices", "4xCPU", "--mesh", "x=3,y=2"], "axes of 3, 2 has a meaning"),
+        (["--devices", "4xCPU", "--mesh", "x=4,2"], "axes without names"),
+        (["--devices", "4xCPU", "--microbatches", "0"], "microbatches=0"),
+        (["--devices", "4xCPU", "--microbatches", "3"], "as the options decide"),
         (["--devices", "4xCPU", "--memory", "-1"], "--memory -1"),
         (["--devices", "4xCPU", "--memory", "much"], "'--memory' is 'much'"),
         (["--devices", "4xCPU", "--memory", "10kB"], "no plan fits into 4xCPU"),

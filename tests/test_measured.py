@@ -12,9 +12,10 @@ from pytest import approx
 from autopar.hardware import cluster_of
 from autopar.measured_cluster import how_priced
 from autopar.planner import make_prices, sketch
+from passes.candidate import Candidate
 from passes.cost import flops, signature, traffic
 from passes.differentiate import differentiate
-from passes.estimate import Candidate, Estimate
+from passes.estimate import Estimate
 from passes.graph import Node, Value
 from passes.local_stage import LocalStage
 from passes.measured import (

@@ -12,8 +12,9 @@ import torch
 from models import gpt2, llama, plain_gpt, switch_gpt
 
 from autopar.hardware import cluster_of, with_memory
+from autopar.no_plan import NoPlanFits
 from autopar.options import make_plan
-from autopar.planner import NoPlanFits, Sketch, find_plans, plan_of, sketch
+from autopar.planner import Sketch, find_plans, plan_of, sketch
 from autopar.shorten import find_layers, shortened
 from autopar.verify import verify
 from examples.gpt import GPT, Config

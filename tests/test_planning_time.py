@@ -12,10 +12,11 @@ from autopar.hardware import cluster_of
 from autopar.options import make_plan
 from autopar.planner import find_plans, make_prices, sketch
 from autopar.uncollected import uncollected
+from passes.candidates import Space, candidates
 from passes.differentiate import differentiate, finish, join
 from passes.local_stage import LocalStage
 from passes.price_layers import cut_layers
-from passes.search import Space, candidates, make_timer, rough
+from passes.search import make_timer, rough
 
 
 def test_candidates_that_share_their_timing_are_ranked_as_each_by_itself() -> None:

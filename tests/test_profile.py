@@ -15,7 +15,7 @@ from plans import model_file
 from processes import run_ranks
 
 from autopar import measure_ops
-from autopar.choose import wanted
+from autopar.asked import wanted
 from autopar.cli import main, parser
 from autopar.cli_profile import launches
 from autopar.launch import launch
@@ -33,6 +33,7 @@ from autopar.profile_file import (
     save_profile,
     usual_path,
 )
+from passes.cluster import Cluster
 from passes.collectives import collective
 from passes.cost import Seconds, signature
 from passes.differentiate import differentiate
@@ -209,17 +210,22 @@ def test_what_was_measured_elsewhere_is_not_taken(
 # --- who reads it --------------------------------------------------------------------
 
 
+def cluster_wanted(mesh: int | str) -> Cluster:
+    asked = wanted(mesh, {})
+    assert asked is not None
+    return asked.cluster
+
+
 def test_devices_of_this_machine_are_as_measured(monkeypatch, caplog) -> None:
     monkeypatch.setattr("autopar.measured_cluster.busy", lambda ranks: 2)
     save_profile(PROFILE)
-    for found in (wanted(2, {}), wanted("2", {})):
-        assert found is not None and found.profile == machine_text()
+    for found in (cluster_wanted(2), cluster_wanted("2")):
+        assert found.profile == machine_text()
         assert (found.device.ops, found.messages) == (OPS, MESSAGES)
     assert not caplog.records
-    four = wanted(4, {})
-    assert four is not None and four.device.ops == OPS and not four.messages.points
-    table = wanted("2xCPU", {})
-    assert table is not None and table.profile == ""
+    four = cluster_wanted(4)
+    assert four.device.ops == OPS and not four.messages.points
+    assert cluster_wanted("2xCPU").profile == ""
 
 
 def test_a_profile_goes_with_devices_of_this_machine_alone(tmp_path, capsys) -> None:

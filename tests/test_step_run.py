@@ -18,7 +18,8 @@ from autopar.planner import make_prices, sketch
 from autopar.simulation import simulate_estimate, simulate_program
 from autopar.store import save_plan
 from autopar.trace_file import trace_data
-from passes.estimate import Candidate, Estimate
+from passes.candidate import Candidate
+from passes.estimate import Estimate
 from passes.make_schedule import make_schedule
 from passes.mesh import Mesh
 from passes.schedule import Kind

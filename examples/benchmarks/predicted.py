@@ -51,9 +51,11 @@ from examples.benchmarks.predicted_plans import (  # noqa: E402
     spread,
 )
 from examples.benchmarks.predicted_runs import Job, Measured  # noqa: E402
+from passes.candidate import Candidate  # noqa: E402
 from passes.cluster import Cluster  # noqa: E402
-from passes.estimate import Candidate, Estimate  # noqa: E402
-from passes.search import Prices, rough, run_on_paper  # noqa: E402
+from passes.estimate import Estimate  # noqa: E402
+from passes.price_layers import Prices  # noqa: E402
+from passes.search import rough, run_on_paper  # noqa: E402
 
 RANKS = (2, 4)
 TIMEOUT = 600.0  # seconds of all ranks of a number

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from examples.gpt import GPT, Config, build
-from passes.estimate import Candidate
+from passes.candidate import Candidate
 from passes.mesh import Mesh
 
 SEQ = 128  # tokens of a sample

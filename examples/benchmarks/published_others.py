@@ -23,8 +23,8 @@ from examples.benchmarks.published_runs import (
     overlapped,
 )
 from passes.balance_layers import balance_layers
+from passes.candidate import Candidate
 from passes.cluster import Cluster
-from passes.estimate import Candidate
 from passes.mesh import Mesh
 from passes.search import accounts_of, layer_mesh
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from examples.benchmarks.published_sweep import Constants, Run, runs
-from passes.estimate import Candidate
-from passes.search import ALIKE, complexity
+from passes.candidate import Candidate
+from passes.candidates import ALIKE
+from passes.search import complexity
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,9 @@ from autopar.hardware import cluster_of
 from autopar.planner import Sketch, make_prices
 from examples.benchmarks.published_fit import descend
 from examples.benchmarks.published_models import Row, gpt, in_turn, read
+from passes.candidate import Candidate
 from passes.cluster import Cluster
-from passes.estimate import (
-    OPTIMIZER_TRAFFIC,
-    Candidate,
-    stage_seconds,
-    step_seconds,
-)
+from passes.estimate import OPTIMIZER_TRAFFIC, stage_seconds, step_seconds
 from passes.mesh import Mesh
 from passes.price import BACKWARD, FORWARD, STEP, Account, retimed
 from passes.price_layers import LayerPrices

@@ -1,0 +1,284 @@
+"""The planner's space: precision, given decisions, axes of any meaning, schedules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from models import Case, plain_gpt
+
+from autopar.asked import Asked, read_shape, wanted
+from autopar.hardware import cluster_of
+from autopar.planner import Sketch, find_plans, make_prices, make_space, plan_of, sketch
+from autopar.verify import verify
+from passes.candidate import Candidate
+from passes.candidates import SCHEDULES, candidates, meshes
+from passes.cost import Costs
+from passes.errors import AutoparError
+from passes.mesh import Mesh, MeshError
+from passes.pipeline import compile_program
+from passes.plan import PlanError
+from passes.price import WEIGHT_GRADS
+from passes.program import Program
+from passes.search import run_on_paper
+
+LAYERS, SAMPLES = 4, 16
+
+
+@cache
+def case() -> Case:
+    return plain_gpt(layers=LAYERS, batch=SAMPLES, tied=False, vocab=104)
+
+
+@cache
+def of(precision: str = "model") -> Sketch:
+    return sketch(case().model, case().batch, precision=precision)
+
+
+def compiled(candidate: Candidate, precision: str = "model") -> Program:
+    plan = plan_of(candidate, of(precision))
+    return compile_program(case().trace(plan.dtype), plan, Costs())
+
+
+def even(mesh: str, schedule: str = "1f1b", stages_per_rank: int = 1) -> Candidate:
+    """As many layers in each stage, two microbatches for each data parallel rank."""
+    where = Mesh.parse(mesh)
+    stages = where.axis_size("pp") * stages_per_rank
+    samples = SAMPLES // where.axis_size("dp") // 4
+    layers = (LAYERS // stages,) * stages
+    return Candidate(
+        where, samples, 4, schedule, stages_per_rank, 0, "none", layers, "gather"
+    )
+
+
+CASES = [
+    even("pp=2"),
+    replace(even("dp=4"), zero=1),
+    replace(even("dp=2"), zero=3, recompute="full"),
+    replace(even("dp=4"), zero=2, recompute="full"),
+    even("pp=2,tp=2", "zb-h2"),
+    even("pp=2", "zb-v", 2),
+    replace(even("pp=2,dp=2", "interleaved", 2), zero=1),
+    even("pp=2", "looped-bfs", 2),
+    even("cp=2"),
+    replace(even("cp=2"), context_parallel="ring"),
+    replace(even("dp=2,cp=2"), context_parallel="ulysses"),
+    replace(even("dp=2,cp=2"), context_parallel="ring", zero=3),
+    even("pp=2", "gpipe"),
+]
+
+
+@pytest.mark.matrix(quick=6)
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+@pytest.mark.parametrize("candidate", CASES, ids=str)
+def test_memory_on_paper_is_that_of_the_program(
+    candidate: Candidate, precision: str
+) -> None:
+    cluster = cluster_of(f"{candidate.mesh.size}xA100-80GB")
+    prices = make_prices(of(precision), cluster)
+    found = run_on_paper(candidate, prices, cluster)
+    program = compiled(candidate, precision)
+    for terms, held in zip(found.memory, program.memory, strict=True):
+        for term in ("parameters", "gradients", "optimizer", "buffers"):
+            assert terms[term] == pytest.approx(getattr(held, term))
+        # Blocks that are gathered and scattered as they come are counted on average.
+        rough = 0.07 if candidate.zero > 1 else 0.02
+        assert sum(terms.values()) == pytest.approx(held.total, rel=rough)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_products_of_half_the_bits_take_half_the_time(precision: str) -> None:
+    """Products alone: they run at the peak of the type that is multiplied."""
+    cluster, alone = cluster_of("1xA100-80GB"), even("")
+    wide, low = (
+        run_on_paper(alone, make_prices(of(p), cluster), cluster)
+        for p in ("model", precision)
+    )
+    assert low.flops == pytest.approx(wide.flops, rel=0.05)
+    for part in ("forward", "backward", "weight"):
+        # Norms and the loss stay in float32; A100s are twice as fast in 16 bits.
+        before, after = (work(p, part) for p in ("model", precision))
+        assert before == 0 or 0.5 <= after / before < 0.65
+
+
+def work(precision: str, part: str) -> float:
+    prices = make_prices(of(precision), cluster_of("1xA100-80GB"))
+    return prices(Mesh(()), "none", False, 1).whole["work", part]
+
+
+def test_weight_gradients_are_priced_by_what_is_multiplied() -> None:
+    program = compiled(even(""), "bf16")
+    (text,) = program.modules.values()
+    names = [op.rpartition(".")[2] for op in WEIGHT_GRADS]
+    assert any(name in text for name in names), "else the prices above say nothing"
+
+
+def test_shares_are_gathered_in_half_the_bits_and_scattered_in_all() -> None:
+    cluster = cluster_of("4xA100-80GB")
+    shared = replace(even("dp=4"), zero=1)
+    parts = {
+        p: run_on_paper(shared, make_prices(of(p), cluster), cluster).parts
+        for p in ("model", "bf16")
+    }
+    link = cluster.link(shared.mesh, ("dp",))
+    fixed = link.seconds("all_gather", 0)
+    low, wide = (parts[p]["parameters dp"] - fixed for p in ("bf16", "model"))
+    assert 0.5 <= low / wide < 0.55  # norms are in float32
+    assert parts["bf16"]["gradients dp"] == parts["model"]["gradients dp"]
+
+
+@pytest.mark.parametrize(
+    "decided",
+    [
+        {"precision": "bf16", "zero": 1},
+        pytest.param({"schedule": "zb-v", "microbatches": 4}, marks=pytest.mark.slow),
+        pytest.param({"context_parallel": "ring"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_what_is_found_is_as_decided_and_right(decided: dict[str, Any]) -> None:
+    mesh = Mesh.parse("cp=2" if "context_parallel" in decided else "pp=2")
+    asked = Asked(cluster_of("4xA100-80GB"), mesh, options=decided)
+    of_all = sketch(case().model, case().batch, **asked.of_all)
+    found = find_plans(of_all, asked.cluster, SAMPLES, **asked.space)
+    for e in found.best:
+        for name, value in asked.decided.items():
+            assert getattr(e.candidate, name) == value
+    plan = plan_of(found.best[0].candidate, of_all)
+    assert plan.precision == decided.get("precision", "model")
+    program = compile_program(case().trace(plan.dtype), plan, Costs())
+    verify(program, case().model, case().batch, seed=3).check()
+
+
+# --- axes ----------------------------------------------------------------------------
+
+
+def space(devices: int = 8, **decided: Any) -> Any:
+    return make_space(of(), cluster_of(f"{devices}xA100-80GB"), SAMPLES, **decided)
+
+
+def test_a_shape_has_every_meaning_once() -> None:
+    found = [str(mesh) for mesh in meshes(space(shape=(4, 2)))]
+    assert len(found) == len(set(found))
+    # Two axes each of pp, dp and tp, in either order, and both as one of them; tp at
+    # most 4, as there are 4 heads.
+    assert set(found) == {
+        *("dp=4,pp=2", "dp=4,tp=2", "pp=4,dp=2", "pp=4,tp=2", "tp=4,dp=2", "tp=4,pp=2"),
+        "dp=8",
+    }
+
+
+def test_a_whole_mesh_stays_in_its_order() -> None:
+    found = list(meshes(space(mesh=Mesh.parse("tp=2,dp=4"))))
+    assert [str(mesh) for mesh in found] == ["tp=2,dp=4"]
+    assert all(m.axis_size("tp") == 2 for m in meshes(space(mesh=Mesh.parse("tp=2"))))
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [("4,2", (4, 2)), ("x=4, y=2", (4, 2)), ("pp=2,tp=2", ()), ("", ()), ("8", (8,))],
+)
+def test_sizes_are_read(text: str, shape: tuple[int, ...]) -> None:
+    assert read_shape(text) == shape
+
+
+@pytest.mark.parametrize("text", ["4,x", "x=4,2", "x=0", "0,4", "x=4,x=2", "4,-2"])
+def test_wrong_sizes_are_refused(text: str) -> None:
+    with pytest.raises(MeshError, match="fix"):
+        read_shape(text)
+
+
+def test_what_is_left_to_the_planner() -> None:
+    assert wanted("pp=2,tp=2", {"zero": 1}) is None
+    assert wanted("x=4,y=2", {}) is None  # and is an unknown axis then
+    assert wanted("", {}) is None
+    whole = wanted("tp=2,dp=2", {"zero": 1}, auto=True)
+    assert whole and str(whole.mesh) == "tp=2,dp=2" and whole.cluster.devices == 4
+    assert whole.space["zero"] == (1,)
+    for mesh in ((4, 2), [4, 2]):
+        sizes = wanted(mesh, {})
+        assert sizes and sizes.shape == (4, 2) and sizes.cluster.devices == 8
+    limited = wanted(2, {"memory": "1GB", "schedule": "auto"})
+    assert limited and limited.limited.device.memory == 1e9
+    assert "schedules" not in limited.space
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"hints": {"*.weight": "ffn/tp"}}, "no prices for hints="),
+        ({"offload": True}, "no prices for offload="),
+        ({"microbatches": 0}, "microbatches=0"),
+        ({"zero": 4}, "zero=4"),
+        ({"schedule": "best"}, "no schedule is named 'best'"),
+        ({"precision": "fp8"}, "precision='fp8'"),
+        ({"pp": 2}, "there is no option 'pp'"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(AutoparError, match=says):
+        wanted(2, options)
+
+
+@pytest.mark.parametrize(
+    ("decided", "says"),
+    [
+        ({"mesh": Mesh.parse("dp=3")}, "no mesh of 8 devices with dp=3"),
+        ({"shape": (3, 2)}, "no mesh of 8 devices with axes of 3, 2"),
+        ({"schedules": ("zb-v",), "stages_per_rank": (3,)}, "is as the options decide"),
+        ({"microbatches": 5}, "is as the options decide"),
+    ],
+)
+def test_nothing_to_choose_from(decided: dict[str, Any], says: str) -> None:
+    mesh = {"mesh": Mesh.parse("pp=2")} if "schedules" in decided else {}
+    with pytest.raises(PlanError, match=says):
+        find_plans(of(), cluster_of("8xA100-80GB"), SAMPLES, **{**mesh, **decided})
+
+
+def test_an_axis_that_has_no_prices() -> None:
+    with pytest.raises(PlanError, match="no prices for the axis fsdp"):
+        wanted("fsdp=2", {"zero": 3}, auto=True)
+
+
+# --- schedules -----------------------------------------------------------------------
+
+
+def test_schedules_that_cannot_gain_are_left_out() -> None:
+    def tried(batch: int) -> set[str]:
+        cluster, mesh = cluster_of("2xA100-80GB"), Mesh.parse("pp=2")
+        every = make_space(of(), cluster, batch, mesh=mesh)
+        return {c.schedule for c in candidates(every) if c.microbatches == batch}
+
+    assert tried(16) == {*SCHEDULES} - {"looped-bfs"}
+    assert tried(15) == {*SCHEDULES} - {"interleaved"}
+    assert tried(20) == {"1f1b"}  # idle for a 21st: less than estimates can tell
+
+
+# --- context parallel ----------------------------------------------------------------
+
+
+def test_sequences_are_split_where_samples_are_few() -> None:
+    assert space(8).cp == (1,)
+    few = make_space(of(), cluster_of("32xA100-80GB"), SAMPLES)
+    assert few.cp == (1, 2, 4, 8)  # of a node; two pieces of 16 tokens for each rank
+
+
+@pytest.mark.parametrize(
+    ("dropout", "tried"),
+    [
+        (0.0, {"gather", "ring", "ulysses"}),
+        pytest.param(0.1, {"gather", "ulysses"}, marks=pytest.mark.slow),
+    ],
+)
+def test_attention_works_in_all_ways_that_it_can(
+    dropout: float, tried: set[str]
+) -> None:
+    few = plain_gpt(batch=SAMPLES, dropout=dropout)
+    own = sketch(few.model, few.batch)
+    mesh = Mesh.parse("dp=2,cp=2")
+    found = find_plans(own, cluster_of("4xA100-80GB"), 2, mesh)
+    assert {e.candidate.context_parallel for e in found.best} == tried
+    for e in found.best:
+        assert e.candidate.context_parallel in str(e.candidate)

@@ -1,0 +1,77 @@
+"""Labels for the best plans of a search: they gain on paper, fit, and are right."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from models import plain_gpt
+from plans import model_file
+
+from autopar.cli import main
+from autopar.hardware import cluster_of, with_memory
+from autopar.label_found import label_found
+from autopar.planner import find_plans, plan_of, sketch
+from autopar.verify import verify
+from passes.cost import Costs
+from passes.mesh import Mesh
+from passes.pipeline import compile_program
+
+SAMPLES = 16
+
+
+@pytest.mark.parametrize(
+    ("mesh", "memory", "precision"),
+    [
+        ("tp=2", 80e9, "model"),
+        pytest.param("dp=2,tp=2", 80e9, "model", marks=pytest.mark.slow),
+        pytest.param("pp=2,cp=2", 80e9, "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_labelled_plans_are_faster_and_fit_and_are_right(
+    mesh: str, memory: float, precision: str
+) -> None:
+    case = plain_gpt(batch=SAMPLES, tied=False)
+    where = Mesh.parse(mesh)
+    cluster = with_memory(cluster_of(f"{where.size}xA100-80GB"), memory)
+    of = sketch(case.model, case.batch, precision=precision)
+    plain = find_plans(of, cluster, SAMPLES, where, recompute=("none",))
+    found, plans = label_found(plain, of, cluster)
+    assert plans and {e.candidate for e in found.best if e.candidate.labelled} == {
+        *plans
+    }
+    templates = {e.candidate: e for e in plain.best}
+    for e in found.best:
+        if e.candidate.labelled:
+            before = templates[replace(e.candidate, labelled=False)]
+            assert e.seconds < before.seconds and e.peak <= memory
+    chosen = next(e for e in found.best if e.candidate.labelled)
+    assert "labels" in str(chosen.candidate)
+    plan = plans[chosen.candidate]
+    assert plan.labels and not plan_of(chosen.candidate, of).labels
+    program = compile_program(case.trace(plan.dtype), plan, Costs())
+    for terms, held in zip(chosen.memory, program.memory, strict=True):
+        assert sum(terms.values()) == pytest.approx(held.total, rel=0.04)
+    verify(program, case.model, case.batch, seed=3).check()
+
+
+def test_plans_without_an_axis_to_label_stay() -> None:
+    case = plain_gpt(batch=SAMPLES)
+    of, cluster = sketch(case.model, case.batch), cluster_of("2xA100-80GB")
+    plain = find_plans(of, cluster, SAMPLES, Mesh.parse("dp=2"))
+    found, plans = label_found(plain, of, cluster)
+    assert found.best == plain.best and not plans
+
+
+def test_the_command_writes_and_tells_labels(tmp_path: Path, capsys) -> None:
+    spec, where = model_file(tmp_path), str(tmp_path / "plan")
+    asked = ["--devices", "2xCPU", "--mesh", "tp=2", "--microbatches", "1"]
+    assert main(["plan", spec, *asked, "--labels", "-o", where]) == 0
+    assert "labels: what an axis splits of an op" in capsys.readouterr().out
+    assert json.loads((tmp_path / "plan" / "plan.json").read_text())["labels"]
+    assert main(["explain", where]) == 0
+    assert "labels: what an axis splits of an op" in capsys.readouterr().out
+    assert main(["explain", where, "--reprice"]) == 2
+    assert "labels were decided for 2xCPU" in capsys.readouterr().err
