@@ -17,10 +17,10 @@ from autopar.uncollected import uncollected
 with uncollected():
     from autopar.compiler import compile_offline
     from autopar.step import Step, compile
-    from passes.cluster import Cluster, Device, Level
     from passes.errors import AutoparError
     from passes.mesh import Mesh
     from passes.plan import Plan
+    from passes.price.cluster import Cluster, Device, Level
 
 __all__ = [
     "AutoparError",

@@ -17,18 +17,14 @@ from torch import Tensor
 
 import autopar
 from autopar.batches import with_samples
-from autopar.checkpoint_files import is_checkpoint
-from autopar.checkpoint_report import checkpoint_data, checkpoint_table
-from autopar.cli_explain import add_explain
-from autopar.cli_plan import add_labels, add_plan, labelled
-from autopar.cli_profile import add_profile
-from autopar.cli_simulate import add_simulate
+from autopar.checkpoints.checkpoint_files import is_checkpoint
+from autopar.checkpoints.export import export
+from autopar.commands.cli_explain import add_explain
+from autopar.commands.cli_plan import add_labels, add_plan, labelled
+from autopar.commands.cli_profile import add_profile
+from autopar.commands.cli_simulate import add_simulate
+from autopar.commands.demo import demo
 from autopar.compiler import compile_offline
-from autopar.demo import demo
-from autopar.emitted import listing
-from autopar.estimate_file import Findings
-from autopar.export import export
-from autopar.inspection import report, report_data, schedule_text, stage_table
 from autopar.models import (
     LoadedModel,
     ModelError,
@@ -37,13 +33,16 @@ from autopar.models import (
     random_batch,
 )
 from autopar.options import LAYOUTS, make_plan
-from autopar.planned import batch_for, compiled, read_decided
-from autopar.proof import verification_data, verification_table
-from autopar.run import RunOptions, run, vocab_of
+from autopar.planner.estimate_file import Findings
+from autopar.planner.planned import batch_for, compiled, read_decided
+from autopar.reports.checkpoint_report import checkpoint_data, checkpoint_table
+from autopar.reports.inspection import report, report_data, schedule_text, stage_table
+from autopar.reports.proof import verification_data, verification_table
+from autopar.runtime.emitted import listing
 from autopar.store import StoredPlan, save_plan
+from autopar.training.run import RunOptions, run, vocab_of
 from autopar.verify import verify
 from passes.errors import AutoparError, HintError
-from passes.make_schedule import SCHEDULES
 from passes.mesh import Mesh
 from passes.plan import (
     AUTO,
@@ -55,6 +54,7 @@ from passes.plan import (
     Plan,
     PlanError,
 )
+from passes.schedule.make_schedule import SCHEDULES
 
 # A process that ends has no use for the cycles that Python looks for before (a second).
 atexit.register(gc.freeze)

@@ -15,13 +15,13 @@ from typing import Any
 
 from torch import nn
 
-from autopar.stage_costs import stage_costs
+from autopar.profiler.stage_costs import stage_costs
 from autopar.uncollected import uncollected
+from passes.capture.trace import trace
 from passes.cost import Costs
 from passes.pipeline import compile_program
 from passes.plan import Plan
 from passes.program import Program
-from passes.trace import trace
 
 
 @uncollected()

@@ -20,8 +20,8 @@ class Options(TypedDict, total=False):
     """What `compile` takes beside a mesh; what is left out is as a `Plan` has it.
 
     microbatches: parts of the batch, run one after another; the result does not change.
-    schedule, stages_per_rank: of the pipeline, see `passes.make_schedule`; "auto" makes
-    one for the measured seconds of the stages, within `memory`.
+    schedule, stages_per_rank: of the pipeline, see `passes.schedule.make_schedule`;
+    "auto" makes one for the measured seconds of the stages, within `memory`.
     sequence_parallel: split what tp leaves whole along the sequence; True if not given.
     context_parallel: how attention works on an axis cp, which splits the sequence:
     "gather": ranks gather all keys and values; "ring": these are passed round, and no
@@ -31,18 +31,19 @@ class Options(TypedDict, total=False):
     not given: zigzag, but for "ulysses", where ranks see all rows, and where a hint
     splits a parameter on cp, which zigzag leaves whole.
     recompute: "full" keeps of each layer its input alone from forward to backward,
-    "selective" leaves out spelled-out attention scores; see `passes.recompute`. "auto"
-    chooses for each layer what takes the least time and fits into `memory`.
+    "selective" leaves out spelled-out attention scores; see `passes.stage.recompute`.
+    "auto" chooses for each layer what takes the least time and fits into `memory`.
     memory: what a rank may use, in bytes or as "16GiB"; a plan that needs more is
     refused.
     zero: with 1, 2 or 3 each data parallel rank keeps only a share of the parameters,
     their gradients and the optimizer's state between steps; with 2 of gradients during
-    a step too, with 3 of everything at any time (FSDP); see `passes.rest`. On a mesh
-    "dp=2,fsdp=4" ranks share along fsdp, and dp replicates the shares.
-    offload: what an optimizer updates and keeps lies on the CPU; see `autopar.offload`.
+    a step too, with 3 of everything at any time (FSDP); see `passes.shard.rest`. On a
+    mesh "dp=2,fsdp=4" ranks share along fsdp, and dp replicates the shares.
+    offload: what an optimizer updates and keeps lies on the CPU; see
+    `autopar.runtime.offload`.
     precision: "bf16" or "fp16" is what `with torch.autocast` would be around the model,
-    its parameters staying as they are; see `passes.lower_precision`.
-    hints: `{"*.mlp.fc.weight": "ffn/tp"}`, see `passes.hints`.
+    its parameters staying as they are; see `passes.capture.lower_precision`.
+    hints: `{"*.mlp.fc.weight": "ffn/tp"}`, see `passes.shard.hints`.
     """
 
     microbatches: int

@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.asked import Asked, wanted
-from autopar.checkpoint import load, save
-from autopar.choose import choose_plan
-from autopar.comm import Comm
+from autopar.checkpoints.checkpoint import load, save
 from autopar.compiler import compile_offline
-from autopar.executor import Executor
-from autopar.initialize import local_state
-from autopar.join import default_device, join
-from autopar.match import check_model, check_names, check_same, checked_batch
-from autopar.offload import Host
 from autopar.options import Options, make_plan
-from autopar.process_groups import ProcessComm
-from autopar.shards import owns, put_shard, take_shard
+from autopar.planner.asked import Asked, wanted
+from autopar.planner.choose import choose_plan
+from autopar.runtime.comm import Comm
+from autopar.runtime.executor import Executor
+from autopar.runtime.initialize import local_state
+from autopar.runtime.join import default_device, join
+from autopar.runtime.match import check_model, check_names, check_same, checked_batch
+from autopar.runtime.offload import Host
+from autopar.runtime.process_groups import ProcessComm
+from autopar.runtime.shards import owns, put_shard, take_shard
 from passes.errors import AutoparError
 from passes.plan import AUTO, Plan, PlanError
 from passes.program import Program
@@ -359,7 +359,8 @@ class Step:
         extra: Any = None,
         keep: int | None = None,
     ) -> Path:
-        """Write a checkpoint, for any other mesh too: see `autopar.checkpoint.save`."""
+        """Write a checkpoint, for any other mesh too: see
+        `autopar.checkpoints.checkpoint.save`."""
         return save(Path(directory), self, optimizer, extra=extra, keep=keep)
 
     def load(
@@ -367,7 +368,8 @@ class Step:
         directory: str | os.PathLike[str],
         optimizer: torch.optim.Optimizer | None = None,
     ) -> Any:
-        """Go on from a checkpoint; returns `extra`: see `autopar.checkpoint.load`."""
+        """Go on from a checkpoint; returns `extra`: see
+        `autopar.checkpoints.checkpoint.load`."""
         return load(Path(directory), self, optimizer)
 
 

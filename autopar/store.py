@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import autopar
-from autopar.estimate_file import ESTIMATE, Findings
+from autopar.planner.estimate_file import ESTIMATE, Findings
 from passes.errors import AutoparError
 from passes.plan import Plan
 from passes.program import Program

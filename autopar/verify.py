@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.comm import Comm
-from autopar.executor import Executor
-from autopar.match import check_model
-from autopar.reference import reference_step
-from autopar.shards import owns, put_shard, take_shard
-from autopar.virtual import run_virtual
+from autopar.runtime.comm import Comm
+from autopar.runtime.executor import Executor
+from autopar.runtime.match import check_model
+from autopar.runtime.shards import owns, put_shard, take_shard
+from autopar.runtime.virtual import run_virtual
+from autopar.training.reference import reference_step
 from passes.errors import AutoparError
 from passes.program import Program
 

@@ -1,43 +1,30 @@
-"""The compiler: pure functions from one type to the next, in this order.
+"""The compiler: pure functions from one type to the next, folder by folder.
 
-    trace               Traced    the model's forward, down to the loss
-    lower_precision     Traced    casts, where autocast would compute in half the bits
-    normalize           Traced    one spelling for each thing
-    name_dims           Named     what each dim of each tensor is
-    propagate           Sharded   which axis splits which dim, for every value
-    insert_collectives  Lowered   every move between shardings is an op
-    split_stages        Staged    pipeline stages of balanced cost
-    choose_recompute    Staged    what is computed again, to fit into memory
-    localize                      from global shapes to one rank's own
-    differentiate       LocalStage  its forward and backward, collectives transposed
-    recompute                     what the backward makes again instead of keeping it
-    split_backward                the halves that zero-bubble schedules want
-    overlap                       parameters' collectives, while something else computes
-    reuse                         results written over what nobody reads any more
-    emit                text      readable Python
-    choose_schedule     Schedule  the one named, or one made for measured costs
-    pipeline            Program   all of these in turn, and what ranks must know
+    capture    trace               Traced    the model's forward, down to the loss
+               lower_precision     Traced    casts, where autocast would compute so
+               normalize           Traced    one spelling for each thing
+    dims       name_dims           Named     what each dim of each tensor is
+    shard      propagate           Sharded   which axis splits which dim, of every value
+               insert_collectives  Lowered   every move between shardings is an op
+    stage      split_stages        Staged    pipeline stages of balanced cost
+               localize                      from global shapes to one rank's own
+               differentiate       LocalStage  forward, backward, transposed collectives
+               recompute                     what the backward makes again
+               split_backward                the halves that zero-bubble schedules want
+               overlap                       parameters' collectives beside computing
+               reuse                         results written over what nobody reads
+               emit                text      readable Python
+    schedule   choose_recompute    Staged    what is computed again, to fit into memory
+               choose_schedule     Schedule  the one named, or one made for the costs
+    pipeline                       Program   all of these in turn, for ranks to run
 
-What they stand on:
+What to compile is found beside it:
 
-    graph, rewrite, mesh, plan, hints, sharding, program, errors   the types that flow
-    notation, rules, linearity, probe, formulas, atoms, origins    how dims flow
-    read_export, functionalize, call_model                         reading a model
-    loss, fuse, spell_attention, spell_experts                     spellings
-    choose_names                                                   names for dims
-    local_stage                                                    what a rank runs
-    chain                                                          where stages can end
-    rest, shares, collectives                                      who holds what
-    ring                                                           attention on a ring
-    vjp, traced_vjp, tape                                          derivatives
-    cost, footprint, memory, cheapest, notes                       what a plan is worth
-    allowed, labels, label_axes, label_costs, value_costs, moves   what ops split best
-    search_labels                                                  the least of a sum
-    schedule, make_schedule, check_schedule, simulate_schedule     the pipeline's order
-    fit_schedule, list_schedule                                    orders for costs
-    candidate, candidates, cluster, price, price_layers            the best plan
-    balance_layers, estimate, estimate_memory, search
+    price      price, estimate     Estimate  seconds and bytes of a plan, on paper
+    search     search              Found     the best plans; what each op splits best
 
+A folder imports those above it, never one below. All stand on the types that flow:
+graph, mesh, plan, program, errors; and on cost, what a node takes.
 `pipeline.compile_program` shows the whole way on a page.
 """
 

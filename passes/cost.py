@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
+from passes.dims.rules import equation
 from passes.graph import Node, Value, show
-from passes.ring import ATTENTION, passed_round, ring_of
-from passes.rules import equation
+from passes.shard.ring import ATTENTION, passed_round, ring_of
 
 VIEWS = frozenset(
     {

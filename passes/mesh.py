@@ -15,8 +15,8 @@ from math import prod
 from passes.errors import AutoparError
 
 AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
-"""The axes a mesh may have: pipeline, data, sharing data (see `passes.rest`), context,
-expert and tensor parallel."""
+"""The axes a mesh may have: pipeline, data, sharing data (see `passes.shard.rest`),
+context, expert and tensor parallel."""
 
 TIME = "time"
 """The axis of microbatches: it splits dims like any other, but no rank lies on it."""

@@ -7,23 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
 
-from passes.choose_recompute import again, choose_recompute, stage_policies
-from passes.choose_schedule import choose_schedule, room, splits_backward
-from passes.collectives import collective
+from passes.capture.lower_precision import lower_precision
+from passes.capture.normalize import normalize
+from passes.capture.trace import Traced
 from passes.cost import Costs
-from passes.differentiate import differentiate
-from passes.emit import emit
+from passes.dims.name_dims import Named, name_dims
 from passes.errors import BatchError
-from passes.footprint import communication, footprint
 from passes.graph import Value
-from passes.insert_collectives import Lowered, insert_collectives
-from passes.local_stage import LocalStage
-from passes.lower_precision import lower_precision
-from passes.memory import check_memory, rank_memory
 from passes.mesh import TIME
-from passes.name_dims import Named, name_dims
-from passes.normalize import normalize
-from passes.notes import find_notes
 from passes.plan import Plan
 from passes.program import (
     ParameterSpec,
@@ -32,12 +23,21 @@ from passes.program import (
     coords_text,
     dtype_name,
 )
-from passes.propagate import propagate
-from passes.rest import gathered_axes
-from passes.ring import ring_of
-from passes.sharding import local_extent
-from passes.split_stages import Stage, Staged, split_stages
-from passes.trace import Traced
+from passes.schedule.choose_recompute import again, choose_recompute, stage_policies
+from passes.schedule.choose_schedule import choose_schedule, room, splits_backward
+from passes.schedule.footprint import communication, footprint
+from passes.schedule.memory import check_memory, rank_memory
+from passes.shard.collectives import collective
+from passes.shard.insert_collectives import Lowered, insert_collectives
+from passes.shard.notes import find_notes
+from passes.shard.propagate import propagate
+from passes.shard.rest import gathered_axes
+from passes.shard.ring import ring_of
+from passes.shard.sharding import local_extent
+from passes.stage.differentiate import differentiate
+from passes.stage.emit import emit
+from passes.stage.local_stage import LocalStage
+from passes.stage.split_stages import Stage, Staged, split_stages
 
 Watch = Callable[[str, object], None]
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from passes.errors import AutoparError
-from passes.make_schedule import SCHEDULES
 from passes.mesh import AXES, TIME, Mesh
+from passes.schedule.make_schedule import SCHEDULES
 
 FORMAT = 1
 
@@ -31,7 +31,7 @@ SPLIT: dict[str, tuple[str, ...]] = {
 }
 
 # What cp splits. Rows that gather keys and values (Llama 3, Grattafiori 2024); rows
-# that keys and values are passed round to (Liu 2023, see `passes.ring`); or
+# that keys and values are passed round to (Liu 2023, see `passes.shard.ring`); or
 # DeepSpeed-Ulysses (Jacobs 2023): attention by heads, with all-to-alls around it.
 CONTEXT_PARALLEL = {
     "gather": ("seq",),
@@ -39,19 +39,20 @@ CONTEXT_PARALLEL = {
     "ulysses": ("attention:heads", "attention:kv_heads", "attention:q_per_kv", "seq"),
 }
 
-# What the backward may compute again instead of keeping it: see `passes.recompute`.
+# What the backward may compute again instead of keeping it: see
+# `passes.stage.recompute`.
 RECOMPUTE = ("none", "selective", "full")
 
 # What a compiler decides: of a schedule, by measured costs; of recomputation, for each
 # layer; both within the plan's memory.
 AUTO = "auto"
 
-# Stages of ZeRO: see `passes.rest`.
+# Stages of ZeRO: see `passes.shard.rest`.
 ZERO = (0, 1, 2, 3)
 
 
 # What products compute in, while parameters, their gradients and the loss stay as they
-# are: see `passes.lower_precision`. "model": everything as the model has it.
+# are: see `passes.capture.lower_precision`. "model": everything as the model has it.
 PRECISION: dict[str, torch.dtype | None] = {
     "model": None,
     "bf16": torch.bfloat16,
@@ -69,18 +70,22 @@ class Plan:
 
     mesh: the process mesh. microbatches: parts of the batch, run one after another.
     schedule, stages_per_rank: the pipeline schedule; "auto": made for what the stages
-    take, see `passes.fit_schedule`. split: mesh axis (or `time`) -> dims that it
-    splits, in order of preference. hints: parameter pattern -> `dim/axis`.
-    labels: mesh axis -> op -> the dim of it that the axis splits, see `passes.labels`.
+    take, see `passes.schedule.fit_schedule`. split: mesh axis (or `time`) -> dims that
+    it splits, in order of preference. hints: parameter pattern -> `dim/axis`.
+    labels: mesh axis -> op -> the dim of it that the axis splits, see
+    `passes.shard.labels`.
     cuts: for each pipeline boundary the value that crosses it, or the layer that begins
     there (`transformer.h.6`); empty: balanced by cost.
-    recompute: "none", "selective" or "full", see `passes.recompute`; "auto": of each
-    layer what fits into memory, see `passes.choose_recompute`. recompute_layers: layer
-    -> the same, where it differs. memory: bytes that a rank may use, 0 for no limit.
-    zero: what data parallel ranks share out, 0 to 3, see `passes.rest`.
+    recompute: "none", "selective" or "full", see `passes.stage.recompute`; "auto": of
+    each layer what fits into memory, see `passes.schedule.choose_recompute`.
+    recompute_layers: layer -> the same, where it differs. memory: bytes that a rank may
+    use, 0 for no limit.
+    zero: what data parallel ranks share out, 0 to 3, see `passes.shard.rest`.
     zigzag: axes whose ranks hold of a dim a piece from its front and the mirror image
-    from its back, instead of one piece, and of parameters all: see `passes.shares`.
-    offload: whether an optimizer updates copies on the CPU, see `autopar.offload`.
+    from its back, instead of one piece, and of parameters all: see
+    `passes.shard.shares`.
+    offload: whether an optimizer updates copies on the CPU, see
+    `autopar.runtime.offload`.
     precision: "model", "bf16" or "fp16", see `PRECISION`.
     """
 

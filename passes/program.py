@@ -13,11 +13,11 @@ import torch
 
 from passes.cost import Seconds
 from passes.errors import AutoparError
-from passes.footprint import Communication, Footprint
-from passes.memory import RankMemory
 from passes.mesh import Mesh
 from passes.plan import Plan
-from passes.schedule import Schedule
+from passes.schedule.footprint import Communication, Footprint
+from passes.schedule.memory import RankMemory
+from passes.schedule.schedule import Schedule
 
 FORMAT = 2
 

@@ -19,12 +19,12 @@ from models import Case, gpt2, llama, mixture, opt, plain_gpt, switch_gpt
 
 from autopar.options import LAYOUTS, make_plan
 from autopar.verify import Verification, verify
+from passes.capture.trace import Traced, trace
 from passes.cost import Costs
-from passes.make_schedule import SCHEDULES
 from passes.mesh import AXES
 from passes.pipeline import compile_program
 from passes.plan import AUTO, CONTEXT_PARALLEL, PRECISION, RECOMPUTE, ZERO
-from passes.trace import Traced, trace
+from passes.schedule.make_schedule import SCHEDULES
 
 MOST_RANKS = 8
 MOST_STAGES = 16  # into which one layer, with its embedding and its loss, can be cut

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from passes.formulas import evaluate
+from passes.capture.trace import Traced
+from passes.dims.formulas import evaluate
 from passes.graph import Graph
-from passes.trace import Traced
 
 
 def interpret(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

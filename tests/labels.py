@@ -8,20 +8,20 @@ from functools import cache
 
 import torch
 
-from autopar.hardware import cluster_of
+from autopar.machine.hardware import cluster_of
 from autopar.options import make_plan
-from autopar.planner import Sketch, sketch
+from autopar.planner.planner import Sketch, sketch
 from examples.gpt import GPT, Config
-from passes.cluster import Link
 from passes.cost import Costs
-from passes.differentiate import differentiate
-from passes.insert_collectives import insert_collectives
-from passes.label_costs import LabelCosts
 from passes.plan import Plan
-from passes.price import PARTS, STEP, Account, price
-from passes.propagate import Sharded, propagate
-from passes.split_stages import split_stages
-from passes.value_costs import COMMUNICATION, COMPUTE, Setting
+from passes.price.cluster import Link
+from passes.price.price import PARTS, STEP, Account, price
+from passes.search.label_costs import LabelCosts
+from passes.search.value_costs import COMMUNICATION, COMPUTE, Setting
+from passes.shard.insert_collectives import insert_collectives
+from passes.shard.propagate import Sharded, propagate
+from passes.stage.differentiate import differentiate
+from passes.stage.split_stages import split_stages
 
 CLUSTER = cluster_of("8xA100-80GB")
 

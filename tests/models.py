@@ -14,16 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.shorten import find_facts
+from autopar.planner.shorten import find_facts
 from autopar.verify import Verification, verify
 from examples import switch_gpt as switch
 from examples.gpt import GPT, Config
+from passes.capture.trace import Traced, trace
 from passes.cost import Costs
 from passes.mesh import Mesh
 from passes.pipeline import compile_program
 from passes.plan import SPLIT, Plan
 from passes.program import Program
-from passes.trace import Traced, trace
 
 VOCAB = 101  # no tp divides it
 WIDTH = 32

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 import torch.distributed as dist
 
-from autopar.alarm import EXIT, Alarm, Terminated, guarded
+from autopar.runtime.alarm import EXIT, Alarm, Terminated, guarded
 from passes.errors import AutoparError
 
 

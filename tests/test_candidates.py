@@ -9,20 +9,27 @@ from typing import Any
 import pytest
 from models import Case, plain_gpt
 
-from autopar.asked import Asked, read_shape, wanted
-from autopar.hardware import cluster_of
-from autopar.planner import Sketch, find_plans, make_prices, make_space, plan_of, sketch
+from autopar.machine.hardware import cluster_of
+from autopar.planner.asked import Asked, read_shape, wanted
+from autopar.planner.planner import (
+    Sketch,
+    find_plans,
+    make_prices,
+    make_space,
+    plan_of,
+    sketch,
+)
 from autopar.verify import verify
-from passes.candidate import Candidate
-from passes.candidates import SCHEDULES, candidates, meshes
 from passes.cost import Costs
 from passes.errors import AutoparError
 from passes.mesh import Mesh, MeshError
 from passes.pipeline import compile_program
 from passes.plan import PlanError
-from passes.price import WEIGHT_GRADS
+from passes.price.candidate import Candidate
+from passes.price.price import WEIGHT_GRADS
 from passes.program import Program
-from passes.search import run_on_paper
+from passes.search.candidates import SCHEDULES, candidates, meshes
+from passes.search.search import run_on_paper
 
 LAYERS, SAMPLES = 4, 16
 

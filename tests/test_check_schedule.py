@@ -8,9 +8,9 @@ from random import Random
 import pytest
 from schedules import HALVES, LOOPED, SIZES, VEE, all_schedules, by_name, lowered
 
-from passes.check_schedule import check
-from passes.make_schedule import make_schedule
-from passes.schedule import (
+from passes.schedule.check_schedule import check
+from passes.schedule.make_schedule import make_schedule
+from passes.schedule.schedule import (
     Action,
     Kind,
     Schedule,

@@ -26,7 +26,7 @@ from trained import (
 )  # fmt: skip
 
 import autopar
-from autopar.checkpoint_files import latest
+from autopar.checkpoints.checkpoint_files import latest
 from passes.program import Program
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from trained import HALF, build, compiled, optimizer, train
 
 import autopar
-from autopar.checkpoint_files import latest
-from autopar.shards import boxes, owns, take_shard
+from autopar.checkpoints.checkpoint_files import latest
+from autopar.runtime.shards import boxes, owns, take_shard
 from examples.gpt import GPT
 from passes.errors import AutoparError
 

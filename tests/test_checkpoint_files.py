@@ -20,7 +20,7 @@ from models import plain_gpt
 from processes import RankFailed, run_ranks
 
 import autopar
-from autopar.checkpoint_files import MANIFEST, complete, find, latest
+from autopar.checkpoints.checkpoint_files import MANIFEST, complete, find, latest
 from passes.errors import AutoparError
 
 # Every call that changes names or makes files, as Python's audit hooks see it.

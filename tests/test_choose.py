@@ -11,11 +11,11 @@ from processes import run_ranks
 from test_step import batches, build, optimizer, train_plainly
 
 import autopar
-from autopar.hardware import DEVICES, cluster_of, named_by_torch, with_memory
-from passes.cluster import ClusterError
+from autopar.machine.hardware import DEVICES, cluster_of, named_by_torch, with_memory
 from passes.errors import AutoparError
 from passes.mesh import MeshError
 from passes.plan import PlanError
+from passes.price.cluster import ClusterError
 
 
 def train_as_chosen(devices: Any, options: Any) -> tuple[list[float], dict, dict]:

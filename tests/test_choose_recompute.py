@@ -9,11 +9,11 @@ import torch
 from models import gpt2, llama, plain_gpt
 
 from autopar.verify import run_all_ranks
-from passes.cheapest import Option, cheapest
-from passes.memory import OutOfMemory
 from passes.plan import RECOMPUTE, Plan, PlanError
 from passes.program import Program
-from passes.schedule import ScheduleError
+from passes.schedule.cheapest import Option, cheapest
+from passes.schedule.memory import OutOfMemory
+from passes.schedule.schedule import ScheduleError
 
 
 def most(program: Program) -> int:

@@ -18,18 +18,18 @@ from test_cli import ENVIRONMENT
 
 from autopar.batches import with_samples
 from autopar.cli import main
-from autopar.estimate_file import CHOSEN, STAGE, WHAT, Findings, read_findings
-from autopar.explain import difference, explanation_data
-from autopar.hardware import cluster_of
-from autopar.planned import compiled_once, mesh_of, read_decided
-from autopar.planner import find_plans, sketch
-from autopar.progress import Bar
+from autopar.machine.hardware import cluster_of
+from autopar.planner.estimate_file import CHOSEN, STAGE, WHAT, Findings, read_findings
+from autopar.planner.planned import compiled_once, mesh_of, read_decided
+from autopar.planner.planner import find_plans, sketch
+from autopar.reports.explain import difference, explanation_data
+from autopar.reports.progress import Bar
 from autopar.store import load_plan
 from examples.gpt import tiny
-from passes.candidate import Candidate
 from passes.errors import AutoparError
-from passes.estimate import Estimate, StageSeconds
 from passes.mesh import Mesh
+from passes.price.candidate import Candidate
+from passes.price.estimate import Estimate, StageSeconds
 
 SAMPLES = 8
 
@@ -277,7 +277,7 @@ class Terminal(io.StringIO):
 
 
 def test_progress_is_shown_on_a_terminal_and_cleared(monkeypatch) -> None:
-    monkeypatch.setattr("autopar.progress.PAUSE", 0.0)
+    monkeypatch.setattr("autopar.reports.progress.PAUSE", 0.0)
     shown = Terminal()
     with Bar("planning", shown) as bar:
         bar(1, 2)

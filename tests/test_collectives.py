@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 from models import Case, gpt2, plain_gpt
 
-from autopar.comm import Comm
-from autopar.executor import Executor
+from autopar.runtime.comm import Comm
+from autopar.runtime.executor import Executor
+from autopar.runtime.virtual import run_virtual
 from autopar.verify import local_parameters
-from autopar.virtual import run_virtual
 from passes.program import Program
 
 CALL = re.compile(r"= c\.(all_reduce|all_gather|reduce_scatter|all_to_all)\(")

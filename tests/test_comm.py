@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from processes import RankFailed, run_ranks
 
-from autopar.comm import CommError
-from autopar.kernels import positions
-from autopar.process_groups import ProcessComm
-from autopar.virtual import run_virtual
+from autopar.runtime.comm import CommError
+from autopar.runtime.kernels import positions
+from autopar.runtime.process_groups import ProcessComm
+from autopar.runtime.virtual import run_virtual
 from passes.mesh import Mesh, balanced
 
 AXES = [("dp",), ("tp",), ("dp", "tp")]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.stage_costs import measure
+from autopar.profiler.stage_costs import measure
 from examples.gpt import GPT, Config
 from passes.graph import Node, Value
 from passes.mesh import Mesh
@@ -48,7 +48,7 @@ def test_costs_are_measured_once(own_cache, monkeypatch) -> None:
         measured.append(node.op)
         return measure(node)
 
-    monkeypatch.setattr("autopar.stage_costs.measure", count)
+    monkeypatch.setattr("autopar.profiler.stage_costs.measure", count)
     compile_small()
     assert "aten.linear.default" in measured
     assert "autopar.attention" in measured

@@ -7,13 +7,13 @@ import random
 
 import pytest
 
-from autopar.cluster_file import cluster_data, cluster_from
-from passes.cluster import ClusterError
-from passes.crowd import ALONE, Crowd, simulate_crowd
-from passes.make_schedule import make_schedule
+from autopar.machine.cluster_file import cluster_data, cluster_from
 from passes.mesh import Mesh
-from passes.schedule import Kind, Schedule, add_communication
-from passes.simulate_schedule import simulate
+from passes.price.cluster import ClusterError
+from passes.schedule.crowd import ALONE, Crowd, simulate_crowd
+from passes.schedule.make_schedule import make_schedule
+from passes.schedule.schedule import Kind, Schedule, add_communication
+from passes.schedule.simulate_schedule import simulate
 
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2))
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.data import Corpus, DataError, open_data, standard_library
+from autopar.training.data import Corpus, DataError, open_data, standard_library
 
 
 def same(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
@@ -92,7 +92,9 @@ def test_a_text_that_is_too_short_says_how_long_it_is(book: Path) -> None:
 def test_a_token_outside_of_the_vocabulary_is_found_at_once(
     book: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopar.data.SCAN", 64)  # so that it lies in a later chunk
+    monkeypatch.setattr(
+        "autopar.training.data.SCAN", 64
+    )  # so that it lies in a later chunk
     open_data(str(book), 1000)
     with pytest.raises(DataError, match=r"token 700 at position 700.*0\.\.699"):
         open_data(str(book), 700)

@@ -16,10 +16,10 @@ from models import Case, gpt2, llama, mixture, plain_gpt, switch_gpt
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.comm import Comm
-from autopar.executor import Executor
+from autopar.runtime.comm import Comm
+from autopar.runtime.executor import Executor
+from autopar.runtime.virtual import RankError, run_virtual
 from autopar.verify import local_parameters
-from autopar.virtual import RankError, run_virtual
 
 META = torch.device("meta")
 

@@ -11,9 +11,9 @@ from draws import MODELS, OPTIONS, Draw, DrawFailed, Model, draw, main
 
 from autopar.options import LAYOUTS, Options
 from passes.errors import AutoparError
-from passes.make_schedule import SCHEDULES
 from passes.mesh import AXES, Mesh
 from passes.plan import AUTO, CONTEXT_PARALLEL, PRECISION, RECOMPUTE, ZERO
+from passes.schedule.make_schedule import SCHEDULES
 
 DRAWS = 256
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.kernels import (
+from autopar.runtime.kernels import (
     Factor,
     dropout_mask,
 )

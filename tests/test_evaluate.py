@@ -4,10 +4,10 @@ import pytest
 import torch
 from models import gpt2, plain_gpt
 
-from autopar.comm import Comm
-from autopar.executor import Executor
+from autopar.runtime.comm import Comm
+from autopar.runtime.executor import Executor
+from autopar.runtime.virtual import run_virtual
 from autopar.verify import local_parameters
-from autopar.virtual import run_virtual
 
 
 @pytest.mark.matrix(quick=4)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from models import WIDTH, Case, mixture, plain_gpt, switch_gpt
 
+from passes.capture.normalize import normalize
+from passes.dims.name_dims import name_dims
 from passes.errors import CaptureError, LossNotSeparable
-from passes.name_dims import name_dims
-from passes.normalize import normalize
 from passes.program import Program
 
 SAMPLES, SEQ = 8, 16

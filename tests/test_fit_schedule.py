@@ -15,16 +15,22 @@ from models import plain_gpt
 from processes import run_ranks
 
 import autopar
-from autopar.shards import take_shard
+from autopar.runtime.shards import take_shard
 from autopar.verify import run_all_ranks
-from passes.check_schedule import check
 from passes.cost import Seconds
-from passes.fit_schedule import Fitted, fit_schedule, fits, in_halves, named_schedules
-from passes.footprint import Footprint, peak_bytes
-from passes.make_schedule import make_schedule
 from passes.program import Program
-from passes.schedule import Kind, ScheduleError, add_communication
-from passes.simulate_schedule import simulate
+from passes.schedule.check_schedule import check
+from passes.schedule.fit_schedule import (
+    Fitted,
+    fit_schedule,
+    fits,
+    in_halves,
+    named_schedules,
+)
+from passes.schedule.footprint import Footprint, peak_bytes
+from passes.schedule.make_schedule import make_schedule
+from passes.schedule.schedule import Kind, ScheduleError, add_communication
+from passes.schedule.simulate_schedule import simulate
 
 
 def kept(size: int) -> Footprint:

@@ -9,19 +9,19 @@ import torch.distributed as dist
 from processes import run_ranks
 
 import autopar
-from autopar import process_groups
-from autopar.comm import Comm
-from autopar.executor import Executor
+from autopar.runtime import process_groups
+from autopar.runtime.comm import Comm
+from autopar.runtime.executor import Executor
+from autopar.runtime.virtual import run_virtual
 from autopar.verify import local_parameters
-from autopar.virtual import run_virtual
 from examples.benchmarks.live_bytes import LiveBytes
 from examples.gpt import GPT, Config
+from passes.capture.trace import trace
 from passes.cost import Costs
-from passes.footprint import Footprint
 from passes.mesh import Mesh
 from passes.pipeline import compile_program
 from passes.plan import Plan
-from passes.trace import trace
+from passes.schedule.footprint import Footprint
 
 CONFIG = Config(layers=3, width=64, heads=4, context=64, vocab=512)
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from interpret import loss_of
 from torch import Tensor, nn
 
+from passes.capture.trace import trace
 from passes.errors import CaptureError
 from passes.graph import resolve
-from passes.trace import trace
 
 
 class Body(nn.Module):

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.initialize import InitializationError, local_state, real_tensors
-from autopar.shards import local_shape
+from autopar.runtime.initialize import InitializationError, local_state, real_tensors
+from autopar.runtime.shards import local_shape
 from examples.gpt import GPT, Config
+from passes.capture.trace import trace
 from passes.cost import Costs
 from passes.mesh import Mesh
 from passes.pipeline import compile_program
 from passes.plan import Plan
-from passes.trace import trace
 
 CONFIG = Config(layers=2, width=32, heads=4, context=16, vocab=64)
 CPU = torch.device("cpu")

@@ -9,10 +9,7 @@ from math import prod
 import pytest
 from plans import BATCH, CONFIG, small_program
 
-from autopar.comm import Comm
-from autopar.emitted import InspectionError, listing, sends_of
-from autopar.executor import Executor, load_module
-from autopar.inspection import (
+from autopar.reports.inspection import (
     communication_table,
     messages_of_a_step,
     parameter_table,
@@ -23,13 +20,16 @@ from autopar.inspection import (
     stage_table,
     timeline,
 )
-from autopar.memory_table import memory_table
-from autopar.tables import WIDTH, Table, count, ranges, seconds, size
+from autopar.reports.memory_table import memory_table
+from autopar.reports.tables import WIDTH, Table, count, ranges, seconds, size
+from autopar.runtime.comm import Comm
+from autopar.runtime.emitted import InspectionError, listing, sends_of
+from autopar.runtime.executor import Executor, load_module
+from autopar.runtime.virtual import run_virtual
 from autopar.verify import local_parameters
-from autopar.virtual import run_virtual
 from examples.gpt import build
 from passes.mesh import MeshError
-from passes.simulate_schedule import grid
+from passes.schedule.simulate_schedule import grid
 
 SCHEDULES = [("naive", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]
 SCHEDULES += [("looped-bfs", 2), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)]

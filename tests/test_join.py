@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.join import choose_backend, default_device
+from autopar.runtime.join import choose_backend, default_device
 from passes.mesh import MeshError
 
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autopar import attention as attention_module
-from autopar.kernels import (
+from autopar.runtime import attention as attention_module
+from autopar.runtime.kernels import (
     attention,
     attention_backward,
     bias_grad_,

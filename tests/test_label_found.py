@@ -11,9 +11,9 @@ from models import plain_gpt
 from plans import model_file
 
 from autopar.cli import main
-from autopar.hardware import cluster_of, with_memory
-from autopar.label_found import label_found
-from autopar.planner import find_plans, plan_of, sketch
+from autopar.machine.hardware import cluster_of, with_memory
+from autopar.planner.label_found import label_found
+from autopar.planner.planner import find_plans, plan_of, sketch
 from autopar.verify import verify
 from passes.cost import Costs
 from passes.mesh import Mesh

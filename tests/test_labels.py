@@ -30,22 +30,22 @@ from torch import nn
 import autopar
 from autopar.cli import main
 from autopar.options import make_plan
-from autopar.planner import label_plan, sketch
+from autopar.planner.planner import label_plan, sketch
 from autopar.verify import verify
-from passes.allowed import PASS
+from passes.capture.normalize import normalize
+from passes.capture.trace import trace
 from passes.cost import Costs
-from passes.label_axes import Axis, LabelsDoNotFit, Runs
-from passes.label_costs import LabelCosts
-from passes.labels import fold, label_text, name_ops
-from passes.name_dims import name_dims
-from passes.normalize import normalize
-from passes.origins import Origin
+from passes.dims.name_dims import name_dims
+from passes.dims.origins import Origin
 from passes.pipeline import compile_program
 from passes.plan import Plan, PlanError
-from passes.price_layers import price_layers
-from passes.propagate import propagate
-from passes.search_labels import search_labels
-from passes.trace import trace
+from passes.price.price_layers import price_layers
+from passes.search.label_axes import Axis, LabelsDoNotFit, Runs
+from passes.search.label_costs import LabelCosts
+from passes.search.search_labels import search_labels
+from passes.shard.allowed import PASS
+from passes.shard.labels import fold, label_text, name_ops
+from passes.shard.propagate import propagate
 
 # --- What labels cost ----------------------------------------------------------------
 

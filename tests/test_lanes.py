@@ -9,12 +9,12 @@ import torch
 from plans import BATCH, CONFIG, small_program
 from processes import run_ranks
 
-from autopar.comm import Comm, CommError
-from autopar.executor import Executor
-from autopar.lanes import open_lanes
-from autopar.process_groups import ProcessComm
+from autopar.runtime.comm import Comm, CommError
+from autopar.runtime.executor import Executor
+from autopar.runtime.lanes import open_lanes
+from autopar.runtime.process_groups import ProcessComm
+from autopar.runtime.virtual import run_virtual
 from autopar.verify import local_parameters
-from autopar.virtual import run_virtual
 from examples.gpt import build
 from passes.mesh import Mesh
 from passes.program import Program

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from autopar.hardware import cluster_of
-from passes.cluster import Link, Near
+from autopar.machine.hardware import cluster_of
 from passes.mesh import Mesh
+from passes.price.cluster import Link, Near
 
 FAR, CLOSE = 1e-4, 1e-6
 BYTES = 1e9

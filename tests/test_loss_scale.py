@@ -9,12 +9,12 @@ import torch
 from models import Case, plain_gpt
 
 import autopar
-from autopar.comm import Comm
-from autopar.executor import Executor
-from autopar.loss_scale import INTERVAL, LossScale
-from autopar.reference import reference_step
+from autopar.runtime.comm import Comm
+from autopar.runtime.executor import Executor
+from autopar.runtime.loss_scale import INTERVAL, LossScale
+from autopar.runtime.virtual import run_virtual
+from autopar.training.reference import reference_step
 from autopar.verify import local_parameters, run_all_ranks
-from autopar.virtual import run_virtual
 from passes.errors import AutoparError
 
 

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from models import Case, plain_gpt
 from torch import Tensor, nn
 
-from autopar.reference import reference_step
+from autopar.training.reference import reference_step
 from autopar.verify import run_all_ranks, verify
+from passes.capture.lower_precision import lower_precision
+from passes.capture.trace import Traced, trace
 from passes.errors import CaptureError
 from passes.graph import Node
-from passes.lower_precision import lower_precision
-from passes.trace import Traced, trace
 
 
 class Regions(nn.Module):

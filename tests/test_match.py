@@ -11,10 +11,10 @@ from plans import BATCH, CONFIG, small_model, small_program
 from torch import nn
 
 import autopar
-from autopar.comm import Comm
-from autopar.match import ModelMismatch, check_model, check_same
+from autopar.runtime.comm import Comm
+from autopar.runtime.match import ModelMismatch, check_model, check_same
+from autopar.runtime.virtual import RankError, run_virtual
 from autopar.verify import verify
-from autopar.virtual import RankError, run_virtual
 from examples.gpt import build
 from passes.errors import BatchError
 from passes.mesh import Mesh

@@ -9,16 +9,15 @@ import torch
 from plans import small_model
 from pytest import approx
 
-from autopar.hardware import cluster_of
-from autopar.measured_cluster import how_priced
-from autopar.planner import make_prices, sketch
-from passes.candidate import Candidate
+from autopar.machine.hardware import cluster_of
+from autopar.machine.measured_cluster import how_priced
+from autopar.planner.planner import make_prices, sketch
 from passes.cost import flops, signature, traffic
-from passes.differentiate import differentiate
-from passes.estimate import Estimate
 from passes.graph import Node, Value
-from passes.local_stage import LocalStage
-from passes.measured import (
+from passes.mesh import Mesh
+from passes.price.candidate import Candidate
+from passes.price.estimate import Estimate
+from passes.price.measured import (
     BETWEEN,
     BEYOND,
     MEASURED,
@@ -29,10 +28,11 @@ from passes.measured import (
     between,
     fit_line,
 )
-from passes.mesh import Mesh
-from passes.one_op import one_op
-from passes.price import UPDATE, node_seconds, price
-from passes.search import run_on_paper
+from passes.price.price import UPDATE, node_seconds, price
+from passes.search.search import run_on_paper
+from passes.stage.differentiate import differentiate
+from passes.stage.local_stage import LocalStage
+from passes.stage.one_op import one_op
 
 CPU = cluster_of("4xCPU")
 

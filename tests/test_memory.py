@@ -11,15 +11,15 @@ from models import Case
 from processes import run_ranks
 from torch.optim import AdamW
 
-from autopar.executor import Executor
-from autopar.process_groups import ProcessComm
+from autopar.runtime.executor import Executor
+from autopar.runtime.process_groups import ProcessComm
 from autopar.verify import local_parameters
 from examples.benchmarks.live_bytes import LiveBytes
 from examples.gpt import GPT, Config
-from passes.make_schedule import make_schedule
-from passes.messages import AHEAD, posted, proofs
 from passes.program import Program
-from passes.schedule import Action, Kind, add_communication
+from passes.schedule.make_schedule import make_schedule
+from passes.schedule.messages import AHEAD, posted, proofs
+from passes.schedule.schedule import Action, Kind, add_communication
 
 BATCH, SEQ, WIDTH, HEADS, VOCAB = 8, 64, 64, 4, 128
 

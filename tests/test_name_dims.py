@@ -9,11 +9,11 @@ from hf import padded_batch, tiny
 from torch import Tensor, nn
 
 from examples.gpt import Config, build
+from passes.capture.normalize import normalize
+from passes.capture.trace import trace
+from passes.dims.name_dims import Named, name_dims
+from passes.dims.probe import take
 from passes.graph import Node
-from passes.name_dims import Named, name_dims
-from passes.normalize import normalize
-from passes.probe import take
-from passes.trace import trace
 
 
 def named(

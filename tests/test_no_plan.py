@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from models import plain_gpt
 
-from autopar.hardware import cluster_of, with_memory
-from autopar.no_plan import NoPlanFits, gigabytes, with_devices
-from autopar.planner import Sketch, find_plans, make_prices, make_space, sketch
-from passes.candidates import SCHEDULES, candidates
-from passes.cluster import Cluster
+from autopar.machine.hardware import cluster_of, with_memory
+from autopar.planner.no_plan import NoPlanFits, gigabytes, with_devices
+from autopar.planner.planner import Sketch, find_plans, make_prices, make_space, sketch
 from passes.mesh import Mesh
-from passes.search import Found, rough, run_on_paper
+from passes.price.cluster import Cluster
+from passes.search.candidates import SCHEDULES, candidates
+from passes.search.search import Found, rough, run_on_paper
 
 BATCH = 16
 PLAIN = {"schedules": ("1f1b",)}  # which keeps the least

@@ -11,10 +11,10 @@ from hf import CONFIGS, padded_batch, precise_loss, tiny
 from interpret import loss_of
 from torch import Tensor, nn
 
+from passes.capture.normalize import normalize
+from passes.capture.trace import Traced, trace
 from passes.errors import CaptureError
 from passes.graph import Node, Value, short
-from passes.normalize import normalize
-from passes.trace import Traced, trace
 
 
 class Body(nn.Module):

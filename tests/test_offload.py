@@ -11,7 +11,7 @@ from processes import run_ranks
 from test_step import batches, build, optimizer, train_on_ranks, train_plainly
 
 import autopar
-from autopar.offload import Host
+from autopar.runtime.offload import Host
 from autopar.step import Step
 
 

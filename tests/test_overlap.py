@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from passes.graph import Builder, Node, Value, Where
-from passes.overlap import by_layer, gather_ahead, scatter_behind
+from passes.stage.overlap import by_layer, gather_ahead, scatter_behind
 
 F32 = torch.float32
 

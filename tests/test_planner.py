@@ -11,28 +11,28 @@ import pytest
 import torch
 from models import gpt2, llama, plain_gpt, switch_gpt
 
-from autopar.hardware import cluster_of, with_memory
-from autopar.no_plan import NoPlanFits
+from autopar.machine.hardware import cluster_of, with_memory
 from autopar.options import make_plan
-from autopar.planner import Sketch, find_plans, plan_of, sketch
-from autopar.shorten import find_layers, shortened
+from autopar.planner.no_plan import NoPlanFits
+from autopar.planner.planner import Sketch, find_plans, plan_of, sketch
+from autopar.planner.shorten import find_layers, shortened
 from autopar.verify import verify
 from examples.gpt import GPT, Config
-from passes.balance_layers import balance_layers
-from passes.choose_recompute import stage_policies
-from passes.cluster import Cluster
+from passes.capture.normalize import normalize
+from passes.capture.trace import trace
 from passes.cost import Costs
-from passes.differentiate import differentiate
-from passes.insert_collectives import insert_collectives
-from passes.name_dims import name_dims
-from passes.normalize import normalize
+from passes.dims.name_dims import name_dims
 from passes.pipeline import compile_program
 from passes.plan import PlanError
-from passes.price import MOST, Account, price
-from passes.price_layers import price_layers
-from passes.propagate import propagate
-from passes.split_stages import split_stages
-from passes.trace import trace
+from passes.price.cluster import Cluster
+from passes.price.price import MOST, Account, price
+from passes.price.price_layers import price_layers
+from passes.schedule.choose_recompute import stage_policies
+from passes.search.balance_layers import balance_layers
+from passes.shard.insert_collectives import insert_collectives
+from passes.shard.propagate import propagate
+from passes.stage.differentiate import differentiate
+from passes.stage.split_stages import split_stages
 
 DEVICE = cluster_of("8xA100-80GB").device
 

@@ -7,16 +7,16 @@ import gc
 import pytest
 from models import plain_gpt
 
-import passes.price_layers
-from autopar.hardware import cluster_of
+import passes.price.price_layers
+from autopar.machine.hardware import cluster_of
 from autopar.options import make_plan
-from autopar.planner import find_plans, make_prices, sketch
+from autopar.planner.planner import find_plans, make_prices, sketch
 from autopar.uncollected import uncollected
-from passes.candidates import Space, candidates
-from passes.differentiate import differentiate, finish, join
-from passes.local_stage import LocalStage
-from passes.price_layers import cut_layers
-from passes.search import make_timer, rough
+from passes.price.price_layers import cut_layers
+from passes.search.candidates import Space, candidates
+from passes.search.search import make_timer, rough
+from passes.stage.differentiate import differentiate, finish, join
+from passes.stage.local_stage import LocalStage
 
 
 def test_candidates_that_share_their_timing_are_ranked_as_each_by_itself() -> None:

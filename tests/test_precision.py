@@ -20,17 +20,21 @@ from torch import nn
 
 import autopar
 from autopar.cli import main
-from autopar.comm import Comm
-from autopar.executor import Executor
-from autopar.inspection import communication_table, messages_of_a_step, stage_table
 from autopar.options import Options, make_plan
-from autopar.reference import reference_step
+from autopar.reports.inspection import (
+    communication_table,
+    messages_of_a_step,
+    stage_table,
+)
+from autopar.runtime.comm import Comm
+from autopar.runtime.executor import Executor
+from autopar.runtime.virtual import run_virtual
 from autopar.store import load_plan
+from autopar.training.reference import reference_step
 from autopar.verify import VerificationFailed, local_parameters, verify
-from autopar.virtual import run_virtual
-from passes.footprint import Communication
 from passes.plan import CONTEXT_PARALLEL, SPLIT, Plan, PlanError
 from passes.program import Program
+from passes.schedule.footprint import Communication
 
 MODELS = {
     "plain": lambda: plain_gpt(layers=2),

@@ -8,14 +8,14 @@ from functools import cache
 import pytest
 from processes import run_ranks
 
-from autopar.hardware import this_cluster
+from autopar.machine.hardware import this_cluster
 from autopar.models import load_model
-from autopar.planner import sketch
+from autopar.planner.planner import sketch
 from examples.benchmarks.predicted import Planned, Planner, Row, choosing, summary
 from examples.benchmarks.predicted_plans import CHOICES, Choice, spread
 from examples.benchmarks.predicted_runs import Job, Measured, prepare
 from passes.mesh import Mesh
-from passes.search import run_on_paper
+from passes.search.search import run_on_paper
 
 MODEL = "examples.gpt:tiny"
 MEASURED = (

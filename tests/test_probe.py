@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from passes import probe
-from passes.formulas import evaluate
+from passes.capture.normalize import normalize
+from passes.capture.trace import trace
+from passes.dims import probe
+from passes.dims.formulas import evaluate
+from passes.dims.name_dims import name_dims
+from passes.dims.notation import Equation
+from passes.dims.probe import probe_equation, random_operands
+from passes.dims.rules import equation
 from passes.graph import Node, Value
-from passes.name_dims import name_dims
-from passes.normalize import normalize
-from passes.notation import Equation
-from passes.probe import probe_equation, random_operands
-from passes.rules import equation
-from passes.trace import trace
 
 _count = itertools.count()
 

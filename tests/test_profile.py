@@ -14,34 +14,34 @@ from models import Case, plain_gpt, switch_gpt
 from plans import model_file
 from processes import run_ranks
 
-from autopar import measure_ops
-from autopar.asked import wanted
 from autopar.cli import main, parser
-from autopar.cli_profile import launches
-from autopar.launch import launch
-from autopar.machine import busy, cores, machine_text
-from autopar.measure_messages import geometries, measure_messages
-from autopar.measure_ops import JobTimes, make_job, run_job
-from autopar.measured_cluster import measured_cluster, named_cluster
-from autopar.options import make_plan
-from autopar.profile import Workload
-from autopar.profile import measure_ops as measure_ops_of
-from autopar.profile_file import (
+from autopar.commands.cli_profile import launches
+from autopar.machine.machine import busy, cores, machine_text
+from autopar.machine.measured_cluster import measured_cluster, named_cluster
+from autopar.machine.profile_file import (
     Profile,
     ProfileError,
     read_profile,
     save_profile,
     usual_path,
 )
-from passes.cluster import Cluster
-from passes.collectives import collective
+from autopar.options import make_plan
+from autopar.planner.asked import wanted
+from autopar.profiler import measure_ops
+from autopar.profiler.measure_messages import geometries, measure_messages
+from autopar.profiler.measure_ops import JobTimes, make_job, run_job
+from autopar.profiler.profile import Workload
+from autopar.profiler.profile import measure_ops as measure_ops_of
+from autopar.runtime.launch import launch
+from passes.capture.normalize import normalize
 from passes.cost import Seconds, signature
-from passes.differentiate import differentiate
-from passes.local_stage import LocalStage
-from passes.measured import MEASURED, Messages, Ops, Timed
-from passes.name_dims import name_dims
-from passes.normalize import normalize
-from passes.price_layers import cut_layers
+from passes.dims.name_dims import name_dims
+from passes.price.cluster import Cluster
+from passes.price.measured import MEASURED, Messages, Ops, Timed
+from passes.price.price_layers import cut_layers
+from passes.shard.collectives import collective
+from passes.stage.differentiate import differentiate
+from passes.stage.local_stage import LocalStage
 
 CPU = torch.device("cpu")
 
@@ -198,7 +198,7 @@ def test_what_was_measured_elsewhere_is_not_taken(
     if changed == "torch":
         monkeypatch.setattr(torch, "__version__", "2.99.0")
     else:
-        monkeypatch.setattr("autopar.machine._processor", lambda: "Another CPU")
+        monkeypatch.setattr("autopar.machine.machine._processor", lambda: "Another CPU")
     with pytest.raises(ProfileError, match=r"nothing that was measured on this") as e:
         named_cluster("2", path)
     assert f"it is   {machine_text()}\n  it has {before}" in str(e.value)
@@ -217,7 +217,7 @@ def cluster_wanted(mesh: int | str) -> Cluster:
 
 
 def test_devices_of_this_machine_are_as_measured(monkeypatch, caplog) -> None:
-    monkeypatch.setattr("autopar.measured_cluster.busy", lambda ranks: 2)
+    monkeypatch.setattr("autopar.machine.measured_cluster.busy", lambda ranks: 2)
     save_profile(PROFILE)
     for found in (cluster_wanted(2), cluster_wanted("2")):
         assert found.profile == machine_text()
@@ -245,7 +245,9 @@ def test_as_many_ranks_compute_at_once_as_there_are_cores(monkeypatch) -> None:
 
 
 def test_ops_are_measured_for_each_number_that_computes_at_once(monkeypatch) -> None:
-    monkeypatch.setattr("autopar.cli_profile.busy", lambda ranks: min(ranks, 2))
+    monkeypatch.setattr(
+        "autopar.commands.cli_profile.busy", lambda ranks: min(ranks, 2)
+    )
     asked = parser().parse_args(["profile", "m.py:f", "--ranks", "4,1,2"])
     assert launches(asked) == [(1, "m.py:f"), (2, ""), (4, "m.py:f")]
 
@@ -256,7 +258,9 @@ def test_profile_then_plan_then_explain(tmp_path, capsys, monkeypatch) -> None:
     assert main(["profile", "--show"]) == 0
     assert capsys.readouterr().out.startswith("nothing was measured on this machine")
     small = [(256, 1e-3)]
-    monkeypatch.setattr("autopar.measure_update.SIZES", [bytes for bytes, _ in small])
+    monkeypatch.setattr(
+        "autopar.profiler.measure_update.SIZES", [bytes for bytes, _ in small]
+    )
     assert main(["profile", model, "--ranks", "1", "--samples", "2", "--json"]) == 0
     captured = capsys.readouterr()
     assert "2 samples: forward and backward" in captured.err
@@ -294,7 +298,7 @@ def test_what_cannot_be_measured_is_an_error(asked, text, capsys) -> None:
 
 
 def test_what_does_not_fit_is_not_run(tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("autopar.profile.SHARE", 1e-9)
+    monkeypatch.setattr("autopar.profiler.profile.SHARE", 1e-9)
     asked = Workload(model_file(tmp_path), samples=1)
     assert measure_ops_of(asked, CPU, lambda line: None) == {}
     assert "1 samples does not fit here: its ops are not measured" in caplog.text

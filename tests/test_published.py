@@ -9,14 +9,14 @@ import torch
 from sympy import expand, simplify
 from torch import nn
 
-from autopar.planner import sketch
+from autopar.planner.planner import sketch
 from examples.benchmarks import published_formulas as formulas
 from examples.benchmarks import published_others as others
 from examples.benchmarks import published_runs as megatron
 from examples.benchmarks import published_sweep as sweep
 from examples.benchmarks.published_picks import picked
 from examples.gpt import GPT, Config
-from passes.symbolic import parameters, size
+from passes.price.symbolic import parameters, size
 
 
 def test_formulas_of_the_graph_are_the_published_ones() -> None:

@@ -17,7 +17,7 @@ from models import gpt2
 from torch import nn
 
 import autopar
-from autopar.checkpoint_files import complete, latest
+from autopar.checkpoints.checkpoint_files import complete, latest
 from autopar.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -240,6 +240,6 @@ def test_what_cannot_be_exported(
     assert "no complete checkpoint" in refused(tmp_path, tmp_path / "model.pt")
     (tmp_path / "file").write_text("")
     assert "cannot write" in refused(folder, tmp_path / "file" / "model.pt")
-    monkeypatch.setattr("autopar.export.find_spec", lambda name: None)
+    monkeypatch.setattr("autopar.checkpoints.export.find_spec", lambda name: None)
     said = refused(folder, tmp_path / "model.safetensors")
     assert "pip install 'autopar[hf]'" in said

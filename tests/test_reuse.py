@@ -3,7 +3,7 @@
 import torch
 
 from passes.graph import Node, Value
-from passes.reuse import find_owners, reuse
+from passes.stage.reuse import find_owners, reuse
 
 F32 = torch.float32
 

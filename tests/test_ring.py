@@ -15,17 +15,17 @@ from test_step import check_trajectory
 from torch import Tensor
 
 from autopar.cli import main
-from autopar.comm import Comm
-from autopar.executor import Executor
-from autopar.kernels import positions
-from autopar.process_groups import ProcessComm
+from autopar.runtime.comm import Comm
+from autopar.runtime.executor import Executor
+from autopar.runtime.kernels import positions
+from autopar.runtime.process_groups import ProcessComm
+from autopar.runtime.virtual import run_virtual
 from autopar.verify import local_parameters
-from autopar.virtual import run_virtual
 from examples.benchmarks.live_bytes import LiveBytes
 from passes.errors import ShardingConflict
 from passes.mesh import Mesh, balanced
 from passes.plan import CONTEXT_PARALLEL, SPLIT
-from passes.shares import causal_tiles, extent, shares, within
+from passes.shard.shares import causal_tiles, extent, shares, within
 
 ROOT = Path(__file__).parents[1]
 RING = {"split": {**SPLIT, "cp": CONTEXT_PARALLEL["ring"]}, "zigzag": ("cp",)}

@@ -13,12 +13,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from passes.formulas import evaluate
+from passes.dims.formulas import evaluate
+from passes.dims.linearity import passes_pending_sum
+from passes.dims.notation import Equation
+from passes.dims.probe import holds, letter_extents, random_operands
+from passes.dims.rules import FUNCTIONS, RULES, equation
 from passes.graph import Node, Value
-from passes.linearity import passes_pending_sum
-from passes.notation import Equation
-from passes.probe import holds, letter_extents, random_operands
-from passes.rules import FUNCTIONS, RULES, equation
 
 SEEDS = range(3)
 Example = Callable[[int, int, int, int], Node]  # of extents a < b < c < d

@@ -10,7 +10,7 @@ from models import Block, Case, Stack, gpt2, llama, plain_gpt, randomize, token_
 from torch import Tensor, nn
 
 from autopar.verify import run_all_ranks
-from passes.schedule import ScheduleError
+from passes.schedule.schedule import ScheduleError
 
 LOOPED = ["interleaved", "looped-bfs"]
 

@@ -10,7 +10,13 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from passes.search_labels import Block, Chosen, Table, TooEntangled, search_labels
+from passes.search.search_labels import (
+    Block,
+    Chosen,
+    Table,
+    TooEntangled,
+    search_labels,
+)
 
 
 def table(draw: random.Random, sizes: Sequence[int], scope: Sequence[int]) -> Table:

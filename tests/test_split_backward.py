@@ -3,7 +3,7 @@
 import torch
 
 from passes.graph import Node, Value
-from passes.split_backward import find_dependent, split_backward
+from passes.stage.split_backward import find_dependent, split_backward
 
 
 def value(name: str) -> Value:

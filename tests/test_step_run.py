@@ -13,18 +13,18 @@ from models import plain_gpt
 from plans import model_file, small_program
 
 from autopar.cli import main
-from autopar.hardware import cluster_of
-from autopar.planner import make_prices, sketch
-from autopar.simulation import simulate_estimate, simulate_program
+from autopar.machine.hardware import cluster_of
+from autopar.planner.planner import make_prices, sketch
+from autopar.reports.simulation import simulate_estimate, simulate_program
+from autopar.reports.trace_file import trace_data
 from autopar.store import save_plan
-from autopar.trace_file import trace_data
-from passes.candidate import Candidate
-from passes.estimate import Estimate
-from passes.make_schedule import make_schedule
 from passes.mesh import Mesh
-from passes.schedule import Kind
-from passes.search import run_on_paper
-from passes.step_run import RankWork, StageWork, Work, run_step
+from passes.price.candidate import Candidate
+from passes.price.estimate import Estimate
+from passes.schedule.make_schedule import make_schedule
+from passes.schedule.schedule import Kind
+from passes.schedule.step_run import RankWork, StageWork, Work, run_step
+from passes.search.search import run_on_paper
 
 CLUSTER = cluster_of("4xCPU")
 PLAIN = Candidate(Mesh.parse("pp=2,dp=2"), 2, 4, "1f1b", 1, 0, "none", (4, 4))

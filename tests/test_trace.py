@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from interpret import loss_of
 from torch import Tensor, nn
 
+from passes.capture.trace import trace
 from passes.errors import CaptureError
-from passes.trace import trace
 
 
 def batch(rows: int = 4) -> dict[str, Tensor]:

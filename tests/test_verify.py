@@ -12,7 +12,7 @@ import pytest
 import torch
 from models import Case, gpt2, llama, opt, plain_gpt
 
-from autopar.reference import reference_step
+from autopar.training.reference import reference_step
 from autopar.verify import (
     Verification,
     VerificationFailed,

@@ -4,8 +4,8 @@ import threading
 import pytest
 import torch
 
-from autopar.comm import Comm
-from autopar.virtual import Deadlock, Mismatch, RankError, run_virtual
+from autopar.runtime.comm import Comm
+from autopar.runtime.virtual import Deadlock, Mismatch, RankError, run_virtual
 from passes.mesh import Mesh
 
 

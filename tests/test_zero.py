@@ -10,14 +10,14 @@ from models import Case, gpt2, llama, plain_gpt
 from test_step import check_trajectory
 from torch import nn
 
-from autopar.comm import Comm
-from autopar.executor import Executor
+from autopar.runtime.comm import Comm
+from autopar.runtime.executor import Executor
+from autopar.runtime.virtual import run_virtual
 from autopar.verify import local_parameters, verify
-from autopar.virtual import run_virtual
-from passes.name_dims import Dim
+from passes.dims.name_dims import Dim
 from passes.program import Program
-from passes.rest import rest_split
-from passes.sharding import Sharding
+from passes.shard.rest import rest_split
+from passes.shard.sharding import Sharding
 
 MODELS = {"plain": plain_gpt, "gpt2": gpt2, "llama": llama}
 MESHES = [

@@ -165,7 +165,7 @@ def test_what_is_sent_is_what_the_formulas_say():
 def test_messages_once_a_step_are_of_bounded_size(monkeypatch):
     case = plain_gpt(layers=2, tied=False)
     largest = max(p.numel() * 4 for p in case.model.parameters())
-    monkeypatch.setattr("passes.overlap.BUCKET", largest)
+    monkeypatch.setattr("passes.stage.overlap.BUCKET", largest)
     program = case.compile("dp=2", 2, zero=1)
     calls = {kind: n for (_, kind), (n, _) in traffic(program).items()}
     assert calls["all_gather"] > 3 and calls["reduce_scatter"] > 3

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.tables import Table
+from autopar.reports.tables import Table
 
 ROOT = Path(__file__).parents[2]
 GPT = (

@@ -29,11 +29,11 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the examples are found from any directory
 
 from autopar.batches import with_samples  # noqa: E402
-from autopar.choose import SAMPLES  # noqa: E402
-from autopar.measured_cluster import measured_cluster  # noqa: E402
+from autopar.machine.measured_cluster import measured_cluster  # noqa: E402
 from autopar.models import load_model  # noqa: E402
-from autopar.planned import batch_for  # noqa: E402
-from autopar.planner import (  # noqa: E402
+from autopar.planner.choose import SAMPLES  # noqa: E402
+from autopar.planner.planned import batch_for  # noqa: E402
+from autopar.planner.planner import (  # noqa: E402
     Sketch,
     find_plans,
     make_prices,
@@ -51,11 +51,11 @@ from examples.benchmarks.predicted_plans import (  # noqa: E402
     spread,
 )
 from examples.benchmarks.predicted_runs import Job, Measured  # noqa: E402
-from passes.candidate import Candidate  # noqa: E402
-from passes.cluster import Cluster  # noqa: E402
-from passes.estimate import Estimate  # noqa: E402
-from passes.price_layers import Prices  # noqa: E402
-from passes.search import rough, run_on_paper  # noqa: E402
+from passes.price.candidate import Candidate  # noqa: E402
+from passes.price.cluster import Cluster  # noqa: E402
+from passes.price.estimate import Estimate  # noqa: E402
+from passes.price.price_layers import Prices  # noqa: E402
+from passes.search.search import rough, run_on_paper  # noqa: E402
 
 RANKS = (2, 4)
 TIMEOUT = 600.0  # seconds of all ranks of a number

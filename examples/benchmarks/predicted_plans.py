@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from examples.gpt import GPT, Config, build
-from passes.candidate import Candidate
 from passes.mesh import Mesh
+from passes.price.candidate import Candidate
 
 SEQ = 128  # tokens of a sample
 BATCH = 8  # samples of a step

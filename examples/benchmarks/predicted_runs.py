@@ -23,7 +23,7 @@ from torch import Tensor
 
 import autopar
 from autopar.models import load_model
-from autopar.planned import batch_for
+from autopar.planner.planned import batch_for
 from examples.benchmarks.live_bytes import peak_bytes
 from passes.plan import Plan
 

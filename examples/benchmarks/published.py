@@ -19,7 +19,7 @@ from tabulate import tabulate
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the passes are found from any directory
 
-from autopar.planner import find_plans  # noqa: E402
+from autopar.planner.planner import find_plans  # noqa: E402
 from examples.benchmarks import published_formulas as formulas  # noqa: E402
 from examples.benchmarks import published_others as others  # noqa: E402
 from examples.benchmarks import published_runs as megatron  # noqa: E402

@@ -9,10 +9,7 @@ from sympy import LT, Expr, Integer, Rational, expand
 
 from autopar.options import make_plan
 from examples.benchmarks.published_models import Row, gpt, read
-from passes.check_schedule import check
-from passes.make_schedule import make_schedule
-from passes.schedule import add_communication
-from passes.symbolic import (
+from passes.price.symbolic import (
     LAYERS,
     activation_bytes,
     layer_parameters,
@@ -21,6 +18,9 @@ from passes.symbolic import (
     state_bytes,
     step_flops,
 )
+from passes.schedule.check_schedule import check
+from passes.schedule.make_schedule import make_schedule
+from passes.schedule.schedule import add_communication
 
 H, A, S, V, B, T = map(size, ("embed", "heads", "seq", "vocab", "batch", "tp"))
 L = LAYERS

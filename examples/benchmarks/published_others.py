@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
-from autopar.hardware import cluster_of
-from autopar.planner import make_prices
+from autopar.machine.hardware import cluster_of
+from autopar.planner.planner import make_prices
 from examples.benchmarks.published_models import Row, gpt, in_turn, read
 from examples.benchmarks.published_runs import (
     UNFITTED,
@@ -22,11 +22,11 @@ from examples.benchmarks.published_runs import (
     in_float32,
     overlapped,
 )
-from passes.balance_layers import balance_layers
-from passes.candidate import Candidate
-from passes.cluster import Cluster
 from passes.mesh import Mesh
-from passes.search import accounts_of, layer_mesh
+from passes.price.candidate import Candidate
+from passes.price.cluster import Cluster
+from passes.search.balance_layers import balance_layers
+from passes.search.search import accounts_of, layer_mesh
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from examples.benchmarks.published_sweep import Constants, Run, runs
-from passes.candidate import Candidate
-from passes.candidates import ALIKE
-from passes.search import complexity
+from passes.price.candidate import Candidate
+from passes.search.candidates import ALIKE
+from passes.search.search import complexity
 
 
 @dataclass(frozen=True)

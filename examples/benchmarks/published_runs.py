@@ -14,17 +14,17 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache
 
-from autopar.hardware import cluster_of
-from autopar.planner import Sketch, make_prices
+from autopar.machine.hardware import cluster_of
+from autopar.planner.planner import Sketch, make_prices
 from examples.benchmarks.published_fit import descend
 from examples.benchmarks.published_models import Row, gpt, in_turn, read
-from passes.candidate import Candidate
-from passes.cluster import Cluster
-from passes.estimate import OPTIMIZER_TRAFFIC, stage_seconds, step_seconds
 from passes.mesh import Mesh
-from passes.price import BACKWARD, FORWARD, STEP, Account, retimed
-from passes.price_layers import LayerPrices
-from passes.search import accounts_of, layer_mesh
+from passes.price.candidate import Candidate
+from passes.price.cluster import Cluster
+from passes.price.estimate import OPTIMIZER_TRAFFIC, stage_seconds, step_seconds
+from passes.price.price import BACKWARD, FORWARD, STEP, Account, retimed
+from passes.price.price_layers import LayerPrices
+from passes.search.search import accounts_of, layer_mesh
 
 FITTED_UP_TO = 20  # billions of parameters
 
@@ -107,8 +107,8 @@ def _run(row: Row) -> Run:
 
 
 def again(prices: LayerPrices) -> Account:
-    """A layer's forward, in its backward. All of it: `passes.recompute` leaves out what
-    only makes the layer's result."""
+    """A layer's forward, in its backward. All of it: `passes.stage.recompute` leaves
+    out what only makes the layer's result."""
     assert prices.more is not None
     return Account(
         {
@@ -120,9 +120,9 @@ def again(prices: LayerPrices) -> Account:
 
 
 def in_float32(account: Account) -> Account:
-    """What Megatron's optimizer moves beside what `passes.estimate` counts: gradients
-    are copied to 4 bytes (6 bytes moved), unscaled (8) and clipped (12), Adam works on
-    4 bytes (28), and parameters are copied back (6)."""
+    """What Megatron's optimizer moves beside what `passes.price.estimate` counts:
+    gradients are copied to 4 bytes (6 bytes moved), unscaled (8) and clipped (12), Adam
+    works on 4 bytes (28), and parameters are copied back (6)."""
     counted = OPTIMIZER_TRAFFIC * account["memory", "trained"]
     moved = (6 + 8 + 12 + 28 + 6) * account["memory", "trained"] / 2
     return Account({("moved", STEP): moved - counted})

@@ -18,18 +18,18 @@ from dataclasses import dataclass, replace
 from functools import cache
 from statistics import mean
 
-from autopar.hardware import cluster_of
-from autopar.planner import make_prices
+from autopar.machine.hardware import cluster_of
+from autopar.planner.planner import make_prices
 from examples.benchmarks.published_fit import descend
 from examples.benchmarks.published_models import Row, in_turn, llama, read
-from passes.candidate import Candidate
-from passes.candidates import Space
-from passes.cluster import Cluster
-from passes.estimate import stage_seconds, step_parts
 from passes.mesh import Mesh
-from passes.price import BACKWARD, FORWARD, Account, footprint_of, retimed
-from passes.price_layers import Prices
-from passes.search import accounts_of, rough, rough_seconds
+from passes.price.candidate import Candidate
+from passes.price.cluster import Cluster
+from passes.price.estimate import stage_seconds, step_parts
+from passes.price.price import BACKWARD, FORWARD, Account, footprint_of, retimed
+from passes.price.price_layers import Prices
+from passes.search.candidates import Space
+from passes.search.search import accounts_of, rough, rough_seconds
 
 MODELS = ("1B", "8B")
 BATCH, TOKENS = 256, 256 * 4096

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the examples are found from any directory
 
 import autopar  # noqa: E402
-from autopar.inspection import timeline  # noqa: E402
+from autopar.reports.inspection import timeline  # noqa: E402
 from examples.gpt import GPT, Config  # noqa: E402
 
 BASE = "1f1b"

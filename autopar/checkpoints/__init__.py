@@ -1,0 +1,1 @@
+"""Saving a step and its optimizer, and loading them on any mesh."""

@@ -1,0 +1,314 @@
+"""Save and load a step with its optimizer: under one mesh, and then under any other.
+
+A checkpoint is one of `torch.distributed.checkpoint`, with the model's own names:
+
+    model.<name>                             parameters and persistent buffers, whole
+    optimizer.state.<name>.exp_avg           state, as torch's get_optimizer_state_dict
+    optimizer.param_groups.<i>.lr            options; `params` are names
+    training                                 what the step itself goes on from
+    extra                                    what the caller gave
+
+Each rank writes and reads its own shards, so no rank ever holds a whole parameter. Of
+random numbers the step itself needs none but its seed and its count of steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+import autopar
+from autopar.checkpoints import checkpoint_files as files
+from autopar.checkpoints.checkpoint_files import Manifest
+from autopar.checkpoints.dcp import (
+    CheckpointError,
+    Key,
+    Piece,
+    State,
+    pack,
+    read_metadata,
+)
+from autopar.checkpoints.dcp import read as read_pieces
+from autopar.checkpoints.dcp import write as write_pieces
+from autopar.checkpoints.optimizer_state import (
+    Group,
+    check_groups,
+    local_groups,
+    merge_groups,
+    set_state,
+)
+from autopar.runtime.comm import Comm
+from autopar.runtime.match import check_names
+from autopar.runtime.shards import boxes
+from autopar.runtime.together import on_all, on_first
+
+if TYPE_CHECKING:
+    from autopar.step import Step
+
+TRAINING, EXTRA = ("training",), ("extra",)
+METADATA = ".metadata"
+LOG = logging.getLogger("autopar")
+
+
+# --- saving ------------------------------------------------------------------------
+
+
+def save(
+    directory: str | Path,
+    step: Step,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Any = None,
+    keep: int | None = None,
+) -> Path:
+    """Write `directory/step-<number of steps done>`, and give its path.
+
+    All ranks must call it, on a disk that they share. A kill at any moment leaves the
+    checkpoints that were complete before. extra: plain values of rank 0, as
+    `scheduler.state_dict()` or torch.get_rng_state(). keep: of the newest checkpoints
+    so many, if given. Raises: CheckpointError on all ranks.
+    """
+    if keep is not None and keep < 1:
+        raise CheckpointError(f"keep={keep}", fix="keep at least 1 checkpoint, or None")
+    executor, root = step.executor, Path(directory)
+    comm, count = executor.comm, executor.steps
+    state = _model_pieces(step)
+    plain: dict[Key, Any] = {TRAINING: step.training_state(), EXTRA: extra}
+    if optimizer is not None:
+        plain |= _options(_all_groups(step, optimizer))
+        on_all(comm, lambda: state.update(_optimizer_pieces(step, optimizer)))
+    # Values are packed by the rank that writes them.
+    written = plain if comm.rank == 0 else {}
+    on_all(comm, lambda: state.update(_packed(written)))
+    folder = on_first(comm, lambda: files.begin(root, count))
+    tied = _tied(step)
+    write_pieces(folder, state, {("model", a): ("model", n) for a, n in tied.items()})
+    sums: dict[str, str] = {}
+    for own in on_all(comm, lambda: _own_checksums(folder, comm.rank)):
+        sums |= own
+
+    def finish() -> Path:
+        mesh = str(step.program.mesh)
+        made_by = (autopar.__version__, torch.__version__)
+        files.write_manifest(folder, Manifest(*made_by, count, mesh, tied, sums))
+        final = files.publish(folder)
+        newest = files.complete(root)[-1]
+        if newest != final:
+            LOG.warning("'%s' is there too, and will be taken for newer", newest)
+        if keep is not None:
+            files.prune(root, keep, final)
+        return final
+
+    return on_first(comm, finish)
+
+
+def _model_pieces(step: Step) -> State:
+    state: State = {}
+    for name, p in step.named_parameters():
+        state["model", name] = _piece(step, name, p.detach(), step.owns(name))
+    for name, value in step.unused.items():
+        state["model", name] = Piece.whole(value, step.comm.rank == 0)
+    return state
+
+
+def _piece(step: Step, name: str, shard: Tensor, written: bool) -> Piece:
+    """A tensor that is split as the parameter `name` is."""
+    spec = step.program.parameters[name]
+    return Piece(
+        spec.shape, boxes(spec, step.program.mesh, step.comm.coords), shard, written
+    )
+
+
+def _tied(step: Step) -> dict[str, str]:
+    """Other names of weights that are stored once, and the name that is."""
+    return {
+        alias: name
+        for alias, name in step.program.aliases.items()
+        if alias in step.names and alias not in step.unused
+    }
+
+
+def _optimizer_pieces(step: Step, optimizer: Optimizer) -> State:
+    """State of this rank's parameters; numbers, alike on all ranks, by their first."""
+    state: State = {}
+    for name, p in step.named_parameters():
+        owned = step.owns(name)
+        spec = step.program.parameters[name]
+        first = owned and not any(step.comm.coords[a] for a in spec.split_axes)
+        for entry, value in optimizer.state.get(p, {}).items():
+            key = ("optimizer", "state", name, entry)
+            if not isinstance(value, Tensor):
+                state |= {key: pack(key, value)} if first else {}
+            elif value.shape == p.shape:
+                state[key] = _piece(step, name, value, owned)
+            else:
+                state[key] = Piece.whole(value, first)
+    return state
+
+
+def _all_groups(step: Step, optimizer: Optimizer) -> list[Group]:
+    """The groups of all ranks' parameters; checked, on all ranks."""
+    held = dict(step.named_parameters())
+    by_rank = on_all(step.comm, lambda: local_groups(optimizer, held))
+    return merge_groups(by_rank, list(step.program.parameters))
+
+
+def _options(groups: list[Group]) -> dict[Key, Any]:
+    return {
+        ("optimizer", "param_groups", i, option): value
+        for i, group in enumerate(groups)
+        for option, value in {**group.options, "params": list(group.names)}.items()
+    }
+
+
+def _packed(plain: Mapping[Key, Any]) -> State:
+    return {key: pack(key, value) for key, value in plain.items()}
+
+
+def _own_checksums(folder: Path, rank: int) -> dict[str, str]:
+    """Of the files that this rank wrote; rank 0 wrote the metadata too."""
+    paths = list(folder.glob(f"__{rank}_*"))
+    if rank == 0:
+        paths.append(folder / METADATA)
+    return {path.name: files.checksum(path) for path in paths}
+
+
+# --- loading -----------------------------------------------------------------------
+
+
+def load(directory: str | Path, step: Step, optimizer: Optimizer | None = None) -> Any:
+    """Go on from a checkpoint: that of the directory, or the newest in it.
+
+    All ranks must call it; returns what was given to `save` as extra. The mesh may be
+    another one than it was saved under. With it come the count of steps and the seed,
+    so that training goes on bitwise as it would have on the same plan, and up to
+    rounding on another. Values are converted to the dtypes of the step. Everything is
+    read and checked before anything is changed, a checksum of each file included. (DCP
+    keeps its metadata as a pickle: load only what you trust.)
+    Raises: CheckpointError or ModelMismatch on all ranks.
+    """
+    comm = step.executor.comm
+    saved = open_checkpoint(directory, comm)
+    _check_model(step, saved)
+    keys: list[Key] = [TRAINING, EXTRA]
+    if optimizer is not None:
+        keys += [key for key in saved.held if key[:2] == ("optimizer", "param_groups")]
+        if len(keys) == 2:
+            raise CheckpointError(
+                f"checkpoint '{saved.folder}' was saved without an optimizer",
+                fix="load it without one, and train on with a fresh one",
+            )
+    plain = read_pieces(saved.folder, dict.fromkeys(keys, b""))
+    groups = _saved_groups(plain)
+    wanted = _model_targets(step)
+    if optimizer is not None:
+        check_groups(groups, _all_groups(step, optimizer))
+        on_all(comm, lambda: wanted.update(_optimizer_targets(step, saved)))
+    found = read_pieces(saved.folder, wanted)
+    found |= {k: v.values for k, v in wanted.items() if isinstance(v, Piece)}
+    _set_model(step, found)
+    if optimizer is not None:
+        state: dict[str, dict[str, Any]] = {}
+        for key, value in found.items():
+            if key[0] == "optimizer":
+                state.setdefault(str(key[2]), {})[str(key[3])] = value
+        local = local_groups(optimizer, dict(step.named_parameters()))
+        set_state(optimizer, local, groups, state)
+    step.load_training_state(plain[TRAINING])
+    return plain[EXTRA]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint. held: by key, what DCP knows of the value: a tensor's size
+    and dtype, or nothing."""
+
+    folder: Path
+    manifest: Manifest
+    held: Mapping[Key, Any]
+
+
+def open_checkpoint(directory: str | Path, comm: Comm) -> Saved:
+    """Find a checkpoint and compare its files with their checksums, each on one rank.
+
+    All ranks must call it. Raises: CheckpointError on all ranks.
+    """
+
+    def read_first() -> tuple[Path, Manifest]:
+        folder = files.find(directory)
+        return folder, files.read_manifest(folder)
+
+    folder, manifest = on_first(comm, read_first)
+    mine = sorted(manifest.files)[comm.rank :: comm.mesh.size]
+    on_all(comm, lambda: files.check_files(folder, manifest, mine))
+    held: dict[Key, Any] = {}
+    on_all(comm, lambda: held.update(held_by(folder)))
+    return Saved(folder, manifest, held)
+
+
+def held_by(folder: Path) -> dict[Key, Any]:
+    """By key, what DCP knows of each value of a checkpoint; see `Saved.held`."""
+    metadata = read_metadata(folder)
+    keys = metadata.planner_data
+    return {keys[name]: value for name, value in metadata.state_dict_metadata.items()}
+
+
+def _check_model(step: Step, saved: Saved) -> None:
+    """Compare names and shapes; the same on all ranks."""
+    held = {str(key[1]): v.size for key, v in saved.held.items() if key[0] == "model"}
+    shapes = {n: tuple(t.shape) for n, t in step.unused.items()}
+    shapes |= {n: s.shape for n, s in step.program.parameters.items() if s.stages}
+    check_names("the checkpoint", "step.save", shapes, step.names, held)
+
+
+def _saved_groups(plain: Mapping[Key, Any]) -> list[Group]:
+    options: dict[int, dict[str, Any]] = {}
+    for key, value in plain.items():
+        if key[0] == "optimizer":
+            options.setdefault(int(key[2]), {})[str(key[3])] = value
+    return [
+        Group(tuple(found.pop("params")), found) for _, found in sorted(options.items())
+    ]
+
+
+def _model_targets(step: Step) -> State:
+    """Memory on the CPU for this rank's part of the model."""
+    state: State = {}
+    for name, p in step.named_parameters():
+        state["model", name] = _piece(
+            step, name, torch.empty_like(p, device="cpu"), False
+        )
+    for name, value in step.unused.items():
+        state["model", name] = Piece.whole(torch.empty_like(value))
+    return state
+
+
+def _optimizer_targets(step: Step, saved: Saved) -> State:
+    """The same for what was saved of this rank's parameters' state."""
+    held, state = dict(step.named_parameters()), State()
+    for key, value in saved.held.items():
+        if key[:2] != ("optimizer", "state") or key[2] not in held:
+            continue
+        name, size = str(key[2]), getattr(value, "size", None)
+        if size is None:
+            state[key] = b""
+        elif tuple(size) == step.program.parameters[name].shape:
+            shard = torch.empty(held[name].shape, dtype=value.properties.dtype)
+            state[key] = _piece(step, name, shard, False)
+        else:
+            state[key] = Piece.whole(torch.empty(size, dtype=value.properties.dtype))
+    return state
+
+
+@torch.no_grad()
+def _set_model(step: Step, found: Mapping[Key, Any]) -> None:
+    for name, p in step.named_parameters():
+        p.copy_(found["model", name])
+    step.set_whole({n: found["model", n] for n in step.unused})

@@ -1,0 +1,289 @@
+"""Shards in `torch.distributed.checkpoint`: plans of what each rank writes and reads.
+
+A shard is saved as its boxes, which need not be one block: DTensor knows no split of an
+inner factor. What comes out is a plain checkpoint, so that torch's own tools read it.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import (
+    create_read_items_for_chunk_list,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from autopar.runtime.shards import Box
+from passes.errors import AutoparError
+
+Key = tuple[str | int, ...]
+"""The place of a value in nested dicts and lists; a checkpoint joins it by dots."""
+
+
+class CheckpointError(AutoparError):
+    """A checkpoint that cannot be written, found or read, or that does not fit."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What this rank holds of a tensor of `shape`: its boxes, in `values`.
+
+    written: this rank writes it. Of ranks that hold the same, one does.
+    """
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    values: Tensor
+    written: bool = True
+
+    @classmethod
+    def whole(cls, values: Tensor, written: bool = True) -> Piece:
+        shape = tuple(values.shape)
+        return cls(shape, (Box.all_of(shape),), values, written)
+
+
+State = dict[Key, Piece | bytes]
+"""What this rank writes, or reads into: pieces of tensors, and pickled plain values."""
+
+
+def write(folder: Path, state: State, aliases: Mapping[Key, Key]) -> None:
+    """Write all ranks' state to a new folder; files and their data are on disk then.
+
+    aliases: other keys of tensors that are stored once. All ranks must call it.
+    Raises: CheckpointError on all ranks.
+    """
+    planner, writer = _SavePlanner(state, aliases), _Writer(folder, aliases)
+    _quietly(f"cannot write '{folder}'", dcp.save, {}, storage_writer=writer,
+             planner=planner)  # fmt: skip
+
+
+def read(folder: Path, state: State) -> dict[Key, Any]:
+    """Fill the pieces of `state`; returns the plain values of its other keys.
+
+    All ranks must call it. Raises: CheckpointError on all ranks.
+    """
+    planner = _LoadPlanner(state)
+    reader = dcp.FileSystemReader(folder)
+    _quietly(f"cannot read '{folder}'", dcp.load, {}, storage_reader=reader,
+             planner=planner)  # fmt: skip
+    return planner.plain
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """What the checkpoint holds: planner_data has the key of each name."""
+    return dcp.FileSystemReader(folder).read_metadata()
+
+
+def pack(key: Key, value: Any) -> bytes:
+    """A plain value as bytes. Raises CheckpointError if reading it would run code."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"'{text(key)}' holds what no checkpoint can hold: {str(error)[:200]}",
+            fix="give tensors, numbers, text, and lists and dicts of them, as "
+            "state_dict() of a learning rate scheduler does",
+        ) from error
+    return buffer.getvalue()
+
+
+def text(key: Key) -> str:
+    return ".".join(map(str, key))
+
+
+def _quietly(failed: str, call: Any, *args: Any, **kwargs: Any) -> None:
+    """Call without the warning that there are no processes; errors as ours."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            call(*args, no_dist=not dist.is_initialized(), **kwargs)
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise CheckpointError(
+            f"{failed}: {type(cause).__name__} on rank {rank}: {cause}",
+            fix="see that the disk is there, shared by all ranks, and not full",
+        ) from error
+
+
+# --- planners ----------------------------------------------------------------------
+
+
+class _SavePlanner(SavePlanner):
+    """Each rank writes the boxes of its pieces, one item a box."""
+
+    def __init__(self, state: State, aliases: Mapping[Key, Key]) -> None:
+        self.state, self.aliases = {text(k): v for k, v in state.items()}, aliases
+        self.keys = {text(k): k for k in state}
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        pass
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for name, value in self.state.items():
+            if isinstance(value, bytes):
+                items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+            elif value.written:
+                items += [_write_item(name, value, box) for box in value.boxes]
+        written = {item.index.fqn for item in items}
+        return SavePlan(items, planner_data={n: self.keys[n] for n in written})
+
+    def create_global_plan(
+        self, all_plans: list[SavePlan]
+    ) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = create_default_global_save_plan(all_plans)
+        found = metadata.state_dict_metadata
+        for name, value in found.items():
+            chunks = getattr(value, "chunks", None)
+            if chunks is not None:
+                held = sum(prod(chunk.sizes) for chunk in chunks)
+                if held != prod(value.size):
+                    raise CheckpointError(
+                        f"ranks hold {held} elements of '{name}', which has "
+                        f"{prod(value.size)}",
+                        fix="let all ranks call optimizer.step() alike",
+                    )
+        keys = {name: key for plan in plans for name, key in plan.planner_data.items()}
+        for alias, key in self.aliases.items():
+            found[text(alias)] = found[text(key)]
+            keys[text(alias)] = alias
+        return plans, replace(metadata, planner_data=keys)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        value = self.state[write_item.index.fqn]
+        if isinstance(value, bytes):
+            return io.BytesIO(value)
+        return _box_at(value, write_item.index).of(value.values).contiguous()
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes files; an alias names the same place in them."""
+
+    def __init__(self, folder: Path, aliases: Mapping[Key, Key]) -> None:
+        super().__init__(folder, sync_files=True, overwrite=False)
+        self.aliases = aliases
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        by_name: dict[str, list[WriteResult]] = {}
+        for result in (r for rank in results for r in rank):
+            by_name.setdefault(result.index.fqn, []).append(result)
+        again = [
+            replace(result, index=replace(result.index, fqn=text(alias)))
+            for alias, key in self.aliases.items()
+            for result in by_name[text(key)]
+        ]
+        super().finish(metadata, [*results, again])
+
+
+class _LoadPlanner(LoadPlanner):
+    """Each rank reads its boxes, out of whichever boxes were written."""
+
+    def __init__(self, state: State) -> None:
+        self.state = {text(k): v for k, v in state.items()}
+        self.keys = {text(k): k for k in state}
+        self.plain: dict[Key, Any] = {}
+        self.metadata: Metadata | None = None
+
+    def set_up_planner(
+        self,
+        state_dict: Any,
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        self.metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None, "set_up_planner comes first"
+        items: list[ReadItem] = []
+        for name, value in self.state.items():
+            if isinstance(value, bytes):
+                items.append(_read_bytes(name))
+                continue
+            chunks = [
+                ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size))
+                for box in value.boxes
+            ]
+            saved = self.metadata.state_dict_metadata[name]
+            items += create_read_items_for_chunk_list(name, saved, chunks)
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = self.keys[read_item.dest_index.fqn]
+        self.plain[key] = torch.load(value, "cpu", weights_only=True)
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        piece = self.state[read_item.dest_index.fqn]
+        assert isinstance(piece, Piece), f"{read_item} is of a tensor"
+        view = _box_at(piece, read_item.dest_index).of(piece.values)
+        ranges = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        for dim, (begin, length) in enumerate(ranges):
+            view = view.narrow(dim, begin, length)
+        return view
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+def _write_item(name: str, piece: Piece, box: Box) -> WriteItem:
+    return WriteItem(
+        MetadataIndex(name, box.start),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)),
+            TensorProperties(dtype=piece.values.dtype),
+            torch.Size(piece.shape),
+        ),
+    )
+
+
+def _read_bytes(name: str) -> ReadItem:
+    nowhere = torch.Size((0,))
+    index = MetadataIndex(name)
+    return ReadItem(LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere)
+
+
+def _box_at(piece: Piece, index: MetadataIndex) -> Box:
+    start = tuple(index.offset or ())
+    return next(box for box in piece.boxes if box.start == start)

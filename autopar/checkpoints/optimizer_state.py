@@ -1,0 +1,145 @@
+"""An optimizer's state and options by the model's own names, for any torch.optim one.
+
+State of a parameter's shape is split as the parameter is; the rest are numbers, which
+all ranks have alike. Options go by group, each with the names of its parameters, which
+on a pipeline no rank has all of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autopar.checkpoints.dcp import CheckpointError
+
+NAMES = ("params", "param_names")
+
+
+@dataclass(frozen=True)
+class Group:
+    """names: of the parameters, in the model's order. options: lr, betas ..."""
+
+    names: tuple[str, ...]
+    options: Mapping[str, Any]
+
+
+def local_groups(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> list[Group]:
+    """The groups, with those of their parameters that this rank holds.
+
+    Raises: CheckpointError for a parameter that is none of the step's, or state that is
+    neither of its parameter's shape nor a number.
+    """
+    by_id = {id(p): name for name, p in parameters.items()}
+    groups = []
+    for group in optimizer.param_groups:
+        names = []
+        for p in group["params"]:
+            if id(p) not in by_id:
+                raise CheckpointError(
+                    f"the optimizer holds a parameter {list(p.shape)} that is not the "
+                    "step's",
+                    fix="make the optimizer of step.parameters(), after step.build",
+                )
+            names.append(by_id[id(p)])
+            _check_state(names[-1], p, optimizer.state.get(p, {}))
+        options = {k: v for k, v in group.items() if k not in NAMES}
+        groups.append(Group(tuple(names), options))
+    return groups
+
+
+def merge_groups(by_rank: Sequence[list[Group]], order: Sequence[str]) -> list[Group]:
+    """The groups of the whole model; order: all names.
+
+    Raises: CheckpointError if the ranks' groups or options differ.
+    """
+    fix = "make the same groups with the same options on all ranks, even empty ones"
+    place = {name: i for i, name in enumerate(order)}
+    merged = []
+    for rank, groups in enumerate(by_rank):
+        if len(groups) != len(by_rank[0]):
+            raise CheckpointError(
+                f"the optimizer has {len(groups)} groups on rank {rank}, but "
+                f"{len(by_rank[0])} on rank 0",
+                fix=fix,
+            )
+    for i, first in enumerate(by_rank[0]):
+        names: set[str] = set()
+        for rank, groups in enumerate(by_rank):
+            names.update(groups[i].names)
+            for option, value in groups[i].options.items():
+                if not _same(value, first.options.get(option)):
+                    raise CheckpointError(
+                        f"'{option}' of the optimizer's group {i} is {value} on rank "
+                        f"{rank}, but {first.options.get(option)} on rank 0",
+                        fix=fix,
+                    )
+        ordered = tuple(sorted(names, key=place.__getitem__))
+        merged.append(Group(ordered, first.options))
+    return merged
+
+
+def check_groups(saved: Sequence[Group], ours: Sequence[Group]) -> None:
+    """Whether groups have the same parameters. Raises CheckpointError."""
+    if len(saved) != len(ours):
+        raise CheckpointError(
+            f"the optimizer has {len(ours)} groups of parameters, but the checkpoint "
+            f"has {len(saved)}",
+            fix="make the optimizer with the groups that were saved",
+        )
+    for i, (before, now) in enumerate(zip(saved, ours, strict=True)):
+        for name in (*before.names, *now.names):
+            if (name in before.names) != (name in now.names):
+                held, lacking = "the checkpoint's", "the optimizer's"
+                if name in now.names:
+                    held, lacking = lacking, held
+                raise CheckpointError(
+                    f"'{name}' is in {held} group {i}, but not in {lacking}",
+                    fix="make the optimizer with the groups that were saved",
+                )
+
+
+def set_state(
+    optimizer: Optimizer,
+    local: Sequence[Group],
+    saved: Sequence[Group],
+    state: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Put options and state into the optimizer, also before its first step.
+
+    local: this rank's groups. state: by name of parameter, on the CPU.
+    """
+    numbers: dict[int, Mapping[str, Any]] = {}
+    groups, number = [], 0
+    for ours, group in zip(local, saved, strict=True):
+        here = range(number, number + len(ours.names))
+        number += len(ours.names)
+        for i, name in zip(here, ours.names, strict=True):
+            if name in state:
+                numbers[i] = dict(state[name])
+        groups.append({**group.options, "params": list(here)})
+    optimizer.load_state_dict({"state": numbers, "param_groups": groups})
+
+
+def _check_state(name: str, p: Tensor, state: Mapping[str, Any]) -> None:
+    for key, value in state.items():
+        alike = isinstance(value, Tensor) and value.shape in (p.shape, torch.Size())
+        if not (alike or isinstance(value, int | float)):
+            kind = f"{list(value.shape)}" if isinstance(value, Tensor) else type(value)
+            raise CheckpointError(
+                f"the optimizer's '{key}' of '{name}' is {kind}: neither of the "
+                f"parameter's shape {list(p.shape)} nor a number",
+                fix="use an optimizer that keeps state by element, as AdamW or SGD",
+            )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a.cpu(), b.cpu())
+    return bool(a == b)

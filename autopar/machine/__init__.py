@@ -1,0 +1,1 @@
+"""What machine there is: from a table, a file, or measured."""

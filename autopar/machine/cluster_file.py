@@ -1,0 +1,185 @@
+"""Clusters from files: TOML (Python 3.11 or newer) or JSON.
+
+devices = 16
+cores = 0                      # that processes of all devices share; 0: their own
+
+[device]
+name = "A100-80GB"             # of the table; what follows overrules it
+memory = "72GB"                # what a rank may use
+bytes_per_second = "2TB"       # of its own memory
+flops = { bfloat16 = "312T", float32 = "156T" }
+fused = false                  # elementwise ops in a row run as one kernel
+dispatch = 0                   # seconds of the host for each op
+
+[[links]]                      # innermost first; the last joins all devices
+devices = 8
+bytes_per_second = "300GB"     # that each device sends
+latency = 5e-6                 # seconds
+
+[[links]]
+devices = 16
+bytes_per_second = "25GB"
+latency = 1.5e-5
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from autopar.machine.hardware import DEVICES, make_cluster
+from passes.price.cluster import Cluster, ClusterError, Device, Level
+
+UNITS = {
+    **{"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15},
+    **{"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40},
+}
+
+
+def read_cluster(path: str | Path) -> Cluster:
+    """Read a cluster file. Raises ClusterError that names the key at fault."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ClusterError(f"cannot read '{path}': {error.strerror}") from None
+    return cluster_from(_parse(path, text))
+
+
+def cluster_from(data: Any) -> Cluster:
+    """The cluster that the keys of a cluster file stand for. Raises ClusterError."""
+    allowed = {"devices", "device", "links", "cores"}
+    _known("the cluster", data, allowed, {"devices", "device"})
+    device = _device(data["device"])
+    devices = _whole("devices", data["devices"])
+    if "links" not in data:
+        if device.name not in DEVICES:
+            raise ClusterError(
+                f"'links' of {device.name} are missing",
+                fix="add a [[links]] table for each level, innermost first",
+            )
+        made = make_cluster(DEVICES[device.name], devices)
+        levels = made.levels
+    else:
+        levels = tuple(map(_level, _tables(data["links"])))
+    cores = number("cores", data.get("cores", 0))
+    return Cluster(device, devices, levels, cores=cores)
+
+
+def cluster_data(cluster: Cluster) -> dict[str, Any]:
+    """A cluster as the keys of a cluster file, which stand for the same; without what
+    was measured, which is in a profile."""
+    own = (f.name for f in fields(Device) if f.name != "ops")
+    device = {name: getattr(cluster.device, name) for name in own}
+    links = [asdict(level) for level in cluster.levels]
+    return {
+        "devices": cluster.devices,
+        "device": device,
+        "links": links,
+        "cores": cluster.cores,
+    }
+
+
+def _parse(path: Path, text: str) -> dict[str, Any]:
+    try:
+        if path.suffix == ".json":
+            data = json.loads(text)
+        elif sys.version_info >= (3, 11):
+            import tomllib
+
+            data = tomllib.loads(text)
+        else:
+            raise ClusterError(
+                f"'{path}': TOML needs Python 3.11", fix="write the cluster as JSON"
+            )
+    except ValueError as error:
+        raise ClusterError(f"'{path}' cannot be read: {error}") from None
+    if not isinstance(data, dict):
+        raise ClusterError(f"'{path}' holds no table of keys")
+    return data
+
+
+def _device(data: Any) -> Device:
+    if isinstance(data, str):
+        data = {"name": data}
+    allowed = {f.name for f in fields(Device)} - {"ops"}
+    _known("device", data, allowed, {"name"})
+    base: dict[str, Any] = {}
+    if data["name"] in DEVICES:
+        base = {f: getattr(DEVICES[data["name"]], f) for f in allowed}
+    given = {key: _read(f"device.{key}", value) for key, value in data.items()}
+    whole = {**base, **given}
+    needed = {"memory", "bytes_per_second", "flops"}
+    _known("device", whole, allowed, needed)
+    return Device(**whole)
+
+
+def _level(data: Any) -> Level:
+    allowed = {f.name for f in fields(Level)}
+    _known("links", data, allowed, {"devices", "bytes_per_second", "latency"})
+    given = {key: _read(f"links.{key}", value) for key, value in data.items()}
+    return Level(**{**given, "devices": _whole("links.devices", data["devices"])})
+
+
+def _tables(data: Any) -> list[Any]:
+    if not isinstance(data, list):
+        raise ClusterError("'links' is no list", fix="write [[links]] for each level")
+    return data
+
+
+def _read(key: str, value: Any) -> Any:
+    if key == "device.name":
+        return value
+    if key == "device.fused":
+        if not isinstance(value, bool):
+            raise ClusterError(f"'{key}' is {value!r}", fix="write true or false")
+        return value
+    if key == "device.flops":
+        if not isinstance(value, Mapping):
+            raise ClusterError(
+                f"'{key}' is {value!r}", fix='write { float32 = "19.5T" }'
+            )
+        return {dtype: number(f"{key}.{dtype}", peak) for dtype, peak in value.items()}
+    return number(key, value)
+
+
+def number(key: str, value: Any) -> float:
+    """`"80GB"` -> 8e10; B and /s may follow the unit. Raises ClusterError."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    match = re.fullmatch(
+        r"\s*([0-9.eE+-]+)\s*([KMGTPk]i?)?(?:B|FLOP)?(?:/s)?\s*", str(value)
+    )
+    try:
+        if match is None:
+            raise ValueError
+        return float(match[1]) * UNITS.get(match[2] or "", 1.0)
+    except ValueError:
+        raise ClusterError(
+            f"'{key}' is {value!r}", fix='write a number, or one as "80GB"'
+        ) from None
+
+
+def _whole(key: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ClusterError(f"'{key}' is {value!r}", fix="write a whole number above 0")
+    return value
+
+
+def _known(what: str, data: Any, allowed: set[str], needed: set[str]) -> None:
+    if not isinstance(data, Mapping):
+        raise ClusterError(f"{what} is {data!r}", fix="write a table of keys")
+    if unknown := sorted(set(data) - allowed):
+        raise ClusterError(
+            f"unknown key '{unknown[0]}' in {what}",
+            fix=f"the keys are {', '.join(sorted(allowed))}",
+        )
+    if missing := sorted(needed - set(data)):
+        raise ClusterError(
+            f"{what} has no '{missing[0]}'", fix=f"add {missing[0]} = ..."
+        )

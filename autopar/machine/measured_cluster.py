@@ -1,0 +1,98 @@
+"""This machine as a cluster, with what its profile has of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from autopar.machine.hardware import cluster_of, this_cluster
+from autopar.machine.machine import busy, machine_text
+from autopar.machine.profile_file import ProfileError, machines_of, read_profile
+from passes.price.cluster import Cluster, Device
+from passes.price.estimate import Estimate
+from passes.price.measured import BETWEEN, BEYOND, MEASURED, TABLE, Messages, Ops
+from passes.price.sources import COMPUTE, MESSAGES
+
+LOG = logging.getLogger("autopar")
+FEW = 0.5  # of the seconds of computing: a model whose own ops were not measured
+HOW = {
+    MEASURED: "measured",
+    BETWEEN: "read off between measured sizes",
+    BEYOND: "beyond them",
+    TABLE: "of the table of hardware",
+}
+
+
+def named_cluster(text: str, profile: Path | None = None) -> Cluster:
+    """`4`: of this machine, see `measured_cluster`. `8xA100-80GB`: of the table.
+
+    Raises: ProfileError, ClusterError.
+    """
+    if text.strip().isdigit():
+        return measured_cluster(int(text), profile)
+    if profile is not None:
+        raise ProfileError(
+            f"'{profile}' is of this machine, but the devices are {text}",
+            fix="give their number alone, as --devices 4, or no profile",
+        )
+    return cluster_of(text)
+
+
+def measured_cluster(devices: int, path: Path | None = None) -> Cluster:
+    """So many devices of this machine, as they were measured.
+
+    path: of a profile that must have something of this machine; None: the one in the
+    cache, if it has. What was not measured is of the table of hardware;
+    `Cluster.profile` is "" if nothing was, and a warning says so.
+    Raises: ProfileError, ClusterError.
+    """
+    found, cluster = read_profile(path), this_cluster(devices)
+    ops = found.ops.get(busy(devices), Ops())
+    messages = found.messages.get(devices, Messages())
+    if not (ops.timed or ops.update or messages.points):
+        if os.environ.get("RANK", "0") == "0":
+            LOG.warning(_not_measured(devices))
+        return cluster
+    device = replace(cluster.device, ops=ops, flops=_peaks(cluster.device, ops))
+    return replace(cluster, device=device, messages=messages, profile=machine_text())
+
+
+def _peaks(device: Device, ops: Ops) -> Mapping[str, float]:
+    """Of a GPU its maker's; a CPU has what its fastest op reached, other types in
+    proportion."""
+    if device.name != "CPU":
+        return device.flops
+    best = max(
+        (t.flops / t.seconds for t in ops.timed.values() if t.seconds), default=0
+    )
+    faster = max(1.0, best / max(device.flops.values()))
+    return {dtype: faster * peak for dtype, peak in device.flops.items()}
+
+
+def _not_measured(devices: int) -> str:
+    others = [m for m in machines_of() if m != machine_text()]
+    text = f"{devices} devices of this machine, {machine_text()}, were not measured"
+    text += f" (but these were: {'; '.join(others)})" if others else ""
+    return (
+        f"{text}: a table of hardware prices plans"
+        f"\n  fix  autopar profile MODEL --ranks {devices}"
+    )
+
+
+def how_priced(e: Estimate, cluster: Cluster) -> str:
+    """One line on what an estimate is made of."""
+    if not cluster.profile:
+        return f"priced by the table of hardware, for {cluster.device.name}"
+    parts = [f"priced by the profile of {cluster.profile}"]
+    for what, name in ((COMPUTE, "computing"), (MESSAGES, "messages")):
+        shares = e.sources.get(what, {})
+        told = [f"{shares[how]:.0%} {HOW[how]}" for how in HOW if how in shares]
+        if told:
+            parts.append(f"{name}: {', '.join(told)}")
+    if e.sources.get(COMPUTE, {}).get(MEASURED, 0.0) < FEW:
+        ranks = cluster.devices
+        parts.append(f"autopar profile MODEL --ranks {ranks} measures the model's own")
+    return "; ".join(parts)

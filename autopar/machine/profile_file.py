@@ -1,0 +1,197 @@
+"""profile.json: what machines were measured to take, by machine and torch version.
+
+{"format": 1, "machines": {"AMD EPYC (x86_64), 2 cores, ...": {
+  "ops": {"2": {"timed": {"aten.add.Tensor(...)": [seconds, bytes, flops]},
+                "update": [[bytes, seconds], ...]}},
+  "messages": {"4": [["all_reduce", 2, 1, [[bytes, seconds], ...]], ...]},
+  "halves": {"aten.linear.default(...)": [forward, input half, weight half]}}}}
+
+ops: by how many ranks compute at once. messages: by how many ranks there are; the
+collective, ranks of a group, and how far apart they are. halves: of ops by themselves,
+by which stages are cut.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from autopar.machine.machine import machine_text
+from passes.cost import Seconds
+from passes.errors import AutoparError
+from passes.price.measured import Messages, Ops, Point, Timed
+
+FORMAT = 1
+LOG = logging.getLogger("autopar")
+
+
+class ProfileError(AutoparError):
+    """A file of measurements that cannot be read, or is of another machine."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one machine was measured to take; see the top of this file."""
+
+    ops: Mapping[int, Ops] = field(default_factory=dict)
+    messages: Mapping[int, Messages] = field(default_factory=dict)
+    halves: Mapping[str, Seconds] = field(default_factory=dict)
+
+    def with_more(self, other: Profile) -> Profile:
+        """Both; where the same was measured, the other's."""
+        ops = dict(self.ops)
+        for busy, more in other.ops.items():
+            old = ops.get(busy, Ops())
+            ops[busy] = Ops({**old.timed, **more.timed}, more.update or old.update)
+        return Profile(
+            ops,
+            {**self.messages, **other.messages},
+            {**self.halves, **other.halves},
+        )
+
+
+def usual_path() -> Path:
+    """In the user's cache directory."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "autopar" / f"profile-{FORMAT}.json"
+
+
+def read_profile(path: Path | None = None) -> Profile:
+    """What was measured on this machine, with this torch; empty if nothing was.
+
+    path: a file that must have it; None: the cache, which may have nothing, and is
+    measured again (as a warning says) where it is damaged.
+    Raises: ProfileError.
+    """
+    if path is None:
+        try:
+            return _profiles(usual_path()).get(machine_text(), Profile())
+        except FileNotFoundError:
+            return Profile()
+        except ProfileError as error:
+            LOG.warning("%s; what it held is measured again", error.what)
+            return Profile()
+    try:
+        found = _profiles(path)
+    except OSError as error:
+        raise ProfileError(f"cannot read '{path}': {error.strerror}") from None
+    here = machine_text()
+    if here not in found:
+        others = "".join(f"\n  it has {machine}" for machine in found)
+        raise ProfileError(
+            f"'{path}' has nothing that was measured on this machine\n"
+            f"  it is   {here}{others}",
+            fix="measure here: autopar profile MODEL --ranks N, and leave out the file",
+        )
+    return found[here]
+
+
+def machines_of(path: Path | None = None) -> tuple[str, ...]:
+    """The machines whose ops or messages a readable file has; None: the cache."""
+    try:
+        found = _profiles(path or usual_path())
+    except (OSError, ProfileError):
+        return ()
+    return tuple(name for name, p in found.items() if p.ops or p.messages)
+
+
+def save_profile(more: Profile, path: Path | None = None) -> Path:
+    """Add to this machine's measurements, in one step: readers see all or nothing.
+
+    Raises: OSError; ProfileError for a file of the user's that is no profile.
+    """
+    where = path or usual_path()
+    try:
+        known = _profiles(where)
+    except FileNotFoundError:
+        known = {}
+    except ProfileError:
+        if path is not None:
+            raise
+        known = {}  # a damaged cache: `read_profile` says so
+    machine = machine_text()
+    known[machine] = known.get(machine, Profile()).with_more(more)
+    data = {name: profile_data(profile) for name, profile in known.items()}
+    text = json.dumps({"format": FORMAT, "machines": data}, indent=1, sort_keys=True)
+    where.parent.mkdir(parents=True, exist_ok=True)
+    scratch = where.with_name(f".{where.name}.{os.getpid()}")
+    scratch.write_text(text + "\n", encoding="utf-8")
+    scratch.replace(where)
+    return where
+
+
+def _profiles(path: Path) -> dict[str, Profile]:
+    """Of all machines of a file. Raises: OSError, ProfileError."""
+    text = path.read_text(encoding="utf-8")
+    fix = "delete it, and measure again: autopar profile MODEL --ranks N"
+    try:
+        data = json.loads(text)
+        if data["format"] != FORMAT:
+            raise ProfileError(f"'{path}' is not of format {FORMAT}", fix=fix)
+        return {name: _profile(entry) for name, entry in data["machines"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ProfileError(f"the profile '{path}' is damaged", fix=fix) from None
+
+
+def profile_data(profile: Profile) -> dict[str, Any]:
+    """As values for JSON; see the top of this file."""
+    return {
+        "ops": {
+            str(busy): {
+                "timed": {key: list(astuple(t)) for key, t in ops.timed.items()},
+                "update": list(map(list, ops.update)),
+            }
+            for busy, ops in profile.ops.items()
+        },
+        "messages": {
+            str(ranks): [[*place, list(map(list, p))] for place, p in m.points.items()]
+            for ranks, m in profile.messages.items()
+        },
+        "halves": {key: list(astuple(s)) for key, s in profile.halves.items()},
+    }
+
+
+def _profile(data: Any) -> Profile:
+    """Of `profile_data`. Raises: ValueError, TypeError, KeyError, AttributeError."""
+    ops = {
+        int(busy): Ops(
+            {key: Timed(*_numbers(row, 3)) for key, row in found["timed"].items()},
+            _points(found["update"]) if found["update"] else (),
+        )
+        for busy, found in data["ops"].items()
+    }
+    messages = {
+        int(ranks): Messages(
+            {
+                (str(kind), int(size), int(stride)): _points(points)
+                for kind, size, stride, points in rows
+            }
+        )
+        for ranks, rows in data["messages"].items()
+    }
+    halves = {key: Seconds(*_numbers(s, 3)) for key, s in data["halves"].items()}
+    return Profile(ops, messages, halves)
+
+
+def _points(rows: list[Any]) -> tuple[Point, ...]:
+    """Raises ValueError, unless bytes ascend and all is above 0."""
+    found = [(_numbers(row, 2)[0], row[1]) for row in rows]
+    ascending = all(a < b for (a, _), (b, _) in pairwise(found))
+    if not found or not ascending or min(map(min, found)) <= 0:
+        raise ValueError(f"{rows!r} are no points")
+    return tuple(found)
+
+
+def _numbers(row: Any, count: int) -> list[float]:
+    """Raises ValueError for anything but so many numbers that are not negative."""
+    if not isinstance(row, list) or len(row) != count:
+        raise ValueError(f"{row!r} are not {count} numbers")
+    if not all(type(x) in (int, float) and x >= 0 for x in row):
+        raise ValueError(f"{row!r} are no amounts")
+    return row

@@ -1,0 +1,137 @@
+"""What a planner is asked for: devices, and the decisions that are made already."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from autopar.machine.hardware import with_memory
+from autopar.machine.measured_cluster import measured_cluster, named_cluster
+from autopar.options import make_plan, read_bytes, read_mesh
+from passes.mesh import AXES, Mesh, MeshError
+from passes.plan import AUTO, PlanError
+from passes.price.cluster import Cluster
+
+# Options that hold for all plans, and are no decisions of a search.
+OF_ALL = ("precision", "sequence_parallel", "memory")
+# Options that the planner has no prices for.
+UNPRICED = ("hints", "offload", "cp_layout")
+# What a search chooses among -> the field of `passes.search.candidates.Space`.
+ONE_OF = {
+    "schedule": "schedules",
+    "stages_per_rank": "stages_per_rank",
+    "recompute": "recompute",
+    "zero": "zero",
+    "context_parallel": "context_parallel",
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Devices to plan for. mesh: axes whose sizes are decided. shape: sizes of axes in
+    order, whose meaning is not. options: each fixes a decision; see
+    `autopar.options.Options`, "auto" leaves it open.
+
+    Raises: PlanError for options that are wrong, or that the planner cannot price.
+    """
+
+    cluster: Cluster
+    mesh: Mesh | None = None
+    shape: tuple[int, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in UNPRICED:
+            if self.options.get(name):
+                raise PlanError(
+                    f"the planner chooses for {self.cluster}, but has no prices for "
+                    f"{name}=",
+                    fix='leave it out, or decide on a whole mesh, as "pp=2,tp=2"',
+                )
+        if self.mesh and self.mesh.axis_size("fsdp") > 1:
+            raise PlanError(
+                f"the planner has no prices for the axis fsdp of '{self.mesh}'",
+                fix="name it dp: with zero=1, 2 or 3 these ranks share as well",
+            )
+        make_plan("dp=2", **{**self.decided, **self.of_all})  # raises for wrong values
+
+    @property
+    def of_all(self) -> dict[str, Any]:
+        """The options that hold for all plans, as a sketch takes them."""
+        return {k: v for k, v in self.options.items() if k in OF_ALL}
+
+    @property
+    def decided(self) -> dict[str, Any]:
+        """The options that are decisions of a search, and made already."""
+        known = (*OF_ALL, *UNPRICED)
+        given = {k: v for k, v in self.options.items() if k not in known}
+        return {k: v for k, v in given.items() if v != AUTO}
+
+    @property
+    def limited(self) -> Cluster:
+        """The cluster, with as much memory as plans may use."""
+        memory = read_bytes(self.options.get("memory", 0))
+        return with_memory(self.cluster, memory) if memory else self.cluster
+
+    @property
+    def space(self) -> dict[str, Any]:
+        """Fields of a `Space` that are decided."""
+        found: dict[str, Any] = {"mesh": self.mesh, "shape": self.shape}
+        for name, value in self.decided.items():
+            choices = (value,) if name in ONE_OF else value
+            found[ONE_OF.get(name, name)] = choices
+        return found
+
+
+def wanted(mesh: Any, options: Mapping[str, Any], auto: bool = False) -> Asked | None:
+    """What to choose a plan for; None for a mesh with which all is decided.
+
+    mesh: a number of devices of this machine, as it was measured if it was (see
+    `autopar.profiler.profile`), a `Cluster` or its text as `8xA100-80GB`, or sizes of
+    axes, as (4, 2) or "4,2". auto: also for a mesh, what it leaves open.
+    Raises: MeshError, ClusterError, PlanError.
+    """
+    if isinstance(mesh, Cluster):
+        return Asked(mesh, options=options)
+    if isinstance(mesh, int):
+        if isinstance(mesh, bool) or mesh < 1:
+            raise MeshError(f"a mesh of {mesh} devices", fix="give at least 1")
+        return Asked(measured_cluster(mesh), options=options)
+    if isinstance(mesh, str) and re.match(r"\s*\d+\s*([a-zA-Z*]|$)", mesh):
+        return Asked(named_cluster(mesh), options=options)
+    if isinstance(mesh, tuple | list):
+        mesh = ",".join(map(str, mesh))
+    if isinstance(mesh, str) and re.match(r"\s*\d", mesh):
+        shape = read_shape(mesh)
+        return Asked(measured_cluster(prod(shape)), shape=shape, options=options)
+    if not auto:
+        return None
+    if isinstance(mesh, str) and (shape := read_shape(mesh)):
+        return Asked(measured_cluster(prod(shape)), shape=shape, options=options)
+    known = read_mesh(mesh)
+    return Asked(measured_cluster(known.size), known, options=options)
+
+
+def read_shape(text: str) -> tuple[int, ...]:
+    """Sizes of axes that have no meaning yet: `4,2`, or with names of one's own, as
+    `x=4,y=2`. Empty for a mesh of axes that are known. Raises: MeshError."""
+    pieces = [piece.partition("=") for piece in text.split(",")]
+    names = [name.strip() for name, equals, _ in pieces if equals]
+    if not text.strip() or any(name in AXES for name in names):
+        return ()
+    sizes = [(size if equals else name).strip() for name, equals, size in pieces]
+    if len(set(names)) < len(names) or len(names) not in (0, len(pieces)):
+        raise MeshError(
+            f"mesh {text!r} has axes without names, or two of one name",
+            fix="write all of their sizes alone, as 4,2, or as x=4,y=2",
+        )
+    for size in sizes:
+        if not re.fullmatch(r"\d+", size) or int(size) < 1:
+            raise MeshError(
+                f"size {size!r} in mesh {text!r} is not a whole number above 0",
+                fix="write for instance 4,2",
+            )
+    return tuple(map(int, sizes))

@@ -1,0 +1,34 @@
+"""The plan is chosen where a step is compiled: for this machine, or a named one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from autopar.batches import samples_of, with_samples
+from autopar.machine.measured_cluster import how_priced
+from autopar.planner.asked import Asked
+from autopar.planner.planner import find_plans, plan_of, sketch
+from passes.plan import Plan
+
+# Of the batch that a model is captured with, two for each rank of up to 8 with experts
+# of their own; costs are linear in them.
+SAMPLES = 16
+LOG = logging.getLogger("autopar")
+
+
+def choose_plan(
+    model: nn.Module,
+    asked: Asked,
+    batch: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None = None,
+) -> Plan:
+    """The best plan for steps on such batches. Raises: NoPlanFits, PlanError."""
+    of = sketch(model, with_samples(batch, SAMPLES), loss_fn, **asked.of_all)
+    found = find_plans(of, asked.limited, samples_of(batch), **asked.space)
+    best = found.best[0]
+    LOG.info("%s: %s", best.candidate, how_priced(best, asked.cluster))
+    return plan_of(found.best[0].candidate, of)

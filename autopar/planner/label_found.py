@@ -1,0 +1,94 @@
+"""Labels for the best plans that a search found: where they gain, the plan has them.
+
+A search prices an axis as its template splits (Megatron's, for tp). For the best plans
+the labels of all ops are then decided exactly (`passes.search.label_axes`), priced by
+the graph that they make, and kept if the step is faster on paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autopar.planner.planner import Sketch, label_plan, plan_of
+from passes.plan import Plan
+from passes.price.candidate import Candidate
+from passes.price.cluster import Cluster
+from passes.price.estimate import Estimate, estimate
+from passes.price.price_layers import cut_layers, price_cut
+from passes.search.label_axes import Labelled, LabelsDoNotFit
+from passes.search.search import HALVES, Found, layer_mesh, simplest_first, stages_of
+
+MOST = 2  # of the best plans are labelled, that differ by more than ZeRO
+TRIES = 2  # to leave room for what labels do not count
+GAIN = 1e-3  # of a step: what a plan must gain to have labels
+
+
+def label_found(
+    found: Found, whole: Sketch, cluster: Cluster
+) -> tuple[Found, Mapping[Candidate, Plan]]:
+    """What was found, with labelled plans among the best; and these plans.
+
+    Labelled are the best of those whose axes leave something to decide. whole: the
+    model captured with all samples of a step.
+    """
+    plans: dict[Candidate, Plan] = {}
+    better: list[Estimate] = []
+    open_to: dict[Candidate, Estimate] = {}
+    for e in found.best:
+        if _inner(e.candidate):
+            open_to.setdefault(replace(e.candidate, zero=0), e)
+    for e in list(open_to.values())[:MOST]:
+        tried = _labelled(e, whole, cluster)
+        if tried and tried[0].seconds < e.seconds * (1 - GAIN):
+            better.append(tried[0])
+            plans[tried[0].candidate] = tried[1]
+    best = simplest_first([*found.best, *better])
+    return replace(found, best=tuple(best)), plans
+
+
+def _inner(candidate: Candidate) -> bool:
+    """Whether it has an axis of which labels decide what it splits."""
+    ring = candidate.context_parallel == "ring"
+    sizes = {axis: candidate.mesh.axis_size(axis) for axis in ("cp", "tp")}
+    return sizes["tp"] > 1 or (sizes["cp"] > 1 and not ring)
+
+
+def _labelled(
+    e: Estimate, whole: Sketch, cluster: Cluster
+) -> tuple[Estimate, Plan] | None:
+    """The estimate and plan with labels; None: none of them fit."""
+    plan, limit = plan_of(e.candidate, whole), cluster.device.memory
+    memory = limit
+    for _ in range(TRIES):
+        try:
+            found = label_plan(whole, plan, cluster, memory)
+        except LabelsDoNotFit:
+            return None
+        labelled = _priced(e.candidate, found, whole, cluster)
+        if labelled.peak <= limit:
+            return labelled, found.plan
+        memory -= labelled.peak - limit
+        if memory <= 0:
+            return None
+    return None
+
+
+def _priced(
+    candidate: Candidate, labelled: Labelled, whole: Sketch, cluster: Cluster
+) -> Estimate:
+    """By the graph that the labels make, as `autopar.planner.planner.make_prices`
+    does."""
+    candidate = replace(candidate, labelled=True)
+    plan = replace(
+        labelled.of_graph,
+        mesh=layer_mesh(candidate.mesh),
+        microbatches=whole.batch // candidate.samples,
+        zero=0,
+    )
+    named = whole.shared if candidate.zero else whole.named
+    cut = cut_layers(named, plan, whole.starts)
+    halves = candidate.schedule in HALVES
+    prices = price_cut(cut, candidate.recompute, cluster.device, halves)
+    accounts = stages_of(candidate.layers, prices)
+    return estimate(accounts, candidate, cluster)

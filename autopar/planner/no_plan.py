@@ -1,0 +1,136 @@
+"""Why there is no plan: by how much it does not fit, what binds, and a way out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from autopar.machine.hardware import NODES, make_cluster
+from passes.plan import PlanError
+from passes.price.cluster import Cluster
+from passes.price.estimate import Estimate
+from passes.price.price_layers import Prices
+from passes.search.candidates import Space, candidates, meshes
+from passes.search.search import Found, rough, run_on_paper
+
+TIMES = (2, 4, 8, 16, 32, 64)  # as many devices are tried
+TRIED = 3  # of the most frugal candidates
+# Fields of a `Space` that wishes decide -> the options of `autopar.options.Options`.
+OPTIONS = {"schedules": "schedule", "shape": "the mesh", "mesh": "the mesh"}
+
+
+class NoPlanFits(PlanError):
+    """No plan needs as little memory as a device has."""
+
+
+def does_not_fit(
+    found: Found,
+    prices: Prices,
+    space: Space,
+    wishes: Mapping[str, object],
+    space_of: Callable[[Cluster, Mapping[str, object]], Space],
+) -> NoPlanFits:
+    """By how much the most frugal plan is too large, what binds, and a way out.
+
+    wishes: fields of the space that were decided. space_of: a cluster and wishes ->
+    what there is to choose from.
+    """
+    nearest, cluster = found.nearest, space.cluster
+    assert nearest is not None, "candidates were tried"
+    terms = max(nearest.memory, key=lambda terms: sum(terms.values()))
+    term = max(terms, key=lambda name: terms[name])
+    peak, limit = nearest.peak, cluster.device.memory
+    shown = ", ".join(f"{gigabytes(v)} {k}" for k, v in terms.items() if v)
+    return NoPlanFits(
+        f"no plan fits into {cluster}: the most frugal of {found.tried}, "
+        f"{nearest.candidate}, needs {gigabytes(peak - limit)} more than the "
+        f"{gigabytes(limit)} of a device\n  {shown}; most are {term}",
+        fix=_way_out(peak, cluster, prices, wishes, space_of),
+    )
+
+
+def _way_out(
+    peak: float,
+    cluster: Cluster,
+    prices: Prices,
+    wishes: Mapping[str, object],
+    space_of: Callable[[Cluster, Mapping[str, object]], Space],
+) -> str:
+    """The smallest change with which a plan fits: a wish less, else more devices."""
+    larger = f"or use devices of {gigabytes(peak, up=True)}"
+    for name in wishes:
+        others = {k: v for k, v in wishes.items() if k != name}
+        if fitting := frugal(space_of(cluster, others), prices):
+            option = OPTIONS.get(name, name)
+            return f"leave {option} to the planner: {_told(fitting)}; {larger}"
+    for times in TIMES:
+        more = with_devices(cluster, times * cluster.devices)
+        if fitting := frugal(space_of(more, wishes), prices):
+            return f"use {more.devices} devices: {_told(fitting)}; {larger}"
+    return f"use shorter sequences, {larger}"
+
+
+def _told(e: Estimate) -> str:
+    return f"{e.candidate} needs {gigabytes(e.peak, up=True)}"
+
+
+def frugal(space: Space, prices: Prices) -> Estimate | None:
+    """A plan that fits, of those that need the least memory; None: there is none.
+
+    Unless a schedule is decided it is 1F1B, which keeps the least.
+    """
+    if len(space.schedules) > 1:
+        space = replace(space, schedules=("1f1b",))
+    limit = space.cluster.device.memory
+    ranked = [r for c in candidates(space) if (r := rough(c, space, prices))]
+    for _, _, candidate in sorted(ranked, key=lambda r: r[1])[:TRIED]:
+        found = run_on_paper(candidate, prices, space.cluster)
+        if found.peak <= limit:
+            return found
+    return None
+
+
+def with_devices(cluster: Cluster, devices: int) -> Cluster:
+    """A cluster of more devices of the same kind: more nodes, of as many each."""
+    *inner, last = cluster.levels or make_cluster(cluster.device, devices).levels
+    if not inner and cluster.device.name in NODES:
+        return make_cluster(cluster.device, devices)
+    return replace(
+        cluster,
+        devices=devices,
+        levels=(*inner, *([] if inner else [last]), replace(last, devices=devices)),
+    )
+
+
+def gigabytes(amount: float, up: bool = False) -> str:
+    """Three digits, rounded; or up, so that it is enough."""
+    amount /= 1e9
+    if up and amount > 0:
+        digit = 10.0 ** (math.floor(math.log10(amount)) - 2)
+        amount = math.ceil(amount / digit) * digit
+    return f"{amount:.3g} GB"
+
+
+def nothing_to_choose(space: Space) -> PlanError:
+    """Say which wish leaves no candidate."""
+    wished = f" with {space.mesh}" if space.mesh else ""
+    if space.shape:
+        wished = f" with axes of {', '.join(map(str, space.shape))}"
+    devices, batch = space.cluster.devices, space.batch
+    possible = list(meshes(space))
+    if not possible:
+        return PlanError(
+            f"no mesh of {devices} devices{wished} has a meaning for this model",
+            fix="let the sizes of axes divide the devices, and be no more than layers",
+        )
+    if all(batch % (m.axis_size("dp") * m.axis_size("ep")) for m in possible):
+        return PlanError(
+            f"no mesh of {devices} devices divides a batch of {batch} samples{wished}",
+            fix="choose a batch that has more divisors, or other axes",
+        )
+    return PlanError(
+        f"no plan for {devices} devices{wished} and {batch} samples is as the options "
+        "decide",
+        fix="leave out some of microbatches, schedule, stages_per_rank and zero",
+    )

@@ -1,0 +1,132 @@
+"""Directories that `autopar plan -o` writes, and what compiling one of them takes.
+
+    plan/plan.json        the decisions of the best plan
+    plan/estimate.json    what was asked, and the best estimates: `autopar explain`
+
+Compiled into the same directory, it becomes one of `autopar.store`, estimate included.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.batches import with_samples
+from autopar.compiler import compile_offline
+from autopar.models import LoadedModel, ModelError, example_batch, load_model
+from autopar.planner.estimate_file import ESTIMATE, Findings, read_findings
+from autopar.store import (
+    MANIFEST,
+    PLAN,
+    StoredPlan,
+    checksum,
+    load_plan,
+    refuse_to_replace,
+    save_plan,
+)
+from passes.mesh import Mesh
+from passes.plan import Plan, PlanError
+
+WAIT = timedelta(minutes=30)  # for rank 0 to compile
+READ, COMPILED = "autopar/read", "autopar/compiled"  # keys of a run's store
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A plan.json, and the findings beside it, unless it was edited since."""
+
+    plan: Plan
+    findings: Findings | None
+
+
+def save_findings(findings: Findings, plan: Plan, directory: Path) -> None:
+    """Write the two files, the plan first. An earlier plan there is taken away.
+
+    Raises PlanDirectoryError when something that is no plan is in the way.
+    """
+    refuse_to_replace(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    # What was compiled there is of an earlier plan: without this it is not read.
+    (directory / MANIFEST).unlink(missing_ok=True)
+    texts = {PLAN: plan.to_json(), ESTIMATE: findings.to_json()}
+    for name, text in texts.items():
+        scratch = directory / f".{name}.{os.getpid()}"
+        scratch.write_text(text, encoding="utf-8", newline="\n")
+        scratch.replace(directory / name)
+
+
+def read_decided(path: Path) -> Decided:
+    """The decisions of a plan.json, or of a directory with one. Raises PlanError."""
+    file = path / PLAN if path.is_dir() else path
+    if not file.is_file():
+        raise PlanError(f"there is no file '{file}'")
+    text = file.read_text(encoding="utf-8")
+    plan, findings = Plan.from_json(text), None
+    if (file.parent / ESTIMATE).is_file():
+        findings = read_findings(file.parent)
+        findings = findings if findings.plan == checksum(text) else None
+    return Decided(plan, findings)
+
+
+def is_planned(directory: Path) -> bool:
+    """Whether it was planned and is not compiled yet."""
+    return (directory / ESTIMATE).is_file() and not (directory / MANIFEST).is_file()
+
+
+def mesh_of(directory: Path) -> Mesh:
+    """Of a directory that is planned or compiled."""
+    if is_planned(directory):
+        return read_decided(directory).plan.mesh
+    return load_plan(directory).program.mesh
+
+
+def compiled(directory: Path) -> StoredPlan:
+    """What is compiled there; what is only planned is compiled first."""
+    if is_planned(directory):
+        _compile(directory)
+    return load_plan(directory)
+
+
+def compiled_once(
+    directory: Path, store: dist.Store, rank: int, world: int
+) -> StoredPlan:
+    """The same on ranks of one run, which share a disk: rank 0 compiles for all, when
+    all have read what was planned.
+
+    It tells by the store that it is done; if it fails, the run's alarm ends the others.
+    """
+    if store.add(READ, 1) == world:
+        store.set(f"{READ}/all", "")
+    store.wait([f"{READ}/all"], WAIT)
+    if rank == 0:
+        stored = compiled(directory)
+        store.set(COMPILED, "")
+        return stored
+    store.wait([COMPILED], WAIT)
+    return load_plan(directory)
+
+
+def _compile(directory: Path) -> None:
+    findings = read_findings(directory)
+    decided = read_decided(directory)
+    loaded = load_model(findings.model, seed=findings.seed)
+    batch = batch_for(loaded, findings.samples, findings.seq)
+    program = compile_offline(loaded.model, batch, decided.plan)
+    save_plan(program, directory, findings.model, findings.seed, decided.findings)
+
+
+def batch_for(loaded: LoadedModel, samples: int, seq: int | None) -> dict[str, Tensor]:
+    """A batch of a planned size: of the model's factory, or made up."""
+    if loaded.batch is not None:
+        return with_samples(loaded.batch, samples)
+    if loaded.vocab is None or seq is None:
+        raise ModelError(
+            f"'{loaded.spec}' brings no batch to compile for",
+            fix="let the factory return (model, batch)",
+        )
+    return example_batch(loaded.vocab, samples, seq)

@@ -1,0 +1,239 @@
+"""The planner: what a model's layers cost, and the best plan for a cluster.
+
+The model is captured with three of its layers only (`autopar.planner.shorten`), so that
+time and memory do not grow with its depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+from torch import nn
+
+from autopar.options import make_plan
+from autopar.planner.no_plan import does_not_fit, nothing_to_choose
+from autopar.planner.shorten import Layers, shortened
+from autopar.uncollected import uncollected
+from passes.capture.lower_precision import lower_precision
+from passes.capture.normalize import normalize
+from passes.capture.trace import trace
+from passes.dims.name_dims import Named, name_dims
+from passes.mesh import Mesh
+from passes.plan import Plan, PlanError
+from passes.price.candidate import Candidate
+from passes.price.cluster import Cluster
+from passes.price.price_layers import Cut, LayerPrices, Prices, cut_layers, price_cut
+from passes.search.candidates import RECOMPUTE, Space
+from passes.search.label_axes import Labelled, Runs, label_axes
+from passes.search.search import Found, Watch, search
+from passes.stage.recompute import squares
+
+LONG = 8192  # tokens of a sequence from which on it may be worth splitting
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A model with few of its layers, its dims named. batch: samples it was traced
+    with. starts: where each run of its layers begins. shared: the model as ranks
+    compute it that hold shares of its parameters, see `passes.capture.lower_precision`.
+    options: of `autopar.options.Options`, for all plans."""
+
+    named: Named
+    layers: Layers | None
+    batch: int
+    shared: Named
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def runs(self) -> int:
+        return self.layers.repeats if self.layers else 1
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        if self.layers is None:
+            return ("",)
+        step = self.layers.period
+        return tuple(
+            f"{self.layers.path}.{i}" for i in range(0, self.layers.kept, step)
+        )
+
+    @property
+    def spells_attention(self) -> bool:
+        """Whether there is anything that selective recomputation leaves out."""
+        return bool(squares(self.named.graph.nodes, self.named.dims))
+
+    def extents(self, *names: str) -> tuple[int, ...]:
+        """Sizes of the dims of these names."""
+        found = {
+            dim.size
+            for dims in self.named.dims.values()
+            for factors in dims
+            for dim in factors
+            if dim.name in names
+        }
+        return tuple(sorted(found))
+
+
+@uncollected()
+def sketch(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None = None,
+    **options: Any,
+) -> Sketch:
+    """Capture a model for planning. batch: at least two samples, as an example.
+
+    options: see `Sketch`. Raises: CaptureError, PlanError.
+    """
+    dtype = make_plan("", **options).dtype
+    with shortened(model) as layers:
+        traced = trace(model, batch, loss_fn, dtype)
+    named = shared = name_dims(normalize(lower_precision(traced)))
+    if traced.autocast:
+        shared = name_dims(normalize(lower_precision(traced, tables=True)))
+    samples = max(v.shape[0] for v in named.graph.inputs if v.shape)
+    return Sketch(named, layers, samples, shared, options)
+
+
+def make_prices(of: Sketch, cluster: Cluster, **options: Any) -> Prices:
+    """Prices of layers on a cluster's devices, each way of splitting them once.
+
+    options: more of them than the sketch has, for all plans.
+    """
+    usual = {**of.options, **options}
+
+    @cache
+    def cut(mesh: Mesh, microbatches: int, shares: bool, context: str) -> Cut:
+        how = {**usual, "context_parallel": context}
+        plan = make_plan(mesh, **how, microbatches=microbatches)
+        return cut_layers(of.shared if shares else of.named, plan, of.starts)
+
+    @cache
+    def at(
+        mesh: Mesh, how: tuple[str, bool], microbatches: int, shares: bool, context: str
+    ) -> LayerPrices:
+        recompute, halves = how
+        of_mesh = cut(mesh, microbatches, shares, context)
+        return price_cut(of_mesh, recompute, cluster.device, halves)
+
+    @cache
+    def prices(
+        mesh: Mesh,
+        recompute: str,
+        halves: bool,
+        samples: int,
+        shares: bool = False,
+        context: str = "gather",
+    ) -> LayerPrices:
+        how, differs = (recompute, halves), shares and of.shared is not of.named
+        # By a table costs are linear in the samples: two microbatch sizes say it all.
+        # What is measured depends on caches: on the line between the sizes next to it.
+        most = of.batch // mesh.axis_size("ep")
+        low = 1
+        while cluster.device.ops.timed and 2 * low <= samples and not most % (4 * low):
+            low *= 2
+        one = at(mesh, how, most // low, differs, context)
+        if samples == low:
+            return one
+        two = at(mesh, how, most // low // 2, differs, context)
+        return one.scaled(two, samples / low - 1)
+
+    return prices
+
+
+@uncollected()
+def find_plans(
+    of: Sketch,
+    cluster: Cluster,
+    batch: int,
+    mesh: Mesh | None = None,
+    watch: Watch = lambda done, total: None,
+    **decided: Any,
+) -> Found:
+    """The best plans for a global batch of so many samples.
+
+    mesh: axes whose sizes are given. watch: see `passes.search.search.search`. decided:
+    more fields of `passes.search.candidates.Space`.
+    Raises: NoPlanFits, PlanError.
+    """
+    if batch < 1:
+        raise PlanError(f"a global batch of {batch}", fix="give at least 1 sample")
+    wishes = {k: v for k, v in {**decided, "mesh": mesh}.items() if v}
+
+    def space_of(cluster: Cluster, wishes: Mapping[str, Any]) -> Space:
+        return make_space(of, cluster, batch, **wishes)
+
+    space, prices = space_of(cluster, wishes), make_prices(of, cluster)
+    found = search(space, prices, watch)
+    if not found.tried:
+        raise nothing_to_choose(space)
+    if not found.best:
+        raise does_not_fit(found, prices, space, wishes, space_of)
+    return found
+
+
+def make_space(of: Sketch, cluster: Cluster, batch: int, **decided: Any) -> Space:
+    """What the search for a model chooses from: axes as they divide its dims. decided:
+    fields of the space."""
+    heads = of.extents("heads", "kv_heads")
+    node = cluster.levels[0].devices if cluster.levels else 1
+    tp = [t for t in range(1, node + 1) if all(h % t == 0 for h in heads)]
+    experts = of.extents("experts")
+    # A layer is priced with one sample of a rank and with two.
+    ep = [e for e in range(1, max(experts, default=1) + 1) if of.batch % (2 * e) == 0]
+    given: dict[str, Any] = {
+        "tp": tuple(t for t in tp if cluster.devices % t == 0),
+        "cp": _context_sizes(of, cluster, batch, node),
+        "ep": (1, *(e for e in ep if e > 1 and all(n % e == 0 for n in experts))),
+        "recompute": RECOMPUTE if of.spells_attention else ("none", "full"),
+    }
+    return Space(cluster, batch, of.runs, **{**given, **decided})
+
+
+def _context_sizes(
+    of: Sketch, cluster: Cluster, batch: int, node: int
+) -> tuple[int, ...]:
+    """Sizes of cp: 1, but where sequences are long, or samples fewer than devices. The
+    bytes that move are those of sequences, so ranks are neighbours in a node."""
+    longest = max(of.extents("seq"), default=1)
+    if longest < LONG and batch >= cluster.devices:
+        return (1,)
+    # In zigzag each rank has two pieces.
+    powers = [2**i for i in range(node.bit_length()) if longest % 2 ** (i + 1) == 0]
+    return tuple(n for n in powers if n <= node and cluster.devices % n == 0)
+
+
+def plan_of(candidate: Candidate, of: Sketch) -> Plan:
+    """The plan that a candidate stands for; cuts go by the layers that begin there."""
+    plan = make_plan(
+        candidate.mesh,
+        **of.options,
+        context_parallel=candidate.context_parallel,
+        microbatches=candidate.microbatches,
+        schedule=candidate.schedule,
+        stages_per_rank=candidate.stages_per_rank,
+        recompute=candidate.recompute,
+        zero=candidate.zero,
+    )
+    starts = of.layers.starts if of.layers else ()
+    ends = accumulate(candidate.layers[:-1])
+    return replace(plan, cuts=tuple(starts[end] for end in ends))
+
+
+def label_plan(
+    of: Sketch, plan: Plan, cluster: Cluster, memory: float | None = None
+) -> Labelled:
+    """Decide for each op what the axes of a plan split of it.
+
+    of: captured with the whole batch of a step. memory: bytes that a rank may use for
+    parameters and what is kept for the backward; None: the plan's, else a device's.
+    Raises: LabelsDoNotFit, PlanError.
+    """
+    found = of.layers
+    runs = Runs(found.path, found.period, found.repeats) if found else None
+    named = of.shared if plan.zero else of.named
+    return label_axes(named, plan, cluster, runs, memory)

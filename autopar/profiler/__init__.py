@@ -1,0 +1,1 @@
+"""Measuring: ops, messages and updates of this machine."""

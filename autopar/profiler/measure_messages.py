@@ -1,0 +1,140 @@
+"""Seconds of messages between the ranks that run, by the runtime's own collectives.
+
+Every way to part the ranks into groups of equal strides is measured, all groups at
+once, as a plan's ranks talk. Rounds over all of them are interleaved, so that what
+else the machine does falls on all alike, and the median round counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import mean, median
+
+import torch
+
+from autopar.runtime.process_groups import ProcessComm
+from passes.mesh import Mesh
+from passes.price.measured import Messages, Place, Point
+
+SIZES = tuple(1 << power for power in (10, 14, 17, 20, 22, 24))  # bytes
+LEAST_ROUNDS, MOST_ROUNDS = 3, 15
+ENOUGH = 1 << 18  # bytes of a message from which on one of them is a sample
+AXIS = "pp"  # groups lie along it: where NCCL has lanes for each direction
+
+Run = Callable[[], None]  # of one message, or of two, one after the other
+
+
+def measure_messages(
+    world: int,
+    device: torch.device,
+    budget: float,
+    sizes: Sequence[int] = SIZES,
+) -> Messages:
+    """What each collective takes between `world` ranks, all of which must call this.
+
+    budget: seconds that it may take, roughly; at least a few rounds are run.
+    sizes: of messages, in bytes, ascending; 64 times the ranks at least.
+    """
+    runs = list(_runs(world, device, sizes))
+    times: list[list[float]] = [[] for _ in runs]
+    began, rounds = time.perf_counter(), 0
+    while rounds < LEAST_ROUNDS or _go_on(runs[0][0], began, budget, rounds):
+        for found, (comm, place, bytes, run) in zip(times, runs, strict=True):
+            took = _timed(comm, run, 8 if bytes < ENOUGH else 1)
+            found.append(took / (2 if place[0] == "send" else 1))
+        rounds += 1
+    points: dict[Place, list[Point]] = {}
+    for found, (comm, place, bytes, _) in zip(times, runs, strict=True):
+        # A rank that came late waited for less: what the ranks took on average.
+        took = mean(comm.gather_object(median(found)))
+        points.setdefault(place, []).append((float(bytes), took))
+    return Messages({place: tuple(row) for place, row in points.items()})
+
+
+def geometries(world: int) -> list[tuple[int, int]]:
+    """(ranks of a group, how far apart they are) of all groups that axes can form."""
+    sizes = [n for n in range(2, world + 1) if world % n == 0]
+    return [
+        (size, stride)
+        for size in sizes
+        for stride in range(1, world // size + 1)
+        if world % (size * stride) == 0
+    ]
+
+
+def _go_on(comm: ProcessComm, began: float, budget: float, rounds: int) -> bool:
+    """Whether there is time for one round more; rank 0 decides for all."""
+    spent = time.perf_counter() - began
+    more = rounds < MOST_ROUNDS and spent * (rounds + 1) / rounds < budget
+    return bool(comm.broadcast_object(more))
+
+
+def _timed(comm: ProcessComm, run: Run, times: int) -> float:
+    """Seconds of one run, of several in a row after one that brings ranks together."""
+    run()
+    _finish(comm.device)
+    begin = time.perf_counter()
+    for _ in range(times):
+        run()
+    _finish(comm.device)
+    return (time.perf_counter() - begin) / times
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _runs(
+    world: int, device: torch.device, sizes: Sequence[int]
+) -> Iterator[tuple[ProcessComm, Place, int, Run]]:
+    for size, stride in geometries(world):
+        outer = world // (size * stride)
+        mesh = Mesh((("dp", outer), (AXIS, size), ("tp", stride)))
+        comm = ProcessComm(mesh, groups=((AXIS,),), device=device)
+        for bytes in sizes:
+            for kind, run in _kinds(comm, size, bytes).items():
+                yield comm, (kind, size, stride), bytes, run
+
+
+def _kinds(comm: ProcessComm, ranks: int, whole: int) -> dict[str, Run]:
+    """Each collective of a tensor of so many bytes, see `passes.price.cluster.Link`;
+    two samples, so that rows of the sequence lie apart, as they do in activations."""
+    n = whole // 4
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, device=comm.device)
+
+    x, rows = zeros(n), zeros(2, n // 2)
+    shard = zeros(2, n // 2 // ranks)
+    heads = zeros(n // 2 // ranks, ranks, 2)
+    found: dict[str, Run] = {
+        "all_reduce": lambda: _drop(comm.all_reduce(x, (AXIS,), inplace=True)),
+        "all_gather": lambda: _drop(comm.all_gather(shard, AXIS, 1)),
+        "reduce_scatter": lambda: _drop(comm.reduce_scatter(rows, AXIS, 1)),
+        "all_to_all": lambda: _drop(comm.all_to_all(heads, AXIS, 1, 0)),
+    }
+    if ranks == 2:
+        found["send"] = _there_and_back(comm, x)
+    return found
+
+
+def _drop(x: torch.Tensor) -> None:
+    """Let go of a result."""
+
+
+def _there_and_back(comm: ProcessComm, x: torch.Tensor) -> Run:
+    """x to the other rank, and then from it."""
+    here = comm.coords[AXIS]
+    other = comm.mesh.rank({**comm.coords, AXIS: 1 - here})
+
+    def run() -> None:
+        for turn in range(2):
+            if turn == here:
+                comm.send(x, other, 0).wait()
+            else:
+                comm.recv(x.shape, x.dtype, other, 0).wait()
+        comm.flush()
+
+    return run

@@ -1,0 +1,89 @@
+"""stage_costs: seconds of each distinct op by itself, by which stages are cut.
+
+An op, forward and both halves of its backward (the gradients of activations, and of
+weights), is emitted and timed as a stage of its own, see
+`autopar.profiler.measure_ops`, on one thread, as torchrun starts its ranks. Results are
+kept in this machine's profile. What is too large to run here is estimated from the best
+of what was measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from autopar.machine.profile_file import Profile, read_profile, save_profile
+from autopar.profiler.measure_ops import make_job, run_job
+from autopar.runtime.join import default_device
+from passes.cost import VIEWS, Costs, Seconds, flops, signature, traffic
+from passes.graph import Node
+from passes.shard.insert_collectives import Lowered
+from passes.stage.differentiate import differentiate
+from passes.stage.localize import Localizer
+from passes.stage.one_op import one_op
+
+# An op that touches more than this many bytes is not run, but estimated.
+LARGEST = 1 << 28
+REPEATS = 3
+
+
+def stage_costs(lowered: Lowered) -> Costs:
+    """Costs of the graph's nodes, at the shapes of the first rank."""
+    plan = lowered.plan
+    sizes = {axis: plan.size(axis) for axis in plan.axes}
+    local = Localizer(
+        lowered.dims, lowered.shardings, sizes, dict.fromkeys(plan.axes, 0)
+    )
+    nodes: dict[str, Node] = {}
+    for node in lowered.graph.nodes:
+        mine = local.node(node)
+        if _is_measurable(mine):
+            nodes.setdefault(signature(mine), mine)
+    held = read_profile().halves
+    with _one_thread():
+        new = {key: measure(node) for key, node in nodes.items() if key not in held}
+    if new:
+        # A read-only home: measured again next time.
+        with contextlib.suppress(OSError):
+            save_profile(Profile(halves=new))
+    known = {key: new.get(key) or held[key] for key in nodes}
+    return Costs(known, *_rates(nodes, known))
+
+
+def _is_measurable(node: Node) -> bool:
+    kind = node.op.rpartition(".")[0]
+    if kind in VIEWS or not node.results or not node.operands:
+        return False
+    return not (node.op.startswith("comm.") or traffic(node) > LARGEST)
+
+
+def _rates(nodes: dict[str, Node], known: dict[str, Seconds]) -> tuple[float, float]:
+    """FLOP/s and bytes/s of the best measured ops, for those that were not."""
+    default = Costs()
+    speeds, bandwidths = [default.flops_per_second], [default.bytes_per_second]
+    for key, node in nodes.items():
+        work, seconds = flops(node), max(known[key].total, 1e-9)
+        if work > 1e7 and work > 8 * traffic(node):
+            speeds.append(3 * work / seconds)
+        elif traffic(node) > 1e6:
+            bandwidths.append(3 * traffic(node) / seconds)
+    return max(speeds), max(bandwidths)
+
+
+def measure(node: Node) -> Seconds:
+    """Seconds of each part of a node, emitted as a stage of its own."""
+    local = differentiate(one_op(node), {}, {}, halves=True)
+    parts = run_job(make_job(node.op, local), default_device(), REPEATS).parts
+    return Seconds(parts["forward"], parts["backward_input"], parts["backward_weight"])
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,375 @@
+"""What a program is: its named dims, stages, communication and schedule, as tables."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from math import prod
+from textwrap import fill
+from typing import Any
+
+import torch
+
+from autopar.reports.label_table import label_table
+from autopar.reports.memory_table import memory_table
+from autopar.reports.sharing import share_table, shares
+from autopar.reports.tables import Table, count, ranges, seconds, size
+from autopar.runtime.emitted import Message, Messages, sends_of, users_of
+from autopar.runtime.shards import local_shape
+from passes.graph import DTYPES
+from passes.program import ParameterSpec, Program, dtype_name
+from passes.schedule.check_schedule import peak_in_flight
+from passes.schedule.footprint import Communication
+from passes.schedule.simulate_schedule import Timeline, grid, simulate
+
+LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.|$)")  # the number in `h.3.attn`
+UNNAMED = re.compile(r"d\d+")
+NAME = 40  # characters of a parameter's name in a line
+PARTS = ("forward", "backward", "step")
+LEGEND = "F forward, B backward (drawn as two forwards), . idle"
+
+
+# --- named dims --------------------------------------------------------------------
+
+
+def pattern(spec: ParameterSpec) -> str:
+    """`embed (3 heads/tp head_dim)`: a dim without a name shows its extent."""
+    parts = []
+    for sizes, names, slots in zip(spec.factors, spec.dims, spec.slots, strict=True):
+        factors = [
+            "/".join((str(n) if UNNAMED.fullmatch(name) else name, *axes))
+            for n, name, axes in zip(sizes, names, slots, strict=True)
+        ]
+        text = " ".join(factors) or "1"
+        parts.append(text if len(factors) == 1 else f"({text})")
+    return " ".join(parts)
+
+
+def parameter_table(program: Program, every: bool = False) -> Table:
+    """Each parameter: its named dims and where it rests; equal layers in one row.
+
+    every: one row for each parameter instead.
+    """
+    rows: dict[tuple[str, ...], tuple[list[int], set[int]]] = {}
+    for name, spec in program.parameters.items():
+        found = None if every else LAYER.search(name)
+        before, after = (name, "")
+        if found:
+            before, after = name[: found.start()], name[found.end() :]
+        shape = "x".join(map(str, spec.shape))
+        dims = " ".join([pattern(spec), *(f"+{axis}" for axis in spec.pending)])
+        key = (before, after, shape, dims, _gathering(program, spec))
+        layers, stages = rows.setdefault(key, ([], set()))
+        layers.extend([int(found[1])] if found else [])
+        stages.update(spec.stages)
+    shown = ("gathered",) if program.plan.zero else ()
+    table = tuple(
+        (
+            _folded(before + ranges(layers) + after),
+            shape,
+            dims,
+            ranges(list(stages)),
+            *((gathering,) if shown else ()),
+        )
+        for (before, after, shape, dims, gathering), (layers, stages) in rows.items()
+    )
+    notes = [f"tied: {alias} is {name}" for alias, name in program.aliases.items()]
+    return Table(
+        "named dims (dim/axis: split on that axis; +axis: gradient summed over it "
+        "once a step)",
+        ("parameter", "shape", "named dims", "stage", *shown),
+        table,
+        (*notes, *program.notes),
+    )
+
+
+def _gathering(program: Program, spec: ParameterSpec) -> str:
+    """When a parameter that rests split becomes whole for its uses."""
+    when = "a block ahead" if program.plan.zero == 3 else "once a step"
+    return when if spec.gathered else ""
+
+
+def _folded(name: str) -> str:
+    """A long name on two lines, cut at a dot."""
+    if len(name) <= NAME:
+        return name
+    dot = name.rfind(".", 0, NAME)
+    return f"{name[: dot + 1]}\n  {name[dot + 1 :]}" if dot > 0 else name
+
+
+def _layout(program: Program) -> str:
+    """How rows lie, if not one after the other."""
+    axes = program.plan.zigzag
+    return f", rows of {' and '.join(axes)} in zigzag" if axes else ""
+
+
+# --- stages ------------------------------------------------------------------------
+
+
+def stage_table(program: Program) -> Table:
+    """Each stage: its layers, and what a rank of it holds, computes and sends."""
+    rows = []
+    for index, stage in enumerate(program.stages):
+        held, held_bytes = _held(program, index)
+        rows.append(
+            (
+                index,
+                fill(_layers(program, index), 24),
+                count(held),
+                size(held_bytes),
+                size(_activations(program, index)),
+                count(stage.flops),
+                "\n".join(map(_type, _sends(program, index))),
+                seconds(stage.seconds.total),
+            )
+        )
+    estimated = [stage.seconds.total for stage in program.stages]
+    average = sum(estimated) / len(estimated)
+    uneven = max(estimated) / average - 1 if average else 0.0
+    return Table(
+        f"stages: mesh {str(program.mesh) or 'of one rank'}, microbatches "
+        f"{program.plan.microbatches}, recompute {program.plan.recompute}"
+        f"{_layout(program)}"
+        f"{', optimizer on the CPU' if program.plan.offload else ''}; "
+        "numbers are those of one rank",
+        ("stage", "layers", "params", "bytes", "activations", "FLOPs", "sends", "time"),
+        tuple(rows),
+        (
+            "activations: the most at once, of all microbatches in flight, and what is "
+            "gathered for them. FLOPs: one microbatch's forward.",
+            "time: estimated, one microbatch forward and backward; the slowest stage "
+            f"is {uneven:.1%} above the average.",
+            *_precision(program),
+        ),
+    )
+
+
+def _precision(program: Program) -> tuple[str, ...]:
+    low = program.plan.dtype
+    if low is None:
+        return ()
+    scaled = ", the loss scaled" if program.plan.scales_loss else ""
+    return (
+        f"precision {program.plan.precision}: products compute in {dtype_name(low)}"
+        f"{scaled}; parameters and their gradients stay as they are.",
+    )
+
+
+def _activations(program: Program, stage: int) -> int:
+    """Bytes kept for the backwards of microbatches in flight, and of the one that runs.
+
+    A rank's stages need not be at their most at the same time: their sum is a bound.
+    """
+    rank = program.schedule.stage_to_rank[stage]
+    own = [a for a in program.schedule.ranks[rank] if a.stage == stage]
+    return program.stages[stage].footprint.most(peak_in_flight(own))
+
+
+def _sends(program: Program, stage: int) -> Messages:
+    text = program.modules[program.module_of(_first_rank(program, stage), stage)]
+    return sends_of(text)
+
+
+def _first_rank(program: Program, stage: int) -> int:
+    return min(min(ranks) for ranks in users_of(program, stage).values())
+
+
+def _held(program: Program, stage: int) -> tuple[int, int]:
+    """Number and bytes of the parameters that the stage's first rank holds for it."""
+    coords = program.mesh.coords(_first_rank(program, stage))
+    number, total = 0, 0
+    for spec in program.parameters.values():
+        if stage in spec.stages:
+            here = prod(local_shape(spec, program.mesh, coords))
+            number += here
+            total += here * _itemsize(spec.dtype)
+    return number, total
+
+
+def _layers(program: Program, stage: int) -> str:
+    """`tokens, positions, blocks.0-3`: the modules whose parameters a stage holds."""
+    alias_of = {name: alias for alias, name in program.aliases.items()}
+    names = [n for n in program.stages[stage].names.values() if n in program.parameters]
+    tied = [n for n in names if program.parameters[n].stages[0] != stage]
+    names = [n for n in names if n not in tied] + [alias_of.get(n, n) for n in tied]
+    modules: dict[str, list[int]] = {}
+    for name in names:
+        found = LAYER.search(name)
+        module = name[: found.start() - 1] if found else name.rpartition(".")[0]
+        layers = modules.setdefault(module.rpartition(".")[2], [])
+        layers.extend([int(found[1])] if found else [])
+    return ", ".join(f"{m}.{ranges(ns)}" if ns else m for m, ns in modules.items())
+
+
+def _itemsize(dtype: str) -> int:
+    kind: torch.dtype = getattr(torch, dtype)
+    return kind.itemsize
+
+
+def _type(message: Message) -> str:
+    shape, dtype = message
+    return f"{_short(dtype)}[{','.join(map(str, shape))}]"
+
+
+def _short(dtype: str) -> str:
+    """`f32` of `float32`."""
+    return DTYPES.get(getattr(torch, dtype), dtype)
+
+
+# --- communication -------------------------------------------------------------------
+
+
+def communication_table(program: Program) -> Table:
+    """How often a rank of each stage communicates in a step, by kind and axes."""
+    rows = [
+        (c.stage, c.part, c.kind, " ".join(c.axes), c.dtype, c.calls, size(c.bytes))
+        for c in messages_of_a_step(program)
+    ]
+    return Table(
+        "communication in one step, of one rank of each stage",
+        ("stage", "part", "kind", "axes", "dtype", "calls", "bytes"),
+        tuple(rows),
+        () if rows else ("none",),
+    )
+
+
+def messages_of_a_step(program: Program) -> list[Communication]:
+    """By stage; calls and bytes of all microbatches together."""
+    times = {
+        "forward": program.plan.microbatches,
+        "backward": program.plan.microbatches,
+    }
+    found = [
+        replace(
+            c,
+            calls=c.calls * times.get(c.part, 1),
+            bytes=c.bytes * times.get(c.part, 1),
+        )
+        for c in program.communication
+    ]
+    for stage in range(len(program.stages)):
+        found += _reductions(program, stage)
+    return sorted(found, key=lambda c: (c.stage, PARTS.index(c.part), c.axes, c.kind))
+
+
+def _reductions(program: Program, stage: int) -> list[Communication]:
+    """Of gradients, at the end of a step: one for each set of axes and dtype."""
+    coords = program.mesh.coords(_first_rank(program, stage))
+    total: Counter[tuple[tuple[str, ...], str]] = Counter()
+    for spec in program.parameters.values():
+        held_by = {program.schedule.stage_to_rank[s] for s in spec.stages}
+        axes = (*spec.pending, "pp") if len(held_by) > 1 else spec.pending
+        if spec.trainable and stage in spec.stages and axes:
+            elements = prod(local_shape(spec, program.mesh, coords))
+            total[axes, spec.dtype] += elements * _itemsize(spec.dtype)
+    return [
+        Communication(stage, "step", "all_reduce", axes, _short(dtype), 1, n)
+        for (axes, dtype), n in total.items()
+    ]
+
+
+# --- schedule ------------------------------------------------------------------------
+
+
+def timeline(program: Program) -> Timeline:
+    """The schedule run on paper, with the estimated seconds of the stages."""
+    parts = [stage.seconds for stage in program.stages]
+    return simulate(
+        program.schedule,
+        [max(s.forward, 1e-9) for s in parts],
+        [max(s.backward, 1e-9) for s in parts],
+        [s.weight_half for s in parts],
+        program.send,
+    )
+
+
+def schedule_text(program: Program) -> str:
+    """The grid of the schedule, its bubble, and the microbatches in flight."""
+    schedule, expected = program.schedule, timeline(program)
+    flight = " ".join(map(str, expected.in_flight))
+    asked = program.plan.schedule
+    name = schedule.name if schedule.name == asked else f"{asked} ({schedule.name})"
+    lines = [f"schedule {name}: {LEGEND}"]
+    counted = "microbatches"
+    if program.plan.stages_per_rank > 1:
+        lines.append("before the letter is the stage, after it the microbatch")
+        counted = "(stage, microbatch) pairs"
+    lines += ["", grid(schedule)]
+    return "\n".join(lines) + (
+        f"\nestimated {seconds(expected.total)} a step, bubble {expected.bubble:.1%}, "
+        f"most {counted} in flight by rank: {flight}"
+    )
+
+
+# --- all of it -----------------------------------------------------------------------
+
+
+def report(program: Program, every: bool = False) -> str:
+    tables = (parameter_table(program, every), stage_table(program))
+    parts = [
+        *map(str, tables),
+        *([str(share_table(program))] if program.plan.zero else ()),
+        str(memory_table(program)),
+        *([str(label_table(program.plan))] if program.plan.labels else ()),
+        schedule_text(program),
+        str(communication_table(program)),
+    ]
+    return "\n\n".join(parts)
+
+
+def report_data(program: Program) -> dict[str, Any]:
+    """The same as values for JSON, not rounded where a table rounds."""
+    expected = timeline(program)
+    return {
+        "mesh": str(program.mesh),
+        "microbatches": program.plan.microbatches,
+        "zero": program.plan.zero,
+        "zigzag": list(program.plan.zigzag),
+        "offload": program.plan.offload,
+        "labels": {axis: dict(own) for axis, own in program.plan.labels.items()},
+        "shares": [asdict(share) for share in shares(program)],
+        "precision": program.plan.precision,
+        "parameters": [_parameter_data(n, p) for n, p in program.parameters.items()],
+        "aliases": dict(program.aliases),
+        "stages": [_stage_data(program, i) for i in range(len(program.stages))],
+        "memory": [asdict(m) for m in program.memory],
+        "recompute_layers": dict(program.plan.recompute_layers),
+        "communication": [asdict(c) for c in messages_of_a_step(program)],
+        "schedule": {
+            "name": program.schedule.name,
+            "seconds": expected.total,
+            "bubble": expected.bubble,
+            "in_flight": list(expected.in_flight),
+        },
+        "notes": list(program.notes),
+    }
+
+
+def _parameter_data(name: str, spec: ParameterSpec) -> Mapping[str, Any]:
+    return {
+        "parameter": name,
+        "shape": list(spec.shape),
+        "dims": pattern(spec),
+        "pending": list(spec.pending),
+        "gathered": list(spec.gathered),
+        "stages": list(spec.stages),
+    }
+
+
+def _stage_data(program: Program, index: int) -> Mapping[str, Any]:
+    stage = program.stages[index]
+    held, held_bytes = _held(program, index)
+    sends = _sends(program, index)
+    return {
+        "stage": index,
+        "layers": _layers(program, index),
+        "modules": sorted(set(stage.modules.values())),
+        "parameters": held,
+        "parameter_bytes": held_bytes,
+        "activation_bytes": _activations(program, index),
+        "forward_flops": stage.flops,
+        "sends": [{"shape": s, "dtype": d} for s, d in sends],
+        "seconds": stage.seconds.total,
+    }

@@ -1,0 +1,107 @@
+"""What ZeRO leaves on a rank, beside what its formula says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+
+from autopar.reports.tables import Table, count, size
+from autopar.runtime.shards import local_shape
+from passes.program import ParameterSpec, Program
+
+# Adam's two moments, of the parameter's own type.
+MOMENTS = 2
+
+# By the stage of ZeRO.
+GATHERED = {
+    1: "once a step, and gradients scattered at its end",
+    2: "once a step, and gradients scattered by block, one block behind",
+    3: "by block, one block ahead, and gradients scattered by block, one behind: "
+    "activations include those of two blocks",
+}
+
+
+@dataclass(frozen=True)
+class Share:
+    """Bytes of one rank of a stage: parameters, their gradients, and Adam's state.
+
+    elements: of parameters. whole: without ZeRO. at_rest: between steps. formula: of
+    each parameter the whole over the ranks that share it (Rajbhandari 2020, figure 1).
+    step: more during a step, whole for all of it.
+    """
+
+    stage: int
+    elements: int
+    whole: int
+    at_rest: int
+    formula: float
+    step: int
+
+
+def shares(program: Program) -> list[Share]:
+    """Of the first rank of each stage, which has the largest part of what is uneven."""
+    mesh, rest = program.mesh, program.plan.rest_axes
+    found = []
+    for stage, spec in enumerate(program.stages):
+        first = next(r for r in range(mesh.size) if stage in program.stages_of(r))
+        coords = mesh.coords(first)
+        elements = whole = at_rest = 0
+        formula = 0.0
+        for p in program.parameters.values():
+            if stage not in p.stages:
+                continue
+            # An axis that an op splits it on, as ep splits experts, shares nothing out.
+            axes = [a for a in rest if a in p.gathered or a not in p.split_axes]
+            extent = prod(local_shape(_without(p, axes), mesh, coords))
+            copies = 1 + (1 + MOMENTS) * p.trainable
+            each = getattr(torch, p.dtype).itemsize * copies
+            elements += extent
+            whole += each * extent
+            at_rest += each * prod(local_shape(p, mesh, coords))
+            formula += each * extent / prod(mesh.axis_size(a) for a in axes)
+        step = spec.footprint.step
+        found.append(Share(stage, elements, whole, at_rest, formula, step))
+    return found
+
+
+def _without(spec: ParameterSpec, axes: Sequence[str]) -> ParameterSpec:
+    """As it would lie if these axes did not split it."""
+    slots = tuple(
+        tuple(tuple(a for a in own if a not in axes) for own in dim)
+        for dim in spec.slots
+    )
+    return replace(spec, slots=slots)
+
+
+def share_table(program: Program) -> Table:
+    plan = program.plan
+    axes = " and ".join(plan.rest_axes) or "no axis of more than one rank"
+    rows = tuple(
+        (
+            s.stage,
+            count(s.elements),
+            size(s.whole),
+            size(s.at_rest),
+            size(s.formula),
+            f"{s.at_rest / s.formula - 1:+.1%}" if s.formula else "",
+            size(s.step),
+        )
+        for s in shares(program)
+    )
+    notes = [
+        f"formula: whole / {prod(map(plan.size, plan.rest_axes))}, but for experts, "
+        "which ep splits anyway. off by: what does not divide.",
+        f"parameters are gathered {GATHERED[plan.zero]}.",
+    ]
+    if plan.offload:
+        notes.append("the moments are on the CPU, and a copy of the rest.")
+    return Table(
+        f"zero {plan.zero}: parameters, gradients and Adam's moments of one rank, "
+        f"shared out over {axes}",
+        ("stage", "params", "whole", "at rest", "formula", "off by", "more in a step"),
+        rows,
+        tuple(notes),
+    )

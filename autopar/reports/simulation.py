@@ -1,0 +1,181 @@
+"""The step that a plan stands for, on paper: of a compiled program, or an estimate."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from math import prod
+
+import torch
+
+from autopar.reports.inspection import messages_of_a_step
+from autopar.runtime.shards import local_shape
+from passes.mesh import Mesh
+from passes.price.cluster import Cluster, Device
+from passes.price.estimate import BEFORE, OPTIMIZER_TRAFFIC, Estimate, StageSeconds
+from passes.price.measured import between
+from passes.program import ParameterSpec, Program
+from passes.schedule.crowd import ALONE, Crowd
+from passes.schedule.footprint import Communication
+from passes.schedule.make_schedule import make_schedule
+from passes.schedule.schedule import add_communication
+from passes.schedule.step_run import (
+    BACKWARD,
+    COMMUNICATION,
+    COMPUTE,
+    FORWARD,
+    WEIGHT,
+    RankWork,
+    StageWork,
+    StepRun,
+    Work,
+    run_step,
+)
+
+# --- an estimate ---------------------------------------------------------------------
+
+COMPUTED = ("optimizer", "once a step")  # terms that are no communication
+
+
+def simulate_estimate(e: Estimate, crowd: Crowd = ALONE) -> StepRun:
+    """The step whose seconds the estimate states. crowd: of its cluster and mesh."""
+    chosen = e.candidate
+    plain = make_schedule(
+        chosen.schedule,
+        chosen.mesh.axis_size("pp"),
+        chosen.microbatches,
+        chosen.stages_per_rank,
+    )
+    stages = [
+        _estimated_stage(stage, f"{layers} layers")
+        for stage, layers in zip(e.stages, chosen.layers, strict=True)
+    ]
+    ranks = []
+    for held, once in zip(e.memory, e.once, strict=True):
+        works = [
+            Work(term, s, COMPUTE if term in COMPUTED else COMMUNICATION)
+            for term, s in once.items()
+        ]
+        ranks.append(
+            RankWork(
+                before=tuple(w for w in works if w.what.startswith(BEFORE)),
+                after=tuple(w for w in works if not w.what.startswith(BEFORE)),
+                rest=sum(n for term, n in held.items() if term != "activations"),
+            )
+        )
+    return run_step(add_communication(plain), stages, ranks, crowd)
+
+
+def _estimated_stage(stage: StageSeconds, layers: str) -> StageWork:
+    waits: dict[str, list[Work]] = defaultdict(list)
+    for (part, kind, *axes), waited in stage.waits.items():
+        waits[part].append(Work(f"{kind} {','.join(axes)}", waited))
+    whole = {FORWARD: stage.forward, BACKWARD: stage.backward, WEIGHT: stage.weight}
+    return StageWork(
+        layers,
+        {p: s - sum(w.seconds for w in waits[p]) for p, s in whole.items()},
+        {part: tuple(found) for part, found in waits.items()},
+        stage.send,
+        stage.footprint,
+    )
+
+
+# --- a program -----------------------------------------------------------------------
+
+
+def simulate_program(program: Program, cluster: Cluster) -> StepRun:
+    """The step of a compiled program: computing takes what compiling found, messages
+    what the cluster's links do."""
+    messages = messages_of_a_step(program)
+    stages = [
+        _compiled_stage(program, i, messages, cluster)
+        for i in range(len(program.stages))
+    ]
+    ranks = [
+        _compiled_rank(program, rank, messages, cluster)
+        for rank in range(len(program.schedule.ranks))
+    ]
+    crowd = cluster.crowd(program.mesh)
+    return run_step(program.schedule, stages, ranks, crowd)
+
+
+def _compiled_stage(
+    program: Program, index: int, messages: list[Communication], cluster: Cluster
+) -> StageWork:
+    spec, m = program.stages[index], program.plan.microbatches
+    waits: dict[str, list[Work]] = defaultdict(list)
+    send = 0.0
+    for c in messages:
+        if c.stage != index or c.part == "step":
+            continue
+        work = _message(program, c, cluster, m)
+        if c.kind == "send":
+            send = max(send, work.seconds)  # forth or back
+        else:
+            waits[c.part].append(work)
+    # At least as much as makes a drawing possible.
+    whole, waited = spec.seconds, spec.waits
+    computing = {
+        FORWARD: max(whole.forward - waited.forward, 1e-9),
+        BACKWARD: max(whole.input_half - waited.input_half, 1e-9),
+        WEIGHT: max(whole.weight_half - waited.weight_half, 0.0),
+    }
+    found = {part: tuple(works) for part, works in waits.items()}
+    layers = ", ".join(spec.layers)
+    return StageWork(layers, computing, found, send, spec.footprint)
+
+
+def _message(program: Program, c: Communication, cluster: Cluster, times: int) -> Work:
+    """Of one microbatch, of `times` in a step; c: of all of them."""
+    link = cluster.link(program.mesh, c.axes)
+    calls, given = c.calls / times, c.bytes / times
+    whole = given * (link.ranks if c.kind == "all_gather" else 1)
+    plan = program.plan
+    shared = plan.zero > 1 and set(c.axes) <= set(plan.rest_axes)
+    return Work(
+        f"{c.kind} {','.join(c.axes)}",
+        calls * link.seconds(c.kind, whole / calls) if calls else 0.0,
+        hidden=shared and c.part != "step",
+        calls=calls,
+        bytes=given,
+    )
+
+
+def _compiled_rank(
+    program: Program, rank: int, messages: list[Communication], cluster: Cluster
+) -> RankWork:
+    own = [i for i, r in enumerate(program.schedule.stage_to_rank) if r == rank]
+    works = [
+        _message(program, c, cluster, 1)
+        for c in messages
+        if c.stage in own and c.part == "step"
+    ]
+    held = program.memory[rank]
+    update = Work("optimizer", _update(program, rank, cluster.device), COMPUTE)
+    return RankWork(
+        before=tuple(w for w in works if w.what.startswith("all_gather")),
+        after=(*(w for w in works if not w.what.startswith("all_gather")), update),
+        rest=held.total - held.activations,
+    )
+
+
+def _update(program: Program, rank: int, device: Device) -> float:
+    """Seconds of the optimizer on a pipeline rank."""
+    points = device.ops.update
+    if not points:
+        speed = device.bytes_per_second * device.bandwidth_efficiency
+        return OPTIMIZER_TRAFFIC * program.memory[rank].gradients / speed
+    coords = {a: rank if a == "pp" else 0 for a, _ in program.mesh.axes}
+    stages = program.schedule.stage_to_rank
+    return sum(
+        between(points, size)[0]
+        for spec in program.parameters.values()
+        if spec.trainable and any(stages[s] == rank for s in spec.stages)
+        if (size := _bytes(spec, program.mesh, coords))
+    )
+
+
+def _bytes(spec: ParameterSpec, mesh: Mesh, coords: Mapping[str, int]) -> int:
+    """Of what a rank keeps of a parameter."""
+    itemsize: int = getattr(torch, spec.dtype).itemsize
+    return itemsize * prod(local_shape(spec, mesh, coords))

@@ -1,0 +1,1 @@
+"""Running a program: ranks, what they compute, and how they talk."""

@@ -1,0 +1,398 @@
+"""Communication between ranks: the calls of emitted code, whatever carries them.
+
+`Comm` reduces every collective to a few operations on flat buffers that an engine
+provides: process groups in `autopar.runtime.process_groups`, the virtual mesh in
+`autopar.runtime.virtual`. Both thus run the same arithmetic.
+
+A Comm moves values: call it without autograd. In the shapes below n is the number of
+ranks on the axis, and `passes.shard.shares` says which rows of a dim each of them
+holds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.runtime import ring
+from autopar.runtime.packing import Layout
+from autopar.runtime.pieces import by_row, by_share, in_order, joined, packed, padded
+from autopar.runtime.placement import Placement
+from autopar.runtime.receipts import (
+    Arrived,
+    Receipt,
+    Summed,
+    Transit,
+    let_go,
+    sum_in_order,
+)
+from passes.mesh import Mesh, balanced
+from passes.shard.shares import extent
+
+
+class CommError(RuntimeError):
+    """Ranks that do not fit together: a missing group, a mismatch, a deadlock."""
+
+
+@dataclass
+class Traffic:
+    """How often this rank made a call, and how many bytes it brought into it."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+class Comm(Placement, ABC):
+    """One rank's end of every communication. `log` counts traffic by call and axes."""
+
+    def __init__(
+        self, mesh: Mesh, rank: int, microbatches: int, device: torch.device
+    ) -> None:
+        super().__init__(mesh, rank, microbatches, device)
+        self.log: defaultdict[tuple[str, tuple[str, ...]], Traffic]
+        self.log = defaultdict(Traffic)
+
+    # Collectives. The result never shares memory with x, unless `inplace`.
+
+    def all_reduce(
+        self, x: Tensor, axes: tuple[str, ...], op: str = "sum", inplace: bool = False
+    ) -> Tensor:
+        """x [...] -> [...], the "sum" or "max" over all ranks on `axes`.
+
+        `inplace` allows, and does not promise, that the result is x itself.
+        """
+        ranks = self._enter("all_reduce", axes, x, op=op)
+        if op not in ("sum", "max"):
+            raise ValueError(f"all_reduce has no op {op!r}: use 'sum' or 'max'")
+        if not (inplace and x.is_contiguous()):
+            x = x.clone(memory_format=torch.contiguous_format)
+        if len(ranks) > 1:
+            self._reduce_(x, ranks, op)
+        return x
+
+    def all_gather(
+        self, x: Tensor, axis: str, dim: int, sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        """x [..., mine, ...] -> [..., whole, ...]: the rows along dim, in order.
+
+        sizes: the extent of each rank's shard, where they are not all the same.
+        """
+        open_dim = None if sizes is None else dim
+        ranks = self._enter("all_gather", (axis,), x, open_dim, dim=dim, sizes=sizes)
+        if len(ranks) == 1:
+            return x.clone()
+        dim = _dim(x, dim)
+        sizes = self._sizes(x, axis, dim, sizes)
+        whole = self._gather(padded(x, dim, max(sizes)), ranks)
+        layout = self.shares(sum(sizes), axis)
+        even, outer = min(sizes) == max(sizes), prod(x.shape[:dim]) == 1
+        if even and outer and in_order(layout):
+            return whole.view(*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
+        parts = zip(whole.unbind(0), sizes, strict=True)
+        return joined([part.narrow(dim, 0, n) for part, n in parts], dim, layout)
+
+    def reduce_scatter(self, x: Tensor, axis: str, dim: int) -> Tensor:
+        """x [..., whole, ...] -> [..., my share, ...] of the sum over the axis."""
+        ranks = self._enter("reduce_scatter", (axis,), x, dim=dim)
+        if len(ranks) == 1:
+            return x.clone()
+        dim = _dim(x, dim)
+        layout = self.shares(x.shape[dim], axis)
+        flat, counts = packed(x, dim, layout)
+        mine = extent(layout[self.coords[axis]])
+        total = self._scatter_sum(flat, counts, ranks)
+        return total.view(*x.shape[:dim], mine, *x.shape[dim + 1 :])
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        axis: str,
+        split_dim: int,
+        concat_dim: int,
+        sizes: Sequence[int] | None = None,
+    ) -> Tensor:
+        """x, split on concat_dim, becomes split on split_dim.
+
+        [..., whole (split_dim), ..., mine (concat_dim), ...] ->
+        [..., my share,          ..., whole,             ...]
+        sizes: the extent of each rank's x along concat_dim, where not all the same.
+        """
+        open_dim = None if sizes is None else concat_dim
+        ranks = self._enter(
+            "all_to_all", (axis,), x, open_dim, split=split_dim, concat=concat_dim,
+            sizes=sizes,
+        )  # fmt: skip
+        if len(ranks) == 1:
+            return x.clone()
+        split_dim, concat_dim = _dim(x, split_dim), _dim(x, concat_dim)
+        if split_dim == concat_dim:
+            raise ValueError(f"all_to_all splits and joins the same dim {split_dim}")
+        sizes = self._sizes(x, axis, concat_dim, sizes)
+        layout = self.shares(x.shape[split_dim], axis)
+        flat, sent = packed(x, split_dim, layout)
+        shape = list(x.shape)
+        shape[split_dim] = extent(layout[self.coords[axis]])
+        unit = prod(shape[:concat_dim] + shape[concat_dim + 1 :])
+        counts = [unit * size for size in sizes]
+        flat = self._exchange(flat, sent, counts, ranks)
+        layout = self.shares(sum(sizes), axis)
+        if prod(shape[:concat_dim]) == 1 and in_order(layout):
+            shape[concat_dim] = sum(sizes)
+            return flat.view(shape)
+        parts = []
+        for part, size in zip(flat.split(counts), sizes, strict=True):
+            shape[concat_dim] = size
+            parts.append(part.view(shape))
+        return joined(parts, concat_dim, layout)
+
+    # Those that run while something else is computed: `wait` gives the results. All
+    # ranks start and wait in the same order. They move parameters and their gradients,
+    # whose shares lie in one piece.
+
+    def start_gather(
+        self,
+        shards: Sequence[Tensor],
+        axis: str,
+        dims: Sequence[int],
+        sizes: Sequence[Sequence[int] | None],
+    ) -> Transit:
+        """Begin an all_gather of each, as one; they may change meanwhile."""
+        along = [
+            self._sizes(x, axis, dim, own)
+            for x, dim, own in zip(shards, dims, sizes, strict=True)
+        ]
+        layout = Layout.of(shards, dims, along)
+        me = self.coords[axis]
+        rows = layout.rows_for(shards, me)
+        ranks = self._enter("all_gather", (axis,), rows[me], dims=dims, sizes=sizes)
+        alone = len(ranks) == 1
+        receipt = Arrived(rows) if alone else self._start_gather(rows, ranks)
+        wholes = [self.shares(sum(own), axis) for own in along]
+
+        def join(rows: Tensor) -> list[Tensor]:
+            joined = list(map(by_row, layout.join(rows), dims, wholes))
+            if not layout.joins_in_place:
+                let_go(rows)
+            return joined
+
+        return Transit(receipt, join)
+
+    def start_scatter(
+        self, wholes: Sequence[Tensor], axis: str, dims: Sequence[int]
+    ) -> Transit:
+        """Begin a reduce_scatter of each, as one; they may change meanwhile."""
+        ranks, me = self.ranks((axis,)), self.coords[axis]
+        wholes = [
+            by_share(x, dim, self.shares(x.shape[dim], axis))
+            for x, dim in zip(wholes, dims, strict=True)
+        ]
+        along = [
+            balanced(x.shape[dim], len(ranks))
+            for x, dim in zip(wholes, dims, strict=True)
+        ]
+        layout = Layout.of(wholes, dims, along)
+        flat = layout.split(wholes)
+        self._enter("reduce_scatter", (axis,), flat, dims=dims)
+        receipt = (
+            Arrived(flat)
+            if len(ranks) == 1
+            else self._start_scatter_sum(flat, layout.counts, ranks)
+        )
+        return Transit(receipt, lambda row: layout.parts(row, me))
+
+    def wait(self, transit: Transit) -> list[Tensor]:
+        """The wholes of `start_gather`, or my shares of `start_scatter`."""
+        return transit.unpack(transit.receipt.wait())
+
+    def loss_scale(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """What a backward starts with, and gradients are multiples of until its end."""
+        return torch.full(tuple(shape), self.scale, dtype=dtype, device=self.device)
+
+    def reduce_ranks_(self, flat: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        """Sum a contiguous buffer [...] in place over ranks, ascending, me included."""
+        self._enter("reduce_ranks_", (), flat)
+        if not flat.is_contiguous():
+            raise ValueError("reduce_ranks_ works in place: give a contiguous buffer")
+        if len(ranks) > 1:
+            self._reduce_(flat, ranks, "sum")
+        return flat
+
+    def shift(self, x: Tensor, axis: str, numel: int) -> Receipt:
+        """Start sending x [n] to the next rank of the axis, and the last rank's to the
+        first; what comes from the rank before is [numel]. x must not change meanwhile.
+        """
+        ranks = self._enter("shift", (axis,), x, open_dim=0)
+        return self._shift(x.contiguous(), ranks, numel)
+
+    # Attention, where rows or keys are split: see `autopar.runtime.ring`.
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+        rows: ring.Split,
+        keys: ring.Split,
+        axis: str | None,
+    ) -> tuple[Tensor, Tensor]:
+        """My rows q [B,H,S,E]; k [B,G,T,E] and v [B,G,T,V], of all keys or, on a ring
+        along `axis`, of my own -> out [B,H,S,V], lse [B,H,S]."""
+        scoring = ring.Scoring(mask, is_causal, scale)
+        return ring.forward(self, (q, k, v), scoring, rows, keys, axis)
+
+    def attention_backward(
+        self,
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+        rows: ring.Split,
+        keys: ring.Split,
+        axis: str | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dy [B,H,S,V] -> the gradients of q, k and v; none for the mask."""
+        scoring = ring.Scoring(mask, is_causal, scale)
+        found = (out, lse)
+        return ring.backward(self, dy, (q, k, v), found, scoring, rows, keys, axis)
+
+    # Messages. The k-th send to a rank meets the k-th recv posted there for this one,
+    # and their tags must agree.
+
+    def send(self, x: Tensor, to_rank: int, tag: int) -> Receipt:
+        """Start sending x [...], which must not change before its wait or a flush."""
+        self._peer("send", to_rank, x)
+        return self._send(x.contiguous(), to_rank, tag)
+
+    def recv(
+        self, shape: Sequence[int], dtype: torch.dtype, from_rank: int, tag: int
+    ) -> Receipt:
+        """Be ready for a tensor; post it early, and wait when the value is needed."""
+        x = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        self._peer("recv", from_rank, x)
+        return self._recv(x, from_rank, tag)
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Wait until all that was sent has left."""
+
+    @abstractmethod
+    def gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank. All ranks must call it."""
+
+    @abstractmethod
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """The value of rank `source`, on every rank. All ranks must call it."""
+
+    # What an engine provides. Tensors are contiguous, groups have two ranks or more.
+
+    @abstractmethod
+    def _reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> None:
+        """Reduce x [...] in place over the group."""
+
+    @abstractmethod
+    def _gather(self, x: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        """x [...] -> [n, ...], of the same shape on all ranks."""
+
+    @abstractmethod
+    def _exchange(
+        self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
+    ) -> Tensor:
+        """x [sum(sent)], its parts for each rank -> [sum(counts)], parts from each."""
+
+    @abstractmethod
+    def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Receipt:
+        """x [n] to the rank after me in a ring of ranks, and [numel] from that before
+        me."""
+
+    @abstractmethod
+    def _start_gather(self, rows: Tensor, ranks: tuple[int, ...]) -> Receipt:
+        """rows [n, ...], mine filled in; to be filled in when it is waited for."""
+
+    @abstractmethod
+    def _start_exchange(
+        self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
+    ) -> Receipt:
+        """`_exchange`; x stays as it is until the wait, which may free it."""
+
+    def _start_scatter_sum(
+        self, x: Tensor, counts: list[int], ranks: tuple[int, ...]
+    ) -> Receipt:
+        """`_scatter_sum`; x stays as it is until the wait, which may free it."""
+        mine = [counts[ranks.index(self.rank)]] * len(ranks)
+        return Summed(self._start_exchange(x, counts, mine, ranks), len(ranks))
+
+    def _scatter_sum(
+        self, x: Tensor, counts: list[int], ranks: tuple[int, ...]
+    ) -> Tensor:
+        """x [sum(counts)] -> my part [counts[me]] of the sum, added in rank order."""
+        mine = counts[ranks.index(self.rank)]
+        rows = self._exchange(x, counts, [mine] * len(ranks), ranks)
+        return sum_in_order(rows.view(len(ranks), mine).unbind(0))
+
+    @abstractmethod
+    def _send(self, x: Tensor, to_rank: int, tag: int) -> Receipt: ...
+
+    @abstractmethod
+    def _recv(self, x: Tensor, from_rank: int, tag: int) -> Receipt: ...
+
+    def _enter(
+        self,
+        kind: str,
+        axes: tuple[str, ...],
+        x: Tensor,
+        open_dim: int | None = None,
+        **detail: Any,
+    ) -> tuple[int, ...]:
+        """Count a collective and give its ranks. All of them must pass the same detail,
+        and an x of the same dtype and shape but for the open dim."""
+        traffic = self.log[kind, axes]
+        traffic.calls += 1
+        traffic.bytes += x.numel() * x.element_size()
+        return self.ranks(axes)
+
+    def _peer(self, kind: str, rank: int, x: Tensor) -> None:
+        """Count a message to or from a rank, which must be another one."""
+        if rank == self.rank or not 0 <= rank < self.mesh.size:
+            raise ValueError(
+                f"rank {self.rank} cannot {kind} to or from rank {rank} "
+                f"in mesh '{self.mesh}'"
+            )
+        traffic = self.log[kind, ()]
+        traffic.calls += 1
+        traffic.bytes += x.numel() * x.element_size()
+
+    def _sizes(
+        self, x: Tensor, axis: str, dim: int, sizes: Sequence[int] | None
+    ) -> Sequence[int]:
+        """The extent along dim on each rank of the axis; mine must be that of x."""
+        n = len(self.ranks((axis,)))
+        if sizes is None:
+            return (x.shape[dim],) * n
+        if len(sizes) != n or x.shape[dim] != sizes[self.coords[axis]]:
+            raise ValueError(
+                f"sizes {tuple(sizes)} do not fit {axis}={self.coords[axis]} of {n}, "
+                f"where dim {dim} has {x.shape[dim]}"
+            )
+        return sizes
+
+
+def _dim(x: Tensor, dim: int) -> int:
+    """dim, counted from the front."""
+    if not -x.dim() <= dim < x.dim():
+        raise IndexError(f"x has {x.dim()} dims, and no dim {dim}")
+    return dim % x.dim()

@@ -1,0 +1,358 @@
+"""The executor: runs one rank's part of a program, action by action.
+
+It interprets the rank's list of the schedule, the same list that the checker and the
+simulator read. Messages are posted before they are needed and waited for when they are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.runtime.comm import Comm
+from autopar.runtime.loss_scale import LossScale
+from autopar.runtime.receipts import Receipt
+from passes.mesh import TIME
+from passes.program import Program
+from passes.schedule.messages import AHEAD, proofs
+from passes.schedule.schedule import Action, Kind
+
+
+@dataclass
+class Bucket:
+    """Gradients that are reduced together: views into one flat buffer.
+
+    ranks: those over whose values the buffer is a pending sum (this one included).
+    """
+
+    ranks: tuple[int, ...]
+    flat: Tensor
+    names: list[str]
+
+
+@dataclass
+class RunningStage:
+    """One stage on this rank: its module and what it keeps between actions."""
+
+    module: dict[str, Any]
+    tensors: dict[str, Tensor]
+    grads: dict[str, Tensor]
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    batch: dict[str, Tensor] = field(default_factory=dict)
+    # By microbatch: from forward to backward, and from its input to its weight half.
+    saved: dict[int, list[Tensor]] = field(default_factory=dict)
+    kept: dict[int, list[Tensor]] = field(default_factory=dict)
+
+
+def load_module(text: str, name: str) -> dict[str, Any]:
+    """Run an emitted module's text; returns its names."""
+    found: dict[str, Any] = {"__name__": name}
+    exec(compile(text, f"<{name}>", "exec"), found)
+    return found
+
+
+class Executor:
+    """Runs a program on the rank of `comm`.
+
+    parameters: the rank's shards by the model's names; gradients appear in `.grad`.
+    buffers: whole, by name.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        comm: Comm,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        seed: int = 0,
+    ) -> None:
+        self.program, self.comm = program, comm
+        comm.zigzag = frozenset(program.plan.zigzag)
+        self.parameters, self.buffers = dict(parameters), dict(buffers)
+        self.seed, self.steps = seed, 0
+        self.loss_scale = LossScale() if program.plan.scales_loss else None
+        self.pp = comm.coords.get("pp", 0)
+        self.actions = program.schedule.ranks[self.pp]
+        self._proofs = proofs(program.schedule, self.pp)
+        self.grads: dict[str, Tensor] = {}
+        self.buckets = self._make_buckets()
+        self.stages = {i: self._start(i) for i in program.stages_of(comm.rank)}
+        self.set_up()
+        self._arriving: dict[Action, list[Receipt]] = {}
+        self._outputs: dict[tuple[str, int, int], tuple[Tensor, ...]] = {}
+        self._leaving: dict[Action, list[Receipt]] = {}
+        self._losses: list[Tensor] = []
+
+    # --- before the first step -----------------------------------------------------
+
+    def _make_buckets(self) -> list[Bucket]:
+        """Lay out gradients that are reduced over the same ranks in one buffer."""
+        members: dict[Any, list[str]] = defaultdict(list)
+        for name, p in self.parameters.items():
+            if not p.requires_grad:
+                continue
+            ranks = self.program.gradient_ranks(name, self.comm.rank)
+            members[ranks, str(p.dtype)].append(name)
+        buckets = []
+        for (ranks, _), names in sorted(members.items()):
+            first = self.parameters[names[0]]
+            total = sum(self.parameters[n].numel() for n in names)
+            flat = torch.zeros(total, dtype=first.dtype, device=first.device)
+            start = 0
+            for n in names:
+                p = self.parameters[n]
+                self.grads[n] = flat[start : start + p.numel()].view(p.shape)
+                start += p.numel()
+            buckets.append(Bucket(ranks, flat, names))
+        return buckets
+
+    def _start(self, index: int) -> RunningStage:
+        program = self.program
+        key = program.module_of(self.comm.rank, index)
+        module = load_module(program.modules[key], f"autopar.emitted.{key}")
+        names = program.stages[index].names
+        tensors: dict[str, Tensor] = {}
+        for own, name in names.items():
+            held = self.parameters.get(name)
+            tensors[own] = self.buffers[name] if held is None else held.detach()
+        for name in module["LITERALS"]:
+            tensors[name] = program.literals[name].to(self.comm.device)
+        grads = {n: self.grads[names[n]] for n in module["TRAINED"]}
+        return RunningStage(module, tensors, grads)
+
+    @torch.no_grad()
+    def set_up(self) -> None:
+        """Compute what depends on buffers and constants alone; again if they change."""
+        for stage in self.stages.values():
+            stage.constants = stage.module["setup"](self.comm, stage.tensors)
+
+    # --- one step ------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Forward and backward of the whole batch; returns the loss, on every rank.
+
+        Gradients are added to what is in `.grad`, as by `loss.backward()`. Where the
+        loss is scaled and they overflow, all are None, so that optimizers do nothing.
+        """
+        before = self._begin_gradients()
+        self.comm.key = (self.seed << 32) + self.steps
+        if self.loss_scale:
+            self.comm.scale = self.loss_scale.scale
+        self._play(self.actions, batch)
+        self._scatter_gradients()
+        for bucket in self.buckets:
+            self.comm.reduce_ranks_(bucket.flat, bucket.ranks)
+        self.steps += 1
+        if self.loss_scale is None:
+            self._end_gradients(before)
+            return self._loss()[0]
+        loss, count = self._loss(self.loss_scale.unscale_(b.flat for b in self.buckets))
+        overflowed = bool(count)  # on this rank or another
+        self.loss_scale.update(overflowed)
+        self._end_gradients(before, overflowed)
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The loss of the whole batch without dropout; nothing is kept or changed."""
+        forward = (Kind.F, Kind.SEND_F, Kind.RECV_F)
+        self.comm.evaluating = True
+        try:
+            self._play([a for a in self.actions if a.kind in forward], batch)
+        finally:
+            self.comm.evaluating = False
+        self._free_batch()
+        return self._loss()[0]
+
+    def _play(self, actions: Sequence[Action], batch: Mapping[str, Tensor]) -> None:
+        """Run the actions in turn."""
+        for stage in self.stages.values():
+            wanted = {k: batch[k] for k in stage.module["INPUTS"]}
+            made = stage.module["prologue"](
+                self.comm, stage.tensors, stage.constants, wanted
+            )
+            stage.batch = {**wanted, **made}
+        receives = [a for a in actions if a.kind.is_recv]
+        for action in actions:
+            while receives and len(self._arriving) < AHEAD:
+                self._post(receives.pop(0))
+            self._run(action)
+        self.comm.flush()
+        self._leaving.clear()
+
+    def _free_batch(self) -> None:
+        """Let go of what prologues made, parameters that they gathered included."""
+        for stage in self.stages.values():
+            stage.batch = {}
+
+    def _begin_gradients(self) -> dict[int, Tensor]:
+        """Clear the buffers; what the user wants added to is kept aside."""
+        for stage in self.stages.values():
+            for name, (shape, dtype) in stage.module["WHOLE_GRADIENTS"].items():
+                whole = torch.zeros(shape, dtype=dtype, device=self.comm.device)
+                stage.grads[name] = whole
+        before = {}
+        for i, bucket in enumerate(self.buckets):
+            held = [n for n in bucket.names if self.parameters[n].grad is not None]
+            for n in set(bucket.names) - set(held):
+                self.grads[n].zero_()
+            for n in held:
+                grad = self.parameters[n].grad
+                assert grad is not None
+                if grad.data_ptr() != self.grads[n].data_ptr():
+                    self.grads[n].copy_(grad)
+            if held and bool(bucket.flat.any()):
+                before[i] = bucket.flat.clone()
+            bucket.flat.zero_()
+        return before
+
+    def _scatter_gradients(self) -> None:
+        """Gradients that were whole for the step become shares in the buffers."""
+        for stage in self.stages.values():
+            if "epilogue" in stage.module:
+                stage.module["epilogue"](
+                    self.comm, stage.tensors, stage.grads, stage.constants, stage.batch
+                )
+            for name in stage.module["WHOLE_GRADIENTS"]:
+                del stage.grads[name]
+        self._free_batch()
+
+    def _end_gradients(
+        self, before: dict[int, Tensor], overflowed: bool = False
+    ) -> None:
+        for i, old in before.items():
+            self.buckets[i].flat.add_(old)
+        for name, grad in self.grads.items():
+            self.parameters[name].grad = None if overflowed else grad
+
+    # --- actions -------------------------------------------------------------------
+
+    def _run(self, action: Action) -> None:
+        kind = action.kind
+        if kind.is_recv:
+            key = (
+                "x" if kind is Kind.RECV_F else "dy",
+                action.stage,
+                action.microbatch,
+            )
+            receipts = self._arriving.pop(action)
+            self._outputs[key] = tuple(r.wait() for r in receipts)
+            for send in self._proofs.get(action, ()):
+                for receipt in self._leaving.pop(send, ()):
+                    receipt.wait()
+        elif kind.is_send:
+            self._send(action)
+        elif kind is Kind.F:
+            self._forward(action)
+        elif kind is Kind.W:
+            self._weight_half(action)
+        else:
+            self._backward(action)
+
+    def _forward(self, action: Action) -> None:
+        stage, i = self.stages[action.stage], action.microbatch
+        self.comm.microbatch = i
+        xs = self._outputs.pop(("x", action.stage, i), ())
+        made, saved = stage.module["forward"](
+            self.comm, stage.tensors, stage.constants, stage.batch, *xs
+        )
+        if not self.comm.evaluating:
+            stage.saved[i] = saved
+        if action.stage == len(self.program.stages) - 1:
+            self._losses.append(made[-1])
+        else:
+            self._hand_on("x", action.stage, action.stage + 1, i, made)
+
+    def _backward(self, action: Action) -> None:
+        """B or I: what the stage before waits for; B adds up weights' gradients too."""
+        stage, i = self.stages[action.stage], action.microbatch
+        whole = action.kind is Kind.B
+        self.comm.microbatch = i
+        dys = self._outputs.pop(("dy", action.stage, i), ())
+        made = stage.module["backward" if whole else "backward_input"](
+            self.comm,
+            stage.tensors,
+            stage.grads,
+            stage.constants,
+            stage.batch,
+            stage.saved.pop(i),
+            *dys,
+        )
+        if not whole:
+            made, stage.kept[i] = made
+        if action.stage > 0:
+            self._hand_on("dy", action.stage, action.stage - 1, i, made)
+
+    def _weight_half(self, action: Action) -> None:
+        stage, i = self.stages[action.stage], action.microbatch
+        self.comm.microbatch = i
+        stage.module["backward_weight"](
+            self.comm,
+            stage.tensors,
+            stage.grads,
+            stage.constants,
+            stage.batch,
+            stage.kept.pop(i),
+        )
+
+    def _hand_on(
+        self, what: str, stage: int, to: int, i: int, made: tuple[Tensor, ...]
+    ) -> None:
+        """To the next stage on this rank, or to where the send will find it."""
+        if to in self.stages:
+            self._outputs[what, to, i] = made
+        else:
+            self._outputs[f"send {what}", stage, i] = made
+
+    def _post(self, action: Action) -> None:
+        table = "RECEIVES" if action.kind is Kind.RECV_F else "D_SENDS"
+        peer = self._peer(action)
+        self._arriving[action] = [
+            self.comm.recv(shape, dtype, peer, self._tag(action.partner, n))
+            for n, (shape, dtype) in enumerate(
+                row for row in self.stages[action.stage].module[table] if row
+            )
+        ]
+
+    def _send(self, action: Action) -> None:
+        what = "send x" if action.kind is Kind.SEND_F else "send dy"
+        tensors = self._outputs.pop((what, action.stage, action.microbatch))
+        peer = self._peer(action)
+        self._leaving[action] = [
+            self.comm.send(x, peer, self._tag(action, n)) for n, x in enumerate(tensors)
+        ]
+
+    def _peer(self, action: Action) -> int:
+        mesh = self.program.mesh
+        pp = self.program.schedule.peer(action)
+        return mesh.rank({**self.comm.coords, "pp": pp})
+
+    def _tag(self, send: Action, n: int) -> int:
+        """A number for each message of a step, the same on both ends."""
+        backward = send.kind is Kind.SEND_B
+        place = (send.stage * 2 + backward) * self.program.schedule.microbatches
+        return (place + send.microbatch) * 16 + n
+
+    def _loss(self, count: Tensor | int = 0) -> tuple[Tensor, Tensor]:
+        """The loss of the whole batch, from the shares of ranks and microbatches; and,
+        in the same message, the sum of a number over all ranks.
+        """
+        program = self.program
+        total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
+        if self._losses:
+            total += torch.stack(self._losses).double().sum()
+            if TIME not in program.loss_pending:
+                total /= len(self._losses)
+            for axis, size in program.mesh.axes:
+                if axis != "pp" and axis not in program.loss_pending:
+                    total /= size
+        self._losses.clear()
+        both = torch.stack([total, torch.zeros_like(total) + count])
+        self.comm.reduce_ranks_(both, tuple(range(program.mesh.size)))
+        return both[0].to(getattr(torch, program.loss_dtype)), both[1]

@@ -1,0 +1,61 @@
+"""Which process and device this is, of those that a step runs on."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from autopar.planner.asked import Asked
+from passes.mesh import MeshError
+from passes.plan import Plan
+
+
+def join(decided: Plan | Asked, timeout: timedelta) -> None:
+    """Be one of the mesh's processes: those of torch.distributed, or of torchrun.
+
+    Raises: MeshError if so many do not run.
+    """
+    if isinstance(decided, Plan):
+        what, size = f"mesh '{decided.mesh}'", decided.mesh.size
+    else:
+        what, size = f"cluster '{decided.cluster}'", decided.cluster.devices
+    if not dist.is_initialized() and size > 1 and "RANK" in os.environ:
+        dist.init_process_group(choose_backend(), timeout=timeout)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != size:
+        raise MeshError(
+            f"{what} has {size} ranks, but {world} processes run",
+            fix=f"start it by torchrun --nproc-per-node {size}",
+        )
+
+
+def choose_backend() -> str:
+    """NCCL, with a GPU of its own for each process of this machine; gloo without GPUs.
+
+    Makes the process's GPU, as torchrun numbers them, the current one.
+    Raises: MeshError, on all processes of a machine that has too few.
+    """
+    if not torch.cuda.is_available():
+        return "gloo"
+    if "LOCAL_RANK" in os.environ:
+        rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", rank + 1))
+        if here > gpus:
+            raise MeshError(
+                f"{here} processes run on this machine, which has {gpus} GPUs",
+                fix=f"start {gpus} on each machine, or set CUDA_VISIBLE_DEVICES= "
+                "to compute on the CPU",
+            )
+        torch.cuda.set_device(rank)
+    return "nccl"
+
+
+def default_device() -> torch.device:
+    """Where this process computes: on its GPU, but where processes talk by gloo."""
+    by_nccl = not dist.is_initialized() or "cuda:nccl" in dist.get_backend_config()
+    if torch.cuda.is_available() and by_nccl:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,67 @@
+"""Shares of a tensor as the flat buffers that are sent, and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from passes.shard.shares import Pieces, extent
+
+
+def padded(x: Tensor, dim: int, extent: int) -> Tensor:
+    """x, contiguous, and lengthened along dim to extent by values that are not read."""
+    if x.shape[dim] == extent:
+        return x.contiguous()
+    whole = x.new_empty(*x.shape[:dim], extent, *x.shape[dim + 1 :])
+    whole.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return whole
+
+
+def packed(x: Tensor, dim: int, layout: Sequence[Pieces]) -> tuple[Tensor, list[int]]:
+    """x cut along dim into shares, one after the other in a flat buffer (which may be
+    x itself), and the number of elements of each."""
+    unit = prod(x.shape[:dim]) * prod(x.shape[dim + 1 :])
+    counts = [unit * extent(share) for share in layout]
+    if prod(x.shape[:dim]) == 1 and in_order(layout):
+        return x.contiguous().view(-1), counts
+    flat = x.new_empty(x.numel())
+    for share, room in zip(layout, flat.split(counts), strict=True):
+        lengths = [length for _, length in share]
+        shape = (*x.shape[:dim], sum(lengths), *x.shape[dim + 1 :])
+        parts = room.view(shape).split(lengths, dim) if lengths else ()
+        for piece, part in zip(share, parts, strict=True):
+            part.copy_(x.narrow(dim, *piece))
+    return flat, counts
+
+
+def by_share(x: Tensor, dim: int, layout: Sequence[Pieces]) -> Tensor:
+    """x with the rows of each share together, one share after the other."""
+    if in_order(layout):
+        return x
+    pieces = [piece for share in layout for piece in share]
+    return torch.cat([x.narrow(dim, *piece) for piece in pieces], dim)
+
+
+def by_row(x: Tensor, dim: int, layout: Sequence[Pieces]) -> Tensor:
+    """The transpose of `by_share`: the rows in their order in the dim."""
+    if in_order(layout):
+        return x
+    return joined(x.split([extent(share) for share in layout], dim), dim, layout)
+
+
+def joined(shards: Sequence[Tensor], dim: int, layout: Sequence[Pieces]) -> Tensor:
+    """The transpose of `packed`: the rows of all shares, in their order in the dim."""
+    found = []
+    for share, shard in zip(layout, shards, strict=True):
+        lengths = [length for _, length in share]
+        parts = shard.split(lengths, dim) if lengths else ()
+        found += [(begin, part) for (begin, _), part in zip(share, parts, strict=True)]
+    return torch.cat([part for _, part in sorted(found, key=lambda p: p[0])], dim)
+
+
+def in_order(layout: Sequence[Pieces]) -> bool:
+    """Whether the shares, one after the other, are the dim as it is."""
+    return all(len(share) < 2 for share in layout)

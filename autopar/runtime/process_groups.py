@@ -1,0 +1,247 @@
+"""The engine of real runs: `torch.distributed` process groups, gloo or NCCL."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.runtime.comm import Comm, CommError
+from autopar.runtime.lanes import Lanes, open_lanes
+from autopar.runtime.receipts import Receipt, let_go
+from passes.mesh import Mesh
+
+# Renamed in torch 2.13, where the old names warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class ProcessComm(Comm):
+    """Communication over the default process group and subgroups of it.
+
+    Construct it on all ranks, with the same arguments, after `init_process_group`; a
+    mesh of one rank needs none. It makes one process group for each set of ranks in
+    `groups` (axes, as they are used) and in `rank_groups` (ascending ranks); and, where
+    NCCL carries them, for each (sender, receiver) of `messages`, see
+    `autopar.runtime.lanes`.
+
+    timeout: as given to `init_process_group`, which does not hand it on to subgroups.
+    A rank that died, or one that is late by more than this, raises in the others.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        microbatches: int = 1,
+        *,
+        groups: Iterable[tuple[str, ...]] = (),
+        rank_groups: Iterable[tuple[int, ...]] = (),
+        messages: Iterable[tuple[int, int]] = (),
+        device: torch.device | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        started = dist.is_initialized()
+        world = dist.get_world_size() if started else 1
+        if world != mesh.size:
+            raise CommError(
+                f"mesh '{mesh}' has {mesh.size} ranks, but {world} processes run"
+                f"\n  fix  start {mesh.size} processes, as with "
+                f"torchrun --nproc-per-node {mesh.size}"
+            )
+        rank = dist.get_rank() if started else 0
+        super().__init__(mesh, rank, microbatches, device or torch.device("cpu"))
+        wanted = {mesh.group(r, axes) for axes in groups for r in range(mesh.size)}
+        self._groups = _new_groups(rank, world, wanted | set(rank_groups), timeout)
+        # gloo tells messages apart by their tags.
+        self._lanes: Lanes | None = None
+        if self.device.type != "cpu":
+            self._lanes = open_lanes(rank, messages, self.device, timeout)
+        self._sends: deque[_Transfer] = deque()
+
+    def flush(self) -> None:
+        while self._sends:
+            self._sends.popleft().wait()
+
+    def gather_object(self, value: Any) -> list[Any]:
+        if self.mesh.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.mesh.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        if self.mesh.size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, source)
+        return values[0]
+
+    def _reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> None:
+        dist.all_reduce(x, _REDUCE_OPS[op], self._group(ranks))
+
+    def _gather(self, x: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        out = x.new_empty(len(ranks), *x.shape)
+        _all_gather(out.view(-1), x.view(-1), self._group(ranks))
+        return out
+
+    def _exchange(
+        self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
+    ) -> Tensor:
+        out = x.new_empty(sum(counts))
+        dist.all_to_all_single(out, x, counts, sent, self._group(ranks))
+        return out
+
+    def _scatter_sum(
+        self, x: Tensor, counts: list[int], ranks: tuple[int, ...]
+    ) -> Tensor:
+        if self._by_exchange(x, counts):
+            return super()._scatter_sum(x, counts, ranks)
+        out = x.new_empty(counts[0])
+        _reduce_scatter(out, x, group=self._group(ranks))
+        return out
+
+    def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Receipt:
+        group, here = self._group(ranks), ranks.index(self.rank)
+        out = x.new_empty(numel)
+        after, before = ranks[(here + 1) % len(ranks)], ranks[here - 1]
+        # Together: on NCCL two ranks that first send to each other would both wait.
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x, after, group),
+                dist.P2POp(dist.irecv, out, before, group),
+            ]
+        )
+        return _Shift(works, x, out)
+
+    def _start_gather(self, rows: Tensor, ranks: tuple[int, ...]) -> Receipt:
+        mine, group = rows[ranks.index(self.rank)], self._group(ranks)
+        work = _all_gather(rows.view(-1), mine, group, async_op=True)
+        return _Transfer(work, rows)
+
+    def _start_exchange(
+        self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
+    ) -> Receipt:
+        out, group = x.new_empty(sum(counts)), self._group(ranks)
+        work = dist.all_to_all_single(out, x, counts, sent, group, async_op=True)
+        return _Transfer(work, out, x)
+
+    def _start_scatter_sum(
+        self, x: Tensor, counts: list[int], ranks: tuple[int, ...]
+    ) -> Receipt:
+        if self._by_exchange(x, counts):
+            return super()._start_scatter_sum(x, counts, ranks)
+        out = x.new_empty(counts[0])
+        work = _reduce_scatter(out, x, group=self._group(ranks), async_op=True)
+        return _Transfer(work, out, x)
+
+    def _by_exchange(self, x: Tensor, counts: list[int]) -> bool:
+        """On gloo a reduce-scatter is a whole all-reduce: the exchange is faster, and
+        adds in rank order. NCCL's own needs even counts."""
+        return x.device.type == "cpu" or min(counts) != max(counts)
+
+    def _send(self, x: Tensor, to_rank: int, tag: int) -> Receipt:
+        self._let_go()
+        lane = self._lane(self.rank, to_rank)
+        transfer = _Transfer(dist.isend(x, to_rank, lane, tag), x)
+        self._sends.append(transfer)
+        return transfer
+
+    def _recv(self, x: Tensor, from_rank: int, tag: int) -> Receipt:
+        self._let_go()
+        lane = self._lane(from_rank, self.rank)
+        return _Transfer(dist.irecv(x, from_rank, lane, tag), x)
+
+    def _let_go(self) -> None:
+        """Of the tensors that were sent."""
+        while self._sends and self._sends[0].done():
+            self._sends.popleft()
+
+    def _lane(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
+        if self._lanes is None:
+            return None
+        try:
+            return self._lanes[sender, receiver]
+        except KeyError:
+            raise CommError(
+                f"there is no lane for messages from rank {sender} to rank {receiver}"
+                f"\n  fix  name the pair in `messages`"
+            ) from None
+
+    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        try:
+            return self._groups[ranks]
+        except KeyError:
+            raise CommError(
+                f"rank {self.rank} has no process group for ranks {ranks}"
+                f"\n  fix  name their axes in `groups`, or them in `rank_groups`"
+            ) from None
+
+
+class _Shift(Receipt):
+    """A send and a receive at once; both tensors are kept until they are done."""
+
+    def __init__(self, works: list[dist.Work], sent: Tensor, received: Tensor) -> None:
+        self._works, self._received = works, received
+        self._sent: Tensor | None = sent
+
+    def wait(self) -> Tensor:
+        while self._works:
+            self._works.pop().wait()
+        self._sent = None
+        return self._received
+
+
+class _Transfer(Receipt):
+    """A message of torch.distributed, which keeps its tensors until it is done.
+
+    x: what arrives, or leaves. source: what it is made of, a buffer for this alone.
+    """
+
+    def __init__(self, work: dist.Work, x: Tensor, source: Tensor | None = None):
+        self._work: dist.Work | None = work
+        self._x, self._source = x, source
+
+    def wait(self) -> Tensor:
+        # Gloo's second wait for one send would never end.
+        if self._work is not None:
+            self._work.wait()
+            if self._source is not None:
+                let_go(self._source)
+            self._work = self._source = None
+        return self._x
+
+    def done(self) -> bool:
+        """Gloo knows only once it has been waited for."""
+        return self._work is None or self._work.is_completed()
+
+
+def _new_groups(
+    rank: int,
+    world: int,
+    wanted: set[tuple[int, ...]],
+    timeout: timedelta | None,
+) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
+    """The groups that this rank is in; None stands for the default one, of all ranks.
+
+    Every rank takes part in making every group, in the same order: that is slower than
+    `use_local_synchronization`, but no order of the calls can hang it.
+    """
+    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    for ranks in sorted(wanted):
+        if list(ranks) != sorted(set(ranks)) or not set(ranks) <= set(range(world)):
+            raise CommError(f"ranks {ranks} are not ascending ranks below {world}")
+        if len(ranks) == world:
+            groups[ranks] = None
+        elif len(ranks) > 1:
+            group = dist.new_group(list(ranks), timeout=timeout)
+            if rank in ranks:
+                groups[ranks] = group
+    return groups

@@ -1,0 +1,1 @@
+"""Training loops: `autopar run`, its data, and the single device beside it."""

@@ -1,0 +1,139 @@
+"""The reference for every claim: the untouched model on one device, full batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from autopar.runtime.kernels import dropout_mask
+from autopar.runtime.loss_scale import LossScale
+from passes.capture.call_model import loss_of
+from passes.errors import AutoparError
+
+
+class OurDropout(TorchFunctionMode):
+    """Gives the model's dropouts the masks that a compiled program draws.
+
+    A mask is a function of seed, step, number of the call and global position, so
+    that it does not depend on the plan; torch's own generator cannot give that.
+    """
+
+    def __init__(self, key: int) -> None:
+        super().__init__()
+        self.key, self.calls = key, 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return self.dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self.attention(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def dropout(
+        self,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+    ) -> Tensor:
+        if not training or p == 0.0:
+            return input
+        shape = [[(n, ((0, n),))] for n in input.shape]
+        keep = dropout_mask(p, self.key, self.calls, shape, input.device)
+        self.calls += 1
+        return input * keep * (1.0 / (1.0 - p))
+
+    def attention(
+        self,
+        func: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if dropout_p == 0.0:
+            return func(
+                query, key, value, attn_mask, 0.0, is_causal,
+                scale=scale, enable_gqa=enable_gqa,
+            )  # fmt: skip
+        if enable_gqa:
+            repeats = query.shape[1] // key.shape[1]
+            key = key.repeat_interleave(repeats, 1)
+            value = value.repeat_interleave(repeats, 1)
+        scores = query @ key.transpose(-2, -1) * (scale or query.shape[-1] ** -0.5)
+        if is_causal:
+            attn_mask = torch.ones(
+                scores.shape[-2:], dtype=torch.bool, device=scores.device
+            ).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, float("-inf"))
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        # As torch does: a row that attends to nothing gives 0.
+        nothing = (scores == float("-inf")).all(-1, keepdim=True)
+        weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+        return self.dropout(weights, dropout_p) @ value
+
+
+def reference_step(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None = None,
+    key: int = 0,
+    precision: torch.dtype | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and every gradient of `model(**batch)`, by the model's own names.
+
+    precision: of torch.autocast around the model's forward. float16 comes with a loss
+    scale: the greatest power of two, up to that of `LossScale`, without an overflow.
+
+    `.grad` of the model is left as it was. Raises: AutoparError for dropout within
+    activation checkpoints, whose masks cannot be drawn a second time.
+    """
+    device = next(p.device.type for p in model.parameters())
+    autocast = torch.autocast(device, precision, enabled=precision is not None)
+    with OurDropout(key), torch.enable_grad():
+        with autocast:
+            loss = loss_of(model, batch, loss_fn)
+        wanted = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        try:
+            grads = _gradients(loss, list(wanted.values()), precision)
+        except RuntimeError as error:  # also checkpoint's own
+            if "checkpoint" not in str(error):
+                raise
+            raise AutoparError(
+                "the model's activation checkpoints do not go with this comparison: "
+                "they are reentrant, or have dropout within",
+                fix="verify without torch.utils.checkpoint; programs do not use it",
+            ) from error
+    found = {
+        n: torch.zeros_like(p) if g is None else g
+        for (n, p), g in zip(wanted.items(), grads, strict=True)
+    }
+    return loss.detach(), found
+
+
+def _gradients(
+    loss: Tensor, wanted: list[Tensor], precision: torch.dtype | None
+) -> tuple[Tensor | None, ...]:
+    scale = LossScale().scale if precision is torch.float16 else 1.0
+    while True:
+        found = torch.autograd.grad(
+            loss * scale, wanted, allow_unused=True, retain_graph=scale > 1.0
+        )
+        held = [g for g in found if g is not None]
+        if scale <= 1.0 or all(bool(g.isfinite().all()) for g in held):
+            return tuple(None if g is None else g / scale for g in found)
+        scale /= 2.0

@@ -1,0 +1,108 @@
+"""Checkpoints of `autopar run`: when to save, and how a run goes on where it ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from autopar.checkpoints.checkpoint_files import latest
+from autopar.checkpoints.dcp import CheckpointError
+from autopar.runtime.together import on_first
+from autopar.step import Step
+
+if TYPE_CHECKING:
+    from autopar.training.run import RunOptions
+
+# Options that training follows from; a run that goes on must have them as before.
+SAME = ("data", "seed", "lr", "clip", "warmup")
+
+
+def check_saving(options: RunOptions) -> None:
+    """Raises CheckpointError for options that contradict each other."""
+    if options.save is None and (options.resume or options.save_every):
+        name = "--resume" if options.resume else "--save-every"
+        raise CheckpointError(f"{name} needs a directory", fix="add --save DIRECTORY")
+    if options.resume and options.reference:
+        raise CheckpointError(
+            "--reference has no checkpoint to go on from",
+            fix="leave out --resume, or --reference",
+        )
+    for name in ("save_every", "warmup"):
+        if getattr(options, name) < 0:
+            shown = name.replace("_", "-")
+            raise CheckpointError(
+                f"--{shown} is {getattr(options, name)}", fix="give 0 or more steps"
+            )
+    if options.keep < 1:
+        raise CheckpointError(f"--keep is {options.keep}", fix="keep 1 or more")
+
+
+def learning_rates(optimizer: Optimizer, warmup: int) -> LambdaLR:
+    """Rising evenly to the optimizer's own in `warmup` steps, then constant."""
+    return LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / max(1, warmup)))
+
+
+def is_due(done: int, options: RunOptions) -> bool:
+    """Whether to save after so many steps."""
+    if options.save is None:
+        return False
+    every = options.save_every or options.steps
+    return done % every == 0 or done == options.steps
+
+
+def save(
+    done: int, step: Step, optimizer: Optimizer, rates: LambdaLR, options: RunOptions
+) -> None:
+    """Write a checkpoint after so many steps."""
+    assert options.save is not None, "a save is due only if there is a place for it"
+    extra = {"done": done, "rates": rates.state_dict(), "options": trained_by(options)}
+    step.save(options.save, optimizer, extra=extra, keep=options.keep)
+
+
+def resume(
+    step: Step, optimizer: Optimizer, rates: LambdaLR, options: RunOptions
+) -> int:
+    """Go on from the newest checkpoint, if so asked and there is one; returns the
+    number of steps done.
+
+    Raises: CheckpointError if that run had other options, or if the directory has
+    checkpoints of a run that this one does not go on from.
+    """
+    if options.save is None:
+        return 0
+    directory = options.save
+    found = on_first(step.comm, lambda: latest(directory))
+    if found is None:
+        return 0
+    if not options.resume:
+        raise CheckpointError(
+            f"there is a checkpoint already: '{found}'",
+            fix="add --resume to go on from it, or give another --save directory",
+        )
+    extra = step.load(found, optimizer)
+    check_options(found, options, extra)
+    rates.load_state_dict(extra["rates"])
+    return int(extra["done"])
+
+
+def trained_by(options: RunOptions) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in SAME}
+
+
+def check_options(found: Path, options: RunOptions, extra: Any) -> None:
+    """Raises CheckpointError for the first option that is not as before."""
+    if not isinstance(extra, dict) or "options" not in extra:
+        raise CheckpointError(
+            f"checkpoint '{found}' is not one of `autopar run`",
+            fix="give the --save directory of an earlier run",
+        )
+    for name, now in trained_by(options).items():
+        before = extra["options"].get(name)
+        if before != now:
+            raise CheckpointError(
+                f"the run in '{found}' had --{name} {before}, but this has {now}",
+                fix=f"go on with --{name} {before}, or start anew with another --save",
+            )

@@ -1,0 +1,261 @@
+"""The training loop behind `autopar run`: one process of torchrun, or a single one."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autopar
+from autopar.models import LoadedModel, ModelError, load_model
+from autopar.planner.planned import compiled, compiled_once, mesh_of
+from autopar.runtime.alarm import Alarm, guarded
+from autopar.runtime.join import choose_backend
+from autopar.step import Step
+from autopar.store import StoredPlan
+from autopar.training.data import Data, open_data
+from autopar.training.reference import reference_step
+from autopar.training.resume import check_saving, is_due, learning_rates, resume, save
+from passes.mesh import MeshError
+from passes.program import Program
+
+LABELS = ("labels", "targets")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """data: as `open_data` reads it. clip: greatest gradient norm, 0: as it is.
+
+    reference: train the untouched model beside, on rank 0. as_json: one object a line.
+    timeout: seconds that a rank waits for another one. warmup: steps in which the
+    learning rate rises to lr. save: a directory for checkpoints, one every `save_every`
+    steps (0: none but the last), of which the newest `keep` stay. resume: go on from
+    the newest one there, if any.
+    """
+
+    steps: int = 20
+    data: str = "synthetic"
+    lr: float = 3e-4
+    clip: float = 1.0
+    seed: int = 0
+    reference: bool = False
+    as_json: bool = False
+    timeout: float = 30.0
+    warmup: int = 0
+    save: Path | None = None
+    save_every: int = 0
+    keep: int = 2
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        check_saving(self)
+
+
+def run(directory: str | Path, options: RunOptions) -> int:
+    """Train for some steps on this rank; returns the exit status."""
+    directory = Path(directory)
+    mesh, world = mesh_of(directory), int(os.environ.get("WORLD_SIZE", "1"))
+    if world != mesh.size:
+        raise MeshError(
+            f"plan '{directory}' is for {mesh.size} ranks, but {world} processes run",
+            fix=f"torchrun --nproc-per-node {mesh.size} -m autopar run {directory}",
+        )
+    if world == 1:
+        train(compiled(directory), options)
+        return 0
+    store, rank, world = next(iter(dist.rendezvous("env://")))
+    with Alarm(store, rank, world) as alarm:
+        return guarded(alarm, lambda: _as_rank(store, rank, world, directory, options))
+
+
+def _as_rank(
+    store: dist.Store, rank: int, world: int, directory: Path, options: RunOptions
+) -> None:
+    stored = compiled_once(directory, store, rank, world)
+    wait = timedelta(seconds=options.timeout)
+    dist.init_process_group(
+        choose_backend(), store=store, rank=rank, world_size=world, timeout=wait
+    )
+    train(stored, options)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(stored: StoredPlan, options: RunOptions) -> None:
+    """The loop, on every rank alike; rank 0 prints."""
+    program = stored.program
+    loaded = load_model(stored.model_spec, seed=stored.seed)
+    step = autopar.compile(
+        loaded.model,
+        program.mesh,
+        program=program,
+        seed=stored.seed,
+        timeout=timedelta(seconds=options.timeout),
+    )
+    feed = Feed.open(program, loaded, options)
+    step.build(**feed.batch(0))
+    optimizer = torch.optim.AdamW(step.parameters(), lr=options.lr)
+    rates = learning_rates(optimizer, options.warmup)
+    done = resume(step, optimizer, rates, options)
+    first = step.comm.rank == 0
+    beside = Reference(loaded, stored, options) if first and options.reference else None
+    progress = Progress(options) if first else None
+    for warning in stored.warnings if first else ():
+        print(f"warning: {warning}", file=sys.stderr)
+    if first and done:
+        print(f"going on after step {done}", file=sys.stderr)
+    for i in range(done, options.steps):
+        batch = feed.batch(i)
+        began = time.perf_counter()
+        loss = train_step(step, optimizer, batch, options.clip)
+        elapsed = time.perf_counter() - began
+        if progress:
+            expected = beside.step(i, batch) if beside else None
+            progress.show(i + 1, loss, expected, feed.tokens / elapsed)
+        rates.step()
+        if is_due(i + 1, options):
+            save(i + 1, step, optimizer, rates, options)
+
+
+def train_step(
+    step: Step,
+    optimizer: torch.optim.Optimizer,
+    batch: Mapping[str, Tensor],
+    clip: float,
+) -> float:
+    """One update of the weights; returns the loss before it."""
+    optimizer.zero_grad()
+    loss = step(**batch)
+    if clip:
+        step.clip_grad_norm_(clip)
+    optimizer.step()
+    return loss.item()
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Batches of tokens, as the fields that a program was compiled for."""
+
+    data: Data
+    program: Program
+    shifts_labels: bool
+
+    @classmethod
+    def open(cls, program: Program, loaded: LoadedModel, options: RunOptions) -> Feed:
+        vocab = loaded.vocab or vocab_of(program)
+        return cls(
+            open_data(options.data, vocab, options.seed), program, loaded.shifts_labels
+        )
+
+    @property
+    def tokens(self) -> int:
+        """In one batch."""
+        shapes = [shape for shape, _ in self.program.inputs.values()]
+        return shapes[0][0] * shapes[0][1]
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """Tokens, and as labels those after them (or themselves, if the model shifts).
+
+        Raises ModelError for a field that is neither, nor an attention mask.
+        """
+        made = {}
+        for name, (shape, dtype) in self.program.inputs.items():
+            if len(shape) != 2 or not dtype.startswith("int"):
+                raise ModelError(
+                    f"the model takes '{name}', {dtype}{list(shape)}, but "
+                    "`autopar run` has only tokens to give",
+                    fix="write the training loop yourself, with autopar.compile",
+                )
+            kind = getattr(torch, dtype)
+            ids, following = self.data.batch(step, *shape)
+            if name == "attention_mask":
+                made[name] = torch.ones(shape, dtype=kind)
+            elif name in LABELS and not self.shifts_labels:
+                made[name] = following.to(kind)
+            else:
+                made[name] = ids.to(kind)
+        return made
+
+
+def vocab_of(program: Program) -> int:
+    """The extent of the dim named vocab. Raises ModelError if no parameter has it."""
+    for spec in program.parameters.values():
+        for names, sizes in zip(spec.dims, spec.factors, strict=True):
+            if "vocab" in names:
+                return sizes[names.index("vocab")]
+    raise ModelError(
+        "no parameter of the model has a dim that is its vocabulary",
+        fix="write the training loop yourself, with autopar.compile",
+    )
+
+
+class Reference:
+    """The untouched model on one device, trained in the same way."""
+
+    def __init__(
+        self, loaded: LoadedModel, stored: StoredPlan, options: RunOptions
+    ) -> None:
+        if loaded.on_meta:
+            raise ModelError(
+                f"'{loaded.spec}' is too big for one device to compare with",
+                fix="run without --reference",
+            )
+        self.model: nn.Module = loaded.model
+        self.seed, self.clip = stored.seed, options.clip
+        self.precision = stored.program.plan.dtype
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.lr)
+        self.rates = learning_rates(self.optimizer, options.warmup)
+
+    def step(self, i: int, batch: Mapping[str, Tensor]) -> float:
+        """One update; returns the loss before it."""
+        key = (self.seed << 32) + i
+        loss, grads = reference_step(
+            self.model, batch, key=key, precision=self.precision
+        )
+        for name, p in self.model.named_parameters():
+            p.grad = grads.get(name)
+        if self.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.rates.step()
+        return loss.item()
+
+
+class Progress:
+    """One live line on a terminal; else a line every PAUSE seconds, or JSON lines."""
+
+    PAUSE = 2.0
+
+    def __init__(self, options: RunOptions) -> None:
+        self.options = options
+        self.live = sys.stdout.isatty() and not options.as_json
+        self.printed = float("-inf")
+
+    def show(
+        self, step: int, loss: float, reference: float | None, tokens_per_second: float
+    ) -> None:
+        last = step == self.options.steps
+        if self.options.as_json:
+            row = {"step": step, "loss": loss, "tokens_per_second": tokens_per_second}
+            if reference is not None:
+                row["reference_loss"] = reference
+            print(json.dumps(row), flush=True)
+            return
+        text = f"step {step}/{self.options.steps}  loss {loss:.5f}"
+        if reference is not None:
+            text += f"  single device {reference:.5f}"
+        text += f"  {tokens_per_second:,.0f} tokens/s"
+        if self.live:
+            print(f"\r{text:<78}", end="\n" if last else "", flush=True)
+        elif last or time.monotonic() - self.printed >= self.PAUSE:
+            self.printed = time.monotonic()
+            print(text, flush=True)

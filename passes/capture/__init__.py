@@ -1,0 +1,1 @@
+"""Reading a model: its forward as one graph, in one spelling."""

@@ -1,0 +1,210 @@
+"""lower_precision: what torch.autocast would do as a model runs, as casts in the graph.
+
+Products compute in half the bits, and what adds up or takes powers in float32, as in
+Micikevicius 2018, section 3. Parameters stay as they are, the master copy that an
+optimizer updates; each is cast once, however often it is read. The lists are those of
+autocast on CUDA, on all devices; but a mean is a sum, which may be pending over ranks,
+so it is wide too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from passes.capture.trace import Traced
+from passes.errors import CaptureError
+from passes.graph import (
+    DTYPES,
+    Builder,
+    Graph,
+    Node,
+    Value,
+    Where,
+    map_values,
+    prune,
+    resolve,
+)
+
+CAST = "aten.to.dtype"
+# Op -> how many of its operands are cast, None: all. A mask of attention need not be.
+LOW: dict[str, int | None] = {
+    **dict.fromkeys(
+        (
+            *("linear", "matmul", "mm", "bmm", "mv", "einsum", "prelu"),
+            *("addmm", "addmv", "addr", "baddbmm", "addbmm", "chain_matmul"),
+            *("conv1d", "conv2d", "conv3d", "convolution", "_convolution"),
+        ),
+        None,
+    ),
+    "_grouped_mm": 2,
+    "scaled_dot_product_attention": 3,
+}
+WIDE = frozenset(
+    (
+        *("exp", "expm1", "log", "log10", "log1p", "log2", "pow", "rsqrt"),
+        *("reciprocal", "softplus", "acos", "asin", "cosh", "sinh", "tan", "erfinv"),
+        *("softmax", "log_softmax", "logsumexp", "norm", "linalg_vector_norm"),
+        *("sum", "mean", "prod", "cumsum", "cumprod", "dist", "cdist"),
+        *("layer_norm", "native_layer_norm", "rms_norm", "group_norm"),
+        *("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d", "kl_div"),
+        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+        *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+        *("cosine_similarity", "cosine_embedding_loss", "hinge_embedding_loss"),
+    )
+)
+# Ways to see a weight, or a part of it: its cast comes before them, once for all parts.
+VIEWS = frozenset(
+    (
+        *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand"),
+        *("t", "mT", "transpose", "permute", "movedim", "slice", "select", "index"),
+        *("chunk", "split", "split_with_sizes", "unbind"),
+    )
+)
+# Ops that want operands of one dtype: they get the widest of them.
+EQUAL = frozenset(
+    ("index_put", "index_add", "index_copy", "scatter", "scatter_add", "lerp", "dot")
+)
+
+
+def lower_precision(traced: Traced, tables: bool = False) -> Traced:
+    """Write the casts of the regions where autocast is on; float64 stays as it is.
+
+    tables: whether embeddings too are looked up in low precision, which autocast does
+    not do, their rows going on in the table's own. Where ranks hold shares of a table,
+    half the bytes are gathered then, and but once if the output layer shares it.
+
+    Before: values made under autocast have the dtypes that it gave them on the device
+    where the model was traced. After: each op's results have the dtypes that follow
+    from its operands alone.
+    """
+    if not traced.autocast:
+        return traced
+    return replace(traced, graph=_Lowering(traced, tables).run())
+
+
+class _Lowering:
+    def __init__(self, traced: Traced, tables: bool) -> None:
+        self.low = {**LOW, "embedding": 1} if tables else LOW
+        self.graph, self.autocast = traced.graph, traced.autocast
+        self.builder = Builder.beside(self.graph.sources)
+        made = (v.name for n in self.graph.nodes for v in n.results)
+        self.builder.taken.update(made)
+        self.now: dict[str, Value] = {}  # name in the traced graph -> in the new one
+        self.casts: dict[tuple[str, torch.dtype], Value] = {}
+        # What is seen of parameters -> the node that makes it.
+        self.views: dict[str, Node | None] = {v.name: None for v in traced.graph.params}
+
+    def run(self) -> Graph:
+        for old in self.graph.nodes:
+            if not old.results:
+                continue  # asserts that a dtype is as it was traced
+            node = old.substitute(lambda v: self.now.get(v.name, v))
+            if old.op == "aten.cat.default":
+                node = _without_empty(node)
+            dtype = self.autocast.get(old.results[0].name)
+            node = _typed(node if dtype is None else self.lowered(node, dtype))
+            self.builder.nodes.append(node)
+            self.now.update((v.name, v) for v in node.results)
+            if node.op.split(".")[1] in VIEWS and node.operands[0].name in self.views:
+                self.views.update((v.name, node) for v in node.results)
+            if old.op.startswith("aten.embedding."):
+                wide = self.cast(node.out, old.operands[0].dtype, node.where)
+                self.now[old.out.name] = wide
+        outputs = tuple(self.now.get(v.name, v) for v in self.graph.outputs)
+        nodes = tuple(self.builder.nodes)
+        return prune(replace(self.graph, nodes=nodes, outputs=outputs)).verify()
+
+    def lowered(self, node: Node, dtype: torch.dtype) -> Node:
+        """The node on operands of the dtype that autocast has for its op."""
+        kind = node.op.split(".")[1]
+        if kind in self.low:
+            chosen = node.operands[: self.low[kind]]
+            return node.substitute(
+                lambda v: self.cast(v, dtype, node.where) if v in chosen else v
+            )
+        if kind in WIDE:
+            dtype = torch.float32
+        elif kind in EQUAL:
+            floats = [v.dtype for v in node.operands if v.dtype.is_floating_point]
+            dtype = max(floats, key=lambda d: d.itemsize, default=dtype)
+        else:
+            return node
+        return node.substitute(lambda v: self.cast(v, dtype, node.where))
+
+    def cast(self, v: Value, dtype: torch.dtype, where: Where) -> Value:
+        """The value in another precision, one for all of its readers."""
+        wide = v.dtype is torch.float64
+        if not v.dtype.is_floating_point or wide or v.dtype is dtype:
+            return v
+        if (v.name, dtype) not in self.casts:
+            if (view := self.views.get(v.name)) is not None:
+                self.cast_before(view, dtype)
+            else:
+                self.casts[v.name, dtype] = self.builder.emit(
+                    CAST, (v, dtype), v.shape, dtype, where, DTYPES[dtype]
+                )
+        return self.casts[v.name, dtype]
+
+    def cast_before(self, view: Node, dtype: torch.dtype) -> None:
+        """Make what a view shows once more, of a cast of what it is made of."""
+        source = view.operands[0]
+        low = self.cast(source, dtype, view.where)
+        new = view.substitute(lambda v: low if v == source else v)
+        outs = tuple(
+            None if v is None else self.builder.value(v.name, v.shape, dtype)
+            for v in view.outs
+        )
+        self.builder.nodes.append(replace(new, outs=outs))
+        for old, cast in zip(view.outs, outs, strict=True):
+            if old is not None and cast is not None:
+                self.casts[old.name, dtype] = cast
+
+
+def _without_empty(node: Node) -> Node:
+    """A fresh key/value cache, of no elements in float32, makes nothing else wider."""
+    pieces = tuple(v for v in node.args[0] if v.shape != (0,))
+    return replace(node, args=(pieces or node.args[0], *node.args[1:]))
+
+
+def _typed(node: Node) -> Node:
+    """The node with the dtypes that its results have outside of autocast."""
+    if not node.operands:
+        return node
+    args, kwargs = map_values(
+        lambda v: replace(v, name=""), (node.args, tuple(node.kwargs.items()))
+    )
+    try:
+        dtypes = _dtypes(node.op, args, kwargs)
+    except Exception as error:
+        types = ", ".join(v.type for v in node.operands)
+        raise CaptureError(
+            f"{node.op} cannot run on {types}: {type(error).__name__}: {error}",
+            source=str(node.where),
+            fix="cast its operands to one dtype in the model, or run this part of it "
+            "under torch.autocast(..., enabled=False)",
+        ) from error
+    outs = tuple(
+        None if v is None or dtype is None else replace(v, dtype=dtype)
+        for v, dtype in zip(node.outs, dtypes, strict=True)
+    )
+    return replace(node, outs=outs)
+
+
+@lru_cache(maxsize=4096)
+def _dtypes(
+    op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
+) -> tuple[torch.dtype | None, ...]:
+    """What the op's results are, found by running it on tensors without data."""
+
+    def fill(tree: Any) -> Any:
+        return map_values(lambda v: torch.empty(v.shape, dtype=v.dtype), tree)
+
+    with FakeTensorMode(), torch.no_grad():
+        result = resolve(op)(*fill(args), **{k: fill(v) for k, v in kwargs})
+    results = result if isinstance(result, tuple | list) else (result,)
+    return tuple(r.dtype if isinstance(r, torch.Tensor) else None for r in results)

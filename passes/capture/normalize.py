@@ -1,0 +1,338 @@
+"""normalize: one spelling for each thing that models write in many ways.
+
+Afterwards there are no asserts, aliases, casts to the same type or dead nodes; every
+view is `reshape`, every matrix product of a weight is `linear` (weight [n, k]) or
+`matmul` (weight [k, n]) with its bias added apart; a causal mask is a flag; attention,
+dropout and the loss are made of ops whose sharding rules are plain.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from passes.capture.loss import LOSS_RULES
+from passes.capture.rewrite import Rewriter, Rule
+from passes.capture.spell_attention import attention, emit_dropout
+from passes.capture.spell_experts import looked_up_product
+from passes.capture.trace import Traced
+from passes.errors import CaptureError
+from passes.graph import Graph, Node, Value
+
+
+def normalize(traced: Traced) -> Traced:
+    """Bring the graph to its normal form. The loss stays the same function."""
+    graph = traced.graph
+    for rules in (CLEAN, MEANING):
+        graph = Rewriter(graph, traced.literals).run(rules)
+    graph = number_dropouts(graph)
+    literals = {v.name: traced.literals[v.name] for v in graph.constants}
+    return replace(traced, graph=graph, literals=literals)
+
+
+def identity(_: Rewriter, node: Node) -> Value:
+    return node.operands[0]
+
+
+def cast(rewriter: Rewriter, node: Node) -> Value | None:
+    """`to` in its many forms: only the dtype matters, the device is the rank's own."""
+    x, out = node.operands[0], node.out
+    if x.dtype == out.dtype:
+        return x
+    return rewriter.emit(
+        "aten.to.dtype",
+        x,
+        out.dtype,
+        shape=x.shape,
+        dtype=out.dtype,
+        where=node.where,
+        name=out.name,
+    )
+
+
+def reshape(rewriter: Rewriter, node: Node) -> Value:
+    return rewriter.reshape(node.operands[0], node.out.shape, node.where)
+
+
+def collapse(rewriter: Rewriter, node: Node) -> Value:
+    """A view of a view is one view."""
+    x = node.operands[0]
+    while (inner := rewriter.producer(x, "aten.reshape")) is not None:
+        x = inner.operands[0]
+    return rewriter.reshape(x, node.out.shape, node.where)
+
+
+def add_number(rewriter: Rewriter, node: Node) -> Value | None:
+    """`x + 0`, as position ids are written when there is no cache, is x.
+
+    A number added to a scalar becomes a value: where the scalar is a pending sum, each
+    share of it takes its share of the number.
+    """
+    x, other = node.args[:2]
+    if isinstance(other, Value) or node.kwargs:
+        return None
+    if other == 0 and x.dtype == node.out.dtype:
+        return x
+    out, where = node.out, node.where
+    if out.shape != () or not out.dtype.is_floating_point:
+        return None
+    number = rewriter.factory(
+        "scalar_tensor", other, shape=(), dtype=out.dtype, where=where
+    )
+    return rewriter.emit(
+        "aten.add.Tensor", x, number, shape=(), dtype=out.dtype, where=where
+    )
+
+
+def embedding(_: Rewriter, node: Node) -> None:
+    """Gradients scaled by frequency need the counts of the whole batch."""
+    names = ("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    if given.get("scale_grad_by_freq"):
+        raise CaptureError(
+            "an embedding with scale_grad_by_freq=True is not supported",
+            source=str(node.where),
+            fix="leave it False, and scale the loss or the learning rate instead",
+        )
+
+
+def expand(_: Rewriter, node: Node) -> Value | None:
+    x = node.operands[0]
+    return x if x.shape == node.out.shape else None
+
+
+def factory(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...]:
+    """Constants are made on the rank's own device."""
+    dropped = ("device", "pin_memory", "layout")
+    kwargs = {k: v for k, v in node.kwargs.items() if k not in dropped}
+    kwargs.setdefault("dtype", node.out.dtype)
+    return rewriter.keep(replace(node, kwargs=kwargs))
+
+
+def new_factory(rewriter: Rewriter, node: Node) -> Value:
+    """`x.new_ones(shape)` does not depend on x."""
+    kind = node.op.split(".")[1].removeprefix("new_").removesuffix("_like")
+    fill = (node.args[-1],) if kind == "full" else ()
+    kind = "zeros" if kind == "empty" else kind
+    out = node.out
+    return rewriter.factory(
+        kind, out.shape, *fill, shape=out.shape, dtype=out.dtype, where=node.where
+    )
+
+
+def cat(rewriter: Rewriter, node: Node) -> Value | None:
+    """Drop what is empty (a fresh key/value cache); a lone piece is the whole."""
+    pieces = tuple(v for v in node.args[0] if v.shape != (0,))
+    out = node.out
+    if len(pieces) == 1:
+        return cast(rewriter, replace(node, args=pieces))
+    if len(pieces) == len(node.args[0]):
+        return None
+    dim = node.args[1] if len(node.args) > 1 else 0
+    return rewriter.emit(
+        node.op, pieces, dim, shape=out.shape, dtype=out.dtype, where=node.where
+    )
+
+
+def product(rewriter: Rewriter, node: Node) -> Value | None:
+    """linear, addmm (as in Conv1D), mm -> a product without bias, plus the bias."""
+    kind = node.op.split(".")[1]
+    bias: Value | None = None
+    if kind == "addmm":
+        if node.kwargs:
+            return None
+        bias, x, weight = node.args
+    else:
+        x, weight, *rest = node.args
+        bias = rest[0] if rest else None
+    op = "aten.linear.default" if kind == "linear" else "aten.matmul.default"
+    flattened = rewriter.producer(x, "aten.reshape")
+    if flattened is not None and flattened.operands[0].shape[-1:] == x.shape[-1:]:
+        x = flattened.operands[0]
+    columns = node.out.shape[-1]
+    out = rewriter.emit(
+        op,
+        x,
+        weight,
+        shape=(*x.shape[:-1], columns),
+        dtype=node.out.dtype,
+        where=node.where,
+        name=kind,
+    )
+    if bias is not None:
+        out = rewriter.emit(
+            "aten.add.Tensor",
+            out,
+            bias,
+            shape=out.shape,
+            dtype=out.dtype,
+            where=node.where,
+            name="biased",
+        )
+    return rewriter.reshape(out, node.out.shape, node.where)
+
+
+def mean_of_all(rewriter: Rewriter, node: Node) -> Value:
+    """A mean over everything is a sum, which may stay pending, times a constant."""
+    x, out = node.operands[0], node.out
+    total = rewriter.emit(
+        "aten.sum.default", x, shape=(), dtype=out.dtype, where=node.where
+    )
+    return rewriter.emit(
+        "aten.mul.Tensor",
+        total,
+        1.0 / x.numel,
+        shape=(),
+        dtype=out.dtype,
+        where=node.where,
+        name="mean",
+    )
+
+
+def dropout(rewriter: Rewriter, node: Node) -> Value:
+    """A dropout that is on becomes ours: its mask does not depend on the plan."""
+    x, p, train = node.args
+    if not train or p == 0.0:
+        return x
+    return emit_dropout(rewriter, x, p, node)
+
+
+def number_dropouts(graph: Graph) -> Graph:
+    """Number the dropouts in the order in which the model calls them."""
+    nodes, count = [], 0
+    for node in graph.nodes:
+        if node.op == "autopar.dropout":
+            node = replace(node, args=(*node.args, count))
+            count += 1
+        nodes.append(node)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def index(rewriter: Rewriter, node: Node) -> Value | None:
+    """`x[arange(b)[:, None], arange(s)]` is x itself, seen with more dims.
+
+    Masks of Hugging Face models look up the padding mask this way.
+    """
+    x, indices = node.args
+    if any(i is None for i in indices) or len(indices) != len(x.shape):
+        return None
+    out, last = node.out, -1
+    for dim, position in enumerate(indices):
+        rows = rewriter.constant(position)
+        if rows is None or rows.numel() != x.shape[dim]:
+            return None
+        if not torch.equal(rows.flatten(), torch.arange(x.shape[dim])):
+            return None
+        # Which dim of the result this index runs along, counted from the right.
+        along = [i - rows.ndim for i, n in enumerate(rows.shape) if n != 1]
+        place = along[0] + len(out.shape) if along else last
+        if place < last:
+            return None
+        last = place
+    return rewriter.reshape(x, out.shape, node.where)
+
+
+def tanh_gelu(rewriter: Rewriter, node: Node) -> Value | None:
+    """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) -> gelu(x, "tanh").
+
+    Hendrycks and Gimpel, arXiv 1606.08415, section 2.
+    """
+    for half, bracket in (node.args, node.args[::-1]):
+        h = rewriter.producer(half, "aten.mul")
+        b = rewriter.producer(bracket, "aten.add")
+        t = rewriter.producer(b.args[0], "aten.tanh") if b else None
+        scaled = rewriter.producer(t.args[0], "aten.mul") if t else None
+        cubic = rewriter.producer(scaled.args[0], "aten.add") if scaled else None
+        small = rewriter.producer(cubic.args[1], "aten.mul") if cubic else None
+        power = rewriter.producer(small.args[0], "aten.pow") if small else None
+        if not (h and b and scaled and cubic and small and power):
+            continue
+        x, inner = power.args[0], _uncast(rewriter, power.args[0])
+        constants = (h.args[1], b.args[1], scaled.args[1], small.args[1], power.args[1])
+        wanted = (0.5, 1.0, math.sqrt(2 / math.pi), 0.044715, 3.0)
+        plain = all(isinstance(c, int | float) for c in constants)
+        others = (_uncast(rewriter, h.args[0]), _uncast(rewriter, cubic.args[0]))
+        same_x = others == (inner, inner) and not cubic.kwargs
+        if plain and same_x and all(map(math.isclose, constants, wanted)):
+            return rewriter.emit(
+                "aten.gelu.default",
+                x,
+                shape=x.shape,
+                dtype=x.dtype,
+                where=node.where,
+                approximate="tanh",
+            )
+    return None
+
+
+def _uncast(rewriter: Rewriter, x: Value) -> Value:
+    """What x is in another precision, if it is that."""
+    cast_node = rewriter.producer(x, "aten.to")
+    return cast_node.operands[0] if cast_node else x
+
+
+CLEAN: dict[str, Rule] = {
+    **{
+        f"aten.{name}": identity
+        for name in ("alias", "contiguous", "lift_fresh_copy", "clone")
+    },
+    **{f"aten.{name}": cast for name in ("to", "_to_copy", "float", "type_as")},
+    **{
+        f"aten.{name}": reshape
+        for name in (
+            "view",
+            "reshape",
+            "_unsafe_view",
+            "flatten",
+            "unflatten",
+            "squeeze",
+            "unsqueeze",
+            "view_as",
+        )
+    },
+    **{
+        f"aten.{name}": factory
+        for name in (
+            "arange",
+            "empty",
+            "ones",
+            "zeros",
+            "full",
+            "scalar_tensor",
+            "tril_indices",
+        )
+    },
+    **{
+        f"aten.{name}": new_factory
+        for name in (
+            "new_ones",
+            "new_zeros",
+            "new_empty",
+            "new_full",
+            "empty_like",
+            "ones_like",
+            "zeros_like",
+            "full_like",
+        )
+    },
+    "aten.expand": expand,
+    "aten.cat": cat,
+    "aten.dropout": dropout,
+    "aten.linear": product,
+    "aten.addmm": product,
+    "aten.mm": product,
+}
+
+MEANING: dict[str, Rule] = {
+    "aten.reshape": collapse,
+    "aten.add": add_number,
+    "aten.bmm": looked_up_product,
+    "aten.embedding": embedding,
+    "aten.index": index,
+    "aten.mul": tanh_gelu,
+    "aten.mean.default": mean_of_all,
+    "aten.scaled_dot_product_attention": attention,
+    **LOSS_RULES,
+}

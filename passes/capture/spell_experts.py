@@ -1,0 +1,65 @@
+"""Experts in one spelling: each token times the weight of the expert that it chose.
+
+Hugging Face's `batched_mm` experts look up a whole weight matrix for every token and
+multiply in a batch, which takes as much memory as there are tokens and weights. As one
+op it takes none: tokens of one expert are brought together (autopar.kernels), and an
+axis may split the experts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from passes.capture.rewrite import Rewriter
+from passes.graph import Node, Value
+
+
+def looked_up_product(rewriter: Rewriter, node: Node) -> Value | None:
+    """bmm(w[expert], x[..., None]) or bmm(x[:, None], w[expert]) -> expert_linear."""
+    left, right = node.operands
+    if right.shape[2] == 1 and (found := _looked_up(rewriter, left)):
+        weight, expert = found
+        return _emit(rewriter, node, right, expert, weight)
+    if left.shape[1] == 1 and (found := _looked_up(rewriter, right)):
+        weight, expert = found
+        experts, tall, wide = weight.shape
+        turned = rewriter.emit(
+            "aten.transpose.int",
+            weight,
+            1,
+            2,
+            shape=(experts, wide, tall),
+            dtype=weight.dtype,
+            where=node.where,
+        )
+        return _emit(rewriter, node, left, expert, turned)
+    return None
+
+
+def _emit(
+    rewriter: Rewriter, node: Node, rows: Value, expert: Value, weight: Value
+) -> Value:
+    """rows: [tokens, k] with a dim of 1 somewhere. weight: [experts, n, k]."""
+    tokens, (_, wide, tall) = rows.shape[0], weight.shape
+    y = rewriter.emit(
+        "autopar.expert_linear",
+        rewriter.reshape(rows, (tokens, tall), node.where),
+        expert,
+        weight,
+        shape=(tokens, wide),
+        dtype=node.out.dtype,
+        where=node.where,
+        name="expert_linear",
+    )
+    return rewriter.reshape(y, node.out.shape, node.where)
+
+
+def _looked_up(rewriter: Rewriter, x: Value) -> tuple[Value, Value] | None:
+    """(weight, expert) of weight[expert]: [experts, n, k] and int64 [tokens]."""
+    node = rewriter.producer(x, "aten.index")
+    if node is None or len(node.args[1]) != 1:
+        return None
+    weight, (expert,) = node.args
+    if len(weight.shape) == 3 and expert.dtype == torch.int64:
+        return (weight, expert) if len(expert.shape) == 1 else None
+    return None

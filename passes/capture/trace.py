@@ -1,0 +1,288 @@
+"""trace: an untouched model and an example batch -> one forward graph that ends in the
+loss.
+
+The model is read by `torch.export` (non-strict). Parameters keep the model's own names,
+nodes keep the module path and the line of the user's source. Tensors on the `meta`
+device are traced as fake ones, so a model need not fit in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import passes
+from passes.capture.call_model import loss_of
+from passes.capture.functionalize import functionalize
+from passes.capture.read_export import TORCH, ExportReader
+from passes.errors import CaptureError
+from passes.graph import Graph, Value
+
+# In errors of captures that need to know what is in a tensor.
+VALUES_READ = ("datadependent", "dynamicoutputshape", "unbacked")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The model's forward, from the batch to the loss.
+
+    aliases: other names of a tied parameter -> the name it has in the graph.
+    literals: the values of `graph.constants`.
+    trainable: names of the parameters that want a gradient.
+    autocast: value -> the dtype that torch.autocast had for products where it was made;
+    of values made outside of autocast, nothing.
+    """
+
+    graph: Graph
+    aliases: Mapping[str, str]
+    literals: Mapping[str, torch.Tensor]
+    trainable: frozenset[str]
+    autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return str(self.graph)
+
+
+class _LossOf(nn.Module):
+    """The model, called by keyword, with only its loss coming out."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any] | None, static: dict
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.static = static
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        before = dict(self.model.named_buffers())
+        loss = loss_of(self.model, {**batch, **self.static}, self.loss_fn)
+        _refuse_new_buffers(before, dict(self.model.named_buffers()))
+        return loss
+
+
+def _refuse_new_buffers(
+    before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
+) -> None:
+    """`self.count = self.count + 1` leaves no trace in the exported graph."""
+    for name, buffer in before.items():
+        if after.get(name) is not buffer:
+            raise CaptureError(
+                f"forward assigns a new tensor to the model's buffer '{name}', which "
+                "has no meaning when ranks run different microbatches",
+                fix="keep running statistics out of forward, or freeze them with "
+                ".eval()",
+            )
+
+
+def trace(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None = None,
+    precision: torch.dtype | None = None,
+) -> Traced:
+    """Capture `model(**batch)` down to its loss, for the shapes of the full batch.
+
+    precision: run the model under torch.autocast with this dtype, as its code may ask.
+    Raises CaptureError when the model cannot be captured, changes one of its
+    buffers, or returns no scalar loss.
+    """
+    tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
+    static = {k: v for k, v in batch.items() if not isinstance(v, torch.Tensor)}
+    if not tensors:
+        raise CaptureError(
+            "the batch holds no tensor", fix="pass the model's inputs by keyword"
+        )
+    wrapper = _LossOf(model, loss_fn, static)
+    device = _device(model)
+    reader = ExportReader(_place_of(loss_fn), device.type, precision)
+    with (
+        _on_fake_tensors(wrapper, tensors, device) as examples,
+        torch.autocast(device.type, precision, enabled=precision is not None),
+    ):
+        exported = _export(wrapper, examples)
+    return _read(exported, model, list(tensors), reader)
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Where the model is traced; parameters on meta become fake ones of the CPU."""
+    real = (p.device for p in model.parameters() if not p.is_meta)
+    return next(real, torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def _on_fake_tensors(
+    wrapper: nn.Module, tensors: Mapping[str, torch.Tensor], device: torch.device
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Example inputs to export with; meta parameters become fake ones meanwhile.
+
+    Inputs are copied: to where the model is, and because export merges two inputs that
+    are one tensor.
+    """
+    if not any(t.is_meta for m in wrapper.modules() for t in _own_tensors(m).values()):
+        yield {k: v.detach().to(device, copy=True) for k, v in tensors.items()}
+        return
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    saved: list[tuple[dict, str, torch.Tensor]] = []
+    replaced: dict[int, torch.Tensor] = {}
+    for module in wrapper.modules():
+        for table in (module._parameters, module._buffers):
+            for name, old in table.items():
+                if old is None:
+                    continue
+                if id(old) not in replaced:
+                    replaced[id(old)] = _fake_like(old, mode)
+                saved.append((table, name, old))
+                table[name] = replaced[id(old)]
+    try:
+        with mode:
+            yield {k: torch.empty(v.shape, dtype=v.dtype) for k, v in tensors.items()}
+    finally:
+        for table, name, old in saved:
+            table[name] = old
+
+
+def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    both = {**module._parameters, **module._buffers}
+    return {k: v for k, v in both.items() if v is not None}
+
+
+def _fake_like(old: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    with mode:
+        new = torch.empty(old.shape, dtype=old.dtype, device="cpu")
+    if isinstance(old, nn.Parameter):
+        return nn.Parameter(new, requires_grad=old.requires_grad)
+    return new
+
+
+def _export(
+    wrapper: nn.Module, examples: dict[str, torch.Tensor]
+) -> torch.export.ExportedProgram:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.export.export(wrapper, (), {"batch": examples}, strict=False)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"the model could not be captured: {_first_lines(error)}",
+            source=_user_frame(error),
+            fix=_way_out(error, wrapper, examples),
+        ) from error
+
+
+def _way_out(
+    error: Exception, wrapper: nn.Module, examples: Mapping[str, torch.Tensor]
+) -> str:
+    """Either the model reads values of tensors, or it does not run on this batch."""
+    text = f"{type(error).__name__} {error}".lower().replace("-", "")
+    if any(mark in text for mark in VALUES_READ):
+        configs = (getattr(m, "config", None) for m in wrapper.modules())
+        chosen = {getattr(c, "_experts_implementation", None) for c in configs}
+        if chosen & {"eager"}:
+            return (
+                "experts that loop over their tokens have no fixed shapes: give the "
+                "model's configuration experts_implementation='batched_mm'"
+            )
+        return (
+            "control flow must not depend on tensor values: compute both branches "
+            "with torch.where, or pass the choice as a Python value"
+        )
+    return (
+        "the model must run on the batch as it is, given by keyword: "
+        f"model({', '.join(f'{name}=...' for name in examples)})"
+    )
+
+
+def _first_lines(error: BaseException) -> str:
+    text = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {text[0]}"
+
+
+def _user_frame(error: BaseException) -> str:
+    """The innermost line outside of torch and of this project."""
+    found, trace_ = "", error.__traceback__
+    here = os.path.dirname(os.path.abspath(passes.__file__)) + os.sep
+    while trace_ is not None:
+        file = trace_.tb_frame.f_code.co_filename
+        if not file.startswith((TORCH, here, "<")):
+            found = f"{file}:{trace_.tb_lineno}"
+        trace_ = trace_.tb_next
+    return found
+
+
+def _place_of(function: Any) -> str:
+    """File and line of a function, where it has one."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ""
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+
+
+def _read(
+    exported: torch.export.ExportedProgram,
+    model: nn.Module,
+    fields: list[str],
+    reader: ExportReader,
+) -> Traced:
+    """Turn the exported program into our graph."""
+    first_name: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    trainable = set()
+    for name, p in model.named_parameters(remove_duplicate=False):
+        canonical = first_name.setdefault(id(p), name)
+        if canonical != name:
+            aliases[name] = canonical
+        elif p.requires_grad:
+            trainable.add(name)
+    sources: dict[str, list[Value]] = {k: [] for k in ("input", "param", "buffer", "c")}
+    literals: dict[str, torch.Tensor] = {}
+    signature = exported.graph_signature
+    of_params = signature.inputs_to_parameters  # a new table at each mention
+    of_buffers = signature.inputs_to_buffers
+    of_constants = signature.inputs_to_lifted_tensor_constants
+    known: dict[tuple[str, str], Value] = {}
+    unread = iter(fields)
+    for node in exported.graph.find_nodes(op="placeholder"):
+        if node.name in of_params:
+            name = of_params[node.name].removeprefix("model.")
+            kind, name = "param", aliases.get(name, name)
+        elif node.name in of_buffers:
+            name = of_buffers[node.name].removeprefix("model.")
+            kind = "buffer"
+        elif node.name in of_constants:
+            kind, name = "c", node.name
+            # On the CPU, as all is while compiling.
+            literals[name] = exported.constants[of_constants[node.name]].cpu()
+        else:
+            kind, name = "input", next(unread)
+            if name in reader.builder.taken:
+                raise CaptureError(
+                    f"the batch field '{name}' has the name of a parameter or buffer",
+                    fix="give the field or the model's attribute another name",
+                )
+        if (kind, name) in known:  # a tied parameter may come in twice
+            reader.values[node] = known[kind, name]
+        else:
+            known[kind, name] = reader.source(node, name)
+            sources[kind].append(known[kind, name])
+    reader.read(exported.graph_module)
+    graph = Graph(
+        tuple(sources["input"]),
+        tuple(sources["param"]),
+        tuple(sources["buffer"]),
+        tuple(sources["c"]),
+        tuple(reader.builder.nodes),
+        reader.outputs,
+    )
+    graph = functionalize(graph.verify())
+    return Traced(graph, aliases, literals, frozenset(trainable), reader.autocast)

@@ -1,0 +1,1 @@
+"""What each dim of each tensor is, found by how dims flow through ops."""

@@ -1,0 +1,63 @@
+"""Which ops a pending sum may pass: f(x + x') = f(x) + f(x').
+
+A sum that is pending over ranks or microbatches travels on through linear ops, and is
+completed once, where something else needs it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from passes.dims.rules import MOVES
+from passes.graph import Node
+
+# f(x + x', y + y') = f(x, y) + f(x', y')
+JOINTLY_LINEAR = frozenset(
+    {
+        "aten.add",
+        "aten.sub",
+        "aten.neg",
+        "aten.sum",
+        "aten.reshape",
+        *(f"aten.{move}" for move in MOVES),
+        "aten.expand",
+        "aten.slice",
+        "aten.select",
+        "aten.unbind",
+        "aten.split",
+        "aten.chunk",
+        "aten.split_with_sizes",
+        "aten.cat",
+        "aten.stack",
+        "aten.detach",
+    }
+)
+# Linear in one operand while the others are held; the numerator only, for division.
+LINEAR_IN_EACH = frozenset(
+    f"aten.{n}" for n in ("mul", "linear", "matmul", "bmm", "einsum")
+)
+
+
+def passes_pending_sum(node: Node, pending: list[bool]) -> bool:
+    """Whether the op of a partial sum is a partial sum of the op's result.
+
+    pending: for each operand, whether it is a pending sum.
+    """
+    name = node.op.rpartition(".")[0]
+    tensors = len(node.operands)
+    if name in ("aten.add", "aten.sub"):
+        return tensors == 2 and all(pending)
+    if name == "aten.to":
+        return pending[0] and _keeps_all(node.operands[0].dtype, node.out.dtype)
+    if name in JOINTLY_LINEAR:
+        return all(pending)
+    if name in LINEAR_IN_EACH:
+        return sum(pending) == 1
+    if name == "aten.div":
+        return pending[0] and not any(pending[1:]) and not node.kwargs
+    return False
+
+
+def _keeps_all(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether a cast of real numbers is one to a precision at least as wide."""
+    return before.is_floating_point and torch.promote_types(before, after) is after

@@ -1,0 +1,312 @@
+"""The sharding rule of every op: which letters flow through it (see `notation`).
+
+To add an op, add a line to `RULES` and an example to the test that proves the rules by
+running ops on shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from passes.dims.notation import Equation, parse
+from passes.graph import Node, resolve
+
+RULES: dict[str, str] = {
+    "aten.linear": "... k+, n k+ -> ... n",
+    "aten.matmul": "... m k+, ... k+ n -> ... m n",
+    "aten.bmm": "b m k+, b k+ n -> b m n",
+    # k is whole: each partial product would bring in the first operand once.
+    "aten.baddbmm": "b m n, b m k!, b k! n -> b m n",
+    "aten.embedding": "v@ e, ... -> ... e",
+    "aten.triu": "... m! n! -> ... m! n!",
+    "aten.tril": "... m! n! -> ... m! n!",
+    "aten.view_as_complex": "... two! -> ...",
+    "aten.view_as_real": "... -> ... two!",
+    "autopar.dropout": "... -> ...",
+    "autopar.sum_exp": "... k+, ... -> ...",
+    "autopar.pick": "... k@, ... -> ...",
+    "autopar.expert_linear": "s k+, s, e@ n k+ -> s n",
+    "aten.one_hot": "... -> ... n!",
+}
+
+
+# Composites of pointwise ops, which torch does not tag.
+POINTWISE = frozenset(
+    {
+        "aten.where",
+        "aten.to",
+        "aten.detach",
+        "aten.__and__",
+        "aten.__or__",
+        "aten.__xor__",
+        "aten.square",
+        "aten.silu",
+        "aten.mish",
+        "aten.copy",
+        "aten.fill",
+        "aten.zero",
+        "aten.leaky_relu",  # tagged from torch 2.12 on
+        # losses, which `normalize` leaves unreduced
+        "aten.mse_loss",
+        "aten.l1_loss",
+        "aten.smooth_l1_loss",
+        "aten.huber_loss",
+        "aten.binary_cross_entropy",
+        "aten.binary_cross_entropy_with_logits",
+        "aten.kl_div",
+    }
+)
+
+
+def equation(node: Node) -> Equation | None:
+    """The rule of this node, or None if its op has none that fits its operands' ranks.
+
+    Reshapes have no equation: their dims are matched by size, in `name_dims`.
+    """
+    name = node.op if node.op.startswith("autopar.") else node.op.rpartition(".")[0]
+    text: str | None
+    if name in FUNCTIONS:
+        text = FUNCTIONS[name](node)
+    elif name in RULES:
+        text = RULES[name]
+    elif is_pointwise(node.op):
+        text = ", ".join("..." for _ in node.operands) + " -> ..."
+    else:
+        text = None
+    return None if text is None else parse(text, node)
+
+
+def is_pointwise(op: str) -> bool:
+    """Whether the op works element by element: torch's own tag, or a known alias."""
+    if op.rpartition(".")[0] in POINTWISE:
+        return True
+    return op.startswith("aten.") and torch.Tag.pointwise in resolve(op).tags
+
+
+# --- Ops whose rule depends on their arguments -------------------------------------
+
+
+def letters(count: int, start: str = "a") -> list[str]:
+    return [chr(ord(start) + i) for i in range(count)]
+
+
+def _spell(operand: list[str], out: list[str], copies: int = 1) -> str:
+    return f"{' '.join(operand)} -> {', '.join([' '.join(out)] * copies)}"
+
+
+def _dims(node: Node, position: int, name: str = "dim") -> list[int]:
+    """The dims argument of a node, as non-negative ints (all dims if it is absent)."""
+    rank = len(node.operands[0].shape)
+    given = node.args[position] if len(node.args) > position else None
+    given = node.kwargs.get(name, given)
+    if given is None or given == () or isinstance(given, bool):
+        return list(range(rank))
+    return [d % rank for d in (given if isinstance(given, tuple) else (given,))]
+
+
+def _reduction(suffix: str) -> Callable[[Node], str]:
+    def rule(node: Node) -> str:
+        x = letters(len(node.operands[0].shape))
+        dims = _dims(node, 1)
+        operand = [c + suffix if i in dims else c for i, c in enumerate(x)]
+        out = [c for i, c in enumerate(x) if i not in dims]
+        if len(node.out.shape) == len(x):  # keepdim
+            out = ["_" if i in dims else c for i, c in enumerate(x)]
+        return _spell(operand, out)
+
+    return rule
+
+
+def _along(position: int) -> Callable[[Node], str]:
+    """Ops that work along one dim and keep the shape: softmax, cumsum."""
+
+    def rule(node: Node) -> str:
+        x = letters(len(node.operands[0].shape))
+        dims = _dims(node, position)
+        both = [c + "!" if i in dims else c for i, c in enumerate(x)]
+        return _spell(both, both)
+
+    return rule
+
+
+def _top(node: Node) -> str:
+    """topk, sort: what comes out along the dim has been all over it."""
+    x = letters(len(node.operands[0].shape))
+    position = 2 if "topk" in node.op else 1
+    dim = int(node.kwargs.get("dim", [*node.args, *[-1] * 3][position])) % len(x)
+    operand = [c + "!" if i == dim else c for i, c in enumerate(x)]
+    out = [c + "out!" if i == dim else c for i, c in enumerate(x)]
+    return _spell(operand, out, len(node.outs))
+
+
+def _moved(node: Node) -> str:
+    """Dims in another order: the one that dims of distinct extents come out in."""
+    x = letters(len(node.operands[0].shape))
+    extents = range(2, 2 + len(x))
+    out = resolve(node.op)(
+        torch.empty(*extents, device="meta"), *node.args[1:], **node.kwargs
+    )
+    return _spell(x, [x[extents.index(n)] for n in out.shape])
+
+
+def _einsum(node: Node) -> str | None:
+    """What it says itself, if no operand has a letter twice."""
+    left, arrow, right = (
+        node.args[0].replace(" ", "").replace("...", ".").partition("->")
+    )
+    if not arrow:
+        once = sorted(c for c in left if c.isalpha() and left.count(c) == 1)
+        right = "".join(["." if "." in left else "", *once])
+    operands = left.split(",")
+    if any(len(set(x)) < len(x) for x in operands) or ("." in left) > ("." in right):
+        return None
+
+    def spell(tensor: str) -> str:
+        marked = (c if c in right else f"{c}+" for c in tensor)
+        return " ".join(marked).replace(".", "...")
+
+    return f"{', '.join(map(spell, operands))} -> {spell(right)}"
+
+
+def _expand(node: Node) -> str:
+    out = letters(len(node.out.shape))
+    return _spell(out[len(out) - len(node.operands[0].shape) :], out)
+
+
+def _changed_whole(node: Node) -> str:
+    """slice, pad: a dim that grows, shrinks or shifts must be whole."""
+    x, y = node.operands[0].shape, node.out.shape
+    pads = node.args[1] if "pad" in node.op else ()
+    padded = {len(x) - 1 - i // 2 for i, count in enumerate(pads) if count}
+    operand, out = letters(len(x)), letters(len(x))
+    for i, c in enumerate(letters(len(x))):
+        if x[i] != y[i] or i in padded:
+            operand[i], out[i] = f"{c}!", f"{c}out!"
+    return _spell(operand, out)
+
+
+def _select(node: Node) -> str:
+    """select, unbind: one dim goes away."""
+    x = letters(len(node.operands[0].shape))
+    dim = int(node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0))
+    dim %= len(x)
+    operand = [c + "!" if i == dim else c for i, c in enumerate(x)]
+    out = [c for i, c in enumerate(x) if i != dim]
+    return _spell(operand, out, len(node.outs))
+
+
+def _norm(node: Node) -> str:
+    """layer_norm, rms_norm: all dims of the given shape are whole."""
+    normal = " ".join(f"{c}!" for c in letters(len(node.args[1])))
+    weights = [normal] * (len(node.operands) - 1)
+    return f"{', '.join([f'... {normal}', *weights])} -> ... {normal}"
+
+
+def _split(node: Node) -> str:
+    """Equal pieces split the dim into (which piece, position in it)."""
+    x = letters(len(node.operands[0].shape))
+    dim = int(node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0))
+    dim %= len(x)
+    sizes = {v.shape[dim] if v else -1 for v in node.outs}
+    if len(sizes) > 1:
+        operand = [c + "!" if i == dim else c for i, c in enumerate(x)]
+        outs = []
+        for piece in range(len(node.outs)):
+            out = [f"{c}{piece}!" if i == dim else c for i, c in enumerate(x)]
+            outs.append(" ".join(out))
+        return f"{' '.join(operand)} -> {', '.join(outs)}"
+    count = f"pieces={len(node.outs)}!"
+    operand = [f"({count} {c})" if i == dim else c for i, c in enumerate(x)]
+    return _spell(operand, x, len(node.outs))
+
+
+def _cat(node: Node) -> str:
+    x = letters(len(node.out.shape))
+    dim = int(node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0))
+    dim %= len(x)
+    operands = []
+    for piece in range(len(node.operands)):
+        one = [f"{c}{piece}!" if i == dim else c for i, c in enumerate(x)]
+        operands.append(" ".join(one))
+    out = [f"{c}!" if i == dim else c for i, c in enumerate(x)]
+    return f"{', '.join(operands)} -> {' '.join(out)}"
+
+
+def _stack(node: Node) -> str:
+    out = letters(len(node.out.shape))
+    dim = int(node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0))
+    dim %= len(out)
+    operand = " ".join(c for i, c in enumerate(out) if i != dim)
+    out[dim] += "!"
+    return f"{', '.join([operand] * len(node.operands))} -> {' '.join(out)}"
+
+
+def _repeat_interleave(node: Node) -> str:
+    x = letters(len(node.operands[0].shape))
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+    if dim is None or not isinstance(node.args[1], int):
+        return f"{' '.join(c + '!' for c in x)} -> {'z!'}"
+    dim %= len(x)
+    out = [f"({c} times={node.args[1]}!)" if i == dim else c for i, c in enumerate(x)]
+    return _spell(x, out)
+
+
+def _attention(node: Node) -> str:
+    """Each query row is on its own, and sees all keys; a causal flag counts rows."""
+    q, k = node.args[0], node.args[1]
+    is_causal = node.args[4]
+    s = "s~" if is_causal else "s"
+    groups = k.shape[1]
+    kv = "h" if groups == q.shape[1] else f"g={groups}"
+    heads = "h" if groups == q.shape[1] else f"({kv} r)"
+    operands = [f"b {heads} {s} e!", f"b {kv} t! e!", f"b {kv} t! v!"]
+    if node.args[3] is not None:
+        rank = len(node.args[3].shape)
+        operands.append(" ".join(["b", heads, s, "t!"][4 - rank :]))
+    return f"{', '.join(operands)} -> b {heads} {s} v!"
+
+
+MOVES = [
+    "transpose",
+    "t",
+    "numpy_T",
+    "mT",
+    "adjoint",
+    "permute",
+    "movedim",
+    "moveaxis",
+    "swapaxes",
+    "swapdims",
+]
+
+FUNCTIONS: dict[str, Callable[[Node], str | None]] = {
+    "aten.sum": _reduction("+"),
+    "aten.mean": _reduction("!"),
+    "aten.amax": _reduction("^"),
+    "aten.var": _reduction("!"),
+    "aten.softmax": _along(1),
+    "aten._softmax": _along(1),
+    "aten.log_softmax": _along(1),
+    "aten.cumsum": _along(1),
+    "aten.topk": _top,
+    "aten.sort": _top,
+    **{f"aten.{name}": _moved for name in MOVES},
+    "aten.einsum": _einsum,
+    "aten.expand": _expand,
+    "aten.layer_norm": _norm,
+    "aten.rms_norm": _norm,
+    "aten.slice": _changed_whole,
+    "aten.pad": _changed_whole,
+    "aten.constant_pad_nd": _changed_whole,
+    "aten.select": _select,
+    "aten.unbind": _select,
+    "aten.split": _split,
+    "aten.chunk": _split,
+    "aten.split_with_sizes": _split,
+    "aten.cat": _cat,
+    "aten.stack": _stack,
+    "aten.repeat_interleave": _repeat_interleave,
+    "autopar.attention": _attention,
+}

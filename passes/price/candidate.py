@@ -1,0 +1,62 @@
+"""A candidate of a search: the decisions that one plan differs by from another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from passes.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Decisions of a plan, without what follows from them.
+
+    layers: runs of layers in each of the pipeline's stages, in order. samples: in a
+    microbatch of one data parallel rank. context_parallel: how attention works on an
+    axis cp, see `passes.plan.CONTEXT_PARALLEL`. labelled: whether its ops have labels
+    of their own, see `passes.search.label_axes`.
+    """
+
+    mesh: Mesh
+    samples: int
+    microbatches: int
+    schedule: str
+    stages_per_rank: int
+    zero: int
+    recompute: str
+    layers: tuple[int, ...]
+    context_parallel: str = "gather"
+    labelled: bool = False
+
+    def __str__(self) -> str:
+        """`pp=8,tp=4, 48 microbatches of 1, interleaved x4, zero 1, recompute full`."""
+        schedule = self.schedule
+        if self.stages_per_rank > 1:
+            schedule += f" x{self.stages_per_rank}"
+        pipeline = f", {schedule}" if self.mesh.axis_size("pp") > 1 else ""
+        zero = f", zero {self.zero}" if self.zero else ""
+        context = f", {self.context_parallel}" if self.mesh.axis_size("cp") > 1 else ""
+        again = f", recompute {self.recompute}" if self.recompute != "none" else ""
+        return (
+            f"{str(self.mesh) or 'one device'}, {self.microbatches} microbatches of "
+            f"{self.samples}{context}{pipeline}{zero}{again}"
+            f"{', labels' if self.labelled else ''}"
+        )
+
+    @property
+    def shares(self) -> int:
+        """The stage of ZeRO; 0 if there is no other rank to share with."""
+        return self.zero if self.data_parallel > 1 else 0
+
+    @property
+    def data_parallel(self) -> int:
+        """The ranks that share out parameters with ZeRO: those that would hold the same
+        in one piece. On cp rows lie in zigzag, which shares have no part in, but where
+        all ranks see all rows (see `autopar.options.make_plan`)."""
+        whole = self.context_parallel == "ulysses" or self.mesh.axis_size("dp") == 1
+        return self.mesh.axis_size("dp") * (self.mesh.axis_size("cp") if whole else 1)
+
+    @property
+    def blocks(self) -> int:
+        """Runs of layers in a stage, on average."""
+        return max(1, sum(self.layers) // max(1, len(self.layers)))

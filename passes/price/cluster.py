@@ -1,0 +1,248 @@
+"""The machine that a plan is for: devices of one kind, and the links between them.
+
+Links form levels, innermost first: the devices of a node, then the nodes. A mesh axis
+lies on the innermost level that holds all of its ranks; an axis that spans several
+nodes moves its bytes through each node's share of the network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+
+from passes.errors import AutoparError
+from passes.mesh import Mesh
+from passes.price.measured import TABLE, Messages, Ops
+from passes.schedule.crowd import ALONE, Crowd
+
+
+class ClusterError(AutoparError):
+    """A description of a machine that is wrong or incomplete."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or one process of a CPU.
+
+    memory: bytes that a rank may use. bytes_per_second: of its own memory. flops: dtype
+    (as torch names it) -> peak floating point operations a second; a dtype that is not
+    there runs as float32. efficiency: the share of the peak that a large product
+    reaches, and bandwidth_efficiency that a large copy reaches; launch: seconds that an
+    op takes at least. fused: whether elementwise ops in a row run as one kernel.
+    dispatch: seconds of the host for each op; where ops take less, the device waits.
+    ops: what ops were measured to take; the rest is for those that were not.
+    """
+
+    name: str
+    memory: float
+    bytes_per_second: float
+    flops: Mapping[str, float]
+    efficiency: float = 0.75
+    bandwidth_efficiency: float = 0.8
+    launch: float = 4e-6
+    fused: bool = False
+    dispatch: float = 0.0
+    ops: Ops = field(default_factory=Ops)
+
+    def __post_init__(self) -> None:
+        for what in ("memory", "bytes_per_second", "efficiency"):
+            _positive(f"{what} of device {self.name}", getattr(self, what))
+        _positive(f"bandwidth_efficiency of {self.name}", self.bandwidth_efficiency)
+        if not (math.isfinite(self.dispatch) and self.dispatch >= 0):
+            raise ClusterError(
+                f"dispatch of {self.name} is {self.dispatch}", fix="give seconds, or 0"
+            )
+        if "float32" not in self.flops:
+            raise ClusterError(
+                f"device {self.name} has no peak for float32",
+                fix="give flops a value for float32, and one for each other dtype",
+            )
+        for dtype, peak in self.flops.items():
+            _positive(f"flops of {dtype} of device {self.name}", peak)
+
+    def peak(self, dtype: str) -> float:
+        return self.flops.get(dtype, self.flops["float32"])
+
+
+@dataclass(frozen=True)
+class Level:
+    """Links that join `devices` devices, counted from the innermost level.
+
+    bytes_per_second: that each device sends while it receives as many. latency: seconds
+    until the first byte arrives. efficiency: the share of the bandwidth that a large
+    collective reaches.
+    """
+
+    devices: int
+    bytes_per_second: float
+    latency: float
+    efficiency: float = 0.8
+
+    def __post_init__(self) -> None:
+        for what in ("devices", "bytes_per_second", "latency", "efficiency"):
+            _positive(f"{what} of a level of links", getattr(self, what))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """devices: how many there are. levels: of links, innermost first; the last joins
+    all of them. messages: what was measured between so many ranks; levels are for what
+    was not. profile: what the measurements are of, "" without any. cores: that the
+    processes of all devices share, one thread each; 0: each has its own."""
+
+    device: Device
+    devices: int
+    levels: tuple[Level, ...] = field(default_factory=tuple)
+    messages: Messages = field(default_factory=Messages)
+    profile: str = ""
+    cores: float = 0.0
+
+    def __post_init__(self) -> None:
+        _positive("the number of devices", self.devices)
+        sizes = [level.devices for level in self.levels]
+        if self.devices > 1 and (not sizes or sizes[-1] < self.devices):
+            raise ClusterError(
+                f"the links join {sizes[-1] if sizes else 1} of {self.devices} devices",
+                fix="add a level of links that joins all devices",
+            )
+        if sizes != sorted(set(sizes)):
+            raise ClusterError(
+                f"levels of {sizes} devices", fix="order them from small to large"
+            )
+
+        if not (math.isfinite(self.cores) and self.cores >= 0):
+            raise ClusterError(
+                f"the cores of the cluster are {self.cores}",
+                fix="give how many its processes share, or 0",
+            )
+
+    def __str__(self) -> str:
+        return f"{self.devices}x{self.device.name}"
+
+    @property
+    def cores_each(self) -> float:
+        """Of a device's process, while all of them are busy."""
+        return self.cores / self.devices if self.cores else math.inf
+
+    def crowd(self, mesh: Mesh) -> Crowd:
+        """Who shares the cores with whom, for the ranks of a mesh."""
+        if not self.cores:
+            return ALONE
+        return Crowd(self.cores, mesh.size // mesh.axis_size("pp"))
+
+    @cached_property
+    def link(self) -> Callable[[Mesh, tuple[str, ...]], Link]:
+        """What a group of ranks along some axes of a mesh has to talk over."""
+        return cache(self._between)
+
+    def _between(self, mesh: Mesh, axes: tuple[str, ...]) -> Link:
+        size = math.prod(mesh.axis_size(a) for a in axes)
+        # Neighbours of the group are as far apart as the axes inside of the innermost.
+        stride = 1
+        for name, extent in reversed(mesh.axes):
+            if name in axes:
+                break
+            stride *= extent
+        outermost = next((a for a, _ in mesh.axes if a in axes), None)
+        span, inside = 1, False
+        for name, extent in mesh.axes:
+            inside = inside or name == outermost
+            span *= extent if inside else 1
+        return self._link(size, stride, max(span, 1))
+
+    def _link(self, size: int, stride: int, span: int) -> Link:
+        """size ranks, `stride` apart, the first and the last within `span` devices."""
+        here = next((i for i, x in enumerate(self.levels) if x.devices >= span), None)
+        if here is None:
+            return Link(size, math.inf, 0.0, None, stride, self.messages)
+        level = self.levels[here]
+        speed = level.bytes_per_second * level.efficiency
+        if here == 0:
+            return Link(size, speed, level.latency, None, stride, self.messages)
+        # Ranks of the group in one node share what that node's devices can send.
+        inner = self.levels[here - 1]
+        near = Near(
+            max(1, min(size, inner.devices // stride)),
+            inner.bytes_per_second * inner.efficiency,
+            inner.latency,
+        )
+        return Link(size, speed, level.latency, near, stride, self.messages)
+
+
+@dataclass(frozen=True)
+class Near:
+    """How many ranks of a group that spans nodes are in one of them, and what these
+    talk over, see `Link`."""
+
+    ranks: int
+    bytes_per_second: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """ranks that talk to each other; bytes a second that the device of each sends as
+    far as the group reaches; seconds of a message. near: of those in one node, where
+    the group spans several. messages: what was measured between ranks that are `stride`
+    apart."""
+
+    ranks: int
+    bytes_per_second: float
+    latency: float
+    near: Near | None = None
+    stride: int = 1
+    messages: Messages = field(default_factory=Messages)
+
+    def seconds(self, kind: str, whole: float) -> float:
+        """Of one collective.
+
+        whole: bytes of the tensor that is reduced or gathered; for `all_to_all` and
+        `send`, of what each rank gives.
+        """
+        return self.find(kind, whole)[0]
+
+    def find(self, kind: str, whole: float) -> tuple[float, str]:
+        """The same, and how it was found, see `passes.price.measured`."""
+        if self.ranks < 2:
+            return 0.0, TABLE
+        took, how = self.messages.seconds(kind, self.ranks, self.stride, whole)
+        if how != TABLE:
+            return took, how
+        return self._from_table(kind, whole), TABLE
+
+    def _from_table(self, kind: str, whole: float) -> float:
+        """By rings (Thakur, Rabenseifner, Gropp 2005, section 4), or by two trees where
+        an all-reduce is small (Sanders, Speck, Traff 2009), as NCCL chooses."""
+        n = self.ranks
+        near = self.near or Near(n, self.bytes_per_second, self.latency)
+        nodes = math.ceil(n / near.ranks)
+        moved = whole * (n - 1) / n
+        # A ring enters each node once; what crosses is shared by all devices in it.
+        ring = (n - nodes) * near.latency + (nodes - 1) * self.latency
+        shared = self.bytes_per_second
+        if self.near:
+            shared = min(shared * near.ranks, near.bytes_per_second)
+        if kind in ("all_gather", "reduce_scatter"):
+            return ring + moved / shared
+        if kind == "all_reduce":
+            # Trees join the nodes; in one, ranks are a chain.
+            tree = (near.ranks - 1) * near.latency + math.log2(nodes) * self.latency
+            return 2 * min(ring + moved / shared, tree + whole / shared)
+        if kind == "all_to_all":
+            # To each by itself; to other nodes by the device's own link.
+            far, close = n - near.ranks, near.ranks - 1
+            slowest = max(far / self.bytes_per_second, close / near.bytes_per_second)
+            return far * self.latency + close * near.latency + whole / n * slowest
+        assert kind == "send", f"a link prices no {kind}"
+        return self.latency + whole / shared
+
+    def without_latency(self) -> Link:
+        near = replace(self.near, latency=0.0) if self.near else None
+        return replace(self, latency=0.0, near=near)
+
+
+def _positive(what: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ClusterError(f"{what} is {value}", fix="give a number above zero")

@@ -1,0 +1,94 @@
+"""Bytes that nodes move where elementwise ops in a row run as one kernel.
+
+Compilers (and hand-written kernels: bias, dropout and residual; scale, mask and
+softmax) keep what one such op hands to the next in registers. It is written only if
+something else reads it too, or if it is kept for later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from passes.cost import VIEWS
+from passes.dims.rules import is_pointwise
+from passes.graph import Node, Value
+
+# Not elementwise, but made in the same pass over the rows.
+ROWWISE = frozenset(
+    {
+        "aten._softmax.default",
+        "aten._softmax_backward_data.default",
+        "aten.softmax.int",
+        "aten.native_layer_norm.default",
+        "aten.native_layer_norm_backward.default",
+        "aten.rms_norm.default",
+        "autopar.masked_scale",
+        "autopar.add_",
+        "comm.dropout_mask",
+    }
+)
+
+
+def fused_traffic(
+    nodes: Sequence[Node], kept: Collection[str]
+) -> list[tuple[int, bool]]:
+    """Of each node the bytes that it reads and writes, and whether it is a kernel of
+    its own or the first op of one.
+
+    kept: names of the values that live on after the last node.
+    """
+    roots = _roots(nodes)
+    producers = {v.name: i for i, n in enumerate(nodes) for v in n.results}
+    readers: dict[str, list[int]] = {}
+    for i, node in enumerate(nodes):
+        if not is_view(node):
+            for name in {roots[v.name] for v in node.operands}:
+                readers.setdefault(name, []).append(i)
+    stays = {roots.get(name, name) for name in kept}
+
+    def handed(name: str, reader: int) -> bool:
+        """Whether a value goes from its op to this reader in registers."""
+        made = producers.get(name)
+        return (
+            made is not None
+            and fusable(nodes[made])
+            and fusable(nodes[reader])
+            and readers[name][0] == reader
+        )
+
+    found = []
+    for i, node in enumerate(nodes):
+        if is_view(node):
+            found.append((0, False))
+            continue
+        read = {v.name: v for v in node.operands}.values()
+        moved = sum(v.bytes for v in read if not handed(roots[v.name], i))
+        for v in node.results:
+            later = readers.get(v.name, [])
+            inside = len(later) == 1 and handed(v.name, later[0])
+            if not inside or v.name in stays:
+                moved += v.bytes
+        found.append((moved, not any(handed(roots[v.name], i) for v in read)))
+    return found
+
+
+def fusable(node: Node) -> bool:
+    return node.op in ROWWISE or (not is_view(node) and is_pointwise(node.op))
+
+
+def is_view(node: Node) -> bool:
+    return (node.op.rpartition(".")[0] or node.op) in VIEWS
+
+
+def _roots(nodes: Sequence[Node]) -> dict[str, str]:
+    """Value -> what it is a view of, or itself."""
+    found: dict[str, str] = {}
+
+    def root(v: Value) -> str:
+        return found.setdefault(v.name, v.name)
+
+    for node in nodes:
+        operands = [root(v) for v in node.operands]
+        for v in node.results:
+            found[v.name] = operands[0] if is_view(node) else v.name
+    return found

@@ -1,0 +1,251 @@
+"""What a stage costs on a device, as an account of named amounts.
+
+An account is counted on the nodes that a rank would run, forward and backward, with
+their own shapes: seconds of computing, bytes of every collective by the axes that it
+runs over, bytes of memory. Stages of equal layers differ by whole layers, so accounts
+are added and subtracted: what a layer costs is what two cost less what one costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from passes.cost import WEIGHT_GRADS, flops, traffic
+from passes.graph import Node, Value
+from passes.price.cluster import Device
+from passes.price.fusion import fused_traffic
+from passes.price.measured import SOURCES, TABLE, between
+from passes.program import dtype_name
+from passes.schedule.footprint import Footprint, footprint
+from passes.shard.collectives import collective
+from passes.shard.rest import find_casts
+from passes.shard.ring import passed_round, ring_of
+from passes.stage.blocks import beside_blocks
+from passes.stage.local_stage import LocalStage
+
+FORWARD, BACKWARD, WEIGHT, STEP = "forward", "backward", "weight", "step"
+# Keys of the most bytes alive at once, by the stage of ZeRO; with 1 as without.
+MOST = {0: "most", 2: "most by zero 2", 3: "most by zero 3"}
+PARTS = (FORWARD, BACKWARD, WEIGHT, STEP)
+UPDATE = "update"
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Account:
+    """Amounts by what they are of. Keys:
+
+    ("seconds", part): of computing; they come of ("known", part, how), what nodes were
+    measured to take, see `passes.price.measured`; and of the others' ("launches",
+    part), ("moved", part) in bytes and ("work", part), seconds of the products at the
+    device's peak, see `retimed`; ("seconds", "update"): of the optimizer, if it was
+    measured. ("flops", part). ("calls" or "bytes", part, kind, axes ...): of
+    collectives; bytes of the whole tensor, see `passes.price.cluster.Link`.
+    ("memory", term): bytes that add up: "saved", "kept", "step", "edges" as in
+    `passes.schedule.footprint.Footprint`, "parameters", "trained" and "buffers" at
+    rest, "read" of parameters as products read them, of these "cast" to another
+    precision once a step. ("most", part): bytes alive at once, see `in_a_row` and
+    `MOST`. ("message", "received" or "sent"): bytes of what crosses the stage's ends in
+    a forward. part: forward, backward (its input half), weight (its other half), each
+    of one microbatch; step.
+    """
+
+    amounts: Mapping[Key, float]
+
+    def __getitem__(self, key: Key) -> float:
+        return self.amounts.get(key, 0.0)
+
+    def __add__(self, other: Account) -> Account:
+        return self._with(other, lambda x, y: x + y)
+
+    def __sub__(self, other: Account) -> Account:
+        return self._with(other, lambda x, y: x - y)
+
+    def __mul__(self, times: float) -> Account:
+        return Account({key: times * x for key, x in self.amounts.items()})
+
+    def _with(self, other: Account, do: Callable[[float, float], float]) -> Account:
+        keys = dict.fromkeys((*self.amounts, *other.amounts))
+        return Account({key: do(self[key], other[key]) for key in keys})
+
+    def exchanges(self, part: str) -> list[tuple[str, tuple[str, ...], float, float]]:
+        """(collective, axes, calls, bytes) of a part."""
+        return self._exchanges.get(part, [])
+
+    @cached_property
+    def _exchanges(
+        self,
+    ) -> dict[str, list[tuple[str, tuple[str, ...], float, float]]]:
+        found: dict[str, list[tuple[str, tuple[str, ...], float, float]]] = {}
+        for key, amount in self.amounts.items():
+            if key[0] == "bytes":
+                calls = ("calls", *key[1:])
+                exchange = key[2], key[3:], self[calls], amount
+                found.setdefault(key[1], []).append(exchange)
+        return found
+
+
+def _whole(node: Node) -> int:
+    """Bytes of what is gathered, reduced or exchanged."""
+    given = sum(v.bytes for v in node.operands)
+    return max(given, sum(v.bytes for v in node.results))
+
+
+def footprint_of(account: Account, zero: int = 0) -> Footprint:
+    """What a stage keeps in memory, in whole bytes; by a stage of ZeRO from 2 on with
+    parameters and gradients that are there by block."""
+    most = MOST.get(zero, MOST[0])
+    return Footprint(
+        saved=round(account["memory", "saved"]),
+        forward_peak=round(account[most, FORWARD]),
+        backward_peak=round(account[most, BACKWARD]),
+        kept=round(account["memory", "kept"]),
+        step=round(account["memory", "step"]),
+        weight_peak=round(account[most, WEIGHT]),
+        edges=round(account["memory", "edges"]),
+        received=round(account["message", "received"]),
+        sent=round(account["message", "sent"]),
+    )
+
+
+def in_a_row(whole: Account, parts: Sequence[Account]) -> Account:
+    """The account of parts that run one after another, which add up to `whole`, but for
+    the most that they have alive (of each it is beside what those before it saved) and
+    for messages, which are those of both ends."""
+    found: dict[Key, float] = {
+        ("message", "received"): parts[0]["message", "received"],
+        ("message", "sent"): parts[-1]["message", "sent"],
+    }
+    for what, kept in ((FORWARD, "saved"), (BACKWARD, "saved"), (WEIGHT, "kept")):
+        before = 0.0
+        for part in parts:
+            for key in ((most, what) for most in MOST.values()):
+                found[key] = max(found.get(key, 0.0), before + part[key])
+            before += part["memory", kept]
+    # A weight that both ends use is whole between its uses, and so is its gradient.
+    twice = sum(part["memory", "parameters"] for part in parts)
+    tied = max(0.0, twice - whole["memory", "parameters"])
+    for key in ((MOST[3], FORWARD), (MOST[2], BACKWARD), (MOST[3], BACKWARD)):
+        found[key] += tied
+    return Account({**whole.amounts, **found})
+
+
+def price(local: LocalStage, device: Device) -> Account:
+    """The account of one rank's stage."""
+    found: dict[Key, float] = {}
+
+    def add(key: Key, amount: float) -> None:
+        found[key] = found.get(key, 0.0) + amount
+
+    ends = [*local.saved, *local.sends, *([local.loss] if local.loss else [])]
+    halves = [v for v in (*local.d_receives, *local.kept) if v is not None]
+    parts: dict[str, tuple[Sequence[Node], list[Value]]] = {
+        FORWARD: (local.forward, ends),
+        BACKWARD: (local.backward, halves),
+        WEIGHT: (local.weight_half or (), []),
+        STEP: ((*local.prologue, *local.epilogue), []),
+    }
+    for part, (nodes, kept) in parts.items():
+        moves = _moves(nodes, {v.name for v in kept}, device)
+        for node, (moved, begins) in zip(nodes, moves, strict=True):
+            if found_kind := collective(node):
+                kind, axes = found_kind
+                add(("calls", part, kind, *axes), 1)
+                add(("bytes", part, kind, *axes), _whole(node))
+            elif node.op != "comm.wait":
+                took, how = device.ops.seconds(node)
+                add(("flops", part), flops(node))
+                if how != TABLE:
+                    add(("known", part, how), took)
+                else:
+                    work = flops(node) / _peak(node, device) if moved else 0.0
+                    add(("launches", part), begins)
+                    add(("moved", part), moved)
+                    add(("work", part), work)
+            if ring := ring_of(node):
+                for _, calls, passed in passed_round(node):
+                    add(("calls", part, "send", ring), calls)
+                    add(("bytes", part, "send", ring), passed)
+    sizes = footprint(local)
+    for term in ("saved", "kept", "step", "edges"):
+        add(("memory", term), getattr(sizes, term))
+    for zero, most in MOST.items():
+        shared = footprint(local, beside_blocks(local, zero)) if zero else sizes
+        for part in (FORWARD, BACKWARD, WEIGHT):
+            add((most, part), getattr(shared, f"{part}_peak"))
+    for end in ("received", "sent"):
+        add(("message", end), getattr(sizes, end))
+    for term, amount in _read(local).items():
+        add(("memory", term), amount)
+    for v in local.params:
+        add(("memory", "parameters"), v.bytes)
+        if v.name in local.grads:
+            add(("memory", "trained"), v.bytes)
+            if device.ops.update:
+                add(("seconds", UPDATE), between(device.ops.update, v.bytes)[0])
+            varying = local.stage.shardings[v.name].varying
+            add(("pending", *sorted(varying - {"time"})), v.bytes)
+    return retimed(Account(found), device)
+
+
+def _read(local: LocalStage) -> dict[str, int]:
+    """Bytes of parameters as they are computed with, casts of them, and buffers."""
+    casts = find_casts(local.prologue, local.params)
+    readers = (n for n in local.nodes if not {v.name for v in n.results} & casts.keys())
+    read = {v.name for n in readers for v in n.operands}
+    made = (v for n in local.prologue for v in n.results)
+    cast = sum(v.bytes for v in made if v.name in casts)
+    as_they_are = sum(v.bytes for v in local.params if v.name in read)
+    buffers = sum(v.bytes for v in local.buffers)
+    return {"cast": cast, "read": as_they_are + cast, "buffers": buffers}
+
+
+def retimed(account: Account, device: Device) -> Account:
+    """The account with seconds of a device of the same peak, but other efficiencies.
+
+    A kernel is launched, moves its bytes, and multiplies. The three add up, so products
+    that are small or thin are slow, as they are.
+    """
+    speed = device.bytes_per_second * device.bandwidth_efficiency
+    seconds: dict[Key, float] = {
+        ("seconds", part): device.launch * account["launches", part]
+        + account["moved", part] / speed
+        + account["work", part] / device.efficiency
+        + sum(account["known", part, how] for how in SOURCES)
+        for part in PARTS
+    }
+    return Account({**account.amounts, **seconds})
+
+
+def _moves(
+    nodes: Sequence[Node], kept: Collection[str], device: Device
+) -> list[tuple[int, bool]]:
+    """Of each node its bytes, and whether a kernel begins there."""
+    if device.fused and not device.ops.timed:
+        return fused_traffic(nodes, kept)
+    return [(moved := traffic(node), moved > 0) for node in nodes]
+
+
+def node_seconds(node: Node, device: Device) -> float:
+    """Seconds of computing one node by itself."""
+    took, how = device.ops.seconds(node)
+    if how != TABLE:
+        return took
+    moved = traffic(node)
+    if not moved:
+        return 0.0
+    speed = device.bytes_per_second * device.bandwidth_efficiency
+    work = flops(node) / _peak(node, device)
+    return device.launch + moved / speed + work / device.efficiency
+
+
+def _peak(node: Node, device: Device) -> float:
+    """Operations a second, of the type that most of its floating bytes have; of what is
+    added up in another one, the type of what is multiplied."""
+    values = (*node.operands, *node.results)
+    if node.op in WEIGHT_GRADS:
+        values = node.operands[1:3]
+    floating = [v for v in values if v.dtype.is_floating_point] or values
+    return device.peak(dtype_name(max(floating, key=lambda v: v.bytes).dtype))

@@ -1,0 +1,165 @@
+"""What pipeline stages of any number of layers cost, from a model of three layers.
+
+A model of equal layers (or equal runs of them) is cut into its first, a middle and its
+last layer, and once more with the last two together. Differences give what one more
+layer costs; what embedding and loss cost is in the first and the last. Each distinct
+layer is compiled once, whatever the depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Protocol
+
+from passes.cost import Costs
+from passes.dims.name_dims import Named
+from passes.mesh import Mesh
+from passes.plan import Plan
+from passes.price.cluster import Device
+from passes.price.price import Account, in_a_row, price
+from passes.schedule.choose_recompute import stage_policies
+from passes.shard.insert_collectives import Lowered, insert_collectives
+from passes.shard.propagate import propagate
+from passes.stage.differentiate import Joint, finish, join
+from passes.stage.split_stages import Stage, split_stages
+
+PARTS = ("first", "middle", "last", "more")
+
+
+@dataclass(frozen=True)
+class LayerPrices:
+    """Accounts of stages with one run of layers, of one microbatch.
+
+    first: with what comes before the layers. middle: of layers alone. last: with what
+    comes after. more: what another run adds. whole: all that there is in a model of
+    `runs` runs, where a weight that both ends share counts once.
+    """
+
+    runs: int
+    whole: Account
+    first: Account | None = None
+    middle: Account | None = None
+    last: Account | None = None
+    more: Account | None = None
+
+    @cached_property
+    def stage(self) -> Callable[[bool, int, bool], Account]:
+        """(whether it has the model's beginning, runs, its end) -> such a stage."""
+        return cache(self._stage)
+
+    def _stage(self, first: bool, runs: int, last: bool) -> Account:
+        if first and last and runs == self.runs:
+            return self.whole
+        names = ["middle"] * runs
+        names[-1] = "last" if last else names[-1]
+        names[0] = "first" if first else names[0]
+        row = [part for name in names if (part := getattr(self, name)) is not None]
+        assert len(row) == runs, "such a stage was not priced"
+        total, counted = (row[-1], 1) if last else (row[0], 1)
+        if first and last:
+            total, counted = self.whole, self.runs
+        if runs != counted and self.more is not None:
+            total = total + self.more * (runs - counted)
+        return in_a_row(total, row)
+
+    def scaled(self, other: LayerPrices, times: float) -> LayerPrices:
+        """On the line from these prices (0) to other ones (1)."""
+
+        def between(x: Account | None, y: Account | None) -> Account | None:
+            return x + (y - x) * times if x and y else None
+
+        whole = self.whole + (other.whole - self.whole) * times
+        parts = ((getattr(self, n), getattr(other, n)) for n in PARTS)
+        return LayerPrices(self.runs, whole, *(between(*pair) for pair in parts))
+
+
+class Prices(Protocol):
+    """Layers split in some way, in microbatches of some samples -> their prices.
+
+    mesh: axes that split a layer. halves: of the backward, apart. shares: whether ranks
+    hold shares of parameters between steps. context: how attention works on cp.
+    """
+
+    def __call__(
+        self,
+        mesh: Mesh,
+        recompute: str,
+        halves: bool,
+        samples: int,
+        shares: bool = False,
+        context: str = "gather",
+    ) -> LayerPrices: ...
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model of up to three runs of layers, cut in every way that prices come from.
+
+    stages: the whole model; each run by itself, if there are two; and of three the
+    last two together.
+    """
+
+    plan: Plan
+    stages: tuple[Stage, ...]
+
+    @property
+    def whole(self) -> Stage:
+        return self.stages[0]
+
+    @cached_property
+    def joints(self) -> Callable[[bool], tuple[Joint, ...]]:
+        """Whether the backward has halves -> forward and backward of each stage."""
+        return cache(self._joints)
+
+    def _joints(self, halves: bool) -> tuple[Joint, ...]:
+        sizes = {axis: self.plan.size(axis) for axis in self.plan.axes}
+        plan = self.plan
+        made = dict.fromkeys(sizes, 0), plan.zero, halves, plan.scales_loss
+        return tuple(join(stage, sizes, *made) for stage in self.stages)
+
+
+def cut_layers(named: Named, plan: Plan, starts: tuple[str, ...]) -> Cut:
+    """Cut a model whose runs of layers begin at the module paths `starts`: three of
+    them, or two or one of a model that has no more.
+
+    plan: its mesh and microbatches; its stages do not matter.
+    """
+    lowered = insert_collectives(propagate(named, plan))
+    stages = _stages(lowered)
+    if len(starts) > 1:
+        stages += _stages(lowered, *starts[1:])
+    if len(starts) > 2:
+        stages += _stages(lowered, starts[1])[-1:]
+    return Cut(plan, stages)
+
+
+def price_cut(cut: Cut, recompute: str, device: Device, halves: bool) -> LayerPrices:
+    """Prices with some of the forward made again; halves: of the backward, apart."""
+    plan = replace(cut.plan, recompute=recompute)
+    whole, *row = [
+        price(finish(joint, stage_policies(joint.stage, plan)), device)
+        for joint in cut.joints(halves)
+    ]
+    if not row:
+        return LayerPrices(1, whole)
+    if len(row) == 2:
+        first, last = row
+        return LayerPrices(2, whole, first=first, last=last)
+    first, middle, last, together = row
+    return LayerPrices(3, whole, first, middle, last, together - last)
+
+
+def price_layers(
+    named: Named, plan: Plan, starts: tuple[str, ...], device: Device, halves: bool
+) -> LayerPrices:
+    """Cut and price at once, see both."""
+    return price_cut(cut_layers(named, plan, starts), plan.recompute, device, halves)
+
+
+def _stages(lowered: Lowered, *cuts: str) -> tuple[Stage, ...]:
+    others = tuple((a, n) for a, n in lowered.plan.mesh.axes if a != "pp")
+    mesh = Mesh((("pp", len(cuts) + 1), *others))
+    plan = replace(lowered.plan, mesh=mesh, stages_per_rank=1, cuts=cuts)
+    return split_stages(replace(lowered, plan=plan), Costs()).stages

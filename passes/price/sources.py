@@ -1,0 +1,46 @@
+"""Where a plan's seconds come from: measurements, or a table of hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from passes.mesh import Mesh
+from passes.price.cluster import Cluster
+from passes.price.measured import SOURCES, TABLE
+from passes.price.price import BACKWARD, FORWARD, WEIGHT, Account
+
+COMPUTE, MESSAGES = "compute", "messages"
+Sources = Mapping[str, Mapping[str, float]]
+
+
+def find_sources(
+    accounts: Sequence[Account], mesh: Mesh, microbatches: int, cluster: Cluster
+) -> Sources:
+    """Of a step's seconds: "compute" or "messages" -> how they were found, see
+    `passes.price.measured` -> the share of all stages' sum. Nothing of what takes no
+    time."""
+    compute, messages = dict.fromkeys(SOURCES, 0.0), dict.fromkeys(SOURCES, 0.0)
+
+    def talk(axes: tuple[str, ...], kind: str, bytes: float, calls: float) -> None:
+        seconds, how = cluster.link(mesh, axes).find(kind, bytes)
+        messages[how] += calls * seconds
+
+    for account in accounts:
+        for part in (FORWARD, BACKWARD, WEIGHT):
+            known = {how: account["known", part, how] for how in SOURCES}
+            known[TABLE] = account["seconds", part] - sum(known.values())
+            for how, seconds in known.items():
+                compute[how] += max(0.0, seconds)
+            for kind, axes, calls, amount in account.exchanges(part):
+                if calls > 0:
+                    talk(axes, kind, amount / calls, calls * microbatches)
+        if sent := account["message", "sent"]:
+            talk(("pp",), "send", sent, 2 * microbatches)  # forth, and a gradient back
+        if trained := account["memory", "trained"]:
+            talk(("dp",), "all_reduce", trained, 1)
+    return {COMPUTE: _shares(compute), MESSAGES: _shares(messages)}
+
+
+def _shares(seconds: Mapping[str, float]) -> dict[str, float]:
+    total = sum(seconds.values())
+    return {how: s / total for how, s in seconds.items() if s > 0}

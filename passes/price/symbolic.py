@@ -1,0 +1,284 @@
+"""What a model takes, as formulas in the sizes of its named dims.
+
+Every tensor dim is a product of named dims; a symbol for each gives every value of the
+traced graph a symbolic shape. What counts numbers then counts formulas: operations are
+those of `passes.cost.flops`, on the same nodes. A model's layers are alike, so one of
+them counts `layers` times, whatever its depth. Symbols are `size("embed")` and so on,
+and mesh axes by their names: what an axis splits is divided by `size("tp")`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from math import prod
+from typing import Protocol, cast
+
+from sympy import Expr, Integer, Symbol, expand
+
+from passes.cost import PRODUCTS, flops
+from passes.dims.name_dims import Dim, Dims, Named
+from passes.dims.origins import Origin
+from passes.graph import LAYER, Node, Value
+from passes.plan import Plan
+from passes.shard.propagate import propagate
+from passes.shard.sharding import Sharding
+from passes.stage.reuse import find_owners
+
+BACKWARD = 2  # products of the backward for one of the forward
+MASK_BYTES = 1  # of an element of a dropout's mask
+MASK, RESULT = "mask", "result"
+
+# What an op keeps for its backward, by Korthikanti 2022 (arXiv:2205.05198, section
+# 4.1): the operands at these positions, its result, or a mask of its result's size.
+# What is not here is linear or cheap, and keeps nothing.
+KEPT: Mapping[str, tuple[int | str, ...]] = {
+    "aten.linear": (0,),
+    "aten.matmul": (0, 1),
+    "aten.bmm": (0, 1),
+    "aten.layer_norm": (0,),
+    "aten.rms_norm": (0,),
+    "aten.gelu": (0,),
+    "aten.silu": (0,),
+    "aten.relu": (0,),
+    "aten.mul": (0, 1),
+    "aten.softmax": (RESULT,),
+    "autopar.dropout": (MASK,),
+    "autopar.attention": (0, 1, 2, RESULT),
+}
+BILINEAR = ("aten.mul", "aten.matmul", "aten.bmm")
+
+
+class Sketch(Protocol):
+    """A model with few of its layers, its dims named: `autopar.planner.planner.Sketch`.
+
+    starts: the module paths at which the first layers begin, ("",) if none are alike.
+    """
+
+    @property
+    def named(self) -> Named: ...
+    @property
+    def starts(self) -> tuple[str, ...]: ...
+
+
+def size(name: str) -> Symbol:
+    """The symbol of a named dim, a mesh axis, or of `layers`."""
+    return Symbol(name, integer=True, positive=True)
+
+
+LAYERS = size("layers")
+
+
+class Symbols:
+    """Symbols of a model's dims. Dims of one name and several sizes are told apart by
+    a number behind the name."""
+
+    def __init__(self, named: Named) -> None:
+        self.named = named
+        known: dict[str, list[int]] = {}
+        for dims in named.dims.values():
+            for dim in (d for factors in dims for d in factors):
+                sizes = known.setdefault(dim.name, [])
+                if dim.size not in sizes:
+                    sizes.append(dim.size)
+        self._sizes = known
+
+    @cached_property
+    def values(self) -> Mapping[Symbol, int]:
+        """The sizes that the model was traced with."""
+        return {
+            self._symbol(name, i): n
+            for name, sizes in self._sizes.items()
+            if not name.isdigit()
+            for i, n in enumerate(sizes)
+        }
+
+    def _symbol(self, name: str, i: int) -> Symbol:
+        return size(name if i == 0 else f"{name}_{i}")
+
+    def of(self, dim: Dim) -> Expr:
+        if dim.name.isdigit():  # the number of equal pieces
+            return Integer(dim.size)
+        return self._symbol(dim.name, self._sizes[dim.name].index(dim.size))
+
+    def shape(self, dims: Dims, sharding: Sharding | None = None) -> tuple[Expr, ...]:
+        """Of a value, on one rank if its sharding is given."""
+        slots = sharding.slots if sharding else [[()] * len(f) for f in dims]
+        return tuple(
+            prod(
+                (
+                    self.of(d) / prod(map(size, axes))
+                    for d, axes in zip(factors, split, strict=True)
+                ),
+                start=Integer(1),
+            )
+            for factors, split in zip(dims, slots, strict=True)
+        )
+
+    def value(self, v: Value, dims: Dims, sharding: Sharding | None = None) -> Value:
+        """The value with a shape of formulas: its `numel` and `bytes` are formulas."""
+        shape = self.shape(dims, sharding)
+        return replace(v, shape=cast("tuple[int, ...]", shape))
+
+    def node(self, node: Node) -> Node:
+        def of(v: Value) -> Value:
+            return self.value(v, self.named.dims[v.name])
+
+        outs = tuple(v and of(v) for v in node.outs)
+        return replace(node.substitute(of), outs=outs)
+
+
+def parameters(sketch: Sketch) -> Expr:
+    """The number of parameters."""
+    return _whole(sketch, lambda run: _parameters(sketch, run))
+
+
+def layer_parameters(sketch: Sketch) -> Expr:
+    """The number of parameters of one layer."""
+    return _parameters(sketch, 1)
+
+
+def step_flops(sketch: Sketch, recompute: str = "none") -> Expr:
+    """Floating point operations of forward and backward over `batch` samples.
+
+    Products only; a multiply-add is two operations, the backward takes twice those of
+    the forward, and what is recomputed takes those of the forward again: arXiv
+    2104.04473, equation 3, is recompute="full". Causal attention is not discounted.
+    """
+    again = {"none": _nothing, "full": _everything, "selective": _has_square}[recompute]
+
+    def of(run: int | None) -> Expr:
+        redone = again if run is not None else _nothing
+        return _flops(sketch, run, 1 + BACKWARD, redone)
+
+    return _whole(sketch, of)
+
+
+def forward_flops(sketch: Sketch) -> Expr:
+    """Floating point operations of the products of a forward."""
+    return _whole(sketch, lambda run: _flops(sketch, run, 1, _nothing))
+
+
+def activation_bytes(sketch: Sketch, plan: Plan | None = None) -> Expr:
+    """Bytes that one layer keeps of a microbatch on one rank, where every op keeps what
+    it needs (`KEPT`): the accounting of Korthikanti 2022, equations 1, 2, 4 and 6.
+
+    plan: its mesh, what its axes split, and what is recomputed. A value counts once,
+    and as it lies where it is made: what sequence parallelism gathers is gathered again
+    in the backward (section 4.2.2).
+    """
+    named, symbols = sketch.named, Symbols(sketch.named)
+    states = propagate(named, plan).states if plan else {}
+    policy = plan.recompute if plan else "none"
+    found = Integer(0)
+    for v, itemsize in _kept(sketch, policy):
+        dims = named.dims[v.name]
+        if not (policy == "selective" and _has_square(dims)):
+            found += itemsize * symbols.value(v, dims, states.get(v.name)).numel
+    return expand(found)
+
+
+def state_bytes(count: Expr, zero: int, weights: int = 2, optimizer: int = 12) -> Expr:
+    """Bytes of parameters, gradients and the optimizer's state on one rank (Rajbhandari
+    2020, figure 1): each stage of ZeRO shares out one more of them along dp.
+
+    count: of parameters. weights: bytes of one, and of its gradient. optimizer: bytes
+    of its state; 12 for Adam with parameters in 4 bytes beside those of 2.
+    """
+    shares = (optimizer, weights, weights)  # state, gradients, parameters
+    whole = sum(shares[zero:])
+    return count * (whole + Integer(sum(shares[:zero])) / size("dp"))
+
+
+def _kept(sketch: Sketch, policy: str) -> list[tuple[Value, int]]:
+    """What a layer keeps, and bytes of an element. Views are what they are made of."""
+    named = sketch.named
+    nodes = [n for n in named.graph.nodes if _run(sketch, n.where.module) == 1]
+    made = {v.name: v for n in nodes for v in n.results}
+    entering = {v.name: v for n in nodes for v in n.operands if v.name not in made}
+    owners = find_owners(nodes, {name: name for name in entering})
+    values = made | entering
+    found: dict[str, tuple[Value, int]] = {}
+
+    def keep(v: Value) -> None:
+        if named.origins[v.name] is Origin.BOTH:
+            root = values[owners.get(v.name, v.name)]
+            found[root.name] = root, root.dtype.itemsize
+
+    for node in nodes:
+        for what in KEPT.get(_name(node), ()):
+            if policy == "full" or (_name(node) in BILINEAR and not _bilinear(node)):
+                continue
+            if what == MASK:
+                found[f"mask of {node.out.name}"] = node.out, MASK_BYTES
+            else:
+                keep(node.out if what == RESULT else node.operands[cast("int", what)])
+    if policy == "full":
+        for v in entering.values():
+            keep(v)
+    return list(found.values())
+
+
+def _bilinear(node: Node) -> bool:
+    """Whether both operands are values: a product with a number keeps nothing."""
+    return len(node.operands) == 2
+
+
+def _name(node: Node) -> str:
+    return node.op.rpartition(".")[0] if node.op.startswith("aten.") else node.op
+
+
+# --- Layers ------------------------------------------------------------------------
+
+
+def _whole(sketch: Sketch, of: Callable[[int | None], Expr]) -> Expr:
+    """Once what is outside of layers, and the second layer for each of them."""
+    if len(sketch.starts) < 2:
+        return expand(of(None) + of(0))
+    return expand(of(None) + LAYERS * of(1))
+
+
+def _run(sketch: Sketch, path: str) -> int | None:
+    """Which of the sketch's layers a module or parameter is in; None: outside."""
+    layers, _, first = sketch.starts[0].rpartition(".")
+    match = LAYER.match(path.removeprefix(f"{layers}."))
+    if not first or match is None or not path.startswith(f"{layers}."):
+        return None
+    numbers = [int(start.rpartition(".")[2]) for start in sketch.starts]
+    return sum(n <= int(match[1]) for n in numbers) - 1
+
+
+def _parameters(sketch: Sketch, run: int | None) -> Expr:
+    named, symbols = sketch.named, Symbols(sketch.named)
+    own = (v for v in named.graph.params if _run(sketch, v.name) == run)
+    counts = (symbols.value(v, named.dims[v.name]).numel for v in own)
+    return sum(counts, Integer(0))
+
+
+def _flops(
+    sketch: Sketch, run: int | None, times: int, again: Callable[[Dims], bool]
+) -> Expr:
+    """Of the products of a run; once more for those that make what is not kept."""
+    found = Integer(0)
+    named, symbols = sketch.named, Symbols(sketch.named)
+    for node in named.graph.nodes:
+        if _name(node) in PRODUCTS and _run(sketch, node.where.module) == run:
+            redone = again(named.dims[node.out.name])
+            found += (times + redone) * flops(symbols.node(node))
+    return found
+
+
+def _nothing(_: Dims) -> bool:
+    return False
+
+
+def _everything(_: Dims) -> bool:
+    return True
+
+
+def _has_square(dims: Dims) -> bool:
+    """Whether the same dim is there twice, as in scores of attention: what selective
+    recomputation leaves out, see `passes.stage.recompute`."""
+    keys = [d.key for factors in dims for d in factors]
+    return len(set(keys)) < len(keys)

@@ -1,0 +1,1 @@
+"""Who runs which stage when: seconds, bubbles and bytes of pipelines."""

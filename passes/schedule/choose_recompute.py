@@ -1,0 +1,176 @@
+"""choose_recompute: of each layer, what is computed again so that a rank's stages fit.
+
+The least extra time within the plan's memory. Of each layer it is known how many bytes
+each policy saves and how many seconds it costs; their best combinations are worked out
+exactly and taken in the order of their time until one fits. Whether one fits is not
+estimated: the stages are differentiated so, and their memory is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from passes.cost import Seconds
+from passes.errors import AutoparError
+from passes.plan import AUTO, RECOMPUTE, Plan
+from passes.schedule.cheapest import Option, cheapest
+from passes.schedule.check_schedule import peak_in_flight
+from passes.schedule.choose_schedule import (
+    choose_schedule,
+    named_schedule,
+    room,
+    splits_backward,
+)
+from passes.schedule.fit_schedule import on_paper
+from passes.schedule.footprint import footprint, peak_bytes, saved_by_layer
+from passes.schedule.memory import OutOfMemory, RankMemory, out_of_memory, resting
+from passes.schedule.schedule import Schedule, ScheduleError
+from passes.stage.differentiate import differentiate
+from passes.stage.local_stage import LocalStage
+from passes.stage.split_stages import Stage, Staged
+
+# Layer of the model -> policy.
+Choice = dict[str, str]
+
+
+def stage_policies(stage: Stage, plan: Plan) -> dict[str, str]:
+    """What is computed again, by the stage's own names of its layers."""
+    return {own: plan.policy(layer) for own, layer in stage.layers.items()}
+
+
+def again(local: LocalStage) -> Seconds:
+    """What the backward takes longer, as it runs nodes of the forward once more."""
+    return Seconds(0.0, sum(again_by_layer(local).values()), 0.0)
+
+
+def again_by_layer(local: LocalStage) -> dict[str, float]:
+    """The same in seconds, by the stage's own names of its layers."""
+    costs = local.stage.costs
+    found: dict[str, float] = {}
+    for node in local.backward:
+        for v in node.results:
+            if v.name in costs:  # gradients have other names
+                layer = node.where.layer
+                found[layer] = found.get(layer, 0.0) + costs[v.name].forward
+    return found
+
+
+def choose_recompute(staged: Staged) -> Staged:
+    """Complete the plan's `recompute_layers`, if it leaves them to us.
+
+    Raises: OutOfMemory, if it does not fit even with all layers computed again;
+    ScheduleError, the same where the schedule is to be made.
+    """
+    plan = staged.plan
+    layers = {layer for stage in staged.stages for layer in stage.layers.values()}
+    if plan.recompute != AUTO or layers <= set(plan.recompute_layers):
+        return staged
+    search = _Search(staged)
+    found: list[tuple[float, Choice]] = []
+    problems: list[AutoparError] = []
+    for schedule in search.schedules(problems):
+        try:
+            found.append(search.solve(schedule))
+        except OutOfMemory as error:
+            problems.append(error)
+    if not found:
+        raise problems[-1]
+    _, choice = min(found, key=lambda option: option[0])
+    complete = {**choice, **plan.recompute_layers}
+    return replace(staged, plan=replace(plan, recompute_layers=complete))
+
+
+class _Search:
+    """Tries policies: each stage is differentiated once under each set of them."""
+
+    def __init__(self, staged: Staged) -> None:
+        self.stages, self.plan = staged.stages, staged.plan
+        self.trainable = staged.lowered.traced.trainable
+        self.known: dict[object, LocalStage] = {}
+
+    def local(self, stage: Stage, choice: Mapping[str, str]) -> LocalStage:
+        """A stage on its first rank; what the plan fixes goes before the choice."""
+        plan = self.plan
+        fixed = {**choice, **plan.recompute_layers}
+        policies = {own: fixed[layer] for own, layer in stage.layers.items()}
+        key = (str(stage).partition("\n")[2], *policies.items())
+        if key not in self.known:
+            sizes = {axis: plan.size(axis) for axis in plan.axes}
+            first = dict.fromkeys((*sizes, *(axis for axis, _ in plan.mesh.axes)), 0)
+            made = (plan.zero, splits_backward(plan), plan.scales_loss)
+            self.known[key] = differentiate(stage, sizes, first, policies, *made)
+        return replace(self.known[key], stage=stage)
+
+    def uniform(self, stage: Stage, policy: str) -> LocalStage:
+        return self.local(stage, dict.fromkeys(stage.layers.values(), policy))
+
+    def timed(self, locals_: Sequence[LocalStage]) -> list[Seconds]:
+        return [local.stage.seconds + again(local) for local in locals_]
+
+    def schedules(self, problems: list[AutoparError]) -> Iterator[Schedule]:
+        """The plan's; one that is to be made as it would be if all layers were alike.
+
+        problems: gets what is in the way of those that cannot be.
+        """
+        if self.plan.schedule != AUTO:
+            yield named_schedule(self.plan)
+            return
+        for policy in RECOMPUTE:
+            locals_ = [self.uniform(stage, policy) for stage in self.stages]
+            footprints = [footprint(local) for local in locals_]
+            limits = room(self.plan, locals_, self.trainable)
+            try:
+                yield choose_schedule(
+                    self.plan, self.timed(locals_), footprints, limits, 0.0
+                )
+            except ScheduleError as error:
+                problems.append(error)
+
+    def solve(self, schedule: Schedule) -> tuple[float, Choice]:
+        """Seconds of a step and the choice. Raises OutOfMemory."""
+        choice: Choice = {}
+        for rank in range(len(schedule.ranks)):
+            choice |= self.solve_rank(schedule, rank)
+        locals_ = [self.local(stage, choice) for stage in self.stages]
+        return on_paper(schedule, self.timed(locals_), 0.0).total, choice
+
+    def solve_rank(self, schedule: Schedule, rank: int) -> Choice:
+        """The choice for the layers of one rank's stages."""
+        placed = zip(self.stages, schedule.stage_to_rank, strict=True)
+        own = [stage for stage, there in placed if there == rank]
+        layers = [layer for stage in own for layer in stage.layers.values()]
+        things = [thing for stage in own for thing in self.options(stage, schedule)]
+        need = RankMemory()
+        for trade in cheapest(things):
+            picked = [RECOMPUTE[index] for index in trade.picked]
+            choice = dict(zip(layers, picked, strict=True))
+            need = self.memory(schedule, rank, own, choice)
+            if need.total <= self.plan.memory:
+                return choice
+        raise out_of_memory(rank, need, need.total - self.plan.memory)
+
+    def options(self, stage: Stage, schedule: Schedule) -> list[list[Option]]:
+        """Of each layer of a stage, what each policy takes on its rank."""
+        actions = schedule.ranks[schedule.stage_to_rank[stage.index]]
+        flying = peak_in_flight(a for a in actions if a.stage == stage.index)
+        tried = [self.uniform(stage, policy) for policy in RECOMPUTE]
+        saved = [saved_by_layer(local) for local in tried]
+        spent = [again_by_layer(local) for local in tried]
+        return [
+            [
+                Option(seconds.get(layer, 0.0), flying * size.get(layer, 0))
+                for seconds, size in zip(spent, saved, strict=True)
+            ]
+            for layer in stage.layers
+        ]
+
+    def memory(
+        self, schedule: Schedule, rank: int, own: Sequence[Stage], choice: Choice
+    ) -> RankMemory:
+        """Of a rank, exactly."""
+        locals_ = [self.local(stage, choice) for stage in own]
+        footprints = {x.stage.index: footprint(x) for x in locals_}
+        activations = peak_bytes(schedule, rank, footprints)
+        rest = resting(locals_, self.trainable, self.plan.offload)
+        return replace(rest, activations=activations)

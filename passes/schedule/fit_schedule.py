@@ -1,0 +1,201 @@
+"""fit_schedule: a schedule made for the seconds and bytes that stages really take.
+
+Named schedules suppose equal stages. Here each rank takes, whenever it is free, what is
+urgent and possible: gradients that others wait for, forwards while memory lasts, weight
+halves in the gaps (the heuristic of Qi 2023, arXiv:2401.10241, section 3.1). A few such
+rules are tried, on paper, beside all named schedules; the fastest that fits wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from passes.cost import Seconds
+from passes.schedule.footprint import Footprint, peak_bytes
+from passes.schedule.list_schedule import RULES, Listed, Pipeline, list_schedule
+from passes.schedule.make_schedule import SCHEDULES
+from passes.schedule.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    ScheduleError,
+    add_communication,
+)
+from passes.schedule.simulate_schedule import simulate
+
+# The rank of each stage -> bytes for activations on each rank.
+Limits = Callable[[Sequence[int]], Sequence[float]]
+
+
+def unlimited(placement: Sequence[int]) -> list[float]:
+    return [math.inf] * (max(placement) + 1)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A schedule with its messages, its backwards in halves, and its seconds a step.
+
+    named: the fastest named schedule that fits, in halves too; None: none does.
+    """
+
+    schedule: Schedule
+    seconds: float
+    named: Schedule | None
+    named_seconds: float | None
+
+
+def fit_schedule(
+    microbatches: int,
+    ranks: int,
+    stages_per_rank: int,
+    seconds: Sequence[Seconds],
+    footprints: Sequence[Footprint],
+    limits: Limits = unlimited,
+    send: float = 0.0,
+    steps_overlap: bool = False,
+) -> Fitted:
+    """The fastest schedule found; never slower than a named one that fits.
+
+    seconds, footprints: of one microbatch on each stage, [stages]. limits: the rank of
+    each stage -> bytes that activations may take, [ranks]. send: seconds of a message.
+    steps_overlap: a rank begins its next step when it is done, and waits for nobody.
+    Raises ScheduleError if not even one microbatch at a time fits.
+    """
+    known = [
+        on_paper(schedule, seconds, send)
+        for schedule in named_schedules(ranks, microbatches, stages_per_rank)
+    ]
+    made = [
+        listed
+        for placement in _placements(ranks, stages_per_rank)
+        for listed in _listed(
+            Pipeline(
+                microbatches, placement, seconds, footprints, limits(placement), send
+            )
+        )
+    ]
+
+    def taken(listed: Listed) -> float:
+        return listed.elapsed if steps_overlap else listed.total
+
+    def fastest(tried: Iterable[Listed]) -> list[Listed]:
+        """Those that fit and are as fast as any, up to rounding."""
+        found: list[Listed] = []
+        for listed in sorted(tried, key=taken):
+            if found and taken(listed) > taken(found[0]) * (1 + 1e-12):
+                break
+            whole = replace(listed, schedule=add_communication(listed.schedule))
+            if fits(whole.schedule, footprints, limits(whole.schedule.stage_to_rank)):
+                found.append(whole)
+        return found
+
+    best = fastest([*known, *made])
+    if not best:
+        raise _too_little(footprints, limits, _placements(ranks, stages_per_rank)[0])
+    least = min(best, key=lambda listed: _most(listed.schedule, footprints))
+    named = fastest(known)
+    return Fitted(
+        least.schedule,
+        taken(least),
+        named[0].schedule if named else None,
+        taken(named[0]) if named else None,
+    )
+
+
+def _listed(job: Pipeline) -> list[Listed]:
+    return [found for rule in RULES if (found := list_schedule(job, rule))]
+
+
+def named_schedules(
+    ranks: int, microbatches: int, stages_per_rank: int
+) -> Iterator[Schedule]:
+    """Those that can run this many stages a rank, with every backward in halves."""
+    for make in SCHEDULES.values():
+        try:
+            schedule = make(ranks, microbatches, stages_per_rank)
+        except ScheduleError:
+            continue  # it runs another number of stages a rank
+        yield in_halves(schedule)
+
+
+def in_halves(schedule: Schedule) -> Schedule:
+    """The same with each full backward as I and W in a row, which is never slower."""
+    ranks = tuple(tuple(_halved(actions)) for actions in schedule.ranks)
+    return replace(schedule, ranks=ranks)
+
+
+def _halved(actions: Iterable[Action]) -> Iterator[Action]:
+    for action in actions:
+        if action.kind is Kind.B:
+            yield action._replace(kind=Kind.I)
+            yield action._replace(kind=Kind.W)
+        else:
+            yield action
+
+
+def _placements(ranks: int, stages_per_rank: int) -> list[tuple[int, ...]]:
+    """Around the ranks in rounds; for two stages a rank also down and up again."""
+    rounds = tuple(range(ranks)) * stages_per_rank
+    vee = (*range(ranks), *reversed(range(ranks)))
+    return [rounds, vee] if stages_per_rank == 2 and ranks > 1 else [rounds]
+
+
+def on_paper(schedule: Schedule, seconds: Sequence[Seconds], send: float) -> Listed:
+    """A schedule, and how long it takes."""
+    timeline = simulate(
+        schedule,
+        [s.forward for s in seconds],
+        [s.backward for s in seconds],
+        [s.weight_half for s in seconds],
+        send,
+    )
+    return Listed(schedule, timeline.total, max(timeline.elapsed))
+
+
+def _most(schedule: Schedule, footprints: Sequence[Footprint]) -> int:
+    ranks = range(len(schedule.ranks))
+    return max(peak_bytes(schedule, rank, footprints) for rank in ranks)
+
+
+def fits(
+    schedule: Schedule, footprints: Sequence[Footprint], limits: Sequence[float]
+) -> bool:
+    """Whether each rank's activations stay within its limit in bytes, [ranks].
+
+    schedule: with its messages.
+    """
+    return all(
+        peak_bytes(schedule, rank, footprints) <= limit
+        for rank, limit in enumerate(limits)
+    )
+
+
+def _one_by_one(placement: Sequence[int]) -> Schedule:
+    """One microbatch, there and back."""
+    lines: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    for stage, rank in enumerate(placement):
+        lines[rank].append(Action(stage, Kind.F, 0))
+    for stage, rank in reversed([*enumerate(placement)]):
+        lines[rank] += [Action(stage, Kind.I, 0), Action(stage, Kind.W, 0)]
+    return Schedule("once", 1, tuple(placement), tuple(map(tuple, lines)))
+
+
+def _too_little(
+    footprints: Sequence[Footprint], limits: Limits, placement: Sequence[int]
+) -> ScheduleError:
+    """Say which rank needs how much for one microbatch at a time."""
+    once = add_communication(_one_by_one(placement))
+    lacking = []
+    for rank, limit in enumerate(limits(placement)):
+        need = peak_bytes(once, rank, footprints)
+        lacking.append((need - limit, rank, need))
+    over, rank, need = max(lacking)
+    over = max(over, 1)
+    return ScheduleError(
+        f"no schedule fits: pipeline rank {rank} needs {need} bytes for the activations"
+        f" of one microbatch, {over:.0f} more than it has",
+        fix='use schedule="1f1b", whose backwards are whole and need less; more '
+        "microbatches, a larger tp, or more memory",
+    )

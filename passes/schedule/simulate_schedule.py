@@ -1,0 +1,202 @@
+"""How long a schedule takes, how much of that is idle, and what it looks like."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from passes.schedule.check_schedule import WIDTH, check, columns
+from passes.schedule.schedule import Action, Kind, Schedule, add_communication
+
+
+class Span(NamedTuple):
+    """An action and the seconds at which it starts and ends.
+
+    A RECV lasts while its rank waits for the message; a SEND takes no time.
+    """
+
+    action: Action
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each rank does what. spans[r] follow schedule.ranks[r], action by action."""
+
+    schedule: Schedule
+    spans: tuple[tuple[Span, ...], ...]
+    in_flight: tuple[int, ...]
+
+    @property
+    def total(self) -> float:
+        """Seconds from the first start to the last end."""
+        return max(spans[-1].end for spans in self.spans if spans)
+
+    @cached_property
+    def compute(self) -> tuple[tuple[Span, ...], ...]:
+        """The spans without communication."""
+        return tuple(
+            tuple(span for span in spans if span.action.kind.is_compute)
+            for spans in self.spans
+        )
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds that each rank computes."""
+        return tuple(sum(span.seconds for span in spans) for spans in self.compute)
+
+    @cached_property
+    def idle(self) -> tuple[float, ...]:
+        """Seconds that each rank waits, also before its first and after its last."""
+        return tuple(self.total - busy for busy in self.busy)
+
+    @property
+    def elapsed(self) -> tuple[float, ...]:
+        """Seconds from each rank's first compute action to the end of its last.
+
+        Where ranks do not wait for each other between steps, a step takes the longest.
+        """
+        return tuple(spans[-1].end - spans[0].start for spans in self.compute)
+
+    @property
+    def bubble(self) -> float:
+        """The idle fraction of all ranks' time: 1 - sum(busy) / (ranks * total)."""
+        return sum(self.idle) / (len(self.spans) * self.total)
+
+    def __str__(self) -> str:
+        in_flight = " ".join(map(str, self.in_flight))
+        return (
+            f"{grid(self)}\ntotal {self.total:.4g} s, bubble {self.bubble:.1%}, "
+            f"in flight {in_flight}"
+        )
+
+
+def simulate(
+    schedule: Schedule,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    weight: Sequence[float] | None = None,
+    send: float = 0.0,
+) -> Timeline:
+    """Run a schedule on paper, with or without its communication.
+
+    forward, backward: seconds per microbatch of each stage, [stages].
+    weight: the part of `backward` that W takes, I takes the rest; half if not given.
+    send: seconds from the end of a producer until its message can be used.
+
+    Raises ScheduleError if the schedule cannot run, ValueError for impossible seconds.
+    """
+    if not schedule.has_communication:
+        schedule = add_communication(schedule)
+    report = check(schedule)
+    seconds = kind_seconds(schedule, forward, backward, weight)
+    if not (math.isfinite(send) and send >= 0):
+        raise ValueError(f"send must be finite seconds >= 0, got {send}")
+    spans: list[list[Span]] = [[] for _ in schedule.ranks]
+    arrival: dict[Action, float] = {}
+    for rank, action in report.order:
+        start = end = spans[rank][-1].end if spans[rank] else 0.0
+        if action.kind.is_compute:
+            end = start + seconds[action.kind][action.stage]
+        elif action.kind.is_send:
+            arrival[action.partner] = start + send
+        else:
+            end = max(start, arrival[action])
+        spans[rank].append(Span(action, start, end))
+    return Timeline(schedule, tuple(map(tuple, spans)), report.in_flight)
+
+
+def grid(source: Schedule | Timeline, width: int = WIDTH) -> str:
+    """Draw one line a rank and one column a unit of time: `rank 0 | F0 F1 .  B0 --`.
+
+    A schedule is drawn with F, I and W one unit long and B two; a timeline in units of
+    its shortest action. `--` goes on with the action before, `.` is idle, and a drawing
+    wider than `width` characters leaves out its middle at `…`.
+    """
+    if isinstance(source, Schedule):
+        source = simulate(source, [1.0] * source.stages, [2.0] * source.stages)
+    compute = source.compute
+    unit = min(s.seconds for spans in compute for s in spans if s.seconds > 0)
+    label = source.schedule.label
+    cell = max(len(label(span.action)) for spans in compute for span in spans)
+    margin = len(f"rank {len(compute) - 1} |")
+    # A column shows what runs at its middle: it exists if the end is beyond that.
+    count = math.ceil(source.total / unit - 0.5)
+    shown = columns(count, (width - margin) // (cell + 1))
+    lines = []
+    for rank, spans in enumerate(compute):
+        drawn = [span for span in spans if span.seconds > 0]
+        cells = [_cell(source.schedule, drawn, column, unit) for column in shown]
+        row = "".join(f" {text:<{cell}}" for text in cells)
+        lines.append(f"{f'rank {rank} |':<{margin}}{row}".rstrip())
+    return "\n".join(lines)
+
+
+def bubble_formula(ranks: int, microbatches: int, stages_per_rank: int = 1) -> float:
+    """The idle fraction of GPipe and 1F1B with equal stages: (p - 1) / (v m + p - 1).
+
+    A slot is one forward and one backward of a microbatch on one of a rank's v stages:
+    each rank works v m of the v m + p - 1 slots until the last rank is done (if m >= p,
+    or v = 1). Huang 2019 (arXiv:1811.06965, section 2.3) gives the idle ones as a
+    fraction of the time that passes, which is this and `Timeline.bubble`. Narayanan
+    2021 (arXiv:2104.04473, section 2.2) divides the same p - 1 slots by the v m slots
+    of ideal time, and so quotes (p - 1) / (v m).
+    """
+    slots = stages_per_rank * microbatches
+    return (ranks - 1) / (slots + ranks - 1)
+
+
+def kind_seconds(
+    schedule: Schedule,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    weight: Sequence[float] | None,
+) -> dict[Kind, list[float]]:
+    """The seconds of each kind of compute action, [stages]. Raises: ValueError."""
+    if weight is None:
+        weight = [seconds / 2 for seconds in backward]
+    given = {"forward": forward, "backward": backward, "weight": weight}
+    for name, values in given.items():
+        if len(values) != schedule.stages:
+            raise ValueError(
+                f"{name} has seconds for {len(values)} stages, "
+                f"but schedule {schedule.name!r} has {schedule.stages}"
+            )
+        if not all(math.isfinite(v) and v >= 0 for v in values):
+            raise ValueError(f"{name} must be finite seconds >= 0, got {list(values)}")
+    halves = [b - w for b, w in zip(backward, weight, strict=True)]
+    if min(halves) < 0:
+        raise ValueError(
+            f"weight {list(weight)} must be a part of backward {list(backward)}"
+        )
+    if max(*forward, *backward) == 0:
+        raise ValueError("forward and backward are all zero: there is nothing to time")
+    return {
+        Kind.F: list(forward),
+        Kind.B: list(backward),
+        Kind.I: halves,
+        Kind.W: list(weight),
+    }
+
+
+def _cell(
+    schedule: Schedule, spans: Sequence[Span], column: int | None, unit: float
+) -> str:
+    """What a rank does at the middle of a column."""
+    if column is None:
+        return "…"
+    middle = (column + 0.5) * unit
+    index = bisect_right(spans, middle, key=lambda span: span.start) - 1
+    if index < 0 or spans[index].end <= middle:
+        return "."
+    begins = spans[index].start > middle - unit
+    return schedule.label(spans[index].action) if begins else "--"

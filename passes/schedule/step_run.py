@@ -1,0 +1,244 @@
+"""A whole step on paper, event by event: what each pipeline rank does, and has alive.
+
+The action lists are those that ranks interpret; around them stands what is done once a
+step: parameters gathered before, gradients reduced and weights updated after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from passes.schedule.crowd import ALONE, Crowd, simulate_crowd
+from passes.schedule.footprint import Footprint, bytes_alive
+from passes.schedule.schedule import Action, Kind, Schedule
+from passes.schedule.simulate_schedule import Span, Timeline
+
+COMPUTE, COMMUNICATION = "compute", "communication"
+FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
+NOTHING = Footprint(0, 0, 0, 0, 0)
+PARTS = {
+    Kind.F: (FORWARD,),
+    Kind.B: (BACKWARD, WEIGHT),
+    Kind.I: (BACKWARD,),
+    Kind.W: (WEIGHT,),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something that takes a rank so many seconds, on one of its streams.
+
+    hidden: it goes on beside the computing. calls, bytes: of a collective, if known.
+    """
+
+    what: str
+    seconds: float
+    stream: str = COMMUNICATION
+    hidden: bool = False
+    calls: float | None = None
+    bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """One microbatch on a stage's rank.
+
+    computing: forward, backward (its input half) and weight (its other half) ->
+    seconds. waits: the same -> its collectives. send: seconds of a message to a
+    neighbour. footprint: of its activations and messages.
+    """
+
+    layers: str
+    computing: Mapping[str, float]
+    waits: Mapping[str, tuple[Work, ...]] = field(default_factory=dict)
+    send: float = 0.0
+    footprint: Footprint = NOTHING
+
+    def seconds(self, part: str) -> float:
+        """What is hidden beside the computing counts as far as it is longer."""
+        computing, waits = self.computing[part], self.waits.get(part, ())
+        hidden = sum(w.seconds for w in waits if w.hidden)
+        shown = sum(w.seconds for w in waits if not w.hidden)
+        return max(computing, hidden) + shown
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """What a pipeline rank does once a step, before and after the microbatches.
+
+    rest: bytes that it holds all the time.
+    """
+
+    before: tuple[Work, ...] = ()
+    after: tuple[Work, ...] = ()
+    rest: float = 0.0
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a rank does from `start` on. action: None outside of the schedule."""
+
+    rank: int
+    work: Work
+    start: float
+    action: Action | None = None
+    layers: str = ""
+
+
+@dataclass(frozen=True)
+class Message:
+    """From an action that ends at `sent` on a rank, for one that begins at `used`."""
+
+    action: Action
+    source: int
+    sent: float
+    target: int
+    used: float
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """timeline: the microbatches alone, which begin at `start`. memory: of each rank,
+    (seconds, bytes from then on)."""
+
+    timeline: Timeline
+    start: float
+    total: float
+    events: tuple[Event, ...]
+    messages: tuple[Message, ...]
+    memory: tuple[tuple[tuple[float, float], ...], ...]
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds in which a rank computes, or waits for its own collectives."""
+        found = list(self.timeline.busy)
+        for event in self.events:
+            if event.action is None:
+                found[event.rank] += event.work.seconds
+        return tuple(found)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        return tuple(self.total - busy for busy in self.busy)
+
+    @property
+    def peak(self) -> tuple[float, ...]:
+        """The most bytes that each rank has alive."""
+        return tuple(max(amount for _, amount in points) for points in self.memory)
+
+
+def run_step(
+    schedule: Schedule,
+    stages: Sequence[StageWork],
+    ranks: Sequence[RankWork],
+    crowd: Crowd = ALONE,
+) -> StepRun:
+    """Run a step. stages, ranks: of the schedule's. Raises: ScheduleError."""
+    halves = [stage.seconds(WEIGHT) for stage in stages]
+    timeline = simulate_crowd(
+        schedule,
+        [stage.seconds(FORWARD) for stage in stages],
+        [stage.seconds(BACKWARD) + w for stage, w in zip(stages, halves, strict=True)],
+        halves,
+        max((stage.send for stage in stages), default=0.0),
+        crowd,
+    )
+    start = max(sum(w.seconds for w in rank.before) for rank in ranks)
+    end = start + timeline.total
+    total = end + max(sum(w.seconds for w in rank.after) for rank in ranks)
+    events: list[Event] = []
+    for rank, work in enumerate(ranks):
+        events += _in_turn(rank, work.before, 0.0)
+        for span in timeline.spans[rank]:
+            stage = stages[span.action.stage]
+            events += _of_span(rank, span, stage, start, timeline.schedule)
+        events += _in_turn(rank, work.after, end)
+    return StepRun(
+        timeline,
+        start,
+        total,
+        tuple(events),
+        tuple(_messages(timeline, start)),
+        tuple(
+            tuple(_memory(timeline, stages, rank, work.rest, start))
+            for rank, work in enumerate(ranks)
+        ),
+    )
+
+
+def _in_turn(
+    rank: int,
+    works: Sequence[Work],
+    start: float,
+    action: Action | None = None,
+    layers: str = "",
+) -> list[Event]:
+    found = []
+    for work in works:
+        found.append(Event(rank, work, start, action, layers))
+        start += work.seconds
+    return found
+
+
+def _of_span(
+    rank: int, span: Span, stage: StageWork, start: float, schedule: Schedule
+) -> list[Event]:
+    """An action; beside it its collectives: what is hidden at its begin, the rest at
+    its end (where in between they are is not known)."""
+    action, begin = span.action, start + span.start
+    if action.kind.is_recv and span.seconds > 0:
+        wait = Work(f"wait for {action}", span.seconds)
+        return [Event(rank, wait, begin, action, stage.layers)]
+    if not action.kind.is_compute:
+        return []
+    whole = Work(schedule.label(action), span.seconds, COMPUTE)
+    found = [Event(rank, whole, begin, action, stage.layers)]
+    alone = sum(stage.seconds(part) for part in PARTS[action.kind])
+    slower = span.seconds / alone if alone else 1.0  # where ranks share cores
+    for part in PARTS[action.kind]:
+        waits = [
+            replace(w, seconds=slower * w.seconds) for w in stage.waits.get(part, ())
+        ]
+        hidden = [w for w in waits if w.hidden]
+        shown = [w for w in waits if not w.hidden]
+        end = begin + slower * stage.seconds(part)
+        later = end - sum(w.seconds for w in shown)
+        found += _in_turn(rank, hidden, begin, action, stage.layers)
+        found += _in_turn(rank, shown, later, action, stage.layers)
+        begin = end
+    return found
+
+
+def _messages(timeline: Timeline, start: float) -> list[Message]:
+    """From the end of what makes them to the begin of what uses them."""
+    schedule = timeline.schedule
+    made: dict[Action, tuple[int, float]] = {}
+    used: dict[Action, tuple[int, float]] = {}
+    for rank, spans in enumerate(timeline.compute):
+        for span in spans:
+            if (send := span.action.send) and schedule.crosses(send):
+                made[send] = rank, start + span.end
+            if (recv := span.action.recv) and schedule.crosses(recv):
+                used[recv] = rank, start + span.start
+    return [Message(send, *end, *used[send.partner]) for send, end in made.items()]
+
+
+def _memory(
+    timeline: Timeline,
+    stages: Sequence[StageWork],
+    rank: int,
+    rest: float,
+    start: float,
+) -> list[tuple[float, float]]:
+    """Bytes over time: what is alive while each action runs, and after it."""
+    own = [i for i, r in enumerate(timeline.schedule.stage_to_rank) if r == rank]
+    ends = rest + sum(stages[i].footprint.edges for i in own)
+    footprints = [stage.footprint for stage in stages]
+    alive = bytes_alive(timeline.schedule, rank, footprints)
+    _, _, now = next(alive)
+    points = [(0.0, ends), (start, rest + now)]
+    for span, (_, most, after) in zip(timeline.spans[rank], alive, strict=True):
+        points.append((start + span.start, rest + most))
+        points.append((start + span.end, rest + after))
+    return [*points, (start + timeline.total, ends)]

@@ -1,0 +1,1 @@
+"""The best plan: every decision that a user did not make."""

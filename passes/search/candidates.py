@@ -1,0 +1,164 @@
+"""The candidates of a search: every plan that devices, model and user's wishes allow.
+
+What cannot win is left out: schedules that gain less than estimates can tell, or that
+take more memory than another one without being faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby, product
+from math import prod
+
+from passes.mesh import Mesh
+from passes.price.candidate import Candidate
+from passes.price.cluster import Cluster
+
+# GPipe's has 1F1B's bubble and keeps more; naive is to compare with.
+SCHEDULES = ("1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v")
+STAGES_PER_RANK = {
+    **dict.fromkeys(("interleaved", "looped-bfs"), (2, 3, 4, 6, 8)),
+    "zb-v": (2,),
+}
+RECOMPUTE = ("none", "selective", "full")
+CONTEXT_PARALLEL = ("gather", "ring", "ulysses")
+ALIKE = 0.05  # estimates that differ by less do not say which is faster
+ORDER = ("pp", "dp", "cp", "ep", "tp")  # outermost first: tp has the fastest links
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a search may choose from.
+
+    batch: samples of a step. runs: of layers in the model. tp, cp, ep: sizes that these
+    axes may have. mesh: axes whose sizes are decided already. shape: sizes of axes, in
+    order, whose meaning is not. microbatches: if decided; stages_per_rank: the same.
+    context_parallel: see `contexts`.
+    """
+
+    cluster: Cluster
+    batch: int
+    runs: int
+    tp: tuple[int, ...]
+    cp: tuple[int, ...] = (1,)
+    ep: tuple[int, ...] = (1,)
+    mesh: Mesh | None = None
+    shape: tuple[int, ...] = ()
+    microbatches: int | None = None
+    schedules: tuple[str, ...] = SCHEDULES
+    stages_per_rank: tuple[int, ...] | None = None
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    recompute: tuple[str, ...] = RECOMPUTE
+    context_parallel: tuple[str, ...] = CONTEXT_PARALLEL
+
+
+def candidates(space: Space) -> Iterator[Candidate]:
+    """Every combination, but for the layers of each stage."""
+    for mesh in meshes(space):
+        for samples, microbatches in _microbatches(space, mesh):
+            decided = (mesh, samples, microbatches)
+            choices = product(
+                _pipelines(space, mesh, microbatches),
+                contexts(space, mesh)[:1],
+                space.zero,
+                space.recompute,
+            )
+            for (schedule, per_rank), context, zero, recompute in choices:
+                found = Candidate(
+                    *decided, schedule, per_rank, zero, recompute, (), context
+                )
+                if zero == found.shares:
+                    yield found
+
+
+def contexts(space: Space, mesh: Mesh) -> tuple[str, ...]:
+    """How attention may work on cp. Candidates have the first, as the others make but
+    a small difference; it is found out for the best of them."""
+    return space.context_parallel if mesh.axis_size("cp") > 1 else ("gather",)
+
+
+def _microbatches(space: Space, mesh: Mesh) -> Iterator[tuple[int, int]]:
+    """(samples, microbatches) of one data parallel rank."""
+    own, rest = divmod(space.batch, mesh.axis_size("dp") * mesh.axis_size("ep"))
+    for samples in () if rest else _divisors(own):
+        if space.microbatches in (None, own // samples):
+            yield samples, own // samples
+
+
+def meshes(space: Space) -> Iterator[Mesh]:
+    """Ways to factor the devices; a mesh that is decided stays as it was written."""
+    if space.shape:
+        yield from _meanings(space)
+        return
+    if space.mesh and space.mesh.size == space.cluster.devices:
+        yield Mesh(tuple((a, n) for a, n in space.mesh.axes if n > 1))
+        return
+    fixed = dict(space.mesh.axes) if space.mesh else {}
+    sizes = {a: _sizes(space, a, fixed) for a in ("tp", "cp", "ep")}
+    for tp, cp, ep in product(*sizes.values()):
+        rest, left = divmod(space.cluster.devices, tp * cp * ep)
+        for pp in () if left else _divisors(rest):
+            found = {"pp": pp, "dp": rest // pp, "cp": cp, "ep": ep, "tp": tp}
+            if pp <= space.runs and all(found[a] == n for a, n in fixed.items()):
+                yield Mesh(tuple((a, found[a]) for a in ORDER if found[a] > 1))
+
+
+def _sizes(space: Space, axis: str, fixed: dict[str, int]) -> tuple[int, ...]:
+    sizes: tuple[int, ...] = getattr(space, axis)
+    return (fixed[axis],) if axis in fixed else sizes
+
+
+def _meanings(space: Space) -> Iterator[Mesh]:
+    """Each axis of a shape as one of ours; neighbours that mean the same are one."""
+    found: dict[Mesh, None] = {}
+    if prod(space.shape) != space.cluster.devices:
+        return
+    for names in product(ORDER, repeat=len(space.shape)):
+        runs = groupby(zip(names, space.shape, strict=True), key=lambda x: x[0])
+        axes = [(name, prod(size for _, size in run)) for name, run in runs]
+        if len({name for name, _ in axes}) < len(axes):
+            continue
+        mesh = Mesh(tuple((a, n) for a, n in axes if n > 1))
+        inner = all(mesh.axis_size(a) in getattr(space, a) for a in ("tp", "cp", "ep"))
+        if inner and mesh.axis_size("pp") <= space.runs:
+            found[mesh] = None
+    yield from found
+
+
+def _pipelines(
+    space: Space, mesh: Mesh, microbatches: int
+) -> Iterator[tuple[str, int]]:
+    """(schedule, stages per rank)."""
+    ranks = mesh.axis_size("pp")
+    if ranks == 1:
+        if 1 in (space.stages_per_rank or (1,)):
+            yield "1f1b", 1
+        return
+    for schedule in space.schedules:
+        if len(space.schedules) > 1 and not _may_gain(schedule, ranks, microbatches):
+            continue
+        for v in STAGES_PER_RANK.get(schedule, (1,)):
+            if v in (space.stages_per_rank or (v,)) and ranks * v <= space.runs:
+                yield schedule, v
+
+
+def _may_gain(schedule: str, ranks: int, microbatches: int) -> bool:
+    """Whether a schedule may be faster than 1F1B, by as much as estimates can tell.
+
+    1F1B is idle for p - 1 of m + p - 1 turns. Breadth first has the bubble of
+    interleaved 1F1B, and keeps more; its groups are even where p does not divide m.
+    """
+    if schedule == "1f1b":
+        return True
+    if schedule in ("interleaved", "looped-bfs"):
+        even = microbatches % ranks == 0
+        if even != (schedule == "interleaved"):
+            return False
+    return ranks - 1 > ALIKE * microbatches
+
+
+@cache
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(i for i in range(1, number + 1) if number % i == 0)

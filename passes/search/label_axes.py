@@ -1,0 +1,309 @@
+"""label_axes: the labels of all ops on the axes of a plan, in turn, and within memory.
+
+On one axis they are the best there are (`passes.search.search_labels`), given what the
+other axes split; each axis is labelled again until nothing changes. A limit of memory
+becomes a price of bytes, the lowest with which the labels fit (Everett 1963): of all
+labels that need as little they are the fastest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from passes.cost import Costs
+from passes.dims.name_dims import Factor, Named
+from passes.dims.origins import Origin
+from passes.errors import AutoparError
+from passes.mesh import TIME, Mesh
+from passes.plan import Plan, PlanError
+from passes.price.cluster import Cluster
+from passes.schedule.choose_recompute import stage_policies
+from passes.search.label_costs import Amounts, Choice, LabelCosts
+from passes.search.search_labels import Block, Chosen, Table, owns, search_labels
+from passes.search.value_costs import Setting
+from passes.shard.insert_collectives import insert_collectives
+from passes.shard.labels import at_layer, fold, label_text, name_ops, starred
+from passes.shard.propagate import propagate
+from passes.stage.differentiate import differentiate
+from passes.stage.reuse import find_owners
+from passes.stage.split_stages import split_stages
+
+CHEAPEST, DEAREST = 1e-18, 1e-3  # seconds that a byte may be worth
+STEPS = 30  # of bisection: prices within a ten-thousandth
+TIE = 1e-12  # seconds: between labels that cost the same the plan's order decides
+ROUNDS = 5
+
+
+class LabelsDoNotFit(AutoparError):
+    """Whatever the axes split, a rank needs more memory than there is."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Equal runs of layers. path: of their list. period: layers in a run. total: runs
+    in the model, of which the graph has three, or all."""
+
+    path: str
+    period: int
+    total: int
+
+    def of(self, module: str) -> int | None:
+        """The run that a module path lies in."""
+        number = self.number(module)
+        return None if number is None else number // self.period
+
+    def number(self, module: str) -> int | None:
+        """Of the layer."""
+        own = module.removeprefix(self.path + ".").partition(".")[0]
+        inside = module.startswith(self.path + ".") and own.isdigit()
+        return int(own) if inside else None
+
+
+@dataclass(frozen=True)
+class Labelling:
+    """labels: op -> dim, as plans have them, of the whole model; of_graph: of the graph
+    alone. Seconds of one microbatch, with its share of the step's end; memory: bytes of
+    parameters with their gradients and optimizer state, and of what is kept."""
+
+    labels: Mapping[str, str | None]
+    of_graph: Mapping[str, str | None]
+    compute: float
+    communication: float
+    memory: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.communication
+
+
+class Axis:
+    """The labels of one axis, for any price of bytes. runs: None: there are none."""
+
+    def __init__(self, setting: Setting, runs: Runs | None = None) -> None:
+        self.costs, self.runs = LabelCosts(setting), runs
+        self.named, self.axis = self.costs.named, setting.axis
+        self.names = name_ops(self.named.graph)
+        self.sizes = [len(own) for own in self.costs.choices]
+
+    def best(self, byte: float = 0.0) -> Labelling:
+        """The labels that cost least, with a byte worth so many seconds."""
+        tables = [amounts.weigh(byte) for amounts in self.costs.tables]
+        chosen = search_labels([*tables, *self.ties], self.sizes, self.block)
+        return self._labelling(chosen)
+
+    def within(self, limit: float) -> Labelling:
+        """The fastest that need no more bytes, as far as prices tell."""
+        found = self.best()
+        if found.memory <= limit:
+            return found
+        low, high = CHEAPEST, DEAREST
+        found = self.best(high)
+        if found.memory > limit:
+            raise LabelsDoNotFit(
+                f"whatever '{self.axis}' splits, a rank needs "
+                f"{found.memory / 1e9:.3g} GB, and has {limit / 1e9:.3g} GB",
+                fix="use more ranks, more microbatches, zero, or recompute",
+            )
+        for _ in range(STEPS):
+            price = math.sqrt(low * high)
+            tried = self.best(price)
+            if tried.memory <= limit:
+                found, high = tried, price
+            else:
+                low = price
+        return found
+
+    @cached_property
+    def ties(self) -> list[Table]:
+        order = self.costs.plan.split.get(self.axis, ())
+        found = []
+        for i, own in enumerate(self.costs.choices):
+            ranks = [self._rank(order, choice) for choice in own]
+            costs = TIE * torch.tensor(ranks, dtype=torch.float64)
+            found.append(Table((i,), costs))
+        return found
+
+    @staticmethod
+    def _rank(order: Sequence[str], choice: Choice) -> int:
+        if not isinstance(choice.label, Factor):
+            return len(order)
+        name = choice.label.dim.name
+        return order.index(name) if name in order else len(order) + 1
+
+    # --- runs of layers ---------------------------------------------------------------
+
+    @cached_property
+    def block(self) -> Block | None:
+        """The middle one of three runs, which stands for all but the first and last."""
+        if self.runs is None or self.runs.total < 3:
+            return None
+        run = [self.runs.of(node.where.module) for node in self.costs.nodes]
+        spans = [{run[i] for i in a.nodes} - {None} for a in self.costs.tables]
+        if max((r for r in run if r is not None), default=0) != 2:
+            return None  # the graph has all of its layers
+        met: list[set[str]] = [set(), set()]  # next runs, as names in the first
+        for amounts, span in zip(self.costs.tables, spans, strict=True):
+            if {0, 2} <= span:
+                raise PlanError(
+                    f"layers of '{self.runs.path}' share "
+                    f"{self.names[amounts.nodes[0]]}, so each cannot be labelled alone",
+                    fix="leave the labels out",
+                )
+            for first in (0, 1):
+                if span == {first, first + 1}:
+                    met[first] |= {
+                        self.shifted(self.names[i], -first)
+                        for i in amounts.nodes
+                        if run[i] == first
+                    }
+        index = {name: i for i, name in enumerate(self.names)}
+        ends = sorted(met[0] | met[1], key=index.__getitem__)
+        return Block(
+            frozenset(i for i, r in enumerate(run) if r == 1),
+            tuple(index[name] for name in ends),
+            tuple(index[self.shifted(name, 1)] for name in ends),
+            self.runs.total - 2,
+        )
+
+    def shifted(self, name: str, runs: int) -> str:
+        """The op's name so many runs later, if it is in one."""
+        assert self.runs is not None
+        number = self.runs.number(name.partition(":")[0])
+        if number is None:
+            return name
+        return at_layer(name, number + runs * self.runs.period)
+
+    # --- the answer -----------------------------------------------------------------
+
+    def _labelling(self, chosen: Chosen) -> Labelling:
+        block, labels = self.block, {}
+        of_graph = self._texts({**chosen.choices, **(chosen.copies or [{}])[0]})
+        if block is None:
+            labels, totals = of_graph, self._total(self.costs.tables, chosen.choices)
+        else:
+            assert self.runs is not None
+            inside = {self.names[i] for i in block.inner}
+            own = [a for a in self.costs.tables if owns(block, a.nodes)]
+            others = [a for a in self.costs.tables if not owns(block, a.nodes)]
+            totals = self._total(others, chosen.choices)
+            for k, copy in enumerate(chosen.copies):
+                totals = totals + self._total(own, copy)
+                texts = self._texts(copy)
+                labels |= {
+                    self.shifted(n, k): t for n, t in texts.items() if n in inside
+                }
+            labels |= {
+                self.shifted(n, self.runs.total - 3) if self._run(n) == 2 else n: t
+                for n, t in self._texts(chosen.choices).items()
+                if n not in inside
+            }
+        place = {starred(name): i for i, name in reversed([*enumerate(self.names)])}
+        folded = fold(dict(sorted(labels.items(), key=lambda x: place[starred(x[0])])))
+        return Labelling(folded, of_graph, *totals.tolist())
+
+    def _run(self, name: str) -> int | None:
+        assert self.runs is not None
+        return self.runs.of(name.partition(":")[0])
+
+    def _texts(self, choices: Mapping[int, int]) -> dict[str, str | None]:
+        """Of the ops whose label is a decision."""
+        found = {}
+        for i, spot in choices.items():
+            first = self.costs.nodes[i].results[0].name
+            label = self.costs.choices[i][spot].label
+            if self.named.origins[first] & Origin.PARAM and not isinstance(label, str):
+                found[self.names[i]] = label_text(self.named.factors[i], label)
+        return found
+
+    def _total(
+        self, tables: Sequence[Amounts], choices: Mapping[int, int]
+    ) -> torch.Tensor:
+        spots = (a.values[tuple(choices[i] for i in a.nodes)] for a in tables)
+        return sum(spots, torch.zeros(3, dtype=torch.float64))
+
+
+# --- all axes -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """plan: with labels of the whole model; of_graph: with labels of the graph alone.
+    found: axis -> its labelling, once those of the others were decided."""
+
+    plan: Plan
+    of_graph: Plan
+    found: Mapping[str, Labelling]
+
+
+def label_axes(
+    named: Named,
+    plan: Plan,
+    cluster: Cluster,
+    runs: Runs | None = None,
+    limit: float | None = None,
+) -> Labelled:
+    """Label the axes of a plan that do not split the batch, or attention in rings.
+
+    limit: bytes that a rank may use; None: the plan's memory, else that of a device.
+    Raises: LabelsDoNotFit, TooEntangled, PlanError.
+    """
+    if plan.mesh.size > cluster.devices:
+        raise PlanError(
+            f"mesh '{plan.mesh}' needs {plan.mesh.size} devices, {cluster} has "
+            f"{cluster.devices}",
+            fix="describe the whole cluster",
+        )
+    ranks = plan.mesh.axis_size("pp")
+    own = plan.memory or cluster.device.memory
+    whole = ranks * (own if limit is None else limit)
+    saved = find_saved(named, plan)
+    found: dict[str, Labelling] = {}
+    done: list[Mapping[str, Labelling]] = []
+    here = there = replace(plan, labels={})
+    axes = [a for a in plan.axes if a not in (TIME, *plan.data_axes)]
+    axes = [a for a in axes if not any("ring:" in d for d in plan.split.get(a, ()))]
+    for _ in range(ROUNDS):
+        for axis in axes:
+            setting = Setting(
+                propagate(named, here),
+                axis,
+                cluster.device,
+                cluster.link(plan.mesh, (axis,)),
+                saved,
+                min(plan.microbatches, ranks),
+            )
+            found[axis] = Axis(setting, runs).within(whole)
+            here = _with(here, axis, found[axis].of_graph)
+            there = _with(there, axis, found[axis].labels)
+        if found in done or len(axes) < 2:
+            break
+        done.append(dict(found))
+    return Labelled(there, here, found)
+
+
+def _with(plan: Plan, axis: str, labels: Mapping[str, str | None]) -> Plan:
+    return replace(plan, labels={**plan.labels, axis: dict(labels)})
+
+
+def find_saved(named: Named, plan: Plan) -> frozenset[str]:
+    """What one device would keep from forward to backward; of the views of a storage
+    only the first."""
+    # What `auto` computes again is decided later, for what the labels leave.
+    policy = "none" if plan.recompute == "auto" else plan.recompute
+    alone = Plan(Mesh(()), recompute=policy)
+    lowered = insert_collectives(propagate(named, alone))
+    (stage,) = split_stages(lowered, Costs()).stages
+    local = differentiate(stage, {}, {}, stage_policies(stage, alone))
+    names = {v.name for v in local.saved}
+    owners = find_owners(named.graph.nodes)
+    first: dict[str, str] = {}
+    for node in named.graph.nodes:
+        for v in node.results:
+            if v.name in names:
+                first.setdefault(owners.get(v.name, v.name), v.name)
+    return frozenset(first.values())

@@ -1,0 +1,258 @@
+"""label_costs: what the labels of ops cost on one axis, as tables for `search_labels`.
+
+An op costs the seconds that its part takes; a value costs the collectives that bring it
+from its producer's label to its consumers', each once for all that share it; what is
+kept for the backward, and a parameter as it rests, costs bytes. What other axes split
+is given, and so is a byte's price in seconds: where memory is short it is high.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from passes.cost import BACKWARD as BACKWARD_WORK
+from passes.dims.linearity import JOINTLY_LINEAR
+from passes.dims.name_dims import Factor, Place
+from passes.dims.notation import PENDING
+from passes.dims.origins import Origin
+from passes.graph import Node, Value
+from passes.price.price import node_seconds
+from passes.search.moves import MAX, Need, P, R, State, V
+from passes.search.search_labels import Table
+from passes.search.value_costs import NEVER, Amount, Setting, ValueCosts
+from passes.shard.allowed import PASS, Allowed, Label
+from passes.shard.hints import read_hints
+from passes.shard.labels import splittable
+from passes.shard.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What an axis may do with an op. varying: it is computed whole on each rank, and
+    each uses the result for other work (state V)."""
+
+    label: Label
+    varying: bool = False
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """What some nodes' choices cost together. values: [choices of each, ..., 3]."""
+
+    nodes: tuple[int, ...]
+    values: Tensor
+
+    def weigh(self, byte: float) -> Table:
+        """byte: the seconds that a byte is worth."""
+        weights = torch.tensor([1.0, 1.0, byte], dtype=torch.float64)
+        return Table(self.nodes, self.values @ weights)
+
+
+class LabelCosts:
+    """The choices of each node, and tables of what they cost."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, sharded = setting, setting.sharded
+        self.axis, self.named, self.plan = setting.axis, sharded.named, sharded.plan
+        self.nodes, self.flows = self.named.graph.nodes, setting.differentiable
+        self.allowed = Allowed(setting.sizes, self.flows)
+        self.pins = read_hints(self.named, self.plan)
+        self.producer = {
+            v.name: i for i, node in enumerate(self.nodes) for v in node.results
+        }
+        self.choices = [self._choices(i) for i in range(len(self.nodes))]
+        self._known: dict[object, Tensor] = {}  # tables of equal values
+
+    @cached_property
+    def tables(self) -> list[Amounts]:
+        return [*self._of_ops(), *self._of_sums(), *self._of_values()]
+
+    # --- what may be chosen ---------------------------------------------------------
+
+    def _choices(self, i: int) -> list[Choice]:
+        """Of a node; None comes first."""
+        node, axis = self.nodes[i], self.axis
+        origin = self.named.origins[node.results[0].name]
+        given = self.setting.sharded.labels[i]
+        if not origin & Origin.PARAM:
+            return [Choice(given[axis])]
+        pinned = self.pins.factor(axis, node, self.named.factors[i])
+        if pinned is not None:
+            return [Choice(pinned)]
+        others = {a: label for a, label in given.items() if a != axis}
+        found = [Choice(None)]
+        if self._may_vary(origin) and len(node.results) == 1:
+            found.append(Choice(None, varying=True))
+        options = splittable(self.named, self.allowed, axis, i, others)
+        found += [Choice(f) for f in options]
+        if all(v.numel == 1 for v in node.results):
+            found.append(Choice(PASS))
+        return found
+
+    def _may_vary(self, origin: Origin) -> bool:
+        return origin is Origin.PARAM or self.axis in self.plan.data_axes
+
+    def made(self, node: Node, v: Value, choice: Choice) -> State:
+        """How a choice makes one of the node's results."""
+        label = choice.label
+        if label == PASS:
+            return P
+        if isinstance(label, Factor):
+            which = [out and out.name for out in node.outs].index(v.name)
+            places = [(d, i) for out, d, i in label.outs if out == which]
+            if places:
+                return places[0]
+            pending = PENDING.get(label.role)
+            return R if pending is None else MAX if pending == "max" else P
+        return V if choice.varying else R
+
+    def need(self, node: Node, which: int, choice: Choice) -> Need:
+        """How a choice needs an operand."""
+        flows = node.op != "aten.detach.default" and any(
+            v.name in self.flows for v in node.results
+        )
+        label = choice.label
+        if label == PASS:
+            joins = node.op == "aten.add.Tensor"
+            return Need(V, flows, passes=True, joins=joins)
+        if isinstance(label, Factor):
+            places = [(d, i) for op, d, i in label.operands if op == which]
+            return Need(places[0] if places else V, flows)
+        return Need(V if choice.varying else R, flows)
+
+    # --- seconds of ops ---------------------------------------------------------------
+
+    def _of_ops(self) -> Iterator[Amounts]:
+        for i, node in enumerate(self.nodes):
+            if not self.named.origins[node.results[0].name] & Origin.PARAM:
+                continue
+            trained = any(v.name in self.flows for v in node.results)
+            times = 1 + BACKWARD_WORK if trained else 1.0
+            rows = [
+                (times * self._seconds(i, choice), 0.0, 0.0)
+                for choice in self.choices[i]
+            ]
+            yield Amounts((i,), torch.tensor(rows, dtype=torch.float64))
+
+    def _seconds(self, i: int, choice: Choice) -> float:
+        """Of the part of an op that the axis's first rank computes."""
+        node, sharded, label = self.nodes[i], self.setting.sharded, choice.label
+        operands = label.operands if isinstance(label, Factor) else ()
+        results = label.outs if isinstance(label, Factor) else ()
+        mine = [
+            self._local(v, lies, operands, k)
+            for k, (v, lies) in enumerate(
+                zip(node.operands, sharded.needs[i], strict=True)
+            )
+        ]
+        outs = tuple(
+            v and self._local(v, sharded.states[v.name], results, k)
+            for k, v in enumerate(node.outs)
+        )
+        rest = iter(mine)
+        part = replace(node.substitute(lambda _: next(rest)), outs=outs)
+        return node_seconds(part, self.setting.device)
+
+    def _local(
+        self, v: Value, lies: Sharding, places: Sequence[Place], which: int
+    ) -> Value:
+        """The first rank's part of an operand or result. places: what the axis splits,
+        of which operand or result."""
+        own = next(((d, f) for spot, d, f in places if spot == which), None)
+        return replace(v, shape=self.setting.local_shape(v, lies, own))
+
+    # --- sums that stay pending -------------------------------------------------------
+
+    def _of_sums(self) -> Iterator[Amounts]:
+        """An op passes a pending sum if it may; propagate leaves no choice there."""
+        for i, node in enumerate(self.nodes):
+            if Choice(PASS) not in self.choices[i]:
+                continue
+            makers = [self.producer.get(v.name) for v in node.operands]
+            scope = (*dict.fromkeys(m for m in makers if m is not None), i)
+            shape = [len(self.choices[j]) for j in scope]
+            values = torch.zeros([*shape, 3], dtype=torch.float64)
+            for spots in product(*map(range, shape)):
+                at = dict(zip(scope, spots, strict=True))
+                pending = [
+                    m is not None
+                    and self.made(self.nodes[m], v, self.choices[m][at[m]]) == P
+                    for m, v in zip(makers, node.operands, strict=True)
+                ]
+                passes = any(pending) and self.allowed.may_pass(
+                    self.axis, node, pending
+                )
+                if passes != (self.choices[i][at[i]].label == PASS):
+                    values[spots] = torch.tensor(NEVER, dtype=torch.float64)
+            yield Amounts(scope, values)
+
+    # --- values: collectives and memory -----------------------------------------------
+
+    def _of_values(self) -> Iterator[Amounts]:
+        uses: dict[str, dict[int, list[int]]] = {}
+        for i, node in enumerate(self.nodes):
+            for which, v in enumerate(node.operands):
+                uses.setdefault(v.name, {}).setdefault(i, []).append(which)
+        for v in self.named.graph.params:
+            if v.name in uses:
+                yield self._of_value(v, uses[v.name], None)
+        for i, node in enumerate(self.nodes):
+            if self.named.origins[node.results[0].name] & Origin.PARAM:
+                for v in node.results:
+                    if v.name in uses:
+                        yield self._of_value(v, uses[v.name], i)
+
+    def _of_value(
+        self, v: Value, uses: dict[int, list[int]], producer: int | None
+    ) -> Amounts:
+        """A table over a value's producer and all of its consumers."""
+        needs = [
+            [
+                tuple(self.need(self.nodes[i], which, choice) for which in positions)
+                for choice in self.choices[i]
+            ]
+            for i, positions in uses.items()
+        ]
+        savers = [self._keeps(v, self.nodes[i]) for i in uses]
+        if producer is None:
+            haves: list[tuple[State, bool]] = [(R, False)]
+        else:
+            node = self.nodes[producer]
+            origin = self.named.origins[v.name]
+            can_vary = self._may_vary(origin) and len(node.results) == 1
+            haves = [
+                (self.made(node, v, c), can_vary and c.label is None)
+                for c in self.choices[producer]
+            ]
+        pricing = ValueCosts(self.setting, v, producer is None, tuple(savers))
+        key = (pricing.signature, tuple(haves), tuple(map(tuple, needs)))
+        if key not in self._known:
+            self._known[key] = _spread([haves, *needs], pricing)
+        values = self._known[key]
+        if producer is None:
+            return Amounts(tuple(uses), values[0])
+        return Amounts((producer, *uses), values)
+
+    def _keeps(self, v: Value, node: Node) -> bool:
+        """Whether the node's backward reads this operand."""
+        name = node.op.rpartition(".")[0]
+        return v.name in self.setting.saved and name not in JOINTLY_LINEAR
+
+
+def _spread(
+    options: Sequence[Sequence[object]], price: Callable[..., Amount]
+) -> Tensor:
+    """A table over choices, of which many mean the same. options: for each variable,
+    what its choices mean."""
+    kinds = [list(dict.fromkeys(own)) for own in options]
+    flat = torch.tensor([price(*c) for c in product(*kinds)], dtype=torch.float64)
+    small = flat.reshape([*map(len, kinds), 3])
+    for d, (own, kind) in enumerate(zip(options, kinds, strict=True)):
+        small = small.index_select(d, torch.tensor([kind.index(o) for o in own]))
+    return small

@@ -1,0 +1,167 @@
+"""value_costs: the collectives that a value takes, and the memory, on one axis.
+
+A value is brought from the state in which it is made to those in which it is needed,
+each once for all uses that share it. A parameter rests as its uses want it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from passes.dims.origins import find_differentiable
+from passes.graph import Value
+from passes.price.cluster import Device, Link
+from passes.price.estimate import OPTIMIZER_TRAFFIC
+from passes.schedule.memory import OPTIMIZER_STATES
+from passes.search.moves import Impossible, Need, R, State, V, moves
+from passes.shard.propagate import Sharded
+from passes.shard.sharding import Sharding
+
+COMPUTE, COMMUNICATION, MEMORY = range(3)  # of an amount; seconds, seconds, bytes
+Amount = tuple[float, float, float]
+NEVER: Amount = (math.inf, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where labels are to be chosen: the labels of all axes so far, of which those of
+    `axis` count for nothing, its link, and the device. saved: values that the forward
+    keeps for the backward. in_flight: microbatches between the two."""
+
+    sharded: Sharded
+    axis: str
+    device: Device
+    link: Link
+    saved: Collection[str] = ()
+    in_flight: int = 1
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        return {a: self.sharded.plan.size(a) for a in self.sharded.plan.axes}
+
+    @cached_property
+    def differentiable(self) -> frozenset[str]:
+        traced = self.sharded.named.traced
+        return find_differentiable(traced.graph, traced.trainable)
+
+    def local_shape(
+        self, v: Value, lies: Sharding, place: tuple[int, int] | None
+    ) -> tuple[int, ...]:
+        """On the first rank, if the axis splits a place, and others as it lies."""
+        lies = lies.without_split(self.axis)
+        if place is not None:
+            lies = lies.with_split(place, self.axis, list(self.sizes))
+        first = dict.fromkeys(self.sizes, 0)
+        return lies.local_shape(self.sharded.named.dims[v.name], self.sizes, first)
+
+    def bytes_of(self, v: Value, state: State) -> int:
+        """Bytes of a value on the first rank, split by other axes as it is made."""
+        place = state if isinstance(state, tuple) else None
+        shape = self.local_shape(v, self.sharded.states[v.name], place)
+        return math.prod(shape) * v.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ValueCosts:
+    """What a value costs, by how it is made and needed.
+
+    rests: whether it is a parameter. savers: for each consumer, whether its backward
+    reads the value.
+    """
+
+    setting: Setting
+    v: Value
+    rests: bool
+    savers: tuple[bool, ...]
+
+    @property
+    def flows(self) -> bool:
+        return self.v.name in self.setting.differentiable
+
+    @property
+    def kept(self) -> bool:
+        return self.v.name in self.setting.saved
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """Values of the same signature cost the same."""
+        sharded = self.setting.sharded
+        lies = sharded.states[self.v.name].without_split(self.setting.axis)
+        dims = sharded.named.dims[self.v.name]
+        sizes = tuple(tuple(d.size for d in dim) for dim in dims)
+        other = (sizes, lies.slots, self.v.dtype)
+        return (*other, self.rests, self.savers, self.flows, self.kept)
+
+    def __call__(self, made: tuple[State, bool], *uses: tuple[Need, ...]) -> Amount:
+        """made: the state that the producer leaves it in, and whether it might be V.
+        uses: of each consumer, the needs of its operands that are this value."""
+        have, can_vary = made
+        needs = [need for own in uses for need in own]
+        partial = all(need.partial(have) for need in needs)
+        if self.rests:
+            have = self._rest(needs, partial)
+        elif can_vary and (have == V) != partial:
+            return NEVER  # see `passes.shard.propagate._finish_varying`
+        try:
+            found = {
+                move
+                for need in needs
+                for move in moves(have, need.of(have), self.flows and need.flows)
+            }
+        except Impossible:
+            return NEVER
+        seconds = sum(self._seconds(kind, have, to) for _, kind, to in found)
+        if not self.rests:
+            return 0.0, seconds, self._saved(have, uses)
+        update, reduction, resting = self._at_rest(have)
+        return update, seconds + reduction, resting
+
+    def _rest(self, needs: Sequence[Need], partial: bool) -> State:
+        """A parameter rests as all of its uses want it, else whole."""
+        states = {need.state for need in needs}
+        whole = self.setting.axis in self.setting.sharded.plan.zigzag
+        if (
+            not whole
+            and len(states) == 1
+            and isinstance(state := needs[0].state, tuple)
+        ):
+            return state
+        return V if partial else R
+
+    def _seconds(self, kind: str, have: State, to: State) -> float:
+        """Of one collective; see `passes.price.cluster.Link` for what counts."""
+        ends = (have, to) if kind == "all_to_all" else (R,)
+        amount = max(self.setting.bytes_of(self.v, end) for end in ends)
+        return self.setting.link.seconds(kind, amount)
+
+    def _at_rest(self, have: State) -> Amount:
+        """A microbatch's share of a parameter's update and of the reduction of its
+        gradient; bytes of both and of the optimizer's state."""
+        setting, amount = self.setting, self.setting.bytes_of(self.v, have)
+        if not self.flows:
+            return 0.0, 0.0, float(amount)
+        share = 1.0 / setting.sharded.plan.microbatches
+        device = setting.device
+        speed = device.bytes_per_second * device.bandwidth_efficiency
+        # Gradients go together, so each only adds its bytes to the message.
+        link = setting.link.without_latency()
+        reduction = link.seconds("all_reduce", amount) if have == V else 0.0
+        update = OPTIMIZER_TRAFFIC * amount / speed
+        return share * update, share * reduction, float(amount * (2 + OPTIMIZER_STATES))
+
+    def _saved(self, have: State, uses: Sequence[tuple[Need, ...]]) -> float:
+        """Bytes kept for the backward: in each state that a backward reads it in."""
+        if not self.kept:
+            return 0.0
+        states = {
+            need.of(have)
+            for own, keeps in zip(uses, self.savers, strict=True)
+            if keeps
+            for need in own
+        } or {have}
+        places = {s if isinstance(s, tuple) else R for s in states}
+        size = sum(self.setting.bytes_of(self.v, place) for place in places)
+        return float(size * self.setting.in_flight)

@@ -1,0 +1,1 @@
+"""Which axis splits what, where, and the collectives that follow from it."""

@@ -1,0 +1,155 @@
+"""What a user should know about a plan: work that an axis does not split, and ops that
+have no rule.
+
+A program that keeps too much whole is right, only slow: nothing but these notes tells.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import torch
+
+from passes.cost import PRODUCTS
+from passes.dims.name_dims import Factor
+from passes.dims.origins import Origin
+from passes.graph import DTYPES, Node
+from passes.mesh import TIME
+from passes.shard.propagate import Sharded
+
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a layer, in `h.3.attn`
+TOKENS = ("batch", "seq")  # dims of the data, which no weight has
+SHOWN = 3  # places that a note names
+
+
+def find_notes(sharded: Sharded) -> tuple[str, ...]:
+    """Lines for the user, those about the whole model first."""
+    plan = sharded.plan
+    axes = [a for a in plan.axes if a not in (TIME, *plan.data_axes)]
+    notes = [note for axis in axes for note in _unsplit(sharded, axis)]
+    return (
+        *notes,
+        *_without_experts(sharded),
+        *_unruled(sharded),
+        *_precision(sharded),
+    )
+
+
+def _without_experts(sharded: Sharded) -> list[str]:
+    labels = (labels.get("ep") for labels in sharded.labels)
+    found = {label.dim.name for label in labels if isinstance(label, Factor)}
+    if "ep" not in sharded.plan.axes or "experts" in found:
+        return []
+    return ["ep splits no experts: only samples, as dp does"]
+
+
+def _unsplit(sharded: Sharded, axis: str) -> list[str]:
+    """Where an axis splits no matrix product, or only the samples or positions of one:
+    each of its ranks then holds all of the weights."""
+    wanted = sharded.plan.split.get(axis, ())
+    splits_weights = not all(d in TOKENS or ":" in d for d in wanted)
+    whole: list[Node] = []
+    by_token: dict[str, list[Node]] = {}
+    count = 0
+    for node, labels in zip(sharded.graph.nodes, sharded.labels, strict=True):
+        if node.op.rpartition(".")[0] not in PRODUCTS and node.op not in PRODUCTS:
+            continue
+        if sharded.named.origins[node.results[0].name] is not Origin.BOTH:
+            continue
+        count += 1
+        label = labels[axis]
+        if label is None:
+            whole.append(node)
+        elif (
+            splits_weights
+            and isinstance(label, Factor)
+            and _reads_whole_weight(sharded, node, label)
+        ):
+            by_token.setdefault(label.dim.name, []).append(node)
+    if count == len(whole):
+        return [f"{axis} splits no matrix product: its ranks all compute the same"]
+    notes = []
+    if whole:
+        places = _places(whole)
+        why = _too_small(sharded, axis, whole)
+        notes.append(
+            f"{axis} does not split {places}{why}: its ranks all compute the same"
+        )
+    for dim, nodes in by_token.items():
+        places, why = _places(nodes), _too_small(sharded, axis, nodes)
+        notes.append(
+            f"{axis} splits {places}{why} along '{dim}' only: its ranks all hold the "
+            "weights"
+        )
+    return notes
+
+
+def _too_small(sharded: Sharded, axis: str, nodes: list[Node]) -> str:
+    """`, with 4 heads on 8 ranks`: the dims that would be split if they were larger."""
+    wanted, ranks = sharded.plan.split.get(axis, ()), sharded.plan.size(axis)
+    chosen = {id(node) for node in nodes}
+    small = {
+        f.dim.name: f.dim.size
+        for node, factors in zip(
+            sharded.graph.nodes, sharded.named.factors, strict=True
+        )
+        for f in factors
+        if id(node) in chosen and f.dim.name in wanted and f.dim.size < ranks
+    }
+    dims = " and ".join(f"{size} {name}" for name, size in small.items())
+    return f", with {dims} on {ranks} ranks" if dims else ""
+
+
+def _reads_whole_weight(sharded: Sharded, node: Node, label: Factor) -> bool:
+    split = {which for which, _, _ in label.operands}
+    return any(
+        sharded.named.origins[v.name] is Origin.PARAM
+        for which, v in enumerate(node.operands)
+        if which not in split
+    )
+
+
+def _places(nodes: Iterable[Node]) -> str:
+    """`h.*.attn (gpt.py:35)`: the modules, equal layers as one, and the first line."""
+    found: dict[str, str] = {}
+    for node in nodes:
+        module = NUMBER.sub("*", node.where.module) or "the model"
+        found.setdefault(module, node.where.source)
+    texts = [f"{m} ({source})" if source else m for m, source in found.items()]
+    more = len(texts) - SHOWN
+    return ", ".join(texts[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _unruled(sharded: Sharded) -> list[str]:
+    """One line for each op without a rule and what trials found out about it."""
+    found: dict[str, list[Node]] = {}
+    for node in sharded.graph.nodes:
+        verdict = sharded.named.unruled.get(node.results[0].name)
+        if verdict is not None:
+            found.setdefault(verdict, []).append(node)
+    notes = []
+    for verdict, nodes in found.items():
+        times = f", {len(nodes)} times" if len(nodes) > 1 else ""
+        source = nodes[0].where.source
+        notes.append(f"{verdict} ({source}{times})" if source else verdict)
+    return notes
+
+
+def _precision(sharded: Sharded) -> list[str]:
+    """Parameters that are not what an optimizer or the plan's precision wants."""
+    found = {v.dtype for v in sharded.graph.params}
+    notes = []
+    for dtype in (torch.bfloat16, torch.float16):
+        if dtype in found:
+            notes.append(
+                f"parameters are {DTYPES[dtype]}, without a copy in float32: updates "
+                "too small for them get lost; a float32 model with precision= keeps "
+                "its parameters in float32"
+            )
+    if sharded.plan.dtype and torch.float64 in found:
+        notes.append(
+            f"parameters are f64: precision {sharded.plan.precision!r} leaves them and "
+            "what is computed with them as they are, as autocast does"
+        )
+    return notes

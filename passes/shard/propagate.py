@@ -1,0 +1,375 @@
+"""propagate: from the plan's few decisions to a sharding for every value.
+
+For each op and each axis one thing is decided: which of the dims that flow through the
+op the axis splits, if any (its *label*). The op's rule then says how its operands must
+lie and how its results do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from passes.dims.name_dims import Factor, Named
+from passes.dims.notation import PENDING
+from passes.dims.origins import Origin, find_differentiable
+from passes.errors import LossNotSeparable
+from passes.graph import Graph, Node, Value
+from passes.mesh import TIME
+from passes.plan import Plan
+from passes.shard.allowed import PASS, Allowed, Label
+from passes.shard.hints import Pins, read_hints
+from passes.shard.labels import given_factor, read_labels
+from passes.shard.rest import find_casts, rest_split
+from passes.shard.ring import check_rings, ring_factor
+from passes.shard.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Every value has a sharding that the rule of its op allows.
+
+    labels: for each node, axis -> the factor it splits, PASS, or None for not split.
+    states: value name -> how it is made. needs: for each node, how each operand must
+    lie. ahead: names of values of the batch alone that are needed whole; every rank
+    computes them itself, before the loop over microbatches.
+    """
+
+    named: Named
+    plan: Plan
+    labels: tuple[Mapping[str, Label], ...]
+    states: Mapping[str, Sharding]
+    needs: tuple[tuple[Sharding, ...], ...]
+    ahead: frozenset[str]
+
+    @property
+    def graph(self) -> Graph:
+        return self.named.graph
+
+    def text(self, value: Value) -> str:
+        return self.states[value.name].text(self.named.dims[value.name])
+
+    def __str__(self) -> str:
+        lines = [f"{self.text(v):44} %{v.name}" for v in self.graph.sources]
+        for node in self.graph.nodes:
+            outs = ", ".join(self.text(v) for v in node.results)
+            lines.append(f"{outs:44} {node}")
+        return "\n".join(lines)
+
+
+def propagate(named: Named, plan: Plan) -> Sharded:
+    """Give every value a sharding, following the plan's order of preference.
+
+    Where the plan has labels for an op, these count; hints count more than both.
+    Raises: HintError, ShardingConflict, LossNotSeparable, PlanError.
+    """
+    pins = read_hints(named, plan)
+    ahead: frozenset[str] = frozenset()
+    while True:
+        found = _Propagation(named, plan, pins, ahead).run()
+        if found.wanted_ahead <= ahead:
+            break
+        ahead = _with_ancestors(named, ahead | found.wanted_ahead)
+    check_rings(named.graph, plan, found.labels)
+    return Sharded(
+        named,
+        plan,
+        tuple(found.labels),
+        found.states,
+        tuple(_finish_varying(named, found)),
+        ahead,
+    )
+
+
+def _with_ancestors(named: Named, wanted: frozenset[str]) -> frozenset[str]:
+    grown = set(wanted)
+    for node in reversed(named.graph.nodes):
+        if any(v.name in grown for v in node.results):
+            grown.update(
+                v.name for v in node.operands if named.origins[v.name] is Origin.INPUT
+            )
+    return frozenset(grown)
+
+
+class _Propagation:
+    """One sweep over the graph with a fixed set of values computed ahead."""
+
+    def __init__(
+        self, named: Named, plan: Plan, pins: Pins, ahead: frozenset[str]
+    ) -> None:
+        self.named, self.plan, self.pins, self.ahead = named, plan, pins, ahead
+        self.order = list(plan.axes)
+        self.sizes = {axis: plan.size(axis) for axis in plan.axes}
+        self.rank = {
+            axis: {name: i for i, name in enumerate(plan.split.get(axis, ()))}
+            for axis in plan.axes
+        }  # "dim" or "op:dim" -> order of preference
+        flows = find_differentiable(named.graph, named.traced.trainable)
+        self.allowed = Allowed(self.sizes, flows)
+        self.given = read_labels(named, plan)
+        self.states: dict[str, Sharding] = {}
+        self.labels: list[Mapping[str, Label]] = []
+        self.needs: list[tuple[Sharding, ...]] = []
+        self.wanted_ahead: frozenset[str] = frozenset()
+
+    def run(self) -> _Propagation:
+        graph, dims = self.named.graph, self.named.dims
+        for v in graph.sources:
+            self.states[v.name] = Sharding.whole(dims[v.name])
+        for i, node in enumerate(graph.nodes):
+            labels = self.choose(i, node)
+            self.labels.append(labels)
+            for which, out in enumerate(node.outs):
+                if out is not None:
+                    self.states[out.name] = self.made(out, which, labels)
+            self.needs.append(
+                tuple(
+                    self.needed(node, which, v, labels)
+                    for which, v in enumerate(node.operands)
+                )
+            )
+        self.rest_parameters()
+        return self
+
+    # --- which dim an op splits ----------------------------------------------------
+
+    def choose(self, i: int, node: Node) -> dict[str, Label]:
+        origin = self.named.origins[node.results[0].name]
+        if origin is Origin.CONSTANT:
+            return dict.fromkeys(self.order)
+        if origin is Origin.INPUT:
+            return self.choose_for_inputs(node, self.named.factors[i])
+        labels: dict[str, Label] = {}
+        for axis in self.order:
+            pending = [
+                self.states[v.name].pending_on(axis) == "sum" for v in node.operands
+            ]
+            if any(pending) and self.allowed.may_pass(axis, node, pending):
+                labels[axis] = PASS
+            else:
+                labels[axis] = self.wanted(axis, i, node, labels)
+            if axis == TIME:
+                self.check_separable(node, labels[axis])
+        return labels
+
+    def choose_for_inputs(
+        self, node: Node, factors: tuple[Factor, ...]
+    ) -> dict[str, Label]:
+        """Values of the batch alone are cheap: split along the batch, else whole.
+
+        One that sums over the batch, or needs it whole, is computed ahead on the whole
+        batch, which every rank has: no collective, and right for every microbatch.
+        """
+        labels: dict[str, Label] = dict.fromkeys(self.order)
+        if node.results[0].name in self.ahead:
+            return labels
+        for axis in self.plan.data_axes:
+            label = self.preferred(axis, factors, labels, node)
+            if isinstance(label, Factor) and label.role == "map":
+                labels[axis] = label
+            else:
+                self.want_ahead(node.results)
+                return dict.fromkeys(self.order)
+        return labels
+
+    def want_ahead(self, values: tuple[Value, ...]) -> None:
+        self.wanted_ahead |= {v.name for v in values}
+
+    def wanted(
+        self, axis: str, i: int, node: Node, labels: Mapping[str, Label]
+    ) -> Factor | None:
+        """As a hint demands it, as the plan's labels say, or what is preferred."""
+        factors = self.named.factors[i]
+        pinned = self.pins.factor(axis, node, factors)
+        given = self.given.get((node.results[0].name, axis))
+        if pinned is None and given is not None:
+            return given_factor(self.named, self.allowed, axis, i, labels, given)
+        return pinned or self.preferred(axis, factors, labels, node)
+
+    def preferred(
+        self,
+        axis: str,
+        factors: tuple[Factor, ...],
+        labels: Mapping[str, Label],
+        node: Node,
+    ) -> Factor | None:
+        order, op = self.rank[axis], node.op.split(".")[1]
+        choices = [
+            (name, f)
+            for f in factors
+            for name in (f.dim.name, f"{op}:{f.dim.name}", f"weights:{f.dim.name}")
+        ]
+        if (
+            ring := ring_factor(node, factors, self.allowed.differentiable)
+        ) is not None:
+            choices.append((f"ring:{ring.dim.name}", ring))
+        ranked = [
+            (order[name], f)
+            for name, f in choices
+            if name in order
+            and (not name.startswith("weights:") or self.meets(axis, f, node))
+            and self.allowed.may_split(f, node)
+            and self.allowed.divides(axis, f.dim, labels)
+        ]
+        return min(ranked, key=lambda r: r[0])[1] if ranked else None
+
+    def meets(self, axis: str, f: Factor, node: Node) -> bool:
+        """Whether weights meet tokens along this dim here, or have before: the axis
+        already splits an operand along it."""
+        origins = {
+            self.named.origins[node.operands[which].name] is Origin.PARAM
+            for which, _, _ in f.operands
+        }
+        split = any(
+            self.states[node.operands[which].name].place(axis) == (d, i)
+            for which, d, i in f.operands
+        )
+        return f.role == "map" and (split or origins == {True, False})
+
+    def check_separable(self, node: Node, label: Label) -> None:
+        for v in node.operands:
+            state = self.states[v.name]
+            if self.named.origins[v.name] is Origin.INPUT:
+                continue
+            if state.pending_on(TIME) and label != PASS:
+                raise LossNotSeparable(
+                    f"{node} needs %{v.name} complete, but each microbatch has only "
+                    "its share of this sum",
+                    source=str(node.where),
+                    fix="let the loss be a sum over samples, divided by what depends "
+                    "on the batch alone, or use microbatches=1",
+                )
+            if label is None and state.place(TIME):
+                raise LossNotSeparable(
+                    f"{node} needs the whole batch of %{v.name}, but microbatches "
+                    "come one after another",
+                    source=str(node.where),
+                    fix="keep samples independent of each other up to the loss, or "
+                    "use microbatches=1",
+                )
+
+    # --- what follows from it ------------------------------------------------------
+
+    def made(self, v: Value, which: int, labels: Mapping[str, Label]) -> Sharding:
+        state = Sharding.whole(self.named.dims[v.name])
+        pending: dict[str, str] = {}
+        for axis in self.order:
+            label = labels[axis]
+            if label == PASS:
+                pending[axis] = "sum"
+            elif isinstance(label, Factor):
+                places = [(d, i) for out, d, i in label.outs if out == which]
+                if places:
+                    state = state.with_split(places[0], axis, self.order)
+                elif label.role in PENDING:
+                    pending[axis] = PENDING[label.role]
+        return state.with_pending(pending)
+
+    def needed(
+        self, node: Node, which: int, v: Value, labels: Mapping[str, Label]
+    ) -> Sharding:
+        state = Sharding.whole(self.named.dims[v.name])
+        pending, varying = {}, set()
+        for axis in self.order:
+            label = labels[axis]
+            if label == PASS:
+                if node.op == "aten.add.Tensor" or self.states[v.name].pending_on(axis):
+                    pending[axis] = "sum"
+                else:
+                    varying.add(axis)
+            elif isinstance(label, Factor):
+                places = [(d, i) for op, d, i in label.operands if op == which]
+                if places:
+                    state = state.with_split(places[0], axis, self.order)
+                else:
+                    varying.add(axis)
+        state = state.with_pending(pending).with_varying(varying)
+        if self.named.origins[v.name] is Origin.INPUT and v.name not in self.ahead:
+            have = self.states[v.name]
+            lacks = [a for a in self.order if have.place(a) != state.place(a)]
+            if any(have.place(a) for a in lacks):
+                self.want_ahead((v,))
+        return state
+
+    def rest_parameters(self) -> None:
+        """A parameter rests as all of its uses want it, else whole, or split where a
+        share for each rank is enough until it is used; its casts lie as it does."""
+        uses: dict[str, list[Sharding]] = {}
+        nodes = self.named.graph.nodes
+        casts = find_casts(nodes, self.named.graph.params)
+        for node, needs in zip(nodes, self.needs, strict=True):
+            if node.results[0].name in casts:
+                continue
+            for v, need in zip(node.operands, needs, strict=True):
+                if self.named.origins[v.name] is Origin.PARAM:
+                    uses.setdefault(casts.get(v.name, v.name), []).append(need)
+        for v in self.named.graph.params:
+            state = self.states[v.name]
+            for axis in self.order:
+                places = {need.place(axis) for need in uses.get(v.name, [])}
+                if axis in self.plan.zigzag:
+                    continue  # what rests is one piece of a parameter
+                if len(places) == 1 and (place := places.pop()) is not None:
+                    state = state.with_split(place, axis, self.order)
+            for axis in self.plan.rest_axes if v.name in uses else ():
+                if state.place(axis) is None:
+                    dims = self.named.dims[v.name]
+                    state = rest_split(dims, state, axis, self.sizes)
+            self.states[v.name] = state
+        for i, node in enumerate(nodes):
+            if (out := node.results[0].name) in casts:
+                self.states[out] = self.states[casts[out]]
+                self.needs[i] = (self.states[out],)
+
+
+def _finish_varying(named: Named, found: _Propagation) -> list[tuple[Sharding, ...]]:
+    """Settle R or V, from the loss backwards.
+
+    A value of parameters alone is V on an axis if each of its uses there is V or split:
+    its gradient then stays a pending sum, down to the parameter, and is reduced once a
+    step. So is any other value on the axes that split the batch, if it has no samples:
+    positions that come with the batch. States are updated in place; the nodes' needs
+    are returned anew.
+    """
+    uses: dict[str, list[Sharding]] = {}
+    all_needs = list(found.needs)
+    states = found.states
+
+    def settle(v: Value) -> None:
+        state = states[v.name]
+        alone = named.origins[v.name] is Origin.PARAM
+        axes = found.order if alone else found.plan.data_axes
+        varying = {
+            axis
+            for axis in axes
+            if state.place(axis) is None
+            and not state.pending_on(axis)
+            and uses.get(v.name)
+            and all(_is_partial(need, axis) for need in uses[v.name])
+        }
+        states[v.name] = state.with_varying(varying)
+
+    nodes = named.graph.nodes
+    for i in range(len(nodes) - 1, -1, -1):
+        node, needs = nodes[i], all_needs[i]
+        if named.origins[node.results[0].name] & Origin.PARAM:
+            for v in node.results:
+                settle(v)
+            varying = frozenset.intersection(
+                *(states[v.name].varying for v in node.results)
+            )
+            needs = tuple(n.with_varying(n.varying | varying) for n in needs)
+            all_needs[i] = needs
+        for v, need in zip(node.operands, needs, strict=True):
+            if named.origins[v.name] & Origin.PARAM:
+                uses.setdefault(v.name, []).append(need)
+    for v in named.graph.params:
+        settle(v)
+    return all_needs
+
+
+def _is_partial(need: Sharding, axis: str) -> bool:
+    """Whether a use contributes only part of the gradient on each rank of the axis."""
+    if axis in need.varying or need.pending_on(axis):
+        return True
+    return need.place(axis) is not None

@@ -1,0 +1,157 @@
+"""rest: where parameters lie between their uses, and how they become whole again.
+
+Data parallel ranks would all hold the same parameters, gradients and optimizer state.
+With ZeRO (Rajbhandari 2020, section 5) each holds a share. To the compiler that is a
+split at rest that no op wants, so a parameter is all-gathered for its ops and its
+gradient comes back by reduce-scatter. The stages of ZeRO differ in when:
+
+| zero | parameters: whole, gathered         | gradients: whole, scattered      |
+|------|-------------------------------------|----------------------------------|
+| 1    | during a step, before it            | during a step, at its end        |
+| 2    | during a step, before it            | by block, in each backward       |
+| 3    | by block, forward and backward      | by block, in each backward       |
+
+Between steps the parameters, their gradients and what an optimizer keeps of them are
+shares with all three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import prod
+
+import torch
+
+from passes.capture.lower_precision import CAST
+from passes.dims.name_dims import Dims
+from passes.graph import Graph, Node, Value
+from passes.shard.sharding import Sharding
+
+GATHER = "comm.all_gather"
+GATHERS = (GATHER, "comm.start_gather")
+# What changes where a parameter lies, its shape or its precision, and nothing else.
+MOVES = frozenset(
+    {
+        *(GATHER, CAST, "comm.shard", "comm.enter", "comm.all_to_all"),
+        *("aten.reshape.default", "aten.transpose.int", "aten.permute.default"),
+    }
+)
+
+
+def rest_split(
+    dims: Dims, state: Sharding, axis: str, sizes: Mapping[str, int]
+) -> Sharding:
+    """Split a parameter along one of its named dims, over an axis that splits none.
+
+    Preferred is a dim of which all ranks get as much, then the outermost, whose shards
+    are gathered without a copy, then the longest. The new split is the innermost, so
+    that others stay as they are when it is undone. Without a dim that has something
+    for each rank the parameter stays whole.
+    """
+    options = []
+    for d, factors in enumerate(dims):
+        for i, dim in enumerate(factors):
+            held = state.slots[d][i]
+            parts = prod(sizes[a] for a in (*held, axis))
+            if dim.size >= parts:
+                options.append((dim.size % parts > 0, (d, i) > (0, 0), -dim.size, d, i))
+    if not options:
+        return state
+    *_, d, i = min(options)
+    return state.with_split((d, i), axis, [*state.slots[d][i], axis])
+
+
+def find_casts(nodes: Iterable[Node], params: Iterable[Value]) -> dict[str, str]:
+    """Copies of parameters in another precision: value name -> the parameter.
+
+    They lie as the parameters rest, so that what is gathered is the copy.
+    """
+    held = {v.name for v in params}
+    return {
+        node.out.name: node.operands[0].name
+        for node in nodes
+        if node.op == CAST and node.operands[0].name in held
+    }
+
+
+def gradient_dtypes(
+    nodes: Iterable[Node], params: Iterable[Value]
+) -> dict[str, torch.dtype]:
+    """In what gradients of parameters, and of what is gathered of them, are added up
+    and reduced: the parameters' own precision (Micikevicius 2018, section 3.1)."""
+    found = {v.name: v.dtype for v in params}
+    for node in nodes:
+        if node.op in MOVES and node.operands[0].name in found:
+            own = found[node.operands[0].name]
+            found[node.out.name] = torch.promote_types(own, node.out.dtype)
+    return found
+
+
+def find_made(nodes: Iterable[Node], given: Collection[str]) -> dict[str, Node]:
+    """What is made of the given values alone: value name -> its node, in order."""
+    makers: dict[str, Node] = {}
+    for node in nodes:
+        names = [v.name for v in node.operands]
+        if names and all(n in given or n in makers for n in names):
+            makers.update((v.name, node) for v in node.results)
+    return makers
+
+
+def find_gathered(nodes: Iterable[Node], given: Collection[str]) -> dict[str, Node]:
+    """What is made of parameters alone, by an all-gather, what leads to it and what
+    follows it: value name -> its node.
+
+    given: names of parameters, buffers, and constants.
+    """
+    makers = find_made(nodes, given)
+    needed: set[str] = set()
+    for name, node in makers.items():
+        if node.op in GATHERS or any(v.name in needed for v in node.operands):
+            needed.add(name)
+    for name in reversed(makers):
+        if name in needed:
+            needed.update(v.name for v in makers[name].operands)
+    return {name: node for name, node in makers.items() if name in needed}
+
+
+def gather_again(
+    forward: Sequence[Node], backward: Sequence[Node], given: Collection[str]
+) -> list[Node]:
+    """The backward, with parameters gathered in it again, each before its first use.
+
+    So a gathered parameter lives from first to last use in the forward, and again in
+    the backward, but not in between.
+    """
+    gathered = find_gathered(forward, given)
+    made: set[str] = set()
+    found: list[Node] = []
+
+    def make(name: str) -> None:
+        if name in gathered and name not in made:
+            for v in gathered[name].operands:
+                make(v.name)
+            append(gathered[name])
+
+    def append(node: Node) -> None:
+        found.append(node)
+        made.update(v.name for v in node.results)
+
+    for node in backward:
+        for v in node.operands:
+            make(v.name)
+        append(node)
+    return found
+
+
+def gathered_axes(graph: Graph) -> dict[str, tuple[str, ...]]:
+    """Parameter -> the axes over which it is gathered for its uses, in order."""
+    origin = {v.name: v.name for v in graph.params}
+    found: dict[str, list[str]] = {}
+    for node in graph.nodes:
+        name = origin.get(node.operands[0].name) if node.operands else None
+        if name is None or node.op not in (GATHER, CAST, "aten.reshape.default"):
+            continue
+        origin[node.out.name] = name
+        if node.op == GATHER:
+            found.setdefault(name, []).append(node.args[1])
+    return {name: tuple(dict.fromkeys(axes)) for name, axes in found.items()}

@@ -1,0 +1,112 @@
+"""Ring attention: an axis splits the queries' rows and the keys alike.
+
+Each rank keeps its own rows of queries, and keys and values are passed round, so that
+no rank ever holds all of them (Liu 2023, arXiv 2310.01889). It is one more label of an
+attention node: `comm.attention` is what the node becomes on a rank, and its derivative
+`comm.attention_backward` passes keys and values round once more, and their gradients
+with them, instead of keeping what came by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from passes.dims.name_dims import Factor
+from passes.errors import ShardingConflict
+from passes.graph import Graph, Node
+from passes.plan import Plan
+
+ATTENTION = "comm.attention"
+BACKWARD = "comm.attention_backward"
+Q, K, V, MASK = range(4)  # operands of attention
+
+
+def ring_factor(
+    node: Node, factors: Sequence[Factor], differentiable: Collection[str]
+) -> Factor | None:
+    """Rows and keys of attention as the one dim that an axis splits; the columns of a
+    mask stay whole. None where they are not the same dim, or are more than one, or
+    where the mask is learned."""
+    if node.op != "autopar.attention":
+        return None
+    if any(mask.name in differentiable for mask in node.operands[MASK:]):
+        return None
+    rows = [f for f in factors if any(p[:2] == (Q, 2) for p in f.operands)]
+    keys = [f for f in factors if any(p[:2] == (K, 2) for p in f.operands)]
+    if len(rows) != 1 or len(keys) != 1 or rows[0].dim != keys[0].dim:
+        return None
+    held = tuple(p for p in keys[0].operands if p[0] in (K, V))
+    return Factor(rows[0].dim, "ring", (*rows[0].operands, *held), rows[0].outs)
+
+
+def check_rings(
+    graph: Graph, plan: Plan, labels: Sequence[Mapping[str, object]]
+) -> None:
+    """Where a plan prefers rings, every attention must be one.
+
+    Raises: ShardingConflict, at the first that is not; it would gather all keys.
+    """
+    wanted = [
+        axis
+        for axis in plan.axes
+        if any(name.startswith("ring:") for name in plan.split.get(axis, ()))
+    ]
+    for axis in wanted:
+        count = 0
+        for node, chosen in zip(graph.nodes, labels, strict=True):
+            if node.op != "autopar.attention":
+                continue
+            count += 1
+            label = chosen[axis]
+            if not (isinstance(label, Factor) and label.role == "ring"):
+                raise _refusal(axis, str(node), str(node.where))
+        if not count:
+            raise _refusal(axis, "the model, which has no fused attention", "")
+
+
+def _refusal(axis: str, what: str, source: str) -> ShardingConflict:
+    return ShardingConflict(
+        f"'{axis}' cannot pass keys and values round in {what}: that takes "
+        "self-attention without dropout or a learned bias, and a row for each rank",
+        source=source,
+        fix="use context_parallel='gather', or set the dropout of attention to 0",
+    )
+
+
+def ring_of(node: Node) -> str | None:
+    """The axis that a rank's node passes keys and values round on, if it does."""
+    return node.args[-2] if node.op in (ATTENTION, BACKWARD) else None
+
+
+def passed_round(node: Node) -> list[tuple[torch.dtype, int, int]]:
+    """What a ring sends: by dtype the calls and bytes, shares being alike.
+
+    Forward: keys and values of every rank but the next go on. Backward: these again,
+    and their gradients, in float32 or wider, which all come home.
+    """
+    ranks = node.args[-1]
+    k, v = _keys_and_values(node)
+    found = [(k.dtype, ranks - 1, (ranks - 1) * (k.bytes + v.bytes))]
+    if node.op == BACKWARD:
+        wide = torch.promote_types(k.dtype, torch.float32)
+        size = ranks * wide.itemsize * (k.numel + v.numel)
+        found.append((wide, ranks, size))
+    return found
+
+
+def workspace(node: Node) -> int:
+    """Bytes that a ring needs while it runs: keys and values at work and under way;
+    gradients of them at work, on the way to the next rank, and from the one before."""
+    if ring_of(node) is None:
+        return 0
+    k, v = _keys_and_values(node)
+    wide = 3 * max(4, k.dtype.itemsize) * (k.numel + v.numel)
+    return 2 * (k.bytes + v.bytes) + (wide if node.op == BACKWARD else 0)
+
+
+def _keys_and_values(node: Node) -> tuple[Any, Any]:
+    first = 1 if node.op == ATTENTION else 2  # after the gradient of the result
+    return node.args[first], node.args[first + 1]

@@ -1,0 +1,121 @@
+"""How a value lies on the mesh.
+
+On each axis a value is in one of four states:
+
+    S  split on one of its named dims        its gradient: S
+    R  the same on all, used alike by all    its gradient: R
+    V  the same on all, used differently     its gradient: a pending sum
+    P  a pending sum or maximum              its gradient: R
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from passes.dims.name_dims import Dims
+from passes.mesh import balanced
+
+Slots = tuple[tuple[tuple[str, ...], ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """slots: for each tensor dim, for each named dim in it, the axes that split it,
+    outermost first. pending: (axis, "sum" | "max"). varying: axes in state V."""
+
+    slots: Slots
+    pending: tuple[tuple[str, str], ...] = ()
+    varying: frozenset[str] = frozenset()
+
+    @classmethod
+    def whole(cls, dims: Dims) -> Sharding:
+        return cls(tuple(tuple(() for _ in dim) for dim in dims))
+
+    def place(self, axis: str) -> tuple[int, int] | None:
+        """The (dim, factor) that the axis splits, if it splits any."""
+        for d, factors in enumerate(self.slots):
+            for i, axes in enumerate(factors):
+                if axis in axes:
+                    return d, i
+        return None
+
+    def pending_on(self, axis: str) -> str | None:
+        return dict(self.pending).get(axis)
+
+    def with_split(
+        self, place: tuple[int, int], axis: str, order: list[str]
+    ) -> Sharding:
+        """Split a place further; axes nest in the given order."""
+
+        def change(axes: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(sorted((*axes, axis), key=order.index))
+
+        return self._with_slots(place, change)
+
+    def without_split(self, axis: str) -> Sharding:
+        place = self.place(axis)
+        if place is None:
+            return self
+        return self._with_slots(place, lambda axes: tuple(a for a in axes if a != axis))
+
+    def _with_slots(
+        self,
+        place: tuple[int, int],
+        change: Callable[[tuple[str, ...]], tuple[str, ...]],
+    ) -> Sharding:
+        d, i = place
+        dim = self.slots[d]
+        dim = (*dim[:i], change(dim[i]), *dim[i + 1 :])
+        slots = (*self.slots[:d], dim, *self.slots[d + 1 :])
+        return Sharding(slots, self.pending, self.varying)
+
+    def with_pending(self, pending: Mapping[str, str]) -> Sharding:
+        return Sharding(self.slots, tuple(pending.items()), self.varying)
+
+    def with_varying(self, axes: frozenset[str] | set[str]) -> Sharding:
+        return Sharding(self.slots, self.pending, frozenset(axes))
+
+    def local_factors(
+        self, dims: Dims, sizes: Mapping[str, int], coords: Mapping[str, int]
+    ) -> tuple[tuple[int, ...], ...]:
+        """The extent of each factor of each dim on the rank at `coords`."""
+        return tuple(
+            tuple(
+                local_extent(dim.size, axes, sizes, coords)
+                for dim, axes in zip(factors, slots, strict=True)
+            )
+            for factors, slots in zip(dims, self.slots, strict=True)
+        )
+
+    def local_shape(
+        self, dims: Dims, sizes: Mapping[str, int], coords: Mapping[str, int]
+    ) -> tuple[int, ...]:
+        return tuple(map(prod, self.local_factors(dims, sizes, coords)))
+
+    def text(self, dims: Dims) -> str:
+        """`[batch/dp, (seq/tp heads), embed] +tp`."""
+        parts = []
+        for factors, slots in zip(dims, self.slots, strict=True):
+            names = [
+                "/".join((d.name, *axes))
+                for d, axes in zip(factors, slots, strict=True)
+            ]
+            parts.append(names[0] if len(names) == 1 else f"({' '.join(names)})")
+        text = f"[{', '.join('1' if p == '()' else p for p in parts)}]"
+        for axis, op in self.pending:
+            text += f" +{axis}" if op == "sum" else f" {op}:{axis}"
+        return text
+
+
+def local_extent(
+    extent: int,
+    axes: tuple[str, ...],
+    sizes: Mapping[str, int],
+    coords: Mapping[str, int],
+) -> int:
+    """A dim's extent on a rank: split by each axis in turn, as even as can be."""
+    for axis in axes:
+        extent = balanced(extent, sizes[axis])[coords[axis]]
+    return extent

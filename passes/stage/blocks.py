@@ -1,0 +1,108 @@
+"""What ZeRO has alive by block while a part runs, beside what the part itself has.
+
+Counted on the nodes of a rank that holds parameters and gradients whole: where these
+are used says when `passes.stage.overlap` would gather and scatter them. A block is what
+neighbours of one layer use. Its weights arrive in rows while the block before computes,
+are whole from the block's first use on, each until its own last one. Its gradients are
+whole until the last is made, and then on their way, with the others' addends, until
+those of the next block are. What lies beyond the stage, unless the model ends there,
+counts as a block like the one next to it, since stages are priced in pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from passes.graph import Node
+from passes.shard.rest import find_casts
+from passes.stage.local_stage import LocalStage
+
+Beside = Callable[[Sequence[Node]], Sequence[int]]  # nodes -> bytes at each of them
+
+
+@dataclass(frozen=True)
+class _Use:
+    """Of a parameter or its gradient: the nodes at which it is used first and last."""
+
+    first: int
+    last: int
+    bytes: int
+    layer: str
+
+
+def beside_blocks(local: LocalStage, zero: int) -> Beside:
+    """For `passes.schedule.footprint.footprint`: gradients by block from ZeRO-2 on, and
+    weights from ZeRO-3 on, in the precision in which they are gathered."""
+    casts = find_casts(local.prologue, local.params)
+    made = (v for node in local.prologue for v in node.results if v.name in casts)
+    weights = {v.name: v.bytes for v in (*local.params, *made)} if zero > 2 else {}
+    grads = {v.name: v.bytes for v in local.grads.values()} if zero > 1 else {}
+
+    def beside(nodes: Sequence[Node]) -> Sequence[int]:
+        alive = [0] * len(nodes)
+        before, after = bool(local.receives), local.loss is None
+        if nodes is not local.forward:
+            before, after = after, before
+        _gather(alive, _uses(nodes, weights, by_first=True), after)
+        _scatter(alive, _uses(nodes, grads, by_first=False), before)
+        return alive
+
+    return beside
+
+
+def _uses(
+    nodes: Sequence[Node], sizes: Mapping[str, int], by_first: bool
+) -> list[list[_Use]]:
+    """By block, in the order of first or last uses. Views of parameters count as uses
+    of them."""
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for i, node in enumerate(nodes):
+        for v in node.operands:
+            if v.name in sizes:
+                first.setdefault(v.name, i)
+                last[v.name] = i
+    uses = [
+        _Use(i, last[n], sizes[n], nodes[i if by_first else last[n]].where.layer)
+        for n, i in first.items()
+    ]
+    uses.sort(key=lambda use: use.first if by_first else use.last)
+    return [list(own) for _, own in groupby(uses, key=lambda use: use.layer)]
+
+
+def _gather(alive: list[int], blocks: Sequence[Sequence[_Use]], more: bool) -> None:
+    """more: another block is gathered while the last one computes."""
+    start = 0
+    sizes = [sum(use.bytes for use in block) for block in blocks]
+    sizes.append(sizes[-1] if sizes and more else 0)
+    for i, block in enumerate(blocks):
+        begin = block[0].first
+        for at in range(start, begin):
+            alive[at] += sizes[i]
+        # A tensor that is alone becomes whole where it arrived; rows of the next block
+        # take the place of those that were copied.
+        rows = sizes[i] if len(block) > 1 else 0
+        alive[begin] += max(0, rows - sizes[i + 1])
+        for use in block:
+            for at in range(begin, use.last + 1):
+                alive[at] += use.bytes
+        start = begin
+    for at in range(start, len(alive)):
+        alive[at] += sizes[-1]
+
+
+def _scatter(alive: list[int], blocks: Sequence[Sequence[_Use]], before: bool) -> None:
+    """before: gradients of another block are on their way when the first begins."""
+    if blocks and before:
+        for at in range(blocks[0][-1].last):
+            alive[at] += 2 * sum(use.bytes for use in blocks[0])
+    for i, block in enumerate(blocks):
+        end = block[-1].last
+        for use in block:
+            for at in range(use.first, end + 1):
+                alive[at] += use.bytes
+        landed = blocks[i + 1][-1].last if i + 1 < len(blocks) else len(alive)
+        for at in range(end, landed):
+            alive[at] += 2 * sum(use.bytes for use in block)

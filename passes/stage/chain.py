@@ -1,0 +1,156 @@
+"""chain: the way from the batch to the loss, node by node, and where it can be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from passes.cost import Costs
+from passes.dims.origins import Origin
+from passes.errors import StageError
+from passes.graph import Value
+from passes.shard.insert_collectives import Lowered
+from passes.stage.fuse import IDENTITIES
+from passes.stage.localize import Localizer
+
+
+class Chain:
+    """The nodes that lead from the batch and the parameters to the loss, in order."""
+
+    def __init__(self, lowered: Lowered, costs: Costs) -> None:
+        self.lowered = lowered
+        origins = lowered.origins
+        self.nodes = [
+            n
+            for n in lowered.graph.nodes
+            if n.results and origins[n.results[0].name] is Origin.BOTH
+        ]
+        plan = lowered.plan
+        sizes = {axis: plan.size(axis) for axis in plan.axes}
+        at_zero = dict.fromkeys(plan.axes, 0)
+        self.local = Localizer(lowered.dims, lowered.shardings, sizes, at_zero)
+        self.seconds = [costs.seconds(self.local.node(n)) for n in self.nodes]
+        self.send_seconds = 2 / costs.link_bytes_per_second  # there and back, per byte
+        # What does nothing at run time is done again where its result is read: what
+        # crosses is its operand.
+        self.sources: dict[str, str] = {}
+        self.last_use: dict[str, int] = {}
+        for i, node in enumerate(self.nodes):
+            for v in node.operands:
+                self.last_use[self.sources.get(v.name, v.name)] = i
+            if node.op in IDENTITIES:
+                (v,) = node.operands
+                self.sources[node.out.name] = self.sources.get(v.name, v.name)
+        self._crossings = self._find_crossings()
+
+    def _find_crossings(self) -> list[tuple[Value, ...]]:
+        """For each position, the values made before it that are read at or after it."""
+        alive: dict[str, Value] = {}
+        found: list[tuple[Value, ...]] = []
+        for i, node in enumerate(self.nodes):
+            for name in [n for n in alive if self.last_use.get(n, -1) < i]:
+                del alive[name]
+            found.append(tuple(alive.values()))
+            if node.op not in IDENTITIES:
+                alive.update((v.name, v) for v in node.results)
+        return [*found, ()]
+
+    def crossing(self, position: int) -> tuple[Value, ...]:
+        return self._crossings[position]
+
+    def main_value(self, position: int) -> Value:
+        """The largest of what crosses: a cut goes by its name."""
+        return max(self.crossing(position), key=lambda v: v.bytes)
+
+    def is_narrow(self, position: int) -> bool:
+        """Whether one value crosses here, complete, and little beside it."""
+        if self.nodes[position - 1].op in IDENTITIES:
+            return False  # the same as one position before
+        main = self.main_value(position)
+        beside = sum(v.bytes for v in self.crossing(position)) - main.bytes
+        return not self.lowered.shardings[main.name].pending and (
+            2 * beside <= main.bytes
+        )
+
+    def begins(self, position: int, layer: str) -> bool:
+        """Whether a layer, by its module path, begins here."""
+        here, before = (self.nodes[i].where.layer for i in (position, position - 1))
+        return here == layer != before
+
+    def candidates(self, stages: int) -> list[int]:
+        narrow = [i for i in range(1, len(self.nodes)) if self.is_narrow(i)]
+        borders = [
+            i
+            for i in narrow
+            if self.nodes[i].where.layer != self.nodes[i - 1].where.layer
+        ]
+        return borders if len(borders) >= stages - 1 else narrow
+
+    def balance(self, stages: int) -> list[int]:
+        """The ends of the stages, the slowest stage being as fast as can be.
+
+        Exact, by dynamic programming over the candidate cuts; among equals the one
+        whose sum of squares is least.
+        """
+        places = [0, *self.candidates(stages), len(self.nodes)]
+        if len(places) < stages + 1:
+            most = (len(places) - 1) // self.lowered.plan.stages_per_rank
+            raise StageError(
+                f"the model has {len(places) - 2} places where one value crosses, with "
+                f"little beside it, too few for {stages} stages",
+                fix=f"use pp={max(1, most)} or less",
+            )
+        spent = [0.0]
+        for s in self.seconds:
+            spent.append(spent[-1] + s.total)
+        send = [
+            sum(self.local.value(v).bytes for v in self.crossing(p)) * self.send_seconds
+            for p in places
+        ]
+        # best[j]: (slowest stage, sum of squares, ends) of the stages up to place j.
+        best: list[Any] = [(0.0, 0.0, ())] + [None] * (len(places) - 1)
+        for _ in range(stages):
+            new: list[Any] = [None] * len(places)
+            for j in range(1, len(places)):
+                for i in range(j):
+                    if best[i] is None:
+                        continue
+                    cost = spent[places[j]] - spent[places[i]] + send[i] + send[j]
+                    slowest, squares, ends = best[i]
+                    option = (
+                        max(slowest, cost),
+                        squares + cost * cost,
+                        (*ends, places[j]),
+                    )
+                    if new[j] is None or option < new[j]:
+                        new[j] = option
+            best = new
+        return list(best[-1][2])
+
+    def ends_of(self, cuts: Sequence[str]) -> list[int]:
+        """Positions of the cuts that a plan names."""
+        stages = self.lowered.plan.stages
+        if len(cuts) != stages - 1:
+            raise StageError(
+                f"the plan has {len(cuts)} cuts, but {stages} stages need {stages - 1}",
+                fix='write "cuts": [] to have them balanced',
+            )
+        ends: list[int] = []
+        for name in cuts:
+            found = [
+                i
+                for i in range(1, len(self.nodes))
+                if self.is_narrow(i)
+                and (self.main_value(i).name == name or self.begins(i, name))
+            ]
+            if not found or (ends and found[0] <= ends[-1]):
+                known = dict.fromkeys(
+                    self.main_value(i).name for i in self.candidates(len(self.nodes))
+                )
+                raise StageError(
+                    f"the plan cuts at %{name}, which is no place to cut in this model",
+                    fix=f"cut at some of {', '.join(known)}, in this order",
+                )
+            # Later positions leave more of the views behind the value to the sender.
+            ends.append(found[0])
+        return [*ends, len(self.nodes)]

@@ -1,0 +1,218 @@
+"""differentiate: a rank's forward of one stage -> its forward and backward.
+
+`join` writes both (`write_backward`). What is kept between them and when collectives
+begin comes after that, in `finish`: so one joint serves all policies of recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from passes.graph import Builder, Node, Value
+from passes.shard.rest import find_casts, find_gathered, gather_again, gradient_dtypes
+from passes.stage.fuse import fuse_bias, spell_masks
+from passes.stage.local_stage import LocalStage
+from passes.stage.localize import Localizer
+from passes.stage.overlap import by_layer, by_size, gather_ahead, scatter_behind
+from passes.stage.recompute import recompute
+from passes.stage.reuse import reuse
+from passes.stage.split_backward import find_dependent, split_backward
+from passes.stage.split_stages import Stage
+from passes.stage.write_backward import Writer
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A stage's forward and backward in the shapes of a rank; all of the forward is
+    there for the backward. Fields that `LocalStage` has too are as there.
+
+    sources: values from outside, by field of `LocalStage`. standing: names of what is
+    there between steps, or for a whole one. halves: whether the backward is to be
+    split; input_half: names of the cotangents that its input half is for. taken: all
+    names of values.
+    """
+
+    stage: Stage
+    setup: tuple[Node, ...]
+    prologue: tuple[Node, ...]
+    forward: tuple[Node, ...]
+    backward: tuple[Node, ...]
+    epilogue: tuple[Node, ...]
+    sources: Mapping[str, tuple[Value, ...]]
+    d_sends: tuple[Value | None, ...]
+    d_receives: tuple[Value | None, ...]
+    loss: Value | None
+    seeds: tuple[Value, ...]
+    grads: Mapping[str, Value]
+    standing: frozenset[str]
+    halves: bool
+    input_half: frozenset[str]
+    taken: frozenset[str]
+
+
+def differentiate(
+    stage: Stage,
+    sizes: Mapping[str, int],
+    coords: Mapping[str, int],
+    policies: Mapping[str, str] = MappingProxyType({}),
+    zero: int = 0,
+    halves: bool = False,
+    scaled: bool = False,
+) -> LocalStage:
+    """Localize a stage for the rank at `coords`, and write its backward.
+
+    policies: layer -> what its backward computes again, see `recompute`.
+    zero: when parameters are gathered and their gradients scattered, see `rest`.
+    halves: whether the backward is split, see `split_backward`.
+    scaled: whether the backward starts with the loss's scale instead of 1.
+    """
+    return finish(join(stage, sizes, coords, zero, halves, scaled), policies)
+
+
+def join(
+    stage: Stage,
+    sizes: Mapping[str, int],
+    coords: Mapping[str, int],
+    zero: int = 0,
+    halves: bool = False,
+    scaled: bool = False,
+) -> Joint:
+    """Localize a stage and write its backward, see `differentiate`."""
+    local = Localizer(stage.dims, stage.shardings, sizes, coords)
+    parts, sources, loss = _localized(stage, local)
+    forward = fuse_bias(spell_masks(parts["forward"]))
+    builder = Builder(set(stage.dims) | {v.name for n in forward for v in n.results})
+    casts = find_casts(forward, sources["params"])
+    standing = _standing(parts["setup"], sources) | casts.keys()
+    whole = _boundary(forward, standing) if zero == 1 else ()
+    trained = (*sources["params"], *whole)
+    dtypes = gradient_dtypes(forward, sources["params"])
+    writer = Writer(builder, stage.differentiable, trained, sizes, dtypes, casts)
+    writer.run_forward(forward)
+    d_sends = writer.seed(sources["sends"], loss, halves, scaled)
+    d_receives = writer.run_backward(sources["receives"])
+    writer.run_epilogue()
+    writer.drop_dead(d_receives)
+    once = writer.take_once(casts, standing, gathers=zero in (1, 2))
+    prologue = (*parts["prologue"], *once)
+    # The cotangents of what is made of the batch all belong to the input half, so that
+    # a first stage, which sends none, has one as long as others.
+    batch = (*sources["inputs"], *sources["receives"])
+    dependent = find_dependent(batch, (*prologue, *forward))
+    input_half = {dy.name for x, dy in writer.cotangents.items() if x in dependent}
+    return Joint(
+        stage=stage,
+        setup=tuple(parts["setup"]),
+        prologue=prologue,
+        forward=tuple(writer.forward),
+        backward=tuple(writer.backward),
+        epilogue=tuple(writer.epilogue),
+        sources=sources,
+        d_sends=d_sends,
+        d_receives=d_receives,
+        loss=loss,
+        seeds=tuple(writer.seeds),
+        grads=writer.tape.grads,
+        standing=frozenset(standing),
+        halves=halves,
+        input_half=frozenset(input_half),
+        taken=frozenset(builder.taken),
+    )
+
+
+def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
+    """Decide what is kept for the backward, and when what is waited for begins.
+
+    policies: see `differentiate`.
+    """
+    forward, standing, sources = joint.forward, joint.standing, joint.sources
+    ends = {v.name for v in (*sources["sends"], joint.loss) if v}
+    again = recompute(policies, forward, joint.backward, ends, joint.stage.dims)
+    backward = gather_again(forward, again, standing)
+    weight_half: list[Node] = []
+    elsewhere = standing | {v.name for n in joint.prologue for v in n.results}
+    elsewhere |= {v.name for v in (*sources["inputs"], *joint.grads.values())}
+    saved = _saved(joint, backward, elsewhere)
+    if joint.halves:
+        received = {v.name for v in joint.d_receives if v}
+        backward, weight_half = split_backward(backward, joint.input_half | received)
+    kept = _operands(weight_half, elsewhere)
+    returned = {v.name for v in (*joint.d_receives, *kept) if v}
+    builder = Builder(set(joint.taken))
+
+    def early(nodes: list[Node], keep: Collection[str]) -> list[Node]:
+        nodes = gather_ahead(nodes, standing, by_layer, builder)
+        return reuse(scatter_behind(nodes, keep, by_layer, builder), keep)
+
+    ahead = gather_ahead(forward, standing, by_layer, builder)
+    return LocalStage(
+        stage=joint.stage,
+        setup=joint.setup,
+        prologue=joint.prologue,
+        forward=tuple(reuse(ahead, {*ends, *(v.name for v in saved)})),
+        backward=tuple(early(backward, returned)),
+        weight_half=tuple(early(weight_half, ())) if joint.halves else None,
+        epilogue=tuple(scatter_behind(joint.epilogue, (), by_size, builder)),
+        **sources,
+        d_sends=joint.d_sends,
+        d_receives=joint.d_receives,
+        loss=joint.loss,
+        saved=saved,
+        kept=kept,
+        grads=joint.grads,
+    )
+
+
+def _localized(
+    stage: Stage, local: Localizer
+) -> tuple[dict[str, list[Node]], dict[str, tuple[Value, ...]], Value | None]:
+    """The stage's nodes, and its values from outside, by field, in the rank's shapes;
+    and its loss."""
+    parts = ("setup", "prologue", "forward")
+    sources = ("params", "buffers", "constants", "inputs", "receives", "sends")
+    return (
+        {part: [local.node(n) for n in getattr(stage, part)] for part in parts},
+        {part: tuple(map(local.value, getattr(stage, part))) for part in sources},
+        local.value(stage.loss) if stage.loss else None,
+    )
+
+
+def _standing(
+    setup: Iterable[Node], sources: Mapping[str, Iterable[Value]]
+) -> set[str]:
+    """Names of what is there between steps: what setup made, and what it is made of."""
+    held = (v for p in ("params", "buffers", "constants") for v in sources[p])
+    return {v.name for v in (*held, *(v for n in setup for v in n.results))}
+
+
+def _boundary(forward: list[Node], standing: set[str]) -> tuple[Value, ...]:
+    """What is made by gathering parameters, and read by what is not."""
+    gathered = find_gathered(forward, standing)
+    makers = {id(node) for node in gathered.values()}
+    read = {v.name: v for n in forward if id(n) not in makers for v in n.operands}
+    return tuple(v for name, v in read.items() if name in gathered)
+
+
+def _saved(
+    joint: Joint, backward: Sequence[Node], elsewhere: Collection[str]
+) -> tuple[Value, ...]:
+    """What the backward needs of the forward.
+
+    elsewhere: names of what both can read at any time.
+    """
+    there = {*elsewhere, *(v.name for v in joint.seeds)}
+    made = there.union(v.name for n in backward for v in n.results)
+    ends = {v.name: v for v in joint.d_receives if v and v.name not in made}
+    read = {v.name: v for v in _operands(backward, there)}
+    return tuple((read | ends).values())
+
+
+def _operands(nodes: Sequence[Node], there: Collection[str]) -> tuple[Value, ...]:
+    """What nodes read but do not make, and is not there anyway; each once."""
+    made = {v.name for n in nodes for v in n.results}
+    read = {v.name: v for n in nodes for v in n.operands}
+    return tuple(
+        v for name, v in read.items() if name not in made and name not in there
+    )

@@ -1,0 +1,95 @@
+"""fuse: a rank's nodes as the operations that it runs.
+
+Masks get values of their own, a bias joins the product before it, and what does nothing
+at run time is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from passes.graph import Node, Value
+from passes.shard.ring import ATTENTION
+
+# What does nothing at run time: R -> V, and a gradient that ends.
+IDENTITIES = ("comm.enter", "aten.detach.default")
+
+
+def drop_identities(*parts: list[Node]) -> tuple[list[Node], ...]:
+    """Leave out what does nothing at run time."""
+    aliases: dict[str, Value] = {}
+
+    def follow(nodes: list[Node]) -> list[Node]:
+        kept = []
+        for node in nodes:
+            if any(v.name in aliases for v in node.operands):
+                node = node.substitute(lambda v: aliases.get(v.name, v))
+            if node.op in IDENTITIES:
+                aliases[node.out.name] = node.operands[0]
+            else:
+                kept.append(node)
+        return kept
+
+    return tuple(map(follow, parts))
+
+
+def spell_masks(nodes: list[Node]) -> list[Node]:
+    """Masks that depend on global positions become values of their own.
+
+    dropout -> a mask, and a scaled product with it. Causal attention of some of the
+    rows, where these are a product of dims -> attention with the mask of these rows.
+    """
+    found: list[Node] = []
+    args: tuple[Any, ...]
+    for node in nodes:
+        if node.op == "comm.dropout":
+            x, p, number, position = node.args
+            mask = Value(f"keep_{number}", x.shape, torch.bool)
+            drawn = Node("comm.dropout_mask", (p, number, position), {}, (mask,))
+            args = (x, mask, 1.0 / (1.0 - p))
+            used = replace(node, op="autopar.masked_scale", args=args)
+        elif node.op == ATTENTION and len(node.args[6]) > 1:
+            q, k, v, _, _, scale, position, *_ = node.args
+            shape = (q.shape[2], k.shape[2])
+            mask = Value(f"{node.out.name}_mask", shape, torch.bool)
+            drawn = Node("comm.causal_mask", (position, k.shape[2]), {}, (mask,))
+            args = (q, k, v, mask, False, scale)
+            used = replace(node, op="autopar.attention", args=args)
+        else:
+            found.append(node)
+            continue
+        found += [replace(drawn, where=node.where), used]
+    return found
+
+
+def fuse_bias(nodes: list[Node]) -> list[Node]:
+    """A product and the bias added to it run as one kernel if nothing is between."""
+    readers: dict[str, int] = {}
+    for node in nodes:
+        for v in node.operands:
+            readers[v.name] = readers.get(v.name, 0) + 1
+    made = {v.name: i for i, n in enumerate(nodes) for v in n.results}
+    found: list[Node | None] = list(nodes)
+    for i, node in enumerate(nodes):
+        if node.op != "aten.add.Tensor" or len(node.operands) != 2 or node.kwargs:
+            continue
+        y, b = node.args
+        product = found[made[y.name]] if y.name in made else None
+        if product is None or readers[y.name] != 1 or len(b.shape) != 1:
+            continue
+        x_rank = len(product.operands[0].shape)
+        is_linear = product.op == "aten.linear.default"
+        is_matmul = product.op == "aten.matmul.default" and x_rank > 1
+        if not (is_linear or is_matmul) or len(product.operands) != 2:
+            continue
+        if len(product.operands[1].shape) != 2 or b.shape[0] != y.shape[-1]:
+            continue
+        if not b.dtype == y.dtype == node.out.dtype:
+            continue
+        op = product.op if is_linear else "autopar.affine"
+        found[made[y.name]] = None
+        found[i] = replace(node, op=op, args=(*product.operands, b))
+    return [n for n in found if n is not None]

@@ -1,0 +1,75 @@
+"""What one rank runs of a pipeline stage, as `differentiate` makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from passes.cost import flops
+from passes.graph import Node, Value
+from passes.stage.split_stages import Stage
+
+
+@dataclass(frozen=True)
+class LocalStage:
+    """What one rank runs of a stage. Shapes are the rank's own.
+
+    setup, prologue, forward: as in `Stage`. backward: from the cotangents of `sends` to
+    those of `receives`. epilogue: once a step, after all backwards. saved: what forward
+    keeps for backward. grads: parameter, or what is gathered for the whole step, -> the
+    buffer that its gradient is added to.
+    weight_half: None, or the part of the backward that can run later than the rest,
+    which is `backward` then; kept: what it needs of the forward and of that.
+    """
+
+    stage: Stage
+    setup: tuple[Node, ...]
+    prologue: tuple[Node, ...]
+    forward: tuple[Node, ...]
+    backward: tuple[Node, ...]
+    epilogue: tuple[Node, ...]
+    params: tuple[Value, ...]
+    buffers: tuple[Value, ...]
+    constants: tuple[Value, ...]
+    inputs: tuple[Value, ...]
+    receives: tuple[Value, ...]
+    sends: tuple[Value, ...]
+    d_sends: tuple[Value | None, ...]
+    d_receives: tuple[Value | None, ...]
+    loss: Value | None
+    saved: tuple[Value, ...]
+    weight_half: tuple[Node, ...] | None
+    kept: tuple[Value, ...]
+    grads: Mapping[str, Value]
+
+    @cached_property
+    def texts(self) -> dict[str, str]:
+        """Value name -> its named dims; a cotangent lies as its value does."""
+        stage = self.stage
+        found = {name: stage.shardings[name].text(d) for name, d in stage.dims.items()}
+        for name, text in list(found.items()):
+            found[f"d_{name}"] = text.partition("] ")[0].rstrip("]") + "]"
+        return found
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Of all parts, in the order in which these run."""
+        once = (*self.setup, *self.prologue)
+        return (*once, *self.forward, *self.whole_backward, *self.epilogue)
+
+    @property
+    def whole_backward(self) -> tuple[Node, ...]:
+        """Both halves."""
+        return (*self.backward, *(self.weight_half or ()))
+
+    @property
+    def wholes(self) -> tuple[Value, ...]:
+        """Gradients that are whole during a step, and shares of it afterwards."""
+        held = {p.name for p in self.params}
+        return tuple(g for name, g in self.grads.items() if name not in held)
+
+    @property
+    def flops(self) -> int:
+        """Of one forward of one microbatch."""
+        return sum(flops(n) for n in self.forward)

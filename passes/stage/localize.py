@@ -1,0 +1,151 @@
+"""localize: from global shapes to one rank's own.
+
+Only what carries a size changes: shapes in views, the pieces of a split, and the ops
+that must know where in the global tensor their shard begins. Extents that do not divide
+are split as even as can be, so ranks may differ by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+from passes.dims.name_dims import Dims
+from passes.graph import Node, Value
+from passes.shard.ring import ATTENTION
+from passes.shard.sharding import Sharding, local_extent
+
+
+@dataclass(frozen=True)
+class Localizer:
+    """Gives values and nodes the shapes they have on the rank at `coords`."""
+
+    dims: Mapping[str, Dims]
+    shardings: Mapping[str, Sharding]
+    sizes: Mapping[str, int]
+    coords: Mapping[str, int]
+
+    def value(self, v: Value) -> Value:
+        return Value(v.name, self._shape(v.name), v.dtype)
+
+    @cached_property
+    def _shape(self) -> Callable[[str], tuple[int, ...]]:
+        def shape(name: str) -> tuple[int, ...]:
+            sharding = self.shardings[name]
+            return sharding.local_shape(self.dims[name], self.sizes, self.coords)
+
+        return cache(shape)
+
+    def node(self, node: Node) -> Node:
+        local = node.substitute(self.value)
+        outs = tuple([None if v is None else self.value(v) for v in node.outs])
+        local = Node(local.op, local.args, local.kwargs, outs, local.where)
+        change = CHANGES.get(node.op) or CHANGES.get(node.op.rpartition(".")[0])
+        return change(self, node, local) if change else local
+
+    def position(self, v: Value, dim: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """The factors of a dim, each its global extent and the axes that split it."""
+        factors, slots = self.dims[v.name][dim], self.shardings[v.name].slots[dim]
+        return tuple((d.size, axes) for d, axes in zip(factors, slots, strict=True))
+
+    def extents_along(self, v: Value, dim: int, axis: str) -> tuple[int, ...] | None:
+        """The extents of a split dim on an axis's ranks; None if they are equal."""
+        (of,), (axes,) = self.dims[v.name][dim], self.shardings[v.name].slots[dim]
+        found = tuple(
+            local_extent(of.size, axes, self.sizes, {**self.coords, axis: i})
+            for i in range(self.sizes[axis])
+        )
+        return None if len(set(found)) == 1 else found
+
+
+def _out_shape(_: Localizer, node: Node, local: Node) -> Node:
+    """reshape, expand: the target shape is the local one."""
+    return replace(local, args=(local.args[0], local.out.shape))
+
+
+def _split(_: Localizer, node: Node, local: Node) -> Node:
+    dim = int(node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0))
+    extents = tuple(v.shape[dim] for v in local.results)
+    pieces = extents[0] if node.op == "aten.split.Tensor" else extents
+    return replace(local, args=(local.args[0], pieces, *local.args[2:]))
+
+
+def _lookup(at: Localizer, node: Node, local: Node) -> Node:
+    """An embedding whose rows are split is looked up by global index."""
+    table = node.operands[0]
+    rows, axes = table.shape[0], _axes_of(at, table, 0)
+    if not axes:
+        return local
+    padding = node.args[2] if len(node.args) > 2 and node.args[2] >= 0 else None
+    args = (*local.operands, rows, axes, padding)
+    return replace(local, op="comm.lookup", args=args)
+
+
+def _pick(at: Localizer, node: Node, local: Node) -> Node:
+    x = node.operands[0]
+    axes = _axes_of(at, x, len(x.shape) - 1)
+    return replace(local, op="comm.pick", args=(*local.args, x.shape[-1], axes))
+
+
+def _expert_linear(at: Localizer, node: Node, local: Node) -> Node:
+    """Rows look their expert up by its global number."""
+    weight = node.operands[2]
+    axes = _axes_of(at, weight, 0)
+    args = (*local.args, weight.shape[0], axes)
+    return replace(local, op="comm.expert_linear", args=args)
+
+
+def _axes_of(at: Localizer, v: Value, dim: int) -> tuple[str, ...]:
+    slots = at.shardings[v.name].slots[dim]
+    assert len(slots) <= 1, f"%{v.name}: a dim that is looked up must be a single one"
+    return slots[0] if slots else ()  # a dim of size 1 has no name, nor a split
+
+
+def _dropout(at: Localizer, node: Node, local: Node) -> Node:
+    """The mask is a function of the global position of each element."""
+    x = node.operands[0]
+    position = tuple(at.position(x, dim) for dim in range(len(x.shape)))
+    return replace(local, op="comm.dropout", args=(*local.args, position))
+
+
+def _attention(at: Localizer, node: Node, local: Node) -> Node:
+    """Attention of some of the rows, under a causal mask, goes by their positions; so
+    does attention to some of the keys, which are passed round: see
+    `passes.shard.ring`."""
+    q, k, is_causal = node.args[0], node.args[1], node.args[4]
+    rows, keys = at.position(q, 2), at.position(k, 2)
+    axes = [axis for _, split in keys for axis in split]
+    if not axes and not (is_causal and any(split for _, split in rows)):
+        return local
+    assert len(axes) < 2, f"{node}: keys are passed round on one axis, not on {axes}"
+    ring, ranks = (axes[0], at.sizes[axes[0]]) if axes else (None, 1)
+    return replace(local, op=ATTENTION, args=(*local.args, rows, keys, ring, ranks))
+
+
+def _gather(at: Localizer, node: Node, local: Node) -> Node:
+    x, axis, dim = node.args
+    sizes = at.extents_along(x, dim, axis)
+    varying = axis in at.shardings[node.out.name].varying
+    return replace(local, args=(*local.args, sizes, varying))
+
+
+def _all_to_all(at: Localizer, node: Node, local: Node) -> Node:
+    x, axis, _, concat_dim = node.args
+    return replace(local, args=(*local.args, at.extents_along(x, concat_dim, axis)))
+
+
+CHANGES: dict[str, Any] = {
+    "aten.reshape": _out_shape,
+    "aten.expand": _out_shape,
+    "aten.split": _split,
+    "aten.split_with_sizes": _split,
+    "aten.embedding": _lookup,
+    "autopar.pick": _pick,
+    "autopar.expert_linear": _expert_linear,
+    "autopar.attention": _attention,
+    "autopar.dropout": _dropout,
+    "comm.all_gather": _gather,
+    "comm.all_to_all": _all_to_all,
+}

@@ -1,0 +1,45 @@
+"""one_op: a pipeline stage that consists of a single op, for measuring it by itself.
+
+Its backward is then written as that of any stage.
+"""
+
+from __future__ import annotations
+
+from passes.cost import weights_of
+from passes.dims.name_dims import Dim, Dims
+from passes.graph import Node
+from passes.shard.sharding import Sharding
+from passes.stage.split_stages import Stage
+
+
+def one_op(node: Node) -> Stage:
+    """node: in the shapes of a rank. Weights are the stage's parameters; what else is
+    differentiable it receives, and hands on what the op makes."""
+    late = weights_of(node)
+    operands = {v.name: v for v in node.operands}
+    floats = {n: v for n, v in operands.items() if v.dtype.is_floating_point}
+    results = tuple(v for v in node.results if v.dtype.is_floating_point)
+    dims: dict[str, Dims] = {
+        v.name: tuple((Dim(i, f"d{i}", size),) for i, size in enumerate(v.shape))
+        for v in (*operands.values(), *node.results)
+    }
+    return Stage(
+        index=0,
+        setup=(),
+        prologue=(),
+        forward=(node,),
+        inputs=tuple(v for n, v in operands.items() if n not in floats),
+        params=tuple(v for n, v in floats.items() if n in late),
+        buffers=(),
+        constants=(),
+        receives=tuple(v for n, v in floats.items() if n not in late),
+        sends=results,
+        loss=None,
+        names={name: name for name in operands},
+        dims=dims,
+        shardings={name: Sharding.whole(d) for name, d in dims.items()},
+        differentiable=frozenset([*floats, *(v.name for v in results)]),
+        modules=(),
+        layers={},
+        costs={},
+    )

@@ -1,0 +1,255 @@
+"""overlap: parameters' collectives in blocks, under way while another block computes.
+
+A block is a layer, or what runs between two of them. All that it reads of parameters
+comes by one all-gather: it starts when the block before has what it needs, and is
+waited for at the block's first use. Weights are dropped after their last use, so those
+of two blocks at most are there at once, forward and backward. All gradients that a
+block makes leave by one reduce-scatter, which is waited for a block later.
+
+After FSDP (Zhao 2023, arXiv:2304.11277, section 3.3). What is gathered or scattered
+once a step goes in buckets of bounded size instead of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import groupby
+
+from passes.graph import Builder, Node, Value, Where
+from passes.shard.rest import GATHER, find_gathered
+from passes.stage.reuse import find_owners
+from passes.stage.split_backward import GRADIENT
+
+SCATTER = "comm.reduce_scatter"
+BUCKET = 128 << 20  # bytes of whole parameters that one message a step is for
+
+# What a collective begins with in a message of its own, and what is under way then.
+STARTS = {
+    GATHER: ("comm.start_gather", "gathering"),
+    SCATTER: ("comm.start_scatter", "scattering"),
+}
+
+# What leads from a scattered gradient to a parameter's: shares in one piece, unlike
+# those of rows, which a scatter of activations may have in zigzag.
+HANDS_ON = (SCATTER, "aten.reshape.default", "aten.to.dtype")
+ADDS = "autopar.add_"
+
+Blocks = Callable[[Sequence[Node]], list[list[Node]]]
+
+
+def by_layer(collectives: Sequence[Node]) -> list[list[Node]]:
+    """Neighbours of the same layer."""
+    return [list(own) for _, own in groupby(collectives, lambda n: n.where.layer)]
+
+
+def by_size(collectives: Sequence[Node]) -> list[list[Node]]:
+    """Neighbours, cut where whole parameters exceed `BUCKET`."""
+    found: list[list[Node]] = []
+    room = 0
+    for node in collectives:
+        room -= _whole(node).bytes
+        if room < 0:
+            found.append([])
+            room = BUCKET - _whole(node).bytes
+        found[-1].append(node)
+    return found
+
+
+def gather_ahead(
+    nodes: Sequence[Node], given: Collection[str], blocks: Blocks, builder: Builder
+) -> list[Node]:
+    """Gather parameters by block, each block's while the one before it computes.
+
+    given: names of parameters, buffers, and constants. Where several axes split a
+    parameter, all but the last of its gathers come right before that one starts.
+    """
+    made = find_gathered(nodes, given)
+    last = _last_gathers(made)
+    if not last:
+        return list(nodes)
+    parts = blocks(last)
+    ahead = [_leading(part, made) for part in parts]
+    moved = {id(n) for part in (*parts, *ahead) for n in part}
+    known = {*given, *made}
+    found: list[Node] = []
+    done: set[int] = set()
+    waits: list[Node] = []
+
+    def start(part: Sequence[Node], before: Sequence[Node]) -> None:
+        new = [n for n in before if id(n) not in done]
+        done.update(map(id, new))
+        found.extend(gather_ahead(new, known, _at_once, builder))
+        starts, waits[:] = _messages(part, builder)
+        found.extend(starts)
+
+    coming = zip(parts, ahead, strict=True)
+    first = {id(part[0]) for part in parts}
+    start(*next(coming))
+    for node in nodes:
+        if id(node) in first:
+            found += waits
+            if following := next(coming, None):
+                start(*following)
+        if id(node) not in moved:
+            found.append(node)
+    return found
+
+
+def _last_gathers(made: dict[str, Node]) -> list[Node]:
+    """The gathers that no other gather follows on."""
+    found: dict[int, Node] = {}
+    followed: set[str] = set()
+    for name in reversed(made):
+        node = made[name]
+        if node.op == GATHER and name not in followed:
+            found[id(node)] = node
+        if node.op == GATHER or name in followed:
+            followed.update(v.name for v in node.operands)
+    return list(found.values())[::-1]
+
+
+def _leading(part: Sequence[Node], made: dict[str, Node]) -> list[Node]:
+    """What some gathers' operands are made by, in order."""
+    needed = {v.name for n in part for v in n.operands}
+    found: dict[int, Node] = {}
+    for name in reversed(made):
+        if name in needed:
+            found[id(made[name])] = made[name]
+            needed.update(v.name for v in made[name].operands)
+    return list(found.values())[::-1]
+
+
+def scatter_behind(
+    nodes: Sequence[Node], keep: Collection[str], blocks: Blocks, builder: Builder
+) -> list[Node]:
+    """Scatter gradients by block, each block's while the next one computes.
+
+    keep: names of the values that are read after the last node. nodes: before `reuse`,
+    so that only nodes without results write over something, their first operand.
+    """
+    first, tails = _first_scatters(nodes, keep)
+    if not first:
+        return list(nodes)
+    after = {id(n): own for n, own in zip(first, tails, strict=True)}
+    moved = {id(n) for own in tails for n in own}
+    ends = {id(part[-1]) for part in blocks(first)}
+    owners = find_owners(nodes)
+    found: list[Node] = []
+    waiting: list[Node] = []  # scatters, for the others of their block
+    behind: list[Node] = []  # what is left to do when the block under way is there
+
+    def land() -> None:
+        found.extend(behind)
+        behind.clear()
+
+    def launch() -> None:
+        land()
+        starts, waits = _messages(waiting, builder)
+        found.extend(starts)
+        rest = [n for scatter in waiting for n in after[id(scatter)]]
+        behind.extend([*waits, *scatter_behind(rest, keep, _at_once, builder)])
+        waiting.clear()
+
+    for node in nodes:
+        if id(node) in after:
+            waiting.append(node)
+            if id(node) in ends:
+                launch()
+        elif id(node) not in moved:
+            if _writes_over(node, waiting, owners):
+                launch()
+            found.append(node)
+    launch()
+    land()
+    return found
+
+
+def _first_scatters(
+    nodes: Sequence[Node], keep: Collection[str]
+) -> tuple[list[Node], list[list[Node]]]:
+    """The scatters of parameters' gradients that do not follow on another one.
+
+    With each of them comes what follows on it; on several, with the latest of them.
+    """
+    final = _final(nodes, keep)
+    scatters: list[Node] = []
+    tails: list[list[Node]] = []
+    follows: dict[str, int] = {}  # value -> number of the scatter that it comes of
+    for node in nodes:
+        if id(node) not in final:
+            continue
+        sources = [follows[v.name] for v in node.operands if v.name in follows]
+        if sources:
+            number = max(sources)
+            tails[number].append(node)
+        elif node.op == SCATTER:
+            number = len(scatters)
+            scatters.append(node)
+            tails.append([])
+        else:
+            continue
+        follows.update((v.name, number) for v in node.results)
+    return scatters, tails
+
+
+def _final(nodes: Sequence[Node], keep: Collection[str]) -> set[int]:
+    """Ids of the nodes that only hand on gradients of parameters."""
+    found: set[int] = set()
+    wanted = set(keep)
+    for node in reversed(nodes):
+        if node.results:
+            unread = wanted.isdisjoint(v.name for v in node.results)
+            final = unread and node.op in HANDS_ON
+        else:
+            into_gradient = node.operands[0].name.startswith(GRADIENT)
+            final = into_gradient and node.op == ADDS
+        if final:
+            found.add(id(node))
+        else:
+            wanted.update(v.name for v in node.operands)
+    return found
+
+
+def _writes_over(
+    node: Node, waiting: Sequence[Node], owners: Mapping[str, str]
+) -> bool:
+    """Whether a node changes what a scatter that waits is going to send."""
+    if node.results or not waiting:
+        return False
+    target, *sent = (
+        owners.get(n.operands[0].name, n.operands[0].name) for n in (node, *waiting)
+    )
+    return target in sent
+
+
+def _messages(
+    collectives: Sequence[Node], builder: Builder
+) -> tuple[list[Node], list[Node]]:
+    """Nodes that start a message for each axis and dtype, and those that await it."""
+    alike: dict[tuple[str, str, str], list[Node]] = {}
+    for n in collectives:
+        key = (n.op, n.args[1], str(n.operands[0].dtype))
+        alike.setdefault(key, []).append(n)
+    starts, waits = [], []
+    for (op, axis, _), own in alike.items():
+        kind, name = STARTS[op]
+        first = own[0]
+        extent = sum(_whole(n).numel for n in own)
+        under_way = builder.value(name, (extent,), first.operands[0].dtype)
+        # Of each the dim; of a gather also the extents on the ranks.
+        details = zip(*(n.args[2:4] for n in own), strict=True)
+        args = (tuple(n.args[0] for n in own), axis, *details)
+        where = Where(first.where.layer)
+        starts.append(Node(kind, args, {}, (under_way,), where))
+        outs = tuple(n.out for n in own)
+        waits.append(Node("comm.wait", (under_way,), {}, outs, where))
+    return starts, waits
+
+
+def _whole(collective: Node) -> Value:
+    """What is gathered, or to be scattered."""
+    return collective.out if collective.op == GATHER else collective.operands[0]
+
+
+def _at_once(collectives: Sequence[Node]) -> list[list[Node]]:
+    return [list(collectives)]

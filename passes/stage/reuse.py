@@ -1,0 +1,174 @@
+"""reuse: write a result over an operand that nobody reads any more.
+
+Elementwise ops and all-reduces then run in place: less memory at the peak, and no new
+pages to touch. An operand's memory is free to take if it was made here, is not part of
+what is kept, and no view of it is read later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from types import MappingProxyType
+
+import torch
+
+from passes.cost import VIEWS
+from passes.graph import Node, Value, resolve
+from passes.shard.collectives import arrives_in_place
+
+IN_PLACE = {
+    "aten.add.Tensor": "aten.add_.Tensor",
+    "aten.sub.Tensor": "aten.sub_.Tensor",
+    "aten.mul.Tensor": "aten.mul_.Tensor",
+    "aten.div.Tensor": "aten.div_.Tensor",
+    "aten.neg.default": "aten.neg_.default",
+    "aten.rsqrt.default": "aten.rsqrt_.default",
+    "aten.log.default": "aten.log_.default",
+}
+WRITES = frozenset(IN_PLACE.values())
+COMMUTES = ("aten.add.Tensor", "aten.mul.Tensor")
+
+
+def reuse(nodes: Sequence[Node], keep: Collection[str]) -> list[Node]:
+    """Turn ops into their in-place form where an operand's memory is free.
+
+    keep: names of the values that live on after the last node.
+    """
+    owner, spread = find_owners(nodes), _spread(nodes)
+    sharing: dict[str, list[str]] = {}
+    for name, root in owner.items():
+        sharing.setdefault(root, []).append(name)
+    last_read = {owner[name]: len(nodes) for name in keep if name in owner}
+    for i, node in enumerate(nodes):
+        for v in node.operands:
+            if v.name in owner:
+                root = owner[v.name]
+                last_read[root] = max(last_read.get(root, i), i)
+    found = []
+    for i, node in enumerate(nodes):
+        place = _free_operand(node, i, owner, last_read, spread)
+        if place is None:
+            found.append(node)
+            continue
+        node = _in_place(node, place)
+        found.append(node)
+        # The result lives in the operand's memory now: they are one.
+        taken, root = owner[node.operands[0].name], owner[node.out.name]
+        joining = sharing.pop(root)
+        owner.update(dict.fromkeys(joining, taken))
+        sharing[taken] += joining
+        last_read[taken] = max(last_read[taken], last_read.pop(root, i))
+    return found
+
+
+def find_owners(
+    nodes: Sequence[Node], entering: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
+    """Value -> the value whose memory it may share; itself if its memory is new.
+
+    entering: owners of values from outside that count too; what shares memory with
+    another one from outside has no owner.
+    """
+    owner = dict(entering)
+    alone = {n.out.name for n in nodes if arrives_in_place(n)}
+    expands = {n.out.name: n for n in nodes if n.op.startswith("aten.expand")}
+    for node in nodes:
+        if not node.results:
+            continue
+        waits = node.op == "comm.wait" and node.operands[0].name in alone
+        shares = waits or is_in_place(node) or may_alias(node)
+        if not shares or _copies(node, expands):
+            owner.update((v.name, v.name) for v in node.results)
+        elif node.operands and (base := owner.get(node.operands[0].name)):
+            owner.update((v.name, base) for v in node.results)
+    return owner
+
+
+def _copies(node: Node, expands: Mapping[str, Node]) -> bool:
+    """Whether a reshape makes the copies that an expand stands for, as where keys are
+    repeated for the heads of their group."""
+    if node.op != "aten.reshape.default":
+        return False
+    expand = expands.get(node.operands[0].name)
+    if expand is None or expand.operands[0].name in expands:
+        return False
+    x = torch.empty(expand.operands[0].shape, device="meta").expand(expand.out.shape)
+    try:
+        x.view(node.out.shape)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _spread(nodes: Sequence[Node]) -> set[str]:
+    """Views in which one place in memory stands for several elements."""
+    found: set[str] = set()
+    for node in nodes:
+        if node.op.startswith("aten.expand") or (
+            may_alias(node) and any(v.name in found for v in node.operands)
+        ):
+            found.update(v.name for v in node.results)
+    return found
+
+
+def is_in_place(node: Node) -> bool:
+    """Whether `reuse` has put the node's result into its first operand's memory."""
+    return node.op in WRITES or bool(node.kwargs.get("inplace"))
+
+
+def may_alias(node: Node) -> bool:
+    """Whether a result may be a view of an operand."""
+    kind = node.op.rpartition(".")[0]
+    if kind == "aten.to" and node.out.dtype is not node.operands[0].dtype:
+        return False
+    if (
+        kind in VIEWS
+        or kind in ("aten.to", "aten.contiguous")
+        or node.op == "comm.shard"
+    ):
+        return True
+    return node.op.startswith("aten.") and _says_alias(node.op)
+
+
+@cache
+def _says_alias(op: str) -> bool:
+    return any(r.alias_info is not None for r in resolve(op)._schema.returns)
+
+
+def _free_operand(
+    node: Node,
+    i: int,
+    owner: dict[str, str],
+    last_read: dict[str, int],
+    spread: set[str],
+) -> Value | None:
+    """The operand whose memory the node's result can take."""
+    if node.op == "comm.all_reduce":
+        candidates = node.operands[:1]
+    elif node.op in IN_PLACE and not node.kwargs:
+        arguments = node.args[:2] if node.op in COMMUTES else node.args[:1]
+        candidates = tuple(a for a in arguments if isinstance(a, Value))
+    else:
+        return None
+    out = node.out
+    for v in candidates:
+        root = owner.get(v.name)
+        alone = [o.name for o in node.operands if owner.get(o.name) == root]
+        if root is None or last_read[root] != i or alone != [v.name]:
+            continue
+        if v.name in spread:
+            continue
+        if v.shape == out.shape and v.dtype == out.dtype:
+            return v
+    return None
+
+
+def _in_place(node: Node, into: Value) -> Node:
+    if node.op == "comm.all_reduce":
+        return replace(node, kwargs={**node.kwargs, "inplace": True})
+    args = node.args
+    if args[0] != into:
+        args = (args[1], args[0], *args[2:])
+    return replace(node, op=IN_PLACE[node.op], args=args)

@@ -1,0 +1,258 @@
+"""split_stages: cut the graph into pipeline stages of balanced cost.
+
+A stage is cut where one value crosses, with no more than small ones beside it (a
+balance loss), at the border of a layer if there are enough of such places. What depends
+on constants, the batch or parameters alone is not sent but computed again on each stage
+that needs it; a tied weight lives on each stage that uses it. Names inside a stage
+count layers from its first, so equal stages have equal text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from passes.cost import NOTHING, Costs, Seconds
+from passes.dims.name_dims import Dims
+from passes.dims.origins import Origin, find_differentiable
+from passes.graph import LAYER, Graph, Node, Value, Where
+from passes.mesh import TIME
+from passes.plan import Plan
+from passes.shard.collectives import collective
+from passes.shard.insert_collectives import Lowered
+from passes.shard.sharding import Sharding
+from passes.stage.chain import Chain
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one pipeline stage computes, in three parts.
+
+    setup: from constants and buffers alone, once. prologue: from the batch alone, once
+    a step. forward: for each microbatch, from what it receives to what it sends.
+    names: parameter or buffer name in the stage -> the model's own name; layers: of its
+    own layers, in order. costs: value -> estimated seconds of the node that makes it.
+    """
+
+    index: int
+    setup: tuple[Node, ...]
+    prologue: tuple[Node, ...]
+    forward: tuple[Node, ...]
+    inputs: tuple[Value, ...]
+    params: tuple[Value, ...]
+    buffers: tuple[Value, ...]
+    constants: tuple[Value, ...]
+    receives: tuple[Value, ...]
+    sends: tuple[Value, ...]
+    loss: Value | None
+    names: Mapping[str, str]
+    dims: Mapping[str, Dims]
+    shardings: Mapping[str, Sharding]
+    differentiable: frozenset[str]
+    modules: tuple[str, ...]
+    layers: Mapping[str, str]
+    costs: Mapping[str, Seconds]
+
+    @property
+    def seconds(self) -> Seconds:
+        """Of one microbatch."""
+        return sum(self.costs.values(), NOTHING)
+
+    @property
+    def waits(self) -> Seconds:
+        """Those of them that its collectives take."""
+        made = (n.results[0].name for n in self.forward if collective(n))
+        return sum((self.costs.get(name, NOTHING) for name in made), NOTHING)
+
+    def text(self, v: Value) -> str:
+        return self.shardings[v.name].text(self.dims[v.name])
+
+    def verify(self) -> Stage:
+        """Names are unique, and everything is made, held or received before its use."""
+        nodes = (*self.setup, *self.prologue, *self.forward)
+        ends = self.sends + ((self.loss,) if self.loss else ())
+        sources = (self.inputs + self.receives, self.params, self.buffers)
+        Graph(*sources, self.constants, nodes, ends).verify()
+        return self
+
+    def __str__(self) -> str:
+        """All that an emitted module depends on, but for what is split how."""
+        lines = [f"stage {self.index} {{"]
+        sources = ("receive", self.receives), ("hold", self.params)
+        for word, values in (*sources, ("hold", self.buffers)):
+            for v in values:
+                mark = "  with gradient" if v.name in self.differentiable else ""
+                lines.append(f"  {word} %{v.name}  {v.type}  {self.text(v)}{mark}")
+        parts = ("setup", self.setup), ("prologue", self.prologue)
+        for name, nodes in (*parts, ("forward", self.forward)):
+            if nodes:
+                lines.append(f"  {name}")
+            for node in nodes:
+                outs = ", ".join(self.text(v) for v in node.results)
+                lines.append(f"    {outs:40} {node}")
+        lines += [f"  send %{v.name}  {v.type}  {self.text(v)}" for v in self.sends]
+        if self.loss:
+            lines.append(f"  loss %{self.loss.name}  {self.text(self.loss)}")
+        return "\n".join([*lines, "}"])
+
+
+@dataclass(frozen=True)
+class Staged:
+    lowered: Lowered
+    plan: Plan
+    stages: tuple[Stage, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.stages))
+
+
+def split_stages(lowered: Lowered, costs: Costs) -> Staged:
+    """Cut into `plan.stages` stages, at the plan's cuts or else where it balances.
+
+    Raises: StageError if there are not enough places to cut, or a cut is unknown.
+    """
+    plan = lowered.plan
+    chain = Chain(lowered, costs)
+    ends = chain.ends_of(plan.cuts) if plan.cuts else chain.balance(plan.stages)
+    cuts = tuple(chain.main_value(end).name for end in ends[:-1])
+    stages, first = [], 0
+    for index, end in enumerate(ends):
+        stages.append(_Cutter(lowered, chain).stage(index, first, end).verify())
+        first = end
+    return Staged(lowered, replace(plan, cuts=cuts), tuple(stages))
+
+
+class _Cutter:
+    """Makes one stage: closes over what it needs, and gives stage-relative names."""
+
+    def __init__(self, lowered: Lowered, chain: Chain) -> None:
+        self.lowered, self.chain = lowered, chain
+        self.producers = lowered.graph.producers()
+        self.position = {id(n): i for i, n in enumerate(lowered.graph.nodes)}
+        self.renamed: dict[str, Value] = {}
+        self.counts: dict[str, int] = {}
+        self.taken: set[str] = set()
+        self.first_layer: dict[str, int] = {}
+
+    def stage(self, index: int, first: int, end: int) -> Stage:
+        receives, sends = self.chain.crossing(first), self.chain.crossing(end)
+        own = self.chain.nodes[first:end]
+        nodes = self._close(own, {v.name for v in receives})
+        self._count_layers(own)
+        sources = {v.name for n in nodes for v in n.operands}
+        graph, loss = self.lowered.graph, self.lowered.graph.outputs[0]
+        params, buffers, constants, inputs = (
+            tuple(v for v in group if v.name in sources)
+            for group in (graph.params, graph.buffers, graph.constants, graph.inputs)
+        )
+        names = {}
+        for v in (*params, *buffers):
+            names[self._rename_source(v).name] = v.name
+        for v in (*inputs, *constants):
+            self.renamed[v.name] = v
+        self.taken = {v.name for v in self.renamed.values()}
+        for v in receives:
+            self._rename(v, "x")
+        parts: dict[str, list[Node]] = {"setup": [], "prologue": [], "forward": []}
+        for node in nodes:
+            parts[self._part(node)].append(self._rename_node(node))
+        dims, shardings = self.lowered.dims, self.lowered.shardings
+        old = {v.name: name for name, v in self.renamed.items()}
+        traced = self.lowered.traced
+        flowing = find_differentiable(graph, traced.trainable)
+        last = end == len(self.chain.nodes)
+        modules = tuple(dict.fromkeys(n.where.layer for n in own))
+
+        def new(values: Sequence[Value]) -> tuple[Value, ...]:
+            return tuple(self.renamed[v.name] for v in values)
+
+        return Stage(
+            index=index,
+            setup=tuple(parts["setup"]),
+            prologue=tuple(parts["prologue"]),
+            forward=tuple(parts["forward"]),
+            inputs=new(inputs),
+            params=new(params),
+            buffers=new(buffers),
+            constants=new(constants),
+            receives=new(receives),
+            sends=new(sends),
+            loss=self.renamed[loss.name] if last else None,
+            names=names,
+            dims={new: dims[name] for new, name in old.items()},
+            shardings={new: shardings[name] for new, name in old.items()},
+            differentiable=frozenset(n for n, name in old.items() if name in flowing),
+            modules=modules,
+            layers={self._relative(layer): layer for layer in modules if layer},
+            costs={
+                self.renamed[n.results[0].name].name: seconds
+                for n, seconds in zip(own, self.chain.seconds[first:end], strict=True)
+            },
+        )
+
+    def _close(self, own: list[Node], received: set[str]) -> list[Node]:
+        """The stage's nodes and all that they need but nobody sends, in graph order."""
+        chosen = {id(n): n for n in own}
+        waiting = list(own)
+        while waiting:
+            for v in waiting.pop().operands:
+                node = self.producers.get(v.name)
+                if node is None or id(node) in chosen or v.name in received:
+                    continue
+                chosen[id(node)] = node
+                waiting.append(node)
+        return sorted(chosen.values(), key=lambda n: self.position[id(n)])
+
+    def _part(self, node: Node) -> str:
+        """When a node runs: with the constants, with the batch, or in the loop."""
+        origins = [self.lowered.origins[v.name] for v in node.results]
+        split_in_time = any(
+            self.lowered.shardings[v.name].place(TIME) for v in node.results
+        )
+        if split_in_time or any(o & Origin.PARAM for o in origins):
+            return "forward"
+        return "prologue" if any(o & Origin.INPUT for o in origins) else "setup"
+
+    # --- names that count from the stage's first layer -----------------------------
+
+    def _count_layers(self, own: list[Node]) -> None:
+        for node in own:
+            for match in LAYER.finditer(node.where.module):
+                prefix = node.where.module[: match.start()]
+                number = int(match[1])
+                known = self.first_layer.get(prefix, number)
+                self.first_layer[prefix] = min(known, number)
+                break
+
+    def _relative(self, path: str) -> str:
+        """`transformer.h.7.attn` -> `transformer.h.+1.attn` in a stage from layer 6."""
+        match = LAYER.search(path)
+        if match is None or path[: match.start()] not in self.first_layer:
+            return path
+        offset = int(match[1]) - self.first_layer[path[: match.start()]]
+        # What an earlier layer made of constants is made here again.
+        layer = f"{offset:+d}" if offset >= 0 else "*"
+        return f"{path[: match.start()]}{layer}{path[match.end() :]}"
+
+    def _rename_source(self, v: Value) -> Value:
+        """What belongs to a layer of another stage keeps its own name."""
+        name = self._relative(v.name)
+        self.renamed[v.name] = v if "*" in name else replace(v, name=name)
+        return self.renamed[v.name]
+
+    def _rename(self, v: Value, stem: str | None = None) -> Value:
+        stem = stem or re.sub(r"(_\d+)+$", "", v.name)
+        count = self.counts.get(stem, 0)
+        while (name := f"{stem}_{count}" if count else stem) in self.taken:
+            count += 1
+        self.counts[stem] = count + 1
+        self.renamed[v.name] = replace(v, name=name)
+        return self.renamed[v.name]
+
+    def _rename_node(self, node: Node) -> Node:
+        outs = tuple(None if v is None else self._rename(v) for v in node.outs)
+        module = self._relative(node.where.module)
+        where = Where(module, node.where.source)
+        node = node.substitute(lambda v: self.renamed[v.name])
+        return replace(node, outs=outs, where=where)

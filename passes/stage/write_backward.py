@@ -1,0 +1,198 @@
+"""write_backward: the forward of a rank's stage as its backward needs it, and that.
+
+Reverse mode over the local graph, collectives included, so that the backward's
+collectives are the transposes of the forward's. Parameter gradients are added up in
+place over microbatches; what is pending over mesh axes stays so until the step's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from passes.graph import Builder, Node, Value
+from passes.shard.rest import find_gathered
+from passes.shard.ring import ATTENTION
+from passes.stage.fuse import drop_identities
+from passes.stage.overlap import by_size, gather_ahead
+from passes.stage.split_backward import GRADIENT
+from passes.stage.tape import Tape, seed_of
+from passes.stage.traced_vjp import expand_forward, traced
+from passes.stage.vjp import DERIVATIVES, forward_nodes
+
+
+class Writer:
+    """Writes a stage's forward and backward, part by part, in this order."""
+
+    def __init__(
+        self,
+        builder: Builder,
+        differentiable: frozenset[str],
+        trained: tuple[Value, ...],
+        sizes: Mapping[str, int],
+        dtypes: Mapping[str, torch.dtype],
+        casts: Mapping[str, str],
+    ) -> None:
+        grads = {
+            v.name: Value(GRADIENT + v.name, v.shape, dtypes.get(v.name, v.dtype))
+            for v in trained
+            if v.name in differentiable
+        }
+        self.tape = Tape(builder, differentiable, grads, sizes, dtypes, casts)
+        self.forward: list[Node] = []
+        self.backward: list[Node] = []
+        self.epilogue: list[Node] = []
+        # Nodes that a gradient flows through, as the backward sees them.
+        self.through: list[Node] = []
+        self.seeds: list[Value] = []
+        # Value -> its cotangent, for those that nodes of `through` make.
+        self.cotangents: dict[str, Value] = {}
+
+    def run_forward(self, nodes: list[Node]) -> None:
+        for node in nodes:
+            if not any(self.tape.wanted(v) for v in node.results):
+                self.forward.append(forward_nodes(self.tape, node) or node)
+                continue
+            if node.op in DERIVATIVES and not self._needs_trace(node):
+                node = forward_nodes(self.tape, node) or node
+                self.forward.append(node)
+            else:
+                self.forward += expand_forward(self.tape, node)
+            self.through.append(node)
+
+    def _needs_trace(self, node: Node) -> bool:
+        """Products of two activations, computed tables, learned masks, scaled sums."""
+        if node.op == "aten.matmul.default":
+            x, w = node.operands[:2]
+            return not (len(w.shape) == 2 and len(x.shape) > 1)
+        if node.op == "aten.embedding.default":
+            return not self.tape.is_param(node.operands[0])
+        if node.op == "aten.add.Tensor":
+            return "alpha" in node.kwargs
+        if node.op in ("autopar.attention", ATTENTION):
+            return any(self.tape.wanted(mask) for mask in node.operands[3:])
+        return False
+
+    def seed(
+        self,
+        sends: tuple[Value, ...],
+        loss: Value | None,
+        halves: bool,
+        scaled: bool,
+    ) -> tuple[Value | None, ...]:
+        """Start the backward with the cotangents that come in, and the loss's own.
+
+        halves: the next stage, if it is on this rank, may still read what comes in.
+        """
+        incoming: list[Value | None] = []
+        for v in sends:
+            if not self.tape.wanted(v):
+                incoming.append(None)
+                continue
+            dy = self.tape.fresh(v)
+            incoming.append(dy)
+            self.seeds.append(dy)
+            if halves:
+                self.tape.share(dy)
+            self.tape.add(v, dy)
+        if loss is not None and self.tape.wanted(loss):
+            self.tape.add(loss, seed_of(self.tape, loss, self.through[-1], scaled))
+        return tuple(incoming)
+
+    def run_backward(self, receives: tuple[Value, ...]) -> tuple[Value | None, ...]:
+        """Down to the cotangents that the stage before waits for: zeros, where this
+        one's gradient does not depend on what it received."""
+        tape = self.tape
+        self._transpose(self.through)
+        # A stage may only look at what it hands on: a maximum of the logits.
+        at = (self.through or self.forward)[0]
+        found = [
+            tape.take(v, at) or tape.zeros(v, at) if tape.wanted(v) else None
+            for v in receives
+        ]
+        self.backward, tape.nodes = tape.nodes, []
+        return tuple(found)
+
+    def run_epilogue(self) -> None:
+        """From the gradients of what is gathered for the whole step to the parameters'.
+
+        The loop stops at them as at parameters, so their makers are left to be done.
+        """
+        tape = self.tape
+        made = [v for n in self.through for v in n.results if v.name in tape.grads]
+        for v in made:
+            tape.add(v, tape.grads[v.name])
+            tape.share(tape.grads[v.name])
+        self._transpose(self.through if made else [])
+        self.epilogue, tape.nodes = tape.nodes, []
+
+    def _transpose(self, nodes: list[Node]) -> None:
+        """Pass the cotangents that are known on, from the last node to the first."""
+        tape = self.tape
+        for node in reversed(nodes):
+            dys = [None if v is None else tape.take(v, node) for v in node.outs]
+            for v, dy in zip(node.outs, dys, strict=True):
+                if v is not None and dy is not None:
+                    self.cotangents[v.name] = dy
+            if node.op in DERIVATIVES and not self._needs_trace(node):
+                if not any(dys):
+                    continue
+                found = DERIVATIVES[node.op](tape, node, dys)
+            elif any(dys):
+                found = traced(tape, node, dys)
+            else:
+                continue
+            for v, dy in zip(node.operands, found, strict=True):
+                if dy is None or not tape.wanted(v):
+                    continue
+                if tape.is_param(v):
+                    tape.accumulate(v, "autopar.add_", node, dy)
+                else:
+                    tape.add(v, tape.cast(dy, v, node))
+
+    def drop_dead(self, outputs: tuple[Value | None, ...]) -> None:
+        """Keep the backward's nodes that a result or a gradient depends on."""
+        parts = drop_identities(self.forward, self.backward, self.epilogue)
+        self.forward, backward, epilogue = parts
+        self.backward = _alive(backward, {v.name for v in outputs if v is not None})
+        self.epilogue = _alive(epilogue, set())
+
+    def take_once(
+        self, casts: Collection[str], standing: set[str], gathers: bool
+    ) -> list[Node]:
+        """Remove from the forward what it makes of parameters once a step: casts of
+        them, and if `gathers`, what is gathered."""
+        taken = self._take_out(casts)
+        if gathers:
+            whole = self._take_out(find_gathered(self.forward, standing))
+            taken += gather_ahead(whole, standing, by_size, self.tape.builder)
+        return taken
+
+    def _take_out(self, made: Collection[str]) -> list[Node]:
+        """Remove from the forward the nodes that make these values."""
+        makers = {id(n) for n in self.forward for v in n.results if v.name in made}
+        taken = [n for n in self.forward if id(n) in makers]
+        self.forward = [n for n in self.forward if id(n) not in makers]
+        return taken
+
+
+def _alive(nodes: list[Node], needed: set[str]) -> list[Node]:
+    """Nodes that a result or a parameter's gradient depends on."""
+    kept: list[Node] = []
+    for node in reversed(nodes):
+        changes = not node.results and _target(node)
+        into_grad = bool(changes) and str(changes).startswith(GRADIENT)
+        if (
+            into_grad
+            or changes in needed
+            or any(v.name in needed for v in node.results)
+        ):
+            kept.append(node)
+            needed.update(v.name for v in node.operands)
+    return kept[::-1]
+
+
+def _target(node: Node) -> str:
+    """What an in-place node writes to: its first operand."""
+    return node.operands[0].name
