@@ -7,11 +7,11 @@ import gc
 import pytest
 from models import plain_gpt
 
-import passes.price.price_layers
 from autopar.machine.hardware import cluster_of
 from autopar.options import make_plan
 from autopar.planner.planner import find_plans, make_prices, sketch
 from autopar.uncollected import uncollected
+from passes.price import price_layers
 from passes.price.price_layers import cut_layers
 from passes.search.candidates import Space, candidates
 from passes.search.search import make_timer, rough
@@ -41,7 +41,7 @@ def joined(monkeypatch) -> list[object]:
         found.append(stage)
         return join(stage, *arguments)
 
-    monkeypatch.setattr(passes.price_layers, "join", counted)
+    monkeypatch.setattr(price_layers, "join", counted)
     return found
 
 
