@@ -222,8 +222,8 @@ def precision_notes(of: Sketch, cluster: Cluster) -> tuple[str, ...]:
     if not wide or faster <= 1:
         return ()
     return (
-        f"the model is in float32: with --precision bf16 a {cluster.device.name} "
-        f"multiplies {faster:.3g} times as fast",
+        f"the model is in float32: with --precision bf16 products are up to "
+        f"{faster:.3g} times as fast",
     )
 
 

@@ -1,8 +1,10 @@
 """Seconds of messages between the ranks that run, by the runtime's own collectives.
 
 Every way to part the ranks into groups of equal strides is measured, all groups at
-once, as a plan's ranks talk. Rounds over all of them are interleaved, so that what
-else the machine does falls on all alike, and the median round counts.
+once, as a plan's ranks talk: in turn with some computing, whose own time is taken off.
+Messages in a row would find their tensors in a cache, and ranks that arrive at once.
+Rounds over all of them are interleaved, so that what else the machine does falls on
+all alike, and the median round counts.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from passes.price.measured import Messages, Place, Point
 SIZES = tuple(1 << power for power in (10, 14, 17, 20, 22, 24))  # bytes
 LEAST_ROUNDS, MOST_ROUNDS = 3, 15
 ENOUGH = 1 << 18  # bytes of a message from which on one of them is a sample
+LEAST = 1e-6  # seconds of a message, where noise hides it
+WIDTH = 256  # of the matrices that are multiplied between messages
+BESIDE = 1 << 20  # elements that are read and written there, so that caches are cold
 AXIS = "pp"  # groups lie along it: where NCCL has lanes for each direction
 
 Run = Callable[[], None]  # of one message, or of two, one after the other
@@ -37,11 +42,12 @@ def measure_messages(
     sizes: of messages, in bytes, ascending; 64 times the ranks at least.
     """
     runs = list(_runs(world, device, sizes))
+    computing = _computing(device)
     times: list[list[float]] = [[] for _ in runs]
     began, rounds = time.perf_counter(), 0
     while rounds < LEAST_ROUNDS or _go_on(runs[0][0], began, budget, rounds):
-        for found, (comm, place, bytes, run) in zip(times, runs, strict=True):
-            took = _timed(comm, run, 8 if bytes < ENOUGH else 1)
+        for found, (_, place, bytes, run) in zip(times, runs, strict=True):
+            took = _timed(device, computing, run, 8 if bytes < ENOUGH else 2)
             found.append(took / (2 if place[0] == "send" else 1))
         rounds += 1
     points: dict[Place, list[Point]] = {}
@@ -70,15 +76,34 @@ def _go_on(comm: ProcessComm, began: float, budget: float, rounds: int) -> bool:
     return bool(comm.broadcast_object(more))
 
 
-def _timed(comm: ProcessComm, run: Run, times: int) -> float:
-    """Seconds of one run, of several in a row after one that brings ranks together."""
+def _computing(device: torch.device) -> Run:
+    """What a rank does between two messages, about a millisecond of a CPU."""
+    x = torch.ones(WIDTH, WIDTH, device=device)
+    beside = torch.zeros(BESIDE, device=device)
+
+    def run() -> None:
+        torch.mm(x, x)
+        beside.add_(1.0)
+
+    return run
+
+
+def _timed(device: torch.device, computing: Run, run: Run, times: int) -> float:
+    """Seconds of one run among computing, of several after one that brings ranks
+    together."""
+
+    def seconds(*steps: Run) -> float:
+        _finish(device)
+        begin = time.perf_counter()
+        for _ in range(times):
+            for step in steps:
+                step()
+        _finish(device)
+        return time.perf_counter() - begin
+
     run()
-    _finish(comm.device)
-    begin = time.perf_counter()
-    for _ in range(times):
-        run()
-    _finish(comm.device)
-    return (time.perf_counter() - begin) / times
+    both = seconds(computing, run)
+    return max(LEAST, (both - seconds(computing)) / times)
 
 
 def _finish(device: torch.device) -> None:
