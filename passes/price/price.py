@@ -18,7 +18,7 @@ from passes.price.cluster import Device
 from passes.price.fusion import fused_traffic
 from passes.price.measured import SOURCES, TABLE, between
 from passes.program import dtype_name
-from passes.schedule.footprint import Footprint, footprint
+from passes.schedule.footprint import Footprint, footprints
 from passes.shard.collectives import collective
 from passes.shard.rest import find_casts
 from passes.shard.ring import passed_round, ring_of
@@ -168,11 +168,10 @@ def price(local: LocalStage, device: Device) -> Account:
                 for _, calls, passed in passed_round(node):
                     add(("calls", part, "send", ring), calls)
                     add(("bytes", part, "send", ring), passed)
-    sizes = footprint(local)
+    sizes, *others = footprints(local, [beside_blocks(local, zero) for zero in MOST])
     for term in ("saved", "kept", "step", "edges"):
         add(("memory", term), getattr(sizes, term))
-    for zero, most in MOST.items():
-        shared = footprint(local, beside_blocks(local, zero)) if zero else sizes
+    for most, shared in zip(MOST.values(), (sizes, *others), strict=True):
         for part in (FORWARD, BACKWARD, WEIGHT):
             add((most, part), getattr(shared, f"{part}_peak"))
     for end in ("received", "sent"):

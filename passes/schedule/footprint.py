@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
+from types import MappingProxyType
 
 from passes.graph import DTYPES, Node
 from passes.schedule.messages import AHEAD, posted, proofs, sizes
@@ -132,32 +134,39 @@ def _alive(kind: Kind, of: Footprint) -> tuple[int, int, int]:
     }[kind]
 
 
-def footprint(local: LocalStage, beside: Beside = lambda nodes: ()) -> Footprint:
-    """Activation memory of one microbatch. beside: what else is there, at each node."""
+def footprint(local: LocalStage) -> Footprint:
+    """Activation memory of one microbatch."""
+    return footprints(local, [_nothing])[0]
+
+
+def footprints(local: LocalStage, besides: Sequence[Beside]) -> list[Footprint]:
+    """The footprint with each of several things beside: their bytes at each node."""
     arrived = {v.name: v.bytes for v in local.receives}
-    ends = [*local.saved, *local.sends, *([local.loss] if local.loss else [])]
+    ends = {v.name for v in (*local.saved, *local.sends)}
+    ends |= {local.loss.name} if local.loss else set()
     sizes = _sizes(local.forward) | arrived
     owners = find_owners(local.forward, {name: name for name in arrived})
     roots = {owners[v.name] for v in local.saved if v.name in owners}
     saved = sum(sizes[r] for r in roots)
-    forward = _peak(local.forward, arrived, {v.name for v in ends}, beside=beside)
+    forward = _peaks(local.forward, arrived, ends, {}, besides)
     # The backward holds what was saved until the last reader of it, or of its views.
     held = {v.name: owners[v.name] for v in local.saved if v.name in owners}
     entering = {v.name: v.bytes for v in local.d_sends if v is not None}
     entering |= {r: sizes[r] for r in roots}
     results = {v.name for v in (*local.d_receives, *local.kept) if v is not None}
-    backward = _peak(local.backward, entering, results, held, beside)
+    backward = _peaks(local.backward, entering, results, held, besides)
     sizes = _sizes(local.backward) | entering
     owners = find_owners(local.backward, {n: n for n in entering} | held)
     held = {v.name: owners[v.name] for v in local.kept if v.name in owners}
     left = {root: sizes[root] for root in held.values()}
-    weight = _peak(local.weight_half or (), left, (), held, beside)
+    weight = _peaks(local.weight_half or (), left, (), held, besides)
     kept = sum(left.values())
     step, edges = _whole(local)
     received, sent = (sum(v.bytes for v in vs) for vs in (local.receives, local.sends))
-    return Footprint(
-        saved, forward, backward, kept, step, weight, edges, received, sent
-    )
+    return [
+        Footprint(saved, f, b, kept, step, w, edges, received, sent)
+        for f, b, w in zip(forward, backward, weight, strict=True)
+    ]
 
 
 def saved_by_layer(local: LocalStage) -> dict[str, int]:
@@ -183,27 +192,32 @@ def _whole(local: LocalStage) -> tuple[int, int]:
     roots = {owners[name] for name in made if name in owners and name in read}
     grads = sum(v.bytes for v in local.wholes)
     step = sum(sizes[root] for root in roots) + grads
-    begin = _peak(local.prologue, {}, read) + grads
-    return step, max(begin, step + _peak(local.epilogue, {}, ()))
+    (begin,) = _peaks(local.prologue, {}, read)
+    (end,) = _peaks(local.epilogue, {}, ())
+    return step, max(begin + grads, step + end)
 
 
 def _sizes(nodes: Sequence[Node]) -> dict[str, int]:
     return {v.name: bytes_of(n, v) for n in nodes for v in n.results}
 
 
-def _peak(
+def _nothing(nodes: Sequence[Node]) -> list[int]:
+    return [0] * len(nodes)
+
+
+def _peaks(
     nodes: Sequence[Node],
     entering: dict[str, int],
     keep: Collection[str],
-    views: Mapping[str, str] | None = None,
-    beside: Beside = lambda nodes: (),
-) -> int:
+    views: Mapping[str, str] = MappingProxyType({}),
+    besides: Sequence[Beside] = (_nothing,),
+) -> list[int]:
     """The most bytes alive at once, with each storage dropped after its last reader.
 
-    entering: storages that are there already, and their bytes; views: of these. beside:
-    bytes at each node that no value stands for.
+    entering: storages that are there already, and their bytes; views: of these.
+    besides: bytes at each node that no value stands for; for each of them a peak.
     """
-    owners = find_owners(nodes, {n: n for n in entering} | dict(views or {}))
+    owners = find_owners(nodes, {n: n for n in entering} | dict(views))
     sizes = _sizes(nodes) | entering
     last: dict[str, int] = dict.fromkeys(entering, -1)
     for i, node in enumerate(nodes):
@@ -214,17 +228,16 @@ def _peak(
         if name in owners:
             last[owners[name]] = len(nodes)
     alive = sum(size for name, size in entering.items() if last[name] >= 0)
-    peak = alive
+    before, levels = alive, []
     dying: dict[int, list[str]] = {}
     for name, i in last.items():
         dying.setdefault(i, []).append(name)
-    more = beside(nodes) or [0] * len(nodes)
     for i, node in enumerate(nodes):
         made = [v.name for v in node.results if owners.get(v.name) == v.name]
         alive += sum(sizes[name] for name in made)
-        peak = max(peak, alive + more[i] + workspace(node) + packing(node))
+        levels.append(alive + workspace(node) + packing(node))
         alive -= sum(sizes[name] for name in dying.get(i, ()))
-    return peak
+    return [max([before, *map(add, levels, beside(nodes))]) for beside in besides]
 
 
 def communication(local: LocalStage) -> list[Communication]:

@@ -33,8 +33,8 @@ class _Use:
 
 
 def beside_blocks(local: LocalStage, zero: int) -> Beside:
-    """For `passes.schedule.footprint.footprint`: gradients by block from ZeRO-2 on, and
-    weights from ZeRO-3 on, in the precision in which they are gathered."""
+    """For `passes.schedule.footprint.footprints`: gradients by block from ZeRO-2 on,
+    and weights from ZeRO-3 on, in the precision in which they are gathered."""
     casts = find_casts(local.prologue, local.params)
     made = (v for node in local.prologue for v in node.results if v.name in casts)
     weights = {v.name: v.bytes for v in (*local.params, *made)} if zero > 2 else {}
