@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
-from types import MappingProxyType
 
 from passes.graph import DTYPES, Node
 from passes.schedule.messages import AHEAD, posted, proofs, sizes
@@ -148,18 +147,19 @@ def footprints(local: LocalStage, besides: Sequence[Beside]) -> list[Footprint]:
     owners = find_owners(local.forward, {name: name for name in arrived})
     roots = {owners[v.name] for v in local.saved if v.name in owners}
     saved = sum(sizes[r] for r in roots)
-    forward = _peaks(local.forward, arrived, ends, {}, besides)
+    forward = _peaks(local.forward, arrived, ends, owners, besides)
     # The backward holds what was saved until the last reader of it, or of its views.
     held = {v.name: owners[v.name] for v in local.saved if v.name in owners}
     entering = {v.name: v.bytes for v in local.d_sends if v is not None}
     entering |= {r: sizes[r] for r in roots}
     results = {v.name for v in (*local.d_receives, *local.kept) if v is not None}
-    backward = _peaks(local.backward, entering, results, held, besides)
-    sizes = _sizes(local.backward) | entering
     owners = find_owners(local.backward, {n: n for n in entering} | held)
+    backward = _peaks(local.backward, entering, results, owners, besides)
+    sizes = _sizes(local.backward) | entering
     held = {v.name: owners[v.name] for v in local.kept if v.name in owners}
     left = {root: sizes[root] for root in held.values()}
-    weight = _peaks(local.weight_half or (), left, (), held, besides)
+    owners = find_owners(local.weight_half or (), {n: n for n in left} | held)
+    weight = _peaks(local.weight_half or (), left, (), owners, besides)
     kept = sum(left.values())
     step, edges = _whole(local)
     received, sent = (sum(v.bytes for v in vs) for vs in (local.receives, local.sends))
@@ -192,8 +192,8 @@ def _whole(local: LocalStage) -> tuple[int, int]:
     roots = {owners[name] for name in made if name in owners and name in read}
     grads = sum(v.bytes for v in local.wholes)
     step = sum(sizes[root] for root in roots) + grads
-    (begin,) = _peaks(local.prologue, {}, read)
-    (end,) = _peaks(local.epilogue, {}, ())
+    (begin,) = _peaks(local.prologue, {}, read, owners)
+    (end,) = _peaks(local.epilogue, {}, (), find_owners(local.epilogue))
     return step, max(begin + grads, step + end)
 
 
@@ -209,15 +209,14 @@ def _peaks(
     nodes: Sequence[Node],
     entering: dict[str, int],
     keep: Collection[str],
-    views: Mapping[str, str] = MappingProxyType({}),
+    owners: Mapping[str, str],
     besides: Sequence[Beside] = (_nothing,),
 ) -> list[int]:
     """The most bytes alive at once, with each storage dropped after its last reader.
 
-    entering: storages that are there already, and their bytes; views: of these.
-    besides: bytes at each node that no value stands for; for each of them a peak.
+    entering: storages that are there already, and their bytes. owners: value -> its
+    storage. besides: bytes at each node that no value stands for; a peak for each.
     """
-    owners = find_owners(nodes, {n: n for n in entering} | dict(views))
     sizes = _sizes(nodes) | entering
     last: dict[str, int] = dict.fromkeys(entering, -1)
     for i, node in enumerate(nodes):
