@@ -289,3 +289,16 @@ def test_attention_works_in_all_ways_that_it_can(
     assert {e.candidate.context_parallel for e in found.best} == tried
     for e in found.best:
         assert e.candidate.context_parallel in str(e.candidate)
+
+
+def test_nothing_is_made_again_where_all_of_it_has_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = cluster_of("4xA100-80GB")
+    found = find_plans(of(), cluster, SAMPLES)
+    monkeypatch.setattr("passes.search.search.ROOMY", 0.0)
+    every = find_plans(of(), cluster, SAMPLES)
+    assert found.tried < every.tried
+    assert found.best[0] == every.best[0]
+    left_out = {x.candidate for x in every.best} - {x.candidate for x in found.best}
+    assert all(candidate.recompute != "none" for candidate in left_out)

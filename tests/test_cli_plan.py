@@ -301,7 +301,8 @@ def test_the_search_tells_how_far_it_is() -> None:
     mesh = Mesh.parse("dp=2")
     watch = lambda done, total: seen.append((done, total))  # noqa: E731
     found = find_plans(of, cluster_of("2xCPU"), 4, mesh, watch)
-    assert seen == [(i + 1, found.tried) for i in range(found.tried)]
+    assert seen == [(i + 1, len(seen)) for i in range(len(seen))]
+    assert 0 < found.tried <= len(seen)
 
 
 # --- bad input -------------------------------------------------------------------

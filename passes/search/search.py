@@ -30,6 +30,8 @@ from passes.search.candidates import ALIKE, Space, candidates, contexts
 
 HALVES = ("zb-h1", "zb-h2", "zb-v")
 SHORTLIST = 12
+# Of the memory; who takes less by formula fits, and gains nothing by recomputation.
+ROOMY = 0.9
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,16 @@ def search(
     limit = space.cluster.device.memory
     ranked: list[tuple[float, float, int, Candidate]] = []
     every, timed = list(candidates(space)), make_timer(space.cluster)
+    roomy: set[Candidate] = set()
     for done, candidate in enumerate(every, 1):
-        priced = rough(candidate, space, prices, timed)
+        needless = replace(candidate, recompute="none") in roomy
+        priced = None if needless else rough(candidate, space, prices, timed)
         watch(done, len(every))
         if priced is not None:
             seconds, peak, complete = priced
             ranked.append((seconds, peak, len(ranked), complete))
+            if candidate.recompute == "none" and peak <= ROOMY * limit:
+                roomy.add(candidate)
     fitting = sorted(r for r in ranked if r[1] <= limit)
     best = []
     for *_, candidate in fitting[: 3 * SHORTLIST]:
