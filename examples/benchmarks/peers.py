@@ -10,9 +10,6 @@ median over the rounds. `memory` is our peak bytes over the peer's.
 
 import argparse
 import json
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the examples are found from any directory
 
 from examples.benchmarks.peer_runs import CONFIGS, RUNS  # noqa: E402
+from examples.benchmarks.processes import run as start  # noqa: E402
 
 MODULE = "examples.benchmarks.peer_runs"
 TOLERANCE = 1e-4  # of a loss, fp32 sums in another order
@@ -40,15 +38,6 @@ PAIRS = (
     ("dtensor2-sp", "ours-tp2-sp"),
     ("pipelining2-dtensor2-sp", "ours-pp2-tp2-sp"),
 )
-
-# The allocator returns no pages to the system and threads do not spin while they wait.
-# 32 MiB is the most that every glibc accepts for the first.
-ENVIRONMENT = {
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-}
 
 
 @dataclass(frozen=True)
@@ -70,24 +59,10 @@ def launch(run: str, config: str, steps: int) -> Result:
         command += ["torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(ranks), "-m"]
     command += [MODULE, run, "--config", config, "--steps", str(steps)]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=os.environ | ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=TIMEOUT)
-    except BaseException:  # a timeout or Ctrl-C must take the ranks along
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
-    lines = [line for line in out.splitlines() if line.startswith('{"run"')]
-    if process.returncode or not lines:
-        raise RuntimeError(f"{run} failed ({process.returncode}):\n{err[-4000:]}")
+    printed = start(command, TIMEOUT)
+    lines = [line for line in printed.splitlines() if line.startswith('{"run"')]
+    if not lines:
+        raise RuntimeError(f"{run} printed no result:\n{printed[-4000:]}")
     return Result(**json.loads(lines[-1]))
 
 

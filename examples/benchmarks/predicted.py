@@ -13,9 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -41,7 +38,6 @@ from autopar.planner.planner import (  # noqa: E402
     plan_of,
     sketch,
 )
-from examples.benchmarks.peers import ENVIRONMENT  # noqa: E402
 from examples.benchmarks.predicted_plans import (  # noqa: E402
     BATCH,
     CHOICES,
@@ -51,6 +47,7 @@ from examples.benchmarks.predicted_plans import (  # noqa: E402
     spread,
 )
 from examples.benchmarks.predicted_runs import Job, Measured  # noqa: E402
+from examples.benchmarks.processes import run  # noqa: E402
 from passes.price.candidate import Candidate  # noqa: E402
 from passes.price.cluster import Cluster  # noqa: E402
 from passes.price.estimate import Estimate  # noqa: E402
@@ -161,7 +158,7 @@ def measure_machine(path: Path, seconds: float) -> None:
         command = [sys.executable, "-m", "autopar", "profile", spec, "-o", str(path)]
         command += ["--ranks", ",".join(map(str, RANKS)), "--seq", str(SEQ)]
         command += ["--samples", str(BATCH), "--seconds", str(seconds)]
-        run(command)
+        run(command, TIMEOUT)
 
 
 def measure_plans(plans: Sequence[Planned], rounds: int, folder: Path) -> list[Row]:
@@ -174,33 +171,10 @@ def measure_plans(plans: Sequence[Planned], rounds: int, folder: Path) -> list[R
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(ranks), "-m"]
         command += ["examples.benchmarks.predicted_runs", str(source), str(target)]
-        run([*command, str(rounds)])
+        run([*command, str(rounds)], TIMEOUT)
         found = [Measured(**entry) for entry in json.loads(target.read_text())]
         rows += [Row(p, m) for p, m in zip(own, found, strict=True)]
     return rows
-
-
-def run(command: Sequence[str]) -> None:
-    """Raises: RuntimeError with the end of its output; TimeoutExpired."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"PYTHONPATH": os.pathsep.join(paths)}
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=os.environ | ENVIRONMENT | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT)
-    except BaseException:  # a timeout or Ctrl-C must take the ranks along
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
-    if process.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{output[-4000:]}")
 
 
 # --- saying -------------------------------------------------------------------------

@@ -74,36 +74,28 @@ def show_runs() -> None:
             }
         )
     show("Milliseconds forward and backward (arXiv 2205.05198, table 4)", lines)
-    lines = []
-    for run in megatron.megatron_runs():
-        found = run.predict(constants)
-        lines.append(
-            {
-                "model": run.name,
-                "plan": str(run.candidate),
-                "s": f"{found:.2f}",
-                "published": f"{run.seconds:.2f}",
-                "error": f"{found / run.seconds - 1:+.1%}",
-            }
-        )
+    lines = [step_line(run, constants) for run in megatron.megatron_runs()]
     show("Seconds of an iteration (arXiv 2104.04473, table 1)", lines)
+
+
+def step_line(run: megatron.Run, constants: megatron.Constants) -> dict[str, object]:
+    """Seconds of a step, predicted beside published."""
+    found = run.predict(constants)
+    return {
+        "model": run.name,
+        "plan": str(run.candidate),
+        "s": f"{found:.2f}",
+        "published": f"{run.seconds:.2f}",
+        "error": f"{found / run.seconds - 1:+.1%}",
+    }
 
 
 def show_others() -> None:
     constants = megatron.fitted()
-    lines: list[dict[str, object]] = []
-    for other in others.other_runs():
-        run, found = other.run, other.run.predict(constants)
-        lines.append(
-            {
-                "source": other.source,
-                "model": run.name,
-                "plan": str(run.candidate),
-                "s": f"{found:.2f}",
-                "published": f"{run.seconds:.2f}",
-                "error": f"{found / run.seconds - 1:+.1%}",
-            }
-        )
+    lines = [
+        {"source": other.source, **step_line(other.run, constants)}
+        for other in others.other_runs()
+    ]
     show("Seconds of an iteration of other runs, with the same constants", lines)
 
 

@@ -33,9 +33,9 @@ from passes.schedule.simulate_schedule import Timeline
 
 # AdamW reads a parameter, its gradient and two moments, and writes three of them.
 OPTIMIZER_TRAFFIC = 7
-# What a collective beside computing takes from it, of its own seconds: NCCL's kernels
-# hold about an eighth of a GPU's multiprocessors while they run (on what collectives
-# take from computing, see Rashidi 2021, arXiv:2007.00156).
+# What a collective beside computing takes from it, of its own seconds: an assumption,
+# that kernels which communicate hold an eighth of a GPU's multiprocessors. That they
+# slow what runs beside them is measured in Rashidi 2021, arXiv:2007.00156.
 BESIDE = 0.125
 # What a rank does once a step before the first microbatch; the rest is after the last.
 BEFORE = ("parameters", "all_gather")

@@ -30,7 +30,8 @@ from passes.search.candidates import ALIKE, Space, candidates, contexts
 
 HALVES = ("zb-h1", "zb-h2", "zb-v")
 SHORTLIST = 12
-# Of the memory; who takes less by formula fits, and gains nothing by recomputation.
+# A plan that takes less than this share of the memory by formula does fit, and gains
+# nothing by recomputation.
 ROOMY = 0.9
 
 
