@@ -1,6 +1,11 @@
-"""Which device a process gets, on machines with GPUs that are not here."""
+"""How a process joins and leaves, and its device on machines with GPUs."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +13,8 @@ import torch.distributed as dist
 
 from autopar.runtime.join import choose_backend, default_device
 from passes.mesh import MeshError
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -57,3 +64,39 @@ def test_a_machine_without_gpus_computes_on_the_cpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_backend() == "gloo"
     assert default_device() == torch.device("cpu")
+
+
+LEAVING = """
+import atexit, sys
+from datetime import timedelta
+import torch.distributed as dist
+
+def tell():  # runs after what is registered later
+    sys.stdout.write(f"alive: {dist.is_initialized()}\\n")
+
+atexit.register(tell)
+from autopar.runtime.join import join
+from passes.mesh import Mesh
+from passes.plan import Plan
+
+join(Plan(Mesh.parse("dp=2")), timedelta(seconds=60))
+sys.stdout.write(f"alive: {dist.is_initialized()}\\n")
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_just_ends_leaves_its_groups_first(tmp_path: Path) -> None:
+    """Threads of gloo's that outlive Python's end would abort the process."""
+    (tmp_path / "script.py").write_text(LEAVING)
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*line, "--nproc-per-node", "2", "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    said = sorted(done.stdout.splitlines())
+    assert said == ["alive: False"] * 2 + ["alive: True"] * 2

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from datetime import timedelta
 
 import torch
@@ -16,6 +18,7 @@ from passes.plan import Plan
 def join(decided: Plan | Asked, timeout: timedelta) -> None:
     """Be one of the mesh's processes: those of torch.distributed, or of torchrun.
 
+    The process leaves its groups when it ends.
     Raises: MeshError if so many do not run.
     """
     if isinstance(decided, Plan):
@@ -25,11 +28,25 @@ def join(decided: Plan | Asked, timeout: timedelta) -> None:
     if not dist.is_initialized() and size > 1 and "RANK" in os.environ:
         dist.init_process_group(choose_backend(), timeout=timeout)
     world = dist.get_world_size() if dist.is_initialized() else 1
+    if world > 1:
+        atexit.unregister(_leave)  # of an earlier step
+        atexit.register(_leave)
     if world != size:
         raise MeshError(
             f"{what} has {size} ranks, but {world} processes run",
             fix=f"start it by torchrun --nproc-per-node {size}",
         )
+
+
+def _leave() -> None:
+    """End the process groups while Python still runs, if the script did not.
+
+    A thread of gloo's may hold the tensors of the last message. Where it lets go of
+    them after the interpreter is gone, the process aborts. After an error of the
+    user's, peers may never answer, and the end must not wait for them.
+    """
+    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+        dist.destroy_process_group()
 
 
 def choose_backend() -> str:

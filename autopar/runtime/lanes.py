@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
-Lanes = dict[tuple[int, int], dist.ProcessGroup]
+Lanes = WeakValueDictionary[tuple[int, int], dist.ProcessGroup]
 
 
 def open_lanes(
@@ -30,7 +31,7 @@ def open_lanes(
     lane in an order that all ranks share: both ranks of the first lane that is not yet
     open are done with those before it, so none waits for ever.
     """
-    lanes: Lanes = {}
+    lanes: Lanes = WeakValueDictionary()
     for pair in sorted(set(pairs)):
         group = dist.new_group(list(pair), timeout=timeout)
         if rank in pair:

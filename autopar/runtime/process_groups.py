@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,8 @@ class ProcessComm(Comm):
     mesh of one rank needs none. It makes one process group for each set of ranks in
     `groups` (axes, as they are used) and in `rank_groups` (ascending ranks); and, where
     NCCL carries them, for each (sender, receiver) of `messages`, see
-    `autopar.runtime.lanes`.
+    `autopar.runtime.lanes`. They belong to torch.distributed: `destroy_process_group`
+    ends them, whoever still holds this.
 
     timeout: as given to `init_process_group`, which does not hand it on to subgroups.
     A rank that died, or one that is late by more than this, raises in the others.
@@ -175,13 +177,14 @@ class ProcessComm(Comm):
                 f"\n  fix  name the pair in `messages`"
             ) from None
 
-    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         try:
             return self._groups[ranks]
         except KeyError:
             raise CommError(
                 f"rank {self.rank} has no process group for ranks {ranks}"
-                f"\n  fix  name their axes in `groups`, or them in `rank_groups`"
+                f"\n  fix  name their axes in `groups`, or them in `rank_groups`, "
+                f"and call destroy_process_group only at the end"
             ) from None
 
 
@@ -228,18 +231,20 @@ def _new_groups(
     world: int,
     wanted: set[tuple[int, ...]],
     timeout: timedelta | None,
-) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
-    """The groups that this rank is in; None stands for the default one, of all ranks.
+) -> WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]:
+    """The groups that this rank is in; that of all ranks is the default one.
 
     Every rank takes part in making every group, in the same order: that is slower than
     `use_local_synchronization`, but no order of the calls can hang it.
     """
-    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    groups: WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]
+    groups = WeakValueDictionary()
     for ranks in sorted(wanted):
         if list(ranks) != sorted(set(ranks)) or not set(ranks) <= set(range(world)):
             raise CommError(f"ranks {ranks} are not ascending ranks below {world}")
-        if len(ranks) == world:
-            groups[ranks] = None
+        if len(ranks) == world and world > 1:
+            assert dist.group.WORLD is not None
+            groups[ranks] = dist.group.WORLD
         elif len(ranks) > 1:
             group = dist.new_group(list(ranks), timeout=timeout)
             if rank in ranks:
