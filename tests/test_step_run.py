@@ -23,7 +23,7 @@ from passes.price.candidate import Candidate
 from passes.price.estimate import Estimate
 from passes.schedule.make_schedule import make_schedule
 from passes.schedule.schedule import Kind
-from passes.schedule.step_run import RankWork, StageWork, Work, run_step
+from passes.schedule.step_run import COMPUTE, RankWork, StageWork, Work, run_step
 from passes.search.search import run_on_paper
 
 CLUSTER = cluster_of("4xCPU")
@@ -99,18 +99,23 @@ def test_the_trace_holds_every_action_and_nests(name: str) -> None:
     rows = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
-            rows[event["pid"], event["tid"]].append(event)
+            rows[event["pid"], event["cat"]].append(event)
     schedule = run.timeline.schedule
     for rank, actions in enumerate(schedule.ranks):
-        drawn = [e["name"] for e in rows[rank, 0] if "microbatch" in e["args"]]
+        drawn = [e["name"] for e in rows[rank, COMPUTE] if "microbatch" in e["args"]]
         assert drawn == [schedule.label(a) for a in actions if a.kind.is_compute]
+    threads = {(e["pid"], e["tid"]) for e in events if "tid" in e}
+    assert len({tid for _, tid in threads}) == len(threads) == 2 * len(run.peak)
+    assert {pid for pid, _ in threads}.isdisjoint(tid for _, tid in threads)
     for own in rows.values():
-        ends = 0.0
+        assert len({event["tid"] for event in own}) == 1
+        ends = 0  # in nanoseconds, as Perfetto reads them
         for event in sorted(own, key=lambda e: e["ts"]):
-            assert event["ts"] >= ends - 1e-3, "events of a stream overlap"
-            ends = event["ts"] + event["dur"]
-            assert ends <= run.total * 1e6 + 1e-3
-            assert event["args"]["seconds"] == pytest.approx(event["dur"] / 1e6)
+            assert round(event["ts"] * 1e3) >= ends, "events of a stream overlap"
+            ends = round(event["ts"] * 1e3) + round(event["dur"] * 1e3)
+            assert ends <= run.total * 1e9 + 1
+            long = pytest.approx(event["dur"] / 1e6, abs=2e-9)
+            assert event["args"]["seconds"] == long
 
 
 def test_messages_are_arrows_from_what_makes_them_to_what_uses_them() -> None:
@@ -121,7 +126,7 @@ def test_messages_are_arrows_from_what_makes_them_to_what_uses_them() -> None:
     sends = [a for actions in run.timeline.schedule.ranks for a in actions]
     assert len(starts) == sum(a.kind.is_send for a in sends) == 8
     assert starts.keys() == ends.keys()
-    drawn = [e for e in events if e["ph"] == "X" and e["tid"] == 0]
+    drawn = [e for e in events if e["ph"] == "X" and e["cat"] == COMPUTE]
     for number, start in starts.items():
         end = ends[number]
         assert end["ts"] > start["ts"] and end["pid"] != start["pid"]

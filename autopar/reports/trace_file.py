@@ -7,14 +7,15 @@ microseconds; arrows for messages, and a counter for memory.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from passes.errors import AutoparError
 from passes.schedule.step_run import COMMUNICATION, COMPUTE, Event, StepRun
 
-STREAMS = {COMPUTE: 0, COMMUNICATION: 1}
-MICRO = 1e6
+STREAMS = [COMPUTE, COMMUNICATION]
+MICRO, NANO = 1e6, 1e9
 # An arrow belongs to the event that it starts within: it leaves just before its end.
 WITHIN = 1e-3
 
@@ -29,10 +30,12 @@ def write_trace(run: StepRun, path: Path) -> None:
 def trace_data(run: StepRun) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
     for rank in range(len(run.memory)):
-        found.append(_name("process_name", rank, 0, f"pipeline rank {rank}"))
-        for stream, thread in STREAMS.items():
-            found.append(_name("thread_name", rank, thread, stream))
-    found += [_event(event) for event in run.events if event.work.seconds > 0]
+        found.append(
+            _about(_thread(run, rank), "process_name", f"pipeline rank {rank}")
+        )
+        for stream in STREAMS:
+            found.append(_about(_thread(run, rank, stream), "thread_name", stream))
+            found += _slices(run, rank, stream)
     found += _arrows(run)
     for rank, points in enumerate(run.memory):
         for seconds, amount in points:
@@ -41,11 +44,42 @@ def trace_data(run: StepRun) -> dict[str, Any]:
     return {"traceEvents": found, "displayTimeUnit": "ms"}
 
 
-def _name(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": {"name": name}}
+def _thread(run: StepRun, rank: int, stream: str = COMPUTE) -> dict[str, int]:
+    """Where an event belongs. Perfetto takes threads of one number for one thread, in
+    whatever process, and one with the number of its process for the main thread."""
+    before = len(run.memory) + len(STREAMS) * rank
+    return {"pid": rank, "tid": before + STREAMS.index(stream)}
 
 
-def _event(event: Event) -> dict[str, Any]:
+def _about(thread: dict[str, int], what: str, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, **thread, "args": {"name": name}}
+
+
+def _slices(run: StepRun, rank: int, stream: str) -> Iterator[dict[str, Any]]:
+    """What takes time on a stream, one after the other.
+
+    In whole nanoseconds, as Perfetto counts: it drops what begins a rounding error
+    before the end of what came before.
+    """
+    events = [e for e in run.events if (e.rank, e.work.stream) == (rank, stream)]
+    events = sorted((e for e in events if e.work.seconds > 0), key=lambda e: e.start)
+    starts = [round(e.start * NANO) for e in events]
+    ends = [round((e.start + e.work.seconds) * NANO) for e in events]
+    for event, start, end, following in zip(
+        events, starts, ends, [*starts[1:], *ends[-1:]], strict=True
+    ):
+        yield {
+            "ph": "X",
+            "name": event.work.what,
+            "cat": stream,
+            **_thread(run, rank, stream),
+            "ts": start * MICRO / NANO,
+            "dur": (min(end, following) - start) * MICRO / NANO,
+            "args": _details(event),
+        }
+
+
+def _details(event: Event) -> dict[str, Any]:
     work, args = event.work, {}
     if event.action is not None:
         args = {
@@ -54,16 +88,8 @@ def _event(event: Event) -> dict[str, Any]:
             "layers": event.layers,
         }
     args["seconds"] = work.seconds
-    args |= {k: v for k in ("calls", "bytes") if (v := getattr(work, k)) is not None}
-    return {
-        "ph": "X",
-        "name": work.what,
-        "cat": work.stream,
-        "pid": event.rank,
-        "tid": STREAMS[work.stream],
-        "ts": event.start * MICRO,
-        "dur": work.seconds * MICRO,
-        "args": args,
+    return args | {
+        k: v for k in ("calls", "bytes") if (v := getattr(work, k)) is not None
     }
 
 
@@ -77,9 +103,11 @@ def _arrows(run: StepRun) -> list[dict[str, Any]]:
     shortest = min(lasts.values(), default=0.0)
     found = []
     for number, m in enumerate(run.messages):
-        both = {"cat": "message", "name": str(m.action), "id": number, "tid": 0}
+        both = {"cat": "message", "name": str(m.action), "id": number}
         sent = max(0.0, m.sent - WITHIN * shortest) * MICRO
         used = (m.used + WITHIN * shortest) * MICRO
-        found.append({"ph": "s", **both, "pid": m.source, "ts": sent})
-        found.append({"ph": "f", "bp": "e", **both, "pid": m.target, "ts": used})
+        found.append({"ph": "s", **both, **_thread(run, m.source), "ts": sent})
+        found.append(
+            {"ph": "f", "bp": "e", **both, **_thread(run, m.target), "ts": used}
+        )
     return found
