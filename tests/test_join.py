@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from processes import run_ranks
 
+from autopar.runtime.comm import CommError
 from autopar.runtime.join import choose_backend, default_device
-from passes.mesh import MeshError
+from autopar.runtime.process_groups import ProcessComm
+from passes.mesh import Mesh, MeshError
 
 ROOT = Path(__file__).parents[1]
 
@@ -64,6 +68,22 @@ def test_a_machine_without_gpus_computes_on_the_cpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_backend() == "gloo"
     assert default_device() == torch.device("cpu")
+
+
+def destroy() -> None:
+    comm = ProcessComm(Mesh.parse("dp=2,tp=2"), groups=[("dp", "tp"), ("tp",)])
+    comm.all_reduce(torch.ones(1), ("tp",))
+    groups = [weakref.ref(group) for group in comm._groups.values()]
+    assert len(groups) == 2 and all(ref() is not None for ref in groups)
+    dist.destroy_process_group()
+    assert [ref() for ref in groups] == [None, None]
+    with pytest.raises(CommError, match="destroy_process_group only at the end"):
+        comm.all_reduce(torch.ones(1), ("tp",))
+
+
+def test_no_group_outlives_its_destruction() -> None:
+    """Threads of a group that did would abort a process which ends."""
+    run_ranks(destroy, 4)
 
 
 LEAVING = """
