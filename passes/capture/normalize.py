@@ -17,6 +17,7 @@ from passes.capture.loss import LOSS_RULES
 from passes.capture.rewrite import Rewriter, Rule
 from passes.capture.spell_attention import attention, emit_dropout
 from passes.capture.spell_experts import looked_up_product
+from passes.capture.spell_groups import repeat_interleave
 from passes.capture.trace import Traced
 from passes.errors import CaptureError
 from passes.graph import Graph, Node, Value
@@ -320,6 +321,7 @@ CLEAN: dict[str, Rule] = {
     "aten.expand": expand,
     "aten.cat": cat,
     "aten.dropout": dropout,
+    "aten.repeat_interleave": repeat_interleave,
     "aten.linear": product,
     "aten.addmm": product,
     "aten.mm": product,

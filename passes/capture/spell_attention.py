@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from passes.capture.rewrite import Rewriter
+from passes.capture.spell_groups import without_copies
 from passes.graph import Node, Value
 
 
@@ -31,6 +32,7 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
         return _explicit_attention(
             rewriter, node, (q, k, v), mask, is_causal, scale, given["dropout_p"]
         )
+    k, v = without_copies(rewriter, k, v)
     return rewriter.emit(
         "autopar.attention",
         q,

@@ -122,7 +122,7 @@ class _Names:
     def attention(self, node: Node) -> None:
         q, k, v = node.operands[:3]
         heads = self.atoms.leaves(self.tensors[q.name][1])
-        grouped = len(heads) == 2 or q.shape[1] != k.shape[1]
+        grouped = len(heads) == 2 or 1 < k.shape[1] != q.shape[1]
         self.give(q, 1, *(("kv_heads", "q_per_kv") if grouped else ("heads",)))
         self.give(k, 1, "kv_heads" if grouped else "heads")
         self.give(q, 2, "seq")

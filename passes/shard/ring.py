@@ -21,6 +21,7 @@ from passes.plan import Plan
 
 ATTENTION = "comm.attention"
 BACKWARD = "comm.attention_backward"
+KERNELS = (ATTENTION, BACKWARD, "autopar.attention", "autopar.attention_backward")
 Q, K, V, MASK = range(4)  # operands of attention
 
 
@@ -98,15 +99,25 @@ def passed_round(node: Node) -> list[tuple[torch.dtype, int, int]]:
 
 
 def workspace(node: Node) -> int:
-    """Bytes that a ring needs while it runs: keys and values at work and under way;
-    gradients of them at work, on the way to the next rank, and from the one before."""
-    if ring_of(node) is None:
+    """Bytes that attention needs while it runs.
+
+    On a ring: keys and values at work and under way; gradients of them at work, on the
+    way to the next rank, and from the one before. Where queries share keys: copies, as
+    kernels take a head of keys for each of queries, and give as many gradients.
+    """
+    if node.op not in KERNELS:
         return 0
     k, v = _keys_and_values(node)
-    wide = 3 * max(4, k.dtype.itemsize) * (k.numel + v.numel)
-    return 2 * (k.bytes + v.bytes) + (wide if node.op == BACKWARD else 0)
+    is_backward = node.op.endswith("_backward")
+    shared = node.args[1 if is_backward else 0].shape[1] // max(k.shape[1], 1)
+    needed = 0 if shared == 1 else (k.bytes + v.bytes) * shared * (1 + is_backward)
+    if ring_of(node) is not None:
+        needed += 2 * (k.bytes + v.bytes)
+        if is_backward:
+            needed += 3 * max(4, k.dtype.itemsize) * (k.numel + v.numel)
+    return needed
 
 
 def _keys_and_values(node: Node) -> tuple[Any, Any]:
-    first = 1 if node.op == ATTENTION else 2  # after the gradient of the result
+    first = 2 if node.op.endswith("_backward") else 1  # after the result's gradient
     return node.args[first], node.args[first + 1]

@@ -1,0 +1,74 @@
+"""Grouped queries in one spelling: attention reads each head of keys once.
+
+Models repeat keys and values for all queries of their group before they attend to them
+(Ainslie 2023, arXiv 2305.13245). Attention itself knows groups; without the copies less
+is kept for the backward, and less is gathered, exchanged, or passed round.
+"""
+
+from __future__ import annotations
+
+from passes.capture.rewrite import Rewriter
+from passes.graph import Node, Value
+
+HEADS = 1  # the dim of keys and values that has their heads
+
+
+def without_copies(rewriter: Rewriter, k: Value, v: Value) -> tuple[Value, Value]:
+    """[b, heads, t, e] -> [b, kv_heads, t, e], where a model repeated each head of both
+    as often; as they are, where it did not."""
+    one, other = (_before_repeat(rewriter, x, HEADS) for x in (k, v))
+    if one is None or other is None or one.shape[HEADS] != other.shape[HEADS]:
+        return k, v
+    return one, other
+
+
+def repeat_interleave(rewriter: Rewriter, node: Node) -> Value | None:
+    """So often in a row along a dim -> an expand, as other models write it."""
+    names = ("self", "repeats", "dim")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    x, times, dim = given["self"], given["repeats"], given.get("dim")
+    if dim is None or not isinstance(times, int):
+        return None
+    after = dim % len(x.shape) + 1
+    before, rest = x.shape[:after], x.shape[after:]
+    apart = rewriter.reshape(x, (*before, 1, *rest), node.where)
+    shape = (*before, times, *rest)
+    copies = rewriter.emit(
+        "aten.expand.default",
+        apart, shape, shape=shape, dtype=x.dtype, where=node.where,
+    )  # fmt: skip
+    return rewriter.reshape(copies, node.out.shape, node.where)
+
+
+def _before_repeat(rewriter: Rewriter, x: Value, dim: int) -> Value | None:
+    """What x was before each entry along a dim was repeated, all copies in a row; moved
+    and cast as x is since then. None, where it was not."""
+    if (merged := rewriter.producer(x, "aten.reshape")) is not None:
+        return _before_expand(rewriter, merged, dim)
+    node = rewriter.producer(x, "aten.transpose", "aten.to")
+    if node is None:
+        return None
+    before = dim
+    if node.op.startswith("aten.transpose"):
+        one, other = (d % len(x.shape) for d in node.args[1:])
+        before = {one: other, other: one}.get(dim, dim)
+    single = _before_repeat(rewriter, node.operands[0], before)
+    if single is None:
+        return None
+    shape = (*x.shape[:dim], single.shape[before], *x.shape[dim + 1 :])
+    return rewriter.emit(
+        node.op, single, *node.args[1:], shape=shape, dtype=x.dtype, where=node.where
+    )
+
+
+def _before_expand(rewriter: Rewriter, merged: Node, dim: int) -> Value | None:
+    """x of `x[..., g, 1, ...].expand(..., g, n, ...).reshape(..., g * n, ...)`."""
+    copies = rewriter.producer(merged.operands[0], "aten.expand")
+    if copies is None:
+        return None
+    single, shape = copies.operands[0], copies.out.shape
+    once = (*shape[: dim + 1], 1, *shape[dim + 2 :])
+    joined = (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
+    if single.shape != once or merged.out.shape != joined:
+        return None
+    return rewriter.reshape(single, (*once[: dim + 1], *once[dim + 2 :]), merged.where)

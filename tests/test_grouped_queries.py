@@ -1,0 +1,162 @@
+"""Queries that share keys and values: these are moved before they are copied."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import llama
+from torch import Tensor, nn
+
+from autopar.runtime.attention import attention, attention_backward
+from autopar.runtime.comm import Comm
+from autopar.runtime.executor import Executor
+from autopar.runtime.virtual import run_virtual
+from autopar.verify import local_parameters
+from examples.benchmarks.live_bytes import LiveBytes
+from passes.capture.normalize import normalize
+from passes.capture.trace import trace
+from passes.graph import Node, Value
+from passes.plan import CONTEXT_PARALLEL, SPLIT
+from passes.shard.ring import KERNELS, workspace
+
+GROUPS, SHARED = 2, 3  # heads of keys, and of queries for each
+BATCH, SEQ, WIDTH = 2, 4, 5
+
+
+# --- one spelling --------------------------------------------------------------------
+
+
+class Body(nn.Module):
+    """Attention of x [2, 6, 4, 5] to keys and values made of 2 heads."""
+
+    def __init__(self, repeat: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.repeat = repeat
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v = (self.repeat(x[:, :GROUPS] @ w) for w in (self.w, -self.w))
+        return F.scaled_dot_product_attention(x, k, v, is_causal=True).sum()
+
+
+def expanded(k: Tensor) -> Tensor:
+    b, g, t, e = k.shape
+    return k[:, :, None].expand(b, g, SHARED, t, e).reshape(b, g * SHARED, t, e)
+
+
+def interleaved_inside(k: Tensor) -> Tensor:
+    return k.transpose(1, 2).repeat_interleave(SHARED, dim=2).transpose(1, 2)
+
+
+def cast(k: Tensor) -> Tensor:
+    return expanded(k.double()).float()
+
+
+def tiled(k: Tensor) -> Tensor:
+    return k.repeat(1, SHARED, 1, 1)
+
+
+def expanded_outside(k: Tensor) -> Tensor:
+    b, g, t, e = k.shape
+    return k[:, None].expand(b, SHARED, g, t, e).reshape(b, g * SHARED, t, e)
+
+
+@pytest.mark.parametrize(
+    ("repeat", "heads"),
+    [
+        (expanded, GROUPS),
+        (interleaved_inside, GROUPS),
+        (lambda k: k.repeat_interleave(SHARED, 1), GROUPS),
+        (cast, GROUPS),
+        (tiled, GROUPS * SHARED),  # neighbours differ
+        (expanded_outside, GROUPS * SHARED),
+    ],
+)
+def test_attention_reads_each_head_of_keys_once(repeat, heads) -> None:
+    x = torch.randn(BATCH, GROUPS * SHARED, SEQ, WIDTH)
+    graph = normalize(trace(Body(repeat), {"x": x})).graph
+    (node,) = [n for n in graph.nodes if n.op == "autopar.attention"]
+    assert [v.shape[1] for v in node.operands] == [GROUPS * SHARED, heads, heads]
+
+
+# --- what is moved -------------------------------------------------------------------
+
+
+def options(method: str) -> dict[str, Any]:
+    return {"split": {**SPLIT, "cp": CONTEXT_PARALLEL[method]}}
+
+
+def moved(method: str, kv_heads: int) -> Counter[str]:
+    """Bytes that a rank of `cp` logs in a step, of the collectives of one layer."""
+    two, one = (logged(method, layers, kv_heads) for layers in (2, 1))
+    return two - one
+
+
+def logged(method: str, layers: int, kv_heads: int) -> Counter[str]:
+    case = llama(layers=layers, kv_heads=kv_heads)
+    program = case.compile("cp=2", **options(method))
+    parameters = dict(case.model.named_parameters())
+    buffers = dict(case.model.named_buffers())
+
+    def body(comm: Comm) -> Counter[str]:
+        own = local_parameters(program, comm, parameters)
+        Executor(program, comm, own, buffers).step(case.batch)
+        return Counter({kind: t.bytes for (kind, _), t in comm.log.items()})
+
+    return run_virtual(program.mesh, 1, body)[0]
+
+
+# [batch, one head, a rank's rows, head_dim] in float32.
+HEAD = 8 * 8 * 8 * 4
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_a_layer_moves_a_head_of_keys_once(kv_heads) -> None:
+    """Of 4 heads of queries; keys and values, there and back."""
+    gathered = moved("gather", kv_heads)
+    assert gathered["all_gather"] == 2 * kv_heads * HEAD
+    assert gathered["reduce_scatter"] == 2 * 2 * kv_heads * HEAD  # of all rows
+    # Forward and backward; and in the backward gradients, which go one further.
+    assert moved("ring", kv_heads)["shift"] == 2 * kv_heads * HEAD * (1 + 1 + 2)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_ulysses_exchanges_a_head_of_keys_once(kv_heads) -> None:
+    """And all of the queries, and of what comes out."""
+    assert moved("ulysses", kv_heads)["all_to_all"] == 2 * 2 * (4 + kv_heads) * HEAD
+
+
+# --- what kernels copy ---------------------------------------------------------------
+
+
+def test_copies_inside_of_kernels_are_predicted() -> None:
+    q, dy = torch.randn(2, BATCH, GROUPS * SHARED, 64, 32)
+    k, v = torch.randn(2, BATCH, GROUPS, 64, 32)
+
+    def added(run: Callable[[], tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...], int]:
+        with LiveBytes() as live:
+            before = live.now
+            results = run()
+            return results, live.peak - before
+
+    (out, lse), forward = added(lambda: attention(q, k, v, None, True))
+    given = (dy, q, k, v, out, lse)
+    grads, backward = added(lambda: attention_backward(*given, None, True))
+    said = [
+        node_workspace("autopar.attention", q, k, v),
+        node_workspace("autopar.attention_backward", dy, q, k, v),
+    ]
+    assert forward == pytest.approx(said[0] + out.nbytes + lse.nbytes, rel=0.01)
+    own = sum(x.nbytes for x in grads)
+    assert 0.8 * backward < said[1] + own <= 1.25 * backward
+
+
+def node_workspace(op: str, *operands: Tensor) -> int:
+    assert op in KERNELS
+    values = tuple(Value(f"x{i}", x.shape, x.dtype) for i, x in enumerate(operands))
+    return workspace(Node(op, values, {}, ()))
