@@ -70,7 +70,8 @@ def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
     decisions: dict[str, Any] = dict(options)
     split = dict(SPLIT)
     if not decisions.pop("sequence_parallel", True):
-        split["tp"] = tuple(d for d in split["tp"] if d != "seq")
+        for axis in ("tp", "qp"):
+            split[axis] = tuple(d for d in split[axis] if d != "seq")
     context_parallel = decisions.pop("context_parallel", "gather")
     if context_parallel not in CONTEXT_PARALLEL:
         raise PlanError(

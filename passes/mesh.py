@@ -14,9 +14,10 @@ from math import prod
 
 from passes.errors import AutoparError
 
-AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
+AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp", "qp")
 """The axes a mesh may have: pipeline, data, sharing data (see `passes.shard.rest`),
-context, expert and tensor parallel."""
+context, expert and tensor parallel, and what shares keys of it (see
+`passes.shard.query_groups`)."""
 
 TIME = "time"
 """The axis of microbatches: it splits dims like any other, but no rank lies on it."""

@@ -31,6 +31,7 @@ from passes.shard.collectives import collective
 from passes.shard.insert_collectives import Lowered, insert_collectives
 from passes.shard.notes import find_notes
 from passes.shard.propagate import propagate
+from passes.shard.query_groups import group_note, split_groups
 from passes.shard.rest import gathered_axes
 from passes.shard.ring import ring_of
 from passes.shard.sharding import local_extent
@@ -63,6 +64,7 @@ def compile_program(
     named = name_dims(normal)
     watch("name_dims", named)
     check_batch(named, plan)
+    asked, plan = plan, split_groups(named, plan)
     sharded = propagate(named, plan)
     watch("propagate", sharded)
     lowered = insert_collectives(sharded)
@@ -72,7 +74,8 @@ def compile_program(
     watch("split_stages", staged)
     staged = choose_recompute(staged)
     modules = emit_modules(staged, watch)
-    return assemble(staged, modules, find_notes(sharded), costs)
+    notes = (*group_note(named, asked, plan), *find_notes(sharded))
+    return assemble(staged, modules, notes, costs)
 
 
 def check_batch(named: Named, plan: Plan) -> None:

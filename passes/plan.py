@@ -27,6 +27,7 @@ SPLIT: dict[str, tuple[str, ...]] = {
     "cp": ("seq",),
     "ep": ("weights:experts", "expert_linear:experts", "batch"),
     "tp": ("heads", "kv_heads", "q_per_kv", "ffn", "vocab", "seq"),
+    "qp": ("heads", "q_per_kv", "ffn", "vocab", "seq"),
     TIME: ("batch",),
 }
 

@@ -90,7 +90,8 @@ def plan(
     """A plan for a mesh given as text; options are fields of Plan."""
     split = dict(SPLIT)
     if not sequence_parallel:
-        split["tp"] = tuple(dim for dim in split["tp"] if dim != "seq")
+        for axis in ("tp", "qp"):
+            split[axis] = tuple(dim for dim in split[axis] if dim != "seq")
     return Plan(Mesh.parse(mesh), microbatches, **{"split": split, **options})
 
 

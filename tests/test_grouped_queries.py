@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from models import llama
+from models import Case, llama
 from torch import Tensor, nn
 
 from autopar.runtime.attention import attention, attention_backward
@@ -21,7 +22,9 @@ from examples.benchmarks.live_bytes import LiveBytes
 from passes.capture.normalize import normalize
 from passes.capture.trace import trace
 from passes.graph import Node, Value
+from passes.mesh import Mesh
 from passes.plan import CONTEXT_PARALLEL, SPLIT
+from passes.program import ParameterSpec
 from passes.shard.ring import KERNELS, workspace
 
 GROUPS, SHARED = 2, 3  # heads of keys, and of queries for each
@@ -129,6 +132,86 @@ def test_a_layer_moves_a_head_of_keys_once(kv_heads) -> None:
 def test_ulysses_exchanges_a_head_of_keys_once(kv_heads) -> None:
     """And all of the queries, and of what comes out."""
     assert moved("ulysses", kv_heads)["all_to_all"] == 2 * 2 * (4 + kv_heads) * HEAD
+
+
+def spelled_out(case: Case) -> Case:
+    """With the products of attention written out, which read keys for each query."""
+    case.model.config._attn_implementation = "eager"
+    return case
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_what_copies_are_made_of_is_moved(padded) -> None:
+    """Of any op that reads copies: the collective goes before the expand."""
+    case = spelled_out(llama(layers=2, kv_heads=2, padded=padded)).double()
+    program = case.compile("cp=2")
+    attends = llama(layers=2, kv_heads=2, padded=padded).double().compile("cp=2")
+    assert program.communication == attends.communication
+    case.verify("cp=2", 2)
+
+
+# --- more ranks than heads of keys ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "seen", "options"),
+    [
+        ("tp=4", "tp=2,qp=2", {"padded": True}),
+        ("tp=4", "tp=2,qp=2", {"sequence_parallel": False}),
+        ("dp=2,tp=4", "dp=2,tp=2,qp=2", {"zero": 3}),
+        ("cp=2,tp=4", "cp=2,tp=2,qp=2", {"seq": 17}),
+        ("pp=2,tp=4", "pp=2,tp=2,qp=2", {"recompute": "full"}),
+        ("tp=3", "qp=3", {"heads": 6}),
+        ("tp=6", "tp=3,qp=2", {"heads": 12, "kv_heads": 3}),
+    ],
+)
+def test_heads_of_keys_are_split_and_the_queries_of_each(mesh, seen, options) -> None:
+    of_model = {k: options.pop(k) for k in MODEL if k in options}
+    case = llama(layers=2, **of_model).double()
+    program = case.compile(mesh, 2, **options)
+    assert str(program.mesh) == seen
+    heads = prod(n for axis, n in program.mesh.axes if axis in ("tp", "qp"))
+    q, k = (program.parameters[WEIGHT.format(name)] for name in "qk")
+    assert local(q, program.mesh) * heads >= q.shape[0] > local(q, program.mesh)
+    assert local(k, program.mesh) * program.mesh.axis_size("tp") == k.shape[0]
+    case.verify(mesh, 2, **options)
+
+
+MODEL = ("padded", "seq", "heads", "kv_heads")
+WEIGHT = "model.layers.0.self_attn.{}_proj.weight"
+
+
+def local(spec: ParameterSpec, mesh: Mesh) -> int:
+    """Rows of a parameter that a rank computes with."""
+    rows = spec.shape[0]
+    for axes in spec.slots[0]:
+        rows //= prod(mesh.axis_size(axis) for axis in axes if axis != "dp")
+    return rows
+
+
+def test_without_groups_both_axes_split_heads() -> None:
+    case = llama(layers=1, kv_heads=4).double()
+    slots = case.compile("tp=2,qp=2").parameters[WEIGHT.format("k")].slots
+    assert slots == ((("tp", "qp"), ()), ((),))
+    case.verify("tp=2,qp=2")
+
+
+def test_a_note_says_how_an_axis_is_seen() -> None:
+    note, _ = llama(layers=1).compile("tp=4").notes
+    assert note.startswith("tp=4 is tp=2,qp=2, as there are 2 kv_heads x 2 q_per_kv")
+    assert llama(layers=1).compile("tp=2").notes == ()
+
+
+def test_a_note_says_what_would_be_split() -> None:
+    """Five ranks, of 2 heads of keys for 3 of queries each."""
+    (note,) = llama(layers=1, heads=6).compile("tp=5").notes
+    assert "with 2 kv_heads and 3 q_per_kv on 5 ranks along 'seq' only" in note
+    assert note.endswith("; tp=3 would split them")
+
+
+def test_labels_of_an_axis_leave_it_as_it_is() -> None:
+    labels = {"tp": {"model.layers.*.mlp.up_proj:linear": "ffn"}}
+    assert str(llama(layers=1).compile("tp=4", labels=labels).mesh) == "tp=4"
 
 
 # --- what kernels copy ---------------------------------------------------------------

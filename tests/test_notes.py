@@ -29,7 +29,7 @@ def test_an_axis_with_more_ranks_than_heads() -> None:
     (note,) = compiled("tp=4", heads=2).notes
     assert note.startswith("tp splits blocks.*.attention.qkv (gpt.py:")
     assert "with 2 heads on 4 ranks along 'seq' only" in note
-    assert note.endswith(": its ranks all hold the weights")
+    assert note.endswith(": its ranks all hold the weights; tp=2 would split them")
 
 
 def test_without_sequence_parallelism_nothing_of_it_is_split() -> None:
@@ -40,7 +40,9 @@ def test_without_sequence_parallelism_nothing_of_it_is_split() -> None:
         "blocks.*.attention.proj",
     )
     assert all(place in note for place in places)
-    assert note.endswith("with 2 heads on 4 ranks: its ranks all compute the same")
+    assert note.endswith(
+        "with 2 heads on 4 ranks: its ranks all compute the same; tp=2 would split them"
+    )
 
 
 def test_an_axis_that_splits_nothing() -> None:

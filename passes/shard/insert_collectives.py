@@ -12,7 +12,8 @@
 | R -> V     | enter (nothing)            | all_reduce           |
 
 A value that is moved for one consumer is shared by all that want it so: its cotangents
-then add up locally before the one collective of the backward.
+then add up locally before the one collective of the backward. What copies of a smaller
+value are made of is moved instead of them.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any
+from math import prod
 
 from passes.capture.trace import Traced
-from passes.dims.name_dims import Dim, Dims
-from passes.dims.origins import Origin, find_differentiable, find_origins
+from passes.dims.name_dims import Dims, Factor
+from passes.dims.origins import Origin, find_origins
 from passes.errors import LossNotSeparable
-from passes.graph import Builder, Graph, Node, Value, Where
+from passes.graph import Graph, Node, Value, Where, prune
 from passes.mesh import TIME
 from passes.plan import Plan
+from passes.shard.before_copies import VIEWS, before_view
+from passes.shard.emit_moves import MoveEmitter
 from passes.shard.propagate import Sharded
 from passes.shard.sharding import Sharding
 
@@ -72,10 +75,12 @@ def insert_collectives(sharded: Sharded) -> Lowered:
     """Convert every operand to the sharding that its op needs."""
     lowering = _Lowering(sharded)
     graph = sharded.graph
-    for node, needs in zip(graph.nodes, sharded.needs, strict=True):
+    factors = sharded.named.factors
+    for node, own, needs in zip(graph.nodes, factors, sharded.needs, strict=True):
         lowering.add(node, needs)
-    nodes = tuple(lowering.builder.nodes)
-    new = replace(graph, nodes=nodes)
+        if node.op in VIEWS:
+            lowering.views[node.out.name] = node, own
+    new = prune(replace(graph, nodes=tuple(lowering.builder.nodes)))
     return Lowered(
         sharded.named.traced,
         sharded.plan,
@@ -87,20 +92,12 @@ def insert_collectives(sharded: Sharded) -> Lowered:
     ).verify()
 
 
-class _Lowering:
+class _Lowering(MoveEmitter):
     def __init__(self, sharded: Sharded) -> None:
+        super().__init__(sharded)
         self.plan = sharded.plan
-        self.order = list(sharded.plan.axes)
-        traced = sharded.named.traced
-        self.differentiable = set(find_differentiable(sharded.graph, traced.trainable))
-        self.dims = dict(sharded.named.dims)
-        self.shardings = dict(sharded.states)
-        graph = sharded.graph
-        self.builder = Builder.beside(graph.sources)
-        self.builder.taken.update(v.name for n in graph.nodes for v in n.results)
-        self.producer_where: dict[str, Where] = {}
-        self.moved: dict[tuple[Any, ...], Value] = {}
-        self.reshaped: dict[str, Value] = {}
+        self.sizes = {axis: sharded.plan.size(axis) for axis in sharded.plan.axes}
+        self.views: dict[str, tuple[Node, tuple[Factor, ...]]] = {}
 
     def add(self, node: Node, needs: tuple[Sharding, ...]) -> None:
         """Append a node, with what it needs inserted before it."""
@@ -118,6 +115,8 @@ class _Lowering:
 
     def convert(self, v: Value, need: Sharding, where: Where) -> Value:
         """Move a value from the sharding it has to the one it must have."""
+        if (early := self.convert_before_copies(v, need, where)) is not None:
+            return early
         here = self.producer_where.get(v.name, where)
         v = self.resolve_pending(v, need, here)
         have = self.shardings[v.name]
@@ -130,13 +129,59 @@ class _Lowering:
             if wanted and wanted != place and self.is_next(have, need, wanted, axis):
                 v = self.move(v, axis, place, wanted, where)
             else:
-                v = self.gather(v, axis, place, axis in need.varying, where)
+                # What is split again is used differently by each rank.
+                varying = axis in need.varying or wanted is not None
+                v = self.gather(v, axis, place, varying, where)
             have = self.shardings[v.name]
         for axis in self.order:
             wanted = need.place(axis)
             if wanted is not None and self.shardings[v.name].place(axis) is None:
                 v = self.shard(v, axis, wanted, where)
         return self.enter(v, need, where)
+
+    def convert_before_copies(
+        self, v: Value, need: Sharding, where: Where
+    ) -> Value | None:
+        """Move what a value is made of copies of, and take the views of that."""
+        if not self.sends(v, need):
+            return None
+        views: list[tuple[Node, Sharding]] = []
+        x, lies, held = v, need, self.shardings[v.name]
+        least, found = self.local_bytes(v, held), None
+        while x.name in self.views:
+            node, factors = self.views[x.name]
+            views.append((node, lies))
+            x = node.operands[0]
+            sides = (before_view(factors, y, self.dims[x.name]) for y in (lies, held))
+            before_lies, before_held = sides
+            if before_lies is None or before_held is None:
+                break
+            lies, held = before_lies, before_held
+            if (size := self.local_bytes(x, held)) < least:
+                least, found = size, (x, lies, len(views))
+        if found is None:
+            return None
+        x, lies, count = found
+        x = self.convert(x, lies, where)
+        for node, lies in reversed(views[:count]):
+            shape, dims = node.out.shape, self.dims[node.out.name]
+            x = self.emit(node.op, x, node.args[1:], node.where, lies, shape, dims)
+        return x
+
+    def sends(self, v: Value, need: Sharding) -> bool:
+        """Whether a whole or split value has to be moved, forward or backward."""
+        have = self.shardings[v.name]
+        if have.pending or need.pending:
+            return False
+        changes = have.slots != need.slots or bool(need.varying - have.varying)
+        flows = v.name in self.differentiable
+        return bool(self.leaving(have, need)) or (flows and changes)
+
+    def local_bytes(self, v: Value, lies: Sharding) -> int:
+        """Of a value on the first rank."""
+        first = dict.fromkeys(self.sizes, 0)
+        shape = lies.local_shape(self.dims[v.name], self.sizes, first)
+        return prod(shape) * v.dtype.itemsize
 
     def leaving(self, have: Sharding, need: Sharding) -> set[str]:
         """The axes whose split must be undone. Those of one place nest, so what is
@@ -217,127 +262,3 @@ class _Lowering:
                 source=str(where),
                 fix="use microbatches=1, or keep samples independent in the model",
             )
-
-    # --- the moves -----------------------------------------------------------------
-
-    def gather(
-        self, v: Value, axis: str, place: tuple[int, int], varying: bool, where: Where
-    ) -> Value:
-        def collective(x: Value, dim: int) -> Value:
-            out = self.shardings[x.name].without_split(axis)
-            if varying:
-                out = out.with_varying(out.varying | {axis})
-            return self.emit("all_gather", x, (axis, dim), where, out)
-
-        return self.on_own_dim(v, place, where, collective)
-
-    def scatter(
-        self, v: Value, axis: str, place: tuple[int, int], where: Where
-    ) -> Value:
-        def collective(x: Value, dim: int) -> Value:
-            have = self.shardings[x.name]
-            left = {a: o for a, o in have.pending if a != axis}
-            split = have.with_pending(left)
-            i = place[1] if len(have.slots[dim]) > 1 else 0
-            out = split.with_split((dim, i), axis, self.order)
-            return self.emit("reduce_scatter", x, (axis, dim), where, out)
-
-        return self.on_own_dim(v, place, where, collective)
-
-    def shard(self, v: Value, axis: str, place: tuple[int, int], where: Where) -> Value:
-        def collective(x: Value, dim: int) -> Value:
-            have = self.shardings[x.name]
-            out = have.with_varying(have.varying - {axis})
-            out = out.with_split((dim, 0), axis, self.order)
-            pads = axis in have.varying
-            return self.emit("shard", x, (axis, dim, pads), where, out)
-
-        return self.on_own_dim(v, place, where, collective)
-
-    def move(
-        self,
-        v: Value,
-        axis: str,
-        place: tuple[int, int],
-        wanted: tuple[int, int],
-        where: Where,
-    ) -> Value:
-        """S -> S': split another dim instead, each factor being a dim of its own."""
-        dims, have = self.dims[v.name], self.shardings[v.name]
-        apart_dims: list[tuple[Dim, ...]] = []
-        apart_slots: list[tuple[tuple[str, ...], ...]] = []
-        index: dict[tuple[int, int], int] = {}
-        for d, (factors, slots) in enumerate(zip(dims, have.slots, strict=True)):
-            index.update({(d, i): len(apart_dims) + i for i in range(len(factors))})
-            apart_dims += [(x,) for x in factors] or [()]
-            apart_slots += [(x,) for x in slots] or [()]
-        lying = replace(have, slots=tuple(apart_slots))
-        apart = self.reshape(v, tuple(apart_dims), lying, where)
-        out = lying.without_split(axis)
-        out = out.with_split((index[wanted], 0), axis, self.order)
-        args = (axis, index[wanted], index[place])
-        moved = self.emit("all_to_all", apart, args, where, out)
-        done = have.without_split(axis).with_split(wanted, axis, self.order)
-        return self.reshape(moved, dims, done, where)
-
-    def on_own_dim(
-        self, v: Value, place: tuple[int, int], where: Where, collective: Any
-    ) -> Value:
-        """Run a collective along one factor of a dim, seen as a dim of its own."""
-        d, i = place
-        dims, have = self.dims[v.name], self.shardings[v.name]
-        if len(dims[d]) == 1:
-            return collective(v, d)
-        apart_dims = (*dims[:d], *((x,) for x in dims[d]), *dims[d + 1 :])
-        apart_slots = (
-            *have.slots[:d],
-            *((s,) for s in have.slots[d]),
-            *have.slots[d + 1 :],
-        )
-        apart = self.reshape(v, apart_dims, replace(have, slots=apart_slots), where)
-        moved = collective(apart, d + i)
-        done = self.shardings[moved.name]
-        count = len(dims[d])
-        joined = tuple(s[0] for s in done.slots[d : d + count])
-        slots = (*done.slots[:d], joined, *done.slots[d + count :])
-        return self.reshape(moved, dims, replace(done, slots=slots), where)
-
-    def reshape(self, v: Value, dims: Dims, sharding: Sharding, where: Where) -> Value:
-        shape = []
-        for factors in dims:
-            extent = 1
-            for dim in factors:
-                extent *= dim.size
-            shape.append(extent)
-        if dims == self.dims[v.name]:
-            return v
-        before = self.reshaped.get(v.name)
-        if before is not None and self.dims[before.name] == dims:
-            return before
-        op = "aten.reshape.default"
-        out = self.emit(op, v, (tuple(shape),), where, sharding, tuple(shape), dims)
-        self.reshaped[out.name] = v
-        return out
-
-    def emit(
-        self,
-        op: str,
-        x: Value,
-        args: tuple[Any, ...],
-        where: Where,
-        sharding: Sharding,
-        shape: tuple[int, ...] | None = None,
-        dims: Dims | None = None,
-    ) -> Value:
-        """Append a move, or find the one that was made for another consumer."""
-        key = (op, x.name, args, sharding)
-        if key not in self.moved:
-            full = op if "." in op else f"comm.{op}"
-            out = self.builder.emit(full, (x, *args), shape or x.shape, x.dtype, where)
-            self.dims[out.name] = dims or self.dims[x.name]
-            self.shardings[out.name] = sharding
-            if x.name in self.differentiable:
-                self.differentiable.add(out.name)
-            self.producer_where[out.name] = where
-            self.moved[key] = out
-        return self.moved[key]

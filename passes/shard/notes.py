@@ -72,21 +72,22 @@ def _unsplit(sharded: Sharded, axis: str) -> list[str]:
     notes = []
     if whole:
         places = _places(whole)
-        why = _too_small(sharded, axis, whole)
+        why, fix = _too_small(sharded, axis, whole)
         notes.append(
-            f"{axis} does not split {places}{why}: its ranks all compute the same"
+            f"{axis} does not split {places}{why}: its ranks all compute the same{fix}"
         )
     for dim, nodes in by_token.items():
-        places, why = _places(nodes), _too_small(sharded, axis, nodes)
+        places, (why, fix) = _places(nodes), _too_small(sharded, axis, nodes)
         notes.append(
             f"{axis} splits {places}{why} along '{dim}' only: its ranks all hold the "
-            "weights"
+            f"weights{fix}"
         )
     return notes
 
 
-def _too_small(sharded: Sharded, axis: str, nodes: list[Node]) -> str:
-    """`, with 4 heads on 8 ranks`: the dims that would be split if they were larger."""
+def _too_small(sharded: Sharded, axis: str, nodes: list[Node]) -> tuple[str, str]:
+    """`, with 4 heads on 8 ranks`: the dims that would be split if they were larger;
+    and `; tp=4 would split them`."""
     wanted, ranks = sharded.plan.split.get(axis, ()), sharded.plan.size(axis)
     chosen = {id(node) for node in nodes}
     small = {
@@ -98,7 +99,10 @@ def _too_small(sharded: Sharded, axis: str, nodes: list[Node]) -> str:
         if id(node) in chosen and f.dim.name in wanted and f.dim.size < ranks
     }
     dims = " and ".join(f"{size} {name}" for name, size in small.items())
-    return f", with {dims} on {ranks} ranks" if dims else ""
+    if not dims:
+        return "", ""
+    most = max(small.values())
+    return f", with {dims} on {ranks} ranks", f"; {axis}={most} would split them"
 
 
 def _reads_whole_weight(sharded: Sharded, node: Node, label: Factor) -> bool:

@@ -1,0 +1,154 @@
+"""The nodes that move a value from one sharding to another: one for each axis.
+
+A factor of a dim is moved as a dim of its own, with views around the collective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from passes.dims.name_dims import Dim, Dims
+from passes.dims.origins import find_differentiable
+from passes.graph import Builder, Value, Where
+from passes.shard.propagate import Sharded
+from passes.shard.sharding import Sharding
+
+
+class MoveEmitter:
+    """Appends moves to a graph that is built, each once for all that want it."""
+
+    def __init__(self, sharded: Sharded) -> None:
+        self.order = list(sharded.plan.axes)
+        traced = sharded.named.traced
+        self.differentiable = set(find_differentiable(sharded.graph, traced.trainable))
+        self.dims = dict(sharded.named.dims)
+        self.shardings = dict(sharded.states)
+        graph = sharded.graph
+        self.builder = Builder.beside(graph.sources)
+        self.builder.taken.update(v.name for n in graph.nodes for v in n.results)
+        self.producer_where: dict[str, Where] = {}
+        self.moved: dict[tuple[Any, ...], Value] = {}
+        self.reshaped: dict[str, Value] = {}
+
+    def gather(
+        self, v: Value, axis: str, place: tuple[int, int], varying: bool, where: Where
+    ) -> Value:
+        def collective(x: Value, dim: int) -> Value:
+            out = self.shardings[x.name].without_split(axis)
+            if varying:
+                out = out.with_varying(out.varying | {axis})
+            return self.emit("all_gather", x, (axis, dim), where, out)
+
+        return self.on_own_dim(v, place, where, collective)
+
+    def scatter(
+        self, v: Value, axis: str, place: tuple[int, int], where: Where
+    ) -> Value:
+        def collective(x: Value, dim: int) -> Value:
+            have = self.shardings[x.name]
+            left = {a: o for a, o in have.pending if a != axis}
+            split = have.with_pending(left)
+            i = place[1] if len(have.slots[dim]) > 1 else 0
+            out = split.with_split((dim, i), axis, self.order)
+            return self.emit("reduce_scatter", x, (axis, dim), where, out)
+
+        return self.on_own_dim(v, place, where, collective)
+
+    def shard(self, v: Value, axis: str, place: tuple[int, int], where: Where) -> Value:
+        def collective(x: Value, dim: int) -> Value:
+            have = self.shardings[x.name]
+            out = have.with_varying(have.varying - {axis})
+            out = out.with_split((dim, 0), axis, self.order)
+            pads = axis in have.varying
+            return self.emit("shard", x, (axis, dim, pads), where, out)
+
+        return self.on_own_dim(v, place, where, collective)
+
+    def move(
+        self,
+        v: Value,
+        axis: str,
+        place: tuple[int, int],
+        wanted: tuple[int, int],
+        where: Where,
+    ) -> Value:
+        """S -> S': split another dim instead, each factor being a dim of its own."""
+        dims, have = self.dims[v.name], self.shardings[v.name]
+        apart_dims: list[tuple[Dim, ...]] = []
+        apart_slots: list[tuple[tuple[str, ...], ...]] = []
+        index: dict[tuple[int, int], int] = {}
+        for d, (factors, slots) in enumerate(zip(dims, have.slots, strict=True)):
+            index.update({(d, i): len(apart_dims) + i for i in range(len(factors))})
+            apart_dims += [(x,) for x in factors] or [()]
+            apart_slots += [(x,) for x in slots] or [()]
+        lying = replace(have, slots=tuple(apart_slots))
+        apart = self.reshape(v, tuple(apart_dims), lying, where)
+        out = lying.without_split(axis)
+        out = out.with_split((index[wanted], 0), axis, self.order)
+        args = (axis, index[wanted], index[place])
+        moved = self.emit("all_to_all", apart, args, where, out)
+        done = have.without_split(axis).with_split(wanted, axis, self.order)
+        return self.reshape(moved, dims, done, where)
+
+    def on_own_dim(
+        self, v: Value, place: tuple[int, int], where: Where, collective: Any
+    ) -> Value:
+        """Run a collective along one factor of a dim, seen as a dim of its own."""
+        d, i = place
+        dims, have = self.dims[v.name], self.shardings[v.name]
+        if len(dims[d]) == 1:
+            return collective(v, d)
+        apart_dims = (*dims[:d], *((x,) for x in dims[d]), *dims[d + 1 :])
+        apart_slots = (
+            *have.slots[:d],
+            *((s,) for s in have.slots[d]),
+            *have.slots[d + 1 :],
+        )
+        apart = self.reshape(v, apart_dims, replace(have, slots=apart_slots), where)
+        moved = collective(apart, d + i)
+        done = self.shardings[moved.name]
+        count = len(dims[d])
+        joined = tuple(s[0] for s in done.slots[d : d + count])
+        slots = (*done.slots[:d], joined, *done.slots[d + count :])
+        return self.reshape(moved, dims, replace(done, slots=slots), where)
+
+    def reshape(self, v: Value, dims: Dims, sharding: Sharding, where: Where) -> Value:
+        shape = []
+        for factors in dims:
+            extent = 1
+            for dim in factors:
+                extent *= dim.size
+            shape.append(extent)
+        if dims == self.dims[v.name]:
+            return v
+        before = self.reshaped.get(v.name)
+        if before is not None and self.dims[before.name] == dims:
+            return before
+        op = "aten.reshape.default"
+        out = self.emit(op, v, (tuple(shape),), where, sharding, tuple(shape), dims)
+        self.reshaped[out.name] = v
+        return out
+
+    def emit(
+        self,
+        op: str,
+        x: Value,
+        args: tuple[Any, ...],
+        where: Where,
+        sharding: Sharding,
+        shape: tuple[int, ...] | None = None,
+        dims: Dims | None = None,
+    ) -> Value:
+        """Append a move, or find the one that was made for another consumer."""
+        key = (op, x.name, args, sharding)
+        if key not in self.moved:
+            full = op if "." in op else f"comm.{op}"
+            out = self.builder.emit(full, (x, *args), shape or x.shape, x.dtype, where)
+            self.dims[out.name] = dims or self.dims[x.name]
+            self.shardings[out.name] = sharding
+            if x.name in self.differentiable:
+                self.differentiable.add(out.name)
+            self.producer_where[out.name] = where
+            self.moved[key] = out
+        return self.moved[key]
