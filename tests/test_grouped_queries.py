@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -13,18 +14,32 @@ import torch.nn.functional as F
 from models import Case, llama
 from torch import Tensor, nn
 
+from autopar.machine.hardware import cluster_of
+from autopar.options import make_plan
+from autopar.planner.asked import Asked
+from autopar.planner.planner import (
+    Sketch,
+    find_plans,
+    label_plan,
+    make_space,
+    plan_of,
+    sketch,
+)
 from autopar.runtime.attention import attention, attention_backward
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import Executor
 from autopar.runtime.virtual import run_virtual
-from autopar.verify import local_parameters
+from autopar.verify import local_parameters, verify
 from examples.benchmarks.live_bytes import LiveBytes
 from passes.capture.normalize import normalize
 from passes.capture.trace import trace
+from passes.cost import Costs
 from passes.graph import Node, Value
 from passes.mesh import Mesh
-from passes.plan import CONTEXT_PARALLEL, SPLIT
+from passes.pipeline import compile_program
+from passes.plan import CONTEXT_PARALLEL, SPLIT, PlanError
 from passes.program import ParameterSpec
+from passes.search.candidates import meshes
 from passes.shard.ring import KERNELS, workspace
 
 GROUPS, SHARED = 2, 3  # heads of keys, and of queries for each
@@ -212,6 +227,47 @@ def test_a_note_says_what_would_be_split() -> None:
 def test_labels_of_an_axis_leave_it_as_it_is() -> None:
     labels = {"tp": {"model.layers.*.mlp.up_proj:linear": "ffn"}}
     assert str(llama(layers=1).compile("tp=4", labels=labels).mesh) == "tp=4"
+
+
+@cache
+def grouped() -> Sketch:
+    """2 heads of keys, of 2 queries each."""
+    case = llama(layers=4)
+    return sketch(case.model, case.batch, case.loss_fn)
+
+
+CLUSTER = cluster_of("4xA100-80GB")
+
+
+def test_the_planner_has_sizes_of_tp_that_groups_divide() -> None:
+    space = make_space(grouped(), CLUSTER, 8)
+    assert space.tp == (1, 2, 4)
+    found = {str(mesh) for mesh in meshes(space)}
+    assert {"tp=2,qp=2", "dp=2,tp=2"} <= found and "tp=4" not in found
+
+
+def test_the_planner_prices_what_is_compiled() -> None:
+    best = find_plans(grouped(), CLUSTER, 8, Mesh.parse("tp=4")).best[0]
+    plan = plan_of(best.candidate, grouped())
+    assert str(plan.mesh) == "tp=2,qp=2"
+    assert {"gradients qp", "all_gather qp", "reduce_scatter tp"} <= set(best.parts)
+    case = llama(layers=4)
+    program = compile_program(case.trace(), plan, Costs())
+    assert program.mesh == plan.mesh and len(program.notes) == 1
+
+
+@pytest.mark.slow
+def test_labels_are_found_for_both_axes() -> None:
+    labelled = label_plan(grouped(), make_plan("tp=4"), CLUSTER)
+    assert set(labelled.plan.labels) == {"tp", "qp"}
+    case = llama(layers=4).double()
+    verify(compile_program(case.trace(), labelled.plan, Costs()), *case).check()
+
+
+def test_a_part_of_a_mesh_has_no_axis_that_shares_keys() -> None:
+    with pytest.raises(PlanError, match="share heads of keys") as caught:
+        Asked(cluster_of("8xA100-80GB"), Mesh.parse("tp=2,qp=2"))
+    assert caught.value.fix.startswith("write tp with the product")
 
 
 # --- what kernels copy ---------------------------------------------------------------

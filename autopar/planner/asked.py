@@ -56,6 +56,12 @@ class Asked:
                 f"the planner has no prices for the axis fsdp of '{self.mesh}'",
                 fix="name it dp: with zero=1, 2 or 3 these ranks share as well",
             )
+        is_part = self.mesh and self.mesh.size < self.cluster.devices
+        if self.mesh and is_part and self.mesh.axis_size("qp") > 1:
+            raise PlanError(
+                f"the planner decides which ranks of '{self.mesh}' share heads of keys",
+                fix="write tp with the product of its size and that of qp",
+            )
         make_plan("dp=2", **{**self.decided, **self.of_all})  # raises for wrong values
 
     @property

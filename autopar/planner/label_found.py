@@ -18,6 +18,7 @@ from passes.price.estimate import Estimate, estimate
 from passes.price.price_layers import cut_layers, price_cut
 from passes.search.label_axes import Labelled, LabelsDoNotFit
 from passes.search.search import HALVES, Found, layer_mesh, simplest_first, stages_of
+from passes.shard.query_groups import PAIR
 
 MOST = 2  # of the best plans are labelled, that differ by more than ZeRO
 TRIES = 2  # to leave room for what labels do not count
@@ -50,8 +51,8 @@ def label_found(
 def _inner(candidate: Candidate) -> bool:
     """Whether it has an axis of which labels decide what it splits."""
     ring = candidate.context_parallel == "ring"
-    sizes = {axis: candidate.mesh.axis_size(axis) for axis in ("cp", "tp")}
-    return sizes["tp"] > 1 or (sizes["cp"] > 1 and not ring)
+    sizes = {axis: candidate.mesh.axis_size(axis) for axis in ("cp", *PAIR)}
+    return any(sizes[axis] > 1 for axis in PAIR) or (sizes["cp"] > 1 and not ring)
 
 
 def _labelled(

@@ -30,6 +30,7 @@ from passes.price.price_layers import Cut, LayerPrices, Prices, cut_layers, pric
 from passes.search.candidates import RECOMPUTE, Space
 from passes.search.label_axes import Labelled, Runs, label_axes
 from passes.search.search import Found, Watch, search
+from passes.shard.query_groups import divides_groups, find_groups, split_groups
 from passes.stage.recompute import squares
 
 LONG = 8192  # tokens of a sequence from which on it may be worth splitting
@@ -179,9 +180,13 @@ def find_plans(
 def make_space(of: Sketch, cluster: Cluster, batch: int, **decided: Any) -> Space:
     """What the search for a model chooses from: axes as they divide its dims. decided:
     fields of the space."""
-    heads = of.extents("heads", "kv_heads")
+    heads, groups = of.extents("heads"), find_groups(of.named)
     node = cluster.levels[0].devices if cluster.levels else 1
-    tp = [t for t in range(1, node + 1) if all(h % t == 0 for h in heads)]
+    tp = [
+        t
+        for t in range(1, node + 1)
+        if all(h % t == 0 for h in heads) and divides_groups(groups, t)
+    ]
     experts = of.extents("experts")
     # A layer is priced with one sample of a rank and with two.
     ep = [e for e in range(1, max(experts, default=1) + 1) if of.batch % (2 * e) == 0]
@@ -191,7 +196,7 @@ def make_space(of: Sketch, cluster: Cluster, batch: int, **decided: Any) -> Spac
         "ep": (1, *(e for e in ep if e > 1 and all(n % e == 0 for n in experts))),
         "recompute": RECOMPUTE if of.spells_attention else ("none", "full"),
     }
-    return Space(cluster, batch, of.runs, **{**given, **decided})
+    return Space(cluster, batch, of.runs, **{**given, **decided}, groups=groups)
 
 
 def _context_sizes(
@@ -236,4 +241,4 @@ def label_plan(
     found = of.layers
     runs = Runs(found.path, found.period, found.repeats) if found else None
     named = of.shared if plan.zero else of.named
-    return label_axes(named, plan, cluster, runs, memory)
+    return label_axes(named, split_groups(named, plan), cluster, runs, memory)

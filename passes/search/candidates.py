@@ -15,6 +15,7 @@ from math import prod
 from passes.mesh import Mesh
 from passes.price.candidate import Candidate
 from passes.price.cluster import Cluster
+from passes.shard.query_groups import Groups, with_groups
 
 # GPipe's has 1F1B's bubble and keeps more; naive is to compare with.
 SCHEDULES = ("1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v")
@@ -35,7 +36,7 @@ class Space:
     batch: samples of a step. runs: of layers in the model. tp, cp, ep: sizes that these
     axes may have. mesh: axes whose sizes are decided already. shape: sizes of axes, in
     order, whose meaning is not. microbatches: if decided; stages_per_rank: the same.
-    context_parallel: see `contexts`.
+    context_parallel: see `contexts`. groups: see `passes.shard.query_groups`.
     """
 
     cluster: Cluster
@@ -52,6 +53,7 @@ class Space:
     zero: tuple[int, ...] = (0, 1, 2, 3)
     recompute: tuple[str, ...] = RECOMPUTE
     context_parallel: tuple[str, ...] = CONTEXT_PARALLEL
+    groups: Groups = frozenset()
 
 
 def candidates(space: Space) -> Iterator[Candidate]:
@@ -88,7 +90,13 @@ def _microbatches(space: Space, mesh: Mesh) -> Iterator[tuple[int, int]]:
 
 
 def meshes(space: Space) -> Iterator[Mesh]:
-    """Ways to factor the devices; a mesh that is decided stays as it was written."""
+    """Ways to factor the devices; of tp, what shares heads of keys is an axis qp."""
+    for mesh in _meshes(space):
+        yield with_groups(mesh, space.groups)
+
+
+def _meshes(space: Space) -> Iterator[Mesh]:
+    """A mesh that is decided stays as it was written."""
     if space.shape:
         yield from _meanings(space)
         return

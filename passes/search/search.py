@@ -27,6 +27,7 @@ from passes.price.price import Account
 from passes.price.price_layers import LayerPrices, Prices
 from passes.search.balance_layers import balance_layers
 from passes.search.candidates import ALIKE, Space, candidates, contexts
+from passes.shard.query_groups import PAIR
 
 HALVES = ("zb-h1", "zb-h2", "zb-v")
 SHORTLIST = 12
@@ -161,7 +162,7 @@ def _prices_of(candidate: Candidate, prices: Prices) -> LayerPrices:
 def layer_mesh(mesh: Mesh) -> Mesh:
     """The axes that a layer is compiled for."""
     return Mesh(
-        tuple((a, n) for a, n in mesh.axes if a in ("cp", "ep", "tp") and n > 1)
+        tuple((a, n) for a, n in mesh.axes if a in ("cp", "ep", *PAIR) and n > 1)
     )
 
 

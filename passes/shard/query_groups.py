@@ -16,35 +16,23 @@ from passes.plan import Plan
 
 KEYS, QUERIES = "kv_heads", "q_per_kv"
 PAIR = ("tp", "qp")
+Groups = frozenset[tuple[int, int]]
+"""(heads of keys, heads of queries for each) of the attentions of a model."""
 
 
 def split_groups(named: Named, plan: Plan) -> Plan:
-    """The plan with tp=n as tp=a,qp=n/a, where n is more than the heads of keys.
+    """The plan with tp seen as two axes, where that is right for the model.
 
-    a: the most ranks that divide n and these heads, which leaves each rank some of the
-    queries. A plan that has an axis qp, or labels for tp, stays as it is; so does one
-    for which there is no such number.
+    One that has labels for tp stays as it is; so does one whose tp splits no heads of
+    keys.
     """
-    ranks = plan.mesh.axis_size("tp")
-    decided = plan.mesh.axis_size("qp") > 1 or plan.labels.get("tp")
-    if decided or "qp" not in plan.split or KEYS not in plan.split.get("tp", ()):
+    splits = KEYS in plan.split.get("tp", ()) and "qp" in plan.split
+    if plan.labels.get("tp") or not splits:
         return plan
-    groups = find_groups(named)
-    if all(ranks <= keys for keys, _ in groups):
-        return plan
-    fits = (
-        a
-        for a in range(ranks - 1, 0, -1)
-        if ranks % a == 0
-        and all(keys % a == 0 and ranks // a <= shared for keys, shared in groups)
-    )
-    if (inner := next(fits, None)) is None:
-        return plan
-    return replace(plan, mesh=with_groups(plan.mesh, inner))
+    return replace(plan, mesh=with_groups(plan.mesh, find_groups(named)))
 
 
-def find_groups(named: Named) -> frozenset[tuple[int, int]]:
-    """(heads of keys, heads of queries for each) of the attentions of a model."""
+def find_groups(named: Named) -> Groups:
     found = set()
     for factors in named.factors:
         sizes = {f.dim.name: f.dim.size for f in factors}
@@ -53,20 +41,48 @@ def find_groups(named: Named) -> frozenset[tuple[int, int]]:
     return frozenset(found)
 
 
-def with_groups(mesh: Mesh, keys: int) -> Mesh:
-    """The mesh with so many ranks of tp, and the others on an axis qp inside of it."""
+def with_groups(mesh: Mesh, groups: Groups) -> Mesh:
+    """The mesh with tp=n as tp=a and, inside of it, qp=n/a, where n is more than the
+    heads of keys. One that has an axis qp stays as it is.
+    """
+    ranks = mesh.axis_size("tp")
+    keys = ranks_of_keys(groups, ranks)
+    if keys == ranks or mesh.axis_size("qp") > 1:
+        return mesh
     axes: list[tuple[str, int]] = []
     for name, size in mesh.axes:
-        pair = [("tp", keys), ("qp", size // keys)]
+        pair = [("tp", keys), ("qp", ranks // keys)]
         axes += pair if name == "tp" else [(name, size)]
     return Mesh(tuple((name, n) for name, n in axes if n > 1 or name not in PAIR))
+
+
+def ranks_of_keys(groups: Groups, ranks: int) -> int:
+    """Over how many of tp's ranks heads of keys are split: all, where these are enough;
+    else the most that divide both, and leave each rank some of the queries. All, where
+    there is no such number."""
+    if all(ranks <= keys for keys, _ in groups):
+        return ranks
+    fits = (
+        a
+        for a in range(ranks, 0, -1)
+        if ranks % a == 0
+        and all(keys % a == 0 and ranks // a <= shared for keys, shared in groups)
+    )
+    return next(fits, ranks)
+
+
+def divides_groups(groups: Groups, ranks: int) -> bool:
+    """Whether so many ranks of tp get as many heads each."""
+    keys = ranks_of_keys(groups, ranks)
+    return all(k % keys == 0 and q % (ranks // keys) == 0 for k, q in groups)
 
 
 def group_note(named: Named, before: Plan, after: Plan) -> tuple[str, ...]:
     """What `split_groups` has done, if anything."""
     if before.mesh == after.mesh:
         return ()
-    heads = " and ".join(f"{k} {KEYS} x {q} {QUERIES}" for k, q in find_groups(named))
+    found = sorted(find_groups(named))
+    heads = " and ".join(f"{k} {KEYS} x {q} {QUERIES}" for k, q in found)
     pair = ",".join(f"{a}={n}" for a, n in after.mesh.axes if a in PAIR)
     return (
         f"tp={before.mesh.axis_size('tp')} is {pair}, as there are {heads}: tp splits "
