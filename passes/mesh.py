@@ -7,7 +7,7 @@ is the fastest, as in torch's DeviceMesh. In `pp=2,tp=3` rank 4 is `pp=1, tp=1`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -21,6 +21,10 @@ context, expert and tensor parallel, and what shares keys of it (see
 
 TIME = "time"
 """The axis of microbatches: it splits dims like any other, but no rank lies on it."""
+
+
+Axes = str | tuple[str, ...]
+"""One axis, or several that ranks meet on at once, outermost first."""
 
 
 class MeshError(AutoparError):
@@ -122,6 +126,19 @@ def balanced(n: int, parts: int) -> tuple[int, ...]:
     the first n % parts get one more."""
     least, more = divmod(n, parts)
     return (least + 1,) * more + (least,) * (parts - more)
+
+
+def nested(n: int, parts: Iterable[int]) -> tuple[int, ...]:
+    """The sizes of n things in parts of parts, outermost first, each `balanced`."""
+    sizes: tuple[int, ...] = (n,)
+    for count in parts:
+        sizes = tuple(part for size in sizes for part in balanced(size, count))
+    return sizes
+
+
+def as_axes(axes: Axes) -> tuple[str, ...]:
+    """One axis or several, as several."""
+    return (axes,) if isinstance(axes, str) else axes
 
 
 def start(n: int, parts: int, i: int) -> int:

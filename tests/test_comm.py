@@ -11,7 +11,7 @@ from autopar.runtime.comm import CommError
 from autopar.runtime.kernels import positions
 from autopar.runtime.process_groups import ProcessComm
 from autopar.runtime.virtual import run_virtual
-from passes.mesh import Mesh, balanced
+from passes.mesh import Mesh, balanced, nested
 
 AXES = [("dp",), ("tp",), ("dp", "tp")]
 EXTENTS = [8, 7, 2]  # even, uneven, and fewer than there may be ranks
@@ -74,6 +74,23 @@ def check_gather_and_scatter(comm):
             total = rows.sum(0).index_select(dim, held(comm, extent, ("tp",)))
             equal(comm.reduce_scatter(rows[i], "tp", dim), total)
             equal(comm.reduce_scatter(rows[i], "tp", dim - len(shape)), total)
+
+
+def check_gather_and_scatter_over_two_axes(comm):
+    """Parts of parts, in the order of the ranks."""
+    axes = tuple(axis for axis, _ in comm.mesh.axes)
+    ranks = comm.ranks(axes)
+    for extent in EXTENTS:
+        sizes = nested(extent, [comm.mesh.axis_size(axis) for axis in axes])
+        for dim, shape in enumerate([(extent, 3), (2, extent)]):
+            x = whole(0, *shape)
+            mine = x.index_select(dim, held(comm, extent, axes))
+            assert mine.shape[dim] == sizes[comm.place(axes)]
+            equal(comm.all_gather(mine, axes, dim, sizes), x)
+            rows = torch.stack([whole(r, *shape) for r in ranks])
+            total = rows.sum(0).index_select(dim, held(comm, extent, axes))
+            own = rows[comm.place(axes)]
+            equal(comm.reduce_scatter(own, axes, dim), total)
 
 
 def check_several_at_once(comm):

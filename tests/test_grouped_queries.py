@@ -204,6 +204,26 @@ def local(spec: ParameterSpec, mesh: Mesh) -> int:
     return rows
 
 
+def test_both_axes_are_gathered_and_scattered_as_one() -> None:
+    """As often as if tp were one axis; and keys and values, over qp alone."""
+
+    def calls(layers: int) -> Counter[tuple[str, str, tuple[str, ...]]]:
+        program = llama(layers=layers).compile("tp=4")
+        return Counter(
+            {(c.part, c.kind, c.axes): c.calls for c in program.communication}
+        )
+
+    both, shared = ("tp", "qp"), ("qp",)
+    assert calls(3) - calls(2) == {
+        ("forward", "all_gather", both): 2,
+        ("forward", "reduce_scatter", both): 2,
+        ("forward", "all_gather", shared): 2,
+        ("backward", "all_gather", both): 2,
+        ("backward", "reduce_scatter", both): 2,
+        ("backward", "reduce_scatter", shared): 2,
+    }
+
+
 def test_without_groups_both_axes_split_heads() -> None:
     case = llama(layers=1, kv_heads=4).double()
     slots = case.compile("tp=2,qp=2").parameters[WEIGHT.format("k")].slots
@@ -250,7 +270,8 @@ def test_the_planner_prices_what_is_compiled() -> None:
     best = find_plans(grouped(), CLUSTER, 8, Mesh.parse("tp=4")).best[0]
     plan = plan_of(best.candidate, grouped())
     assert str(plan.mesh) == "tp=2,qp=2"
-    assert {"gradients qp", "all_gather qp", "reduce_scatter tp"} <= set(best.parts)
+    terms = {"gradients qp", "all_gather qp", "reduce_scatter tp,qp"}
+    assert terms <= set(best.parts)
     case = llama(layers=4)
     program = compile_program(case.trace(), plan, Costs())
     assert program.mesh == plan.mesh and len(program.notes) == 1

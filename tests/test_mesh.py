@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from passes.mesh import Mesh, MeshError, balanced, start
+from passes.mesh import Mesh, MeshError, balanced, nested, start
 
 
 @pytest.mark.parametrize("text", ["", "tp=2", "pp=2,tp=2", "tp=3,dp=2", "dp=1,cp=4"])
@@ -88,3 +88,8 @@ def test_balanced_is_array_split(n, parts):
     for i, piece in enumerate(pieces):
         assert start(n, parts, i) == sum(len(p) for p in pieces[:i])
         assert len(piece) == 0 or start(n, parts, i) == piece[0]
+
+
+def test_parts_of_parts() -> None:
+    assert nested(17, (2, 3)) == (3, 3, 3, 3, 3, 2)
+    assert nested(17, ()) == (17,)

@@ -33,7 +33,7 @@ from autopar.runtime.receipts import (
     let_go,
     sum_in_order,
 )
-from passes.mesh import Mesh, balanced
+from passes.mesh import Axes, Mesh, as_axes, balanced
 from passes.shard.shares import extent
 
 
@@ -78,14 +78,14 @@ class Comm(Placement, ABC):
         return x
 
     def all_gather(
-        self, x: Tensor, axis: str, dim: int, sizes: Sequence[int] | None = None
+        self, x: Tensor, axis: Axes, dim: int, sizes: Sequence[int] | None = None
     ) -> Tensor:
         """x [..., mine, ...] -> [..., whole, ...]: the rows along dim, in order.
 
         sizes: the extent of each rank's shard, where they are not all the same.
         """
-        open_dim = None if sizes is None else dim
-        ranks = self._enter("all_gather", (axis,), x, open_dim, dim=dim, sizes=sizes)
+        open_dim, axes = None if sizes is None else dim, as_axes(axis)
+        ranks = self._enter("all_gather", axes, x, open_dim, dim=dim, sizes=sizes)
         if len(ranks) == 1:
             return x.clone()
         dim = _dim(x, dim)
@@ -98,15 +98,15 @@ class Comm(Placement, ABC):
         parts = zip(whole.unbind(0), sizes, strict=True)
         return joined([part.narrow(dim, 0, n) for part, n in parts], dim, layout)
 
-    def reduce_scatter(self, x: Tensor, axis: str, dim: int) -> Tensor:
+    def reduce_scatter(self, x: Tensor, axis: Axes, dim: int) -> Tensor:
         """x [..., whole, ...] -> [..., my share, ...] of the sum over the axis."""
-        ranks = self._enter("reduce_scatter", (axis,), x, dim=dim)
+        ranks = self._enter("reduce_scatter", as_axes(axis), x, dim=dim)
         if len(ranks) == 1:
             return x.clone()
         dim = _dim(x, dim)
         layout = self.shares(x.shape[dim], axis)
         flat, counts = packed(x, dim, layout)
-        mine = extent(layout[self.coords[axis]])
+        mine = extent(layout[self.place(axis)])
         total = self._scatter_sum(flat, counts, ranks)
         return total.view(*x.shape[:dim], mine, *x.shape[dim + 1 :])
 
@@ -377,15 +377,15 @@ class Comm(Placement, ABC):
         traffic.bytes += x.numel() * x.element_size()
 
     def _sizes(
-        self, x: Tensor, axis: str, dim: int, sizes: Sequence[int] | None
+        self, x: Tensor, axis: Axes, dim: int, sizes: Sequence[int] | None
     ) -> Sequence[int]:
         """The extent along dim on each rank of the axis; mine must be that of x."""
-        n = len(self.ranks((axis,)))
+        n, place = len(self.ranks(axis)), self.place(axis)
         if sizes is None:
             return (x.shape[dim],) * n
-        if len(sizes) != n or x.shape[dim] != sizes[self.coords[axis]]:
+        if len(sizes) != n or x.shape[dim] != sizes[place]:
             raise ValueError(
-                f"sizes {tuple(sizes)} do not fit {axis}={self.coords[axis]} of {n}, "
+                f"sizes {tuple(sizes)} do not fit {axis}={place} of {n}, "
                 f"where dim {dim} has {x.shape[dim]}"
             )
         return sizes

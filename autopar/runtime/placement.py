@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.runtime import kernels
-from passes.mesh import TIME, Mesh
+from passes.mesh import TIME, Axes, Mesh, as_axes
 from passes.shard.shares import Pieces, extent, shares, within
 
 
@@ -44,14 +44,23 @@ class Placement:
         self.evaluating = False
         self._ranks: dict[tuple[str, ...], tuple[int, ...]] = {}
 
-    def ranks(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+    def ranks(self, axes: Axes) -> tuple[int, ...]:
         """The ranks that differ from this one on these axes only, ascending."""
+        axes = as_axes(axes)
         if axes not in self._ranks:
             self._ranks[axes] = self.mesh.group(self.rank, axes)
         return self._ranks[axes]
 
-    def shares(self, n: int, axis: str) -> tuple[Pieces, ...]:
-        """What of n rows each rank of the axis holds; each microbatch, on "time"."""
+    def place(self, axes: Axes) -> int:
+        """Which of the ranks on these axes this one is."""
+        return self.ranks(axes).index(self.rank)
+
+    def shares(self, n: int, axis: Axes) -> tuple[Pieces, ...]:
+        """What of n rows each rank of the axis holds; each microbatch, on "time". Of
+        several axes, outermost first: each of their ranks."""
+        if not isinstance(axis, str):
+            coords = (self.mesh.coords(rank) for rank in self.ranks(axis))
+            return tuple(self.pieces(n, axis, one) for one in coords)
         if axis == TIME:
             return shares(n, self.microbatches)
         return shares(n, len(self.ranks((axis,))), axis in self.zigzag)

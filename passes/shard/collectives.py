@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from passes.graph import Node, Value
+from passes.mesh import as_axes
 
 # Those that are waited for later count where they start.
 KINDS = {
@@ -22,8 +23,7 @@ def collective(node: Node) -> tuple[str, tuple[str, ...]] | None:
     kind = KINDS.get(node.op)
     if kind is None:
         return None
-    axes = node.args[1]
-    return kind, (axes,) if isinstance(axes, str) else tuple(axes)
+    return kind, as_axes(node.args[1])
 
 
 def workspace(node: Node) -> int:

@@ -32,6 +32,7 @@ from passes.mesh import TIME
 from passes.plan import Plan
 from passes.shard.before_copies import VIEWS, before_view
 from passes.shard.emit_moves import MoveEmitter
+from passes.shard.join_moves import join_moves
 from passes.shard.propagate import Sharded
 from passes.shard.sharding import Sharding
 
@@ -80,14 +81,18 @@ def insert_collectives(sharded: Sharded) -> Lowered:
         lowering.add(node, needs)
         if node.op in VIEWS:
             lowering.views[node.out.name] = node, own
+    plan, shardings = sharded.plan, lowering.shardings
     new = prune(replace(graph, nodes=tuple(lowering.builder.nodes)))
+    origins = find_origins(new)
+    resting = {name for name, own in origins.items() if own is Origin.PARAM}
+    new = join_moves(new, shardings, [axis for axis, _ in plan.mesh.axes], resting)
     return Lowered(
         sharded.named.traced,
-        sharded.plan,
+        plan,
         new,
         lowering.dims,
-        lowering.shardings,
-        find_origins(new),
+        shardings,
+        origins,
         sharded.ahead,
     ).verify()
 

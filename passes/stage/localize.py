@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import product
 from typing import Any
 
 from passes.dims.name_dims import Dims
 from passes.graph import Node, Value
+from passes.mesh import Axes, as_axes
 from passes.shard.ring import ATTENTION
 from passes.shard.sharding import Sharding, local_extent
 
@@ -50,12 +52,15 @@ class Localizer:
         factors, slots = self.dims[v.name][dim], self.shardings[v.name].slots[dim]
         return tuple((d.size, axes) for d, axes in zip(factors, slots, strict=True))
 
-    def extents_along(self, v: Value, dim: int, axis: str) -> tuple[int, ...] | None:
-        """The extents of a split dim on an axis's ranks; None if they are equal."""
+    def extents_along(self, v: Value, dim: int, over: Axes) -> tuple[int, ...] | None:
+        """The extents of a split dim on the ranks of some axes; None if equal."""
         (of,), (axes,) = self.dims[v.name][dim], self.shardings[v.name].slots[dim]
+        over = as_axes(over)
+        places = product(*(range(self.sizes[axis]) for axis in over))
+        coords = (dict(zip(over, place, strict=True)) for place in places)
         found = tuple(
-            local_extent(of.size, axes, self.sizes, {**self.coords, axis: i})
-            for i in range(self.sizes[axis])
+            local_extent(of.size, axes, self.sizes, {**self.coords, **one})
+            for one in coords
         )
         return None if len(set(found)) == 1 else found
 
@@ -125,9 +130,9 @@ def _attention(at: Localizer, node: Node, local: Node) -> Node:
 
 
 def _gather(at: Localizer, node: Node, local: Node) -> Node:
-    x, axis, dim = node.args
-    sizes = at.extents_along(x, dim, axis)
-    varying = axis in at.shardings[node.out.name].varying
+    x, axes, dim = node.args
+    sizes = at.extents_along(x, dim, axes)
+    varying = set(as_axes(axes)) <= at.shardings[node.out.name].varying
     return replace(local, args=(*local.args, sizes, varying))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from passes.graph import Node, Value
-from passes.mesh import balanced
+from passes.mesh import Axes, as_axes, balanced, nested
 from passes.shard.ring import ATTENTION
 from passes.stage.tape import Tape
 from passes.stage.traced_vjp import traced
@@ -217,9 +217,9 @@ def shard(tape: Tape, node: Node, dys: Sequence[Value | None]) -> list[Value | N
 
 
 def _gathered(
-    tape: Tape, x: Value, node: Node, dy: Value | None, axis: str, dim: int
+    tape: Tape, x: Value, node: Node, dy: Value | None, axis: Axes, dim: int
 ) -> Value:
-    shares = balanced(x.shape[dim], tape.sizes[axis])
+    shares = nested(x.shape[dim], (tape.sizes[a] for a in as_axes(axis)))
     sizes = None if len(set(shares)) == 1 else shares
     return tape.emit("comm.all_gather", x, node, dy, axis, dim, sizes, False)
 

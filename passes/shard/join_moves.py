@@ -1,0 +1,69 @@
+"""join_moves: a dim that is gathered or scattered over several axes goes as one.
+
+Moves are found axis by axis. Where a value split over axes one inside of the other is
+gathered over both, or a sum pending over both is scattered, one collective over all
+their ranks moves the same bytes in half as many messages. Parameters are left alone:
+theirs are timed by block, see `passes.stage.overlap`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from passes.graph import Graph, Node
+from passes.mesh import as_axes
+from passes.shard.sharding import Sharding
+
+GATHER, SCATTER = "comm.all_gather", "comm.reduce_scatter"
+
+
+def join_moves(
+    graph: Graph,
+    shardings: Mapping[str, Sharding],
+    order: Sequence[str],
+    apart: Collection[str],
+) -> Graph:
+    """The graph with collectives joined. order: of axes, as ranks lie on the mesh.
+    apart: names of values that are not moved together."""
+    consumers = graph.consumers()
+    outputs = {v.name for v in graph.outputs}
+    made: dict[str, Node] = {}
+    for node in graph.nodes:
+        first = made.get(node.operands[0].name) if node.operands else None
+        if first is not None and _follows(first, node, shardings, order):
+            x, between = first.operands[0], first.out.name
+            alone = len(consumers[between]) == 1 and between not in outputs
+            if alone and x.name not in apart:
+                del made[between]
+                node = replace(node, args=(x, _joined(first, node), *node.args[2:]))
+        made[node.results[0].name] = node
+    return replace(graph, nodes=tuple(made.values())).verify()
+
+
+def _follows(
+    first: Node,
+    node: Node,
+    shardings: Mapping[str, Sharding],
+    order: Sequence[str],
+) -> bool:
+    """Whether a collective goes on with another one: of the next axis inwards, if they
+    scatter, and outwards, if they gather values that ranks use differently."""
+    if first.op != node.op or node.op not in (GATHER, SCATTER):
+        return False
+    if first.args[2] != node.args[2]:
+        return False
+    axes = _joined(first, node)
+    split = first.operands[0] if node.op == GATHER else node.out
+    slots = shardings[split.name].slots[node.args[2]]
+    if len(slots) != 1 or slots[0][-len(axes) :] != axes:
+        return False
+    if list(axes) != [a for a in order if a in axes]:
+        return False
+    return node.op == SCATTER or set(axes) <= shardings[node.out.name].varying
+
+
+def _joined(first: Node, node: Node) -> tuple[str, ...]:
+    """The axes of both, outermost first."""
+    inner, outer = as_axes(first.args[1]), as_axes(node.args[1])
+    return (*outer, *inner) if node.op == GATHER else (*inner, *outer)
