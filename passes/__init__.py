@@ -4,7 +4,8 @@
                lower_precision     Traced    casts, where autocast would compute so
                normalize           Traced    one spelling for each thing
     dims       name_dims           Named     what each dim of each tensor is
-    shard      propagate           Sharded   which axis splits which dim, of every value
+    shard      split_groups        Plan      tp in two, where ranks share heads of keys
+               propagate           Sharded   which axis splits which dim, of every value
                insert_collectives  Lowered   every move between shardings is an op
     stage      split_stages        Staged    pipeline stages of balanced cost
                localize                      from global shapes to one rank's own

@@ -18,7 +18,8 @@ FORMAT = 1
 # What each mesh axis splits, in order of preference: an op is split along the first of
 # these dims that flows through it. For tp this is Megatron's choice (Shoeybi 2019);
 # `seq` at the end is its sequence parallelism (Korthikanti 2022): what has no heads,
-# ffn or vocab is split along the sequence. `op:dim` is a preference of one op alone,
+# ffn or vocab is split along the sequence. qp does the same where queries share keys,
+# see `passes.shard.query_groups`. `op:dim` is a preference of one op alone,
 # `weights:dim` of ops that read weights along it, and of what follows from them: ep
 # splits samples as dp does, but experts where they work (Lepikhin 2020).
 SPLIT: dict[str, tuple[str, ...]] = {

@@ -133,7 +133,8 @@ def logged(method: str, layers: int, kv_heads: int) -> Counter[str]:
 HEAD = 8 * 8 * 8 * 4
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.matrix(quick=1)
+@pytest.mark.parametrize("kv_heads", [2, 4, 1])
 def test_a_layer_moves_a_head_of_keys_once(kv_heads) -> None:
     """Of 4 heads of queries; keys and values, there and back."""
     gathered = moved("gather", kv_heads)
@@ -143,7 +144,8 @@ def test_a_layer_moves_a_head_of_keys_once(kv_heads) -> None:
     assert moved("ring", kv_heads)["shift"] == 2 * kv_heads * HEAD * (1 + 1 + 2)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.matrix(quick=1)
+@pytest.mark.parametrize("kv_heads", [2, 4])
 def test_ulysses_exchanges_a_head_of_keys_once(kv_heads) -> None:
     """And all of the queries, and of what comes out."""
     assert moved("ulysses", kv_heads)["all_to_all"] == 2 * 2 * (4 + kv_heads) * HEAD
@@ -155,7 +157,8 @@ def spelled_out(case: Case) -> Case:
     return case
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.matrix(quick=1)
+@pytest.mark.parametrize("padded", [True, False])
 def test_what_copies_are_made_of_is_moved(padded) -> None:
     """Of any op that reads copies: the collective goes before the expand."""
     case = spelled_out(llama(layers=2, kv_heads=2, padded=padded)).double()
@@ -168,6 +171,7 @@ def test_what_copies_are_made_of_is_moved(padded) -> None:
 # --- more ranks than heads of keys ---------------------------------------------------
 
 
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize(
     ("mesh", "seen", "options"),
     [
@@ -266,6 +270,7 @@ def test_the_planner_has_sizes_of_tp_that_groups_divide() -> None:
     assert {"tp=2,qp=2", "dp=2,tp=2"} <= found and "tp=4" not in found
 
 
+@pytest.mark.slow
 def test_the_planner_prices_what_is_compiled() -> None:
     best = find_plans(grouped(), CLUSTER, 8, Mesh.parse("tp=4")).best[0]
     plan = plan_of(best.candidate, grouped())
