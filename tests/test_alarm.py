@@ -4,33 +4,58 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import pytest
 import torch.distributed as dist
 
-from autopar.runtime.alarm import EXIT, Alarm, Terminated, guarded
+from autopar.runtime.alarm import (
+    BEAT,
+    EXIT,
+    NO_LAUNCHER,
+    Alarm,
+    Terminated,
+    guarded,
+)
 from passes.errors import AutoparError
 
 
+class Clock:
+    """As much of `time` as an alarm reads; while it sleeps, ranks that live beat."""
+
+    def __init__(self) -> None:
+        self.now, self.living = 0.0, list[Alarm]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for alarm in self.living:
+            alarm._beat()
+
+
 @pytest.fixture
-def alarms() -> Iterator[list[Alarm]]:
-    """Three ranks of one process, which beat until the test ends."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("autopar.runtime.alarm.time", made)
+    return made
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def alarms(store: dist.Store, clock: Clock) -> Iterator[list[Alarm]]:
+    """Three ranks of one process, which have all begun to beat."""
     before = signal.getsignal(signal.SIGTERM)
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(Alarm(store, rank, 3, silence=1.5)) for rank in range(3)
-        ]
+    clock.living = [Alarm(store, rank, 3) for rank in range(3)]
+    clock.sleep(BEAT)
+    yield list(clock.living)
     signal.signal(signal.SIGTERM, before)
-
-
-def wait_for_beats(alarm: Alarm) -> None:
-    for _ in range(100):
-        if all(alarm._beats().values()):
-            return
-        alarm._stop.wait(0.05)
-    raise AssertionError("some rank never beat")
 
 
 def test_a_failure_reaches_the_others(alarms: list[Alarm]) -> None:
@@ -44,31 +69,81 @@ def test_the_first_failure_is_the_reason(alarms: list[Alarm]) -> None:
     assert alarms[0].reason() == "rank 2 failed: ValueError: root cause"
 
 
-def test_a_silent_rank_is_found(alarms: list[Alarm]) -> None:
-    wait_for_beats(alarms[0])
-    alarms[2].__exit__()
+def test_a_silent_rank_is_found(alarms: list[Alarm], clock: Clock) -> None:
+    clock.living.remove(alarms[2])
     assert alarms[0].reason() == "rank 2 does not answer (killed or hung?)"
+    assert alarms[1]._said() == "rank 2 does not answer (killed or hung?)"
 
 
-def test_ranks_that_are_well_are_not_blamed(alarms: list[Alarm]) -> None:
-    wait_for_beats(alarms[0])
+def test_ranks_that_are_well_are_not_blamed(alarms: list[Alarm], clock: Clock) -> None:
     assert alarms[0].reason() is None
+    for _ in range(200):
+        clock.sleep(BEAT)
+    assert alarms[0]._said() is None
 
 
-def test_a_rank_that_has_not_started_is_not_blamed() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert Alarm(store, 0, 2, silence=0.5).reason() is None
+def test_a_rank_that_has_not_started_is_not_blamed(
+    store: dist.Store, clock: Clock
+) -> None:
+    alarm = Alarm(store, 0, 2)
+    clock.living = [alarm]
+    assert alarm.reason() is None
+    for _ in range(200):
+        clock.sleep(BEAT)
+    assert alarm._said() is None
 
 
-def test_a_neighbour_in_silence_is_reported(alarms: list[Alarm]) -> None:
-    wait_for_beats(alarms[0])
-    store = alarms[0].store
-    with Alarm(store, 3, 5, patience=1.0) as watcher:  # watches rank 4
-        for _ in range(100):
-            if watcher._said() is not None:
-                break
-            watcher._stop.wait(0.05)
-        assert watcher._said() == "rank 4 does not answer (killed or hung?)"
+def test_a_neighbour_in_silence_is_reported(alarms: list[Alarm], clock: Clock) -> None:
+    clock.living.remove(alarms[1])
+    began = clock.now
+    while alarms[2]._said() is None:
+        clock.sleep(BEAT)
+    assert alarms[2]._said() == "rank 1 does not answer (killed or hung?)"
+    assert alarms[0].patience < clock.now - began < alarms[0].patience + 3 * BEAT
+
+
+def test_who_waits_for_the_store_still_beats(store: dist.Store) -> None:
+    """Its main thread waits for another rank's word, as while rank 0 compiles."""
+    with Alarm(store, 0, 1) as alarm, ThreadPoolExecutor() as pool:
+        waiting = pool.submit(store.wait, ["word"])
+        start = alarm._beats([0])[0]
+        while alarm._beats([0])[0] < start + 2:
+            assert not waiting.done()
+        Alarm(store, 0, 1).store.set("word", "")
+        waiting.result()
+
+
+@pytest.mark.parametrize("cause", ["a failure", "no launcher"])
+def test_a_rank_that_is_stuck_is_ended(
+    store: dist.Store, capsys: pytest.CaptureFixture[str], cause: str
+) -> None:
+    left = SimpleQueue[int]()
+    with Alarm(store, 0, 2, grace=0.1, leave=left.put) as alarm:
+        if cause == "a failure":
+            Alarm(store, 1, 2).publish("KeyError: 'x'")
+        else:
+            alarm.store = LostStore()
+        assert left.get() == EXIT
+    said = "rank 1 failed: KeyError: 'x'" if cause == "a failure" else NO_LAUNCHER
+    assert capsys.readouterr().err == f"\nautopar: {said}\n"
+
+
+class LostStore:
+    """The store of a launcher that was killed."""
+
+    def add(self, key: str, amount: int) -> int:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+
+def test_a_launcher_that_is_gone_is_told(
+    alarms: list[Alarm], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body() -> None:
+        alarms[0].store = LostStore()
+        raise RuntimeError("Connection closed by peer")
+
+    assert guarded(alarms[0], body) == EXIT
+    assert capsys.readouterr().err == f"\nautopar: {NO_LAUNCHER}\n"
 
 
 def test_an_error_of_another_rank_is_told(
@@ -105,10 +180,10 @@ def test_an_error_of_the_users_is_text(
 
 def test_a_launcher_that_stops_us_is_obeyed(alarms: list[Alarm]) -> None:
     def body() -> None:
-        wait_for_beats(alarms[0])
         signal.raise_signal(signal.SIGTERM)
 
     assert guarded(alarms[0], body) == 128 + signal.SIGTERM
+    signal.raise_signal(signal.SIGTERM)  # it is ending: nothing is raised any more
     assert issubclass(Terminated, BaseException)
     assert not issubclass(Terminated, Exception)
 

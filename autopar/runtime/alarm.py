@@ -3,7 +3,8 @@
 A rank that dies takes the others with it, by errors and timeouts that do not name it.
 So a rank that raises writes that to the store of the process group, every rank counts
 up a number there twice a second, and who is left reads both. Works for processes that
-were killed, as long as the store lives: under torchrun it belongs to the launcher.
+were killed, as long as the store lives: under torchrun it belongs to the launcher. When
+that is killed, ranks end too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -21,6 +23,7 @@ from passes.errors import AutoparError
 
 BEAT = 0.5  # seconds between signs of life
 FAILURE = "autopar/failure"
+NO_LAUNCHER = "torchrun is gone, and so its ranks stop"
 EXIT = 13  # status of a rank that stops because of another one
 
 
@@ -28,9 +31,9 @@ class Alarm:
     """One rank's part. Use it as a context around the work.
 
     silence: seconds without a sign of life that tell, after a failure, who is gone.
-    patience: seconds without a sign of life after which the next rank is taken for
-    dead though nothing failed yet. A rank stuck in a call that does not return is ended
-    half of that after a failure elsewhere.
+    patience: seconds after which the next rank, once alive and silent since, is taken
+    for dead though nothing failed yet. grace: seconds after a failure elsewhere, until
+    a rank stuck in a call that does not return is ended, by `leave`.
     """
 
     def __init__(
@@ -38,11 +41,18 @@ class Alarm:
         store: dist.Store,
         rank: int,
         world: int,
-        patience: float = 10.0,
-        silence: float = 3.0,
+        *,
+        silence: float = 5.0,
+        patience: float = 30.0,
+        grace: float = 5.0,
+        leave: Callable[[int], object] = os._exit,
     ) -> None:
-        self.store, self.rank, self.world = store, rank, world
-        self.patience, self.silence = patience, silence
+        # Who waits for something in a store keeps all others off its connection.
+        self.store = store.clone()
+        self.rank, self.world = rank, world
+        self.silence, self.patience, self.grace = silence, patience, grace
+        self._leave = leave
+        self._seen, self._since = 0, time.monotonic()  # of the next rank
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -52,74 +62,82 @@ class Alarm:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(2 * BEAT)
+        # Without a limit: a thread that is in the store when Python ends aborts it.
+        self._thread.join()
 
     def publish(self, what: str) -> None:
         """Tell the others that this rank failed; the first to fail is kept."""
-        self._say(f"rank {self.rank} failed: {what}")
+        with suppress(RuntimeError):  # without a store there are no others
+            self._say(f"rank {self.rank} failed: {what}")
 
     def reason(self) -> str | None:
         """After an error of communication: which ranks failed, if any did."""
         deadline = time.monotonic() + self.silence
-        before = self._beats()
-        while time.monotonic() < deadline:
-            if (said := self._said()) is not None:
-                return said
-            time.sleep(BEAT / 2)
-        after = self._beats()
-        # One that never beat has not started, and may only be slow.
-        gone = [r for r in before if r != self.rank and 0 < before[r] == after[r]]
-        if not gone:
-            return None
-        self._say(_no_answer(gone))
-        return self._said() or _no_answer(gone)
+        try:
+            before = self._beats(range(self.world))
+            while time.monotonic() < deadline:
+                if (said := self._said()) is not None:
+                    return said
+                time.sleep(BEAT / 2)
+            after = self._beats(range(self.world))
+            # One that never beat has not started, and may only be slow.
+            gone = [r for r in before if r != self.rank and 0 < before[r] == after[r]]
+            if gone:
+                self._say(_no_answer(gone))
+            return self._said()
+        except RuntimeError:
+            return NO_LAUNCHER
 
     # --- the store -----------------------------------------------------------------
 
     def _say(self, what: str) -> None:
-        if self.store.add(f"{FAILURE}/claimed", 1) == 1:
-            self.store.set(FAILURE, what)
+        """The first to speak is heard, by all."""
+        self.store.compare_set(FAILURE, "", what)
 
     def _said(self) -> str | None:
         """What was said first, without waiting for it."""
         return self.store.get(FAILURE).decode() if self.store.check([FAILURE]) else None
 
-    def _beats(self, ranks: Iterable[int] | None = None) -> dict[int, int]:
-        chosen = range(self.world) if ranks is None else ranks
-        return {r: self.store.add(f"autopar/beat/{r}", 0) for r in chosen}
+    def _beats(self, ranks: Iterable[int]) -> dict[int, int]:
+        return {r: self.store.add(f"autopar/beat/{r}", 0) for r in ranks}
 
     # --- the thread ----------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Beat, and look at the next rank: a ring, which does not flood the store."""
-        neighbour = (self.rank + 1) % self.world
-        seen, since = -1, time.monotonic()
-        while not self._stop.wait(BEAT):
+        said = None
+        while said is None and not self._stop.wait(BEAT):
             try:
-                self.store.add(f"autopar/beat/{self.rank}", 1)
-                said = self._said()
-                beat = self._beats([neighbour])[neighbour]
-            except RuntimeError:
-                return  # the store is gone: so is the launcher, or the run is over
-            now = time.monotonic()
-            if beat != seen or neighbour == self.rank:
-                seen, since = beat, now
-            elif now - since > self.patience and said is None:
-                self._say(_no_answer([neighbour]))
-            if said is not None:
-                self._end(said)
-
-    def _end(self, said: str) -> None:
-        """Give the main thread time to fail by itself, then end the process."""
-        if not self._stop.wait(self.patience / 2):
+                said = self._beat()
+            except RuntimeError:  # the store is gone
+                said = NO_LAUNCHER
+        # The main thread has time to fail by itself, or to end if all is over.
+        if said is not None and not self._stop.wait(self.grace):
             complain(self.store, said)
-            os._exit(EXIT)
+            self._leave(EXIT)
+
+    def _beat(self) -> str | None:
+        """Give a sign of life, and look for one of the next rank: a ring, which does
+        not flood the store. Returns what was said of a failure."""
+        self.store.add(f"autopar/beat/{self.rank}", 1)
+        neighbour = (self.rank + 1) % self.world
+        beat, now = self._beats([neighbour])[neighbour], time.monotonic()
+        # One that never beat has not started, and may only be slow.
+        if beat != self._seen or beat == 0 or neighbour == self.rank:
+            self._seen, self._since = beat, now
+        elif now - self._since > self.patience:
+            self._say(_no_answer([neighbour]))
+        return self._said()
 
 
 def complain(store: dist.Store, what: str) -> None:
-    """Print a failure to stderr, once for all ranks."""
-    if store.add("autopar/printed", 1) == 1:
-        print(f"\nautopar: {what}", file=sys.stderr, flush=True)
+    """Print a failure to stderr, once for all ranks; each its own without a store."""
+    try:
+        first = store.add("autopar/printed", 1) == 1
+    except RuntimeError:
+        first = True
+    if first:
+        with suppress(OSError):  # a terminal that is gone
+            print(f"\nautopar: {what}", file=sys.stderr, flush=True)
 
 
 class Terminated(BaseException):
@@ -133,8 +151,11 @@ def guarded(alarm: Alarm, body: Callable[[], None]) -> int:
     """
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        body()
-        return 0
+        try:
+            body()
+            return 0
+        finally:  # told to end while it ends, a rank would only say less of why
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except AutoparError as error:
@@ -143,7 +164,6 @@ def guarded(alarm: Alarm, body: Callable[[], None]) -> int:
         return 2
     except (RuntimeError, Terminated) as error:
         # A peer that is gone or late shows as a plain RuntimeError of gloo.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         said = alarm.reason()
         if said is not None:
             complain(alarm.store, said)
