@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pathlib
+import random
 import tempfile
 from collections.abc import Callable
 
 import pytest
+import torch
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -21,6 +23,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="rewrite what goldens hold"
     )
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """A test draws the same numbers whichever tests ran before it."""
+    random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -1,23 +1,34 @@
 """Real ranks for tests: N processes with a gloo group, and nothing left of them after.
 
-The processes are forked from a server that has loaded what takes long to import, so
+Limits of time only keep a hang from lasting: they are far above what a slow machine
+needs, and below those of pytest, so that it is told which rank hangs. Processes are
+forked from a server that has loaded what takes long to import, so
 one takes milliseconds. (Forks of the test's own process hang once it used OpenMP.)
 """
 
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
+import subprocess
+import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from autopar.runtime.launch import running
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 _SERVER = mp.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     # assert_close would import the second, in a second, when it is first called.
@@ -30,7 +41,7 @@ class RankFailed(Exception):
 
 
 def run_ranks(
-    body: Callable[..., Any], world: int, *args: Any, seconds: float = 60
+    body: Callable[..., Any], world: int, *args: Any, seconds: float = 240
 ) -> list[Any]:
     """Run body(*args) in `world` ranks of a gloo group; give what they return, by rank.
 
@@ -52,11 +63,13 @@ def run_ranks(
             theirs.close()  # so that our end sees when the process is gone
             ends.append(ours)
             processes.append(process)
-        results = _collect(ends, time.monotonic() + seconds)
+        results = collect(ends, time.monotonic() + seconds)
         for end in ends:
             end.send("done")
-        for process in processes:
+        for rank, process in enumerate(processes):
             process.join(seconds)
+            if process.exitcode != 0:
+                raise RankFailed(f"rank {rank} ended with {process.exitcode}")
         return results
     finally:
         for process in processes:
@@ -67,7 +80,34 @@ def run_ranks(
             end.close()
 
 
-def _collect(ends: list[Connection], deadline: float) -> list[Any]:
+def torchrun(
+    ranks: int, *arguments: str, **options: Any
+) -> AbstractContextManager[subprocess.Popen[str]]:
+    """A context in which torchrun is at work on so many ranks. options: of Popen."""
+    command = [*torchrun_command(ranks), *arguments]
+    return running(command, env=ENVIRONMENT, text=True, **options)
+
+
+def torchrun_command(ranks: int) -> list[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*command, "--nproc-per-node", str(ranks)]
+
+
+def rank_process(launcher: int, rank: int) -> int:
+    """The process id of a rank that a launcher started."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            variables = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:  # it ended meanwhile
+            continue
+        if int(parent) == launcher and f"RANK={rank}".encode() in variables:
+            return int(folder.name)
+    raise AssertionError(f"no process of rank {rank}")
+
+
+def collect(ends: list[Connection], deadline: float) -> list[Any]:
+    """What each rank returns, by rank. deadline: by the monotonic clock, in seconds."""
     results: dict[int, Any] = {}
     while len(results) < len(ends):
         waiting = [end for rank, end in enumerate(ends) if rank not in results]

@@ -8,18 +8,18 @@ import re
 import signal
 import subprocess
 import sys
-import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from plans import BATCH, CONFIG, model_file, small_program
+from processes import ENVIRONMENT, rank_process, torchrun
 
 import autopar
 from autopar.cli import main
+from autopar.runtime.launch import running
 from autopar.store import load_plan, save_plan
 
-ROOT = Path(__file__).parents[1]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 HF = (
     "hf:llama?num_hidden_layers=2,hidden_size=32,intermediate_size=64,"
     "num_attention_heads=4,num_key_value_heads=2,vocab_size=96"
@@ -251,72 +251,68 @@ def test_the_module_is_the_command() -> None:
     assert done.stdout.split() == ["autopar", autopar.__version__]
 
 
-def torchrun(plan: str, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "4", "-m", "autopar", "run", plan, *options]
-    return subprocess.Popen(
-        command,
-        env=ENVIRONMENT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+def trained(plan: str, *options: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    command = ("-m", "autopar", "run", plan, *options)
+    return torchrun(4, *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 @pytest.mark.slow
 def test_four_ranks_train_as_one_device(plan: str) -> None:
-    with torchrun(plan, "--steps", "4", "--reference", "--json") as running:
-        text, _ = running.communicate(timeout=120)
-    assert running.returncode == 0, text
+    with trained(plan, "--steps", "4", "--reference", "--json") as process:
+        text, said = process.communicate()
+    assert process.returncode == 0, said
     rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     assert len(rows) == 4
     for row in rows:
         assert row["loss"] == pytest.approx(row["reference_loss"], rel=1e-4)
 
 
+def first_step(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    first = next(line for line in process.stdout if line.startswith("{"))
+    assert json.loads(first)["step"] == 1
+
+
 @pytest.mark.slow
 def test_a_killed_rank_is_named_and_all_stop(plan: str) -> None:
-    with torchrun(plan, "--steps", "1000000", "--json") as running:
-        assert running.stdout is not None
-        first = next(line for line in running.stdout if line.startswith("{"))
-        assert json.loads(first)["step"] == 1
-        victim = rank_process(running.pid, 2)
-        os.kill(victim, signal.SIGKILL)
-        began = time.monotonic()
-        text, _ = running.communicate(timeout=60)
-    assert time.monotonic() - began < 30
-    assert running.returncode != 0
-    assert "autopar: rank 2 does not answer" in text
+    with trained(plan, "--steps", "1000000", "--json") as process:
+        first_step(process)
+        os.kill(rank_process(process.pid, 2), signal.SIGKILL)
+        _, said = process.communicate()
+    assert process.returncode != 0
+    assert "autopar: rank 2 does not answer" in said
+
+
+@pytest.mark.slow
+def test_ranks_stop_when_their_launcher_is_killed(plan: str) -> None:
+    with trained(plan, "--steps", "1000000", "--json") as process:
+        first_step(process)
+        process.kill()
+        _, said = process.communicate()  # to the end: of all ranks, which hold it too
+    assert "autopar: torchrun is gone, and so its ranks stop" in said
 
 
 @pytest.mark.slow
 def test_the_demo_shows_proves_and_trains(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "autopar", "demo", "--steps", "3"]
-    done = subprocess.run(
-        command, env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "(3 heads/tp head_dim) embed" in done.stdout
-    assert "rank 1 | .  F0 B0" in done.stdout and "gradients agree" in done.stdout
+    with running(
+        command,
+        env=ENVIRONMENT,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        text, said = process.communicate()
+    assert process.returncode == 0, said
+    assert "(3 heads/tp head_dim) embed" in text
+    assert "rank 1 | .  F0 B0" in text and "gradients agree" in text
     [ours, theirs] = re.findall(
-        r"^step 3/3  loss (\S+)  single device (\S+) ", done.stdout, re.M
+        r"^step 3/3  loss (\S+)  single device (\S+) ", text, re.M
     )[0]
     assert float(ours) == pytest.approx(float(theirs), rel=1e-4)
-    module = re.search(r"readable Python: (\S+)", done.stdout)
+    module = re.search(r"readable Python: (\S+)", text)
     assert module and (tmp_path / module[1]).is_file()
-
-
-def rank_process(launcher: int, rank: int) -> int:
-    """The process id of a rank that a launcher started."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-            variables = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:  # it ended meanwhile
-            continue
-        if int(parent) == launcher and f"RANK={rank}".encode() in variables:
-            return int(folder.name)
-    raise AssertionError(f"no process of rank {rank}")
 
 
 def test_the_small_model_is_what_plans_are_of() -> None:

@@ -7,14 +7,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from models import plain_gpt
 from plans import BATCH, model_file
-from test_cli import ENVIRONMENT
+from processes import torchrun
 
 from autopar.batches import with_samples
 from autopar.cli import main
@@ -220,14 +219,12 @@ def test_one_rank_trains_what_is_planned(origin: Path, tmp_path: Path, capsys) -
 
 @pytest.mark.slow
 def test_four_ranks_compile_once_and_train(plan: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "4", "-m", "autopar", "run", str(plan)]
-    done = subprocess.run(
-        [*command, "--steps", "3", "--reference", "--json"],
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(x) for x in done.stdout.splitlines() if x.startswith("{")]
+    command = ["-m", "autopar", "run", str(plan), "--steps", "3", "--reference"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with torchrun(4, *command, "--json", **pipes) as process:
+        text, said = process.communicate()
+    assert process.returncode == 0, said
+    rows = [json.loads(x) for x in text.splitlines() if x.startswith("{")]
     assert len(rows) == 3
     for row in rows:
         assert row["loss"] == pytest.approx(row["reference_loss"], rel=1e-4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -11,8 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from processes import ENVIRONMENT, torchrun_command
 
 from autopar.cli import parser
+from autopar.runtime.launch import running
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -46,17 +47,17 @@ def test_scripts_run(script: str, tmp_path: Path) -> None:
     if find_spec("autopar.examples") is None:  # the checkout is not installed
         script = script.replace("autopar.examples", "examples")
     path.write_text(script)
-    launcher = [sys.executable]
+    command = [sys.executable, str(path)]
     if "step(" in script:
-        launcher += ["-m", "torch.distributed.run", "--standalone"]
-        launcher += ["--nproc-per-node", "4"]
-    done = subprocess.run(
-        [*launcher, str(path)],
+        command = [*torchrun_command(4), str(path)]
+    with running(
+        command,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    ) as process:
+        _, said = process.communicate()
+    assert process.returncode == 0, said
     assert (tmp_path / "model.pt").is_file() == ("torch.save" in script)

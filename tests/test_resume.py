@@ -8,19 +8,19 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
 from models import gpt2
+from processes import rank_process, torchrun
 from torch import nn
 
 import autopar
 from autopar.checkpoints.checkpoint_files import complete, latest
 from autopar.cli import main
 
-ROOT = Path(__file__).parents[1]
 MODEL = """
 import torch
 from examples.gpt import Config, build
@@ -28,7 +28,6 @@ from examples.gpt import Config, build
 def tiny():
     return build(Config(2, 32, 4, 16, 64, dropout=0.1), batch=4)
 """
-STEPS = 6
 
 
 @pytest.fixture
@@ -124,44 +123,41 @@ def test_four_ranks_go_on_after_a_kill(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = compiled(tmp_path, "pp=2,dp=2")
-    more = ("--steps", str(STEPS), "--warmup", "4", "--json")
-    with torchrun(plan, *more) as running:
-        whole = rows(running.communicate(timeout=120)[0])
     saving = ("--save", str(tmp_path / "runs"), "--save-every", "2", "--resume")
-    lines = []
-    with torchrun(plan, *more, *saving) as running:
-        assert running.stdout is not None
-        for line in running.stdout:
-            lines += rows(line)
-            if len(lines) == 3:
-                break
-        os.killpg(running.pid, signal.SIGKILL)
+    lines: list[tuple[int, float]] = []
+    with on_four_ranks(plan, "--steps", "1000000", *saving) as process:
+        assert process.stdout is not None
+        while len(lines) < 3:
+            lines += rows(process.stdout.readline())
+        ranks = [rank_process(process.pid, rank) for rank in range(4)]
+        for number in (*ranks, process.pid):
+            os.kill(number, signal.SIGKILL)
+        process.stdout.read()  # to the end, when all of them are gone
     before = latest(tmp_path / "runs")
     assert before is not None
     done = int(before.name.partition("-")[2])
-    with torchrun(plan, *more, *saving) as running:
-        rest = rows(running.communicate(timeout=120)[0])
-    assert whole[:3] == lines and whole[done:] == rest and 2 <= done < STEPS
+    steps = ("--steps", str(done + 4))
+    with on_four_ranks(plan, *steps, *saving) as process:
+        rest = rows(process.communicate()[0])
+    with on_four_ranks(plan, *steps) as process:
+        whole = rows(process.communicate()[0])
+    assert done >= 2 and len(whole) == done + 4
+    assert whole[:3] == lines and whole[done:] == rest
     # On one rank, from what the four saved: the same up to rounding.
     shutil.rmtree(latest(tmp_path / "runs") or tmp_path / "runs")
     single = compiled(tmp_path, "tp=1")
-    alone = run(capsys, single, *more[:2], *saving)
+    alone = run(capsys, single, *steps, *saving)
     start = alone[0][0] - 1
-    assert start == 4 and [loss for _, loss in alone] == pytest.approx(
+    assert start == done + 2 and [loss for _, loss in alone] == pytest.approx(
         [loss for _, loss in whole[start:]], rel=1e-5
     )
 
 
-def torchrun(plan: str, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "4", "-m", "autopar", "run", plan, *options]
-    return subprocess.Popen(
-        command,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        text=True,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
+def on_four_ranks(
+    plan: str, *options: str
+) -> AbstractContextManager[subprocess.Popen[str]]:
+    command = ("-m", "autopar", "run", plan, "--warmup", "4", "--json", *options)
+    return torchrun(4, *command, stdout=subprocess.PIPE)
 
 
 # --- export ------------------------------------------------------------------------

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
+from typing import Any, NoReturn
 
 import autopar
 
@@ -32,7 +35,7 @@ def launch(
     environment: what differs from this process's own. No rank outlives the call.
     Raises: subprocess.TimeoutExpired, after so many seconds.
     """
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    line = [sys.executable, "-m", "autopar.runtime.quiet_torchrun", "--standalone"]
     line += ["--nproc-per-node", str(ranks), "-m", "autopar", *command]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     whole = {
@@ -43,15 +46,51 @@ def launch(
         "OMP_WAIT_POLICY": "PASSIVE",
         **environment,
     }
-    process = subprocess.Popen(line, env=whole)
-    try:
+    with running(line, env=whole) as process:
         return process.wait(seconds)
+
+
+@contextmanager
+def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A torchrun at work, that ends, with its ranks, when the context does.
+
+    options: of `subprocess.Popen`. It has a session of its own, so that Ctrl-C reaches
+    us alone: told twice to end, torchrun may leave ranks behind.
+    """
+    with (
+        _signals_raise(),
+        subprocess.Popen(command, start_new_session=True, **options) as process,
+    ):
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                _end(process)
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Let signals that end a process unwind it, so that it can end its ranks first.
+    Who ignores one, as under nohup, still does."""
+    asked = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is signal.SIG_DFL
+    ]
+    for number in asked:
+        signal.signal(number, _unwind)
+    try:
+        yield
     finally:
-        if process.poll() is None:
-            _end(process)
+        for number in asked:
+            signal.signal(number, signal.SIG_DFL)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _unwind(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
     """Ask torchrun to end its ranks and itself, and wait until it did."""
     process.terminate()
     try:

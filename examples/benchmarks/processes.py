@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+
+from autopar.runtime.launch import running
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,21 +27,15 @@ def run(command: Sequence[str], timeout: float) -> str:
     Raises: RuntimeError with the end of what it says of its failure; TimeoutExpired.
     """
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    process = subprocess.Popen(
+    with running(
         command,
         cwd=ROOT,
         env=os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
-    )
-    try:
+    ) as process:
         printed, said = process.communicate(timeout=timeout)
-    except BaseException:  # a timeout or Ctrl-C must take the ranks along
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
     if process.returncode:
         raise RuntimeError(
             f"{' '.join(command)} ended with {process.returncode}:\n"

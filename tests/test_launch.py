@@ -1,0 +1,84 @@
+"""Launchers end with the context they are in, and their ranks with them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import ENVIRONMENT
+
+from autopar.runtime.launch import launch, running
+
+QUIET = "autopar.runtime.quiet_torchrun"
+RANK = """
+import os, signal
+os.write(1, b"%d\\n" % os.getpid())
+{then}
+"""
+
+
+def script(folder: Path, then: str) -> str:
+    """What a rank runs: it says its process id, without anything that takes time."""
+    path = folder / "rank.py"
+    path.write_text(RANK.format(then=then))
+    return str(path)
+
+
+def quiet(path: str) -> list[str]:
+    start = [sys.executable, "-m", QUIET, "--standalone", "--nproc-per-node", "2"]
+    return [*start, path]
+
+
+def alive(number: int) -> bool:
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_no_rank_outlives_a_signal(tmp_path: Path, how: signal.Signals) -> None:
+    """Whatever ends us, ranks are gone when we go on, and nothing is printed."""
+    command = quiet(script(tmp_path, "signal.pause()"))
+    ended = KeyboardInterrupt if how == signal.SIGINT else SystemExit
+    before, ranks = signal.getsignal(how), list[int]()
+    said = tmp_path / "said"
+    with (
+        said.open("w") as errors,
+        pytest.raises(ended),
+        running(
+            command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=errors
+        ) as process,
+    ):
+        ranks += [int(process.stdout.readline()) for _ in range(2)]
+        assert all(map(alive, ranks))
+        signal.raise_signal(how)
+    assert len(ranks) == 2 and not any(map(alive, ranks))
+    assert said.read_text() == "" and signal.getsignal(how) is before
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_its_time(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        launch(2, ["profile", "-o", str(tmp_path / "mine.json")], seconds=0)
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            assert str(tmp_path).encode() not in process.read_bytes()
+        except OSError:
+            continue  # it ended meanwhile
+
+
+@pytest.mark.slow
+def test_the_status_is_that_of_the_rank_that_failed(tmp_path: Path) -> None:
+    then = "os.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else signal.pause()"
+    command = quiet(script(tmp_path, then))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with running(command, env=ENVIRONMENT, **pipes) as process:
+        _, said = process.communicate()
+    assert (process.returncode, said) == (128 + signal.SIGKILL, "")
