@@ -14,6 +14,7 @@ from autopar.runtime.alarm import (
     BEAT,
     EXIT,
     NO_LAUNCHER,
+    TOLD,
     Alarm,
     Terminated,
     guarded,
@@ -183,10 +184,23 @@ def test_a_launcher_that_stops_us_is_obeyed(alarms: list[Alarm]) -> None:
         signal.raise_signal(signal.SIGTERM)
 
     assert guarded(alarms[0], body) == 128 + signal.SIGTERM
+    assert alarms[1].reason() == TOLD
     signal.raise_signal(signal.SIGTERM)  # it is ending: nothing is raised any more
+    assert guarded(alarms[1], body) == 128 + signal.SIGTERM
     assert issubclass(Terminated, BaseException)
     assert not issubclass(Terminated, Exception)
 
 
 def test_work_that_ends_well_is_status_0(alarms: list[Alarm]) -> None:
     assert guarded(alarms[0], lambda: None) == 0
+
+
+def test_a_rank_that_is_interrupted_is_told(
+    alarms: list[Alarm], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body() -> None:
+        raise KeyboardInterrupt
+
+    assert guarded(alarms[1], body) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == ""
+    assert alarms[0].reason() == "rank 1 failed: interrupted"

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,17 @@ def alive(number: int) -> bool:
     return True
 
 
+@pytest.fixture(params=[signal.SIGTERM, signal.SIGINT])
+def how(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
+    """A signal, handled as in a terminal: who runs the tests may ignore some."""
+    number = request.param
+    usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    before = signal.signal(number, usual)
+    yield number
+    signal.signal(number, before)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_no_rank_outlives_a_signal(tmp_path: Path, how: signal.Signals) -> None:
     """Whatever ends us, ranks are gone when we go on, and nothing is printed."""
     command = quiet(script(tmp_path, "signal.pause()"))

@@ -24,6 +24,7 @@ from passes.errors import AutoparError
 BEAT = 0.5  # seconds between signs of life
 FAILURE = "autopar/failure"
 NO_LAUNCHER = "torchrun is gone, and so its ranks stop"
+TOLD = "torchrun ends this run"
 EXIT = 13  # status of a rank that stops because of another one
 
 
@@ -67,8 +68,13 @@ class Alarm:
 
     def publish(self, what: str) -> None:
         """Tell the others that this rank failed; the first to fail is kept."""
+        self.agree(f"rank {self.rank} failed: {what}")
+
+    def agree(self, what: str) -> str:
+        """Say this unless something was said; returns what was said first."""
         with suppress(RuntimeError):  # without a store there are no others
-            self._say(f"rank {self.rank} failed: {what}")
+            return self.store.compare_set(FAILURE, "", what).decode()
+        return what
 
     def reason(self) -> str | None:
         """After an error of communication: which ranks failed, if any did."""
@@ -82,17 +88,11 @@ class Alarm:
             after = self._beats(range(self.world))
             # One that never beat has not started, and may only be slow.
             gone = [r for r in before if r != self.rank and 0 < before[r] == after[r]]
-            if gone:
-                self._say(_no_answer(gone))
-            return self._said()
+            return self.agree(_no_answer(gone)) if gone else self._said()
         except RuntimeError:
             return NO_LAUNCHER
 
     # --- the store -----------------------------------------------------------------
-
-    def _say(self, what: str) -> None:
-        """The first to speak is heard, by all."""
-        self.store.compare_set(FAILURE, "", what)
 
     def _said(self) -> str | None:
         """What was said first, without waiting for it."""
@@ -125,7 +125,7 @@ class Alarm:
         if beat != self._seen or beat == 0 or neighbour == self.rank:
             self._seen, self._since = beat, now
         elif now - self._since > self.patience:
-            self._say(_no_answer([neighbour]))
+            return self.agree(_no_answer([neighbour]))
         return self._said()
 
 
@@ -157,6 +157,7 @@ def guarded(alarm: Alarm, body: Callable[[], None]) -> int:
         finally:  # told to end while it ends, a rank would only say less of why
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except KeyboardInterrupt:
+        alarm.publish("interrupted")
         return 128 + signal.SIGINT
     except AutoparError as error:
         alarm.publish(str(error))
@@ -165,13 +166,13 @@ def guarded(alarm: Alarm, body: Callable[[], None]) -> int:
     except (RuntimeError, Terminated) as error:
         # A peer that is gone or late shows as a plain RuntimeError of gloo.
         said = alarm.reason()
-        if said is not None:
-            complain(alarm.store, said)
-            return EXIT
-        if isinstance(error, Terminated):
-            return 128 + signal.SIGTERM
-        alarm.publish(_first_line(error))
-        raise
+        if said is None and isinstance(error, RuntimeError):
+            alarm.publish(_first_line(error))
+            raise
+        # Where all are well, it is not because of a rank that torchrun ends them.
+        said = said or alarm.agree(TOLD)
+        complain(alarm.store, said)
+        return EXIT if said != TOLD else 128 + signal.SIGTERM
     except Exception as error:
         alarm.publish(_first_line(error))
         raise
