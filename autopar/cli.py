@@ -25,6 +25,7 @@ from autopar.commands.cli_profile import add_profile
 from autopar.commands.cli_simulate import add_simulate
 from autopar.commands.demo import demo
 from autopar.compiler import compile_offline
+from autopar.machine.machine import host_memory
 from autopar.models import (
     LoadedModel,
     ModelError,
@@ -41,7 +42,7 @@ from autopar.reports.proof import verification_data, verification_table
 from autopar.runtime.emitted import listing
 from autopar.store import StoredPlan, save_plan
 from autopar.training.run import RunOptions, run, vocab_of
-from autopar.verify import verify
+from autopar.verify import check_room, verify
 from passes.errors import AutoparError, HintError
 from passes.mesh import Mesh
 from passes.plan import (
@@ -352,6 +353,7 @@ def verify_command(arguments: argparse.Namespace) -> int:
             fix="compile and verify it with fewer layers: they are all alike",
         )
     program, model = stored.program, loaded.model
+    check_room(program, host_memory())
     vocab = loaded.vocab or vocab_of(program)
     if loaded.batch is not None:
         batch: Mapping = with_samples(loaded.batch, program.batch_extent)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from autopar.runtime.shards import owns, put_shard, take_shard
 from autopar.runtime.virtual import run_virtual
 from autopar.training.reference import reference_step
 from passes.errors import AutoparError
+from passes.plan import SPLIT
 from passes.program import Program
 
 # Relative error that rounding explains, by dtype of the parameters.
@@ -120,6 +122,23 @@ def verify(
         away, reference_away = find_errors(found, exact), find_errors(want, exact)
     ours, theirs = found[0].item(), want[0].item()
     return Verification(ours, theirs, errors, tolerance, away, reference_away)
+
+
+def check_room(program: Program, memory: float) -> None:
+    """Raises VerificationFailed where the model's own forward, of the whole batch on
+    one device, keeps more than so many bytes for its backward."""
+    plan = program.plan
+    ranks = [n for axis, n in plan.mesh.axes if "batch" in SPLIT.get(axis, ())]
+    microbatches = plan.microbatches * prod(ranks)
+    # At least: a rank's microbatch is split by other axes too, and recomputed.
+    least = microbatches * sum(stage.footprint.saved for stage in program.stages)
+    if least > memory:
+        raise VerificationFailed(
+            f"to compare with, the model runs the whole batch of "
+            f"{program.batch_extent} samples on one device, and keeps "
+            f"{least / 2**30:.0f} GiB at least: there are {memory / 2**30:.0f} GiB",
+            fix="verify the same plan of a smaller batch, or of fewer layers",
+        )
 
 
 def rounding(model: nn.Module, precision: torch.dtype | None) -> float:

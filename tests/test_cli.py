@@ -204,6 +204,18 @@ def test_a_model_too_big_to_run_is_not_built(
     assert "too big to run here" in capsys.readouterr().err
 
 
+def test_a_batch_too_big_to_compare_is_refused(
+    plan: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = load_plan(plan).program
+    saved = sum(stage.footprint.saved for stage in program.stages)
+    monkeypatch.setattr("autopar.cli.host_memory", lambda: 2 * saved)
+    assert main(["verify", plan]) == 0
+    monkeypatch.setattr("autopar.cli.host_memory", lambda: 2 * saved - 1)
+    assert main(["verify", plan]) == 2
+    assert "the whole batch of 4 samples on one device" in capsys.readouterr().err
+
+
 def test_a_wrong_program_fails_its_proof(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

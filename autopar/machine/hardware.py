@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from autopar.machine.machine import cores as usable_cores
+from autopar.machine.machine import host_memory
 from autopar.runtime.launch import rank_threads
 from passes.price.cluster import Cluster, ClusterError, Device, Level
 
@@ -98,7 +99,7 @@ def this_cluster(devices: int) -> Cluster:
         memory = min(memory, device.memory)
     else:
         device = DEVICES["CPU"]
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / on_node
+        memory = host_memory() / on_node
         cores = usable_cores() / rank_threads() * devices / on_node
     cluster = with_memory(make_cluster(device, devices, on_node), memory)
     return replace(cluster, cores=cores)

@@ -20,12 +20,17 @@ def machine_text() -> str:
         memory = torch.cuda.get_device_properties().total_memory
         what = f"{torch.cuda.get_device_name()}, {memory / 2**30:.0f} GiB"
     else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = host_memory()
         threads = rank_threads()
         what = f"{_processor()} ({platform.machine()}), {cores()} cores"
         what += f", {memory / 2**30:.0f} GiB, {threads} thread"
         what += f"{'s' if threads > 1 else ''} a rank"
     return f"{what}, torch {torch.__version__}"
+
+
+def host_memory() -> int:
+    """Bytes that this machine's processors have."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def cores() -> int:
