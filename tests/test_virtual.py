@@ -1,5 +1,6 @@
 import sys
 import threading
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -247,3 +248,22 @@ def test_who_waits_for_a_collective_is_listed():
 
     with pytest.raises(Deadlock, match=r"rank 0 .*waits in all_gather.* for rank 1"):
         run_virtual(Mesh.parse("tp=2"), 1, body)
+
+
+def test_an_interrupt_leaves_no_thread(monkeypatch):
+    """One that outlives Python may abort the process."""
+    started = threading.Event()
+
+    class Interrupted(SimpleQueue):
+        def get(self):
+            started.wait()
+            raise KeyboardInterrupt
+
+    def work_on(comm):
+        started.set()
+        while True:
+            comm.all_reduce(torch.ones(1), ("tp",))
+
+    monkeypatch.setattr("autopar.runtime.baton.SimpleQueue", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        virtual(work_on)

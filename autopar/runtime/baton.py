@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
+from queue import SimpleQueue
 from typing import NoReturn
 
 
@@ -25,11 +26,12 @@ class Baton:
         self._waits: dict[int, tuple[Hashable, Callable[[], str]]] = {}
         self._gates = [threading.Lock() for _ in range(n)]
         self._failure: BaseException | None = None
+        self._ended: SimpleQueue[int] = SimpleQueue()
 
     def run(self, body: Callable[[int], None]) -> None:
         """Run body(i) in every thread to its end, then raise what one of them raised.
 
-        An interrupt of the caller ends the threads where they next wait.
+        An interrupt of the caller ends the threads where they next wait, and then it.
         """
         threads = []
         for i, gate in enumerate(self._gates):
@@ -39,11 +41,15 @@ class Baton:
             threads.append(thread)
         self._hand_on()
         try:
-            for thread in threads:
-                thread.join()
+            for _ in threads:
+                # Not by join: interrupted, it takes a thread that still runs for ended.
+                self._ended.get()
         except BaseException as interrupt:
             self._failure = interrupt
             raise
+        finally:  # a thread that outlives Python may abort the process
+            for thread in threads:
+                thread.join()
         if self._failure is not None:
             raise self._failure
 
@@ -83,6 +89,7 @@ class Baton:
             self._failure = self._failure or error
         finally:
             self._hand_on()
+            self._ended.put(i)
 
     def _hand_on(self) -> None:
         """Give the baton to the next thread that can run."""
