@@ -134,7 +134,7 @@ def test_a_rank_killed_during_a_save(tmp_path: Path, call: int) -> None:
     mark(step, 1)
     step.save(tmp_path)
     with pytest.raises(RankFailed):
-        run_ranks(die_as_rank_1, 2, tmp_path, call, seconds=30)
+        run_ranks(die_as_rank_1, 2, tmp_path, call)
     assert check(step, tmp_path) == [1]
 
 

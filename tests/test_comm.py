@@ -293,11 +293,8 @@ def test_virtual_ranks(mesh, zigzag, check):
     run_virtual(Mesh.parse(mesh), 1, check_one)
 
 
-def check_all(mesh, seconds):
-    comm = ProcessComm(
-        Mesh.parse(mesh), groups=AXES, timeout=timedelta(seconds=seconds)
-    )
-    return check_all_of(comm)
+def check_all(mesh):
+    return check_all_of(ProcessComm(Mesh.parse(mesh), groups=AXES))
 
 
 def check_all_of(comm):
@@ -312,7 +309,7 @@ def check_all_of(comm):
 @pytest.mark.parametrize("mesh", MESHES)
 def test_real_ranks(mesh):
     """Every check on gloo, where the ranks make just the calls that virtual ones do."""
-    calls = run_ranks(check_all, Mesh.parse(mesh).size, mesh, 60)
+    calls = run_ranks(check_all, Mesh.parse(mesh).size, mesh)
     assert calls == run_virtual(Mesh.parse(mesh), 1, check_all_of)
 
 

@@ -59,8 +59,8 @@ RING = [(0, 1), (1, 0), (1, 2), (2, 1), (0, 2), (2, 0)]
 
 
 def everyone_sends_first() -> list[float]:
-    comm = ProcessComm(Mesh.parse("pp=3"), timeout=timedelta(seconds=20))
-    comm._lanes = open_lanes(comm.rank, RING, comm.device, timedelta(seconds=20))
+    comm = ProcessComm(Mesh.parse("pp=3"), timeout=timedelta(seconds=200))
+    comm._lanes = open_lanes(comm.rank, RING, comm.device, timedelta(seconds=200))
     assert set(comm._lanes) == {pair for pair in RING if comm.rank in pair}
     others = [rank for rank in range(3) if rank != comm.rank]
     for other in others:

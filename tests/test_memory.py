@@ -169,7 +169,7 @@ def measured(executor: Executor, case: Case) -> dict[str, int]:
     ids=["few", "many"],
 )
 def test_memory_is_that_of_a_run(settings):
-    ranks = run_ranks(rank_memory, 2, settings, seconds=300)
+    ranks = run_ranks(rank_memory, 2, settings)
     for rank, results in enumerate(ranks):
         for options, (alive, program) in zip(settings, results, strict=True):
             predicted = program.memory[rank]

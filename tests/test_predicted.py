@@ -46,7 +46,7 @@ def test_predicted_bytes_are_those_of_a_run() -> None:
     """Parameters, gradients, optimizer and all that a step has alive, rank by rank."""
     plans = [planner(2).choice(choice) for choice in MEASURED]
     jobs = [Job(MODEL, 128, planner(2).samples, p.plan) for p in plans]
-    found = run_ranks(measure_peaks, 2, jobs, seconds=120)
+    found = run_ranks(measure_peaks, 2, jobs)
     for rank, peaks in enumerate(found):
         for plan, peak in zip(plans, peaks, strict=True):
             mesh = plan.estimate.candidate.mesh

@@ -124,7 +124,7 @@ def test_messages_between_two_ranks_are_measured() -> None:
     assert set(first.points) == {(kind, 2, 1) for kind in kinds}
     for points in first.points.values():
         assert [bytes for bytes, _ in points] == [256, 4096]
-        assert all(0 < seconds < 10 for _, seconds in points)
+        assert all(seconds > 0 for _, seconds in points)
 
 
 def test_groups_of_all_strides_are_measured() -> None:

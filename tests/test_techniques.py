@@ -86,7 +86,7 @@ def check(one: Draw, results: Sequence[Result]) -> None:
 @pytest.fixture(scope="module")
 def results() -> dict[str, list[Result]]:
     """Of each trial, what each rank found: processes start once for all."""
-    by_rank = run_ranks(on_ranks, RANKS, list(TRIALS.values()), seconds=120)
+    by_rank = run_ranks(on_ranks, RANKS, list(TRIALS.values()))
     return dict(zip(TRIALS, map(list, zip(*by_rank, strict=True)), strict=True))
 
 
@@ -107,7 +107,7 @@ def test_dropout_and_frozen_weights_are_there_to_be_seen(results) -> None:
 @pytest.mark.slow
 def test_random_combinations_on_four_processes() -> None:
     drawn = [one for one in map(draw, range(5, 1000, 9)) if size(one) == RANKS][:12]
-    by_rank = run_ranks(on_ranks, RANKS, drawn, seconds=240)
+    by_rank = run_ranks(on_ranks, RANKS, drawn)
     for one, *found in zip(drawn, *by_rank, strict=True):
         check(one, found)
 

@@ -49,7 +49,7 @@ class RunOptions:
     seed: int = 0
     reference: bool = False
     as_json: bool = False
-    timeout: float = 30.0
+    timeout: float = 300.0
     warmup: int = 0
     save: Path | None = None
     save_every: int = 0
