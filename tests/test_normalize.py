@@ -75,6 +75,12 @@ FORMS: list[tuple[str, Callable[..., Tensor], str]] = [
     ),
     ("empty cache", lambda m, x, y: torch.cat([torch.ones(0).double(), x]) * 2, "mul"),
     ("cat", lambda m, x, y: torch.cat([x, x], -1) * 2, "cat mul"),
+    ("halves written", lambda m, x, y: written(x) * 2, "slice slice cat mul"),
+    (
+        "a row written",
+        lambda m, x, y: row(x) * 2,
+        "mul select add reshape slice slice cat mul",
+    ),
     ("new ones", lambda m, x, y: x * x.new_ones(8), "ones mul"),
     ("full like", lambda m, x, y: x * torch.full_like(x, 3), "full mul"),
     ("mean", lambda m, x, y: x.mean(), "sum mul"),
@@ -89,6 +95,18 @@ FORMS: list[tuple[str, Callable[..., Tensor], str]] = [
 def gelu(x: Tensor) -> Tensor:
     inner = math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))
     return 0.5 * x * (1.0 + torch.tanh(inner))
+
+
+def written(x: Tensor) -> Tensor:
+    h = torch.empty_like(x)
+    h[..., :3], h[..., 3:] = x[..., 5:], x[..., :5]
+    return h
+
+
+def row(x: Tensor) -> Tensor:
+    h = x * 1.0
+    h[:, 2] += 1
+    return h
 
 
 def grid(rows: int, columns: int) -> tuple[Tensor, Tensor]:

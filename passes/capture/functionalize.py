@@ -1,8 +1,7 @@
 """functionalize: a program without side effects. A write in place becomes a new value.
 
-After `x.mul_(2)`, whatever reads x reads the new value. That is the same program as
-long as nobody looks at the old memory by another name: a view of x, or what x is a view
-of.
+After `x.mul_(2)`, whatever reads x reads the new value. What x is a view of gets the
+new value put back (`views`), and other views of that are taken anew when they are read.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ from typing import Any
 
 import torch
 
+from passes.capture.views import is_view, put_back
 from passes.errors import CaptureError
-from passes.graph import Graph, Node, Value, resolve, short
+from passes.graph import Builder, Graph, Node, Value, resolve, short
 
 # Ops that draw random numbers in a way that later passes make independent of the plan.
 KNOWN_CHANCE = {"aten.dropout", "aten.dropout_", "aten.scaled_dot_product_attention"}
@@ -33,22 +33,22 @@ def functionalize(graph: Graph) -> Graph:
 
     A write to the batch makes a new value too: the caller's tensor stays as it was.
     Raises: CaptureError on a write to what outlives the step (a parameter, a buffer, a
-    tensor that the model holds), or to memory that is read later by another name, and
-    on random numbers other than those of dropout.
+    tensor that the model holds), or to memory that is read later by a name of which
+    it is not sure that it is a view, and on random numbers other than those of dropout.
     """
     memory = _Memory(graph)
-    nodes = []
+    nodes = memory.builder.nodes
     for position, node in enumerate(graph.nodes):
         _refuse_chance(node)
         new = node.substitute(memory.now)
         if _operator(node)._schema.is_mutable:
             target = _target(node)
-            memory.check(target, node, position)
-            new = replace(new, op=_without_write(node))
-            memory.write(target, node.out)
+            shared = memory.check(target, node, position)
+            nodes.append(replace(new, op=_without_write(node)))
+            memory.write(target, node.out, shared)
         else:
             memory.note_views(node)
-        nodes.append(new)
+            nodes.append(new)
     outputs = tuple(map(memory.now, graph.outputs))
     return replace(graph, nodes=tuple(nodes), outputs=outputs).verify()
 
@@ -80,6 +80,11 @@ class _Memory:
         self.current: dict[str, Value] = {}  # first name -> what the tensor holds now
         self.root: dict[str, str] = {}  # first name -> whose memory it sees
         self.sharers: dict[str, list[str]] = {}  # root -> who sees its memory
+        self.views: dict[str, Node] = {}  # first name -> what took the view
+        self.writes: dict[str, int] = {}  # root -> how many writes its views must see
+        self.seen: dict[str, int] = {}  # first name -> how many of them it has seen
+        made = (v for node in graph.nodes for v in node.results)
+        self.builder = Builder.beside([*graph.sources, *made])
         self.last_read: dict[str, int] = {}
         self.lasting = {v.name: "parameter" for v in graph.params}
         self.lasting |= {v.name: "buffer" for v in graph.buffers}
@@ -91,7 +96,17 @@ class _Memory:
             self.last_read[v.name] = len(graph.nodes)
 
     def now(self, v: Value) -> Value:
-        return self.current.get(self._first(v.name), v)
+        """What the tensor holds now, taken anew if a write through another name made
+        it stale."""
+        first = self._first(v.name)
+        writes = self.writes.get(self._root(first), 0)
+        if first in self.views and self.seen.get(first, 0) < writes:
+            node = self.views[first]
+            args = (self.now(node.operands[0]), *node.args[1:])
+            out = self.builder.value(first, node.out.shape, node.out.dtype)
+            self.builder.nodes.append(replace(node, args=args, outs=(out,)))
+            self.current[first], self.seen[first] = out, writes
+        return self.current.get(first, v)
 
     def note_views(self, node: Node) -> None:
         """Remember what the results of a node share memory with."""
@@ -106,9 +121,13 @@ class _Memory:
             if not copied:
                 self.root[v.name] = root
                 self.sharers.setdefault(root, [root]).append(v.name)
+                self.seen[v.name] = self.writes.get(root, 0)
+                if is_view(node):
+                    self.views[v.name] = node
 
-    def check(self, target: Value, node: Node, position: int) -> None:
-        """Refuse a write that somebody else would see."""
+    def check(self, target: Value, node: Node, position: int) -> bool:
+        """Whether the write must be seen by other names, which are known to be views;
+        refuse it if they may be copies."""
         first = self._first(target.name)
         root = self._root(target.name)
         write = short(node.op)
@@ -120,23 +139,51 @@ class _Memory:
                 fix="compute it anew in each forward, or keep it out of forward (for "
                 "running statistics: freeze them with .eval())",
             )
-        for other in self.sharers.get(root, []):
-            read_later = self.last_read.get(other, -1) > position
-            if self._first(other) != first and read_later:
+        others = [
+            name
+            for name in self.sharers.get(root, [])
+            if self._first(name) != first and self.last_read.get(name, -1) > position
+        ]
+        for other in others:
+            if not (self._is_view(first, root) and self._is_view(other, root)):
                 raise CaptureError(
-                    f"'{write}' writes in place into a view: %{target.name} shares "
-                    f"memory with %{other}, which is read later",
+                    f"'{write}' writes in place into what may be a view: "
+                    f"%{target.name} may share memory with %{other}, which is read "
+                    "later",
                     source=str(node.where),
                     fix="make a new tensor: y = x.mul(2) instead of x.mul_(2), "
                     "torch.where or torch.cat instead of x[...] = y",
                 )
+        return bool(others)
 
-    def write(self, target: Value, result: Value) -> None:
+    def _is_view(self, name: str, root: str) -> bool:
+        """Whether only views lead from the root to this tensor, or it is the root."""
+        name = self._first(name)
+        while name != root:
+            if name not in self.views:
+                return False
+            name = self._first(self.views[name].operands[0].name)
+        return True
+
+    def write(self, target: Value, result: Value, shared: bool) -> None:
+        """The tensor holds the result now; so does what it is a view of, if shared."""
         first = self._first(target.name)
-        self.tensor[result.name] = first
-        self.current[first] = result
         root = self._root(first)
+        self.tensor[result.name] = first
         self.sharers.setdefault(root, [root]).append(result.name)
+        if not shared:
+            self.current[first] = result
+            return
+        path = [first]
+        while path[-1] != root:
+            path.append(self._first(self.views[path[-1]].operands[0].name))
+        values = [result]
+        for part in path[:-1]:
+            base = self.now(self.views[part].operands[0])
+            values.append(put_back(self.builder, self.views[part], base, values[-1]))
+        self.writes[root] = self.writes.get(root, 0) + 1
+        for name, value in zip(path, values, strict=True):
+            self.current[name], self.seen[name] = value, self.writes[root]
 
     def _first(self, name: str) -> str:
         return self.tensor.get(name, name)

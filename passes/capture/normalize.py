@@ -18,6 +18,7 @@ from passes.capture.rewrite import Rewriter, Rule
 from passes.capture.spell_attention import attention, emit_dropout
 from passes.capture.spell_experts import looked_up_product
 from passes.capture.spell_groups import repeat_interleave
+from passes.capture.spell_pieces import PIECE_RULES
 from passes.capture.trace import Traced
 from passes.errors import CaptureError
 from passes.graph import Graph, Node, Value
@@ -99,7 +100,8 @@ def embedding(_: Rewriter, node: Node) -> None:
         )
 
 
-def expand(_: Rewriter, node: Node) -> Value | None:
+def unchanged(_: Rewriter, node: Node) -> Value | None:
+    """expand, slice, repeat: of nothing, or of all."""
     x = node.operands[0]
     return x if x.shape == node.out.shape else None
 
@@ -318,7 +320,8 @@ CLEAN: dict[str, Rule] = {
             "full_like",
         )
     },
-    "aten.expand": expand,
+    "aten.expand": unchanged,
+    **PIECE_RULES,
     "aten.cat": cat,
     "aten.dropout": dropout,
     "aten.repeat_interleave": repeat_interleave,

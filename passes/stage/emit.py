@@ -217,6 +217,7 @@ class _Emitter:
         if kind == "autopar":
             return f"kernels.{name}({', '.join([*args, *kwargs])})"
         if not node.operands:
+            kwargs = [k for k in kwargs if not k.startswith("device=")]
             kwargs.append("device=c.device")
         if node.op in SPELLINGS:
             return SPELLINGS[node.op](args, kwargs)
@@ -330,4 +331,8 @@ SPELLINGS: dict[str, Callable[[list[str], list[str]], str]] = {
     "aten.native_layer_norm.default": _plain("torch.native_layer_norm"),
     "aten.log.default": _plain("torch.log"),
     "aten.rsqrt.default": _plain("torch.rsqrt"),
+    # Pairs must lie next to each other, which gradients of views do not.
+    "aten.view_as_complex.default": lambda args, _: (
+        f"torch.view_as_complex({args[0]}.contiguous())"
+    ),
 }
