@@ -79,7 +79,7 @@ FORMS: list[tuple[str, Callable[..., Tensor], str]] = [
     (
         "a row written",
         lambda m, x, y: row(x) * 2,
-        "mul select add reshape slice slice cat mul",
+        "mul select add slice slice reshape cat mul",
     ),
     ("new ones", lambda m, x, y: x * x.new_ones(8), "ones mul"),
     ("full like", lambda m, x, y: x * torch.full_like(x, 3), "full mul"),

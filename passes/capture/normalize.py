@@ -19,6 +19,7 @@ from passes.capture.spell_attention import attention, emit_dropout
 from passes.capture.spell_experts import looked_up_product
 from passes.capture.spell_groups import repeat_interleave
 from passes.capture.spell_pieces import PIECE_RULES
+from passes.capture.split_products import split_products
 from passes.capture.trace import Traced
 from passes.errors import CaptureError
 from passes.graph import Graph, Node, Value
@@ -26,9 +27,9 @@ from passes.graph import Graph, Node, Value
 
 def normalize(traced: Traced) -> Traced:
     """Bring the graph to its normal form. The loss stays the same function."""
-    graph = traced.graph
-    for rules in (CLEAN, MEANING):
-        graph = Rewriter(graph, traced.literals).run(rules)
+    graph = Rewriter(traced.graph, traced.literals).run(CLEAN)
+    graph = split_products(Rewriter(graph, traced.literals))
+    graph = Rewriter(graph, traced.literals).run(MEANING)
     graph = number_dropouts(graph)
     literals = {v.name: traced.literals[v.name] for v in graph.constants}
     return replace(traced, graph=graph, literals=literals)

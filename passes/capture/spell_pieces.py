@@ -154,9 +154,36 @@ def bounds(node: Node, x: Value) -> tuple[Value, int, int, int, int]:
     return (x, dim, *slice(start, end, step).indices(x.shape[dim]))
 
 
+def tensor_split(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...] | None:
+    """`tensor_split` with other arguments is `split_with_sizes`."""
+    x = node.operands[0]
+    given = node.args[2] if len(node.args) > 2 else 0
+    dim = int(node.kwargs.get("dim", given)) % len(x.shape)
+    sizes = tuple(v.shape[dim] if v else 0 for v in node.outs)
+    op, args = "aten.split_with_sizes.default", (x, sizes, dim)
+    return rewriter.keep(replace(node, op=op, args=args, kwargs={}))
+
+
+def glu(rewriter: Rewriter, node: Node) -> Value:
+    """The first half times the sigmoid of the second."""
+    x, out = node.operands[0], node.out
+    dim = int(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", -1))
+    dim %= len(x.shape)
+    halves = tuple(Value(f"half_{i}", out.shape, x.dtype) for i in range(2))
+    args = (x, (out.shape[dim],) * 2, dim)
+    first, second = rewriter.keep(
+        Node("aten.split_with_sizes.default", args, {}, halves, node.where)
+    )
+    like = {"shape": out.shape, "dtype": out.dtype, "where": node.where}
+    gate = rewriter.emit("aten.sigmoid.default", second, **like)
+    return rewriter.emit("aten.mul.Tensor", first, gate, **like)
+
+
 PIECE_RULES: dict[str, Rule] = {
     "aten.slice": slice_,
     "aten.slice_scatter": slice_scatter,
     "aten.select_scatter": select_scatter,
     "aten.copy": copy,
+    "aten.tensor_split": tensor_split,
+    "aten.glu": glu,
 }

@@ -14,9 +14,10 @@ import torch
 from passes.cost import PRODUCTS
 from passes.dims.name_dims import Factor
 from passes.dims.origins import Origin
-from passes.graph import DTYPES, Node
+from passes.graph import DTYPES, Node, Value
 from passes.mesh import TIME
 from passes.shard.propagate import Sharded
+from passes.shard.rest import find_casts
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a layer, in `h.3.attn`
 TOKENS = ("batch", "seq")  # dims of the data, which no weight has
@@ -27,7 +28,11 @@ def find_notes(sharded: Sharded) -> tuple[str, ...]:
     """Lines for the user, those about the whole model first."""
     plan = sharded.plan
     axes = [a for a in plan.axes if a not in (TIME, *plan.data_axes)]
-    notes = [note for axis in axes for note in _unsplit(sharded, axis)]
+    notes = [
+        note
+        for axis in axes
+        for note in (*_unsplit(sharded, axis), *_held_whole(sharded, axis))
+    ]
     return (
         *notes,
         *_without_experts(sharded),
@@ -83,6 +88,36 @@ def _unsplit(sharded: Sharded, axis: str) -> list[str]:
             f"weights{fix}"
         )
     return notes
+
+
+def _held_whole(sharded: Sharded, axis: str) -> list[str]:
+    """Weights that are cut unevenly, where the axis splits the products of the pieces:
+    no rank could hold a part of each piece in one even share."""
+    graph = sharded.graph
+    casts = find_casts(graph.nodes, graph.params)
+    cut_from: dict[str, Value] = {}
+    found: dict[str, None] = {}
+    for node, labels in zip(graph.nodes, sharded.labels, strict=True):
+        if node.op == "aten.split_with_sizes.default":
+            whole = node.operands[0]
+            whole = cut_from.get(whole.name, whole)
+            if sharded.named.origins[whole.name] is Origin.PARAM:
+                cut_from |= {v.name: whole for v in node.results}
+        label = labels[axis]
+        if not isinstance(label, Factor):
+            continue
+        for which in {which for which, _, _ in label.operands}:
+            weight = cut_from.get(node.operands[which].name)
+            if weight is not None and len(weight.shape) > 1:
+                found[NUMBER.sub("*", casts.get(weight.name, weight.name))] = None
+    if not found:
+        return []
+    names = ", ".join(list(found)[:SHOWN])
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return [
+        f"{axis} splits the work of {names}{more}, but its ranks all hold the weights, "
+        "which the model cuts into uneven pieces: one weight for each piece saves memory"
+    ]
 
 
 def _too_small(sharded: Sharded, axis: str, nodes: list[Node]) -> tuple[str, str]:

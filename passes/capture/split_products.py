@@ -1,0 +1,188 @@
+"""split_products: one product of several weights in one becomes a product of each.
+
+    q, k, v = linear(x, w).split([32, 16, 16], -1)      fused projections
+    linear(cat([y, z], -1), w)                          fused outputs
+
+The pieces of a dim that is cut unevenly are dims of their own: heads of q are not those
+of k. As one weight none of them could be split over ranks; so the weight is cut, and
+each piece has a product of its own. Even pieces stay in one product: their dim is,
+without loss, (which piece, place in it).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from passes.capture.rewrite import Rewriter, Rule
+from passes.capture.spell_pieces import bounds
+from passes.graph import Graph, Node, Value, Where
+
+LINEAR, MATMUL, ADD = "aten.linear.default", "aten.matmul.default", "aten.add.Tensor"
+CUTS = ("aten.split", "aten.split_with_sizes", "aten.chunk")
+JOINED = 3  # pieces at most that are not joined before a product: an output for each
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Pieces of x along a dim, in order, that make up all of it and are all its uses.
+
+    product: what made x (linear or matmul, of w [n,k] or [k,n]), if nothing else reads
+    its result. bias [n]: what was added to it.
+    """
+
+    x: Value
+    dim: int
+    pieces: tuple[Value, ...]
+    product: Node
+    bias: Value | None
+
+    @property
+    def even(self) -> bool:
+        return len({v.shape[self.dim] for v in self.pieces}) == 1
+
+
+def split_products(rewriter: Rewriter) -> Graph:
+    """Rewrite the rewriter's graph."""
+    graph = rewriter.graph
+    cuts = {v.name: cut for cut in find_cuts(graph) for v in cut.pieces}
+    uses = {name: len(nodes) for name, nodes in graph.consumers().items()}
+    made: dict[str, Value] = {}
+
+    def cut_up(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...] | None:
+        cut = next((cuts[v.name] for v in node.results if v.name in cuts), None)
+        if cut is None or (cut.even and node.op.rpartition(".")[0] in CUTS):
+            return None
+        if cut.pieces[0].name not in made:
+            take = _even_pieces if cut.even else _products
+            names = (v.name for v in cut.pieces)
+            made.update(zip(names, take(rewriter, cut, node.where), strict=True))
+        return tuple(made[v.name] if v else None for v in node.outs)
+
+    def joined(rewriter: Rewriter, node: Node) -> Value | None:
+        cat = rewriter.producer(node.operands[0], "aten.cat")
+        if cat is None or uses.get(cat.out.name, 0) != 1:
+            return None
+        return _sum_of_products(rewriter, node, cat)
+
+    rules: dict[str, Rule] = {"aten.slice": cut_up, **dict.fromkeys(CUTS, cut_up)}
+    return rewriter.run({**rules, LINEAR: joined, MATMUL: joined})
+
+
+def find_cuts(graph: Graph) -> Iterator[Cut]:
+    """What is cut into pieces, and nothing else, as soon as a product made it."""
+    producers, consumers = graph.producers(), graph.consumers()
+    for name, readers in consumers.items():
+        found = _pieces(readers)
+        if found is None or any(v.name == name for v in graph.outputs):
+            continue
+        x, dim, pieces = found
+        source, inner = x, math.prod(x.shape[dim:])
+        bias: Value | None = None
+        while len(consumers[source.name]) == 1 or source is x:
+            node = producers.get(source.name)
+            if node is None or (source.shape[-1] != inner and source is not x):
+                break
+            if node.op in (LINEAR, MATMUL) and len(node.operands[1].shape) == 2:
+                if source.shape[-1] == inner:
+                    yield Cut(x, dim, pieces, node, bias)
+                break
+            if node.op == ADD and bias is None and not node.kwargs:
+                sides = [v for v in node.operands if v.shape == (inner,)]
+                others = [v for v in node.operands if v.shape == source.shape]
+                if len(sides) != 1 or len(others) != 1:
+                    break
+                bias, source = sides[0], others[0]
+            elif node.op == "aten.reshape.default" and bias is None:
+                source = node.operands[0]
+            else:
+                break
+
+
+def _pieces(readers: list[Node]) -> tuple[Value, int, tuple[Value, ...]] | None:
+    """x, a dim, and the pieces along it, if all of x's readers cut it up along it."""
+    if not readers:
+        return None
+    first = readers[0]
+    x = first.operands[0]
+    if len(readers) == 1 and first.op.rpartition(".")[0] in CUTS:
+        given = first.args[2] if len(first.args) > 2 else 0
+        dim = int(first.kwargs.get("dim", given)) % len(x.shape)
+        pieces = first.results
+        return (x, dim, pieces) if len(pieces) > 1 else None
+    if any(node.op != "aten.slice.Tensor" for node in readers):
+        return None
+    cuts = sorted((bounds(node, x)[1:], node.out.name, node.out) for node in readers)
+    dims = {dim for (dim, *_), _, _ in cuts}
+    place = 0
+    for (_, start, end, step), _, _ in cuts:
+        if start != place or step != 1:
+            return None
+        place = end
+    if len(dims) != 1 or place != x.shape[dim := dims.pop()]:
+        return None
+    return x, dim, tuple(v for *_, v in cuts)
+
+
+def _even_pieces(rewriter: Rewriter, cut: Cut, where: Where) -> tuple[Value, ...]:
+    x = rewriter.replaced.get(cut.x.name, cut.x)
+    sizes = tuple(v.shape[cut.dim] for v in cut.pieces)
+    return _split(rewriter, x, sizes, cut.dim, where)
+
+
+def _products(rewriter: Rewriter, cut: Cut, where: Where) -> tuple[Value, ...]:
+    """Each piece by its rows of the weight, and its share of the bias."""
+    x, w = (rewriter.replaced.get(v.name, v) for v in cut.product.operands[:2])
+    inner = math.prod(cut.x.shape[cut.dim + 1 :])
+    sizes = tuple(v.shape[cut.dim] * inner for v in cut.pieces)
+    weights = _split(rewriter, w, sizes, int(cut.product.op == MATMUL), where)
+    biases: tuple[Value | None, ...] = (None,) * len(sizes)
+    if cut.bias is not None:
+        bias = rewriter.replaced.get(cut.bias.name, cut.bias)
+        biases = _split(rewriter, bias, sizes, 0, where)
+    found = []
+    for piece, size, weight, share in zip(
+        cut.pieces, sizes, weights, biases, strict=True
+    ):
+        shape, dtype = (*x.shape[:-1], size), piece.dtype
+        place = cut.product.where
+        y = rewriter.emit(
+            cut.product.op, x, weight, shape=shape, dtype=dtype, where=place
+        )
+        if share is not None:
+            y = rewriter.emit(ADD, y, share, shape=shape, dtype=dtype, where=place)
+        found.append(rewriter.reshape(y, piece.shape, where))
+    return tuple(found)
+
+
+def _sum_of_products(rewriter: Rewriter, node: Node, cat: Node) -> Value | None:
+    """The product of joined pieces: the sum of each piece's, by its columns of w."""
+    w, rank = node.operands[1], len(cat.out.shape)
+    along = cat.kwargs.get("dim", [*cat.args, 0][1]) % rank
+    pieces = cat.operands
+    if along != rank - 1 or len(w.shape) != 2 or len(pieces) > JOINED:
+        return None
+    sizes = tuple(v.shape[-1] for v in pieces)
+    weights = _split(rewriter, w, sizes, int(node.op == LINEAR), node.where)
+    total: Value | None = None
+    for piece, weight in zip(pieces, weights, strict=True):
+        like = {"shape": node.out.shape, "dtype": node.out.dtype, "where": node.where}
+        y = rewriter.emit(node.op, piece, weight, **like)
+        total = y if total is None else rewriter.emit(ADD, total, y, **like)
+    return total
+
+
+def _split(
+    rewriter: Rewriter, x: Value, sizes: tuple[int, ...], dim: int, where: Where
+) -> tuple[Value, ...]:
+    outs = tuple(
+        rewriter.builder.value(
+            "piece", (*x.shape[:dim], n, *x.shape[dim + 1 :]), x.dtype
+        )
+        for n in sizes
+    )
+    node = Node("aten.split_with_sizes.default", (x, sizes, dim), {}, outs, where)
+    rewriter.builder.nodes.append(node)
+    rewriter.made.update((v.name, node) for v in outs)
+    return outs
