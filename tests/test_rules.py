@@ -166,6 +166,28 @@ EXAMPLES: list[Example] = [
     lambda a, b, c, d: node("aten.stack.default", (x(a, b), x(a, b)), dim=-1),
     lambda a, b, c, d: node("aten.repeat_interleave.self_int", x(a, b, c), 3, dim=1),
     lambda a, b, c, d: node("aten.repeat_interleave.self_int", x(a, b), 2),
+    lambda a, b, c, d: node("aten.gather.default", x(b, c), 1, ints(b, d)),
+    lambda a, b, c, d: node("aten.gather.default", x(b, c, d), 0, ints(a, c, d)),
+    lambda a, b, c, d: node("aten.gather.default", x(c, d), 1, ints(b, d)),
+    lambda a, b, c, d: node("aten.scatter.value", x(b, d), 1, ints(b, c), -99.0),
+    lambda a, b, c, d: node("aten.scatter.src", x(b, d), 1, ints(b, a), x(b, a)),
+    lambda a, b, c, d: node(
+        "aten.scatter_add.default", x(c, d), 0, ints(a, d), x(a, d)
+    ),
+    lambda a, b, c, d: node("aten.max.dim", x(a, b, c), -1),
+    lambda a, b, c, d: node("aten.min.dim", x(a, b, c), 0, True),
+    lambda a, b, c, d: node("aten.max.default", x(a, b)),
+    lambda a, b, c, d: node("aten.max.other", x(a, 1, b), x(c, 1)),
+    lambda a, b, c, d: node("aten.linalg_vector_norm.default", x(a, b), 2.0),
+    lambda a, b, c, d: node(
+        "aten.linalg_vector_norm.default", x(a, b), 2.0, (1,), True
+    ),
+    lambda a, b, c, d: node("aten.roll.default", x(a, b, c), (1,), (1,)),
+    lambda a, b, c, d: node("aten.roll.default", x(a, b), (1,)),
+    lambda a, b, c, d: conv1d(x(a, b, d), x(b, 1, 2), x(b), groups=b),
+    lambda a, b, c, d: conv1d(x(a, b, d), x(c, b, 2)),
+    lambda a, b, c, d: conv1d(x(a, b, d), x(c, b, 2), x(c)),
+    lambda a, b, c, d: conv1d(x(a, 2 * b, d), x(2 * c, b, 2), groups=2),
     lambda a, b, c, d: attention(a, 3, 3, b, c, None, False),
     lambda a, b, c, d: attention(a, 2, 2, b, b, None, True),
     lambda a, b, c, d: attention(a, 6, 2, b, c, None, False),
@@ -176,6 +198,13 @@ EXAMPLES: list[Example] = [
 ]
 
 ALL = EXAMPLES + POINTWISE
+
+
+def conv1d(*operands: Value, groups: int = 1) -> Node:
+    bias = operands[2] if len(operands) > 2 else None
+    x, weight = operands[:2]
+    return node("aten.conv1d.default", x, weight, bias, (1,), (1,), (1,), groups)
+
 
 # Rules that tests on shards cannot speak about.
 PROVED_ELSEWHERE = {
@@ -269,7 +298,8 @@ NOT_PASSED = {
     *("aten.cumsum", "aten.embedding", "aten.layer_norm", "aten.mean"),
     *("aten.pad", "aten.repeat_interleave", "aten.rms_norm", "aten.tril", "aten.triu"),
     *("aten.where", "aten.zero", "autopar.attention", "autopar.expert_linear"),
-    "autopar.pick",
+    *("autopar.pick", "aten.gather", "aten.scatter", "aten.scatter_add", "aten.roll"),
+    "aten.conv1d",
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VOCAB, WIDTH, Block, Case, Stack, randomize, token_batch
+from models import WIDTH, Block, Case, Stack, randomize, token_batch
 from torch import Tensor, nn
 
 from passes.program import Program

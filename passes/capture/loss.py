@@ -77,21 +77,58 @@ def logsumexp(rewriter: Rewriter, node: Node) -> Value | None:
     return _log_sum_exp(rewriter, x, node)
 
 
+def log_softmax(rewriter: Rewriter, node: Node) -> Value | None:
+    """Along the last dim, as a loss by hand has it: x - log(sum exp(x))."""
+    given = _arguments(node, ("self", "dim", "dtype"))
+    x, out, where = given["self"], node.out, node.where
+    if given["dim"] % max(1, len(x.shape)) != len(x.shape) - 1:
+        return None
+    if x.dtype != out.dtype:
+        x = rewriter.like(node, "aten.to.dtype", x, out.dtype)
+    total = _log_sum_exp(rewriter, x, node)
+    total = rewriter.reshape(total, (*x.shape[:-1], 1), where)
+    return rewriter.like(node, "aten.sub.Tensor", x, total)
+
+
+def gather(rewriter: Rewriter, node: Node) -> Value | None:
+    """One element of each row, as a loss by hand looks its targets up."""
+    x, dim, index = node.args[:3]
+    rows = (*x.shape[:-1], 1)
+    last = len(x.shape) - 1
+    if not x.shape or dim % len(x.shape) != last or index.shape != rows:
+        return None
+    if not x.dtype.is_floating_point:
+        return None
+    index = rewriter.reshape(index, rows[:-1], node.where)
+    picked = _picked(rewriter, x, index, node)
+    return rewriter.reshape(picked, rows, node.where)
+
+
+def _picked(rewriter: Rewriter, x: Value, index: Value, node: Node) -> Value:
+    """x[..., index]; of x - y, with one y a row, without the difference."""
+    rows = x.shape[:-1]
+
+    def emit(op: str, *args: Any) -> Value:
+        return rewriter.emit(
+            op, *args, shape=rows, dtype=x.dtype, where=node.where, name="picked"
+        )
+
+    difference = rewriter.producer(x, "aten.sub")
+    if difference is not None and not difference.kwargs:
+        from_, by = difference.args
+        if isinstance(by, Value) and by.shape == (*rows, 1) and from_.shape == x.shape:
+            by = rewriter.reshape(by, rows, node.where)
+            return emit("aten.sub.Tensor", emit("autopar.pick", from_, index), by)
+    return emit("autopar.pick", x, index)
+
+
 def nll_loss(rewriter: Rewriter, node: Node) -> Value:
     """aten.nll_loss_nd(log_probabilities, target, weight, reduction, ignore_index)."""
     given = _arguments(node, ("self", "target", "weight", "reduction", "ignore_index"))
     x, target = given["self"], given["target"]
     _require_plain(node, given)
     x = _classes_last(rewriter, x, node)
-    picked = rewriter.emit(
-        "autopar.pick",
-        x,
-        target,
-        shape=x.shape[:-1],
-        dtype=x.dtype,
-        where=node.where,
-        name="picked",
-    )
+    picked = _picked(rewriter, x, target, node)
     nll = rewriter.emit(
         "aten.neg.default",
         picked,
@@ -227,6 +264,8 @@ DEFAULTS = {"beta": 1.0, "delta": 1.0}
 LOSS_RULES: dict[str, Rule] = {
     "aten.cross_entropy_loss": cross_entropy,
     "aten.logsumexp": logsumexp,
+    "aten.log_softmax": log_softmax,
+    "aten.gather": gather,
     "aten.nll_loss_nd": nll_loss,
     "aten.nll_loss": nll_loss,
     **{f"aten.{name}": elementwise for name in ELEMENTWISE},

@@ -16,6 +16,7 @@ import torch
 from passes.capture.loss import LOSS_RULES
 from passes.capture.rewrite import Rewriter, Rule
 from passes.capture.spell_attention import attention, emit_dropout
+from passes.capture.spell_composites import COMPOSITE_RULES
 from passes.capture.spell_experts import looked_up_product
 from passes.capture.spell_groups import repeat_interleave
 from passes.capture.spell_pieces import PIECE_RULES
@@ -323,6 +324,7 @@ CLEAN: dict[str, Rule] = {
     },
     "aten.expand": unchanged,
     **PIECE_RULES,
+    **COMPOSITE_RULES,
     "aten.cat": cat,
     "aten.dropout": dropout,
     "aten.repeat_interleave": repeat_interleave,

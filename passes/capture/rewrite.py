@@ -73,6 +73,11 @@ class Rewriter:
         self.made[out.name] = self.builder.nodes[-1]
         return out
 
+    def like(self, node: Node, op: str, *args: Any) -> Value:
+        """What has the shape, precision and place of a node's result."""
+        out = node.out
+        return self.emit(op, *args, shape=out.shape, dtype=out.dtype, where=node.where)
+
     def factory(
         self, kind: str, *args: Any, shape: Iterable[int], dtype: Any, where: Where
     ) -> Value:

@@ -14,11 +14,15 @@ FILLED = ("aten.zeros", "aten.ones", "aten.full")
 
 
 def slice_(rewriter: Rewriter, node: Node) -> Value | None:
-    """All of a tensor is the tensor; a slice of joined pieces is some of them, where it
-    begins and ends as they do."""
+    """All of a tensor is the tensor; every second element is the first (or second) of
+    each pair; a slice of joined pieces is some of them, where it begins and ends as
+    they do."""
     x, dim, start, end, step = bounds(node, node.operands[0])
     if node.out.shape == x.shape:
         return x
+    if is_comb(x, dim, start, end, step):
+        x = comb(rewriter, x, dim, step, node.where)
+        return rewriter.like(node, "aten.select.int", x, dim + 1, start)
     joined = rewriter.producer(x, "aten.cat")
     if joined is None or step != 1:
         return None
@@ -43,17 +47,28 @@ def slice_scatter(rewriter: Rewriter, node: Node) -> Value | None:
     if base.shape == part.shape:
         return part
     base = spread(rewriter, base, node.where)
+    if is_comb(base, dim, start, end, step):
+        apart = comb(rewriter, base, dim, step, node.where)
+        shape = (*part.shape[: dim + 1], 1, *part.shape[dim + 1 :])
+        part = rewriter.reshape(part, shape, node.where)
+        apart = around(rewriter, apart, part, dim + 1, start, start + 1, node.where)
+        return rewriter.reshape(apart, base.shape, node.where)
     if step != 1:
-        return rewriter.emit(
-            node.op,
-            base,
-            part,
-            *node.args[2:],
-            shape=base.shape,
-            dtype=base.dtype,
-            where=node.where,
-        )
+        return rewriter.like(node, node.op, base, part, *node.args[2:])
     return around(rewriter, base, part, dim, start, end, node.where)
+
+
+def is_comb(x: Value, dim: int, start: int, end: int, step: int) -> bool:
+    """Whether a slice takes one of each `step` elements, to the end."""
+    extent = x.shape[dim]
+    last = start + (extent // step - 1) * step
+    return start < step and step > 1 and extent % step == 0 and last < end
+
+
+def comb(rewriter: Rewriter, x: Value, dim: int, step: int, where: Where) -> Value:
+    """[.., n step, ..] -> [.., n, step, ..]."""
+    shape = (*x.shape[:dim], x.shape[dim] // step, step, *x.shape[dim + 1 :])
+    return rewriter.reshape(x, shape, where)
 
 
 def select_scatter(rewriter: Rewriter, node: Node) -> Value:
@@ -154,36 +169,9 @@ def bounds(node: Node, x: Value) -> tuple[Value, int, int, int, int]:
     return (x, dim, *slice(start, end, step).indices(x.shape[dim]))
 
 
-def tensor_split(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...] | None:
-    """`tensor_split` with other arguments is `split_with_sizes`."""
-    x = node.operands[0]
-    given = node.args[2] if len(node.args) > 2 else 0
-    dim = int(node.kwargs.get("dim", given)) % len(x.shape)
-    sizes = tuple(v.shape[dim] if v else 0 for v in node.outs)
-    op, args = "aten.split_with_sizes.default", (x, sizes, dim)
-    return rewriter.keep(replace(node, op=op, args=args, kwargs={}))
-
-
-def glu(rewriter: Rewriter, node: Node) -> Value:
-    """The first half times the sigmoid of the second."""
-    x, out = node.operands[0], node.out
-    dim = int(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", -1))
-    dim %= len(x.shape)
-    halves = tuple(Value(f"half_{i}", out.shape, x.dtype) for i in range(2))
-    args = (x, (out.shape[dim],) * 2, dim)
-    first, second = rewriter.keep(
-        Node("aten.split_with_sizes.default", args, {}, halves, node.where)
-    )
-    like = {"shape": out.shape, "dtype": out.dtype, "where": node.where}
-    gate = rewriter.emit("aten.sigmoid.default", second, **like)
-    return rewriter.emit("aten.mul.Tensor", first, gate, **like)
-
-
 PIECE_RULES: dict[str, Rule] = {
     "aten.slice": slice_,
     "aten.slice_scatter": slice_scatter,
     "aten.select_scatter": select_scatter,
     "aten.copy": copy,
-    "aten.tensor_split": tensor_split,
-    "aten.glu": glu,
 }

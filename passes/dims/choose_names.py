@@ -133,10 +133,16 @@ class _Names:
     def spelled_out_attention(self, node: Node) -> None:
         scores = node.out
         if len(scores.shape) == 4:
-            many = len(self.atoms.leaves(self.tensors[scores.name][1])) == 2
-            self.give(scores, 1, *(("kv_heads", "q_per_kv") if many else ("heads",)))
-            self.give(scores, 2, "seq")
+            heads, rows = (2, 1) if self.is_named(scores, 1, "seq") else (1, 2)
+            many = len(self.atoms.leaves(self.tensors[scores.name][heads])) == 2
+            names = ("kv_heads", "q_per_kv") if many else ("heads",)
+            self.give(scores, heads, *names)
+            self.give(scores, rows, "seq")
             self.give(scores, 3, "seq")
+
+    def is_named(self, value: Value, dim: int, name: str) -> bool:
+        own = self.atoms.leaves(self.tensors[value.name][dim])
+        return [self.names.get(atom) for atom in own] == [name]
 
     def experts(self, products: list[Node]) -> None:
         """Products of many pairs of matrices, one of each pair being a weight."""

@@ -167,6 +167,9 @@ def localize(node: Node, outs: Results) -> Node:
     name = node.op.rpartition(".")[0]
     if name == "aten.expand" and outs[0] is not None:
         return replace(node, args=(node.args[0], tuple(outs[0].shape)))
+    if name == "aten.conv1d" and node.args[6:] == (node.out.shape[1],):
+        channels = [x.shape[1] for x in outs if x is not None]
+        return replace(node, args=(*node.args[:6], *channels))
     if name in ("aten.split", "aten.split_with_sizes"):
         dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
         pieces = tuple(x.shape[dim] for x in outs if x is not None)

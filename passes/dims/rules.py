@@ -7,6 +7,7 @@ running ops on shards.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -253,6 +254,57 @@ def _repeat_interleave(node: Node) -> str:
     return _spell(x, out)
 
 
+def _gather(node: Node) -> str:
+    """gather, scatter: each index points along one dim, in a row of its own."""
+    x, _, *source = node.operands
+    d = int(node.args[1]) % len(x.shape)
+    takes = "gather" in node.op
+    here, there = letters(len(x.shape)), letters(len(x.shape))
+    for i, c in enumerate(letters(len(x.shape))):
+        if i == d:
+            here[i], there[i] = f"{c}!", f"{c}in" if takes else f"{c}in!"
+        elif len({v.shape[i] for v in node.operands}) > 1:
+            here[i], there[i] = f"{c}!", f"{c}in!"
+    left = [here, *[there] * (1 + len(source))]
+    out = there if takes else here
+    return f"{', '.join(map(' '.join, left))} -> {' '.join(out)}"
+
+
+def _max(node: Node) -> str:
+    """Of all, along a dim (with indices), or of two tensors."""
+    if node.op.endswith(".other"):
+        return "..., ... -> ..."
+    if node.op == "aten.max.default":
+        return _reduction("^")(node)
+    one = _reduction("!")(replace(node, outs=node.outs[:1]))
+    left, right = one.split("->")
+    return f"{left}->{', '.join([right] * len(node.outs))}"
+
+
+def _vector_norm(node: Node) -> str:
+    return _reduction("!")(replace(node, args=(node.args[0], *node.args[2:])))
+
+
+def _roll(node: Node) -> str:
+    x = letters(len(node.operands[0].shape))
+    both = [c + "!" if i in _dims(node, 2, "dims") else c for i, c in enumerate(x)]
+    return _spell(both, both)
+
+
+def _conv1d(node: Node) -> str:
+    """x [b, c, s], w [o, c / groups, k]: a filter of its own for each channel, or all
+    channels in each filter."""
+    groups = node.args[6] if len(node.args) > 6 else 1
+    bias = len(node.operands) > 2
+    if groups == node.operands[0].shape[1] == node.out.shape[1]:
+        return f"b c s!, c _ k!{', c' if bias else ''} -> b c t!"
+    if groups > 1:
+        return f"b c! s!, o! d! k!{', o!' if bias else ''} -> b o! t!"
+    if bias:  # each partial sum would bring it in
+        return "b c! s!, o c! k!, o -> b o t!"
+    return "b c+ s!, o c+ k! -> b o t!"
+
+
 def _attention(node: Node) -> str:
     """Each query row is on its own, and sees all keys; a causal flag counts rows."""
     q, k = node.args[0], node.args[1]
@@ -309,4 +361,12 @@ FUNCTIONS: dict[str, Callable[[Node], str | None]] = {
     "aten.stack": _stack,
     "aten.repeat_interleave": _repeat_interleave,
     "autopar.attention": _attention,
+    "aten.gather": _gather,
+    "aten.scatter": _gather,
+    "aten.scatter_add": _gather,
+    "aten.max": _max,
+    "aten.min": _max,
+    "aten.linalg_vector_norm": _vector_norm,
+    "aten.roll": _roll,
+    "aten.conv1d": _conv1d,
 }

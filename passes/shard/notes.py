@@ -101,7 +101,8 @@ def _held_whole(sharded: Sharded, axis: str) -> list[str]:
         if node.op == "aten.split_with_sizes.default":
             whole = node.operands[0]
             whole = cut_from.get(whole.name, whole)
-            if sharded.named.origins[whole.name] is Origin.PARAM:
+            held = sharded.states[whole.name].place(axis) is None
+            if held and sharded.named.origins[whole.name] is Origin.PARAM:
                 cut_from |= {v.name: whole for v in node.results}
         label = labels[axis]
         if not isinstance(label, Factor):
@@ -116,7 +117,7 @@ def _held_whole(sharded: Sharded, axis: str) -> list[str]:
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     return [
         f"{axis} splits the work of {names}{more}, but its ranks all hold the weights, "
-        "which the model cuts into uneven pieces: one weight for each piece saves memory"
+        "which the model cuts unevenly: a weight for each piece would save memory"
     ]
 
 

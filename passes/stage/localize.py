@@ -77,6 +77,13 @@ def _split(_: Localizer, node: Node, local: Node) -> Node:
     return replace(local, args=(local.args[0], pieces, *local.args[2:]))
 
 
+def _conv1d(_: Localizer, node: Node, local: Node) -> Node:
+    """Of a filter for each channel, a rank has as many groups as it has channels."""
+    if len(node.args) < 7 or node.args[6] != node.out.shape[1]:
+        return local
+    return replace(local, args=(*local.args[:6], local.out.shape[1]))
+
+
 def _lookup(at: Localizer, node: Node, local: Node) -> Node:
     """An embedding whose rows are split is looked up by global index."""
     table = node.operands[0]
@@ -146,6 +153,7 @@ CHANGES: dict[str, Any] = {
     "aten.expand": _out_shape,
     "aten.split": _split,
     "aten.split_with_sizes": _split,
+    "aten.conv1d": _conv1d,
     "aten.embedding": _lookup,
     "autopar.pick": _pick,
     "autopar.expert_linear": _expert_linear,

@@ -1,0 +1,109 @@
+"""Ops that are others in one, spelled out, so that what these may split is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from passes.capture.rewrite import Rewriter, Rule
+from passes.graph import Node, Value
+
+
+def given(node: Node, position: int, name: str, default: Any) -> Any:
+    """An argument of a node, by position or by name."""
+    found = node.args[position] if len(node.args) > position else default
+    return node.kwargs.get(name, found)
+
+
+def tensor_split(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...]:
+    """`tensor_split` with other arguments is `split_with_sizes`."""
+    x = node.operands[0]
+    dim = given(node, 2, "dim", 0) % len(x.shape)
+    sizes = tuple(v.shape[dim] for v in node.results)
+    op, args = "aten.split_with_sizes.default", (x, sizes, dim)
+    return rewriter.keep(replace(node, op=op, args=args, kwargs={}))
+
+
+def glu(rewriter: Rewriter, node: Node) -> Value:
+    """The first half times the sigmoid of the second."""
+    x, out = node.operands[0], node.out
+    dim = given(node, 1, "dim", -1) % len(x.shape)
+    halves = tuple(Value("half", out.shape, x.dtype) for _ in range(2))
+    args = (x, (out.shape[dim],) * 2, dim)
+    first, second = rewriter.keep(
+        Node("aten.split_with_sizes.default", args, {}, halves, node.where)
+    )
+    gate = rewriter.like(node, "aten.sigmoid.default", second)
+    return rewriter.like(node, "aten.mul.Tensor", first, gate)
+
+
+def repeat(rewriter: Rewriter, node: Node) -> Value:
+    """Copies beside each other: a new dim of them, then one with what is copied."""
+    x, out, where = node.operands[0], node.out, node.where
+    extents = (*(1,) * (len(out.shape) - len(x.shape)), *x.shape)
+    pairs = [(n // e if e else 1, e) for n, e in zip(out.shape, extents, strict=True)]
+    apart = tuple(n for times, e in pairs for n in ((1, e) if times > 1 else (e,)))
+    many = tuple(n for times, e in pairs for n in ((times, e) if times > 1 else (e,)))
+    x = rewriter.reshape(x, apart, where)
+    if many != apart:
+        op = "aten.expand.default"
+        x = rewriter.emit(op, x, many, shape=many, dtype=x.dtype, where=where)
+    return rewriter.reshape(x, out.shape, where)
+
+
+def expand_as(rewriter: Rewriter, node: Node) -> Value:
+    x, shape = node.operands[0], node.out.shape
+    if x.shape == shape:
+        return x
+    return rewriter.like(node, "aten.expand.default", x, shape)
+
+
+def weight_norm(rewriter: Rewriter, node: Node) -> Value:
+    """v g / |v|, the norm over all dims but one: arXiv 1602.07868, equation 2."""
+    v, g = node.operands
+    dim = given(node, 2, "dim", 0) % len(v.shape)
+    others = tuple(d for d in range(len(v.shape)) if d != dim)
+    squares = rewriter.like(node, "aten.square.default", v)
+    share = {"shape": g.shape, "dtype": v.dtype, "where": node.where}
+    norm = rewriter.emit("aten.sum.dim_IntList", squares, others, True, **share)
+    norm = rewriter.emit("aten.sqrt.default", norm, **share)
+    scale = rewriter.emit("aten.div.Tensor", g, norm, **share)
+    return rewriter.like(node, "aten.mul.Tensor", v, scale)
+
+
+def group_norm(rewriter: Rewriter, node: Node) -> Value:
+    """layer_norm of each group of channels, then a weight and a bias for each channel:
+    arXiv 1803.08494, section 3.1."""
+    x, groups, where = node.operands[0], node.args[1], node.where
+    eps = given(node, 4, "eps", 1e-5)
+    n, channels, *rest = x.shape
+    shape = (n, groups, channels // groups, *rest)
+    grouped = rewriter.reshape(x, shape, where)
+    y = rewriter.emit(
+        "aten.layer_norm.default",
+        grouped,
+        shape[2:],
+        None,
+        None,
+        eps,
+        shape=shape,
+        dtype=x.dtype,
+        where=where,
+    )
+    y = rewriter.reshape(y, x.shape, where)
+    for op, position, name in (("mul", 2, "weight"), ("add", 3, "bias")):
+        if (v := given(node, position, name, None)) is not None:
+            v = rewriter.reshape(v, (channels, *(1 for _ in rest)), where)
+            y = rewriter.like(node, f"aten.{op}.Tensor", y, v)
+    return y
+
+
+COMPOSITE_RULES: dict[str, Rule] = {
+    "aten.tensor_split": tensor_split,
+    "aten.glu": glu,
+    "aten.repeat": repeat,
+    "aten.expand_as": expand_as,
+    "aten.broadcast_to": expand_as,
+    "aten._weight_norm": weight_norm,
+    "aten.group_norm": group_norm,
+}
