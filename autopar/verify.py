@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import Executor
@@ -112,10 +113,11 @@ def verify(
     """
     check_model(program, model)
     precision, key = program.plan.dtype, seed << 32
-    if tolerance is None:
-        tolerance = rounding(model, precision)
     found = run_all_ranks(program, model, batch, seed)
-    want = reference_step(model, batch, loss_fn, key, precision)
+    with _Narrowest() as seen:
+        want = reference_step(model, batch, loss_fn, key, precision)
+    if tolerance is None:
+        tolerance = rounding(model, precision, seen.dtype)
     errors, away, reference_away = find_errors(found, want), {}, {}
     if precision:
         exact = reference_step(model, batch, loss_fn, key)
@@ -141,12 +143,33 @@ def check_room(program: Program, memory: float) -> None:
         )
 
 
-def rounding(model: nn.Module, precision: torch.dtype | None) -> float:
+class _Narrowest(TorchFunctionMode):
+    """Notes in which precision, at least, a model computes what it differentiates: one
+    in float64 may have norms or a router in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtype = torch.float64
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for x in found if isinstance(found, tuple | list) else (found,):
+            is_real = isinstance(x, Tensor) and x.is_floating_point()
+            if is_real and x.requires_grad and x.itemsize < self.dtype.itemsize:
+                self.dtype = x.dtype
+        return found
+
+
+def rounding(
+    model: nn.Module, precision: torch.dtype | None, narrowest: torch.dtype
+) -> float:
     """The relative error that is explained by the precision that a model computes in,
-    alone or under autocast."""
+    alone (its narrowest) or under autocast."""
     dtype = next(p.dtype for p in model.parameters())
     if precision is None or dtype is torch.float64:  # autocast leaves float64 alone
-        return TOLERANCE.get(dtype, 2e-2)
+        return max(TOLERANCE.get(d, 2e-2) for d in (dtype, narrowest))
     return ROUNDINGS * torch.finfo(precision).eps
 
 

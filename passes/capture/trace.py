@@ -186,6 +186,11 @@ def _way_out(
     """Either the model reads values of tensors, or it does not run on this batch."""
     text = f"{type(error).__name__} {error}".lower().replace("-", "")
     if any(mark in text for mark in VALUES_READ):
+        if "_detect_is_causal_mask" in _functions(error):
+            return (
+                "torch's own layers look into their mask to see whether it is causal: "
+                "say so, layers(x, mask=..., is_causal=True), or is_causal=False"
+            )
         configs = (getattr(m, "config", None) for m in wrapper.modules())
         chosen = {getattr(c, "_experts_implementation", None) for c in configs}
         if chosen & {"eager"}:
@@ -201,6 +206,15 @@ def _way_out(
         "the model must run on the batch as it is, given by keyword: "
         f"model({', '.join(f'{name}=...' for name in examples)})"
     )
+
+
+def _functions(error: BaseException) -> set[str]:
+    """The names of all functions that were at work."""
+    found, trace_ = set(), error.__traceback__
+    while trace_ is not None:
+        found.add(trace_.tb_frame.f_code.co_name)
+        trace_ = trace_.tb_next
+    return found
 
 
 def _first_lines(error: BaseException) -> str:
