@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from models import WIDTH, Block, Case, Stack, randomize, token_batch
 from torch import Tensor, nn
 
+from autopar.verify import TOLERANCE, verify
+from passes.errors import CaptureError
 from passes.program import Program
 
 HEADS, SIZE, GROUPS, FFN = 4, 8, 2, 48
@@ -128,3 +130,148 @@ def test_even_pieces_stay_one_split_weight(name: str) -> None:
     program = one.compile("tp=2")
     assert whole(program) == set() and program.notes == ()
     one.verify("pp=2,tp=2", 2)
+
+
+class Turned(Block):
+    """Rotations as complex numbers, a head for each query, as Llama was published."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        angles = torch.outer(torch.arange(16), 0.5 ** torch.arange(SIZE // 2))
+        self.turns = torch.polar(torch.ones_like(angles), angles)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * self.turns[:, None]).flatten(3)
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = (y.transpose(1, 2) for y in self.heads(x))
+        return self.out(attend(self.rotate(q), self.rotate(k), v))
+
+
+class Written(Block):
+    """Rotations of pairs that are written into an empty tensor; scores [b, s, h, t]."""
+
+    def rotate(self, x: Tensor) -> Tensor:
+        angles = torch.linspace(0, 1, x.shape[1], dtype=x.dtype, device=x.device)
+        cos, sin = angles.cos()[:, None, None], angles.sin()[:, None, None]
+        turned = torch.empty_like(x)
+        turned[..., ::2] = x[..., ::2] * cos - x[..., 1::2] * sin
+        turned[..., 1::2] = x[..., ::2] * sin + x[..., 1::2] * cos
+        return turned
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = (y.transpose(1, 2) for y in self.heads(x))
+        scores = torch.einsum("bshd,bthd->bsht", self.rotate(q), self.rotate(k))
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
+        return self.out(torch.einsum("bsht,bthd->bshd", weights, v).flatten(2))
+
+
+class Retention(Block):
+    """Scores that decay, without a softmax; a norm for each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(HEADS, WIDTH)
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        place = torch.arange(x.shape[1])
+        far = place[:, None] - place
+        y = (q @ k.mT * torch.where(far >= 0, 0.9**far, 0.0)) @ v
+        y = y.transpose(1, 2).flatten(2)
+        return self.out(self.norm(y.flatten(0, 1)).view_as(y))
+
+
+class Convolved(Block):
+    """A short filter for each hidden channel, over time; weights that are normed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Conv1d(FFN, FFN, 3, padding=2, groups=FFN)
+        norm = nn.utils.parametrizations.weight_norm
+        self.up, self.down = norm(nn.Linear(WIDTH, FFN)), nn.Linear(FFN, WIDTH)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        y = self.filter(self.up(x).mT)[..., : x.shape[1]].mT
+        return self.down(F.silu(y))
+
+
+class Interleaved(Gated):
+    """Gates and values in turns, and keys and values repeated for all queries."""
+
+    def __init__(self) -> None:
+        super().__init__("glu")
+
+    def mlp(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return self.down(F.silu(y[..., ::2]) * y[..., 1::2])
+
+
+@pytest.mark.matrix(quick=2)
+@pytest.mark.parametrize("block", [Turned, Written, Retention, Convolved, Interleaved])
+def test_no_matrix_of_a_layer_is_whole(block: Callable[[], nn.Module]) -> None:
+    one = case(block)
+    program = one.compile("tp=2")
+    assert whole(program) == set() and program.notes == ()
+    one.verify("pp=2,tp=2", 2)
+
+
+def looked_up(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    labels = batch["labels"][:, 1:]
+    rows = logits[:, :-1].log_softmax(-1)
+    nll = -rows.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+    return (nll * (labels >= 0)).sum() / (labels >= 0).sum()
+
+
+def in_two_steps(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    rows = F.log_softmax(logits[:, :-1], -1)
+    return F.nll_loss(rows.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+@pytest.mark.parametrize("loss_fn", [looked_up, in_two_steps])
+def test_a_loss_by_hand_leaves_the_vocabulary_split(
+    loss_fn: Callable[[Tensor, Mapping[str, Any]], Tensor],
+) -> None:
+    one = case(Block)._replace(loss_fn=loss_fn)
+    program = one.compile("tp=2")
+    assert "tp" in program.parameters["head.weight"].split_axes
+    assert program.notes == ()
+    one.verify("tp=2", 2)
+
+
+def test_float32_inside_a_float64_model_is_rounded_as_such() -> None:
+    class Halfway(Block):
+        def mlp(self, x: Tensor) -> Tensor:
+            y = F.gelu(self.up(x)).float()
+            return F.linear(y, self.down.weight.float()).double()
+
+    one = case(Halfway)
+    program = one.compile("tp=2")
+    proof = verify(program, one.model, one.batch, one.loss_fn)
+    assert proof.tolerance == TOLERANCE[torch.float32]
+    assert 1e-12 < proof.check().worst[1] < 1e-6
+
+
+class Encoder(nn.Module):
+    """Torch's own stack, which looks into a mask unless it is told what it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, FFN, 0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.causal: bool | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        return self.layers(x, mask, is_causal=self.causal)
+
+
+def test_a_mask_that_is_looked_into_is_named_with_a_way_out() -> None:
+    one = case(Encoder)
+    with pytest.raises(CaptureError, match=r"is_causal=True\), or is_causal=False"):
+        one.compile("tp=2")
+    for encoder in one.model.blocks:
+        encoder.causal = True
+    one.verify("tp=2", 2)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from passes.capture.rewrite import Rewriter, Rule
 from passes.graph import Node, Value, Where
 
@@ -37,6 +39,23 @@ def slice_(rewriter: Rewriter, node: Node) -> Value | None:
     if sum(piece.shape[dim] for piece in found) != end - start:
         return None
     return join(rewriter, found, dim, node.where)
+
+
+def index(rewriter: Rewriter, node: Node) -> Value | None:
+    """`x[..., [4, 5, 6]]` is a slice."""
+    x, indices = node.args[0], node.args[1]
+    given = [(dim, i) for dim, i in enumerate(indices) if i is not None]
+    if len(given) != 1 or node.kwargs:
+        return None
+    ((dim, position),) = given
+    rows = rewriter.constant(position)
+    if rows is None or rows.ndim != 1 or rows.dtype is torch.bool or not len(rows):
+        return None
+    start = int(rows[0]) % x.shape[dim]
+    end = start + len(rows)
+    if (rows % x.shape[dim]).tolist() != list(range(start, end)):
+        return None
+    return rewriter.like(node, "aten.slice.Tensor", x, dim, start, end)
 
 
 def slice_scatter(rewriter: Rewriter, node: Node) -> Value | None:
@@ -171,6 +190,7 @@ def bounds(node: Node, x: Value) -> tuple[Value, int, int, int, int]:
 
 PIECE_RULES: dict[str, Rule] = {
     "aten.slice": slice_,
+    "aten.index": index,
     "aten.slice_scatter": slice_scatter,
     "aten.select_scatter": select_scatter,
     "aten.copy": copy,
