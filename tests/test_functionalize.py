@@ -118,7 +118,7 @@ def parts_of_parts(m: Body, x: Tensor) -> Tensor:
     first, rest = h[0], h[1:]
     rows[0, ::2] = x[::2, 1] * m.weight[::2, 1]
     rest.transpose(0, 1)[-1].add_(1)
-    rest[:, 1:].mul_(m.weight[1:, 1:])
+    rest.narrow(1, 1, 3).mul_(m.weight[1:, 1:])
     h.unsqueeze(0).select(2, 0).neg_()
     return h * 2 + rows.sum() * first + rest[0]
 

@@ -75,6 +75,11 @@ FORMS: list[tuple[str, Callable[..., Tensor], str]] = [
     ),
     ("empty cache", lambda m, x, y: torch.cat([torch.ones(0).double(), x]) * 2, "mul"),
     ("cat", lambda m, x, y: torch.cat([x, x], -1) * 2, "cat mul"),
+    (
+        "rows by number",
+        lambda m, x, y: x[..., [3, 4]] * x.narrow(2, 3, 2),
+        "slice slice mul",
+    ),
     ("halves written", lambda m, x, y: written(x) * 2, "slice slice cat mul"),
     (
         "a row written",

@@ -250,3 +250,14 @@ def test_a_construct_that_is_no_operator() -> None:
 
     with pytest.raises(CaptureError, match="'cond', which is no plain operator"):
         trace(Choice(), {"x": torch.randn(3)})
+
+
+def test_shapes_that_values_decide_are_refused() -> None:
+    class Pieces(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            sizes = x.long().tolist()
+            return torch.ones(9).split(sizes)[0].sum() + x.sum()
+
+    with pytest.raises(CaptureError, match="with the value of a tensor") as error:
+        trace(Pieces(), {"x": torch.tensor([4.0, 5.0])})
+    assert error.value.source.startswith("test_trace.py:")

@@ -63,6 +63,14 @@ class ExportReader:
         if str(target) == "wrap_with_autocast":
             device, dtype, enabled, _, body, *operands = args
             return self.inline_autocast(device, dtype, enabled, body, operands)
+        if getattr(target, "__module__", "") == "_operator":
+            raise CaptureError(
+                "the model computes with the value of a tensor (.item(), .tolist()), "
+                "on which its shapes would depend",
+                source=self.where(node).source,
+                fix="keep to shapes that the batch decides: masks instead of lists of "
+                "rows, or pass the number as a Python value in the batch",
+            )
         if not isinstance(target, torch._ops.OpOverload):
             raise CaptureError(
                 f"the captured model calls '{target}', which is no plain operator",

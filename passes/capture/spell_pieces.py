@@ -41,6 +41,15 @@ def slice_(rewriter: Rewriter, node: Node) -> Value | None:
     return join(rewriter, found, dim, node.where)
 
 
+def narrow(rewriter: Rewriter, node: Node) -> Value:
+    """`narrow` by another name."""
+    x, dim, start, length = node.args
+    start %= max(1, x.shape[dim])
+    if length == x.shape[dim]:
+        return x
+    return rewriter.like(node, "aten.slice.Tensor", x, dim, start, start + length)
+
+
 def index(rewriter: Rewriter, node: Node) -> Value | None:
     """`x[..., [4, 5, 6]]` is a slice."""
     x, indices = node.args[0], node.args[1]
@@ -55,6 +64,8 @@ def index(rewriter: Rewriter, node: Node) -> Value | None:
     end = start + len(rows)
     if (rows % x.shape[dim]).tolist() != list(range(start, end)):
         return None
+    if node.out.shape == x.shape:
+        return x
     return rewriter.like(node, "aten.slice.Tensor", x, dim, start, end)
 
 
@@ -191,6 +202,7 @@ def bounds(node: Node, x: Value) -> tuple[Value, int, int, int, int]:
 PIECE_RULES: dict[str, Rule] = {
     "aten.slice": slice_,
     "aten.index": index,
+    "aten.narrow": narrow,
     "aten.slice_scatter": slice_scatter,
     "aten.select_scatter": select_scatter,
     "aten.copy": copy,

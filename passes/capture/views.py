@@ -11,7 +11,7 @@ from passes.graph import Builder, Node, Value
 # results.)
 REORDERED = {"aten.transpose", "aten.t", "aten.numpy_T", "aten.mT", "aten.permute"}
 RESHAPED = {"aten.view", "aten.unsqueeze", "aten.squeeze", "aten.alias"}
-VIEWS = {"aten.slice", "aten.select", *REORDERED, *RESHAPED}
+VIEWS = {"aten.slice", "aten.narrow", "aten.select", *REORDERED, *RESHAPED}
 
 
 def is_view(node: Node) -> bool:
@@ -27,6 +27,10 @@ def put_back(builder: Builder, view: Node, base: Value, part: Value) -> Value:
 
     if name == "aten.slice":
         return emit("aten.slice_scatter.default", base, part, *view.args[1:])
+    if name == "aten.narrow":
+        _, dim, start, length = view.args
+        end = start % base.shape[dim] + length
+        return emit("aten.slice_scatter.default", base, part, dim, start, end)
     if name == "aten.select":
         return emit("aten.select_scatter.default", base, part, *view.args[1:])
     if name == "aten.transpose":
