@@ -46,13 +46,18 @@ class Candidate:
     @property
     def shares(self) -> int:
         """The stage of ZeRO; 0 if there is no other rank to share with."""
-        return self.zero if self.data_parallel > 1 else 0
+        return self.zero if self.alike > 1 else 0
+
+    @property
+    def alike(self) -> int:
+        """The ranks that share out what is not of experts: with those of ep."""
+        return self.data_parallel * self.mesh.axis_size("ep")
 
     @property
     def data_parallel(self) -> int:
-        """The ranks that share out parameters with ZeRO: those that would hold the same
-        in one piece. On cp rows lie in zigzag, which shares have no part in, but where
-        all ranks see all rows (see `autopar.options.make_plan`)."""
+        """The ranks that share out parameters with ZeRO, those of experts too: which
+        would hold the same in one piece. On cp rows lie in zigzag, which shares have no
+        part in, but where all ranks see all rows (see `autopar.options.make_plan`)."""
         whole = self.context_parallel == "ulysses" or self.mesh.axis_size("dp") == 1
         return self.mesh.axis_size("dp") * (self.mesh.axis_size("cp") if whole else 1)
 

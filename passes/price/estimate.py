@@ -120,7 +120,9 @@ def stage_seconds(
         exposed = max(exposed, both - computing)
         if moving > 0:
             waited = exposed + BESIDE * (moving - exposed)
-            waits[part, "all_gather", "dp"] = waited
+            over = tuple(axis for axis, _ in _shared(account, candidate))
+            key = (part, "all_gather", *over)
+            waits[key] = waited
             took[part] += waited
     send = share * neighbour(cluster, candidate.mesh).seconds(
         "send", account["message", "sent"]
@@ -131,7 +133,7 @@ def stage_seconds(
         took[WEIGHT],
         send,
         waits,
-        footprint_of(account, candidate.shares),
+        footprint_of(account, candidate.shares, candidate.data_parallel > 1),
     )
 
 
@@ -148,12 +150,24 @@ def gather_seconds(
     gradients go."""
     if candidate.shares < 3:
         return 0.0
-    link = cluster.link(candidate.mesh, ("dp",))
-    count = candidate.blocks
-    read, trained = (account["memory", term] for term in ("read", "trained"))
-    gather = count * link.seconds("all_gather", read / count)
-    scatter = count * link.seconds("reduce_scatter", trained / count)
+    count, gather, scatter = candidate.blocks, 0.0, 0.0
+    for axis, share in _shared(account, candidate):
+        link = cluster.link(candidate.mesh, (axis,))
+        gather += count * link.seconds("all_gather", share["read"] / count)
+        scatter += count * link.seconds("reduce_scatter", share["trained"] / count)
     return {FORWARD: gather, BACKWARD: gather + scatter, WEIGHT: 0.0}[part]
+
+
+def _shared(
+    account: Account, candidate: Candidate
+) -> list[tuple[str, dict[str, float]]]:
+    """What ZeRO gathers and scatters, axis -> bytes of what is "read" and "trained",
+    whole on that axis: ep lies inside of dp, and shares no experts."""
+    whole = {term: account["memory", term] for term in ("read", "trained")}
+    alike = {t: n - account["experts", t] for t, n in whole.items()}
+    dp = candidate.mesh.axis_size("dp")
+    found = [("dp", whole), ("ep", {t: n / dp for t, n in alike.items()})]
+    return [(axis, n) for axis, n in found if candidate.mesh.axis_size(axis) > 1]
 
 
 def neighbour(cluster: Cluster, mesh: Mesh) -> Link:
@@ -171,24 +185,27 @@ def step_parts(
         link = cluster.link(candidate.mesh, axes)
         found[f"{kind} {','.join(axes)}"] = link.seconds(kind, amount)
     for key, amount in account.amounts.items():
-        if key[0] == "pending" and key[1:]:
-            link = cluster.link(candidate.mesh, key[1:])
-            found[f"gradients {','.join(key[1:])}"] = link.seconds("all_reduce", amount)
-    trained = account["memory", "trained"]
+        # What ep shares out is scattered, see below.
+        axes = tuple(a for a in key[1:] if not (candidate.zero and a == "ep"))
+        if key[0] == "pending" and axes:
+            link = cluster.link(candidate.mesh, axes)
+            term = f"gradients {','.join(axes)}"
+            seconds = link.seconds("all_reduce", amount)
+            found[term] = found.get(term, 0.0) + seconds
+    trained, experts = account["memory", "trained"], account["experts", "trained"]
     share = trained
-    if candidate.mesh.axis_size("dp") > 1:
+    if not candidate.zero and candidate.mesh.axis_size("dp") > 1:
         link = cluster.link(candidate.mesh, ("dp",))
-        if candidate.zero == 0:
-            found["gradients dp"] = link.seconds("all_reduce", trained)
-        else:
-            share = trained / candidate.data_parallel
-            if candidate.zero < 3:
-                scatters = 1 if candidate.zero == 1 else candidate.microbatches
-                found["gradients dp"] = scatters * link.seconds(
-                    "reduce_scatter", trained
-                )
-                read = account["memory", "read"]
-                found["parameters dp"] = link.seconds("all_gather", read)
+        found["gradients dp"] = link.seconds("all_reduce", trained)
+    if candidate.zero:
+        share = (trained - experts) / candidate.alike
+        share += experts / candidate.data_parallel
+    for axis, own in _shared(account, candidate) if candidate.zero in (1, 2) else ():
+        link = cluster.link(candidate.mesh, (axis,))
+        scatters = 1 if candidate.zero == 1 else candidate.microbatches
+        scatter = link.seconds("reduce_scatter", own["trained"])
+        found[f"gradients {axis}"] = scatters * scatter
+        found[f"parameters {axis}"] = link.seconds("all_gather", own["read"])
     device = cluster.device
     if device.ops.update and trained:
         update = account["seconds", UPDATE] * share / trained

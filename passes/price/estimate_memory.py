@@ -9,6 +9,8 @@ from passes.price.price import Account
 from passes.schedule.memory import OPTIMIZER_STATES
 from passes.stage.overlap import BUCKET
 
+TERMS = ("parameters", "trained", "read", "cast")
+
 
 def rank_memory(
     accounts: Sequence[Account], candidate: Candidate, activations: float
@@ -20,22 +22,35 @@ def rank_memory(
     the others' addends and the shares.
     """
 
-    def total(term: str) -> float:
-        return sum(a["memory", term] for a in accounts)
+    def total(what: str, term: str) -> float:
+        return sum(a[what, term] for a in accounts)
 
-    trained, read, cast = total("trained"), total("read"), total("cast")
-    parts, shares = candidate.data_parallel if candidate.zero else 1, candidate.shares
-    if shares:
-        activations -= cast  # of shares only shares are cast
+    experts = {term: total("experts", term) for term in TERMS}
+    others = {term: total("memory", term) - experts[term] for term in TERMS}
+    if not candidate.zero:
+        shared = [(others, 1), (experts, 1)]
+    else:
+        shared = [(others, candidate.alike), (experts, candidate.data_parallel)]
+
+    def share(term: str) -> float:
+        return sum(held[term] / parts for held, parts in shared)
+
+    def gathered(term: str) -> float:
+        return sum(held[term] for held, parts in shared if parts > 1)
+
+    trained, read, cast = map(gathered, ("trained", "read", "cast"))
+    activations -= cast  # of shares only shares are cast
+    cast_shares = sum(held["cast"] / parts for held, parts in shared if parts > 1)
     # What is gathered is the cast, if there is one.
-    step = {1: read + trained, 2: read, 3: cast / parts}.get(shares, 0.0)
+    step = {1: read + trained, 2: read, 3: cast_shares}.get(candidate.shares, 0.0)
     trains, reads = min(trained, BUCKET), min(read, BUCKET)
-    ends = {1: step + (2 + 1 / parts) * trains, 2: step + reads}.get(shares, 0.0)
+    least = min(parts for _, parts in shared if parts > 1) if trained else 1
+    ends = {1: step + (2 + 1 / least) * trains, 2: step + reads}
     return {
-        "parameters": total("parameters") / parts,
-        "gradients": trained / parts,
-        "optimizer": OPTIMIZER_STATES * trained / parts,
-        "buffers": total("buffers"),
-        "gathered": max(step, ends - activations),
+        "parameters": share("parameters"),
+        "gradients": share("trained"),
+        "optimizer": OPTIMIZER_STATES * share("trained"),
+        "buffers": total("memory", "buffers"),
+        "gathered": max(step, ends.get(candidate.shares, 0.0) - activations),
         "activations": activations,
     }

@@ -17,20 +17,25 @@ from passes.graph import Node, Value
 from passes.price.cluster import Device
 from passes.price.fusion import fused_traffic
 from passes.price.measured import SOURCES, TABLE, between
+from passes.price.price_memory import (
+    BACKWARD,
+    BUT_EXPERTS,
+    EVERY_MOST,
+    FORWARD,
+    MOST,
+    WEIGHT,
+    Key,
+    held_amounts,
+)
 from passes.program import dtype_name
-from passes.schedule.footprint import Footprint, footprints
+from passes.schedule.footprint import Footprint
 from passes.shard.collectives import collective
-from passes.shard.rest import find_casts
 from passes.shard.ring import passed_round, ring_of
-from passes.stage.blocks import beside_blocks
 from passes.stage.local_stage import LocalStage
 
-FORWARD, BACKWARD, WEIGHT, STEP = "forward", "backward", "weight", "step"
-# Keys of the most bytes alive at once, by the stage of ZeRO; with 1 as without.
-MOST = {0: "most", 2: "most by zero 2", 3: "most by zero 3"}
+STEP = "step"
 PARTS = (FORWARD, BACKWARD, WEIGHT, STEP)
 UPDATE = "update"
-Key = tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +51,8 @@ class Account:
     ("memory", term): bytes that add up: "saved", "kept", "step", "edges" as in
     `passes.schedule.footprint.Footprint`, "parameters", "trained" and "buffers" at
     rest, "read" of parameters as products read them, of these "cast" to another
-    precision once a step. ("most", part): bytes alive at once, see `in_a_row` and
+    precision once a step; ("experts", term): of these four, without buffers, what ep
+    splits. ("most", part): bytes alive at once, see `in_a_row` and
     `MOST`. ("message", "received" or "sent"): bytes of what crosses the stage's ends in
     a forward. part: forward, backward (its input half), weight (its other half), each
     of one microbatch; step.
@@ -93,10 +99,10 @@ def _whole(node: Node) -> int:
     return max(given, sum(v.bytes for v in node.results))
 
 
-def footprint_of(account: Account, zero: int = 0) -> Footprint:
+def footprint_of(account: Account, zero: int = 0, experts: bool = True) -> Footprint:
     """What a stage keeps in memory, in whole bytes; by a stage of ZeRO from 2 on with
-    parameters and gradients that are there by block."""
-    most = MOST.get(zero, MOST[0])
+    parameters and gradients that are there by block. experts: whether theirs are."""
+    most = (MOST if experts else MOST | BUT_EXPERTS).get(zero, MOST[0])
     return Footprint(
         saved=round(account["memory", "saved"]),
         forward_peak=round(account[most, FORWARD]),
@@ -121,14 +127,15 @@ def in_a_row(whole: Account, parts: Sequence[Account]) -> Account:
     for what, kept in ((FORWARD, "saved"), (BACKWARD, "saved"), (WEIGHT, "kept")):
         before = 0.0
         for part in parts:
-            for key in ((most, what) for most in MOST.values()):
+            for key in ((most, what) for most in EVERY_MOST):
                 found[key] = max(found.get(key, 0.0), before + part[key])
             before += part["memory", kept]
     # A weight that both ends use is whole between its uses, and so is its gradient.
     twice = sum(part["memory", "parameters"] for part in parts)
     tied = max(0.0, twice - whole["memory", "parameters"])
-    for key in ((MOST[3], FORWARD), (MOST[2], BACKWARD), (MOST[3], BACKWARD)):
-        found[key] += tied
+    for most in (MOST, BUT_EXPERTS):
+        for key in ((most[3], FORWARD), (most[2], BACKWARD), (most[3], BACKWARD)):
+            found[key] += tied
     return Account({**whole.amounts, **found})
 
 
@@ -168,37 +175,10 @@ def price(local: LocalStage, device: Device) -> Account:
                 for _, calls, passed in passed_round(node):
                     add(("calls", part, "send", ring), calls)
                     add(("bytes", part, "send", ring), passed)
-    sizes, *others = footprints(local, [beside_blocks(local, zero) for zero in MOST])
-    for term in ("saved", "kept", "step", "edges"):
-        add(("memory", term), getattr(sizes, term))
-    for most, shared in zip(MOST.values(), (sizes, *others), strict=True):
-        for part in (FORWARD, BACKWARD, WEIGHT):
-            add((most, part), getattr(shared, f"{part}_peak"))
-    for end in ("received", "sent"):
-        add(("message", end), getattr(sizes, end))
-    for term, amount in _read(local).items():
-        add(("memory", term), amount)
     for v in local.params:
-        add(("memory", "parameters"), v.bytes)
-        if v.name in local.grads:
-            add(("memory", "trained"), v.bytes)
-            if device.ops.update:
-                add(("seconds", UPDATE), between(device.ops.update, v.bytes)[0])
-            varying = local.stage.shardings[v.name].varying
-            add(("pending", *sorted(varying - {"time"})), v.bytes)
-    return retimed(Account(found), device)
-
-
-def _read(local: LocalStage) -> dict[str, int]:
-    """Bytes of parameters as they are computed with, casts of them, and buffers."""
-    casts = find_casts(local.prologue, local.params)
-    readers = (n for n in local.nodes if not {v.name for v in n.results} & casts.keys())
-    read = {v.name for n in readers for v in n.operands}
-    made = (v for n in local.prologue for v in n.results)
-    cast = sum(v.bytes for v in made if v.name in casts)
-    as_they_are = sum(v.bytes for v in local.params if v.name in read)
-    buffers = sum(v.bytes for v in local.buffers)
-    return {"cast": cast, "read": as_they_are + cast, "buffers": buffers}
+        if v.name in local.grads and device.ops.update:
+            add(("seconds", UPDATE), between(device.ops.update, v.bytes)[0])
+    return retimed(Account(found | held_amounts(local)), device)
 
 
 def retimed(account: Account, device: Device) -> Account:

@@ -11,7 +11,7 @@ counts as a block like the one next to it, since stages are priced in pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -32,13 +32,22 @@ class _Use:
     layer: str
 
 
-def beside_blocks(local: LocalStage, zero: int) -> Beside:
+def beside_blocks(local: LocalStage, zero: int, alone: Collection[str] = ()) -> Beside:
     """For `passes.schedule.footprint.footprints`: gradients by block from ZeRO-2 on,
-    and weights from ZeRO-3 on, in the precision in which they are gathered."""
+    and weights from ZeRO-3 on, in the precision in which they are gathered. alone:
+    parameters that no other rank has, which are never gathered."""
     casts = find_casts(local.prologue, local.params)
     made = (v for node in local.prologue for v in node.results if v.name in casts)
-    weights = {v.name: v.bytes for v in (*local.params, *made)} if zero > 2 else {}
-    grads = {v.name: v.bytes for v in local.grads.values()} if zero > 1 else {}
+    weights = {
+        v.name: v.bytes
+        for v in (*local.params, *made)
+        if zero > 2 and casts.get(v.name, v.name) not in alone
+    }
+    grads = {
+        g.name: g.bytes
+        for name, g in local.grads.items()
+        if zero > 1 and name not in alone
+    }
 
     def beside(nodes: Sequence[Node]) -> Sequence[int]:
         alive = [0] * len(nodes)

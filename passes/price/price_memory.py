@@ -1,0 +1,83 @@
+"""What a rank's stage holds in memory, as amounts of an account.
+
+ZeRO shares out a parameter over the ranks that would hold the same of it. Experts that
+an axis ep splits are others on each of its ranks, so they are counted apart, as is the
+most that is alive where nobody shares them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from passes.mesh import TIME
+from passes.schedule.footprint import footprints
+from passes.shard.rest import find_casts
+from passes.stage.blocks import Beside, beside_blocks
+from passes.stage.local_stage import LocalStage
+
+Key = tuple[str, ...]
+FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
+# Keys of the most bytes alive at once, by the stage of ZeRO; with 1 as without.
+MOST = {0: "most", 2: "most by zero 2", 3: "most by zero 3"}
+# The same where no rank shares experts with another one.
+BUT_EXPERTS = {2: "most by zero 2 but experts", 3: "most by zero 3 but experts"}
+EVERY_MOST = (*MOST.values(), *BUT_EXPERTS.values())
+
+
+def held_amounts(local: LocalStage) -> dict[Key, float]:
+    """The amounts "memory", "experts", "most" and "message" of
+    `passes.price.price.Account`, in bytes; and "pending"."""
+    found: Counter[Key] = Counter()
+    experts = _experts(local)
+    sizes, *others = footprints(local, _besides(local, experts))
+    if not experts:
+        others += others  # there is nothing to leave out
+    for most, of in zip(EVERY_MOST, (sizes, *others), strict=True):
+        for part in (FORWARD, BACKWARD, WEIGHT):
+            found[most, part] = getattr(of, f"{part}_peak")
+    for term in ("saved", "kept", "step", "edges"):
+        found["memory", term] = getattr(sizes, term)
+    for end in ("received", "sent"):
+        found["message", end] = getattr(sizes, end)
+    casts = find_casts(local.prologue, local.params)
+    read = _read(local, casts)
+    for v in local.params:
+        own = {"parameters": v.bytes, "trained": 0, "cast": 0, "read": 0}
+        if v.name in local.grads:
+            own["trained"] = v.bytes
+            varying = local.stage.shardings[v.name].varying
+            pending = ("pending", *sorted(varying - {TIME}))
+            found[pending] += v.bytes
+        own["cast"] = sum(n for name, n in read.items() if casts.get(name) == v.name)
+        own["read"] = own["cast"] + read.get(v.name, 0)
+        for term, amount in own.items():
+            found["memory", term] += amount
+            if v.name in experts:
+                found["experts", term] += amount
+    found["memory", "buffers"] = sum(v.bytes for v in local.buffers)
+    return dict(found)
+
+
+def _experts(local: LocalStage) -> set[str]:
+    """Parameters of which each rank of ep has others."""
+    shardings = local.stage.shardings
+    return {v.name for v in local.params if shardings[v.name].place("ep") is not None}
+
+
+def _besides(local: LocalStage, experts: Collection[str]) -> list[Beside]:
+    """What is alive by block, in the order of `EVERY_MOST`; without experts, of `MOST`,
+    as sweeps take time."""
+    found = [beside_blocks(local, zero) for zero in MOST]
+    if experts:
+        found += [beside_blocks(local, zero, experts) for zero in BUT_EXPERTS]
+    return found
+
+
+def _read(local: LocalStage, casts: Mapping[str, str]) -> dict[str, int]:
+    """Bytes of parameters and of casts that are computed with, by name."""
+    readers = (n for n in local.nodes if not {v.name for v in n.results} & casts.keys())
+    read = {v.name for n in readers for v in n.operands}
+    found = {v.name: v.bytes for v in local.params if v.name in read}
+    made = (v for n in local.prologue for v in n.results)
+    return found | {v.name: v.bytes for v in made if v.name in casts}

@@ -1,0 +1,97 @@
+"""The planner on mixtures of experts: what plans take, and which are found."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from models import Case, mixture, switch_gpt
+
+from autopar.machine.hardware import cluster_of, with_memory
+from autopar.planner.planner import Sketch, find_plans, make_prices, plan_of, sketch
+from passes.cost import Costs
+from passes.mesh import Mesh
+from passes.pipeline import compile_program
+from passes.price.candidate import Candidate
+from passes.price.estimate import Estimate
+from passes.search.search import accounts_of, run_on_paper
+
+LAYERS, SAMPLES = 4, 16
+
+
+@cache
+def case(name: str) -> Case:
+    if name == "switch":
+        return switch_gpt(layers=LAYERS, batch=SAMPLES)
+    return mixture(name, {"batch": SAMPLES}, num_hidden_layers=LAYERS)
+
+
+@cache
+def of(name: str, precision: str = "model") -> Sketch:
+    own = case(name)
+    return sketch(own.model, own.batch, own.loss_fn, precision=precision)
+
+
+def candidate(mesh: str, zero: int) -> Candidate:
+    """Two microbatches; as many layers in each stage."""
+    where = Mesh.parse(mesh)
+    samples = SAMPLES // where.axis_size("dp") // where.axis_size("ep") // 2
+    stages = where.axis_size("pp")
+    layers = (LAYERS // stages,) * stages
+    return Candidate(where, samples, 2, "1f1b", 1, zero, "none", layers)
+
+
+def on_paper(name: str, mesh: str, zero: int, precision: str = "model") -> Estimate:
+    cluster = cluster_of(f"{Mesh.parse(mesh).size}xA100-80GB")
+    prices = make_prices(of(name, precision), cluster)
+    return run_on_paper(candidate(mesh, zero), prices, cluster)
+
+
+CASES = [
+    ("mixtral", "ep=2", 3, "model"),
+    ("mixtral", "dp=2,ep=2", 1, "bf16"),
+    ("switch", "pp=2,ep=2", 1, "model"),
+    ("switch", "dp=2,ep=2", 2, "model"),
+    ("switch", "ep=2", 3, "bf16"),
+    ("mixtral", "dp=2,ep=2", 3, "model"),
+    ("mixtral", "ep=2,tp=2", 2, "model"),
+    ("switch", "ep=4", 2, "bf16"),
+]
+
+
+@pytest.mark.matrix(quick=3)
+@pytest.mark.parametrize(("name", "mesh", "zero", "precision"), CASES)
+def test_memory_on_paper_is_that_of_the_program(name, mesh, zero, precision) -> None:
+    """Ranks of ep share all but experts, those of dp experts too."""
+    found = on_paper(name, mesh, zero, precision)
+    plan = plan_of(found.candidate, of(name, precision))
+    program = compile_program(case(name).trace(plan.dtype), plan, Costs())
+    for terms, held in zip(found.memory, program.memory, strict=True):
+        for term in ("parameters", "gradients", "optimizer", "buffers"):
+            assert terms[term] == pytest.approx(getattr(held, term))
+        rough = 0.03 if zero > 1 else 0.01
+        assert sum(terms.values()) == pytest.approx(held.total, rel=rough)
+
+
+def test_ranks_with_other_experts_reduce_none_of_them() -> None:
+    """Over ep go the gradients of what is not experts, and only those."""
+    mesh, cluster = Mesh.parse("ep=2"), cluster_of("2xA100-80GB")
+    shared = candidate("ep=2", 1)
+    (account,) = accounts_of(shared, make_prices(of("mixtral"), cluster))
+    experts = account["experts", "trained"]
+    others = account["memory", "trained"] - experts
+    assert experts > others and account["pending", "ep"] == others
+    link = cluster.link(mesh, ("ep",))
+    parts = on_paper("mixtral", "ep=2", 1).parts
+    assert parts["gradients ep"] == link.seconds("reduce_scatter", others)
+
+
+@pytest.mark.matrix(quick=1)
+@pytest.mark.parametrize(("name", "share"), [("switch", 0.2), ("mixtral", 0.3)])
+def test_experts_are_split_where_they_do_not_fit_whole(name, share) -> None:
+    """Of what data parallel ranks take, without tensor or pipeline parallelism."""
+    whole = on_paper(name, "dp=4", 0).peak
+    small = with_memory(cluster_of("8xA100-80GB"), share * whole)
+    decided = {"mesh": Mesh.parse("pp=1,tp=1"), "microbatches": 2}
+    best = find_plans(of(name), small, SAMPLES, **decided).best[0]
+    assert best.candidate.mesh.axis_size("ep") > 1 and best.peak <= share * whole
