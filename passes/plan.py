@@ -22,11 +22,13 @@ FORMAT = 1
 # see `passes.shard.query_groups`. `op:dim` is a preference of one op alone,
 # `weights:dim` of ops that read weights along it, and of what follows from them: ep
 # splits samples as dp does, but experts where they work (Lepikhin 2020).
+# `routed:dim`: samples go to the ranks that have their part of it, see
+# `passes.shard.routed`.
 SPLIT: dict[str, tuple[str, ...]] = {
     "dp": ("batch",),
     "fsdp": ("batch",),
     "cp": ("seq",),
-    "ep": ("weights:experts", "expert_linear:experts", "batch"),
+    "ep": ("weights:experts", "routed:experts", "expert_linear:experts", "batch"),
     "tp": ("heads", "kv_heads", "q_per_kv", "ffn", "vocab", "seq"),
     "qp": ("heads", "q_per_kv", "ffn", "vocab", "seq"),
     TIME: ("batch",),

@@ -29,6 +29,7 @@ def trial(
 
 PLAIN, PADDED = {"dropout": 0.2}, {"padded": True}
 SWITCH = {"top_k": 2}
+MIXTURE = {"name": "mixtral", "experts": 4, "top_k": 2}
 TRIALS = {
     "cp": trial("plain_gpt", PLAIN, "cp=4", microbatches=2),
     "ring": trial("gpt2", PADDED, "cp=2,dp=2", context_parallel="ring", zero=2),
@@ -42,6 +43,7 @@ TRIALS = {
     "tied": trial("gpt2", PLAIN, "pp=2,dp=2", microbatches=2, zero=2),
     "tied-halves": trial("plain_gpt", {}, "tp=2,pp=2", schedule="zb-h1"),
     "experts": trial("switch_gpt", SWITCH, "ep=2,tp=2", microbatches=2),
+    "routed": trial("mixture", MIXTURE, "dp=2,ep=2", microbatches=2, zero=3),
     "hint": trial("plain_gpt", {}, "dp=2,tp=2", hints={"*.up.weight": "embed/tp"}),
 }
 

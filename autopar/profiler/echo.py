@@ -14,6 +14,7 @@ from torch import Tensor
 from autopar.runtime.comm import Comm
 from autopar.runtime.receipts import Arrived, Receipt
 from passes.mesh import Mesh
+from passes.shard.shares import extent
 
 
 class EchoComm(Comm):
@@ -30,6 +31,15 @@ class EchoComm(Comm):
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         return value
+
+    def route(
+        self, expert: Tensor, axis: str, experts: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows choose among the first rank's experts, so that it works on as many as
+        leave it."""
+        mine = extent(self.shares(experts, axis)[0])
+        _, order, counts = super().route(expert, axis, experts)
+        return expert.index_select(0, order).remainder(mine), order, counts
 
     def _reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> None:
         """Left as it is: sums of many would grow without bounds."""

@@ -24,7 +24,6 @@ from torch import Tensor
 from autopar.runtime import ring
 from autopar.runtime.packing import Layout
 from autopar.runtime.pieces import by_row, by_share, in_order, joined, packed, padded
-from autopar.runtime.placement import Placement
 from autopar.runtime.receipts import (
     Arrived,
     Receipt,
@@ -33,6 +32,7 @@ from autopar.runtime.receipts import (
     let_go,
     sum_in_order,
 )
+from autopar.runtime.routing import Routing
 from passes.mesh import Axes, Mesh, as_axes, balanced
 from passes.shard.shares import extent
 
@@ -49,7 +49,7 @@ class Traffic:
     bytes: int = 0
 
 
-class Comm(Placement, ABC):
+class Comm(Routing, ABC):
     """One rank's end of every communication. `log` counts traffic by call and axes."""
 
     def __init__(

@@ -24,7 +24,7 @@ from typing import Literal
 
 from passes.graph import Node, Value
 
-Role = Literal["map", "sum", "max", "lookup", "rows", "ring", "whole"]
+Role = Literal["map", "sum", "max", "lookup", "rows", "ring", "routed", "whole"]
 SUFFIXES: dict[str, Role] = {
     "+": "sum",
     "^": "max",

@@ -29,7 +29,7 @@ from passes.price.price_memory import (
 )
 from passes.program import dtype_name
 from passes.schedule.footprint import Footprint
-from passes.shard.collectives import collective
+from passes.shard.collectives import collective, given
 from passes.shard.ring import passed_round, ring_of
 from passes.stage.local_stage import LocalStage
 
@@ -95,8 +95,7 @@ class Account:
 
 def _whole(node: Node) -> int:
     """Bytes of what is gathered, reduced or exchanged."""
-    given = sum(v.bytes for v in node.operands)
-    return max(given, sum(v.bytes for v in node.results))
+    return max(given(node), sum(v.bytes for v in node.results))
 
 
 def footprint_of(account: Account, zero: int = 0, experts: bool = True) -> Footprint:

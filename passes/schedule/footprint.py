@@ -14,7 +14,7 @@ from operator import add
 from passes.graph import DTYPES, Node
 from passes.schedule.messages import AHEAD, posted, proofs, sizes
 from passes.schedule.schedule import Action, Kind, Schedule
-from passes.shard.collectives import bytes_of, collective
+from passes.shard.collectives import bytes_of, collective, given
 from passes.shard.collectives import workspace as packing
 from passes.shard.rest import find_made
 from passes.shard.ring import passed_round, ring_of, workspace
@@ -259,7 +259,7 @@ def communication(local: LocalStage) -> list[Communication]:
                 x = node.operands[0]
                 key = (*over, DTYPES.get(x.dtype, str(x.dtype)))
                 calls[key] += 1
-                moved[key] += sum(v.bytes for v in node.operands)
+                moved[key] += given(node)
         for v in handed:
             if v is not None:
                 sent = ("send", ("pp",), DTYPES.get(v.dtype, str(v.dtype)))

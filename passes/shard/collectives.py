@@ -7,6 +7,7 @@ from math import prod
 from passes.graph import Node, Value
 from passes.mesh import as_axes
 
+ROUTED = ("comm.route", "comm.dispatch", "comm.combine")
 # Those that are waited for later count where they start.
 KINDS = {
     "comm.all_reduce": "all_reduce",
@@ -15,6 +16,8 @@ KINDS = {
     "comm.reduce_scatter": "reduce_scatter",
     "comm.start_scatter": "reduce_scatter",
     "comm.all_to_all": "all_to_all",
+    # Rows that go to their experts and home: see `passes.shard.routed`.
+    **dict.fromkeys(ROUTED, "all_to_all"),
 }
 
 
@@ -24,6 +27,12 @@ def collective(node: Node) -> tuple[str, tuple[str, ...]] | None:
     if kind is None:
         return None
     return kind, as_axes(node.args[1])
+
+
+def given(node: Node) -> int:
+    """Bytes of what a rank brings to a collective."""
+    moved = node.operands[:1] if node.op in ROUTED else node.operands
+    return sum(v.bytes for v in moved)
 
 
 def workspace(node: Node) -> int:
@@ -39,6 +48,8 @@ def workspace(node: Node) -> int:
         return x.bytes + _packed(x, node.args[2])
     if node.op == "comm.all_gather":
         return _packed(node.out, node.args[2])
+    if node.op in ROUTED:
+        return x.bytes  # rows in the order in which they leave, or arrive
     if node.op == "comm.all_to_all":
         _, _, split_dim, concat_dim = node.args[:4]
         return _packed(x, split_dim) + _packed(node.out, concat_dim)

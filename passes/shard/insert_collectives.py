@@ -34,6 +34,7 @@ from passes.shard.before_copies import VIEWS, before_view
 from passes.shard.emit_moves import MoveEmitter
 from passes.shard.join_moves import join_moves
 from passes.shard.propagate import Sharded
+from passes.shard.routed import COMBINE, DISPATCH, Ways
 from passes.shard.sharding import Sharding
 
 
@@ -103,6 +104,8 @@ class _Lowering(MoveEmitter):
         self.plan = sharded.plan
         self.sizes = {axis: sharded.plan.size(axis) for axis in sharded.plan.axes}
         self.views: dict[str, tuple[Node, tuple[Factor, ...]]] = {}
+        self.ways = Ways(self.builder, self.dims, self.shardings)
+        self.values = {v.name: v for n in sharded.graph.nodes for v in n.results}
 
     def add(self, node: Node, needs: tuple[Sharding, ...]) -> None:
         """Append a node, with what it needs inserted before it."""
@@ -120,6 +123,31 @@ class _Lowering(MoveEmitter):
 
     def convert(self, v: Value, need: Sharding, where: Where) -> Value:
         """Move a value from the sharding it has to the one it must have."""
+        have, rows = self.shardings[v.name], need.slots[:1]
+        # Away from home rows are only summed: other moves count them.
+        if have.route == need.route and (have.slots == need.slots or not have.route):
+            return self.bring(v, need, where)
+        if have.route is not None:
+            way = self.ways.known(have.route, have.slots[:1])
+            assert way is not None, f"%{v.name} came to its experts on some way"
+            args = (have.route.axis, *way[1:])
+            here = self.producer_where[v.name]
+            v = self.emit(COMBINE, v, args, here, have.with_route(None))
+        home = self.bring(v, need.with_route(None), where)
+        if (route := need.route) is None:
+            return home
+        way = self.ways.known(route, rows)
+        if way is None:
+            experts = self.values[route.expert]
+            lying = self.bring(experts, Sharding(rows), where)
+            way = self.ways.make(route, lying, self.plan.size(route.axis), where)
+        if v.name == route.expert:
+            return way[0]
+        out = self.shardings[home.name].with_route(route)
+        return self.emit(DISPATCH, home, (route.axis, *way[1:]), where, out)
+
+    def bring(self, v: Value, need: Sharding, where: Where) -> Value:
+        """The same where rows stay with their experts, or at home."""
         if (early := self.convert_before_copies(v, need, where)) is not None:
             return early
         here = self.producer_where.get(v.name, where)
@@ -176,7 +204,7 @@ class _Lowering(MoveEmitter):
     def sends(self, v: Value, need: Sharding) -> bool:
         """Whether a whole or split value has to be moved, forward or backward."""
         have = self.shardings[v.name]
-        if have.pending or need.pending:
+        if have.pending or need.pending or have.route is not None:
             return False
         changes = have.slots != need.slots or bool(need.varying - have.varying)
         flows = v.name in self.differentiable

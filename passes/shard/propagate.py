@@ -22,7 +22,8 @@ from passes.shard.hints import Pins, read_hints
 from passes.shard.labels import given_factor, read_labels
 from passes.shard.rest import find_casts, rest_split
 from passes.shard.ring import check_rings, ring_factor
-from passes.shard.sharding import Sharding
+from passes.shard.routed import WEIGHT, route_of, routed_factor
+from passes.shard.sharding import Route, Sharding
 
 
 @dataclass(frozen=True)
@@ -119,12 +120,13 @@ class _Propagation:
         for i, node in enumerate(graph.nodes):
             labels = self.choose(i, node)
             self.labels.append(labels)
+            route = route_of(node, labels, self.states)
             for which, out in enumerate(node.outs):
                 if out is not None:
-                    self.states[out.name] = self.made(out, which, labels)
+                    self.states[out.name] = self.made(out, which, labels, route)
             self.needs.append(
                 tuple(
-                    self.needed(node, which, v, labels)
+                    self.needed(node, which, v, labels, route)
                     for which, v in enumerate(node.operands)
                 )
             )
@@ -203,6 +205,8 @@ class _Propagation:
             ring := ring_factor(node, factors, self.allowed.differentiable)
         ) is not None:
             choices.append((f"ring:{ring.dim.name}", ring))
+        if (routed := routed_factor(node, factors)) is not None:
+            choices.append((f"routed:{routed.dim.name}", routed))
         ranked = [
             (order[name], f)
             for name, f in choices
@@ -250,7 +254,9 @@ class _Propagation:
 
     # --- what follows from it ------------------------------------------------------
 
-    def made(self, v: Value, which: int, labels: Mapping[str, Label]) -> Sharding:
+    def made(
+        self, v: Value, which: int, labels: Mapping[str, Label], route: Route | None
+    ) -> Sharding:
         state = Sharding.whole(self.named.dims[v.name])
         pending: dict[str, str] = {}
         for axis in self.order:
@@ -263,10 +269,15 @@ class _Propagation:
                     state = state.with_split(places[0], axis, self.order)
                 elif label.role in PENDING:
                     pending[axis] = PENDING[label.role]
-        return state.with_pending(pending)
+        return _with_rows(state.with_pending(pending), route)
 
     def needed(
-        self, node: Node, which: int, v: Value, labels: Mapping[str, Label]
+        self,
+        node: Node,
+        which: int,
+        v: Value,
+        labels: Mapping[str, Label],
+        route: Route | None,
     ) -> Sharding:
         state = Sharding.whole(self.named.dims[v.name])
         pending, varying = {}, set()
@@ -289,7 +300,9 @@ class _Propagation:
             lacks = [a for a in self.order if have.place(a) != state.place(a)]
             if any(have.place(a) for a in lacks):
                 self.want_ahead((v,))
-        return state
+        if (node.op, which) == ("autopar.expert_linear", WEIGHT):
+            return state  # its rows are no tokens
+        return _with_rows(state, route)
 
     def rest_parameters(self) -> None:
         """A parameter rests as all of its uses want it, else whole, or split where a
@@ -320,6 +333,12 @@ class _Propagation:
             if (out := node.results[0].name) in casts:
                 self.states[out] = self.states[casts[out]]
                 self.needs[i] = (self.states[out],)
+
+
+def _with_rows(state: Sharding, route: Route | None) -> Sharding:
+    """Rows where their experts are, if it has any that the axis splits."""
+    has_rows = route is not None and state.place(route.axis) is not None
+    return state.with_route(route) if has_rows else state
 
 
 def _finish_varying(named: Named, found: _Propagation) -> list[tuple[Sharding, ...]]:

@@ -21,13 +21,25 @@ Slots = tuple[tuple[tuple[str, ...], ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Route:
+    """Rows that are where their experts are. axis: over which ranks they went there.
+    expert: the value that names the expert of each row, of so many experts."""
+
+    axis: str
+    expert: str
+    experts: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sharding:
     """slots: for each tensor dim, for each named dim in it, the axes that split it,
-    outermost first. pending: (axis, "sum" | "max"). varying: axes in state V."""
+    outermost first. pending: (axis, "sum" | "max"). varying: axes in state V. route:
+    if rows are not where their samples are, see `passes.shard.routed`."""
 
     slots: Slots
     pending: tuple[tuple[str, str], ...] = ()
     varying: frozenset[str] = frozenset()
+    route: Route | None = None
 
     @classmethod
     def whole(cls, dims: Dims) -> Sharding:
@@ -69,13 +81,16 @@ class Sharding:
         dim = self.slots[d]
         dim = (*dim[:i], change(dim[i]), *dim[i + 1 :])
         slots = (*self.slots[:d], dim, *self.slots[d + 1 :])
-        return Sharding(slots, self.pending, self.varying)
+        return Sharding(slots, self.pending, self.varying, self.route)
 
     def with_pending(self, pending: Mapping[str, str]) -> Sharding:
-        return Sharding(self.slots, tuple(pending.items()), self.varying)
+        return Sharding(self.slots, tuple(pending.items()), self.varying, self.route)
 
     def with_varying(self, axes: frozenset[str] | set[str]) -> Sharding:
-        return Sharding(self.slots, self.pending, frozenset(axes))
+        return Sharding(self.slots, self.pending, frozenset(axes), self.route)
+
+    def with_route(self, route: Route | None) -> Sharding:
+        return Sharding(self.slots, self.pending, self.varying, route)
 
     def local_factors(
         self, dims: Dims, sizes: Mapping[str, int], coords: Mapping[str, int]
@@ -95,7 +110,7 @@ class Sharding:
         return tuple(map(prod, self.local_factors(dims, sizes, coords)))
 
     def text(self, dims: Dims) -> str:
-        """`[batch/dp, (seq/tp heads), embed] +tp`."""
+        """`[batch/dp, (seq/tp heads), embed] +tp`; `[tokens/ep, embed] by expert`."""
         parts = []
         for factors, slots in zip(dims, self.slots, strict=True):
             names = [
@@ -106,7 +121,7 @@ class Sharding:
         text = f"[{', '.join('1' if p == '()' else p for p in parts)}]"
         for axis, op in self.pending:
             text += f" +{axis}" if op == "sum" else f" {op}:{axis}"
-        return text
+        return f"{text} by expert" if self.route else text
 
 
 def local_extent(

@@ -66,11 +66,11 @@ class Chain:
         """Whether one value crosses here, complete, and little beside it."""
         if self.nodes[position - 1].op in IDENTITIES:
             return False  # the same as one position before
-        main = self.main_value(position)
+        main, lie = self.main_value(position), self.lowered.shardings
+        if any(lie[v.name].route for v in self.crossing(position)):
+            return False  # how many rows are where depends on the data
         beside = sum(v.bytes for v in self.crossing(position)) - main.bytes
-        return not self.lowered.shardings[main.name].pending and (
-            2 * beside <= main.bytes
-        )
+        return not lie[main.name].pending and 2 * beside <= main.bytes
 
     def begins(self, position: int, layer: str) -> bool:
         """Whether a layer, by its module path, begins here."""

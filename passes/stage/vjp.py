@@ -16,6 +16,7 @@ import torch
 from passes.graph import Node, Value
 from passes.mesh import Axes, as_axes, balanced, nested
 from passes.shard.ring import ATTENTION
+from passes.shard.routed import COMBINE, DISPATCH
 from passes.stage.tape import Tape
 from passes.stage.traced_vjp import traced
 
@@ -233,6 +234,14 @@ def all_to_all(
     return [tape.emit(node.op, x, node, dys[0], axis, concat_dim, split_dim, sizes)]
 
 
+def to_experts(
+    tape: Tape, node: Node, dys: Sequence[Value | None]
+) -> list[Value | None]:
+    """Gradients of rows go home as the rows came, or to their experts again."""
+    back = COMBINE if node.op == DISPATCH else DISPATCH
+    return [tape.emit(back, node.operands[0], node, dys[0], *node.args[1:]), None, None]
+
+
 DERIVATIVES: dict[str, Derivative] = {
     "aten.add.Tensor": add,
     "aten.to.dtype": cast,
@@ -257,4 +266,6 @@ DERIVATIVES: dict[str, Derivative] = {
     "comm.reduce_scatter": reduce_scatter,
     "comm.shard": shard,
     "comm.all_to_all": all_to_all,
+    DISPATCH: to_experts,
+    COMBINE: to_experts,
 }
