@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autopar.runtime.choices import Choices, Choosing
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import Executor
 from autopar.runtime.match import check_model
@@ -32,6 +33,8 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 # as two roundings of one value, each can be as far off, and in opposite directions.
 ROUNDINGS = 4
 APART, AWAY = 3.0, 2.0
+# The name of the margin by which routers preferred others than they were told.
+CHOICES = "choice of experts"
 # A gradient this small, as a share of the model's typical one, is compared as if it
 # were this large: a key's bias has none at all, as softmax does not see what it adds,
 # and what is computed for it is rounding.
@@ -53,7 +56,8 @@ class Verification:
 
     loss, reference_loss: of the same batch. tolerance: what rounding explains.
     away, reference_away: in mixed precision, how far the program and the reference are
-    from the model in its own precision; else empty.
+    from the model in its own precision; else empty. rerouted: the share of rows that
+    took experts which the model chose, where they preferred others.
     """
 
     loss: float
@@ -62,6 +66,7 @@ class Verification:
     tolerance: float
     away: Mapping[str, float] = field(default_factory=dict)
     reference_away: Mapping[str, float] = field(default_factory=dict)
+    rerouted: float = 0.0
 
     def limits(self, name: str) -> tuple[float, float]:
         """What an error and a distance from the model's own precision may be."""
@@ -91,9 +96,7 @@ class Verification:
             raise VerificationFailed(
                 f"'{name}' differs from the untouched model by {error:.1e}, more than "
                 f"rounding explains ({self.limits(name)[0]:.0e})",
-                fix="verify it in float64: rounded, a model may choose other experts"
-                if self.reference_away
-                else "report this model and mesh; another mesh may be right meanwhile",
+                fix="report this model and mesh; another mesh may be right meanwhile",
             )
         return self
 
@@ -109,21 +112,31 @@ def verify(
     """Compare one step of all ranks with the model. The model needs real weights.
 
     A plan in mixed precision is compared with the model under autocast, and both with
-    the model as it is.
+    the model as it is. All three take the choices of the model under autocast: a router
+    that rounds otherwise may prefer other experts, and is right to. By how much they
+    preferred others must be explained by rounding too.
     """
     check_model(program, model)
     precision, key = program.plan.dtype, seed << 32
-    found = run_all_ranks(program, model, batch, seed)
+    routers = Choosing() if precision else None
     with _Narrowest() as seen:
-        want = reference_step(model, batch, loss_fn, key, precision)
+        want = reference_step(model, batch, loss_fn, key, precision, routers)
     if tolerance is None:
         tolerance = rounding(model, precision, seen.dtype)
-    errors, away, reference_away = find_errors(found, want), {}, {}
-    if precision:
-        exact = reference_step(model, batch, loss_fn, key)
-        away, reference_away = find_errors(found, exact), find_errors(want, exact)
-    ours, theirs = found[0].item(), want[0].item()
-    return Verification(ours, theirs, errors, tolerance, away, reference_away)
+    if routers is None:
+        found = run_all_ranks(program, model, batch, seed)
+        errors = find_errors(found, want)
+        return Verification(found[0].item(), want[0].item(), errors, tolerance)
+    told, exactly = Choices(routers.made), Choices(routers.made)
+    found = run_all_ranks(program, model, batch, seed, told)
+    exact = reference_step(model, batch, loss_fn, key, choosing=Choosing(exactly))
+    errors, away = find_errors(found, want), find_errors(found, exact)
+    reference_away = find_errors(want, exact)
+    if told.found:
+        errors[CHOICES] = away[CHOICES] = told.margin
+        reference_away[CHOICES] = exactly.margin
+    ours, theirs, rerouted = found[0].item(), want[0].item(), told.share
+    return Verification(ours, theirs, errors, tolerance, away, reference_away, rerouted)
 
 
 def check_room(program: Program, memory: float) -> None:
@@ -202,10 +215,15 @@ def relative_error(got: Tensor, want: Tensor, least: float = 0.0) -> float:
 
 
 def run_all_ranks(
-    program: Program, model: nn.Module, batch: Mapping[str, Any], seed: int = 0
+    program: Program,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    seed: int = 0,
+    choices: Choices | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One step on the virtual mesh: the loss, and whole gradients by name.
 
+    choices: what routers are told to choose.
     Raises VerificationFailed when ranks that should agree do not.
     """
     wholes = dict(model.named_parameters())
@@ -214,6 +232,7 @@ def run_all_ranks(
 
     def body(comm: Comm) -> tuple[Tensor, dict[str, Tensor]]:
         held = local_parameters(program, comm, wholes)
+        comm.choices = choices
         executor = Executor(program, comm, held, buffers, seed)
         loss, scale = executor.step(tensors), executor.loss_scale
         while scale and scale.good == 0 and scale.scale > 1.0:

@@ -108,6 +108,8 @@ EXAMPLES: list[Example] = [
     lambda a, b, c, d: node("autopar.expert_linear", x(b, c), ints(b), x(a, d, c)),
     lambda a, b, c, d: node("aten.one_hot.default", ints(b, c), d),
     lambda a, b, c, d: node("aten.topk.default", x(a, b, c), 2),
+    lambda a, b, c, d: node("autopar.choose", x(a, b, c), 2),
+    lambda a, b, c, d: node("aten.gather.default", x(a, b, c), -1, ints(a, b, d)),
     lambda a, b, c, d: node("aten.topk.default", x(a, c, b), 2, 1),
     lambda a, b, c, d: node("aten.sort.default", x(a, b, c), 0),
     lambda a, b, c, d: node("aten.sum.default", x(a, b)),
@@ -295,7 +297,7 @@ RESHAPES: list[Example] = [
 # Linear ops that no pending sum passes: no model has needed it on the way to its loss.
 NOT_PASSED = {
     *("aten.baddbmm", "aten.clone", "aten.constant_pad_nd", "aten.copy"),
-    *("aten.cumsum", "aten.embedding", "aten.layer_norm", "aten.mean"),
+    *("aten.cumsum", "aten.embedding", "aten.gather", "aten.layer_norm", "aten.mean"),
     *("aten.pad", "aten.repeat_interleave", "aten.rms_norm", "aten.tril", "aten.triu"),
     *("aten.where", "aten.zero", "autopar.attention", "autopar.expert_linear"),
     *("autopar.pick", "aten.gather", "aten.scatter", "aten.scatter_add", "aten.roll"),

@@ -28,11 +28,17 @@ def verification_table(result: Verification, every: bool = False) -> Table:
         f"{verdict}: {len(ordered)} compared, tolerance {result.tolerance:.0e}, "
         f"worst {max(result.errors.values()):.1e}"
     )
+    notes = [note, MIXED] if mixed else [note]
+    if result.rerouted:
+        notes.append(
+            f"{result.rerouted:.2%} of the rows that choose experts preferred others "
+            "than the model under autocast chooses; they were told to take these."
+        )
     return Table(
         f"loss {result.loss:.9g}, of the untouched model {result.reference_loss:.9g}",
         ("gradient (or loss)", "relative error", *(AWAY_COLUMNS if mixed else ())),
         tuple(rows),
-        (note, MIXED) if mixed else (note,),
+        tuple(notes),
     )
 
 
@@ -45,4 +51,5 @@ def verification_data(result: Verification) -> dict:
         "errors": dict(result.errors),
         "away": dict(result.away),
         "reference_away": dict(result.reference_away),
+        "rerouted": result.rerouted,
     }

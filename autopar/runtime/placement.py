@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.runtime import kernels
+from autopar.runtime.choices import Choices
 from passes.mesh import TIME, Axes, Mesh, as_axes
 from passes.shard.shares import Pieces, extent, shares, within
 
@@ -21,8 +22,10 @@ from passes.shard.shares import Pieces, extent, shares, within
 class Placement:
     """One rank's place on the mesh and in time, and its share of tensors.
 
-    The executor sets `zigzag`, the axes whose shares lie so, when it starts; and
-    `microbatch`, the coordinate on the axis "time", before a forward or a backward.
+    `choices`: what routers are told to choose, if anything, see
+    `autopar.runtime.choices`. The executor sets `zigzag`, the axes whose shares lie so,
+    when it starts; and `microbatch`, the coordinate on the axis "time", before a
+    forward or a backward.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Placement:
         self.key = 0  # of all dropout masks of this step
         self.scale = 1.0  # of the loss, in this step
         self.evaluating = False
+        self.choices: Choices | None = None
         self._ranks: dict[tuple[str, ...], tuple[int, ...]] = {}
 
     def ranks(self, axes: Axes) -> tuple[int, ...]:
@@ -118,6 +122,31 @@ class Placement:
         ]
         return kernels.dropout_mask(p, self.key, number, dims, self.device)
 
+    def choose(
+        self,
+        x: Tensor,
+        k: int,
+        number: int,
+        position: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...],
+    ) -> Tensor:
+        """The places of the k largest scores of my rows: x [..., n] -> int64 [..., k];
+        or what `choices` tell them. number, position: as of dropout, but of rows."""
+        own = x.topk(k).indices
+        if self.choices is None:
+            return own
+        rows = self.choices.told[number].to(x.device)
+        for dim, factors in enumerate(position):
+            rows = rows.index_select(dim, self._positions(factors))
+        return self.choices.take(x, own, rows, (number, self.rank, self.microbatch))
+
+    def _positions(self, factors: tuple[tuple[int, tuple[str, ...]], ...]) -> Tensor:
+        """Which rows of a dim are mine: int64. factors: (global extent, axes)."""
+        rows = torch.zeros(1, dtype=torch.int64, device=self.device)
+        for n, axes in factors:
+            mine = kernels.positions(self.pieces(n, axes), self.device)
+            rows = (rows[:, None] * n + mine).flatten()
+        return rows
+
     def causal_mask(
         self, position: tuple[tuple[int, tuple[str, ...]], ...], columns: int
     ) -> Tensor:
@@ -125,10 +154,7 @@ class Placement:
 
         position: the factors of the dim of rows: (global extent, axes that split it).
         """
-        rows = torch.zeros(1, dtype=torch.int64, device=self.device)
-        for n, axes in position:
-            mine = kernels.positions(self.pieces(n, axes), self.device)
-            rows = (rows[:, None] * n + mine).flatten()
+        rows = self._positions(position)
         return rows[:, None] >= torch.arange(columns, device=self.device)
 
     # Rows and entries of a sharded dim. Indices are global and int64; sizes are those

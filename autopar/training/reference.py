@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autopar.runtime.choices import Choosing
 from autopar.runtime.kernels import dropout_mask
 from autopar.runtime.loss_scale import LossScale
 from passes.capture.call_model import loss_of
@@ -93,18 +95,20 @@ def reference_step(
     loss_fn: Callable[..., Any] | None = None,
     key: int = 0,
     precision: torch.dtype | None = None,
+    choosing: Choosing | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and every gradient of `model(**batch)`, by the model's own names.
 
     precision: of torch.autocast around the model's forward. float16 comes with a loss
     scale: the greatest power of two, up to that of `LossScale`, without an overflow.
+    choosing: notes what routers choose, or tells them.
 
     `.grad` of the model is left as it was. Raises: AutoparError for dropout within
     activation checkpoints, whose masks cannot be drawn a second time.
     """
     device = next(p.device.type for p in model.parameters())
     autocast = torch.autocast(device, precision, enabled=precision is not None)
-    with OurDropout(key), torch.enable_grad():
+    with OurDropout(key), choosing or nullcontext(), torch.enable_grad():
         with autocast:
             loss = loss_of(model, batch, loss_fn)
         wanted = {n: p for n, p in model.named_parameters() if p.requires_grad}

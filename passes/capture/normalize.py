@@ -17,7 +17,7 @@ from passes.capture.loss import LOSS_RULES
 from passes.capture.rewrite import Rewriter, Rule
 from passes.capture.spell_attention import attention, emit_dropout
 from passes.capture.spell_composites import COMPOSITE_RULES
-from passes.capture.spell_experts import looked_up_product
+from passes.capture.spell_experts import choice, looked_up_product
 from passes.capture.spell_groups import repeat_interleave
 from passes.capture.spell_pieces import PIECE_RULES
 from passes.capture.split_products import split_products
@@ -31,7 +31,7 @@ def normalize(traced: Traced) -> Traced:
     graph = Rewriter(traced.graph, traced.literals).run(CLEAN)
     graph = split_products(Rewriter(graph, traced.literals))
     graph = Rewriter(graph, traced.literals).run(MEANING)
-    graph = number_dropouts(graph)
+    graph = number(graph, "autopar.dropout", "autopar.choose")
     literals = {v.name: traced.literals[v.name] for v in graph.constants}
     return replace(traced, graph=graph, literals=literals)
 
@@ -204,13 +204,13 @@ def dropout(rewriter: Rewriter, node: Node) -> Value:
     return emit_dropout(rewriter, x, p, node)
 
 
-def number_dropouts(graph: Graph) -> Graph:
-    """Number the dropouts in the order in which the model calls them."""
-    nodes, count = [], 0
+def number(graph: Graph, *ops: str) -> Graph:
+    """Number the nodes of each op in the order in which the model calls them."""
+    nodes, count = [], dict.fromkeys(ops, 0)
     for node in graph.nodes:
-        if node.op == "autopar.dropout":
-            node = replace(node, args=(*node.args, count))
-            count += 1
+        if (op := node.op) in count:
+            node = replace(node, args=(*node.args, count[op]))
+            count[op] += 1
         nodes.append(node)
     return replace(graph, nodes=tuple(nodes))
 
@@ -337,6 +337,7 @@ MEANING: dict[str, Rule] = {
     "aten.reshape": collapse,
     "aten.add": add_number,
     "aten.bmm": looked_up_product,
+    "aten.topk": choice,
     "aten.embedding": embedding,
     "aten.index": index,
     "aten.mul": tanh_gelu,

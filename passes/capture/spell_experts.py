@@ -36,6 +36,27 @@ def looked_up_product(rewriter: Rewriter, node: Node) -> Value | None:
     return None
 
 
+def choice(rewriter: Rewriter, node: Node) -> tuple[Value, Value] | None:
+    """topk along the last dim -> what is chosen, and its scores looked up: so that
+    whoever compares programs can tell them what to choose."""
+    x, k, *_ = node.args
+    given = {
+        **dict(zip(("dim", "largest"), node.args[2:], strict=False)),
+        **node.kwargs,
+    }
+    dim, largest = int(given.get("dim", -1)), bool(given.get("largest", True))
+    if dim % len(x.shape) != len(x.shape) - 1 or not largest:
+        return None
+    shape, where = (*x.shape[:-1], k), node.where
+    chosen = rewriter.emit(
+        "autopar.choose", x, k, shape=shape, dtype=torch.int64, where=where
+    )
+    scores = rewriter.emit(
+        "aten.gather.default", x, -1, chosen, shape=shape, dtype=x.dtype, where=where
+    )
+    return scores, chosen
+
+
 def _emit(
     rewriter: Rewriter, node: Node, rows: Value, expert: Value, weight: Value
 ) -> Value:

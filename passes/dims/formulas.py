@@ -109,11 +109,17 @@ def _local(index: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:
     return local.where(inside, 0), inside
 
 
+def choose(x: Tensor, k: int, *_: Any) -> Tensor:
+    """The places of the k largest scores: x [..., n] -> int64 [..., k]."""
+    return x.topk(k).indices
+
+
 REFERENCE: dict[str, Callable[..., Tensor]] = {
     "autopar.attention": attention,
     "autopar.sum_exp": sum_exp,
     "autopar.pick": pick,
     "autopar.expert_linear": expert_linear,
+    "autopar.choose": choose,
 }
 SHARDS: dict[str, Callable[..., Tensor]] = {
     "aten.embedding.default": _embedding_from,

@@ -29,6 +29,7 @@ RULES: dict[str, str] = {
     "autopar.sum_exp": "... k+, ... -> ...",
     "autopar.pick": "... k@, ... -> ...",
     "autopar.expert_linear": "s k+, s, e@ n k+ -> s n",
+    "autopar.choose": "... n! -> ... k!",
     "aten.one_hot": "... -> ... n!",
 }
 
@@ -140,6 +141,13 @@ def _top(node: Node) -> str:
     operand = [c + "!" if i == dim else c for i, c in enumerate(x)]
     out = [c + "out!" if i == dim else c for i, c in enumerate(x)]
     return _spell(operand, out, len(node.outs))
+
+
+def _gathered(node: Node) -> str | None:
+    """Along the last dim, of as many rows as there are indices of."""
+    x, dim, at = node.args[:3]
+    rows = x.shape[:-1] == at.shape[:-1] and dim % len(x.shape) == len(x.shape) - 1
+    return "... n!, ... k -> ... k" if rows else None
 
 
 def _moved(node: Node) -> str:
@@ -343,6 +351,7 @@ FUNCTIONS: dict[str, Callable[[Node], str | None]] = {
     "aten.log_softmax": _along(1),
     "aten.cumsum": _along(1),
     "aten.topk": _top,
+    "aten.gather": _gathered,
     "aten.sort": _top,
     **{f"aten.{name}": _moved for name in MOVES},
     "aten.einsum": _einsum,

@@ -122,6 +122,13 @@ def _dropout(at: Localizer, node: Node, local: Node) -> Node:
     return replace(local, op="comm.dropout", args=(*local.args, position))
 
 
+def _choose(at: Localizer, node: Node, local: Node) -> Node:
+    """What is chosen may be told, by global position."""
+    x = node.operands[0]
+    position = tuple(at.position(x, dim) for dim in range(len(x.shape) - 1))
+    return replace(local, op="comm.choose", args=(*local.args, position))
+
+
 def _attention(at: Localizer, node: Node, local: Node) -> Node:
     """Attention of some of the rows, under a causal mask, goes by their positions; so
     does attention to some of the keys, which are passed round: see
@@ -159,6 +166,7 @@ CHANGES: dict[str, Any] = {
     "autopar.expert_linear": _expert_linear,
     "autopar.attention": _attention,
     "autopar.dropout": _dropout,
+    "autopar.choose": _choose,
     "comm.all_gather": _gather,
     "comm.all_to_all": _all_to_all,
 }
