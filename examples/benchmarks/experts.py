@@ -1,0 +1,79 @@
+"""What a rank sends for the experts of a mixture, routed and gathered, on an axis ep.
+
+    python examples/benchmarks/experts.py hf:mixtral --ep 8 --samples 1 --seq 4096
+
+Of the program that a plan is compiled to, for each layer and microbatch of so many
+samples a rank: MB sent in the forward and the backward, and calls. Routed rows go to
+the rank of their expert and home, here with tokens that choose evenly; gathered, each
+product with experts has the rows of all ranks. Nothing runs, and no weight exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from tabulate import tabulate
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))  # the examples are found from any directory
+
+from autopar.compiler import compile_offline  # noqa: E402
+from autopar.models import example_batch, load_model  # noqa: E402
+from autopar.options import make_plan  # noqa: E402
+from passes.cost import Costs  # noqa: E402
+from passes.plan import Plan  # noqa: E402
+from passes.schedule.footprint import Communication  # noqa: E402
+
+LAYERS = 2  # of which one more is what a layer takes
+
+
+def gathered(plan: Plan) -> Plan:
+    """The same plan, in which no rows are routed."""
+    experts = tuple(dim for dim in plan.split["ep"] if not dim.startswith("routed:"))
+    return replace(plan, split={**plan.split, "ep": experts})
+
+
+def sent(c: Communication, ranks: int) -> float:
+    """MB that a rank sends of a collective: of its own part to each other rank, or all
+    other ranks' parts of what it gives."""
+    share = ranks - 1 if c.kind == "all_gather" else (ranks - 1) / ranks
+    return c.bytes * share / 1e6
+
+
+def measure(spec: str, layers: int, plan: Plan, samples: int, seq: int) -> list[float]:
+    """MB sent forward and backward, and calls, over ep in one microbatch."""
+    mark = "," if "?" in spec else "?"
+    loaded = load_model(f"{spec}{mark}num_hidden_layers={layers}")
+    ranks = plan.mesh.axis_size("ep")
+    assert loaded.vocab is not None, "configurations of experts have a vocabulary"
+    batch = example_batch(loaded.vocab, samples * ranks, seq)
+    program = compile_offline(loaded.model, batch, plan, costs=Costs())
+    found = [c for c in program.communication if c.axes == ("ep",)]
+    parts = ("forward", "backward")
+    moved = [sum(sent(c, ranks) for c in found if c.part == part) for part in parts]
+    return [*moved, sum(c.calls for c in found if c.part in parts)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", nargs="?", default="hf:mixtral")
+    for name, usual in (("ep", 8), ("samples", 1), ("seq", 4096)):
+        parser.add_argument(f"--{name}", type=int, default=usual)
+    given = parser.parse_args()
+    routed = make_plan(f"ep={given.ep}")
+    rows = []
+    for name, plan in (("routed", routed), ("gathered", gathered(routed))):
+        more, fewer = (
+            measure(given.model, layers, plan, given.samples, given.seq)
+            for layers in (LAYERS, LAYERS - 1)
+        )
+        rows.append([name, *(a - b for a, b in zip(more, fewer, strict=True))])
+    head = ("rows", "MB forward", "MB backward", "calls")
+    print(tabulate(rows, head, floatfmt=("", ".0f", ".0f", ".0f")))
+
+
+if __name__ == "__main__":
+    main()
