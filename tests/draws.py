@@ -115,8 +115,7 @@ OPTIONS: Choices = {
     "memory": lambda v: ["1GiB"] if v["recompute"] == AUTO else [0, "1GiB"],
     "zero": lambda v: [zero for zero in ZERO if shares(v) in (bool(zero), None)],
     "offload": lambda v: [False, True],
-    # Rounded, a router may choose other experts.
-    "precision": lambda v: ["model"] if "experts" in v else ["model"] * 4 + LOWER,
+    "precision": lambda v: ["model"] * 4 + LOWER,
     "hints": lambda v: [None, *HINTS.get(v["model"], ())] if v["tp"] > 1 else [None],
 }
 

@@ -137,6 +137,13 @@ def test_no_rank_holds_a_weight_for_every_token() -> None:
     assert spec.pattern == "experts/ep (2 ffn) embed"
 
 
+def test_weights_that_are_turned_before_their_product_are_split_too() -> None:
+    parameters = mixture("gpt_oss").compile("ep=2").parameters
+    for name in ("gate_up_proj", "down_proj"):
+        spec = parameters[f"model.layers.1.mlp.experts.{name}"]
+        assert spec.pattern.startswith("experts/ep ") and spec.pending == ()
+
+
 def balanced_mixture() -> Case:
     """With the balance loss that the model itself adds, in the precision it insists on.
 

@@ -218,8 +218,8 @@ class _Propagation:
         return min(ranked, key=lambda r: r[0])[1] if ranked else None
 
     def meets(self, axis: str, f: Factor, node: Node) -> bool:
-        """Whether weights meet tokens along this dim here, or have before: the axis
-        already splits an operand along it."""
+        """Whether weights meet tokens along this dim here, or have before (the axis
+        already splits an operand along it), or are turned to."""
         origins = {
             self.named.origins[node.operands[which].name] is Origin.PARAM
             for which, _, _ in f.operands
@@ -228,7 +228,9 @@ class _Propagation:
             self.states[node.operands[which].name].place(axis) == (d, i)
             for which, d, i in f.operands
         )
-        return f.role == "map" and (split or origins == {True, False})
+        # As views of weights are split that meet them later, turned for a product.
+        turned = origins == {True} and node.op == "aten.transpose.int"
+        return f.role == "map" and (split or turned or origins == {True, False})
 
     def check_separable(self, node: Node, label: Label) -> None:
         for v in node.operands:

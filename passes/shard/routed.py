@@ -20,9 +20,10 @@ from collections.abc import Mapping, Sequence
 from passes.dims.name_dims import Dim, Dims, Factor
 from passes.graph import Builder, Node, Value, Where
 from passes.shard.allowed import Label
+from passes.shard.collectives import ROUTED
 from passes.shard.sharding import Route, Sharding, Slots
 
-ROUTE, DISPATCH, COMBINE = "comm.route", "comm.dispatch", "comm.combine"
+ROUTE, DISPATCH, COMBINE = ROUTED
 ROWS, EXPERT, WEIGHT = range(3)  # operands of expert_linear
 
 # What computes each row by itself, and neither it nor its derivative names a number of
