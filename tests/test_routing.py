@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from models import Case, mixture, plan
 from torch import Tensor, nn
 
+from autopar.profiler.echo import EchoComm
 from autopar.runtime.comm import Comm
 from autopar.runtime.virtual import run_virtual
 from autopar.verify import verify
@@ -190,3 +191,17 @@ def test_all_tokens_may_choose_one_expert(
         chosen = layer.router(torch.randn(99, WIDTH).double()).argmax(-1)
         assert (chosen == favourite).all()
     case.verify(mesh, microbatches, **options)
+
+
+# --- Without the other ranks ---------------------------------------------------------
+
+
+def test_a_rank_that_is_measured_alone_works_on_as_many_rows_as_it_sends() -> None:
+    """Of its own experts: rows of others' would cost it nothing."""
+    comm = EchoComm(Mesh.parse("ep=4"), 1, torch.device("cpu"))
+    expert = torch.arange(8)
+    there, order, counts = comm.route(expert, "ep", 8)
+    assert len(there) == 8 and there.max() == 1  # of two experts
+    x = torch.randn(8, 3)
+    there = comm.dispatch(x, "ep", order, counts)
+    assert there.shape == comm.combine(there, "ep", order, counts).shape == x.shape
