@@ -143,13 +143,6 @@ def _top(node: Node) -> str:
     return _spell(operand, out, len(node.outs))
 
 
-def _gathered(node: Node) -> str | None:
-    """Along the last dim, of as many rows as there are indices of."""
-    x, dim, at = node.args[:3]
-    rows = x.shape[:-1] == at.shape[:-1] and dim % len(x.shape) == len(x.shape) - 1
-    return "... n!, ... k -> ... k" if rows else None
-
-
 def _moved(node: Node) -> str:
     """Dims in another order: the one that dims of distinct extents come out in."""
     x = letters(len(node.operands[0].shape))
@@ -351,7 +344,6 @@ FUNCTIONS: dict[str, Callable[[Node], str | None]] = {
     "aten.log_softmax": _along(1),
     "aten.cumsum": _along(1),
     "aten.topk": _top,
-    "aten.gather": _gathered,
     "aten.sort": _top,
     **{f"aten.{name}": _moved for name in MOVES},
     "aten.einsum": _einsum,
