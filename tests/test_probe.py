@@ -48,7 +48,7 @@ def text(rule: Equation | None) -> str:
 
 FOUND = [
     (node("aten.kthvalue.default", x(3, 4, 5), 2), "a b _ -> a b, a b"),
-    (node("aten.gather.default", x(3, 5), 1, ints(3, 4)), "a _, a b -> a b"),
+    (node("aten.take_along_dim.default", x(3, 5), ints(3, 4), 1), "a _, a b -> a b"),
     (node("aten.index.Tensor", x(6, 4), (ints(5),)), "_ b, a -> a b"),
     (node("aten.index.Tensor", x(6, 4), (ints(5, 3),)), "_ c, a b -> a b c"),
     (node("aten.repeat.default", x(3, 4), (1, 2)), "a _ -> a _"),
@@ -59,7 +59,8 @@ FOUND = [
     (node("aten.flip.default", x(3, 6), (0,)), "_ a -> _ a"),
     (node("aten.index_put.default", x(3, 4), (x(3, 4, dtype=torch.bool),), x()),
      "a b, a b,  -> a b"),
-    (node("aten.scatter.value", x(3, 4), 1, ints(3, 2), 1.0), "a _, a _ -> a _"),
+    (node("aten.index_add.default", x(3, 4), 1, ints(2), x(3, 2)),
+     "a _, _, a _ -> a _"),
 ]  # fmt: skip
 
 
