@@ -26,10 +26,12 @@ from passes.mesh import Mesh, MeshError
 from passes.pipeline import compile_program
 from passes.plan import PlanError
 from passes.price.candidate import Candidate
+from passes.price.estimate import in_buckets
 from passes.price.price import WEIGHT_GRADS
 from passes.program import Program
 from passes.search.candidates import SCHEDULES, candidates, meshes
 from passes.search.search import run_on_paper
+from passes.stage.overlap import BUCKET
 
 LAYERS, SAMPLES = 4, 16
 
@@ -134,6 +136,33 @@ def test_shares_are_gathered_in_half_the_bits_and_scattered_in_all() -> None:
     low, wide = (parts[p]["parameters dp"] - fixed for p in ("bf16", "model"))
     assert 0.5 <= low / wide < 0.55  # norms are in float32
     assert parts["bf16"]["gradients dp"] == parts["model"]["gradients dp"]
+
+
+def test_what_is_shared_out_moves_when_the_runtime_moves_it() -> None:
+    """Zero 1: once a step, in buckets; 2: gradients by block; 3: parameters too."""
+    cluster = cluster_of("4xA100-80GB")
+    prices, runs = make_prices(of(), cluster), {}
+    for zero in (0, 1, 2, 3):
+        found = run_on_paper(replace(even("dp=4"), zero=zero), prices, cluster)
+        (stage,), (once,) = found.stages, found.once
+        by_block = {key for key in stage.waits if key[2:] == ("dp",)}
+        runs[zero] = by_block, {term for term in once if term.endswith(" dp")}
+    scattered = {("backward", "reduce_scatter", "dp")}
+    gathered = {(part, "all_gather", "dp") for part in ("forward", "backward")}
+    assert runs == {
+        0: (set(), {"gradients dp"}),
+        1: (set(), {"gradients dp", "parameters dp"}),
+        2: (scattered, {"parameters dp"}),
+        3: (gathered, set()),
+    }
+
+
+def test_what_moves_once_a_step_goes_in_buckets() -> None:
+    link = cluster_of("16xA100-80GB").link(Mesh.parse("dp=16"), ("dp",))
+    one, many = (in_buckets(link, "all_gather", n * BUCKET) for n in (1, 3.5))
+    assert one == link.seconds("all_gather", BUCKET)
+    start = link.seconds("all_gather", 0)
+    assert many == pytest.approx(3.5 * (one - start) + 4 * start)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from autopar.machine.hardware import cluster_of
+from autopar.machine.hardware import RING_STEP, cluster_of
 from passes.mesh import Mesh
-from passes.price.cluster import Link, Near
+from passes.price.cluster import ClusterError, Level, Link, Near
 
 FAR, CLOSE = 1e-4, 1e-6
 BYTES = 1e9
@@ -63,3 +64,32 @@ def test_a_group_knows_how_many_of_it_share_a_node() -> None:
     assert near is not None
     assert near.ranks == 4
     assert cluster.link(mesh, ("tp",)).near is None
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_a_ring_between_nodes_goes_by_its_own_step(kind: str) -> None:
+    link = over(nodes=4, each=2)
+    slow = replace(link, step=7 * FAR)
+    assert slow.seconds(kind, 8) - link.seconds(kind, 8) == pytest.approx(18 * FAR)
+    # Trees and messages do not wait for all of a ring.
+    for other in ("all_to_all", "send"):
+        assert slow.seconds(other, BYTES) == link.seconds(other, BYTES)
+    assert slow.seconds("all_reduce", 8) == link.seconds("all_reduce", 8)
+
+
+def test_gathers_of_many_nodes_take_by_the_step_of_the_network() -> None:
+    took = [
+        cluster_of(f"{8 * nodes}xA100-80GB")
+        .link(Mesh((("dp", 8 * nodes),)), ("dp",))
+        .seconds("all_gather", 0)
+        for nodes in (32, 64)
+    ]
+    near = 32 * 7 * 5e-6
+    assert took[1] - took[0] == pytest.approx(32 * RING_STEP + near)
+    assert cluster_of("128xCPU").levels[-1].step == 0
+
+
+@pytest.mark.parametrize("step", [-1.0, float("nan")])
+def test_a_step_that_cannot_be(step: float) -> None:
+    with pytest.raises(ClusterError, match="step of a level of links"):
+        Level(8, 1e9, 1e-6, step=step)

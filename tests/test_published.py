@@ -14,6 +14,7 @@ from examples.benchmarks import published_formulas as formulas
 from examples.benchmarks import published_others as others
 from examples.benchmarks import published_runs as megatron
 from examples.benchmarks import published_sweep as sweep
+from examples.benchmarks import published_zero as zero
 from examples.benchmarks.published_picks import picked
 from examples.gpt import GPT, Config
 from passes.price.symbolic import parameters, size
@@ -71,6 +72,9 @@ def test_steps_are_predicted_from_those_of_small_models() -> None:
     }
     assert len(papers) == 12
     assert max(map(abs, papers.values())) < 0.2, papers
+    off = [run.predict(constants) / run.seconds - 1 for run in zero.zero_runs()]
+    assert max(map(abs, off)) < 0.45, off
+    assert median(map(abs, off)) < 0.1, off
 
 
 @pytest.mark.slow

@@ -58,7 +58,11 @@ NODES = {
     "L4": (8, 32 * GB, 12.5 * GB),
     "CPU": (64, 2 * GB, 1 * GB),
 }
-LATENCY = {"node": 5e-6, "network": 1.5e-5}  # seconds of one step of a ring
+LATENCY = {"node": 5e-6, "network": 1.5e-5}  # seconds of a message
+# Seconds of a ring's step from node to node. Fitted to gathers and scatters of 256 MiB
+# over 2 to 64 nodes: `examples/benchmarks/published.py --sweep`; what is published of
+# training by them (`published_zero.py`) agrees.
+RING_STEP = 3e-4
 
 
 def cluster_of(text: str) -> Cluster:
@@ -125,7 +129,8 @@ def make_cluster(device: Device, devices: int, node: int | None = None) -> Clust
     latency = (5e-5, 1e-4) if device.name == "CPU" else tuple(LATENCY.values())
     levels = [Level(min(node, max(devices, 1)), inside, latency[0])]
     if devices > node:
-        levels.append(Level(devices, outside, latency[1]))
+        step = 0.0 if device.name == "CPU" else RING_STEP
+        levels.append(Level(devices, outside, latency[1], step=step))
     return Cluster(device, devices, tuple(levels))
 
 

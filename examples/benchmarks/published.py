@@ -24,6 +24,7 @@ from examples.benchmarks import published_formulas as formulas  # noqa: E402
 from examples.benchmarks import published_others as others  # noqa: E402
 from examples.benchmarks import published_runs as megatron  # noqa: E402
 from examples.benchmarks import published_sweep as sweep  # noqa: E402
+from examples.benchmarks import published_zero as zero  # noqa: E402
 from examples.benchmarks.published_picks import picked  # noqa: E402
 
 
@@ -99,6 +100,26 @@ def show_others() -> None:
     show("Seconds of an iteration of other runs, with the same constants", lines)
 
 
+def show_zero() -> None:
+    """Runs of ZeRO-3, as they were, and as our own plans gather: in blocks."""
+    constants = megatron.fitted()
+    lines: list[dict[str, object]] = []
+    for run in zero.zero_runs():
+        found, blocks = run.predict(constants), replace(run, blocks=True)
+        lines.append(
+            {
+                "source": run.source,
+                "model": run.name,
+                "plan": str(run.candidate),
+                "s": f"{found:.1f}",
+                "published": f"{run.seconds:.1f}",
+                "error": f"{found / run.seconds - 1:+.1%}",
+                "in blocks, s": f"{blocks.predict(constants):.1f}",
+            }
+        )
+    show("Seconds of an iteration of ZeRO-3, with the same constants", lines)
+
+
 def show_choices() -> None:
     """Our plan for each model and its devices beside the authors', both estimated."""
     constants = megatron.fitted()
@@ -163,6 +184,7 @@ def main() -> None:
     show_formulas()
     show_runs()
     show_others()
+    show_zero()
     if wanted.choose:
         show_choices()
     if wanted.sweep:

@@ -72,15 +72,22 @@ class Level:
 
     bytes_per_second: that each device sends while it receives as many. latency: seconds
     until the first byte arrives. efficiency: the share of the bandwidth that a large
-    collective reaches.
+    collective reaches. step: seconds that a ring takes from one node to the next, where
+    that is more than a message takes: every rank waits for the slowest of all.
     """
 
     devices: int
     bytes_per_second: float
     latency: float
     efficiency: float = 0.8
+    step: float = 0.0
 
     def __post_init__(self) -> None:
+        if not (math.isfinite(self.step) and self.step >= 0):
+            raise ClusterError(
+                f"step of a level of links is {self.step}",
+                fix="give seconds, or 0 where a message's latency is all",
+            )
         for what in ("devices", "bytes_per_second", "latency", "efficiency"):
             _positive(f"{what} of a level of links", getattr(self, what))
 
@@ -168,7 +175,8 @@ class Cluster:
             inner.bytes_per_second * inner.efficiency,
             inner.latency,
         )
-        return Link(size, speed, level.latency, near, stride, self.messages)
+        step = max(level.step, level.latency)
+        return Link(size, speed, level.latency, near, stride, self.messages, step)
 
 
 @dataclass(frozen=True)
@@ -186,7 +194,7 @@ class Link:
     """ranks that talk to each other; bytes a second that the device of each sends as
     far as the group reaches; seconds of a message. near: of those in one node, where
     the group spans several. messages: what was measured between ranks that are `stride`
-    apart."""
+    apart. step: seconds of a ring's step between nodes; 0: those of a message."""
 
     ranks: int
     bytes_per_second: float
@@ -194,6 +202,7 @@ class Link:
     near: Near | None = None
     stride: int = 1
     messages: Messages = field(default_factory=Messages)
+    step: float = 0.0
 
     def seconds(self, kind: str, whole: float) -> float:
         """Of one collective.
@@ -220,7 +229,7 @@ class Link:
         nodes = math.ceil(n / near.ranks)
         moved = whole * (n - 1) / n
         # A ring enters each node once; what crosses is shared by all devices in it.
-        ring = (n - nodes) * near.latency + (nodes - 1) * self.latency
+        ring = (n - nodes) * near.latency + (nodes - 1) * (self.step or self.latency)
         shared = self.bytes_per_second
         if self.near:
             shared = min(shared * near.ranks, near.bytes_per_second)
@@ -240,7 +249,7 @@ class Link:
 
     def without_latency(self) -> Link:
         near = replace(self.near, latency=0.0) if self.near else None
-        return replace(self, latency=0.0, near=near)
+        return replace(self, latency=0.0, near=near, step=0.0)
 
 
 def _positive(what: str, value: float) -> None:

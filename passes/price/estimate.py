@@ -2,11 +2,13 @@
 
 Stage accounts and the cluster's links come in; the pipeline's schedule is run on paper.
 Collectives are exposed: a rank waits for each of them, as the runtime does, except for
-parameters under ZeRO-3, which come while another block computes, and slow it a little.
+what ZeRO-3 gathers and ZeRO-2 and 3 scatter of parameters: that moves while another
+block computes, and slows it a little.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -30,6 +32,7 @@ from passes.schedule.footprint import Footprint, peak_bytes
 from passes.schedule.make_schedule import make_schedule
 from passes.schedule.schedule import Schedule, add_communication
 from passes.schedule.simulate_schedule import Timeline
+from passes.stage.overlap import BUCKET
 
 # AdamW reads a parameter, its gradient and two moments, and writes three of them.
 OPTIMIZER_TRAFFIC = 7
@@ -120,8 +123,9 @@ def stage_seconds(
         exposed = max(exposed, both - computing)
         if moving > 0:
             waited = exposed + BESIDE * (moving - exposed)
+            kind = "all_gather" if candidate.shares == 3 else "reduce_scatter"
             over = tuple(axis for axis, _ in _shared(account, candidate))
-            key = (part, "all_gather", *over)
+            key = (part, kind, *over)
             waits[key] = waited
             took[part] += waited
     send = share * neighbour(cluster, candidate.mesh).seconds(
@@ -146,16 +150,24 @@ def _dispatching(account: Account, part: str, cluster: Cluster) -> float:
 def gather_seconds(
     account: Account, candidate: Candidate, cluster: Cluster, part: str
 ) -> float:
-    """ZeRO-3: parameters come in the forward and again in the backward, in which their
-    gradients go."""
-    if candidate.shares < 3:
+    """What moves by blocks, beside computing: under ZeRO-3 parameters come in the
+    forward and again in the backward; with ZeRO-2 as well, gradients go in it."""
+    if candidate.shares < 2 or part == WEIGHT:
         return 0.0
     count, gather, scatter = candidate.blocks, 0.0, 0.0
     for axis, share in _shared(account, candidate):
         link = cluster.link(candidate.mesh, (axis,))
-        gather += count * link.seconds("all_gather", share["read"] / count)
-        scatter += count * link.seconds("reduce_scatter", share["trained"] / count)
-    return {FORWARD: gather, BACKWARD: gather + scatter, WEIGHT: 0.0}[part]
+        if candidate.shares == 3:
+            gather += count * link.seconds("all_gather", share["read"] / count)
+        if part == BACKWARD:
+            scatter += count * link.seconds("reduce_scatter", share["trained"] / count)
+    return gather + scatter
+
+
+def in_buckets(link: Link, kind: str, whole: float) -> float:
+    """Seconds of what moves once a step, see `passes.stage.overlap`."""
+    count = max(1, math.ceil(whole / BUCKET))
+    return count * link.seconds(kind, whole / count)
 
 
 def _shared(
@@ -202,10 +214,10 @@ def step_parts(
         share += experts / candidate.data_parallel
     for axis, own in _shared(account, candidate) if candidate.zero in (1, 2) else ():
         link = cluster.link(candidate.mesh, (axis,))
-        scatters = 1 if candidate.zero == 1 else candidate.microbatches
-        scatter = link.seconds("reduce_scatter", own["trained"])
-        found[f"gradients {axis}"] = scatters * scatter
-        found[f"parameters {axis}"] = link.seconds("all_gather", own["read"])
+        if candidate.zero == 1:
+            gradients = in_buckets(link, "reduce_scatter", own["trained"])
+            found[f"gradients {axis}"] = gradients
+        found[f"parameters {axis}"] = in_buckets(link, "all_gather", own["read"])
     device = cluster.device
     if device.ops.update and trained:
         update = account["seconds", UPDATE] * share / trained

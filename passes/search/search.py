@@ -179,7 +179,7 @@ def make_timer(cluster: Cluster) -> Timer:
 
     def seconds(account: Account, candidate: Candidate) -> StageSeconds:
         # Only how shares of parameters are gathered depends on a stage's layers.
-        gathers = candidate.zero == 3
+        gathers = candidate.zero >= 2
         alike = replace(
             candidate,
             samples=1,
