@@ -74,8 +74,10 @@ class Plan:
 
     mesh: the process mesh. microbatches: parts of the batch, run one after another.
     schedule, stages_per_rank: the pipeline schedule; "auto": made for what the stages
-    take, see `passes.schedule.fit_schedule`. split: mesh axis (or `time`) -> dims that
-    it splits, in order of preference. hints: parameter pattern -> `dim/axis`.
+    take, see `passes.schedule.fit_schedule`. order: of "auto", what each pipeline rank
+    does in turn, as `0F0 0F1 0I0`; empty: made when the plan is compiled.
+    split: mesh axis (or `time`) -> dims that it splits, in order of preference.
+    hints: parameter pattern -> `dim/axis`.
     labels: mesh axis -> op -> the dim of it that the axis splits, see
     `passes.shard.labels`.
     cuts: for each pipeline boundary the value that crosses it, or the layer that begins
@@ -97,6 +99,7 @@ class Plan:
     microbatches: int = 1
     schedule: str = "1f1b"
     stages_per_rank: int = 1
+    order: tuple[str, ...] = ()
     split: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict(SPLIT))
     hints: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
@@ -122,6 +125,11 @@ class Plan:
             raise PlanError(
                 f"no schedule is named {self.schedule!r}",
                 fix=f"use one of {', '.join((*SCHEDULES, AUTO))}",
+            )
+        if self.order and self.schedule != AUTO:
+            raise PlanError(
+                f"the plan has an order, but schedule {self.schedule!r} has its own",
+                fix='use schedule "auto", or leave the order out',
             )
         self._check_recompute()
         if self.zero not in ZERO:
@@ -280,6 +288,7 @@ KINDS: dict[str, type] = {
     "microbatches": int,
     "schedule": str,
     "stages_per_rank": int,
+    "order": list,
     "split": dict,
     "hints": dict,
     "labels": dict,
@@ -314,7 +323,7 @@ def _read(key: str, value: Any) -> Any:
         return {axis: tuple(dims) for axis, dims in value.items()}
     if key == "labels":
         _check_labels(value)
-    if key in ("cuts", "zigzag"):
+    if key in ("cuts", "zigzag", "order"):
         return tuple(value)
     return value
 

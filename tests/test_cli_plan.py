@@ -28,7 +28,8 @@ from examples.gpt import tiny
 from passes.errors import AutoparError
 from passes.mesh import Mesh
 from passes.price.candidate import Candidate
-from passes.price.estimate import Estimate, StageSeconds
+from passes.price.estimate import Estimate
+from passes.price.stage_seconds import StageSeconds
 
 SAMPLES = 8
 

@@ -20,7 +20,8 @@ from passes.errors import AutoparError
 from passes.mesh import Mesh
 from passes.price.candidate import Candidate
 from passes.price.cluster import Cluster
-from passes.price.estimate import Estimate, StageSeconds
+from passes.price.estimate import Estimate
+from passes.price.stage_seconds import StageSeconds
 from passes.schedule.footprint import Footprint
 
 FORMAT = 1
@@ -150,6 +151,7 @@ CHOSEN: Kinds = {
     "layers": (list,),
     "context_parallel": (str,),
     "labelled": (bool,),
+    "order": (list,),
 }
 
 
@@ -178,6 +180,7 @@ def _estimate(where: str, data: Any) -> Estimate:
     _check(f"the candidate in {where}", chosen, CHOSEN)
     chosen = {**chosen, "mesh": Mesh.parse(chosen["mesh"])}
     chosen["layers"] = tuple(chosen["layers"])
+    chosen["order"] = tuple(chosen["order"])
     _amounts(where, data["parts"])
     for terms in (*data["memory"], *data["once"], *data["sources"].values()):
         _amounts(where, terms)

@@ -226,7 +226,8 @@ def plan_of(candidate: Candidate, of: Sketch) -> Plan:
     )
     starts = of.layers.starts if of.layers else ()
     ends = accumulate(candidate.layers[:-1])
-    return replace(plan, cuts=tuple(starts[end] for end in ends))
+    cuts = tuple(starts[end] for end in ends)
+    return replace(plan, cuts=cuts, order=candidate.order)
 
 
 def label_plan(

@@ -12,13 +12,12 @@ from autopar.reports.inspection import messages_of_a_step
 from autopar.runtime.shards import local_shape
 from passes.mesh import Mesh
 from passes.price.cluster import Cluster, Device
-from passes.price.estimate import BEFORE, OPTIMIZER_TRAFFIC, Estimate, StageSeconds
+from passes.price.estimate import BEFORE, OPTIMIZER_TRAFFIC, Estimate, schedule_of
 from passes.price.measured import between
+from passes.price.stage_seconds import StageSeconds
 from passes.program import ParameterSpec, Program
 from passes.schedule.crowd import ALONE, Crowd
 from passes.schedule.footprint import Communication
-from passes.schedule.make_schedule import make_schedule
-from passes.schedule.schedule import add_communication
 from passes.schedule.step_run import (
     BACKWARD,
     COMMUNICATION,
@@ -40,12 +39,6 @@ COMPUTED = ("optimizer", "once a step")  # terms that are no communication
 def simulate_estimate(e: Estimate, crowd: Crowd = ALONE) -> StepRun:
     """The step whose seconds the estimate states. crowd: of its cluster and mesh."""
     chosen = e.candidate
-    plain = make_schedule(
-        chosen.schedule,
-        chosen.mesh.axis_size("pp"),
-        chosen.microbatches,
-        chosen.stages_per_rank,
-    )
     stages = [
         _estimated_stage(stage, f"{layers} layers")
         for stage, layers in zip(e.stages, chosen.layers, strict=True)
@@ -63,7 +56,7 @@ def simulate_estimate(e: Estimate, crowd: Crowd = ALONE) -> StepRun:
                 rest=sum(n for term, n in held.items() if term != "activations"),
             )
         )
-    return run_step(add_communication(plain), stages, ranks, crowd)
+    return run_step(schedule_of(chosen), stages, ranks, crowd)
 
 
 def _estimated_stage(stage: StageSeconds, layers: str) -> StageWork:

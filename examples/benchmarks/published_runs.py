@@ -21,9 +21,10 @@ from examples.benchmarks.published_models import Row, gpt, in_turn, read
 from passes.mesh import Mesh
 from passes.price.candidate import Candidate
 from passes.price.cluster import Cluster
-from passes.price.estimate import OPTIMIZER_TRAFFIC, stage_seconds, step_seconds
+from passes.price.estimate import OPTIMIZER_TRAFFIC, step_seconds
 from passes.price.price import BACKWARD, FORWARD, STEP, Account, retimed
 from passes.price.price_layers import LayerPrices
+from passes.price.stage_seconds import stage_seconds
 from passes.search.search import accounts_of, layer_mesh
 
 FITTED_UP_TO = 20  # billions of parameters

@@ -25,9 +25,10 @@ from examples.benchmarks.published_models import Row, in_turn, llama, read
 from passes.mesh import Mesh
 from passes.price.candidate import Candidate
 from passes.price.cluster import Cluster
-from passes.price.estimate import stage_seconds, step_parts
+from passes.price.estimate import step_parts
 from passes.price.price import BACKWARD, FORWARD, Account, footprint_of, retimed
 from passes.price.price_layers import Prices
+from passes.price.stage_seconds import stage_seconds
 from passes.search.candidates import Space
 from passes.search.search import accounts_of, rough, rough_seconds
 
@@ -107,7 +108,7 @@ class Run:
         """Tokens a second and GPU."""
         cluster = constants.of(_cluster(self.nodes))
         accounts = [retimed(a, cluster.device) for a in self.accounts]
-        seconds = rough_seconds(accounts, self.candidate, cluster)
+        seconds = rough_seconds([[a] for a in accounts], self.candidate, cluster)
         if self.candidate.zero:
             slices = self.candidate.data_parallel * max(self.candidate.layers) * TENSORS
             seconds += 2 * slices * constants.copy  # gradients, and parameters

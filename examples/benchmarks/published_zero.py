@@ -18,8 +18,9 @@ from examples.benchmarks.published_runs import UNFITTED, Constants, again
 from passes.mesh import Mesh
 from passes.price.candidate import Candidate
 from passes.price.cluster import Cluster
-from passes.price.estimate import stage_seconds, step_seconds
+from passes.price.estimate import step_seconds
 from passes.price.price import Account, retimed
+from passes.price.stage_seconds import stage_seconds
 from passes.search.search import accounts_of, layer_mesh
 
 SEQ = 2048

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from passes.mesh import Mesh
+from passes.schedule.make_schedule import place_stages
+from passes.schedule.order import read_order
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,8 @@ class Candidate:
     layers: runs of layers in each of the pipeline's stages, in order. samples: in a
     microbatch of one data parallel rank. context_parallel: how attention works on an
     axis cp, see `passes.plan.CONTEXT_PARALLEL`. labelled: whether its ops have labels
-    of their own, see `passes.search.label_axes`.
+    of their own, see `passes.search.label_axes`. order: of schedule "auto", what each
+    pipeline rank does in turn, see `passes.schedule.order`; none until it is made.
     """
 
     mesh: Mesh
@@ -27,6 +30,7 @@ class Candidate:
     layers: tuple[int, ...]
     context_parallel: str = "gather"
     labelled: bool = False
+    order: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """`pp=8,tp=4, 48 microbatches of 1, interleaved x4, zero 1, recompute full`."""
@@ -60,6 +64,15 @@ class Candidate:
         part in, but where all ranks see all rows (see `autopar.options.make_plan`)."""
         whole = self.context_parallel == "ulysses" or self.mesh.axis_size("dp") == 1
         return self.mesh.axis_size("dp") * (self.mesh.axis_size("cp") if whole else 1)
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The pipeline rank of each stage."""
+        ranks = self.mesh.axis_size("pp")
+        if self.order:
+            args = ranks, self.microbatches, self.stages_per_rank
+            return read_order(self.order, *args).stage_to_rank
+        return place_stages(self.schedule, ranks, self.stages_per_rank)
 
     @property
     def blocks(self) -> int:

@@ -1,61 +1,40 @@
 """What a step of a candidate plan takes: seconds and bytes, and where they go.
 
 Stage accounts and the cluster's links come in; the pipeline's schedule is run on paper.
-Collectives are exposed: a rank waits for each of them, as the runtime does, except for
-what ZeRO-3 gathers and ZeRO-2 and 3 scatter of parameters: that moves while another
-block computes, and slows it a little.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from passes.mesh import Mesh
+from passes.plan import AUTO
 from passes.price.candidate import Candidate
 from passes.price.cluster import Cluster, Link
 from passes.price.estimate_memory import rank_memory
-from passes.price.price import (
-    BACKWARD,
-    FORWARD,
-    STEP,
-    UPDATE,
-    WEIGHT,
-    Account,
-    footprint_of,
-)
+from passes.price.made_order import make_order
+from passes.price.price import FORWARD, STEP, TIED, UPDATE, Account, once_a_rank
 from passes.price.sources import Sources, find_sources
+from passes.price.stage_seconds import (
+    StageSeconds,
+    neighbour,
+    shared,
+    stage_seconds,
+)
 from passes.schedule.crowd import Crowd, simulate_crowd
-from passes.schedule.footprint import Footprint, peak_bytes
+from passes.schedule.footprint import peak_bytes
 from passes.schedule.make_schedule import make_schedule
+from passes.schedule.order import read_order
 from passes.schedule.schedule import Schedule, add_communication
 from passes.schedule.simulate_schedule import Timeline
 from passes.stage.overlap import BUCKET
 
 # AdamW reads a parameter, its gradient and two moments, and writes three of them.
 OPTIMIZER_TRAFFIC = 7
-# What a collective beside computing takes from it, of its own seconds: an assumption,
-# that kernels which communicate hold an eighth of a GPU's multiprocessors. That they
-# slow what runs beside them is measured in Rashidi 2021, arXiv:2007.00156.
-BESIDE = 0.125
 # What a rank does once a step before the first microbatch; the rest is after the last.
 BEFORE = ("parameters", "all_gather")
-NOTHING = Footprint(0, 0, 0, 0, 0)
-
-
-@dataclass(frozen=True)
-class StageSeconds:
-    """Of one microbatch on one stage: forward, and the halves of the backward, with
-    what it waits for others in them; waits: (part, collective, axes) -> seconds."""
-
-    forward: float
-    backward: float
-    weight: float
-    send: float
-    waits: Mapping[tuple[str, ...], float] = field(default_factory=dict)
-    footprint: Footprint = NOTHING
 
 
 @dataclass(frozen=True)
@@ -94,97 +73,10 @@ class Estimate:
         return self.flops / (self.seconds * peak)
 
 
-def stage_seconds(
-    account: Account, candidate: Candidate, cluster: Cluster
-) -> StageSeconds:
-    """Seconds of one microbatch of a stage, whose process has a core to itself.
-
-    A link's seconds are with all ranks at it. Where they share cores, and so have less
-    than one each, alone it takes so much less.
-    """
-    share = min(1.0, cluster.cores_each)
-    waits: dict[tuple[str, ...], float] = {}
-    took = {}
-    for part in (FORWARD, BACKWARD, WEIGHT):
-        took[part] = account["seconds", part]
-        for kind, axes, calls, amount in account.exchanges(part):
-            if calls > 0:
-                link = cluster.link(candidate.mesh, axes)
-                key = (part, kind, *axes)
-                waits[key] = share * calls * link.seconds(kind, amount / calls)
-        computing = took[part]
-        took[part] += sum(s for key, s in waits.items() if key[0] == part)
-        took[part] = max(took[part], _dispatching(account, part, cluster))
-        moving = share * gather_seconds(account, candidate, cluster, part)
-        # They move while another block computes; nothing else does for one of them.
-        exposed = max(moving - computing, moving / candidate.blocks)
-        # Copies that a core has to make need one beside that which computes.
-        both = (computing + moving) / max(1.0, cluster.cores_each)
-        exposed = max(exposed, both - computing)
-        if moving > 0:
-            waited = exposed + BESIDE * (moving - exposed)
-            kind = "all_gather" if candidate.shares == 3 else "reduce_scatter"
-            over = tuple(axis for axis, _ in _shared(account, candidate))
-            key = (part, kind, *over)
-            waits[key] = waited
-            took[part] += waited
-    send = share * neighbour(cluster, candidate.mesh).seconds(
-        "send", account["message", "sent"]
-    )
-    return StageSeconds(
-        took[FORWARD],
-        took[BACKWARD],
-        took[WEIGHT],
-        send,
-        waits,
-        footprint_of(account, candidate.shares, candidate.data_parallel > 1),
-    )
-
-
-def _dispatching(account: Account, part: str, cluster: Cluster) -> float:
-    """Seconds until the host has started all ops of a part."""
-    calls = sum(calls for _, _, calls, _ in account.exchanges(part))
-    return cluster.device.dispatch * (account["launches", part] + calls)
-
-
-def gather_seconds(
-    account: Account, candidate: Candidate, cluster: Cluster, part: str
-) -> float:
-    """What moves by blocks, beside computing: under ZeRO-3 parameters come in the
-    forward and again in the backward; with ZeRO-2 as well, gradients go in it."""
-    if candidate.shares < 2 or part == WEIGHT:
-        return 0.0
-    count, gather, scatter = candidate.blocks, 0.0, 0.0
-    for axis, share in _shared(account, candidate):
-        link = cluster.link(candidate.mesh, (axis,))
-        if candidate.shares == 3:
-            gather += count * link.seconds("all_gather", share["read"] / count)
-        if part == BACKWARD:
-            scatter += count * link.seconds("reduce_scatter", share["trained"] / count)
-    return gather + scatter
-
-
 def in_buckets(link: Link, kind: str, whole: float) -> float:
     """Seconds of what moves once a step, see `passes.stage.overlap`."""
     count = max(1, math.ceil(whole / BUCKET))
     return count * link.seconds(kind, whole / count)
-
-
-def _shared(
-    account: Account, candidate: Candidate
-) -> list[tuple[str, dict[str, float]]]:
-    """What ZeRO gathers and scatters, axis -> bytes of what is "read" and "trained",
-    whole on that axis: ep lies inside of dp, and shares no experts."""
-    whole = {term: account["memory", term] for term in ("read", "trained")}
-    alike = {t: n - account["experts", t] for t, n in whole.items()}
-    dp = candidate.mesh.axis_size("dp")
-    found = [("dp", whole), ("ep", {t: n / dp for t, n in alike.items()})]
-    return [(axis, n) for axis, n in found if candidate.mesh.axis_size(axis) > 1]
-
-
-def neighbour(cluster: Cluster, mesh: Mesh) -> Link:
-    """The link from a pipeline rank to the next."""
-    return cluster.link(mesh, ("pp",))
 
 
 def step_parts(
@@ -204,6 +96,10 @@ def step_parts(
             term = f"gradients {','.join(axes)}"
             seconds = link.seconds("all_reduce", amount)
             found[term] = found.get(term, 0.0) + seconds
+    if tied := account[TIED, "trained"]:
+        ends = replace(neighbour(cluster, candidate.mesh), ranks=2, near=None)
+        tied /= candidate.alike if candidate.zero else 1
+        found["gradients pp"] = ends.seconds("all_reduce", tied)
     trained, experts = account["memory", "trained"], account["experts", "trained"]
     share = trained
     if not candidate.zero and candidate.mesh.axis_size("dp") > 1:
@@ -212,7 +108,7 @@ def step_parts(
     if candidate.zero:
         share = (trained - experts) / candidate.alike
         share += experts / candidate.data_parallel
-    for axis, own in _shared(account, candidate) if candidate.zero in (1, 2) else ():
+    for axis, own in shared(account, candidate) if candidate.zero in (1, 2) else ():
         link = cluster.link(candidate.mesh, (axis,))
         if candidate.zero == 1:
             gradients = in_buckets(link, "reduce_scatter", own["trained"])
@@ -231,8 +127,14 @@ def step_parts(
 def estimate(
     accounts: Sequence[Account], candidate: Candidate, cluster: Cluster
 ) -> Estimate:
-    """Run the candidate on paper. accounts: of each stage."""
+    """Run the candidate on paper. accounts: of each stage, of schedule "auto" with
+    backwards in halves. A candidate of that schedule gets an order, if it has none.
+
+    Raises ScheduleError: no order fits into the memory of a device.
+    """
     took = [stage_seconds(a, candidate, cluster) for a in accounts]
+    if candidate.schedule == AUTO and not candidate.order:
+        candidate = make_order(accounts, took, candidate, cluster.device.memory)
     timeline = _timeline(took, candidate, cluster.crowd(candidate.mesh))
     return _sum_up(accounts, took, timeline, candidate, cluster)
 
@@ -243,28 +145,36 @@ def step_seconds(
     """The seconds of `estimate`, without what it finds out beside."""
     took = [stage_seconds(a, candidate, cluster) for a in accounts]
     timeline = _timeline(took, candidate, cluster.crowd(candidate.mesh))
-    once = [0.0] * candidate.mesh.axis_size("pp")
-    for account, rank in zip(accounts, timeline.schedule.stage_to_rank, strict=True):
-        once[rank] += sum(step_parts(account, candidate, cluster).values())
+    ranks = once_a_rank(accounts, timeline.schedule.stage_to_rank)
+    once = (
+        sum(sum(step_parts(a, candidate, cluster).values()) for a in own)
+        for own in ranks
+    )
     return timeline.total + max(once)
+
+
+def schedule_of(candidate: Candidate) -> Schedule:
+    """With its messages."""
+    ranks, v = candidate.mesh.axis_size("pp"), candidate.stages_per_rank
+    if candidate.schedule == AUTO:
+        return _ordered(candidate.order, ranks, candidate.microbatches, v)
+    return _named(candidate.schedule, ranks, candidate.microbatches, v)
 
 
 # Candidates that differ in what they shard or recompute share a schedule.
 @lru_cache(maxsize=4)
-def _schedule(
-    name: str, ranks: int, microbatches: int, stages_per_rank: int
-) -> Schedule:
+def _named(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     return add_communication(make_schedule(name, ranks, microbatches, stages_per_rank))
+
+
+_ordered = lru_cache(maxsize=4)(read_order)
 
 
 def _timeline(
     took: Sequence[StageSeconds], candidate: Candidate, crowd: Crowd
 ) -> Timeline:
-    ranks = candidate.mesh.axis_size("pp")
     return simulate_crowd(
-        _schedule(
-            candidate.schedule, ranks, candidate.microbatches, candidate.stages_per_rank
-        ),
+        schedule_of(candidate),
         [t.forward for t in took],
         [t.backward + t.weight for t in took],
         [t.weight for t in took],
@@ -283,12 +193,7 @@ def _sum_up(
     schedule, m = timeline.schedule, candidate.microbatches
     memory, steps = [], []
     footprints = [t.footprint for t in took]
-    for rank in range(len(schedule.ranks)):
-        own = [
-            a
-            for a, r in zip(accounts, schedule.stage_to_rank, strict=True)
-            if r == rank
-        ]
+    for rank, own in enumerate(once_a_rank(accounts, schedule.stage_to_rank)):
         most = peak_bytes(schedule, rank, footprints)
         memory.append(rank_memory(own, candidate, most))
         once: dict[str, float] = {}

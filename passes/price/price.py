@@ -36,6 +36,7 @@ from passes.stage.local_stage import LocalStage
 STEP = "step"
 PARTS = (FORWARD, BACKWARD, WEIGHT, STEP)
 UPDATE = "update"
+TIED = "tied"
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,10 +53,11 @@ class Account:
     `passes.schedule.footprint.Footprint`, "parameters", "trained" and "buffers" at
     rest, "read" of parameters as products read them, of these "cast" to another
     precision once a step; ("experts", term): of these four, without buffers, what ep
-    splits. ("most", part): bytes alive at once, see `in_a_row` and
-    `MOST`. ("message", "received" or "sent"): bytes of what crosses the stage's ends in
-    a forward. part: forward, backward (its input half), weight (its other half), each
-    of one microbatch; step.
+    splits. ("tied", "parameters" or "trained"): those of them that the model's other
+    end uses as well, see `once_a_rank`. ("most", part): bytes alive at once, see
+    `in_a_row` and `MOST`. ("message", "received" or "sent"): bytes of what crosses the
+    stage's ends in a forward. part: forward, backward (its input half), weight (its
+    other half), each of one microbatch; step.
     """
 
     amounts: Mapping[Key, float]
@@ -136,6 +138,28 @@ def in_a_row(whole: Account, parts: Sequence[Account]) -> Account:
         for key in ((most[3], FORWARD), (most[2], BACKWARD), (most[3], BACKWARD)):
             found[key] += tied
     return Account({**whole.amounts, **found})
+
+
+def once_a_rank(
+    accounts: Sequence[Account], placement: Sequence[int]
+) -> list[list[Account]]:
+    """The accounts of each rank's stages. Of a rank that runs both ends of the model,
+    weights that both use rest once, and there is no gradient of them to exchange.
+
+    accounts: of each stage; placement: its rank.
+    """
+    found: list[list[Account]] = [[] for _ in range(max(placement) + 1)]
+    first, *inner = accounts
+    if inner and placement[0] == placement[-1]:
+        last = inner.pop()
+        twice = {k: x for k, x in last.amounts.items() if k[0] == TIED}
+        alone: dict[Key, float] = {k: -x for k, x in twice.items()}
+        shared: dict[Key, float] = {("memory", k[1]): -x for k, x in twice.items()}
+        first, last = first + Account(alone), last + Account({**alone, **shared})
+        inner.append(last)
+    for account, rank in zip((first, *inner), placement, strict=True):
+        found[rank].append(account)
+    return found
 
 
 def price(local: LocalStage, device: Device) -> Account:

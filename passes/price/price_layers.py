@@ -18,7 +18,7 @@ from passes.dims.name_dims import Named
 from passes.mesh import Mesh
 from passes.plan import Plan
 from passes.price.cluster import Device
-from passes.price.price import Account, in_a_row, price
+from passes.price.price import TIED, Account, in_a_row, price
 from passes.schedule.choose_recompute import stage_policies
 from passes.shard.insert_collectives import Lowered, insert_collectives
 from passes.shard.propagate import propagate
@@ -62,7 +62,20 @@ class LayerPrices:
             total, counted = self.whole, self.runs
         if runs != counted and self.more is not None:
             total = total + self.more * (runs - counted)
-        return in_a_row(total, row)
+        found = in_a_row(total, row)
+        return found if first == last else found + self.tied
+
+    @cached_property
+    def tied(self) -> Account:
+        """What weights take that both ends of the model use, on each end's stage."""
+        parts = [p for p in (self.first, self.middle, self.last) if p is not None]
+        return Account(
+            {
+                (TIED, term): max(0.0, twice - self.whole["memory", term])
+                for term in ("parameters", "trained")
+                if (twice := sum(part["memory", term] for part in parts))
+            }
+        )
 
     def scaled(self, other: LayerPrices, times: float) -> LayerPrices:
         """On the line from these prices (0) to other ones (1)."""

@@ -18,7 +18,7 @@ from passes.schedule.cheapest import Option, cheapest
 from passes.schedule.check_schedule import peak_in_flight
 from passes.schedule.choose_schedule import (
     choose_schedule,
-    named_schedule,
+    decided_schedule,
     room,
     splits_backward,
 )
@@ -113,8 +113,8 @@ class _Search:
 
         problems: gets what is in the way of those that cannot be.
         """
-        if self.plan.schedule != AUTO:
-            yield named_schedule(self.plan)
+        if self.plan.schedule != AUTO or self.plan.order:
+            yield decided_schedule(self.plan)
             return
         for policy in RECOMPUTE:
             locals_ = [self.uniform(stage, policy) for stage in self.stages]

@@ -11,6 +11,7 @@ from passes.schedule.fit_schedule import Limits, fit_schedule
 from passes.schedule.footprint import Footprint
 from passes.schedule.make_schedule import make_schedule
 from passes.schedule.memory import resting
+from passes.schedule.order import read_order
 from passes.schedule.schedule import Schedule, add_communication
 from passes.stage.local_stage import LocalStage
 
@@ -27,8 +28,8 @@ def choose_schedule(
     seconds, footprints: of one microbatch on each stage. limits: see `fit_schedule`.
     send: seconds of a message. Raises ScheduleError.
     """
-    if plan.schedule != AUTO:
-        return named_schedule(plan)
+    if plan.schedule != AUTO or plan.order:
+        return decided_schedule(plan)
     args = plan.microbatches, plan.mesh.axis_size("pp"), plan.stages_per_rank
     return fit_schedule(*args, seconds, footprints, limits, send).schedule
 
@@ -49,13 +50,16 @@ def room(
     return limits
 
 
-def named_schedule(plan: Plan) -> Schedule:
-    """The schedule that a plan names, with its messages. Raises ScheduleError."""
-    ranks = plan.mesh.axis_size("pp")
-    made = make_schedule(plan.schedule, ranks, plan.microbatches, plan.stages_per_rank)
-    return add_communication(made)
+def decided_schedule(plan: Plan) -> Schedule:
+    """What a plan names or lists, with its messages. Raises ScheduleError."""
+    args = plan.mesh.axis_size("pp"), plan.microbatches, plan.stages_per_rank
+    if plan.schedule == AUTO:
+        return read_order(plan.order, *args)
+    return add_communication(make_schedule(plan.schedule, *args))
 
 
 def splits_backward(plan: Plan) -> bool:
     """Whether backwards run in halves; those of a schedule that is made do."""
-    return plan.schedule == AUTO or named_schedule(plan).splits_backward
+    if plan.schedule == AUTO and not plan.order:
+        return True
+    return decided_schedule(plan).splits_backward

@@ -35,6 +35,13 @@ def make_schedule(
     return SCHEDULES[name](ranks, microbatches, stages_per_rank)
 
 
+def place_stages(name: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """The rank of each stage: around the ranks in rounds; down and up under zb-v."""
+    if name == "zb-v":
+        return (*range(ranks), *reversed(range(ranks)))
+    return tuple(range(ranks)) * stages_per_rank
+
+
 def naive(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     """One rank at a time (Huang 2019, arXiv:1811.06965, figure 2b).
 
@@ -97,7 +104,7 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule
             order += [(Kind.F, *f), (Kind.B, *b)]
         order += [(Kind.B, *b) for b in backwards[len(backwards) - ahead :]]
         lines.append(tuple(Action(c * ranks + rank, kind, i) for kind, c, i in order))
-    placement = tuple(range(ranks)) * stages_per_rank
+    placement = place_stages("interleaved", ranks, stages_per_rank)
     return Schedule("interleaved", microbatches, placement, tuple(lines))
 
 
@@ -114,7 +121,7 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
         *((microbatches, f"F{c}") for c in chunks),
         *((microbatches, f"B{c}") for c in reversed(chunks)),
     ]
-    placement = [*range(ranks)] * stages_per_rank
+    placement = place_stages("looped-bfs", ranks, stages_per_rank)
     return _in_phases("looped-bfs", microbatches, placement, [phases] * ranks)
 
 
@@ -180,7 +187,7 @@ def zero_bubble_v(ranks: int, microbatches: int, stages_per_rank: int) -> Schedu
         ]
         for r in range(p)
     ]
-    placement = [*range(p), *reversed(range(p))]
+    placement = place_stages("zb-v", ranks, stages_per_rank)
     return _in_phases("zb-v", m, placement, phases)
 
 

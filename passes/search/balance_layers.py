@@ -1,6 +1,6 @@
 """How many layers each pipeline stage gets, where all layers are alike.
 
-The slowest stage is as fast as can be; exact, for stages that differ only in what the
+The slowest rank is as fast as can be; exact, for stages that differ only in what the
 first and the last do beside their layers.
 """
 
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heapify, heappop, heapreplace
 
 
-@lru_cache(maxsize=4096)  # candidates that differ in what they shard ask for the same
 def balance_layers(
     layers: int, stages: int, layer: float, before: float, after: float
 ) -> tuple[int, ...] | None:
@@ -21,17 +21,59 @@ def balance_layers(
     layer: what a layer costs. before, after: what the first and the last stage cost
     beside theirs. Among equals the stages in the middle get no more than they must.
     """
+    return balance_ranks(layers, tuple(range(stages)), layer, before, after)
+
+
+@lru_cache(maxsize=4096)  # candidates that differ in what they shard ask for the same
+def balance_ranks(
+    layers: int, placement: tuple[int, ...], layer: float, before: float, after: float
+) -> tuple[int, ...] | None:
+    """The same where ranks run several stages: all of a rank's stages together are
+    balanced, and of each rank its own.
+
+    placement: the rank of each stage; each has as many.
+    """
+    stages, ranks = len(placement), max(placement) + 1
     if stages > layers:
         return None
-    if stages == 1:
-        return (layers,)
-    extra = [before, *[0.0] * (stages - 2), after]
-    kinds = Counter(extra)  # of stages: few
-    limits = sorted({k * layer + x for k in range(1, layers + 1) for x in kinds})
+    beside = [before, *[0.0] * (stages - 1)]
+    beside[-1] += after
+    whole = [0.0] * ranks
+    for rank, x in zip(placement, beside, strict=True):
+        whole[rank] += x
+    found = [0] * stages
+    totals = _balance(layers, whole, layer, stages // ranks)
+    for rank, total in enumerate(totals):
+        own = [stage for stage, r in enumerate(placement) if r == rank]
+        parts = _balance(total, [beside[stage] for stage in own], layer, 1)
+        for stage, count in zip(own, parts, strict=True):
+            found[stage] = count
+    return tuple(found)
+
+
+def _balance(
+    layers: int, extra: Sequence[float], layer: float, least: int
+) -> list[int]:
+    """Layers of each part, at least so many, the slowest being as fast as can be.
+
+    extra: what parts cost beside their layers.
+    """
+    if len(extra) == 1:
+        return [layers]
+    kinds = Counter(extra)  # of parts: few
+    limits = sorted({k * layer + x for k in range(least, layers + 1) for x in kinds})
+
+    def most(limit: float, extra: float) -> int:
+        """Layers that fit below a limit."""
+        if layer <= 0:
+            return layers
+        fits = math.floor((limit - extra) / layer * (1 + 1e-12) + 1e-9)
+        return max(least, min(layers, fits))
 
     def enough(limit: float) -> bool:
-        room = sum(n * _most(limit, layer, x, layers) for x, n in kinds.items())
-        return room >= layers and layer + max(extra) <= limit * (1 + 1e-12)
+        room = sum(n * most(limit, x) for x, n in kinds.items())
+        least_of_all = least * layer + max(extra)
+        return room >= layers and least_of_all <= limit * (1 + 1e-12)
 
     low, high = 0, len(limits) - 1
     while low < high:
@@ -40,22 +82,14 @@ def balance_layers(
             high = middle
         else:
             low = middle + 1
-    counts = [_most(limits[low], layer, x, layers) for x in extra]
-    # Take away what is too much, where a stage is fullest.
-    full = [(-counts[i] * layer - extra[i], -i) for i in range(stages)]
+    counts = [most(limits[low], x) for x in extra]
+    # Take away what is too much, where a part is fullest.
+    full = [(-counts[i] * layer - extra[i], -i) for i in range(len(extra))]
     heapify(full)
     for _ in range(sum(counts) - layers):
-        while counts[-full[0][1]] == 1:
+        while counts[-full[0][1]] == least:
             heappop(full)
         i = -full[0][1]
         counts[i] -= 1
         heapreplace(full, (-counts[i] * layer - extra[i], -i))
-    return tuple(counts)
-
-
-def _most(limit: float, layer: float, extra: float, layers: int) -> int:
-    """Layers that fit below a limit."""
-    if layer <= 0:
-        return layers
-    fits = math.floor((limit - extra) / layer * (1 + 1e-12) + 1e-9)
-    return max(1, min(layers, fits))
+    return counts

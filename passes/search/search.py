@@ -10,26 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
+from statistics import fmean
 
-from passes.errors import ShardingConflict
 from passes.mesh import Mesh
+from passes.plan import AUTO
 from passes.price.candidate import Candidate
 from passes.price.cluster import Cluster
-from passes.price.estimate import (
-    Estimate,
-    StageSeconds,
-    estimate,
-    stage_seconds,
-    step_parts,
-)
+from passes.price.estimate import Estimate, estimate, step_parts
 from passes.price.estimate_memory import rank_memory
-from passes.price.price import Account
+from passes.price.price import Account, once_a_rank
 from passes.price.price_layers import LayerPrices, Prices
-from passes.search.balance_layers import balance_layers
-from passes.search.candidates import ALIKE, Space, candidates, contexts
+from passes.price.stage_seconds import StageSeconds, stage_seconds
+from passes.search.balance_layers import balance_ranks
+from passes.search.candidates import ALIKE, Space, candidates
+from passes.search.finalists import best_cuts, made_schedules, other_contexts
 from passes.shard.query_groups import PAIR
 
-HALVES = ("zb-h1", "zb-h2", "zb-v")
+HALVES = ("zb-h1", "zb-h2", "zb-v", AUTO)  # of the backward
 SHORTLIST = 12
 # A plan that takes less than this share of the memory by formula does fit, and gains
 # nothing by recomputation.
@@ -70,37 +68,24 @@ def search(
             ranked.append((seconds, peak, len(ranked), complete))
             if candidate.recompute == "none" and peak <= ROOMY * limit:
                 roomy.add(candidate)
-    fitting = sorted(r for r in ranked if r[1] <= limit)
-    best = []
-    for *_, candidate in fitting[: 3 * SHORTLIST]:
+
+    def fit(candidate: Candidate) -> Estimate | None:
         found = run_on_paper(candidate, prices, space.cluster)
-        if found.peak <= limit:
-            best.append(found)
-        if len(best) == SHORTLIST:
-            break
-    best = simplest_first(best + _in_other_contexts(best, space, prices))
+        return found if found.peak <= limit else None
+
+    fitting = sorted(r for r in ranked if r[1] <= limit)
+    tried = (fit(candidate) for *_, candidate in fitting[: 3 * SHORTLIST])
+    best = [*islice((e for e in tried if e is not None), SHORTLIST)]
+    best += other_contexts(best, space, fit)
+    best = best_cuts(best, fit)
+    if len(space.schedules) > 1:
+        best += made_schedules(best, fit)
+    best = simplest_first(best)
     nearest = None
     if not best and ranked:
         closest = min(ranked, key=lambda r: (r[1], r[0]))[-1]
         nearest = run_on_paper(closest, prices, space.cluster)
     return Found(tuple(best), len(ranked), nearest)
-
-
-def _in_other_contexts(
-    best: Sequence[Estimate], space: Space, prices: Prices
-) -> list[Estimate]:
-    """Plans that fit, with attention on cp working otherwise than in the best ones."""
-    found = []
-    for e in best:
-        for context in contexts(space, e.candidate.mesh)[1:]:
-            candidate = replace(e.candidate, context_parallel=context)
-            try:
-                tried = run_on_paper(candidate, prices, space.cluster)
-            except ShardingConflict:
-                continue  # a ring is not for every attention
-            if tried.peak <= space.cluster.device.memory:
-                found.append(tried)
-    return found
 
 
 def simplest_first(estimates: list[Estimate]) -> list[Estimate]:
@@ -120,7 +105,7 @@ def complexity(candidate: Candidate) -> tuple[int, ...]:
         sum(n > 1 for _, n in candidate.mesh.axes),
         candidate.recompute != "none",
         candidate.stages_per_rank,
-        candidate.schedule != "1f1b",
+        {"1f1b": 0, AUTO: 2}.get(candidate.schedule, 1),
         candidate.zero,
         candidate.context_parallel != "gather",
         candidate.labelled,
@@ -204,38 +189,51 @@ def rough(
     if layers is None:
         return None
     candidate = replace(candidate, layers=layers)
-    # Of stages inside of the pipeline, the second is as slow as any.
-    inside = (False, max(layers[1:-1], default=0), False)
-    kinds = [
-        stage_account(candidate, prices, first, runs, last)
-        for first, runs, last in (
-            (True, layers[0], len(layers) == 1),
-            *((inside,) if len(layers) > 2 else ()),
-            *(((False, layers[-1], True),) if len(layers) > 1 else ()),
-        )
-    ]
-    took = [timed(account, candidate) for account in kinds]
+    kinds = _ranks(candidate, prices)
+    took = [[timed(account, candidate) for account in own] for own in kinds]
+    if candidate.placement[0] == candidate.placement[-1]:
+        kinds[:1] = once_a_rank(kinds[0], [0] * len(kinds[0]))
     seconds = rough_seconds(kinds, candidate, space.cluster, took)
-    v, most = candidate.stages_per_rank, in_flight(candidate)
-    peak = 0.0
-    for a, t in zip(kinds, took, strict=True):
-        alive = t.footprint.most(most)
-        peak = max(peak, sum(rank_memory([a] * v, candidate, alive).values()))
+    most, peak = in_flight(candidate), 0.0
+    for own, timings in zip(kinds, took, strict=True):
+        alive = fmean(t.footprint.most(most) for t in timings)
+        peak = max(peak, sum(rank_memory(own, candidate, alive).values()))
     return seconds, peak, candidate
 
 
+def _ranks(candidate: Candidate, prices: Prices) -> list[list[Account]]:
+    """The stages of the first, an inner, and the last pipeline rank, of those that
+    there are; the inner one has the most layers."""
+    layers, placement = candidate.layers, candidate.placement
+    ends = 0, len(layers) - 1
+
+    def account(stage: int) -> Account:
+        at = stage == ends[0], layers[stage], stage == ends[1]
+        return stage_account(candidate, prices, *at)
+
+    counts = [0] * candidate.mesh.axis_size("pp")
+    for rank, count in zip(placement, layers, strict=True):
+        counts[rank] += count
+    inner = range(1, len(counts) - 1)
+    heaviest = max(inner, key=counts.__getitem__, default=0)
+    shown = sorted({0, heaviest, len(counts) - 1})
+    return [
+        [account(s) for s, r in enumerate(placement) if r == rank] for rank in shown
+    ]
+
+
 def rough_seconds(
-    kinds: Sequence[Account],
+    kinds: Sequence[Sequence[Account]],
     candidate: Candidate,
     cluster: Cluster,
-    took: Sequence[StageSeconds] | None = None,
+    took: Sequence[Sequence[StageSeconds]] | None = None,
 ) -> float:
-    """Of a step, by formula. kinds: of the first, an inner and the last stage, of those
-    that there are. took: their seconds, if they are known."""
-    took = took or [stage_seconds(a, candidate, cluster) for a in kinds]
-    ranks = candidate.mesh.axis_size("pp")
-    v, m = candidate.stages_per_rank, candidate.microbatches
-    typical = took[min(1, len(took) - 1)]
+    """Of a step, by formula. kinds: the stages of the first, an inner and the last
+    pipeline rank, of those that there are. took: their seconds, if they are known."""
+    took = took or [[stage_seconds(a, candidate, cluster) for a in x] for x in kinds]
+    ranks, m = candidate.mesh.axis_size("pp"), candidate.microbatches
+    inner = took[min(1, len(took) - 1)]
+    typical = inner[0]
     # How long it takes to fill and drain the pipeline, see
     # `passes.schedule.make_schedule`.
     fill = typical.forward + typical.backward
@@ -243,12 +241,17 @@ def rough_seconds(
     put_off = {"zb-h1": 1, "zb-h2": 2, "zb-v": 2}.get(candidate.schedule)
     fill += typical.weight if put_off is None else -put_off * typical.weight
     fill = max(0.0, fill) + 2 * typical.send
-    seconds = m * v * max(map(_total, took)) + (ranks - 1) * fill
+    busy = [sum(map(_total, own)) for own in took]
+    seconds = m * max(busy) + (ranks - 1) * fill
     # Ranks that share cores are no faster than these do all the work.
-    every = _total(took[0]) + _total(took[-1]) + (ranks * v - 2) * _total(typical)
+    ends = busy[0] + busy[-1] * (ranks > 1)
+    every = ends + (ranks - 2) * sum(map(_total, inner)) * (ranks > 2)
     crowd = cluster.crowd(candidate.mesh)
     seconds = max(seconds, m * every * crowd.processes / crowd.cores)
-    return seconds + max(sum(step_parts(a, candidate, cluster).values()) for a in kinds)
+    return seconds + max(
+        sum(sum(step_parts(a, candidate, cluster).values()) for a in own)
+        for own in kinds
+    )
 
 
 def in_flight(candidate: Candidate) -> int:
@@ -272,7 +275,7 @@ def _total(seconds: StageSeconds) -> float:
 def _balanced(
     candidate: Candidate, space: Space, prices: Prices, timed: Timer
 ) -> tuple[int, ...] | None:
-    """Layers of each stage, so that the slowest is as fast as can be."""
+    """Layers of each stage, so that the slowest rank is as fast as can be."""
     stages = candidate.mesh.axis_size("pp") * candidate.stages_per_rank
     if stages == 1:
         return (space.runs,)
@@ -287,4 +290,5 @@ def _balanced(
         return (1,) * stages
     layer = seconds(False, 1, False)
     before, after = seconds(True, 1, False) - layer, seconds(False, 1, True) - layer
-    return balance_layers(space.runs, stages, layer, max(0, before), max(0, after))
+    ends = max(0, before), max(0, after)
+    return balance_ranks(space.runs, candidate.placement, layer, *ends)

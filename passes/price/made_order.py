@@ -1,0 +1,42 @@
+"""A schedule made for what a candidate's stages take, within what memory is left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from passes.cost import Seconds
+from passes.price.candidate import Candidate
+from passes.price.estimate_memory import rank_memory
+from passes.price.price import Account, once_a_rank
+from passes.price.stage_seconds import StageSeconds
+from passes.schedule.fit_schedule import fit_schedule
+from passes.schedule.order import write_order
+
+
+def make_order(
+    accounts: Sequence[Account],
+    took: Sequence[StageSeconds],
+    candidate: Candidate,
+    memory: float,
+) -> Candidate:
+    """The candidate with an order of actions, see `passes.schedule.fit_schedule`.
+
+    accounts, took: of each stage, backwards in halves. memory: bytes of a device.
+    Raises ScheduleError: not even one microbatch at a time fits.
+    """
+
+    def left(placement: Sequence[int]) -> list[float]:
+        ranks = once_a_rank(accounts, placement)
+        return [memory - sum(rank_memory(a, candidate, 0).values()) for a in ranks]
+
+    fitted = fit_schedule(
+        candidate.microbatches,
+        candidate.mesh.axis_size("pp"),
+        candidate.stages_per_rank,
+        [Seconds(t.forward, t.backward, t.weight) for t in took],
+        [t.footprint for t in took],
+        left,
+        max(t.send for t in took[:-1]),
+    )
+    return replace(candidate, order=write_order(fitted.schedule))

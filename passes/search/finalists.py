@@ -1,0 +1,93 @@
+"""finalists: what a formula cannot rank is tried on paper, for the best plans alone.
+
+Attention that works otherwise, stages of a rank that are cut otherwise, and schedules
+made for what stages take: of a pipeline's ends the formula of `passes.search.search`
+has but the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from passes.errors import ShardingConflict
+from passes.plan import AUTO
+from passes.price.candidate import Candidate
+from passes.price.estimate import Estimate
+from passes.price.stage_seconds import StageSeconds
+from passes.schedule.schedule import ScheduleError
+from passes.search.balance_layers import balance_layers
+from passes.search.candidates import Space, contexts
+
+MOST = 3  # of the best plans get a schedule of their own
+ACTIONS = 12_000  # of a step, at most: to make a schedule takes time by them
+FOR_MORE = 1e-3  # of a step: what a plan must gain to be one of the best
+
+# A candidate on paper; None: it does not fit.
+Fit = Callable[[Candidate], Estimate | None]
+
+
+def other_contexts(best: Sequence[Estimate], space: Space, fit: Fit) -> list[Estimate]:
+    """The best plans with attention on cp working otherwise."""
+    found = []
+    for e in best:
+        for context in contexts(space, e.candidate.mesh)[1:]:
+            try:
+                tried = fit(replace(e.candidate, context_parallel=context))
+            except ShardingConflict:
+                continue  # a ring is not for every attention
+            if tried is not None:
+                found.append(tried)
+    return found
+
+
+def best_cuts(best: Sequence[Estimate], fit: Fit) -> list[Estimate]:
+    """The same plans, but stages of ranks that run several balanced one by one, where
+    that is faster.
+
+    A rank's stages together balance what it has to do, see `balance_ranks`; with few
+    microbatches what each of them takes by itself matters more.
+    """
+    return [_better_cut(e, fit) for e in best]
+
+
+def _better_cut(e: Estimate, fit: Fit) -> Estimate:
+    layers = _stage_by_stage(e) if e.candidate.stages_per_rank > 1 else None
+    if layers is None or layers == e.candidate.layers:
+        return e
+    other = fit(replace(e.candidate, layers=layers))
+    return other if other is not None and other.seconds < e.seconds else e
+
+
+def _stage_by_stage(e: Estimate) -> tuple[int, ...] | None:
+    """Layers by what the stages took: of an inner one, and of the ends beside it."""
+    layers, took = e.candidate.layers, [_total(stage) for stage in e.stages]
+    layer = took[1] / layers[1]
+    before = took[0] - layer * layers[0]
+    after = took[-1] - layer * layers[-1]
+    ends = max(0.0, before), max(0.0, after)
+    return balance_layers(sum(layers), len(layers), layer, *ends)
+
+
+def made_schedules(best: Sequence[Estimate], fit: Fit) -> list[Estimate]:
+    """The best plans with pipelines, by schedules made for what their stages take and
+    for the memory that is left, where these are faster."""
+    open_to: dict[Candidate, Estimate] = {}
+    for e in sorted(best, key=lambda e: e.seconds):
+        c = e.candidate
+        actions = 3 * c.microbatches * len(c.layers)
+        if c.mesh.axis_size("pp") > 1 and actions <= ACTIONS:
+            open_to.setdefault(replace(c, schedule=AUTO), e)
+    found = []
+    for candidate, e in list(open_to.items())[:MOST]:
+        try:
+            made = fit(candidate)
+        except ScheduleError:
+            continue  # in halves not even one microbatch at a time fits
+        if made is not None and made.seconds < e.seconds * (1 - FOR_MORE):
+            found.append(made)
+    return found
+
+
+def _total(stage: StageSeconds) -> float:
+    return stage.forward + stage.backward + stage.weight
