@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heapify, heappop, heapreplace
 
@@ -41,25 +40,30 @@ def balance_ranks(
     whole = [0.0] * ranks
     for rank, x in zip(placement, beside, strict=True):
         whole[rank] += x
+    totals = _balance(layers, tuple(whole), layer, stages // ranks)
+    if stages == ranks:
+        return tuple(totals[rank] for rank in placement)
     found = [0] * stages
-    totals = _balance(layers, whole, layer, stages // ranks)
-    for rank, total in enumerate(totals):
-        own = [stage for stage, r in enumerate(placement) if r == rank]
-        parts = _balance(total, [beside[stage] for stage in own], layer, 1)
+    stages_of: list[list[int]] = [[] for _ in range(ranks)]
+    for stage, rank in enumerate(placement):
+        stages_of[rank].append(stage)
+    for own, total in zip(stages_of, totals, strict=True):
+        parts = _balance(total, tuple(beside[stage] for stage in own), layer, 1)
         for stage, count in zip(own, parts, strict=True):
             found[stage] = count
     return tuple(found)
 
 
+@lru_cache(maxsize=4096)  # most ranks are alike
 def _balance(
-    layers: int, extra: Sequence[float], layer: float, least: int
-) -> list[int]:
+    layers: int, extra: tuple[float, ...], layer: float, least: int
+) -> tuple[int, ...]:
     """Layers of each part, at least so many, the slowest being as fast as can be.
 
     extra: what parts cost beside their layers.
     """
     if len(extra) == 1:
-        return [layers]
+        return (layers,)
     kinds = Counter(extra)  # of parts: few
     limits = sorted({k * layer + x for k in range(least, layers + 1) for x in kinds})
 
@@ -92,4 +96,4 @@ def _balance(
         i = -full[0][1]
         counts[i] -= 1
         heapreplace(full, (-counts[i] * layer - extra[i], -i))
-    return counts
+    return tuple(counts)

@@ -20,7 +20,7 @@ from passes.search.balance_layers import balance_layers
 from passes.search.candidates import Space, contexts
 
 MOST = 3  # of the best plans get a schedule of their own
-ACTIONS = 12_000  # of a step, at most: to make a schedule takes time by them
+ACTIONS = 6_000  # of a step, at most: to make a schedule takes time by them
 FOR_MORE = 1e-3  # of a step: what a plan must gain to be one of the best
 
 # A candidate on paper; None: it does not fit.

@@ -45,7 +45,8 @@ class Found:
 
 
 Watch = Callable[[int, int], None]
-Timer = Callable[[Account, Candidate], StageSeconds]
+# A candidate -> a stage's account -> its seconds.
+Timer = Callable[[Candidate], Callable[[Account], StageSeconds]]
 
 
 def search(
@@ -127,12 +128,6 @@ def stages_of(layers: Sequence[int], prices: LayerPrices) -> list[Account]:
     return [prices.stage(i == 0, runs, i == last) for i, runs in enumerate(layers)]
 
 
-def stage_account(
-    candidate: Candidate, prices: Prices, first: bool, runs: int, last: bool
-) -> Account:
-    return _prices_of(candidate, prices).stage(first, runs, last)
-
-
 def _prices_of(candidate: Candidate, prices: Prices) -> LayerPrices:
     return prices(
         layer_mesh(candidate.mesh),
@@ -159,10 +154,10 @@ def make_timer(cluster: Cluster) -> Timer:
     timed once."""
 
     @cache
-    def timed(account: Account, alike: Candidate) -> StageSeconds:
-        return stage_seconds(account, alike, cluster)
+    def timed(alike: Candidate) -> Callable[[Account], StageSeconds]:
+        return cache(lambda account: stage_seconds(account, alike, cluster))
 
-    def seconds(account: Account, candidate: Candidate) -> StageSeconds:
+    def seconds(candidate: Candidate) -> Callable[[Account], StageSeconds]:
         # Only how shares of parameters are gathered depends on a stage's layers.
         gathers = candidate.zero >= 2
         alike = replace(
@@ -174,7 +169,7 @@ def make_timer(cluster: Cluster) -> Timer:
             recompute="none",
             layers=candidate.layers if gathers else (),
         )
-        return timed(account, alike)
+        return timed(alike)
 
     return seconds
 
@@ -184,13 +179,13 @@ def rough(
 ) -> tuple[float, float, Candidate] | None:
     """Seconds and bytes by formula, and the candidate with its layers; None if there
     are too few layers. timed: see `make_timer`."""
-    timed = timed or make_timer(space.cluster)
-    layers = _balanced(candidate, space, prices, timed)
+    timed, costs = timed or make_timer(space.cluster), _prices_of(candidate, prices)
+    layers = _balanced(candidate, space.runs, costs, timed(candidate))
     if layers is None:
         return None
     candidate = replace(candidate, layers=layers)
-    kinds = _ranks(candidate, prices)
-    took = [[timed(account, candidate) for account in own] for own in kinds]
+    kinds = _ranks(candidate, costs)
+    took = [[*map(timed(candidate), own)] for own in kinds]
     if candidate.placement[0] == candidate.placement[-1]:
         kinds[:1] = once_a_rank(kinds[0], [0] * len(kinds[0]))
     seconds = rough_seconds(kinds, candidate, space.cluster, took)
@@ -201,16 +196,11 @@ def rough(
     return seconds, peak, candidate
 
 
-def _ranks(candidate: Candidate, prices: Prices) -> list[list[Account]]:
+def _ranks(candidate: Candidate, prices: LayerPrices) -> list[list[Account]]:
     """The stages of the first, an inner, and the last pipeline rank, of those that
     there are; the inner one has the most layers."""
     layers, placement = candidate.layers, candidate.placement
-    ends = 0, len(layers) - 1
-
-    def account(stage: int) -> Account:
-        at = stage == ends[0], layers[stage], stage == ends[1]
-        return stage_account(candidate, prices, *at)
-
+    last = len(layers) - 1
     counts = [0] * candidate.mesh.axis_size("pp")
     for rank, count in zip(placement, layers, strict=True):
         counts[rank] += count
@@ -218,7 +208,12 @@ def _ranks(candidate: Candidate, prices: Prices) -> list[list[Account]]:
     heaviest = max(inner, key=counts.__getitem__, default=0)
     shown = sorted({0, heaviest, len(counts) - 1})
     return [
-        [account(s) for s, r in enumerate(placement) if r == rank] for rank in shown
+        [
+            prices.stage(i == 0, layers[i], i == last)
+            for i, r in enumerate(placement)
+            if r == rank
+        ]
+        for rank in shown
     ]
 
 
@@ -248,10 +243,11 @@ def rough_seconds(
     every = ends + (ranks - 2) * sum(map(_total, inner)) * (ranks > 2)
     crowd = cluster.crowd(candidate.mesh)
     seconds = max(seconds, m * every * crowd.processes / crowd.cores)
-    return seconds + max(
-        sum(sum(step_parts(a, candidate, cluster).values()) for a in own)
-        for own in kinds
-    )
+    once = {
+        a: sum(step_parts(a, candidate, cluster).values())
+        for a in dict.fromkeys(a for own in kinds for a in own)
+    }
+    return seconds + max(sum(once[a] for a in own) for own in kinds)
 
 
 def in_flight(candidate: Candidate) -> int:
@@ -273,22 +269,21 @@ def _total(seconds: StageSeconds) -> float:
 
 
 def _balanced(
-    candidate: Candidate, space: Space, prices: Prices, timed: Timer
+    candidate: Candidate,
+    runs: int,
+    prices: LayerPrices,
+    timed: Callable[[Account], StageSeconds],
 ) -> tuple[int, ...] | None:
     """Layers of each stage, so that the slowest rank is as fast as can be."""
     stages = candidate.mesh.axis_size("pp") * candidate.stages_per_rank
     if stages == 1:
-        return (space.runs,)
-
-    def seconds(first: bool, runs: int, last: bool) -> float:
-        account = stage_account(candidate, prices, first, runs, last)
-        return _total(timed(account, candidate))
-
-    if stages > space.runs:
+        return (runs,)
+    if stages > runs:
         return None
-    if space.runs < 3:
+    if runs < 3:
         return (1,) * stages
-    layer = seconds(False, 1, False)
-    before, after = seconds(True, 1, False) - layer, seconds(False, 1, True) - layer
-    ends = max(0, before), max(0, after)
-    return balance_ranks(space.runs, candidate.placement, layer, *ends)
+    layer = _total(timed(prices.stage(False, 1, False)))
+    before = _total(timed(prices.stage(True, 1, False))) - layer
+    after = _total(timed(prices.stage(False, 1, True))) - layer
+    ends = max(0.0, before), max(0.0, after)
+    return balance_ranks(runs, candidate.placement, layer, *ends)
