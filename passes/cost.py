@@ -199,3 +199,10 @@ class Costs:
         backward = BACKWARD * busy
         weight = backward / 2 if weights_of(node) else 0.0
         return Seconds(busy, backward - weight, weight)
+
+    def gather(self, node: Node, zero: int) -> Seconds:
+        """Of a parameter that ranks share out, for one microbatch, by the stage of
+        ZeRO: with 3 it is gathered forward and backward, and from 2 on its gradient is
+        scattered; the rest is done once a step."""
+        once = sum(v.bytes for v in node.results) / self.link_bytes_per_second
+        return Seconds(once * (zero == 3), once * max(0, zero - 1), 0.0)

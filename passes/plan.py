@@ -11,7 +11,7 @@ import torch
 
 from passes.errors import AutoparError
 from passes.mesh import AXES, TIME, Mesh
-from passes.schedule.make_schedule import SCHEDULES
+from passes.schedule.make_schedule import SCHEDULES, place_stages
 
 FORMAT = 1
 
@@ -245,6 +245,14 @@ class Plan:
     @property
     def stages(self) -> int:
         return self.mesh.axis_size("pp") * self.stages_per_rank
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The pipeline rank of each stage; none before a schedule is made."""
+        if self.schedule == AUTO:
+            return ()
+        ranks = self.mesh.axis_size("pp")
+        return place_stages(self.schedule, ranks, self.stages_per_rank)
 
     def size(self, axis: str) -> int:
         return self.microbatches if axis == TIME else self.mesh.axis_size(axis)

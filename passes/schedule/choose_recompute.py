@@ -26,6 +26,7 @@ from passes.schedule.fit_schedule import on_paper
 from passes.schedule.footprint import footprint, peak_bytes, saved_by_layer
 from passes.schedule.memory import OutOfMemory, RankMemory, out_of_memory, resting
 from passes.schedule.schedule import Schedule, ScheduleError
+from passes.shard.rest import find_gathered
 from passes.stage.differentiate import differentiate
 from passes.stage.local_stage import LocalStage
 from passes.stage.split_stages import Stage, Staged
@@ -45,12 +46,16 @@ def again(local: LocalStage) -> Seconds:
 
 
 def again_by_layer(local: LocalStage) -> dict[str, float]:
-    """The same in seconds, by the stage's own names of its layers."""
+    """The same in seconds, by the stage's own names of its layers; without gathers of
+    parameters, whose seconds are with the backward's."""
     costs = local.stage.costs
+    given = (*local.params, *local.buffers, *local.stage.constants)
+    gathered = find_gathered(local.backward, {v.name for v in given})
     found: dict[str, float] = {}
     for node in local.backward:
         for v in node.results:
-            if v.name in costs:  # gradients have other names
+            # Gradients have other names.
+            if v.name in costs and v.name not in gathered:
                 layer = node.where.layer
                 found[layer] = found.get(layer, 0.0) + costs[v.name].forward
     return found

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from passes.cost import Costs
+from passes.cost import Costs, Seconds
 from passes.dims.origins import Origin
 from passes.errors import StageError
-from passes.graph import Value
+from passes.graph import Node, Value
 from passes.shard.insert_collectives import Lowered
+from passes.shard.rest import GATHER
+from passes.stage.even_ranks import even_ranks
 from passes.stage.fuse import IDENTITIES
 from passes.stage.localize import Localizer
 
@@ -30,6 +32,7 @@ class Chain:
         at_zero = dict.fromkeys(plan.axes, 0)
         self.local = Localizer(lowered.dims, lowered.shardings, sizes, at_zero)
         self.seconds = [costs.seconds(self.local.node(n)) for n in self.nodes]
+        self.gathers = self._find_gathers(costs)
         self.send_seconds = 2 / costs.link_bytes_per_second  # there and back, per byte
         # What does nothing at run time is done again where its result is read: what
         # crosses is its operand.
@@ -42,6 +45,38 @@ class Chain:
                 (v,) = node.operands
                 self.sources[node.out.name] = self.sources.get(v.name, v.name)
         self._crossings = self._find_crossings()
+
+    def _find_gathers(self, costs: Costs) -> list[dict[str, Seconds]]:
+        """For each position what gathers of parameters take that are first read there,
+        by the whole parameter's name; one that several modules read is gathered for
+        each, as they may come to lie on several stages."""
+        behind, zero = self._behind(), self.lowered.plan.zero
+        done: set[tuple[str, str]] = set()
+        found: list[dict[str, Seconds]] = []
+        for reader in self.nodes:
+            found.append({})
+            for v in reader.operands:
+                for name, node in behind.get(v.name, {}).items():
+                    if (name, reader.where.module) not in done:
+                        done.add((name, reader.where.module))
+                        found[-1][name] = costs.gather(self.local.node(node), zero)
+        return found
+
+    def _behind(self) -> dict[str, dict[str, Node]]:
+        """What is made beside the chain -> the gathers of parameters that lead to it,
+        by name."""
+        plan, own = self.lowered.plan, {id(node) for node in self.nodes}
+        found: dict[str, dict[str, Node]] = {}
+        for node in self.lowered.graph.nodes if plan.zero else ():
+            if id(node) in own:
+                continue
+            gathers: dict[str, Node] = {}
+            for v in node.operands:
+                gathers |= found.get(v.name, {})
+            if node.op == GATHER and node.args[1] in plan.rest_axes:
+                gathers[node.out.name] = node
+            found |= {v.name: gathers for v in node.results}
+        return found
 
     def _find_crossings(self) -> list[tuple[Value, ...]]:
         """For each position, the values made before it that are read at or after it."""
@@ -90,7 +125,9 @@ class Chain:
         """The ends of the stages, the slowest stage being as fast as can be.
 
         Exact, by dynamic programming over the candidate cuts; among equals the one
-        whose sum of squares is least.
+        whose sum of squares is least. Where ranks run several stages, cuts then move
+        until ranks are even, see `passes.stage.even_ranks`; but with few microbatches
+        it is the way of each through all stages that takes the time.
         """
         places = [0, *self.candidates(stages), len(self.nodes)]
         if len(places) < stages + 1:
@@ -101,12 +138,17 @@ class Chain:
                 fix=f"use pp={max(1, most)} or less",
             )
         spent = [0.0]
-        for s in self.seconds:
-            spent.append(spent[-1] + s.total)
+        for own, gathers in zip(self.seconds, self.gathers, strict=True):
+            whole = sum(gathers.values(), own)
+            spent.append(spent[-1] + whole.total)
         send = [
             sum(self.local.value(v).bytes for v in self.crossing(p)) * self.send_seconds
             for p in places
         ]
+
+        def cost(i: int, j: int) -> float:
+            return spent[places[j]] - spent[places[i]] + send[i] + send[j]
+
         # best[j]: (slowest stage, sum of squares, ends) of the stages up to place j.
         best: list[Any] = [(0.0, 0.0, ())] + [None] * (len(places) - 1)
         for _ in range(stages):
@@ -115,17 +157,17 @@ class Chain:
                 for i in range(j):
                     if best[i] is None:
                         continue
-                    cost = spent[places[j]] - spent[places[i]] + send[i] + send[j]
                     slowest, squares, ends = best[i]
-                    option = (
-                        max(slowest, cost),
-                        squares + cost * cost,
-                        (*ends, places[j]),
-                    )
+                    took = cost(i, j)
+                    option = max(slowest, took), squares + took * took, (*ends, j)
                     if new[j] is None or option < new[j]:
                         new[j] = option
             best = new
-        return list(best[-1][2])
+        plan, ends = self.lowered.plan, best[-1][2]
+        many = plan.microbatches >= 2 * plan.mesh.axis_size("pp")
+        if plan.placement and plan.stages_per_rank > 1 and many:
+            ends = even_ranks(ends, plan.placement, cost)
+        return [places[end] for end in ends]
 
     def ends_of(self, cuts: Sequence[str]) -> list[int]:
         """Positions of the cuts that a plan names."""

@@ -10,7 +10,7 @@ count layers from its first, so equal stages have equal text.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from passes.cost import NOTHING, Costs, Seconds
@@ -186,10 +186,18 @@ class _Cutter:
             modules=modules,
             layers={self._relative(layer): layer for layer in modules if layer},
             costs={
-                self.renamed[n.results[0].name].name: seconds
-                for n, seconds in zip(own, self.chain.seconds[first:end], strict=True)
+                self.renamed[name].name: seconds
+                for name, seconds in self._costs(own, first, end)
             },
         )
+
+    def _costs(
+        self, own: Sequence[Node], first: int, end: int
+    ) -> Iterator[tuple[str, Seconds]]:
+        for node, seconds in zip(own, self.chain.seconds[first:end], strict=True):
+            yield node.results[0].name, seconds
+        for gathers in self.chain.gathers[first:end]:
+            yield from gathers.items()
 
     def _close(self, own: list[Node], received: set[str]) -> list[Node]:
         """The stage's nodes and all that they need but nobody sends, in graph order."""
