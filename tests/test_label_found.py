@@ -12,7 +12,7 @@ from plans import model_file
 
 from autopar.cli import main
 from autopar.machine.hardware import cluster_of, with_memory
-from autopar.planner.label_found import label_found
+from autopar.planner.label_found import label_found, open_to_labels
 from autopar.planner.planner import find_plans, plan_of, sketch
 from autopar.verify import verify
 from passes.cost import Costs
@@ -63,6 +63,27 @@ def test_plans_without_an_axis_to_label_stay() -> None:
     plain = find_plans(of, cluster, SAMPLES, Mesh.parse("dp=2"))
     found, plans = label_found(plain, of, cluster)
     assert found.best == plain.best and not plans
+
+
+def test_labels_are_tried_where_a_plan_could_become_the_fastest() -> None:
+    case = plain_gpt(batch=SAMPLES)
+    of, cluster = sketch(case.model, case.batch), cluster_of("2xA100-80GB")
+    fast, slow = (
+        find_plans(of, cluster, SAMPLES, Mesh.parse(mesh)) for mesh in ("dp=2", "tp=2")
+    )
+    found = replace(fast, best=(*fast.best, *slow.best))
+    behind = slow.best[0].seconds / min(e.seconds for e in fast.best) - 1
+    assert behind > 0.01 and not open_to_labels(found, behind / 2)
+    assert open_to_labels(found, 1.01 * behind)[0] == slow.best[0]
+
+
+@pytest.mark.parametrize(("given", "labelled"), [([], True), (["--no-labels"], False)])
+def test_labels_are_among_the_plans_unless_they_are_not_wanted(
+    given: list[str], labelled: bool, tmp_path: Path, capsys
+) -> None:
+    asked = ["--devices", "2xA100-80GB", "--mesh", "tp=2", "--microbatches", "1"]
+    assert main(["plan", model_file(tmp_path), *asked, *given]) == 0
+    assert (", labels " in capsys.readouterr().out) == labelled
 
 
 def test_the_command_writes_and_tells_labels(tmp_path: Path, capsys) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from autopar.models import LoadedModel, ModelError, load_model
 from autopar.planner.asked import Asked, read_shape
 from autopar.planner.choose import SAMPLES
 from autopar.planner.estimate_file import Findings, estimate_data
-from autopar.planner.label_found import label_found
+from autopar.planner.label_found import label_found, open_to_labels
 from autopar.planner.no_plan import gigabytes
 from autopar.planner.planned import batch_for, save_findings
 from autopar.planner.planner import Sketch, find_plans, label_plan, plan_of, sketch
@@ -33,6 +34,7 @@ from passes.plan import CONTEXT_PARALLEL, PRECISION, RECOMPUTE, ZERO, Plan
 from passes.price.candidate import Candidate
 from passes.price.cluster import Cluster, ClusterError
 from passes.schedule.make_schedule import SCHEDULES
+from passes.search.candidates import ALIKE
 from passes.search.search import Found
 
 SEQ = 128  # tokens of one, unless told otherwise
@@ -50,7 +52,10 @@ def add_plan(commands: Any, model_help: str) -> None:
     )
     _add_decisions(add)
     add.add_argument(
-        "--labels", action="store_true", help="decide for each op what an axis splits"
+        "--labels",
+        action=argparse.BooleanOptionalAction,
+        help="decide for each op what an axis splits: of the best plans whatever they "
+        "take, or of none; as it is, of those that labels could make the fastest",
     )
     add.add_argument("--seed", type=int, default=0, help="of weights and dropout")
     add.add_argument(
@@ -136,9 +141,10 @@ def plan_command(arguments: argparse.Namespace) -> int:
     with Bar("planning") as bar:
         found = find_plans(of, cluster, samples, watch=bar, **asked.space)
     labels: Mapping[Candidate, Plan] = {}
-    if arguments.labels:
+    reach = {None: ALIKE, True: math.inf, False: -1.0}[arguments.labels]
+    if open_to_labels(found, reach):
         whole = sketch(loaded.model, batch_for(loaded, samples, seq), **asked.of_all)
-        found, labels = label_found(found, whole, cluster)
+        found, labels = label_found(found, whole, cluster, reach)
     chosen = found.best[0].candidate
     plan = labels.get(chosen) or plan_of(chosen, of)
     if arguments.output:

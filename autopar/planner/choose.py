@@ -11,8 +11,11 @@ from torch import nn
 from autopar.batches import samples_of, with_samples
 from autopar.machine.measured_cluster import how_priced
 from autopar.planner.asked import Asked
+from autopar.planner.label_found import label_found, open_to_labels
 from autopar.planner.planner import find_plans, plan_of, sketch
 from passes.plan import Plan
+from passes.price.candidate import Candidate
+from passes.search.candidates import ALIKE
 
 # Of the batch that a model is captured with, two for each rank of up to 8 with experts
 # of their own; costs are linear in them.
@@ -29,6 +32,10 @@ def choose_plan(
     """The best plan for steps on such batches. Raises: NoPlanFits, PlanError."""
     of = sketch(model, with_samples(batch, SAMPLES), loss_fn, **asked.of_all)
     found = find_plans(of, asked.limited, samples_of(batch), **asked.space)
+    labels: Mapping[Candidate, Plan] = {}
+    if open_to_labels(found, ALIKE):
+        whole = sketch(model, batch, loss_fn, **asked.of_all)
+        found, labels = label_found(found, whole, asked.limited, ALIKE)
     best = found.best[0]
     LOG.info("%s: %s", best.candidate, how_priced(best, asked.cluster))
-    return plan_of(found.best[0].candidate, of)
+    return labels.get(best.candidate) or plan_of(best.candidate, of)

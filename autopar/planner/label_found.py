@@ -7,6 +7,7 @@ the graph that they make, and kept if the step is faster on paper.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -25,21 +26,29 @@ TRIES = 2  # to leave room for what labels do not count
 GAIN = 1e-3  # of a step: what a plan must gain to have labels
 
 
+def open_to_labels(found: Found, reach: float = math.inf) -> list[Estimate]:
+    """The best of the plans whose axes leave something to decide.
+
+    reach: share of the fastest plan's seconds by which these may be slower.
+    """
+    open_to: dict[Candidate, Estimate] = {}
+    limit = (1 + reach) * min(e.seconds for e in found.best)
+    for e in found.best:
+        if _inner(e.candidate) and e.seconds <= limit:
+            open_to.setdefault(replace(e.candidate, zero=0), e)
+    return list(open_to.values())[:MOST]
+
+
 def label_found(
-    found: Found, whole: Sketch, cluster: Cluster
+    found: Found, whole: Sketch, cluster: Cluster, reach: float = math.inf
 ) -> tuple[Found, Mapping[Candidate, Plan]]:
     """What was found, with labelled plans among the best; and these plans.
 
-    Labelled are the best of those whose axes leave something to decide. whole: the
-    model captured with all samples of a step.
+    whole: the model captured with all samples of a step. reach: see `open_to_labels`.
     """
     plans: dict[Candidate, Plan] = {}
     better: list[Estimate] = []
-    open_to: dict[Candidate, Estimate] = {}
-    for e in found.best:
-        if _inner(e.candidate):
-            open_to.setdefault(replace(e.candidate, zero=0), e)
-    for e in list(open_to.values())[:MOST]:
+    for e in open_to_labels(found, reach):
         tried = _labelled(e, whole, cluster)
         if tried and tried[0].seconds < e.seconds * (1 - GAIN):
             better.append(tried[0])
