@@ -29,14 +29,20 @@ def read(name: str) -> Iterator[Row]:
 
 
 @cache
-def gpt(hidden: int, heads: int, layers: int = 6, vocab: int = 51200) -> Sketch:
+def gpt(
+    hidden: int, heads: int, layers: int = 6, vocab: int = 51200, mixed: bool = False
+) -> Sketch:
     """Megatron's GPT: 16 bits, sequences of 2048, dropout after every product and on
-    the attention weights, which are spelled out."""
+    the attention weights, which are spelled out.
+
+    mixed: with parameters, gradients and moments in 32 bits, and products in 16.
+    """
     with torch.device("meta"):
         sizes = Config(layers, hidden, heads, context=2048, vocab=vocab, dropout=0.1)
-        model = GPT(sizes).bfloat16()
+        model = GPT(sizes) if mixed else GPT(sizes).bfloat16()
     ids = torch.zeros(SAMPLES, 2048, dtype=torch.int64)
-    return sketch(model, {"ids": ids, "labels": ids.clone()}, _loss)
+    batch = {"ids": ids, "labels": ids.clone()}
+    return sketch(model, batch, _loss, precision="bf16" if mixed else "model")
 
 
 def _loss(out: tuple[Tensor, None], batch: Mapping[str, Tensor]) -> Tensor:

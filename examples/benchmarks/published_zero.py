@@ -1,9 +1,10 @@
 """Seconds of runs that share all parameters out (ZeRO-3) over up to 2,240 A100s, with
 the constants of `published_runs` and the table's seconds for a ring's step.
 
-DeepSpeed (as run for table 2 of Narayanan 2021, arXiv:2104.04473) gathered each weight
-by itself, and a rank waited for it; FSDP (Zhao 2023, arXiv:2304.11277) gathers a block
-while another computes, as our own plans do. Both compute layers again in the backward.
+FSDP (Zhao 2023, arXiv:2304.11277) gathers a block while another computes, as our own
+plans do. Of DeepSpeed as it was run for table 2 of Narayanan 2021 (arXiv:2104.04473) it
+is assumed, with its rows in view, that it gathered each weight by itself, and that a
+rank waited for it. Both compute layers again in the backward.
 """
 
 from __future__ import annotations
