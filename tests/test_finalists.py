@@ -34,6 +34,7 @@ from passes.schedule.make_schedule import make_schedule, place_stages
 from passes.schedule.order import read_order, write_order
 from passes.schedule.schedule import ScheduleError
 from passes.search.balance_layers import balance_ranks
+from passes.search.candidates import ALIKE, candidates
 from passes.search.search import rough, run_on_paper
 
 LAYERS, SAMPLES = 9, 16
@@ -105,6 +106,22 @@ def test_cuts_are_near_the_best_of_all(schedule: str, microbatches: int) -> None
     ]
     assert min(every) <= found.seconds <= 1.03 * min(every)
     assert found.seconds < 0.85 * max(every), "else any cut would do"
+
+
+@pytest.mark.parametrize("share", [pytest.param(10.0, marks=pytest.mark.slow), 0.7])
+def test_nothing_on_paper_beats_what_is_found(share: float) -> None:
+    """Every candidate of a small space, run on paper; with much memory and little."""
+    cluster = with_memory(slow(2), share * planned()[0].peak)
+    wishes = {"recompute": ("none",), "zero": (0, 1)}
+    space = make_space(of(), cluster, SAMPLES, **wishes)
+    prices = make_prices(of(), cluster)
+    ranked = [r for c in candidates(space) if (r := rough(c, space, prices))]
+    every = [run_on_paper(candidate, prices, cluster) for *_, candidate in ranked]
+    fitting = [e.seconds for e in every if e.peak <= cluster.device.memory]
+    assert len(fitting) > 8 and (share > 1 or len(fitting) < len(every))
+    found = find_plans(of(), cluster, SAMPLES, **wishes)
+    assert min(e.seconds for e in found.best) <= min(fitting) * (1 + 1e-9)
+    assert found.best[0].seconds <= min(fitting) * (1 + ALIKE)
 
 
 # --- tied weights --------------------------------------------------------------------
