@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import mean, median
 
 import pytest
@@ -72,9 +73,24 @@ def test_steps_are_predicted_from_those_of_small_models() -> None:
     }
     assert len(papers) == 12
     assert max(map(abs, papers.values())) < 0.2, papers
-    off = [run.predict(constants) / run.seconds - 1 for run in zero.zero_runs()]
+
+
+@pytest.mark.slow
+def test_runs_of_zero_3_are_predicted_by_the_step_of_a_ring() -> None:
+    """With about the constants that are fitted; others would change little."""
+    constants, runs = megatron.Constants(0.71, 0.82, 1.0), zero.zero_runs()
+    off = [run.predict(constants) / run.seconds - 1 for run in runs]
+    assert len(off) == 10
     assert max(map(abs, off)) < 0.45, off
     assert median(map(abs, off)) < 0.1, off
+    # By messages alone gathers over many nodes would be far too fast.
+    alone = [without_step(run).predict(constants) / run.seconds - 1 for run in runs]
+    assert min(alone[:6]) < -0.45, alone
+
+
+def without_step(run: zero.ZeroRun) -> zero.ZeroRun:
+    levels = tuple(replace(level, step=0.0) for level in run.cluster.levels)
+    return replace(run, cluster=replace(run.cluster, levels=levels))
 
 
 @pytest.mark.slow
