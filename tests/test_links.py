@@ -67,25 +67,30 @@ def test_a_group_knows_how_many_of_it_share_a_node() -> None:
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
-def test_a_ring_between_nodes_goes_by_its_own_step(kind: str) -> None:
+def test_links_of_a_ring_carry_one_message_of_each_rank(kind: str) -> None:
     link = over(nodes=4, each=2)
-    slow = replace(link, step=7 * FAR)
-    assert slow.seconds(kind, 8) - link.seconds(kind, 8) == pytest.approx(18 * FAR)
+    busy = replace(link, step=2 * FAR)
+    hops = 3 * FAR + 4 * CLOSE
+    assert busy.seconds(kind, 8) - link.seconds(kind, 8) == pytest.approx(
+        7 * 2 * FAR - hops
+    )
+    # Of messages that take less than the way of one, this way is what counts.
+    assert replace(link, step=FAR / 10).seconds(kind, 8) == link.seconds(kind, 8)
     # Trees and messages do not wait for all of a ring.
     for other in ("all_to_all", "send"):
-        assert slow.seconds(other, BYTES) == link.seconds(other, BYTES)
-    assert slow.seconds("all_reduce", 8) == link.seconds("all_reduce", 8)
+        assert busy.seconds(other, BYTES) == link.seconds(other, BYTES)
+    assert busy.seconds("all_reduce", 8) == link.seconds("all_reduce", 8)
 
 
-def test_gathers_of_many_nodes_take_by_the_step_of_the_network() -> None:
-    took = [
-        cluster_of(f"{8 * nodes}xA100-80GB")
-        .link(Mesh((("dp", 8 * nodes),)), ("dp",))
-        .seconds("all_gather", 0)
-        for nodes in (32, 64)
-    ]
-    near = 32 * 7 * 5e-6
-    assert took[1] - took[0] == pytest.approx(32 * RING_STEP + near)
+def test_gathers_of_many_ranks_take_as_many_steps() -> None:
+    """Where there is one of them in a node, too: what it is of is messages."""
+
+    def seconds(mesh: str) -> float:
+        cluster = cluster_of("512xA100-80GB")
+        return cluster.link(Mesh.parse(mesh), ("dp",)).seconds("all_gather", 0)
+
+    assert seconds("dp=512") == pytest.approx(511 * RING_STEP)
+    assert seconds("dp=64,tp=8") == pytest.approx(63 * RING_STEP)
     assert cluster_of("128xCPU").levels[-1].step == 0
 
 

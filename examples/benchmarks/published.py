@@ -2,6 +2,7 @@
 
     python examples/benchmarks/published.py             # formulas, and runs on A100s
     python examples/benchmarks/published.py --choose    # and our own plans for these
+    python examples/benchmarks/published.py --held-out  # and runs looked up afterwards
     python examples/benchmarks/published.py --sweep     # and plans picked on H100s
 
 `published/README.md` says where the numbers are from.
@@ -92,13 +93,29 @@ def step_line(run: megatron.Run, constants: megatron.Constants) -> dict[str, obj
     }
 
 
-def show_others() -> None:
+def show_others(table: str) -> None:
     constants = megatron.fitted()
-    lines = [
-        {"source": other.source, **step_line(other.run, constants)}
-        for other in others.other_runs()
+    lines: list[dict[str, object]] = []
+    off: dict[tuple[str, str], list[float]] = {}
+    for other in others.other_runs(table):
+        run, device = other.run, other.run.cluster.device.name
+        line = step_line(run, constants)
+        lines.append({"source": other.source, "device": device, **line})
+        error = run.predict(constants) / run.seconds - 1
+        off.setdefault((other.source, device), []).append(error)
+    show(f"Seconds of an iteration, of {table}, with the same constants", lines)
+    errors = [
+        {
+            "source": source,
+            "device": device,
+            "runs": len(found),
+            "mean error": f"{mean(found):+.1%}",
+            "mean size of it": f"{mean(map(abs, found)):.1%}",
+            "largest": f"{max(map(abs, found)):.1%}",
+        }
+        for (source, device), found in off.items()
     ]
-    show("Seconds of an iteration of other runs, with the same constants", lines)
+    show(f"Errors of {table}", errors)
 
 
 def show_zero() -> None:
@@ -146,9 +163,11 @@ def show_choices() -> None:
 
 
 def show_sweep() -> None:
-    ratios = [abs(math.log(got / known)) for got, known in sweep.collectives()]
-    print(f"\nfitted to {len(ratios)} collectives: {sweep.links()}")
-    print(f"off by a factor of {math.exp(mean(ratios)):.2f} on average")
+    print(f"\nfitted to gathers and scatters: {sweep.links()}")
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        pairs = sweep.collectives(kind, sweep.links())
+        ratios = [abs(math.log(got / known)) for got, known in pairs]
+        print(f"{kind}: off by a factor of {math.exp(mean(ratios)):.2f} on average")
     first, second = sweep.MODELS
     everything = []
     for known, other in ((first, second), (second, first)):
@@ -186,12 +205,15 @@ def show_regrets(regrets: list[float]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Published runs and formulas.")
     parser.add_argument("--choose", action="store_true", help="our own plans too")
+    parser.add_argument("--held-out", action="store_true", help="later runs too")
     parser.add_argument("--sweep", action="store_true", help="the H100 sweep too")
     wanted = parser.parse_args()
     show_formulas()
     show_runs()
-    show_others()
+    show_others("others")
     show_zero()
+    if wanted.held_out:
+        show_others("held_out")
     if wanted.choose:
         show_choices()
     if wanted.sweep:

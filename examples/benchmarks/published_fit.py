@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+LITTLE = 1e-4  # of an error: what is gained by less is not worth a step
 
 
 def descend(
@@ -32,7 +33,7 @@ def descend(
             if (value := getattr(chosen, name) * factor) <= limit
         ]
         errors = [error(constants) for constants in tries]
-        if min(errors) < least:
+        if min(errors) < least * (1 - LITTLE):
             least = min(errors)
             chosen = tries[errors.index(least)]
         else:

@@ -30,17 +30,24 @@ def read(name: str) -> Iterator[Row]:
 
 @cache
 def gpt(
-    hidden: int, heads: int, layers: int = 6, vocab: int = 51200, mixed: bool = False
+    hidden: int,
+    heads: int,
+    layers: int = 6,
+    vocab: int = 51200,
+    seq: int = 2048,
+    attention: str = "spelled",
+    mixed: bool = False,
 ) -> Sketch:
-    """Megatron's GPT: 16 bits, sequences of 2048, dropout after every product and on
-    the attention weights, which are spelled out.
+    """A GPT in 16 bits. attention: "spelled" out, as in Megatron's, with dropout on its
+    weights and after every product; or "fused", without any dropout.
 
     mixed: with parameters, gradients and moments in 32 bits, and products in 16.
     """
+    dropout = 0.1 if attention == "spelled" else 0.0
     with torch.device("meta"):
-        sizes = Config(layers, hidden, heads, context=2048, vocab=vocab, dropout=0.1)
-        model = GPT(sizes) if mixed else GPT(sizes).bfloat16()
-    ids = torch.zeros(SAMPLES, 2048, dtype=torch.int64)
+        model = GPT(Config(layers, hidden, heads, seq, vocab, dropout))
+        model = model if mixed else model.bfloat16()
+    ids = torch.zeros(SAMPLES, seq, dtype=torch.int64)
     batch = {"ids": ids, "labels": ids.clone()}
     return sketch(model, batch, _loss, precision="bf16" if mixed else "model")
 

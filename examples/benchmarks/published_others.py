@@ -1,10 +1,12 @@
-"""Seconds of runs that nothing is fitted to: other papers, with the constants of
-`published_runs`.
+"""Seconds of runs that nothing is fitted to, with the constants of `published_runs`.
 
-Megatron-LM by the time of Korthikanti 2022 (arXiv:2205.05198) runs collectives of the
-backward beside it, and with sequence parallelism each rank sends its own share to the
-next stage. Megatron-DeepSpeed (Smith 2022, arXiv:2201.11990; Le Scao 2022,
-arXiv:2211.05100) has neither, nor interleaved stages, and sends all that a rank holds.
+`others.csv` was in view while the models of what each system does were settled;
+`held_out.csv` was looked up after that. Each says what ran: Megatron-LM of 2021 (see
+`published_runs`); that of Korthikanti 2022 (arXiv:2205.05198) and later, which runs
+collectives of the backward beside it, and with sequence parallelism sends each rank's
+own share to the next stage; Megatron-DeepSpeed (Smith 2022, arXiv:2201.11990; Le Scao
+2022, arXiv:2211.05100), which has neither, nor interleaved stages, and sends all that a
+rank holds; FSDP (llm-foundry), which gathers a block while another computes.
 """
 
 from __future__ import annotations
@@ -38,20 +40,23 @@ class Other:
 
 
 @cache
-def other_runs() -> tuple[Other, ...]:
-    return tuple(Other(row["source"], _run(row)) for row in read("others"))
+def other_runs(table: str = "others") -> tuple[Other, ...]:
+    """The runs of a table of that form."""
+    return tuple(Other(row["source"], _run(row)) for row in read(table))
 
 
 def _run(row: Row) -> Run:
     candidate, cluster = _candidate(row), _cluster(row)
-    of = gpt(*(int(row[name]) for name in ("hidden", "heads", "layers", "vocab")))
-    sequence_parallel, megatron = row["sp"] == "1", row["system"] == "Megatron-LM"
+    sizes = ("hidden", "heads", "layers", "vocab", "seq")
+    of = gpt(*(int(row[name]) for name in sizes), attention=row["attention"])
+    sequence_parallel, megatron = row["sp"] == "1", "Megatron-LM" in row["system"]
     prices = make_prices(of, cluster, sequence_parallel=sequence_parallel)
     policy = candidate.recompute if row["recompute"] == "selective" else "none"
     candidate = replace(candidate, recompute=policy)
-    layer = prices(layer_mesh(candidate.mesh), policy, False, candidate.samples)
+    split, samples = layer_mesh(candidate.mesh), candidate.samples
+    layer = prices(split, policy, False, samples, candidate.shares > 1)
     accounts = accounts_of(candidate, prices)
-    if megatron:
+    if row["system"] == "Megatron-LM":
         accounts = [overlapped(account) for account in accounts]
     if row["recompute"] == "full":
         accounts = [
@@ -60,14 +65,14 @@ def _run(row: Row) -> Run:
         ]
     shared = int(row["tp"]) if megatron and not sequence_parallel else 1
     accounts = [a + in_float32(a) for a in in_turn(accounts, shared)]
-    seconds, batch = float(row["iter_time_s"]), candidate.samples
-    batch *= candidate.microbatches * candidate.data_parallel
+    seconds = float(row["iter_time_s"])
+    batch = samples * candidate.microbatches * candidate.data_parallel
     return Run(row["model"], seconds, of, batch, candidate, cluster, tuple(accounts))
 
 
 def _cluster(row: Row) -> Cluster:
-    """A100s, of which each sends so many GB a second out of its node."""
-    cluster = UNFITTED.of(cluster_of(f"{row['gpus']}xA100-80GB"))
+    """Devices that send so many GB a second each out of their node."""
+    cluster = UNFITTED.of(cluster_of(f"{row['gpus']}x{row['device']}"))
     inside, *network = cluster.levels
     speed = float(row["network_gb"]) * 1e9
     levels = [replace(level, bytes_per_second=speed) for level in network]

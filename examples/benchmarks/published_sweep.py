@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from statistics import mean
 
 from autopar.machine.hardware import cluster_of
@@ -47,18 +48,17 @@ USABLE = 0.85  # of a device's memory: near its end, allocations take most of th
 @dataclass(frozen=True)
 class Links:
     """Shares of the peak that links in a node and the network reach; seconds of a
-    message over the network."""
+    ring's step over the network."""
 
     inside: float = 0.7
     network: float = 0.6
-    latency: float = 1e-4
+    step: float = 2e-5
 
     def of(self, cluster: Cluster) -> Cluster:
         near, *far = cluster.levels
         levels = [replace(near, efficiency=self.inside)]
         for level in far:
-            fitted = replace(level, efficiency=self.network, latency=self.latency)
-            levels.append(fitted)
+            levels.append(replace(level, efficiency=self.network, step=self.step))
         return replace(cluster, levels=tuple(levels))
 
 
@@ -66,8 +66,7 @@ class Links:
 class Constants:
     """What is fitted: the share of the peak that products reach, the seconds of the
     host for each op and for each slice of a parameter that it copies, and the seconds
-    that a microbatch's way through a pipeline stalls for each node that takes part: one
-    late host holds up all (Hoefler, Schneider, Lumsdaine 2010)."""
+    that a rank is late, see `Run.stalls`."""
 
     links: Links
     products: float = 0.7
@@ -97,12 +96,16 @@ class Run:
     accounts: tuple[Account, ...]
 
     @property
-    def stalls(self) -> int:
-        """How many times a microbatch's way may stall for one node."""
-        stages = self.candidate.mesh.axis_size("pp")
-        if stages == 1 or self.nodes == 1:
-            return 0
-        return self.nodes * self.candidate.microbatches
+    def stalls(self) -> float:
+        """What a pipeline over nodes adds, in seconds that a rank is late: in each layer
+        of a microbatch those of an axis tp wait for each other, and so do the nodes;
+        the latest of so many takes as their logarithm (Hoefler, Schneider, Lumsdaine
+        2010, noise with an exponential tail)."""
+        axis_size = self.candidate.mesh.axis_size
+        if axis_size("pp") == 1 or self.nodes == 1:
+            return 0.0
+        layers = max(self.candidate.layers) * self.candidate.microbatches
+        return layers * (axis_size("tp") - 1) * math.log2(self.nodes)
 
     def predict(self, constants: Constants) -> float:
         """Tokens a second and GPU."""
@@ -110,6 +113,7 @@ class Run:
         accounts = [retimed(a, cluster.device) for a in self.accounts]
         seconds = rough_seconds([[a] for a in accounts], self.candidate, cluster)
         if self.candidate.zero:
+            seconds += _at_once(accounts[0], self.candidate, cluster)
             slices = self.candidate.data_parallel * max(self.candidate.layers) * TENSORS
             seconds += 2 * slices * constants.copy  # gradients, and parameters
         else:
@@ -145,6 +149,16 @@ def _in_buckets(account: Account, candidate: Candidate, cluster: Cluster) -> flo
     starts = buckets * link.seconds("all_reduce", 0.0)
     reduced = step_parts(account, candidate, cluster)["gradients dp"] + starts
     return starts - min(reduced, took.backward + took.weight)
+
+
+def _at_once(account: Account, candidate: Candidate, cluster: Cluster) -> float:
+    """Seconds less than in buckets, where one collective scatters all gradients and one
+    gathers all parameters."""
+    link = cluster.link(candidate.mesh, ("dp",))
+    parts = step_parts(account, candidate, cluster)
+    whole = link.seconds("reduce_scatter", account["memory", "trained"])
+    whole += link.seconds("all_gather", account["memory", "read"])
+    return whole - parts["gradients dp"] - parts["parameters dp"]
 
 
 def _cluster(nodes: int) -> Cluster:
@@ -216,21 +230,23 @@ def _of_nanotron(account: Account) -> Account:
 
 @cache
 def links() -> Links:
-    """Those with the least squared errors over the measured collectives."""
+    """Those with the least errors over the measured gathers and scatters: what is given
+    of all-reduces of many nodes is several times slower than the same runs were."""
 
     def error(tried: Links) -> float:
-        return sum(math.log(got / known) ** 2 for got, known in collectives(tried))
+        found = (collectives(kind, tried) for kind in ("all_gather", "reduce_scatter"))
+        return sum(abs(math.log(got / known)) for got, known in chain(*found))
 
-    most = {"inside": 1.0, "network": 1.0, "latency": math.inf}
+    most = {"inside": 1.0, "network": 1.0, "step": math.inf}
     return descend(Links(), error, most, until=0.005)
 
 
-def collectives(tried: Links | None = None) -> list[tuple[float, float]]:
-    """Of each measured collective the seconds, predicted (by the links that are fitted,
-    or by others) and measured."""
-    tried = tried or links()
+def collectives(kind: str, tried: Links) -> list[tuple[float, float]]:
+    """Of each measured collective of a kind the seconds, predicted and measured."""
     found = []
     for row in read("ultrascale_collectives"):
+        if row["kind"] != kind:
+            continue
         n, whole = int(row["ranks"]), int(row["mib"]) * 2.0**20
         cluster = tried.of(_cluster(int(row["nodes"])))
         link = cluster.link(Mesh((("dp", n),)), ("dp",))

@@ -72,8 +72,8 @@ class Level:
 
     bytes_per_second: that each device sends while it receives as many. latency: seconds
     until the first byte arrives. efficiency: the share of the bandwidth that a large
-    collective reaches. step: seconds that a ring takes from one node to the next, where
-    that is more than a message takes: every rank waits for the slowest of all.
+    collective reaches. step: seconds that a message of a ring keeps a link busy, however
+    small it is (the gap of Culler 1993, LogP); 0 where latency is all.
     """
 
     devices: int
@@ -175,8 +175,7 @@ class Cluster:
             inner.bytes_per_second * inner.efficiency,
             inner.latency,
         )
-        step = max(level.step, level.latency)
-        return Link(size, speed, level.latency, near, stride, self.messages, step)
+        return Link(size, speed, level.latency, near, stride, self.messages, level.step)
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,7 @@ class Link:
     """ranks that talk to each other; bytes a second that the device of each sends as
     far as the group reaches; seconds of a message. near: of those in one node, where
     the group spans several. messages: what was measured between ranks that are `stride`
-    apart. step: seconds of a ring's step between nodes; 0: those of a message."""
+    apart. step: seconds of a ring's step, where it leaves a node, see `Level`."""
 
     ranks: int
     bytes_per_second: float
@@ -228,16 +227,20 @@ class Link:
         near = self.near or Near(n, self.bytes_per_second, self.latency)
         nodes = math.ceil(n / near.ranks)
         moved = whole * (n - 1) / n
-        # A ring enters each node once; what crosses is shared by all devices in it.
-        ring = (n - nodes) * near.latency + (nodes - 1) * (self.step or self.latency)
+        # A ring enters each node once; what crosses is shared by all devices in it. All
+        # ranks' pieces go over each link, one after another: n - 1 messages.
+        hops = (n - nodes) * near.latency + (nodes - 1) * self.latency
+        ring = max(hops, (n - 1) * self.step) if nodes > 1 else hops
         shared = self.bytes_per_second
         if self.near:
             shared = min(shared * near.ranks, near.bytes_per_second)
         if kind in ("all_gather", "reduce_scatter"):
             return ring + moved / shared
         if kind == "all_reduce":
-            # Trees join the nodes; in one, ranks are a chain.
-            tree = (near.ranks - 1) * near.latency + math.log2(nodes) * self.latency
+            # Trees join the nodes; in one, ranks are a chain. Each has its own piece,
+            # and at each level all of a node's pass, one after another.
+            level = max(self.latency, near.ranks * self.step)
+            tree = (near.ranks - 1) * near.latency + math.log2(nodes) * level
             return 2 * min(ring + moved / shared, tree + whole / shared)
         if kind == "all_to_all":
             # To each by itself; to other nodes by the device's own link.
