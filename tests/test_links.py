@@ -76,10 +76,14 @@ def test_links_of_a_ring_carry_one_message_of_each_rank(kind: str) -> None:
     )
     # Of messages that take less than the way of one, this way is what counts.
     assert replace(link, step=FAR / 10).seconds(kind, 8) == link.seconds(kind, 8)
-    # Trees and messages do not wait for all of a ring.
     for other in ("all_to_all", "send"):
         assert busy.seconds(other, BYTES) == link.seconds(other, BYTES)
-    assert busy.seconds("all_reduce", 8) == link.seconds("all_reduce", 8)
+
+
+def test_links_of_a_tree_carry_a_message_of_each_rank_in_a_node() -> None:
+    busy = replace(over(nodes=4, each=2), step=2 * FAR)
+    levels = 2 * 2 * 2 * FAR
+    assert busy.seconds("all_reduce", 0) == pytest.approx(2 * (levels + CLOSE))
 
 
 def test_gathers_of_many_ranks_take_as_many_steps() -> None:

@@ -59,10 +59,10 @@ NODES = {
     "CPU": (64, 2 * GB, 1 * GB),
 }
 LATENCY = {"node": 5e-6, "network": 1.5e-5}  # seconds of a message
-# Seconds that a message of a ring between nodes keeps a link busy. Fitted to gathers and
-# scatters of 256 MiB over 2 to 64 nodes: `examples/benchmarks/published.py --sweep`.
-# What is published of training by them agrees, of 8 ranks in a node
-# (`published_zero.py`) and of one (`published_others.py`).
+# Seconds that a message of a collective keeps a link between nodes busy. Fitted to
+# gathers and scatters of 256 MiB over 2 to 64 nodes (`published.py --sweep` of
+# `examples/benchmarks`). What is published of training agrees, by eight ranks of a node
+# (`published_zero.py` there) and by one (`published_others.py`).
 RING_STEP = 3.8e-5
 
 

@@ -40,9 +40,10 @@ class Other:
 
 
 @cache
-def other_runs(table: str = "others") -> tuple[Other, ...]:
-    """The runs of a table of that form."""
-    return tuple(Other(row["source"], _run(row)) for row in read(table))
+def other_runs(table: str = "others", system: str = "") -> tuple[Other, ...]:
+    """The runs of a table of that form, by systems whose names begin so."""
+    rows = (row for row in read(table) if row["system"].startswith(system))
+    return tuple(Other(row["source"], _run(row)) for row in rows)
 
 
 def _run(row: Row) -> Run:

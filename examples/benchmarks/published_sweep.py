@@ -2,7 +2,8 @@
 
 Links are those that the sweep's authors measured on the same machine; what products
 reach, the host's times and stalls are fitted to one of the sweep's two models, and the
-other is predicted.
+other is predicted. Stalls do not change which plans are picked: they are there for the
+order of the slow ones.
 
 nanotron adds gradients up in 32 bits, and starts ops one by one from Python: where they
 are short, the host is what takes the time. Without ZeRO it reduces buckets of gradients
@@ -97,10 +98,10 @@ class Run:
 
     @property
     def stalls(self) -> float:
-        """What a pipeline over nodes adds, in seconds that a rank is late: in each layer
-        of a microbatch those of an axis tp wait for each other, and so do the nodes;
-        the latest of so many takes as their logarithm (Hoefler, Schneider, Lumsdaine
-        2010, noise with an exponential tail)."""
+        """What a pipeline over nodes adds, in seconds that a rank is late: in layers
+        ranks along tp wait for each other, and by messages nodes do. How late the
+        latest of them is grows as their logarithm (Hoefler, Schneider, Lumsdaine 2010,
+        noise with an exponential tail)."""
         axis_size = self.candidate.mesh.axis_size
         if axis_size("pp") == 1 or self.nodes == 1:
             return 0.0

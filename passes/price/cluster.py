@@ -72,8 +72,8 @@ class Level:
 
     bytes_per_second: that each device sends while it receives as many. latency: seconds
     until the first byte arrives. efficiency: the share of the bandwidth that a large
-    collective reaches. step: seconds that a message of a ring keeps a link busy, however
-    small it is (the gap of Culler 1993, LogP); 0 where latency is all.
+    collective reaches. step: seconds that a message of a collective keeps a link busy,
+    however small it is (the gap of Culler 1993, LogP); 0 where latency is all.
     """
 
     devices: int
@@ -193,7 +193,7 @@ class Link:
     """ranks that talk to each other; bytes a second that the device of each sends as
     far as the group reaches; seconds of a message. near: of those in one node, where
     the group spans several. messages: what was measured between ranks that are `stride`
-    apart. step: seconds of a ring's step, where it leaves a node, see `Level`."""
+    apart. step: of each message that leaves a node, see `Level`."""
 
     ranks: int
     bytes_per_second: float
