@@ -40,9 +40,9 @@ class Other:
 
 
 @cache
-def other_runs(table: str = "others", system: str = "") -> tuple[Other, ...]:
-    """The runs of a table of that form, by systems whose names begin so."""
-    rows = (row for row in read(table) if row["system"].startswith(system))
+def other_runs(table: str = "others", source: str = "") -> tuple[Other, ...]:
+    """The runs of a table of that form, of sources whose names begin so."""
+    rows = (row for row in read(table) if row["source"].startswith(source))
     return tuple(Other(row["source"], _run(row)) for row in rows)
 
 
