@@ -7,6 +7,7 @@ arrive together, in the order of their experts.
 from __future__ import annotations
 
 from abc import abstractmethod
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -28,8 +29,8 @@ class Routing(Placement):
         each rank, and how many come from it [2 n]. Waits for the device once."""
         ranks = self._enter("all_to_all", (axis,), expert, 0, experts=experts)
         leaving, order = expert.sort(stable=True)
-        ends = torch.tensor([extent(p) for p in self.shares(experts, axis)])
-        ends = ends.cumsum(0).to(expert.device)
+        last = accumulate(extent(pieces) for pieces in self.shares(experts, axis))
+        ends = torch.tensor(list(last), device=expert.device)
         sent = torch.searchsorted(leaving, ends).diff(prepend=ends.new_zeros(1))
         ones = [1] * len(ranks)
         received = self._trade(sent, ones, ones, ranks)
