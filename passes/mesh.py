@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import prod
 
@@ -72,7 +73,13 @@ class Mesh:
 
     def axis_size(self, name: str) -> int:
         """The number of ranks along an axis: 1 where this mesh does not have it."""
-        return dict(self.axes).get(_known(name), 1)
+        if name not in self._sizes:
+            _known(name)
+        return self._sizes.get(name, 1)
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return dict(self.axes)
 
     def coords(self, rank: int) -> dict[str, int]:
         """Where a rank lies on each axis, in mesh order."""

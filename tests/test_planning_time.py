@@ -14,7 +14,7 @@ from autopar.uncollected import uncollected
 from passes.price import price_layers
 from passes.price.price_layers import cut_layers
 from passes.search.candidates import Space, candidates
-from passes.search.search import make_timer, rough
+from passes.search.search import least_bytes, make_timer, rough
 from passes.stage.differentiate import differentiate, finish, join
 from passes.stage.local_stage import LocalStage
 
@@ -30,6 +30,11 @@ def test_candidates_that_share_their_timing_are_ranked_as_each_by_itself() -> No
     alone = [rough(candidate, space, prices) for candidate in every]
     assert len({found[0] for found in alone if found}) > len(every) / 8
     assert shared == alone
+    # What cannot fit by the least that it takes need not be ranked.
+    peaks = {c: found[1] for c, found in zip(every, alone, strict=True) if found}
+    least = {c: least_bytes(c, space.runs, prices) for c in peaks}
+    assert all(least[c] <= peak for c, peak in peaks.items())
+    assert sum(least[c] > 0.5 * peak for c, peak in peaks.items()) > len(peaks) / 4
 
 
 @pytest.fixture

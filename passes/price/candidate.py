@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from passes.mesh import Mesh
 from passes.schedule.make_schedule import place_stages
@@ -52,12 +53,12 @@ class Candidate:
         """The stage of ZeRO; 0 if there is no other rank to share with."""
         return self.zero if self.alike > 1 else 0
 
-    @property
+    @cached_property
     def alike(self) -> int:
         """The ranks that share out what is not of experts: with those of ep."""
         return self.data_parallel * self.mesh.axis_size("ep")
 
-    @property
+    @cached_property
     def data_parallel(self) -> int:
         """The ranks that share out parameters with ZeRO, those of experts too: which
         would hold the same in one piece. On cp rows lie in zigzag, which shares have no
@@ -65,7 +66,7 @@ class Candidate:
         whole = self.context_parallel == "ulysses" or self.mesh.axis_size("dp") == 1
         return self.mesh.axis_size("dp") * (self.mesh.axis_size("cp") if whole else 1)
 
-    @property
+    @cached_property
     def placement(self) -> tuple[int, ...]:
         """The pipeline rank of each stage."""
         ranks = self.mesh.axis_size("pp")
@@ -74,7 +75,7 @@ class Candidate:
             return read_order(self.order, *args).stage_to_rank
         return place_stages(self.schedule, ranks, self.stages_per_rank)
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """Runs of layers in a stage, on average."""
         return max(1, sum(self.layers) // max(1, len(self.layers)))

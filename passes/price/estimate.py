@@ -23,6 +23,7 @@ from passes.price.stage_seconds import (
     shared,
     stage_seconds,
 )
+from passes.schedule.check_schedule import run_order
 from passes.schedule.crowd import Crowd, simulate_crowd
 from passes.schedule.footprint import peak_bytes
 from passes.schedule.make_schedule import make_schedule
@@ -173,13 +174,15 @@ _ordered = lru_cache(maxsize=4)(read_order)
 def _timeline(
     took: Sequence[StageSeconds], candidate: Candidate, crowd: Crowd
 ) -> Timeline:
+    schedule = schedule_of(candidate)
     return simulate_crowd(
-        schedule_of(candidate),
+        schedule,
         [t.forward for t in took],
         [t.backward + t.weight for t in took],
         [t.weight for t in took],
         max((t.send for t in took[:-1]), default=0.0),
         crowd,
+        run_order(schedule),
     )
 
 

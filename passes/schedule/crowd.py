@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from passes.schedule.check_schedule import Report
 from passes.schedule.schedule import Action, Kind, Schedule, add_communication
 from passes.schedule.simulate_schedule import Span, Timeline, kind_seconds, simulate
 
@@ -41,13 +42,14 @@ def simulate_crowd(
     weight: Sequence[float] | None,
     send: float,
     crowd: Crowd,
+    report: Report | None = None,
 ) -> Timeline:
     """`simulate` where ranks share cores. All seconds are those of a process that has a
     core to itself; a message that is sent has one, too, until it is there.
 
     Raises: ScheduleError, ValueError, as `simulate`.
     """
-    alone = simulate(schedule, forward, backward, weight, send)
+    alone = simulate(schedule, forward, backward, weight, send, report)
     if math.isinf(crowd.cores):
         return alone
     if not schedule.has_communication:

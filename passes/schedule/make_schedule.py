@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 from passes.schedule.schedule import Action, Kind, Schedule, ScheduleError, at_least_one
@@ -35,6 +36,7 @@ def make_schedule(
     return SCHEDULES[name](ranks, microbatches, stages_per_rank)
 
 
+@lru_cache(maxsize=256)  # many candidates of a search ask for the same
 def place_stages(name: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     """The rank of each stage: around the ranks in rounds; down and up under zb-v."""
     if name == "zb-v":

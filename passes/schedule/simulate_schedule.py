@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from passes.schedule.check_schedule import WIDTH, check, columns
+from passes.schedule.check_schedule import WIDTH, Report, check, columns
 from passes.schedule.schedule import Action, Kind, Schedule, add_communication
 
 
@@ -86,18 +86,20 @@ def simulate(
     backward: Sequence[float],
     weight: Sequence[float] | None = None,
     send: float = 0.0,
+    report: Report | None = None,
 ) -> Timeline:
     """Run a schedule on paper, with or without its communication.
 
     forward, backward: seconds per microbatch of each stage, [stages].
     weight: the part of `backward` that W takes, I takes the rest; half if not given.
     send: seconds from the end of a producer until its message can be used.
+    report: of a schedule with communication, where it is known; else it is checked.
 
     Raises ScheduleError if the schedule cannot run, ValueError for impossible seconds.
     """
     if not schedule.has_communication:
         schedule = add_communication(schedule)
-    report = check(schedule)
+    report = report or check(schedule)
     seconds = kind_seconds(schedule, forward, backward, weight)
     if not (math.isfinite(send) and send >= 0):
         raise ValueError(f"send must be finite seconds >= 0, got {send}")

@@ -7,9 +7,10 @@ run on paper.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import islice
 from statistics import fmean
 
@@ -58,17 +59,30 @@ def search(
     """
     limit = space.cluster.device.memory
     ranked: list[tuple[float, float, int, Candidate]] = []
+    hopeless: list[Candidate] = []
     every, timed = list(candidates(space)), make_timer(space.cluster)
     roomy: set[Candidate] = set()
-    for done, candidate in enumerate(every, 1):
-        needless = replace(candidate, recompute="none") in roomy
-        priced = None if needless else rough(candidate, space, prices, timed)
-        watch(done, len(every))
+    needless = 0
+
+    def rank(candidate: Candidate) -> None:
+        priced = rough(candidate, space, prices, timed, limit)
         if priced is not None:
             seconds, peak, complete = priced
             ranked.append((seconds, peak, len(ranked), complete))
             if candidate.recompute == "none" and peak <= ROOMY * limit:
                 roomy.add(candidate)
+
+    for done, candidate in enumerate(every, 1):
+        if least_bytes(candidate, space.runs, prices) > limit:
+            hopeless.append(candidate)
+        elif replace(candidate, recompute="none") in roomy:
+            needless += 1
+        else:
+            rank(candidate)
+        watch(done, len(every))
+    if not any(peak <= limit for _, peak, *_ in ranked):
+        for candidate in hopeless:
+            rank(candidate)
 
     def fit(candidate: Candidate) -> Estimate | None:
         found = run_on_paper(candidate, prices, space.cluster)
@@ -86,7 +100,7 @@ def search(
     if not best and ranked:
         closest = min(ranked, key=lambda r: (r[1], r[0]))[-1]
         nearest = run_on_paper(closest, prices, space.cluster)
-    return Found(tuple(best), len(ranked), nearest)
+    return Found(tuple(best), len(every) - needless, nearest)
 
 
 def simplest_first(estimates: list[Estimate]) -> list[Estimate]:
@@ -174,46 +188,60 @@ def make_timer(cluster: Cluster) -> Timer:
     return seconds
 
 
+def least_bytes(candidate: Candidate, runs: int, prices: Prices) -> float:
+    """No more than `rough` finds: what ranks hold of all layers, on average."""
+    whole = _prices_of(candidate, prices).stage(True, runs, True)
+    held = rank_memory([whole], candidate, 0.0)
+    states = held["parameters"] + held["gradients"] + held["optimizer"]
+    in_turn = (in_flight(candidate) - 1) / candidate.stages_per_rank
+    ranks = candidate.mesh.axis_size("pp")
+    return 0.999 * (states + in_turn * whole["memory", "saved"]) / ranks
+
+
 def rough(
-    candidate: Candidate, space: Space, prices: Prices, timed: Timer | None = None
+    candidate: Candidate,
+    space: Space,
+    prices: Prices,
+    timed: Timer | None = None,
+    limit: float = math.inf,
 ) -> tuple[float, float, Candidate] | None:
     """Seconds and bytes by formula, and the candidate with its layers; None if there
-    are too few layers. timed: see `make_timer`."""
+    are too few layers. timed: see `make_timer`. limit: of bytes; seconds of what takes
+    more are infinite."""
     timed, costs = timed or make_timer(space.cluster), _prices_of(candidate, prices)
     layers = _balanced(candidate, space.runs, costs, timed(candidate))
     if layers is None:
         return None
     candidate = replace(candidate, layers=layers)
-    kinds = _ranks(candidate, costs)
+    shown = _shown(layers, candidate.placement)
+    kinds = [[costs.stage(*stage) for stage in own] for own in shown]
     took = [[*map(timed(candidate), own)] for own in kinds]
     if candidate.placement[0] == candidate.placement[-1]:
         kinds[:1] = once_a_rank(kinds[0], [0] * len(kinds[0]))
-    seconds = rough_seconds(kinds, candidate, space.cluster, took)
     most, peak = in_flight(candidate), 0.0
     for own, timings in zip(kinds, took, strict=True):
         alive = fmean(t.footprint.most(most) for t in timings)
         peak = max(peak, sum(rank_memory(own, candidate, alive).values()))
-    return seconds, peak, candidate
+    if peak > limit:
+        return math.inf, peak, candidate
+    return rough_seconds(kinds, candidate, space.cluster, took), peak, candidate
 
 
-def _ranks(candidate: Candidate, prices: LayerPrices) -> list[list[Account]]:
+@lru_cache(maxsize=4096)  # candidates that differ in what they shard ask for the same
+def _shown(
+    layers: tuple[int, ...], placement: tuple[int, ...]
+) -> list[list[tuple[bool, int, bool]]]:
     """The stages of the first, an inner, and the last pipeline rank, of those that
-    there are; the inner one has the most layers."""
-    layers, placement = candidate.layers, candidate.placement
-    last = len(layers) - 1
-    counts = [0] * candidate.mesh.axis_size("pp")
+    there are: (if it is the first, its layers, if it is the last). The inner rank is
+    the one with the most layers."""
+    last, counts = len(layers) - 1, [0] * (max(placement) + 1)
     for rank, count in zip(placement, layers, strict=True):
         counts[rank] += count
     inner = range(1, len(counts) - 1)
     heaviest = max(inner, key=counts.__getitem__, default=0)
-    shown = sorted({0, heaviest, len(counts) - 1})
     return [
-        [
-            prices.stage(i == 0, layers[i], i == last)
-            for i, r in enumerate(placement)
-            if r == rank
-        ]
-        for rank in shown
+        [(i == 0, layers[i], i == last) for i, r in enumerate(placement) if r == rank]
+        for rank in sorted({0, heaviest, len(counts) - 1})
     ]
 
 
