@@ -51,7 +51,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.matrix(quick=3)
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize(("mesh", "options"), MESHES)
 @pytest.mark.parametrize("build", [lambda: mixture("mixtral"), switch_gpt])
 def test_a_router_that_rounds_otherwise_is_told_what_to_choose(

@@ -157,7 +157,7 @@ def spelled_out(case: Case) -> Case:
     return case
 
 
-@pytest.mark.matrix(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [True, False])
 def test_what_copies_are_made_of_is_moved(padded) -> None:
     """Of any op that reads copies: the collective goes before the expand."""
@@ -171,7 +171,7 @@ def test_what_copies_are_made_of_is_moved(padded) -> None:
 # --- more ranks than heads of keys ---------------------------------------------------
 
 
-@pytest.mark.matrix(quick=3)
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize(
     ("mesh", "seen", "options"),
     [

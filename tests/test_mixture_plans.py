@@ -59,7 +59,7 @@ CASES = [
 ]
 
 
-@pytest.mark.matrix(quick=3)
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize(("name", "mesh", "zero", "precision"), CASES)
 def test_memory_on_paper_is_that_of_the_program(name, mesh, zero, precision) -> None:
     """Ranks of ep share all but experts, those of dp experts too."""
@@ -86,7 +86,7 @@ def test_ranks_with_other_experts_reduce_none_of_them() -> None:
     assert parts["gradients ep"] == link.seconds("reduce_scatter", others)
 
 
-@pytest.mark.matrix(quick=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "share"), [("switch", 0.2), ("mixtral", 0.3)])
 def test_experts_are_split_where_they_do_not_fit_whole(name, share) -> None:
     """Of what data parallel ranks take, without tensor or pipeline parallelism."""

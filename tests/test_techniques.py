@@ -92,11 +92,13 @@ def results() -> dict[str, list[Result]]:
     return dict(zip(TRIALS, map(list, zip(*by_rank, strict=True)), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRIALS)
 def test_four_processes_do_what_one_device_does(name, results) -> None:
     check(TRIALS[name], results[name])
 
 
+@pytest.mark.slow
 def test_dropout_and_frozen_weights_are_there_to_be_seen(results) -> None:
     evaluated, loss, _ = results["cp"][0]
     assert abs(evaluated - loss) > 1e-6
