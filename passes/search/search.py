@@ -73,10 +73,10 @@ def search(
                 roomy.add(candidate)
 
     for done, candidate in enumerate(every, 1):
-        if least_bytes(candidate, space.runs, prices) > limit:
-            hopeless.append(candidate)
-        elif replace(candidate, recompute="none") in roomy:
+        if replace(candidate, recompute="none") in roomy:
             needless += 1
+        elif least_bytes(candidate, space.runs, prices) > limit:
+            hopeless.append(candidate)
         else:
             rank(candidate)
         watch(done, len(every))
