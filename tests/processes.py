@@ -2,8 +2,8 @@
 
 Limits of time only keep a hang from lasting: they are far above what a slow machine
 needs, and below those of pytest, so that it is told which rank hangs. Processes are
-forked from a server that has loaded what takes long to import, so
-one takes milliseconds. (Forks of the test's own process hang once it used OpenMP.)
+forked from a server that has loaded what takes long to import, so one takes
+milliseconds. (Forks of the test's own process hang once it used OpenMP.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -91,6 +91,15 @@ def torchrun(
 def torchrun_command(ranks: int) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*command, "--nproc-per-node", str(ranks)]
+
+
+def output_of(command: Sequence[str], folder: Path) -> str:
+    """What a command writes to stdout, once it has ended well. It runs in a folder."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with running(command, env=ENVIRONMENT, cwd=folder, text=True, **pipes) as process:
+        text, said = process.communicate()
+    assert process.returncode == 0, said
+    return text
 
 
 def rank_process(launcher: int, rank: int) -> int:

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 from plans import BATCH, CONFIG, model_file, small_program
-from processes import ENVIRONMENT, rank_process, torchrun
+from processes import ENVIRONMENT, output_of, rank_process, torchrun
 
 import autopar
 from autopar.cli import main
-from autopar.runtime.launch import running
 from autopar.store import load_plan, save_plan
 
 HF = (
@@ -307,16 +306,7 @@ def test_ranks_stop_when_their_launcher_is_killed(plan: str) -> None:
 @pytest.mark.slow
 def test_the_demo_shows_proves_and_trains(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "autopar", "demo", "--steps", "3"]
-    with running(
-        command,
-        env=ENVIRONMENT,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        text, said = process.communicate()
-    assert process.returncode == 0, said
+    text = output_of(command, tmp_path)
     assert "(3 heads/tp head_dim) embed" in text
     assert "rank 1 | .  F0 B0" in text and "gradients agree" in text
     [ours, theirs] = re.findall(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_ranks
+from processes import output_of, run_ranks, torchrun_command
 
 from autopar.runtime.comm import CommError
 from autopar.runtime.join import choose_backend, default_device
@@ -108,15 +105,5 @@ sys.stdout.write(f"alive: {dist.is_initialized()}\\n")
 def test_a_script_that_just_ends_leaves_its_groups_first(tmp_path: Path) -> None:
     """Threads of gloo's that outlive Python's end would abort the process."""
     (tmp_path / "script.py").write_text(LEAVING)
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*line, "--nproc-per-node", "2", "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    said = sorted(done.stdout.splitlines())
-    assert said == ["alive: False"] * 2 + ["alive: True"] * 2
+    said = output_of([*torchrun_command(2), "script.py"], tmp_path)
+    assert sorted(said.splitlines()) == ["alive: False"] * 2 + ["alive: True"] * 2

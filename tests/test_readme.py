@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from processes import ENVIRONMENT, torchrun_command
+from processes import output_of, torchrun_command
 
 from autopar.cli import parser
-from autopar.runtime.launch import running
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -50,14 +48,5 @@ def test_scripts_run(script: str, tmp_path: Path) -> None:
     command = [sys.executable, str(path)]
     if "step(" in script:
         command = [*torchrun_command(4), str(path)]
-    with running(
-        command,
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        _, said = process.communicate()
-    assert process.returncode == 0, said
+    output_of(command, tmp_path)
     assert (tmp_path / "model.pt").is_file() == ("torch.save" in script)
