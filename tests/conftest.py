@@ -49,9 +49,18 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     return compare
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """`@pytest.mark.matrix(quick=4)`: of a test's many cases that many, spread evenly
-    over them, are quick; the others are slow."""
+    over them, are quick; the others are slow. `@pytest.mark.nightly` runs if `-m` names
+    it."""
+    if "nightly" not in config.option.markexpr:
+        left = [item for item in items if item.get_closest_marker("nightly")]
+        if left:
+            config.hook.pytest_deselected(items=left)
+            items[:] = [item for item in items if item not in set(left)]
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("matrix"):

@@ -10,7 +10,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # The way through the compiler, and then what finds the best plan for it.
-FOLDERS = ("capture", "dims", "shard", "stage", "schedule", "price", "search")
+FOLDERS = (
+    "capture", "dims", "shard", "stage", "schedule", "price", "search", "proof"
+)  # fmt: skip
 # What `passes` must not reach: processes, clocks, files, the environment, chance.
 EFFECTS = {
     "asyncio", "autopar", "concurrent", "datetime", "examples", "glob", "importlib",

@@ -1,0 +1,204 @@
+"""What the integers of a batch may be, read off the graph that takes them.
+
+A field whose values pick rows of a table, or are compared with what a loss predicts,
+has a range that shapes alone give. What the model itself takes out of a field (labels
+that are to be ignored) is in no range, but occurs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from passes.graph import Graph, Node, Value, resolve, values_in
+
+INDEX, LABEL, MASK, VALUE = "index", "label", "mask", "value"
+
+
+@dataclass(frozen=True)
+class InputRange:
+    """role: "index", rows of a table; "label", classes of a loss; "mask", what is seen
+    and what is not; "value", anything else. low, high: of an index or label, the first
+    value and the one after the last. holes: values out of that range, which the model
+    takes out before it looks anything up.
+    """
+
+    role: str
+    low: int = 0
+    high: int = 0
+    holes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """A value that is a field's, moved about: of which one, what was added to it, and
+    whether some of it may have been replaced."""
+
+    field: str
+    shift: int = 0
+    guarded: bool = False
+
+
+@dataclass
+class _Uses:
+    """Of one field. rows: (lowest, one after the highest) of each table or loss.
+    ignored: of each loss, the label that it leaves out. strict: there is a table that
+    takes values as they come. compared: constants. is_mask: it becomes a truth value.
+    """
+
+    rows: list[tuple[int, int]] = field(default_factory=list)
+    ignored: list[int] = field(default_factory=list)
+    compared: set[int] = field(default_factory=set)
+    strict: bool = False
+    is_mask: bool = False
+
+    def range(self) -> InputRange:
+        if not self.rows:
+            return InputRange(MASK if self.is_mask else VALUE)
+        low = max(low for low, _ in self.rows)
+        high = min(high for _, high in self.rows)
+        common = set(self.ignored).intersection(*({i} for i in self.ignored))
+        holes = common if self.ignored else self.compared
+        outside = sorted(n for n in holes if not low <= n < high)
+        role = LABEL if self.ignored or (outside and not self.strict) else INDEX
+        return InputRange(role, low, high, () if self.strict else tuple(outside))
+
+
+# Ops whose result holds values of their first tensor, and no others.
+MOVES = {
+    "alias", "as_strided", "broadcast_to", "chunk", "clone", "contiguous", "detach",
+    "expand", "expand_as", "flatten", "flip", "index_select", "int", "lift_fresh_copy",
+    "long", "movedim", "narrow", "permute", "repeat", "repeat_interleave", "reshape",
+    "reshape_as", "roll", "select", "slice", "split", "split_with_sizes", "squeeze",
+    "t", "tensor_split", "transpose", "tril", "triu", "type_as", "unbind", "unflatten",
+    "unsqueeze", "unsafe_split", "view", "view_as", "_reshape_alias", "_to_copy",
+    "_unsafe_view", "to",
+}  # fmt: skip
+# Those that put others in some places: the model's own, which it can look up.
+REPLACES = {
+    "cat", "clamp", "clamp_min", "constant_pad_nd", "copy", "index_put", "masked_fill",
+    "maximum", "minimum", "pad", "scatter", "select_scatter", "slice_scatter", "stack",
+    "where",
+}  # fmt: skip
+# Of lookups: the arguments of the table, the index, and the dim of the table.
+TABLES: dict[str, tuple[str, str, str | int]] = {
+    "embedding": ("weight", "indices", 0),
+    "embedding_bag": ("weight", "indices", 0),
+    "gather": ("self", "index", "dim"),
+    "index_add": ("self", "index", "dim"),
+    "index_select": ("self", "index", "dim"),
+    "scatter": ("self", "index", "dim"),
+    "scatter_add": ("self", "index", "dim"),
+    "take_along_dim": ("self", "indices", "dim"),
+}
+LOSSES = {"cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"}
+COMPARED = {"eq", "ne"}
+# A comparison with 0 (or -1) that takes out the negative ones.
+SIGNS = {("ge", 0), ("gt", -1), ("lt", 0), ("le", -1)}
+IGNORED = -100  # torch's own
+
+
+def find_input_ranges(graph: Graph) -> dict[str, InputRange]:
+    """Each field of the batch that is no float -> what it may hold.
+
+    graph: as captured, or normalized; for the shapes of its own inputs.
+    """
+    fields = [v for v in graph.inputs if not v.dtype.is_floating_point]
+    uses = {v.name: _Uses(is_mask=v.dtype is torch.bool) for v in fields}
+    origins = {v.name: {_Origin(v.name)} for v in fields}
+    for node in graph.nodes:
+        _note_uses(node, origins, uses)
+        found = set(_moved(node, origins))
+        for out in node.results:
+            if found and not out.dtype.is_floating_point:
+                origins[out.name] = found
+    return {name: found.range() for name, found in uses.items()}
+
+
+def _name(node: Node) -> str:
+    """`masked_fill` of `aten.masked_fill.Scalar`, and of `aten.masked_fill_.Scalar`."""
+    return node.op.split(".")[1].rstrip("_")
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    """By the names of torch's schema; of our own ops, none."""
+    if not node.op.startswith("aten."):
+        return {}
+    names = [argument.name for argument in resolve(node.op)._schema.arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _of(value: Any, origins: Mapping[str, set[_Origin]]) -> set[_Origin]:
+    return origins.get(value.name, set()) if isinstance(value, Value) else set()
+
+
+def _moved(node: Node, origins: Mapping[str, set[_Origin]]) -> Iterator[_Origin]:
+    """The origins of what a node makes."""
+    name = _name(node)
+    to_bool = any(v.dtype is torch.bool for v in node.results)
+    if name in MOVES and node.operands:
+        yield from (o for o in _of(node.operands[0], origins) if not to_bool)
+    elif name in REPLACES and not to_bool:
+        for value in node.operands:
+            for o in _of(value, origins):
+                yield _Origin(o.field, o.shift, guarded=True)
+    elif name in ("add", "sub") and len(node.args) > 1:
+        by = node.args[1]
+        if isinstance(by, int) and not isinstance(by, bool) and not node.kwargs:
+            for o in _of(node.args[0], origins):
+                shift = o.shift + (by if name == "add" else -by)
+                yield _Origin(o.field, shift, o.guarded)
+
+
+def _note_uses(
+    node: Node, origins: Mapping[str, set[_Origin]], uses: Mapping[str, _Uses]
+) -> None:
+    """What a node does with values of a field."""
+    name = _name(node)
+    for index, rows in _lookups(node):
+        for o in _of(index, origins):
+            uses[o.field].rows.append((-o.shift, rows - o.shift))
+            uses[o.field].strict |= not o.guarded
+    given = _arguments(node)
+    if name in LOSSES and not given["target"].dtype.is_floating_point:
+        shape = given["self"].shape
+        for o in _of(given["target"], origins):
+            classes = shape[1] if len(shape) > 1 else shape[0]
+            uses[o.field].rows.append((-o.shift, classes - o.shift))
+            ignored = given.get("ignore_index", IGNORED)
+            uses[o.field].ignored.append(ignored - o.shift)
+    if name in COMPARED and isinstance(node.args[1], int):
+        for o in _of(node.args[0], origins):
+            uses[o.field].compared.add(node.args[1] - o.shift)
+            uses[o.field].is_mask |= node.args[1] in (0, 1)
+    if (name, node.args[1] if len(node.args) == 2 else None) in SIGNS:
+        for o in _of(node.args[0], origins):
+            uses[o.field].compared.add(IGNORED)
+    if any(v.dtype is torch.bool for v in node.results):
+        moves = name in MOVES or name in ("logical_not", "logical_and", "logical_or")
+        for value in node.operands if moves else ():
+            for o in _of(value, origins):
+                uses[o.field].is_mask = True
+
+
+def _lookups(node: Node) -> Iterator[tuple[Any, int]]:
+    """(index, rows of the table) of each that a node looks up."""
+    name, given = _name(node), _arguments(node)
+    if name in TABLES:
+        table, index, dim = TABLES[name]
+        if isinstance(dim, str):
+            dim = given.get(dim) or 0
+        if given[table].shape:
+            yield given.get(index), given[table].shape[dim]
+    elif name in ("index", "index_put", "_unsafe_index"):
+        for dim, index in enumerate(given["indices"]):
+            if index is not None and index.dtype is not torch.bool:
+                yield index, given["self"].shape[dim]
+    elif name == "one_hot" and given.get("num_classes", -1) > 0:
+        yield given["self"], given["num_classes"]
+    elif node.op == "autopar.pick":
+        logits, label = list(values_in(node.args))[:2]
+        yield label, logits.shape[-1]
