@@ -13,7 +13,7 @@ import torch
 
 from passes.cost import Seconds
 from passes.errors import AutoparError
-from passes.mesh import Mesh
+from passes.mesh import TIME, Mesh
 from passes.plan import Plan
 from passes.schedule.footprint import Communication, Footprint
 from passes.schedule.memory import RankMemory
@@ -84,10 +84,11 @@ class Program:
     """plan: the decisions. modules: key -> Python text, each distinct text once.
 
     inputs: batch field -> (global shape, dtype). loss_pending: axes over which the
-    loss is a pending sum. literals: constants of the model's code, by name. groups: the
-    sets of axes that collectives run over. communication: of each stage's first rank.
-    memory: of each pipeline rank. send: seconds of a message between stages, estimated.
-    notes: what the user should know.
+    loss is a pending sum; time always, if there are several microbatches. literals:
+    constants of the model's code, by name. groups: the sets of axes that collectives
+    run over. communication: of each stage's first rank. memory: of each pipeline rank.
+    send: seconds of a message between stages, estimated. notes: what the user should
+    know.
     """
 
     plan: Plan
@@ -188,6 +189,12 @@ class Program:
         if data.get("format") != FORMAT:
             raise ProgramError(
                 f"the program is not of format {FORMAT}",
+                fix="compile it again with this version of autopar",
+            )
+        if plan.microbatches > 1 and TIME not in data["loss_pending"]:
+            raise ProgramError(
+                "each microbatch of the program computes the whole loss: gradients "
+                f"would come out {plan.microbatches} times as large",
                 fix="compile it again with this version of autopar",
             )
         return cls(

@@ -150,7 +150,7 @@ def first(found: Named, op: str) -> tuple[Node, dict[str, str]]:
 VIEWS: list[tuple[tuple[int, ...], str, str, list[str]]] = [
     ((24,), "batch d1", "(batch d1)", ["batch", "d1"]),
     ((6, 2, 2), "batch (d3 d4)", "batch d3 d4", ["batch", "d3", "d4"]),
-    ((2, 12), "(batch0 batch1) d1", "batch0 (batch1 d1)", ["batch0", "batch1", "d1"]),
+    ((2, 12), "(batch batch1) d1", "batch (batch1 d1)", ["batch", "batch1", "d1"]),
     ((4, 6), "batch d1", "d2 d3", []),
     ((8, 3), "batch d1", "d2 d3", []),
 ]

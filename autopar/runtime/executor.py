@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from autopar.runtime.comm import Comm
 from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.receipts import Receipt
-from passes.mesh import TIME
 from passes.program import Program
 from passes.schedule.messages import AHEAD, proofs
 from passes.schedule.schedule import Action, Kind
@@ -347,8 +346,6 @@ class Executor:
         total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         if self._losses:
             total += torch.stack(self._losses).double().sum()
-            if TIME not in program.loss_pending:
-                total /= len(self._losses)
             for axis, size in program.mesh.axes:
                 if axis != "pp" and axis not in program.loss_pending:
                     total /= size

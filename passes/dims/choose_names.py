@@ -114,7 +114,10 @@ class _Names:
             return values[0].shape[0] > 1, len(values), max(ranks, default=0)
 
         for v in max(firsts.values(), key=likely, default=[]):
-            self.give(v, 0, "batch")
+            # Pairs of samples are taken apart in the model: what can be shared out is
+            # the outermost factor, of pairs.
+            count = len(self.atoms.leaves(self.tensors[v.name][0]))
+            self.give(v, 0, "batch", *(f"batch{i}" for i in range(1, count)))
         for v in self.graph.inputs:
             if not v.dtype.is_floating_point:
                 self.give(v, 1, "seq")

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from passes.dims.name_dims import Factor, Named
 from passes.dims.notation import PENDING
 from passes.dims.origins import Origin, find_differentiable
-from passes.errors import LossNotSeparable
 from passes.graph import Graph, Node, Value
 from passes.mesh import TIME
 from passes.plan import Plan
@@ -23,6 +22,7 @@ from passes.shard.labels import given_factor, read_labels
 from passes.shard.rest import find_casts, rest_split
 from passes.shard.ring import check_rings, ring_factor
 from passes.shard.routed import WEIGHT, route_of, routed_factor
+from passes.shard.separable import check_loss, check_op
 from passes.shard.sharding import Route, Sharding
 
 
@@ -62,7 +62,7 @@ def propagate(named: Named, plan: Plan) -> Sharded:
     """Give every value a sharding, following the plan's order of preference.
 
     Where the plan has labels for an op, these count; hints count more than both.
-    Raises: HintError, ShardingConflict, LossNotSeparable, PlanError.
+    Raises: HintError, ShardingConflict, LossNotSeparable, BatchError, PlanError.
     """
     pins = read_hints(named, plan)
     ahead: frozenset[str] = frozenset()
@@ -72,6 +72,8 @@ def propagate(named: Named, plan: Plan) -> Sharded:
             break
         ahead = _with_ancestors(named, ahead | found.wanted_ahead)
     check_rings(named.graph, plan, found.labels)
+    if TIME in plan.axes:
+        check_loss(named, found.states, found.labels, plan.microbatches)
     return Sharded(
         named,
         plan,
@@ -151,7 +153,7 @@ class _Propagation:
             else:
                 labels[axis] = self.wanted(axis, i, node, labels)
             if axis == TIME:
-                self.check_separable(node, labels[axis])
+                check_op(self.named, self.states, node, labels[axis])
         return labels
 
     def choose_for_inputs(
@@ -232,28 +234,6 @@ class _Propagation:
         turned = origins == {True} and node.op == "aten.transpose.int"
         return f.role == "map" and (split or turned or origins == {True, False})
 
-    def check_separable(self, node: Node, label: Label) -> None:
-        for v in node.operands:
-            state = self.states[v.name]
-            if self.named.origins[v.name] is Origin.INPUT:
-                continue
-            if state.pending_on(TIME) and label != PASS:
-                raise LossNotSeparable(
-                    f"{node} needs %{v.name} complete, but each microbatch has only "
-                    "its share of this sum",
-                    source=str(node.where),
-                    fix="let the loss be a sum over samples, divided by what depends "
-                    "on the batch alone, or use microbatches=1",
-                )
-            if label is None and state.place(TIME):
-                raise LossNotSeparable(
-                    f"{node} needs the whole batch of %{v.name}, but microbatches "
-                    "come one after another",
-                    source=str(node.where),
-                    fix="keep samples independent of each other up to the loss, or "
-                    "use microbatches=1",
-                )
-
     # --- what follows from it ------------------------------------------------------
 
     def made(
@@ -322,8 +302,8 @@ class _Propagation:
             state = self.states[v.name]
             for axis in self.order:
                 places = {need.place(axis) for need in uses.get(v.name, [])}
-                if axis in self.plan.zigzag:
-                    continue  # what rests is one piece of a parameter
+                if axis in self.plan.zigzag or axis == TIME:
+                    continue  # what rests is one piece of a parameter, and stays
                 if len(places) == 1 and (place := places.pop()) is not None:
                     state = state.with_split(place, axis, self.order)
             for axis in self.plan.rest_axes if v.name in uses else ():

@@ -1,0 +1,119 @@
+"""Whether the microbatches share the loss out.
+
+Gradients are added up over them, so each must compute a part of the loss, and none may
+need what another one has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from passes.dims.name_dims import Named
+from passes.dims.origins import Origin
+from passes.errors import BatchError, LossNotSeparable
+from passes.graph import Node, Value
+from passes.mesh import TIME
+from passes.shard.allowed import PASS, Label
+from passes.shard.sharding import Sharding
+
+TOGETHER = (
+    "keep samples independent of each other up to the loss, or use microbatches=1; "
+    "what compares two samples may have them side by side: r.view(-1, 2)"
+)
+
+
+def check_op(
+    named: Named, states: Mapping[str, Sharding], node: Node, label: Label
+) -> None:
+    """Refuses an op that needs more than a microbatch has of one of its operands.
+
+    states: of the operands. label: what microbatches split of the op.
+    Raises: LossNotSeparable.
+    """
+    for v in node.operands:
+        state = states[v.name]
+        if named.origins[v.name] is Origin.INPUT:
+            continue
+        if state.pending_on(TIME) and label != PASS:
+            raise LossNotSeparable(
+                f"{node} needs %{v.name} complete, but each microbatch has only "
+                "its share of this sum",
+                source=str(node.where),
+                fix="let the loss be a sum over samples, divided by what depends "
+                "on the batch alone, or use microbatches=1",
+            )
+        if label is None and state.place(TIME):
+            raise LossNotSeparable(
+                f"{node} needs the whole batch of %{v.name}, but microbatches "
+                "come one after another",
+                source=str(node.where),
+                fix=TOGETHER,
+            )
+
+
+def check_loss(
+    named: Named,
+    states: Mapping[str, Sharding],
+    labels: Sequence[Mapping[str, Label]],
+    microbatches: int,
+) -> None:
+    """Refuses a loss that every microbatch would compute as a whole: the sum of their
+    gradients would be as many times the gradient.
+
+    Raises: LossNotSeparable at the first op that takes samples together, or BatchError
+    where there are no samples to share out.
+    """
+    if all(states[v.name].pending_on(TIME) == "sum" for v in named.graph.outputs):
+        return
+    samples = {
+        d.key: d.size
+        for v in named.graph.inputs
+        for d in (named.dims[v.name][0] if v.shape else ())
+    }
+    if not any(size > 1 for size in samples.values()):
+        shapes = ", ".join(f"'{v.name}' {v.type}" for v in named.graph.inputs)
+        raise BatchError(
+            f"{microbatches} microbatches have no samples to share out: the first dim "
+            f"of what is in the batch is 1 ({shapes})",
+            fix="use microbatches=1, or a batch with a first dim that "
+            f"{microbatches} divides",
+        )
+    node = _first_whole(named, labels, samples)
+    if node is None:
+        raise LossNotSeparable(
+            f"the loss does not depend on what {microbatches} microbatches share out",
+            fix="use microbatches=1, or let the loss be a sum over samples",
+        )
+    taken = next(v for v in node.operands if _has(named, v, samples))
+    raise LossNotSeparable(
+        f"{node} takes samples of %{taken.name} together, so that {microbatches} "
+        "microbatches cannot share them out",
+        source=str(node.where),
+        fix=TOGETHER,
+    )
+
+
+def _first_whole(
+    named: Named,
+    labels: Sequence[Mapping[str, Label]],
+    samples: Mapping[int, int],
+) -> Node | None:
+    """The first node that needs samples of different microbatches: of those that read
+    activations, if there is one, else of those that read the batch alone."""
+    found: dict[Origin, Node] = {}
+    for node, own, chosen in zip(named.graph.nodes, named.factors, labels, strict=True):
+        if chosen.get(TIME) is not None:
+            continue
+        mixes = any(f.dim.key in samples and f.role != "map" for f in own)
+        carried = any(_has(named, v, samples) for v in node.operands)
+        lost = carried and not any(_has(named, v, samples) for v in node.results)
+        if mixes or lost:
+            origins = [named.origins[v.name] for v in node.operands]
+            both = Origin.BOTH if Origin.BOTH in origins else Origin.INPUT
+            found.setdefault(both, node)
+    return found.get(Origin.BOTH) or found.get(Origin.INPUT)
+
+
+def _has(named: Named, v: Value, samples: Mapping[int, int]) -> bool:
+    """Whether one of its dims is of samples."""
+    return any(d.key in samples for dim in named.dims[v.name] for d in dim)
