@@ -25,12 +25,13 @@ from math import prod
 
 from passes.capture.trace import Traced
 from passes.dims.name_dims import Dims, Factor
-from passes.dims.origins import Origin, find_origins
+from passes.dims.origins import Origin, find_differentiable, find_origins
 from passes.errors import LossNotSeparable
 from passes.graph import Graph, Node, Value, Where, prune
 from passes.mesh import TIME
 from passes.plan import Plan
 from passes.shard.before_copies import VIEWS, before_view
+from passes.shard.check_states import check_states
 from passes.shard.emit_moves import MoveEmitter
 from passes.shard.join_moves import join_moves
 from passes.shard.propagate import Sharded
@@ -63,6 +64,8 @@ class Lowered:
         for v in self.graph.outputs:
             split = self.shardings[v.name].place(TIME)
             assert split is None, f"the output %{v.name} is split over microbatches"
+        flows = find_differentiable(self.graph, self.traced.trainable)
+        check_states(self.graph, self.shardings, self.plan.axes, flows)
         return self
 
     def __str__(self) -> str:

@@ -329,18 +329,19 @@ def _finish_varying(named: Named, found: _Propagation) -> list[tuple[Sharding, .
     A value of parameters alone is V on an axis if each of its uses there is V or split:
     its gradient then stays a pending sum, down to the parameter, and is reduced once a
     step. So is any other value on the axes that split the batch, if it has no samples:
-    positions that come with the batch. States are updated in place; the nodes' needs
-    are returned anew.
+    positions that come with the batch. What one op makes is V all together, or none of
+    it: of what it is made of, the gradient has one state. States are updated in place;
+    the nodes' needs are returned anew.
     """
     uses: dict[str, list[Sharding]] = {}
     all_needs = list(found.needs)
     states = found.states
 
-    def settle(v: Value) -> None:
+    def varying(v: Value) -> set[str]:
         state = states[v.name]
         alone = named.origins[v.name] is Origin.PARAM
         axes = found.order if alone else found.plan.data_axes
-        varying = {
+        return {
             axis
             for axis in axes
             if state.place(axis) is None
@@ -348,24 +349,23 @@ def _finish_varying(named: Named, found: _Propagation) -> list[tuple[Sharding, .
             and uses.get(v.name)
             and all(_is_partial(need, axis) for need in uses[v.name])
         }
-        states[v.name] = state.with_varying(varying)
 
     nodes = named.graph.nodes
     for i in range(len(nodes) - 1, -1, -1):
         node, needs = nodes[i], all_needs[i]
         if named.origins[node.results[0].name] & Origin.PARAM:
+            # What nothing reads sends no gradient back that could have a state.
+            read = [v for v in node.results if v.name in uses] or node.results
+            common = frozenset.intersection(*(frozenset(varying(v)) for v in read))
             for v in node.results:
-                settle(v)
-            varying = frozenset.intersection(
-                *(states[v.name].varying for v in node.results)
-            )
-            needs = tuple(n.with_varying(n.varying | varying) for n in needs)
+                states[v.name] = states[v.name].with_varying(common)
+            needs = tuple(n.with_varying(n.varying | common) for n in needs)
             all_needs[i] = needs
         for v, need in zip(node.operands, needs, strict=True):
             if named.origins[v.name] & Origin.PARAM:
                 uses.setdefault(v.name, []).append(need)
     for v in named.graph.params:
-        settle(v)
+        states[v.name] = states[v.name].with_varying(varying(v))
     return all_needs
 
 

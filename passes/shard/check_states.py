@@ -1,0 +1,84 @@
+"""check_states: on each axis, what an op makes and what it is made of fit together.
+
+A value has one state on an axis, and so has its gradient (`passes.shard.sharding`). An
+op's derivative is linear in the gradients of its results: it gives back a pending sum
+if these are pending sums, and what is whole and the same on all ranks if these are. It
+cannot do with some of each. So on an axis that splits nothing of an op, all that flows
+through it is R, or all is V. Where the axis does split the op, each rank has its own
+part of the work, and sends back its own part of a gradient: no operand is R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from passes.graph import Graph, Node, Value
+from passes.mesh import as_axes
+from passes.shard.collectives import ROUTED
+from passes.shard.sharding import Sharding
+
+# op -> the states that its operand may have on its axes, and those of its result.
+MOVES: dict[str, tuple[str, str]] = {
+    "comm.all_reduce": ("P", "R"),
+    "comm.reduce_scatter": ("P", "S"),
+    "comm.all_gather": ("S", "RV"),
+    "comm.all_to_all": ("S", "S"),
+    "comm.shard": ("RV", "S"),
+    "comm.enter": ("R", "V"),
+}
+
+
+def check_states(
+    graph: Graph,
+    shardings: Mapping[str, Sharding],
+    axes: Sequence[str],
+    flows: Collection[str],
+) -> None:
+    """Asserts that the states of every op's operands and results fit together.
+
+    shardings: of each value, as it is made and as it is read. flows: names of the
+    values that gradients flow through; of others each rank may do as it likes.
+    """
+    for node in graph.nodes:
+        if node.op in ROUTED:
+            continue  # rows that are split on the axis before and after
+        for axis in axes:
+            if problem := _problem(node, axis, shardings, flows):
+                raise AssertionError(f"{node}: {problem} on axis '{axis}'")
+
+
+def state(sharding: Sharding, axis: str) -> str:
+    """S, P, V or R."""
+    if sharding.place(axis) is not None:
+        return "S"
+    if sharding.pending_on(axis):
+        return "P"
+    return "V" if axis in sharding.varying else "R"
+
+
+def _problem(
+    node: Node, axis: str, shardings: Mapping[str, Sharding], flows: Collection[str]
+) -> str | None:
+    """What is wrong with a node on one axis, if anything is."""
+    has = {v.name: state(shardings[v.name], axis) for v in _values(node)}
+    before = [has[v.name] for v in node.operands if v.name in flows]
+    after = [has[v.name] for v in node.results if v.name in flows]
+    if node.op in MOVES and axis in as_axes(node.args[1]):
+        if not after:
+            return None
+        given, made = MOVES[node.op]
+        if before[0] not in given or after[0] not in made:
+            return f"a move from {before[0]} to {after[0]}"
+    elif set(has.values()) & set("SP"):
+        if after and "R" in before:
+            return "it is split, and an operand is used as if it were not"
+        if set(after) & set("RV"):
+            return "it is split, and a result is as if it were not"
+    elif after and len({*before, *after}) > 1:
+        return f"what is made is {'/'.join(after)} of what is {'/'.join(before)}"
+    return None
+
+
+def _values(node: Node) -> Iterator[Value]:
+    yield from node.operands
+    yield from node.results

@@ -1,0 +1,187 @@
+"""One weight that is cut into pieces of any size: each rank must do the same to what it
+shares with others, and all together what one device does.
+
+Proved by training: a step of all ranks with clipped gradients and AdamW, whose state
+dict must be that of the untouched model.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import VOCAB, WIDTH, Case, plan, randomize, token_batch
+from torch import Tensor, nn
+
+from autopar.runtime.comm import Comm
+from autopar.runtime.executor import Executor
+from autopar.runtime.virtual import run_virtual
+from autopar.step import Step, _remember
+from autopar.verify import local_parameters
+from passes.capture.normalize import normalize
+from passes.dims.name_dims import name_dims
+from passes.program import Program
+from passes.shard.insert_collectives import insert_collectives
+from passes.shard.propagate import propagate
+
+CLIP = 0.5
+HEAD = 4  # extent of a head
+
+
+class Fused(nn.Module):
+    """A block with one projection of everything: q, k and v of any number of heads, a
+    gated product, and columns that each sample's sum goes through."""
+
+    def __init__(
+        self, heads: int, kv: int, ffn: int, extra: int, bias: bool, turned: bool
+    ) -> None:
+        super().__init__()
+        self.heads, self.kv = heads, kv
+        self.sizes = [heads * HEAD, kv * HEAD, kv * HEAD, ffn, ffn + extra]
+        self.ffn, self.turned = ffn, turned
+        self.norm = nn.LayerNorm(WIDTH)
+        shape = (sum(self.sizes), WIDTH)
+        self.weight = nn.Parameter(torch.zeros(*(shape[::-1] if turned else shape)))
+        self.bias = nn.Parameter(torch.zeros(shape[0])) if bias else None
+        self.out = nn.Linear(heads * HEAD + ffn, WIDTH, bias=bias)
+        self.mix = nn.Linear(max(extra, 1), WIDTH)
+        randomize(self)
+
+    def project(self, x: Tensor) -> Tensor:
+        if not self.turned:
+            return F.linear(x, self.weight, self.bias)
+        y = x @ self.weight
+        return y if self.bias is None else y + self.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, _ = x.shape
+        q, k, v, up, rest = self.project(self.norm(x)).split(self.sizes, -1)
+        gate, extra = rest[..., : self.ffn], rest[..., self.ffn :]
+        q = q.view(batch, seq, self.heads, HEAD).transpose(1, 2)
+        k, v = (t.view(batch, seq, self.kv, HEAD).transpose(1, 2) for t in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        y = y.transpose(1, 2).reshape(batch, seq, -1)
+        x = x + self.out(torch.cat([y, up * F.silu(gate)], -1))
+        if extra.shape[-1]:
+            x = x + self.mix(extra.cumsum(1))
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def drawn(seed: int) -> tuple[Case, str, int, dict[str, object]]:
+    """A model with weights of pieces drawn at random, and a plan."""
+    draw = random.Random(seed)
+    kv = draw.choice([1, 1, 2, 3])
+    heads = kv * draw.choice([1, 2, 3, 4])
+    torch.manual_seed(seed)
+    block = Fused(
+        heads,
+        kv,
+        ffn=draw.choice([5, 6, 12, heads * HEAD]),
+        extra=draw.choice([0, 1, 3, 8]),
+        bias=draw.random() < 0.5,
+        turned=draw.random() < 0.3,
+    )
+    case = Case(Model(block), token_batch(batch=4, seq=6)).double()
+    zero = draw.choice([0, 0, 1, 2, 3])
+    mesh = f"tp={draw.choice([2, 3, 4])}"
+    if zero or draw.random() < 0.2:
+        mesh = f"dp=2,{mesh}"
+    options = {"zero": zero, "sequence_parallel": draw.random() < 0.3}
+    return case, mesh, draw.choice([1, 2]), options
+
+
+def step_on(comm: Comm, program: Program, model: nn.Module) -> Step:
+    """The step of one rank of a virtual mesh."""
+    step = object.__new__(Step)
+    held = local_parameters(program, comm, dict(model.named_parameters()))
+    step._executor = Executor(program, comm, held, dict(model.named_buffers()), 0)
+    step._host, step.comm, step._decided = None, comm, program.plan
+    step.names, step.unused = _remember(model, program, {})
+    step._fixed, step.device = {}, torch.device("cpu")
+    return step
+
+
+def check_training(program: Program, case: Case, tolerance: float = 1e-9) -> None:
+    """Loss, clip norm and all weights after a step are those of one device."""
+
+    def body(comm: Comm) -> SimpleNamespace:
+        step = step_on(comm, program, case.model)
+        optimizer = torch.optim.AdamW(step.parameters(), lr=0.01)
+        loss = step(**case.batch)
+        norm = step.clip_grad_norm_(CLIP)
+        optimizer.step()
+        return SimpleNamespace(loss=loss, norm=norm, state=step.state_dict())
+
+    ranks = run_virtual(program.mesh, program.plan.microbatches, body)
+    whole, loss, norm = trained(case)
+    for found in ranks:
+        assert found.loss.item() == pytest.approx(loss, rel=tolerance)
+        assert found.norm.item() == pytest.approx(norm, rel=tolerance)
+        for name, want in whole.items():
+            torch.testing.assert_close(
+                found.state[name], want, rtol=tolerance, atol=tolerance
+            )
+
+
+def trained(case: Case) -> tuple[Mapping[str, Tensor], float, float]:
+    """The state dict after the same step on one device, the loss and the norm."""
+    model = case.model
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loss = model(**case.batch)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+    after = {k: v.clone() for k, v in model.state_dict().items()}
+    model.load_state_dict(before)
+    model.zero_grad()
+    return after, loss.item(), norm.item()
+
+
+@pytest.mark.parametrize("seed", [100, 114])
+def test_ranks_train_as_one_device_does(seed: int) -> None:
+    check(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(101, 114))
+def test_more_ranks_train_as_one_device_does(seed: int) -> None:
+    check(seed)
+
+
+def check(seed: int) -> None:
+    case, mesh, microbatches, options = drawn(seed)
+    case.verify(mesh, microbatches, **options)
+    check_training(case.compile(mesh, microbatches, **options), case)
+
+
+def test_what_fits_not_together_is_no_lowered_graph() -> None:
+    """Pieces of one weight cannot be pending on some of them, and whole on others."""
+    case, *_ = drawn(100)
+    named = name_dims(normalize(case.trace()))
+    lowered = insert_collectives(propagate(named, plan("tp=2")))
+    cut = next(n for n in lowered.graph.nodes if "split" in n.op and len(n.results) > 2)
+    piece = cut.results[0].name
+    state = lowered.shardings[piece]
+    changed = state.with_varying(frozenset({"tp"}) - state.varying)
+    with pytest.raises(AssertionError, match="on axis 'tp'"):
+        replace(lowered, shardings={**lowered.shardings, piece: changed}).verify()
