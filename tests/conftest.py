@@ -60,7 +60,8 @@ def pytest_collection_modifyitems(
         left = [item for item in items if item.get_closest_marker("nightly")]
         if left:
             config.hook.pytest_deselected(items=left)
-            items[:] = [item for item in items if item not in set(left)]
+            known = set(left)
+            items[:] = [item for item in items if item not in known]
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("matrix"):

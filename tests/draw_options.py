@@ -1,0 +1,195 @@
+"""Draws of a mesh and of every option of `compile` for any model, and their proof.
+
+What is drawn is the same each time for a number, and legal as far as options go: what
+cannot be combined is not drawn.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from autopar.options import LAYOUTS, make_plan
+from autopar.verify import Verification, verify
+from passes.capture.trace import Traced, trace
+from passes.cost import Costs
+from passes.mesh import AXES
+from passes.pipeline import compile_program
+from passes.plan import AUTO, CONTEXT_PARALLEL, PRECISION, RECOMPUTE, ZERO
+from passes.schedule.make_schedule import SCHEDULES
+
+if TYPE_CHECKING:
+    from models import Case
+
+MOST_RANKS = 8
+MOST_STAGES = 16  # into which one layer, with its embedding and its loss, can be cut
+
+Values = dict[str, Any]  # what was drawn so far, by name
+Choices = dict[str, Callable[[Values], list[Any]]]  # name -> what it may be, then
+Chance = Callable[[str], random.Random]  # the source of chance of a name
+
+# One stage a rank, or several.
+STAGES_PER_RANK = {
+    "interleaved": [2, 3],
+    "looped-bfs": [2, 3],
+    "zb-v": [2],
+    AUTO: [1, 2],
+}
+
+# The options of `compile`, in the order in which they are drawn.
+OPTIONS: Choices = {
+    "microbatches": lambda v: divisors(v["batch"] // sample_ranks(v)),
+    "schedule": lambda v: [*SCHEDULES, AUTO],
+    "stages_per_rank": lambda v: [
+        n for n in STAGES_PER_RANK.get(v["schedule"], [1]) if n * v["pp"] <= MOST_STAGES
+    ],
+    "sequence_parallel": lambda v: [True, False],
+    "context_parallel": lambda v: [
+        method for method in CONTEXT_PARALLEL if method != "ring" or can_ring(v)
+    ],
+    # Ranks that see all rows gain nothing by a zigzag.
+    "cp_layout": lambda v: [
+        layout
+        for layout in (None, *LAYOUTS)
+        if (layout, v["context_parallel"]) != ("zigzag", "ulysses")
+    ],
+    "recompute": lambda v: [*RECOMPUTE, AUTO],
+    "memory": lambda v: ["1GiB"] if v["recompute"] == AUTO else [0, "1GiB"],
+    "zero": lambda v: [zero for zero in ZERO if shares(v) in (bool(zero), None)],
+    "offload": lambda v: [False, True],
+    "precision": lambda v: ["model"] * 4 + LOWER,
+    "hints": lambda v: [None, *HINTS.get(v["model"], ())] if v["tp"] > 1 else [None],
+}
+
+LOWER = [name for name in PRECISION if name != "model"]
+
+HINTS: dict[str, list[dict[str, str]]] = {
+    "plain_gpt": [{"*.mlp.up.weight": "embed/tp"}, {"*.proj.weight": "embed/tp"}],
+    "gpt2": [{"*.c_fc.weight": "embed/tp"}, {"transformer.wte.weight": "embed/tp"}],
+}
+
+SAMPLES = ("dp", "fsdp", "ep")  # axes whose ranks have other samples
+
+MESHES: list[dict[str, int]] = [{}]
+for _axis in AXES:
+    MESHES = [
+        {**mesh, _axis: n}
+        for mesh in MESHES
+        for n in range(1, MOST_RANKS // prod(mesh.values()) + 1)
+    ]
+
+
+def shares(v: Values) -> bool | None:
+    """Whether the mesh needs ZeRO, or cannot have it; None if either is right."""
+    if v["fsdp"] > 1:
+        return True
+    in_one_piece = {"cp"} if v["cp_layout"] != "zigzag" else set()
+    return None if {*SAMPLES, *in_one_piece} & v["written"] else False
+
+
+def sample_ranks(v: Values) -> int:
+    """The parts into which the mesh splits the batch."""
+    return prod(v[axis] for axis in SAMPLES)
+
+
+def can_ring(v: Values) -> bool:
+    """Whether keys and values can go round: attention is fused, each rank has a row."""
+    fused = not v.get("dropout") and v.get("name") != "gpt_oss"
+    return v["cp"] == 1 or (fused and v["seq"] >= v["cp"])
+
+
+def divisors(n: int) -> list[int]:
+    return [i for i in range(1, n + 1) if n % i == 0]
+
+
+# --- a draw -------------------------------------------------------------------------
+
+
+class DrawFailed(AssertionError):
+    """A draw does not compile, or not to what its model computes."""
+
+
+class Drawn(Protocol):
+    """A drawn model; hashable, and equal to those that build the same."""
+
+    def build(self, dtype: torch.dtype) -> Case: ...
+
+
+@dataclass(frozen=True)
+class Draw:
+    """script: the file of `tests` that repeats the draw."""
+
+    seed: int
+    model: Drawn
+    mesh: str
+    options: tuple[tuple[str, Any], ...]
+    script: str = "draws.py"
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options)
+        return f"draw {self.seed}: {self.model}, on '{self.mesh}' with {options}"
+
+    def prove(self) -> Verification:
+        """Run all ranks, compare with the model. Raises DrawFailed."""
+        try:
+            plan = make_plan(self.mesh, **dict(self.options))
+            # Autocast leaves double precision as it is.
+            dtype = torch.float32 if plan.dtype else torch.float64
+            case, traced = traced_case(self.model, dtype)
+            program = compile_program(traced, plan, Costs())
+            return verify(program, *case, seed=self.seed).check()
+        except Exception as error:
+            raise DrawFailed(
+                f"{self}\n{type(error).__name__}: {error}\n"
+                f"alone: python tests/{self.script} {self.seed}"
+            ) from error
+
+
+@lru_cache(maxsize=2)
+def traced_case(model: Drawn, dtype: torch.dtype) -> tuple[Case, Traced]:
+    case = model.build(dtype)
+    return case, trace(*case)
+
+
+def draw_mesh(sizes: Values, chance: Chance) -> tuple[dict[str, int], list[str]]:
+    """Returns the ranks of every axis, and the axes that are written down, in order."""
+    mesh = chance("mesh").choice(
+        [m for m in MESHES if sizes["batch"] % sample_ranks(m) == 0]
+    )
+    written = [
+        axis
+        for axis, n in mesh.items()
+        if n > 1 or chance(f"write {axis}=1").random() < 0.2
+    ]
+    chance("order").shuffle(written)
+    return mesh, written
+
+
+def draw_plan(kind: str, sizes: Values, chance: Chance) -> tuple[str, Values]:
+    """Returns a mesh as text, and every option of `compile`.
+
+    kind: of the model, as `HINTS` has it. sizes: of the model and its batch, by name.
+    """
+    mesh, written = draw_mesh(sizes, chance)
+    known = {"model": kind, **sizes, **mesh, "written": set(written)}
+    text = ",".join(f"{axis}={mesh[axis]}" for axis in written)
+    return text, draw_values(OPTIONS, known, chance)
+
+
+def draw_values(choices: Choices, known: Values, chance: Chance) -> Values:
+    drawn: Values = {}
+    for name, of in choices.items():
+        drawn[name] = chance(name).choice(of({**known, **drawn}))
+    return drawn
+
+
+def chance_of(prefix: str) -> Chance:
+    """Each value has its own source of chance, so that a new option leaves what was
+    drawn for the others as it is."""
+    return lambda name: random.Random(f"{prefix} {name}")

@@ -1,0 +1,108 @@
+"""Random models: each is computed as it should be, or refused with a line and a fix."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from draw_models import DESIGN, SHARING, DrawnModel, draw, draw_model, main, outcome
+from draw_options import Draw, DrawFailed
+from drawn_design import Design
+from drawn_gpt import LOSSES, build
+from drawn_layers import MIXERS, NORMS
+
+from passes.mesh import Mesh
+
+DRAWS, MORE = 200, 1000
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(MORE))
+def test_more_draws(seed: int) -> None:
+    outcome(draw(seed))
+
+
+# --- what is drawn ------------------------------------------------------------------
+
+DESIGNS = [draw_model(seed).design for seed in range(MORE // SHARING)]
+
+
+def test_every_field_of_a_design_is_drawn() -> None:
+    assert set(DESIGN) == {f.name for f in fields(Design)}
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("mixer", MIXERS),
+        ("hybrid", [True, False]),
+        ("norm", NORMS),
+        ("loss", LOSSES),
+        ("place", ["pre", "post", "parallel", "sandwich"]),
+        (
+            "positions",
+            ["none", "learned", "alibi", "relative", "halves", "interleaved"],
+        ),
+        ("positions", ["partial", "complex"]),
+        ("qkv", ["separate", "split", "groups", "einsum", "chunk"]),
+        ("qk_norm", ["none", "head", "whole"]),
+        ("attention", ["sdpa", "matmul", "einsum", "baddbmm"]),
+        ("window", [0, 3]),
+        ("softcap", [0.0, 5.0]),
+        ("sinks", [True, False]),
+        ("tied", [True, False]),
+        ("cropped", ["slice", "mask"]),
+        ("padded", [True, False]),
+        ("returns", ["loss", "pair", "dict", "logits"]),
+    ],
+)
+def test_every_value_is_drawn(name, values) -> None:
+    assert set(values) <= {getattr(design, name) for design in DESIGNS}
+
+
+def test_sizes_coincide_and_divide_nothing() -> None:
+    assert any(d.kv_heads == 1 < d.heads for d in DESIGNS)
+    assert any(1 < d.kv_heads < d.heads for d in DESIGNS)
+    assert any(d.width != d.heads * d.head_dim for d in DESIGNS)
+    for coincides in ("width", "seq", "ffn"):
+        assert any(d.vocab == getattr(d, coincides) for d in DESIGNS)
+    assert any(d.seq == d.head_dim for d in DESIGNS)
+
+
+def test_meshes_have_threes_and_fives() -> None:
+    sizes = {n for i in range(DRAWS) for _, n in Mesh.parse(draw(i).mesh).axes}
+    assert {2, 3, 4, 5} <= sizes
+
+
+def test_a_seed_gives_the_same_draw_each_time() -> None:
+    assert [str(draw(i)) for i in range(20)] == [str(draw(i)) for i in range(20)]
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_no_weight_is_degenerate(mixer: str) -> None:
+    """What begins at 0 or 1 would hide that it is forgotten, or taken twice."""
+    model = build(Design(mixer=mixer, biases="all", sinks=True), torch.float64).model
+    for name, p in model.named_parameters():
+        assert not {0.0, 1.0} & set(p.flatten().tolist()), name
+        assert p.numel() == 1 or len(p.unique()) > 1, name
+
+
+# --- what comes of a draw -----------------------------------------------------------
+
+SMALL = DrawnModel(Design(), frozen=0.0)
+
+
+def test_an_outcome_is_right_or_says_why_it_is_refused() -> None:
+    assert outcome(Draw(7, SMALL, "tp=2", ())) == "right"
+    assert outcome(Draw(7, SMALL, "dp=3", ())).startswith("refused: the batch of 4 ")
+
+
+def test_what_is_neither_fails_and_says_how_to_repeat_it(monkeypatch, capsys) -> None:
+    broken = replace(SMALL, design=replace(SMALL.design, mixer="none"))
+    seen = {7: Draw(7, broken, "tp=2", (), "draw_models.py")}
+    with pytest.raises(DrawFailed, match=r"alone: python tests/draw_models\.py 7$"):
+        outcome(seen[7])
+    monkeypatch.setattr("draw_models.draw", seen.__getitem__)
+    assert main(7, 7) == 1
+    assert capsys.readouterr().out.endswith("1 failed\n")
