@@ -157,6 +157,11 @@ def _add_verify(commands: Any) -> None:
         action="store_true",
         help="compile the plan again in double precision",
     )
+    add.add_argument(
+        "--as-given",
+        action="store_true",
+        help="with the model's own weights and batch; else with drawn ones",
+    )
     add.add_argument("--all", action="store_true", help="one row for each parameter")
     add.add_argument("--json", action="store_true")
 
@@ -368,7 +373,8 @@ def verify_command(arguments: argparse.Namespace) -> int:
             )
         model = model.double()
         program = compile_offline(model, batch, program.plan)
-    result = verify(program, model, batch, seed=stored.seed)
+    drawn = not arguments.as_given
+    result = verify(program, model, batch, seed=stored.seed, drawn=drawn)
     if arguments.json:
         print(json.dumps(verification_data(result), indent=1))
     else:

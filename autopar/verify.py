@@ -1,6 +1,7 @@
 """verify: run all ranks of a program in this process, and compare with the model.
 
-Loss and every gradient, on the same batch, against the untouched model on one device.
+Loss and every gradient, on the same batch, against the untouched model on one device:
+with drawn weights and a drawn batch, as initial ones hide faults.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autopar.proof.drawn import drawn_batch, drawn_weights, is_finite
 from autopar.runtime.choices import Choices, Choosing
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import Executor
@@ -57,7 +59,8 @@ class Verification:
     loss, reference_loss: of the same batch. tolerance: what rounding explains.
     away, reference_away: in mixed precision, how far the program and the reference are
     from the model in its own precision; else empty. rerouted: the share of rows that
-    took experts which the model chose, where they preferred others.
+    took experts which the model chose, where they preferred others. drawn: what was
+    drawn for the comparison; the rest was taken as given.
     """
 
     loss: float
@@ -67,6 +70,7 @@ class Verification:
     away: Mapping[str, float] = field(default_factory=dict)
     reference_away: Mapping[str, float] = field(default_factory=dict)
     rerouted: float = 0.0
+    drawn: tuple[str, ...] = ()
 
     def limits(self, name: str) -> tuple[float, float]:
         """What an error and a distance from the model's own precision may be."""
@@ -108,8 +112,14 @@ def verify(
     loss_fn: Callable[..., Any] | None = None,
     seed: int = 0,
     tolerance: float | None = None,
+    drawn: bool = True,
 ) -> Verification:
     """Compare one step of all ranks with the model. The model needs real weights.
+
+    drawn: with weights and a batch drawn from the seed (see
+    `autopar.proof.draw_values`), in place of the model's own, which stay as they are.
+    Where the untouched model cannot run on a drawn batch, or gives no finite numbers,
+    the batch is taken as given, and then the weights too.
 
     A plan in mixed precision is compared with the model under autocast, and both with
     the model as it is. All three take the choices of the model under autocast: a router
@@ -117,26 +127,85 @@ def verify(
     preferred others must be explained by rounding too.
     """
     check_model(program, model)
-    precision, key = program.plan.dtype, seed << 32
+    for what in ((WEIGHTS, BATCH), (WEIGHTS,)) if drawn else ():
+        given = drawn_batch(program, batch, seed) if BATCH in what else batch
+        with drawn_weights(model, seed):
+            made = _reference(program, model, given, loss_fn, seed, tolerance, what)
+            if made is not None:
+                return _compare(program, model, given, loss_fn, seed, made, what)
+    made = _reference(program, model, batch, loss_fn, seed, tolerance, ())
+    assert made is not None, "what is given is compared as it is"
+    return _compare(program, model, batch, loss_fn, seed, made, ())
+
+
+# What may be drawn.
+WEIGHTS, BATCH = "weights", "batch"
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """What the model computes; of mixed precision, with the choices of its routers."""
+
+    found: Gradients
+    routers: Choosing | None
+    tolerance: float
+
+
+def _reference(
+    program: Program,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None,
+    seed: int,
+    tolerance: float | None,
+    drawn: tuple[str, ...],
+) -> _Reference | None:
+    """One step of the model; None if it cannot take what was drawn for it."""
+    precision = program.plan.dtype
     routers = Choosing() if precision else None
-    with _Narrowest() as seen:
-        want = reference_step(model, batch, loss_fn, key, precision, routers)
+    try:
+        with _Narrowest() as seen:
+            want = reference_step(model, batch, loss_fn, seed << 32, precision, routers)
+    except (AssertionError, IndexError, RuntimeError, ValueError):
+        if not drawn:
+            raise
+        return None
+    if drawn and not is_finite(*want):
+        return None
     if tolerance is None:
         tolerance = rounding(model, precision, seen.dtype)
+    return _Reference(want, routers, tolerance)
+
+
+def _compare(
+    program: Program,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None,
+    seed: int,
+    reference: _Reference,
+    drawn: tuple[str, ...],
+) -> Verification:
+    """One step of all ranks, beside the model's."""
+    want, routers, tolerance = reference.found, reference.routers, reference.tolerance
+    theirs = want[0].item()
     if routers is None:
         found = run_all_ranks(program, model, batch, seed)
-        errors = find_errors(found, want)
-        return Verification(found[0].item(), want[0].item(), errors, tolerance)
+        errors, ours = find_errors(found, want), found[0].item()
+        return Verification(ours, theirs, errors, tolerance, drawn=drawn)
     told, exactly = Choices(routers.made), Choices(routers.made)
     found = run_all_ranks(program, model, batch, seed, told)
-    exact = reference_step(model, batch, loss_fn, key, choosing=Choosing(exactly))
+    choosing = Choosing(exactly)
+    exact = reference_step(model, batch, loss_fn, seed << 32, choosing=choosing)
     errors, away = find_errors(found, want), find_errors(found, exact)
     reference_away = find_errors(want, exact)
     if told.found:
         errors[CHOICES] = away[CHOICES] = told.margin
         reference_away[CHOICES] = exactly.margin
-    ours, theirs, rerouted = found[0].item(), want[0].item(), told.share
-    return Verification(ours, theirs, errors, tolerance, away, reference_away, rerouted)
+    return Verification(
+        found[0].item(), theirs, errors, tolerance, away, reference_away,
+        told.share, drawn,
+    )  # fmt: skip
 
 
 def check_room(program: Program, memory: float) -> None:

@@ -23,6 +23,7 @@ from passes.program import (
     coords_text,
     dtype_name,
 )
+from passes.proof.input_ranges import find_input_ranges
 from passes.schedule.choose_recompute import again, choose_recompute, stage_policies
 from passes.schedule.choose_schedule import choose_schedule, room, splits_backward
 from passes.schedule.footprint import communication, footprint
@@ -56,6 +57,7 @@ def compile_program(
     """
     splits_backward(plan)  # what cannot run is refused before the work begins
     watch("trace", traced)
+    ranges = find_input_ranges(traced.graph)
     traced = lower_precision(traced, tables=bool(plan.rest_axes))
     if traced.autocast:
         watch("lower_precision", traced)
@@ -75,7 +77,7 @@ def compile_program(
     staged = choose_recompute(staged)
     modules = emit_modules(staged, watch)
     notes = (*group_note(named, asked, plan), *find_notes(sharded))
-    return assemble(staged, modules, notes, costs)
+    return replace(assemble(staged, modules, notes, costs), ranges=ranges)
 
 
 def check_batch(named: Named, plan: Plan) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +15,7 @@ from passes.cost import Seconds
 from passes.errors import AutoparError
 from passes.mesh import TIME, Mesh
 from passes.plan import Plan
+from passes.proof.input_ranges import InputRange
 from passes.schedule.footprint import Communication, Footprint
 from passes.schedule.memory import RankMemory
 from passes.schedule.schedule import Schedule
@@ -88,7 +89,7 @@ class Program:
     constants of the model's code, by name. groups: the sets of axes that collectives
     run over. communication: of each stage's first rank. memory: of each pipeline rank.
     send: seconds of a message between stages, estimated. notes: what the user should
-    know.
+    know. ranges: batch field -> what its integers may be.
     """
 
     plan: Plan
@@ -107,6 +108,7 @@ class Program:
     memory: tuple[RankMemory, ...]
     send: float
     notes: tuple[str, ...] = ()
+    ranges: Mapping[str, InputRange] = field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
@@ -180,6 +182,7 @@ class Program:
             "memory": [asdict(m) for m in self.memory],
             "send": self.send,
             "notes": list(self.notes),
+            "ranges": {k: asdict(v) for k, v in self.ranges.items()},
         }
         return json.dumps(data, indent=1) + "\n"
 
@@ -228,6 +231,10 @@ class Program:
             memory=tuple(RankMemory(**m) for m in data["memory"]),
             send=data["send"],
             notes=tuple(data["notes"]),
+            ranges={
+                k: InputRange(**{**v, "holes": tuple(v["holes"])})
+                for k, v in data.get("ranges", {}).items()
+            },
         )
 
 

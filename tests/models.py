@@ -60,9 +60,11 @@ class Case(NamedTuple):
         mesh: str,
         microbatches: int = 1,
         tolerance: float | None = None,
+        drawn: bool = False,
         **options: Any,
     ) -> Verification:
-        """Compile, run all ranks, compare with the model; raises if it differs.
+        """Compile, run all ranks, compare with the model; raises if it differs. Weights
+        of cases are random, and their batches made for what is tested.
 
         A model in float64 may differ by 1e-10, even where it computes in float32: ranks
         mostly do as one does. tolerance: where that is too strict.
@@ -70,8 +72,8 @@ class Case(NamedTuple):
         program = self.compile(mesh, microbatches, **options)
         if next(self.model.parameters()).dtype is torch.float64:
             tolerance = tolerance or TOLERANCE[torch.float64]
-        proof = verify(program, self.model, self.batch, self.loss_fn, 3, tolerance)
-        return proof.check()
+        given = (self.model, self.batch, self.loss_fn)
+        return verify(program, *given, 3, tolerance, drawn).check()
 
 
 TRACED: dict[Hashable, Traced] = {}

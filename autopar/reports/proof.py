@@ -28,6 +28,8 @@ def verification_table(result: Verification, every: bool = False) -> Table:
         f"{verdict}: {len(ordered)} compared, tolerance {result.tolerance:.0e}, "
         f"worst {max(result.errors.values()):.1e}"
     )
+    if result.drawn:
+        note += f"; with drawn {' and '.join(result.drawn)}"
     notes = [note, MIXED] if mixed else [note]
     if result.rerouted:
         notes.append(
@@ -52,4 +54,5 @@ def verification_data(result: Verification) -> dict:
         "away": dict(result.away),
         "reference_away": dict(result.reference_away),
         "rerouted": result.rerouted,
+        "drawn": list(result.drawn),
     }

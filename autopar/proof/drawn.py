@@ -1,0 +1,43 @@
+"""A model with drawn weights for a while, and a drawn batch for its program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.proof.draw_values import draw_batch, draw_parameters
+from passes.program import Program
+
+
+@contextmanager
+def drawn_weights(model: nn.Module, seed: int) -> Iterator[None]:
+    """Gives every parameter a drawn value; afterwards each has its own again."""
+    own = {name: p.data for name, p in model.named_parameters()}
+    specs = {name: (tuple(x.shape), x.dtype) for name, x in own.items()}
+    drawn = draw_parameters(specs, seed, own)
+    try:
+        for name, p in model.named_parameters():
+            p.data = drawn[name].to(own[name].device)
+        yield
+    finally:
+        for name, p in model.named_parameters():
+            p.data = own[name]
+
+
+def drawn_batch(
+    program: Program, batch: Mapping[str, Any], seed: int
+) -> dict[str, Any]:
+    """Draws every field that the program takes; others stay as they are."""
+    like = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
+    inputs = {k: v for k, v in program.inputs.items() if k in like}
+    drawn = draw_batch(inputs, program.ranges, seed, like)
+    return {**batch, **{k: x.to(like[k].device) for k, x in drawn.items()}}
+
+
+def is_finite(loss: Tensor, gradients: Mapping[str, Tensor]) -> bool:
+    """Whether a model can be compared with on what was drawn for it."""
+    return all(bool(torch.isfinite(x).all()) for x in (loss, *gradients.values()))
