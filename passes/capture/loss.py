@@ -12,45 +12,92 @@ section 3, keeps the same three reductions).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from passes.capture.rewrite import Rewriter, Rule
-from passes.errors import CaptureError
+from passes.capture.decompose_losses import MEAN, REDUCED_RULES, SUM
+from passes.capture.rewrite import Rewriter, Rule, arguments
 from passes.graph import Node, Value
-
-NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
 
 
 def cross_entropy(rewriter: Rewriter, node: Node) -> Value:
     """aten.cross_entropy_loss(x, target, weight, reduction, ignore_index, ...)."""
-    given = _arguments(node, ("self", "target", "weight", "reduction", "ignore_index"))
-    smoothing = given.get("label_smoothing", 0.0)
-    if len(node.args) > 5:
-        smoothing = node.args[5]
-    x, target = given["self"], given["target"]
-    _require_plain(node, given)
+    given = arguments(node)
+    x, target, smoothing = given["self"], given["target"], given["label_smoothing"]
     x = _classes_last(rewriter, x, node)
-    rows = x.shape[:-1]
-
-    def emit(op: str, *args: Any, name: str) -> Value:
-        return rewriter.emit(
-            op, *args, shape=rows, dtype=x.dtype, where=node.where, name=name
-        )
-
+    if target.dtype.is_floating_point:
+        return _of_probabilities(rewriter, x, given, node)
+    emit = _emitter(rewriter, x, node)
     normalizer = _log_sum_exp(rewriter, x, node)
     picked = emit("autopar.pick", x, target, name="picked")
     nll = emit("aten.sub.Tensor", normalizer, picked, name="nll")
+    weighed = _weigh(rewriter, nll, given, node)
     if smoothing:
-        classes = x.shape[-1]
-        mean = emit("aten.sum.dim_IntList", x, (-1,), name="sum_logits")
-        mean = emit("aten.mul.Tensor", mean, 1.0 / classes, name="mean_logits")
-        uniform = emit("aten.sub.Tensor", normalizer, mean, name="uniform_nll")
-        nll = emit("aten.mul.Tensor", nll, 1.0 - smoothing, name="nll")
+        uniform = _mean_of_classes(rewriter, x, normalizer, given["weight"], node)
+        weighed = emit("aten.mul.Tensor", weighed, 1.0 - smoothing, name="nll")
         uniform = emit("aten.mul.Tensor", uniform, smoothing, name="uniform_nll")
-        nll = emit("aten.add.Tensor", nll, uniform, name="nll")
-    return _reduce(rewriter, nll, target, given, node)
+        weighed = emit("aten.add.Tensor", weighed, uniform, name="nll")
+    return _reduce(rewriter, weighed, given, node)
+
+
+def _emitter(rewriter: Rewriter, x: Value, node: Node) -> Callable[..., Value]:
+    """Emits nodes with a result for each row of x: [..., classes] -> [...]."""
+
+    def emit(op: str, *args: Any, name: str, of: Value | None = None) -> Value:
+        shape = x.shape[:-1] if of is None else of.shape
+        return rewriter.emit(
+            op, *args, shape=shape, dtype=x.dtype, where=node.where, name=name
+        )
+
+    return emit
+
+
+def _mean_of_classes(
+    rewriter: Rewriter, x: Value, normalizer: Value, weight: Value | None, node: Node
+) -> Value:
+    """The mean over classes of (weight times) log(sum exp(x)) - x, for each row."""
+    emit, share = _emitter(rewriter, x, node), 1.0 / x.shape[-1]
+    if weight is None:
+        mean = emit("aten.sum.dim_IntList", x, (-1,), name="sum_logits")
+        mean = emit("aten.mul.Tensor", mean, share, name="mean_logits")
+        return emit("aten.sub.Tensor", normalizer, mean, name="uniform_nll")
+    column = rewriter.reshape(normalizer, (*normalizer.shape, 1), node.where)
+    each = emit("aten.sub.Tensor", column, x, name="nll_of_classes", of=x)
+    each = emit("aten.mul.Tensor", each, weight, name="weighed_classes", of=x)
+    total = emit("aten.sum.dim_IntList", each, (-1,), name="sum_classes")
+    return emit("aten.mul.Tensor", total, share, name="uniform_nll")
+
+
+def _of_probabilities(
+    rewriter: Rewriter, x: Value, given: dict[str, Any], node: Node
+) -> Value:
+    """- sum of target * log_softmax(x) (* weight): target [..., classes] too.
+
+    Unlike with class indices, a mean is one over rows, whatever the weights are.
+    """
+    emit = _emitter(rewriter, x, node)
+    target = _classes_last(rewriter, given["target"], node)
+    if smoothing := given["label_smoothing"]:
+        target = emit("aten.mul.Tensor", target, 1.0 - smoothing, name="wanted", of=x)
+        share = smoothing / x.shape[-1]
+        target = emit("aten.add.Tensor", target, share, name="wanted", of=x)
+    normalizer = _log_sum_exp(rewriter, x, node)
+    column = rewriter.reshape(normalizer, (*x.shape[:-1], 1), node.where)
+    each = emit("aten.sub.Tensor", column, x, name="nll_of_classes", of=x)
+    each = emit("aten.mul.Tensor", each, target, name="nll_of_classes", of=x)
+    if (weight := given["weight"]) is not None:
+        each = emit("aten.mul.Tensor", each, weight, name="weighed_classes", of=x)
+    nll = emit("aten.sum.dim_IntList", each, (-1,), name="nll")
+    if given["reduction"] not in (MEAN, SUM):
+        return nll
+    where, share = node.where, 1.0 / max(1, nll.numel)
+    scalar: dict[str, Any] = {"shape": (), "dtype": x.dtype, "where": where}
+    total = rewriter.emit("aten.sum.default", nll, name="total", **scalar)
+    if given["reduction"] == SUM:
+        return total
+    return rewriter.emit("aten.mul.Tensor", total, share, name="loss", **scalar)
 
 
 def _log_sum_exp(rewriter: Rewriter, x: Value, node: Node) -> Value:
@@ -79,7 +126,7 @@ def logsumexp(rewriter: Rewriter, node: Node) -> Value | None:
 
 def log_softmax(rewriter: Rewriter, node: Node) -> Value | None:
     """Along the last dim, as a loss by hand has it: x - log(sum exp(x))."""
-    given = _arguments(node, ("self", "dim", "dtype"))
+    given = arguments(node)
     x, out, where = given["self"], node.out, node.where
     if given["dim"] % max(1, len(x.shape)) != len(x.shape) - 1:
         return None
@@ -124,40 +171,50 @@ def _picked(rewriter: Rewriter, x: Value, index: Value, node: Node) -> Value:
 
 def nll_loss(rewriter: Rewriter, node: Node) -> Value:
     """aten.nll_loss_nd(log_probabilities, target, weight, reduction, ignore_index)."""
-    given = _arguments(node, ("self", "target", "weight", "reduction", "ignore_index"))
-    x, target = given["self"], given["target"]
-    _require_plain(node, given)
-    x = _classes_last(rewriter, x, node)
-    picked = _picked(rewriter, x, target, node)
-    nll = rewriter.emit(
-        "aten.neg.default",
-        picked,
-        shape=picked.shape,
-        dtype=x.dtype,
-        where=node.where,
-        name="nll",
+    given = arguments(node)
+    x = _classes_last(rewriter, given["self"], node)
+    picked = _picked(rewriter, x, given["target"], node)
+    nll = _emitter(rewriter, x, node)("aten.neg.default", picked, name="nll")
+    return _reduce(rewriter, _weigh(rewriter, nll, given, node), given, node)
+
+
+def _weigh(rewriter: Rewriter, nll: Value, given: dict[str, Any], node: Node) -> Value:
+    """Each row times the weight of its target's class, if classes have weights; those
+    of the rows go into `given`, as `weights`."""
+    if (weight := given["weight"]) is None:
+        return nll
+    target, where = given["target"], node.where
+    ignored = given["ignore_index"]
+    rows: dict[str, Any] = {"shape": nll.shape, "where": where}
+    kept = rewriter.emit(
+        "aten.ne.Scalar", target, ignored, dtype=torch.bool, name="kept", **rows
     )
-    return _reduce(rewriter, nll, target, given, node)
-
-
-def _arguments(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
-def _require_plain(node: Node, given: dict[str, Any]) -> None:
-    if given.get("weight") is not None:
-        raise CaptureError(
-            "cross entropy with class weights is not supported yet",
-            source=str(node.where),
-            fix="weigh the tokens yourself: F.cross_entropy(..., reduction='none') "
-            "times weight[target], summed and divided by the sum of weights",
-        )
-    if given["target"].dtype.is_floating_point:
-        raise CaptureError(
-            "cross entropy with class probabilities is not supported yet",
-            source=str(node.where),
-            fix="use -(target * x.log_softmax(-1)).sum(-1) in the model",
-        )
+    inside = rewriter.emit(
+        "aten.where.ScalarOther", kept, target, 0, dtype=target.dtype, **rows
+    )
+    # No gradient goes to weights of classes.
+    weight = rewriter.emit(
+        "aten.detach.default",
+        weight,
+        shape=weight.shape,
+        dtype=weight.dtype,
+        where=where,
+    )
+    table = rewriter.reshape(weight, (*weight.shape, 1), where)
+    found = rewriter.emit(
+        "aten.embedding.default",
+        table,
+        inside,
+        shape=(*nll.shape, 1),
+        dtype=weight.dtype,
+        where=where,
+    )
+    found = rewriter.reshape(found, nll.shape, where)
+    given["weights"] = rewriter.emit(
+        "aten.where.ScalarOther", kept, found, 0.0, dtype=weight.dtype, **rows
+    )
+    op, name = "aten.mul.Tensor", "weighed_nll"
+    return rewriter.emit(op, nll, given["weights"], dtype=nll.dtype, name=name, **rows)
 
 
 def _classes_last(rewriter: Rewriter, x: Value, node: Node) -> Value:
@@ -171,16 +228,15 @@ def _classes_last(rewriter: Rewriter, x: Value, node: Node) -> Value:
     )
 
 
-def _reduce(
-    rewriter: Rewriter, nll: Value, target: Value, given: dict[str, Any], node: Node
-) -> Value:
-    """Leave out the ignored tokens; sum, or divide by the count of the others.
+def _reduce(rewriter: Rewriter, nll: Value, given: dict[str, Any], node: Node) -> Value:
+    """Leave out the ignored tokens; sum, or divide by the count of the others, or by
+    the sum of the weights of their classes.
 
     The count is read off the target alone, so it can be known ahead of all
     microbatches: that is what makes the mean separable over them.
     """
-    where, ignored = node.where, given.get("ignore_index", -100)
-    reduction = given.get("reduction", MEAN)
+    where, target, ignored = node.where, given["target"], given["ignore_index"]
+    reduction = given["reduction"]
 
     def emit(
         op: str, *args: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str
@@ -211,55 +267,12 @@ def _reduce(
     total = emit("aten.sum.default", nll, shape=(), dtype=nll.dtype, name="total")
     if reduction == SUM:
         return total
-    count = emit("aten.sum.default", kept, shape=(), dtype=torch.int64, name="tokens")
+    counted, dtype = kept, torch.int64
+    if "weights" in given:
+        counted, dtype = given["weights"], nll.dtype
+    count = emit("aten.sum.default", counted, shape=(), dtype=dtype, name="tokens")
     return emit("aten.div.Tensor", total, count, shape=(), dtype=nll.dtype, name="loss")
 
-
-def elementwise(rewriter: Rewriter, node: Node) -> Value | None:
-    """mse_loss and its like: a loss for each element, summed, over their number."""
-    name = node.op.split(".")[1]
-    names = ELEMENTWISE[name]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    reduction = given.get("reduction", MEAN)
-    if reduction not in (MEAN, SUM):
-        return None
-    operands = [v for v in given.values() if isinstance(v, Value)]
-    shape = torch.broadcast_shapes(*(v.shape for v in operands))
-    dtype, where = node.out.dtype, node.where
-    loss = rewriter.builder.value(name, shape, dtype)
-    arguments = [given.get(n, DEFAULTS.get(n)) for n in names]
-    arguments[names.index("reduction")] = NONE
-    each = Node(node.op, tuple(arguments), {}, (loss,), where)
-    rewriter.builder.nodes.append(each)
-    rewriter.made[loss.name] = each
-    total = rewriter.emit(
-        "aten.sum.default", loss, shape=(), dtype=dtype, where=where, name="total"
-    )
-    if reduction == SUM:
-        return total
-    share = 1.0 / max(1, loss.numel)
-    return rewriter.emit(
-        "aten.mul.Tensor", total, share, shape=(), dtype=dtype, where=where, name="loss"
-    )
-
-
-# Losses of elements, with the names of their arguments.
-ELEMENTWISE: dict[str, tuple[str, ...]] = {
-    "mse_loss": ("self", "target", "reduction"),
-    "l1_loss": ("self", "target", "reduction"),
-    "smooth_l1_loss": ("self", "target", "reduction", "beta"),
-    "huber_loss": ("self", "target", "reduction", "delta"),
-    "binary_cross_entropy": ("self", "target", "weight", "reduction"),
-    "binary_cross_entropy_with_logits": (
-        "self",
-        "target",
-        "weight",
-        "pos_weight",
-        "reduction",
-    ),
-    "kl_div": ("self", "target", "reduction"),
-}
-DEFAULTS = {"beta": 1.0, "delta": 1.0}
 
 LOSS_RULES: dict[str, Rule] = {
     "aten.cross_entropy_loss": cross_entropy,
@@ -268,5 +281,5 @@ LOSS_RULES: dict[str, Rule] = {
     "aten.gather": gather,
     "aten.nll_loss_nd": nll_loss,
     "aten.nll_loss": nll_loss,
-    **{f"aten.{name}": elementwise for name in ELEMENTWISE},
+    **REDUCED_RULES,
 }

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from passes.capture.loss import LOSS_RULES
-from passes.capture.rewrite import Rewriter, Rule
+from passes.capture.rewrite import Rewriter, Rule, arguments
 from passes.capture.spell_attention import attention, emit_dropout
 from passes.capture.spell_composites import COMPOSITE_RULES
 from passes.capture.spell_experts import choice, looked_up_product
@@ -179,20 +180,36 @@ def product(rewriter: Rewriter, node: Node) -> Value | None:
     return rewriter.reshape(out, node.out.shape, node.where)
 
 
-def mean_of_all(rewriter: Rewriter, node: Node) -> Value:
-    """A mean over everything is a sum, which may stay pending, times a constant."""
-    x, out = node.operands[0], node.out
-    total = rewriter.emit(
-        "aten.sum.default", x, shape=(), dtype=out.dtype, where=node.where
-    )
-    return rewriter.emit(
-        "aten.mul.Tensor",
-        total,
-        1.0 / x.numel,
-        shape=(),
-        dtype=out.dtype,
-        where=node.where,
-        name="mean",
+def mean(rewriter: Rewriter, node: Node) -> Value | None:
+    """A mean over samples is a sum, which may stay pending, times a constant.
+
+    Samples are first, or in what is left of all dims; a mean along the last dim alone
+    is a norm's. Sums of half precision are kept in float32, where they are in range.
+    """
+    given = arguments(node)
+    x, out, where = given["self"], node.out, node.where
+    rank, dims = len(x.shape), given.get("dim") or ()
+    dims = tuple(d % rank for d in dims) or tuple(range(rank))
+    if len(dims) < rank and dims == (rank - 1,):
+        return None
+    half = out.dtype in (torch.float16, torch.bfloat16)
+    wide = torch.float32 if half else out.dtype
+    if x.dtype != wide:
+        x = rewriter.emit(
+            "aten.to.dtype", x, wide, shape=x.shape, dtype=wide, where=where
+        )
+    same: dict[str, Any] = {"shape": out.shape, "dtype": wide, "where": where}
+    if len(dims) == rank and not out.shape:
+        total = rewriter.emit("aten.sum.default", x, **same)
+    else:
+        keep = bool(given.get("keepdim", False))
+        total = rewriter.emit("aten.sum.dim_IntList", x, dims, keep, **same)
+    share = 1.0 / max(1, math.prod(x.shape[d] for d in dims))
+    found = rewriter.emit("aten.mul.Tensor", total, share, name="mean", **same)
+    return (
+        found
+        if wide == out.dtype
+        else rewriter.like(node, "aten.to.dtype", found, out.dtype)
     )
 
 
@@ -341,7 +358,7 @@ MEANING: dict[str, Rule] = {
     "aten.embedding": embedding,
     "aten.index": index,
     "aten.mul": tanh_gelu,
-    "aten.mean.default": mean_of_all,
+    "aten.mean": mean,
     "aten.scaled_dot_product_attention": attention,
     **LOSS_RULES,
 }

@@ -58,6 +58,19 @@ def expand_as(rewriter: Rewriter, node: Node) -> Value:
     return rewriter.like(node, "aten.expand.default", x, shape)
 
 
+def broadcast_tensors(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...]:
+    """Each operand, expanded to the shape of all."""
+    found: list[Value | None] = []
+    for x, out in zip(node.operands, node.outs, strict=True):
+        if out is not None and x.shape != out.shape:
+            op, shape = "aten.expand.default", out.shape
+            x = rewriter.emit(
+                op, x, shape, shape=shape, dtype=x.dtype, where=node.where
+            )
+        found.append(x)
+    return tuple(found)
+
+
 def weight_norm(rewriter: Rewriter, node: Node) -> Value:
     """v g / |v|, the norm over all dims but one: arXiv 1602.07868, equation 2."""
     v, g = node.operands
@@ -104,6 +117,7 @@ COMPOSITE_RULES: dict[str, Rule] = {
     "aten.repeat": repeat,
     "aten.expand_as": expand_as,
     "aten.broadcast_to": expand_as,
+    "aten.broadcast_tensors": broadcast_tensors,
     "aten._weight_norm": weight_norm,
     "aten.group_norm": group_norm,
 }
