@@ -14,18 +14,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.checkpoints.checkpoint import load, save
+from autopar.checkpoints.state import check_state_dict, load_state_dict, state_dict
 from autopar.compiler import compile_offline
 from autopar.options import Options, make_plan
 from autopar.planner.asked import Asked, wanted
 from autopar.planner.choose import choose_plan
+from autopar.runtime.agreement import Agreement, digests
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import Executor
 from autopar.runtime.initialize import local_state
 from autopar.runtime.join import default_device, join
-from autopar.runtime.match import check_model, check_names, check_same, checked_batch
+from autopar.runtime.match import check_model, check_same, checked_batch
 from autopar.runtime.offload import Host
 from autopar.runtime.process_groups import ProcessComm
-from autopar.runtime.shards import owns, put_shard, take_shard
+from autopar.runtime.shards import owns
 from passes.errors import AutoparError
 from passes.plan import AUTO, Plan, PlanError
 from passes.program import Program
@@ -129,7 +131,7 @@ class Step:
         if self._executor is None:
             self.build(**batch)
         assert self._executor is not None
-        tensors = self._tensors(batch)
+        tensors = self._begin("step", batch)
         if self._host is None:
             return self._executor.step(tensors)
         self._host.upload()
@@ -143,9 +145,10 @@ class Step:
         The same as of the model in `.eval()`, if dropout is all that this changes.
         """
         executor = self.executor  # raises if there is nothing to evaluate yet
+        tensors = self._begin("evaluate", batch)
         if self._host is not None:
             self._host.upload()
-        return executor.evaluate(self._tensors(batch))
+        return executor.evaluate(tensors)
 
     def build(self, **batch: Any) -> Step:
         """Compile for batches like this one (only shapes and types matter)."""
@@ -163,7 +166,10 @@ class Step:
             device=self.device,
             timeout=self._timeout,
         )
-        check_same(self._model, self.comm)
+        self._agreement = Agreement(self.comm)
+        self._fixed = {k: v for k, v in batch.items() if not isinstance(v, Tensor)}
+        self._agreement.on_build(self._seed, self._given, self._fixed)
+        check_same(self._model, self.comm, program)
         parameters, buffers = local_state(
             program, self._model, self.comm.rank, self.device, self._seed
         )
@@ -172,7 +178,6 @@ class Step:
         self.names, self.unused = _remember(self._model, program, buffers)
         for note in program.notes if self.comm.rank == 0 else ():
             LOG.warning(note)
-        self._fixed = {k: v for k, v in batch.items() if not isinstance(v, Tensor)}
         self._model = None  # the whole weights are free to go
         return self
 
@@ -204,8 +209,14 @@ class Step:
             plan = choose_plan(model, plan, batch, self._loss_fn)
         return compile_offline(model, batch, plan, self._loss_fn)
 
-    def _tensors(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        tensors = checked_batch(self.program, self._fixed, batch)
+    def _begin(self, operation: str, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors of a batch that fits, and is the same on all ranks."""
+        try:
+            tensors = checked_batch(self.program, self._fixed, batch)
+        except AutoparError as error:
+            self._agree().refuse(operation, error)
+            raise
+        self._agree().on_batch(operation, tensors)
         return {name: x.to(self.device) for name, x in tensors.items()}
 
     # --- what optimizers and checkpoints need --------------------------------------
@@ -218,6 +229,11 @@ class Step:
                 fix="give compile example_inputs=, or call step.build(**batch) first",
             )
         return self._executor
+
+    def _agree(self) -> Agreement:
+        """How an operation begins. Raises AutoparError if nothing is compiled yet."""
+        assert self.executor is not None, "it raises"
+        return self._agreement
 
     @property
     def program(self) -> Program:
@@ -260,6 +276,7 @@ class Step:
         Returns the norm before; each element of the model counts once, however many
         ranks hold it. Follows torch.nn.utils.clip_grad_norm_.
         """
+        self._agree()("clip_grad_norm_")
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         grads = []
         for name, p in self.named_parameters():
@@ -269,7 +286,7 @@ class Step:
             if self.owns(name):
                 norm = torch.linalg.vector_norm(p.grad, dtype=torch.float64)
                 total += norm.to(total.device) ** 2
-        self.comm.reduce_ranks_(total, self._everyone())
+        self.comm.reduce_ranks_(total, self.everyone())
         norm = total.sqrt()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         flats = [bucket.flat for bucket in self.executor.buckets]
@@ -283,47 +300,30 @@ class Step:
         ranks = tuple(schedule.stage_to_rank[s] for s in spec.stages)
         return owns(spec, self.program.mesh, self.comm.coords, ranks)
 
-    def _everyone(self) -> tuple[int, ...]:
+    def everyone(self) -> tuple[int, ...]:
         return tuple(range(self.program.mesh.size))
 
-    @torch.no_grad()
     def state_dict(self) -> dict[str, Tensor]:
         """Whole parameters and persistent buffers on the CPU, by the model's own names.
 
         All ranks must call it, and all get everything. Loads into the plain model.
         """
-        held = dict(self.named_parameters())
-        program = self.program
-        found = {n: t.clone() for n, t in self.unused.items()}
-        for name, spec in program.parameters.items():
-            if not spec.stages:
-                continue
-            dtype = getattr(torch, spec.dtype)
-            whole = torch.zeros(spec.shape, dtype=dtype, device=self.device)
-            if name in held and self.owns(name):
-                put_shard(whole, held[name], spec, program.mesh, self.comm.coords)
-            found[name] = self.comm.reduce_ranks_(whole, self._everyone()).cpu()
-        for alias, name in program.aliases.items():
-            found[alias] = found[name]
-        return {name: found[name] for name in self.names if name in found}
+        self._agree()("state_dict")
+        return state_dict(self)
 
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this rank's shards from whole tensors by the model's own names.
 
-        Raises: KeyError text of torch's kind for missing and unexpected names, and
-        for shapes that differ; nothing is changed then.
+        All ranks must call it, with the same values. Raises: ModelMismatch for missing
+        and unexpected names, and for shapes that differ; nothing is changed then.
         """
-        program = self.program
-        known = {*self.names, *program.parameters, *program.buffers}
-        shapes = {n: spec.shape for n, spec in program.parameters.items()}
-        given = {n: t.shape for n, t in state.items()}
-        check_names("the state dict", "step.state_dict", shapes, known, given)
-        for name, p in self.named_parameters():
-            spec = program.parameters[name]
-            shard = take_shard(state[name], spec, program.mesh, self.comm.coords)
-            p.copy_(shard)
-        self.set_whole(state)
+        try:
+            check_state_dict(self, state)
+        except AutoparError as error:
+            self._agree().refuse("load_state_dict", error)
+            raise
+        self._agree()("load_state_dict", digests("state", state))
+        load_state_dict(self, state)
 
     @torch.no_grad()
     def set_whole(self, state: Mapping[str, Tensor]) -> None:
@@ -361,6 +361,7 @@ class Step:
     ) -> Path:
         """Write a checkpoint, for any other mesh too: see
         `autopar.checkpoints.checkpoint.save`."""
+        self._agree_on("save", optimizer)
         return save(Path(directory), self, optimizer, extra=extra, keep=keep)
 
     def load(
@@ -370,7 +371,11 @@ class Step:
     ) -> Any:
         """Go on from a checkpoint; returns `extra`: see
         `autopar.checkpoints.checkpoint.load`."""
+        self._agree_on("load", optimizer)
         return load(Path(directory), self, optimizer)
+
+    def _agree_on(self, operation: str, optimizer: object) -> None:
+        self._agree()(operation, {("argument", "optimizer"): optimizer is not None})
 
 
 def _remember(

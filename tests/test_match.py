@@ -53,8 +53,10 @@ def test_another_shape_or_type_is_refused(value: torch.Tensor, says: str) -> Non
 
 
 def compare(models: list[nn.Module]) -> list[Any]:
+    program = small_program()
+
     def body(comm: Comm) -> None:
-        check_same(models[comm.rank], comm)
+        check_same(models[comm.rank], comm, program)
 
     return run_virtual(Mesh.parse(f"dp={len(models)}"), 1, body)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -23,11 +22,20 @@ from torch import Tensor
 
 from autopar.runtime import ring
 from autopar.runtime.packing import Layout
-from autopar.runtime.pieces import by_row, by_share, in_order, joined, packed, padded
+from autopar.runtime.pieces import (
+    by_row,
+    by_share,
+    from_front,
+    in_order,
+    joined,
+    packed,
+    padded,
+)
 from autopar.runtime.receipts import (
     Arrived,
     Receipt,
     Summed,
+    Traffic,
     Transit,
     let_go,
     sum_in_order,
@@ -39,14 +47,6 @@ from passes.shard.shares import extent
 
 class CommError(RuntimeError):
     """Ranks that do not fit together: a missing group, a mismatch, a deadlock."""
-
-
-@dataclass
-class Traffic:
-    """How often this rank made a call, and how many bytes it brought into it."""
-
-    calls: int = 0
-    bytes: int = 0
 
 
 class Comm(Routing, ABC):
@@ -88,7 +88,7 @@ class Comm(Routing, ABC):
         ranks = self._enter("all_gather", axes, x, open_dim, dim=dim, sizes=sizes)
         if len(ranks) == 1:
             return x.clone()
-        dim = _dim(x, dim)
+        dim = from_front(x, dim)
         sizes = self._sizes(x, axis, dim, sizes)
         whole = self._gather(padded(x, dim, max(sizes)), ranks)
         layout = self.shares(sum(sizes), axis)
@@ -103,7 +103,7 @@ class Comm(Routing, ABC):
         ranks = self._enter("reduce_scatter", as_axes(axis), x, dim=dim)
         if len(ranks) == 1:
             return x.clone()
-        dim = _dim(x, dim)
+        dim = from_front(x, dim)
         layout = self.shares(x.shape[dim], axis)
         flat, counts = packed(x, dim, layout)
         mine = extent(layout[self.place(axis)])
@@ -131,7 +131,7 @@ class Comm(Routing, ABC):
         )  # fmt: skip
         if len(ranks) == 1:
             return x.clone()
-        split_dim, concat_dim = _dim(x, split_dim), _dim(x, concat_dim)
+        split_dim, concat_dim = from_front(x, split_dim), from_front(x, concat_dim)
         if split_dim == concat_dim:
             raise ValueError(f"all_to_all splits and joins the same dim {split_dim}")
         sizes = self._sizes(x, axis, concat_dim, sizes)
@@ -298,6 +298,11 @@ class Comm(Routing, ABC):
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """The value of rank `source`, on every rank. All ranks must call it."""
 
+    def meet(self, numbers: Sequence[int], operation: str) -> list[list[int]]:
+        """Every rank's few integers, as many on all of them, in rank order. All ranks
+        must call it, each to begin an operation, which is told if others are late."""
+        return self.gather_object(list(numbers))
+
     # What an engine provides. Tensors are contiguous, groups have two ranks or more.
 
     @abstractmethod
@@ -389,10 +394,3 @@ class Comm(Routing, ABC):
                 f"where dim {dim} has {x.shape[dim]}"
             )
         return sizes
-
-
-def _dim(x: Tensor, dim: int) -> int:
-    """dim, counted from the front."""
-    if not -x.dim() <= dim < x.dim():
-        raise IndexError(f"x has {x.dim()} dims, and no dim {dim}")
-    return dim % x.dim()

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.comm import Comm
+from autopar.runtime.digest import digest
 from passes.errors import AutoparError, BatchError
 from passes.program import Program, dtype_name
 
 MOST = 8  # names in a line of an error
-SAME = 1e-9  # relative; sums of the same numbers may be rounded differently
 
 
 class ModelMismatch(AutoparError):
@@ -75,23 +75,25 @@ def check_names(
         )
 
 
-@torch.no_grad()
-def check_same(model: nn.Module, comm: Comm) -> None:
-    """Compare the values of all ranks' parameters, by their sums.
+def check_same(model: nn.Module, comm: Comm, program: Program) -> None:
+    """Compare the values of all ranks' parameters, and of buffers that the program
+    reads, by digests.
 
     Weights on meta are drawn from one seed later, and so the same. All ranks must call
     it. Raises ModelMismatch on all of them.
     """
     world = comm.mesh.size
-    named = [(n, p) for n, p in model.named_parameters() if not p.is_meta]
+    read = {name for name, spec in program.buffers.items() if spec.stages}
+    buffers = {n: x for n, x in model.named_buffers() if n in read}
+    held = {**dict(model.named_parameters()), **buffers}
+    named = [(n, x) for n, x in held.items() if not x.is_meta]
     if world == 1 or not named:
         return
-    sums = torch.zeros(world, len(named), dtype=torch.float64)
-    for i, (_, p) in enumerate(named):
-        sums[comm.rank, i] = p.detach().sum(dtype=torch.float64)
+    sums = torch.zeros(world, len(named), dtype=torch.int64)
+    sums[comm.rank] = torch.tensor([digest(x) for _, x in named])
     sums = comm.reduce_ranks_(sums.to(comm.device), tuple(range(world))).cpu()
     for rank in range(1, world):
-        same = torch.isclose(sums[rank], sums[0], SAME, 0.0, equal_nan=True)
+        same = sums[rank] == sums[0]
         if not bool(same.all()):
             name = named[int(same.int().argmin())][0]
             raise ModelMismatch(

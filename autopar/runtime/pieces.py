@@ -66,3 +66,10 @@ def in_order(layout: Sequence[Pieces]) -> bool:
     """Whether the shares, one after the other, are the dim as it is."""
     begins = [begin for share in layout for begin, _ in share]
     return all(len(share) < 2 for share in layout) and begins == sorted(begins)
+
+
+def from_front(x: Tensor, dim: int) -> int:
+    """dim, counted from the front."""
+    if not -x.dim() <= dim < x.dim():
+        raise IndexError(f"x has {x.dim()} dims, and no dim {dim}")
+    return dim % x.dim()

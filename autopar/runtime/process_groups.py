@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
+LATE = timedelta(seconds=30)  # a rank that waits so long says so
+LOG = logging.getLogger("autopar")
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -67,6 +71,10 @@ class ProcessComm(Comm):
         if self.device.type != "cpu":
             self._lanes = open_lanes(rank, messages, self.device, timeout)
         self._sends: deque[_Transfer] = deque()
+        # On the CPU, whatever carries tensors: nobody waits for a GPU to begin. Nothing
+        # else goes through this group.
+        call = dist.new_group(backend="gloo", timeout=timeout) if world > 1 else None
+        self._roll_call = None if call is None else ref(call)
 
     def flush(self) -> None:
         while self._sends:
@@ -85,6 +93,35 @@ class ProcessComm(Comm):
         values = [value]
         dist.broadcast_object_list(values, source)
         return values[0]
+
+    def meet(self, numbers: Sequence[int], operation: str) -> list[list[int]]:
+        group = self._roll_call and self._roll_call()
+        if group is None:
+            return super().meet(numbers, operation)
+        world, began = self.mesh.size, time.monotonic()
+        mine = torch.tensor(list(numbers), dtype=torch.int64)
+        rows = mine.new_empty(world * len(numbers))
+        work = _all_gather(rows, mine, group, async_op=True)
+        try:
+            try:
+                work.wait(LATE)
+            except RuntimeError:
+                if time.monotonic() - began < LATE.total_seconds():
+                    raise
+                LOG.warning(
+                    "rank %d has waited in step.%s() for %.0f s: other ranks have "
+                    "called neither it nor anything else of the step",
+                    self.rank, operation, LATE.total_seconds(),
+                )  # fmt: skip
+                work.wait()
+        except RuntimeError as error:
+            raise CommError(
+                f"rank {self.rank} waits in step.{operation}() for a rank that failed, "
+                f"has ended, or does not call it: {error}"
+                f"\n  fix  call step.{operation}() on all ranks; if they do, see what "
+                "the other one said"
+            ) from error
+        return rows.view(world, -1).tolist()
 
     def _reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> None:
         dist.all_reduce(x, _REDUCE_OPS[op], self._group(ranks))

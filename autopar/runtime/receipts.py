@@ -1,4 +1,4 @@
-"""What stands for tensors that are on their way."""
+"""What stands for tensors that are on their way, and how many there were."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ class Receipt(ABC):
 
     @abstractmethod
     def wait(self) -> Tensor: ...
+
+
+@dataclass
+class Traffic:
+    """How often this rank made a call, and how many bytes it brought into it."""
+
+    calls: int = 0
+    bytes: int = 0
 
 
 @dataclass(frozen=True)
