@@ -19,10 +19,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import passes
 from passes.capture.call_model import loss_of
+from passes.capture.custom_functions import check_derivatives, read_forwards
 from passes.capture.functionalize import functionalize
-from passes.capture.read_export import TORCH, ExportReader
+from passes.capture.read_export import ExportReader
+from passes.capture.unseen import Unseen, refuse_hooks
+from passes.capture.user_frames import raised_at
 from passes.errors import CaptureError
 from passes.graph import Graph, Value
 
@@ -64,7 +66,8 @@ class _LossOf(nn.Module):
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         before = dict(self.model.named_buffers())
-        loss = loss_of(self.model, {**batch, **self.static}, self.loss_fn)
+        with Unseen():
+            loss = loss_of(self.model, {**batch, **self.static}, self.loss_fn)
         _refuse_new_buffers(before, dict(self.model.named_buffers()))
         return loss
 
@@ -101,14 +104,17 @@ def trace(
         raise CaptureError(
             "the batch holds no tensor", fix="pass the model's inputs by keyword"
         )
+    refuse_hooks(model)
     wrapper = _LossOf(model, loss_fn, static)
     device = _device(model)
     reader = ExportReader(_place_of(loss_fn), device.type, precision)
     with (
         _on_fake_tensors(wrapper, tensors, device) as examples,
         torch.autocast(device.type, precision, enabled=precision is not None),
+        read_forwards() as calls,
     ):
         exported = _export(wrapper, examples)
+    check_derivatives(calls)
     return _read(exported, model, list(tensors), reader)
 
 
@@ -175,7 +181,7 @@ def _export(
     except Exception as error:
         raise CaptureError(
             f"the model could not be captured: {_first_lines(error)}",
-            source=_user_frame(error),
+            source=raised_at(error),
             fix=_way_out(error, wrapper, examples),
         ) from error
 
@@ -222,18 +228,6 @@ def _first_lines(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0]}"
 
 
-def _user_frame(error: BaseException) -> str:
-    """The innermost line outside of torch and of this project."""
-    found, trace_ = "", error.__traceback__
-    here = os.path.dirname(os.path.abspath(passes.__file__)) + os.sep
-    while trace_ is not None:
-        file = trace_.tb_frame.f_code.co_filename
-        if not file.startswith((TORCH, here, "<")):
-            found = f"{file}:{trace_.tb_lineno}"
-        trace_ = trace_.tb_next
-    return found
-
-
 def _place_of(function: Any) -> str:
     """File and line of a function, where it has one."""
     code = getattr(function, "__code__", None)
@@ -277,6 +271,15 @@ def _read(
             kind, name = "c", node.name
             # On the CPU, as all is while compiling.
             literals[name] = exported.constants[of_constants[node.name]].cpu()
+        elif not isinstance(node.meta["val"], torch.Tensor):
+            users = [str(reader.where(user)) for user in node.users]
+            raise CaptureError(
+                "the model computes with an object that is no tensor, such as a "
+                f"generator of random numbers ('{node.name}')",
+                source=next(iter(users), ""),
+                fix="draw random numbers outside of the model, and pass them in the "
+                "batch",
+            )
         else:
             kind, name = "input", next(unread)
             if name in reader.builder.taken:

@@ -1,0 +1,90 @@
+"""What changes gradients behind the back of a capture is refused by name: hooks, and
+derivatives taken in forward. `.data` is read as what it means, a detached tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from passes.capture.user_frames import at_work
+from passes.errors import CaptureError
+
+AFTER_STEP = (
+    "remove it before compile (handle.remove()); what it does to gradients can be done "
+    "after step(...), which leaves them in p.grad of step.parameters()"
+)
+ON_TENSORS = {
+    Tensor.register_hook: "register_hook",
+    Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
+}
+DERIVATIVES = {
+    torch.autograd.grad: "torch.autograd.grad",
+    torch.autograd.backward: "torch.autograd.backward",
+    Tensor.backward: "Tensor.backward",
+}
+DATA = Tensor.data.__get__  # type of a getset descriptor's method
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raises CaptureError that names the first parameter or module with a hook on its
+    gradients. Hooks on forwards are part of what is captured."""
+    for name, p in model.named_parameters():
+        hooks = p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+        if hooks:
+            raise CaptureError(
+                f"the parameter '{name}' has a hook on its gradient "
+                f"({_names(hooks)}), which programs do not call",
+                fix=AFTER_STEP,
+            )
+    for name, module in model.named_modules():
+        hooks = {**module._backward_hooks, **module._backward_pre_hooks}
+        if hooks:
+            raise CaptureError(
+                f"the module '{name}' ({type(module).__name__}) has a hook on its "
+                f"backward ({_names(hooks)}), which programs do not call",
+                fix=AFTER_STEP,
+            )
+    for kind in ("_global_backward_hooks", "_global_backward_pre_hooks"):
+        hooks = getattr(torch.nn.modules.module, kind, None)
+        if hooks:
+            raise CaptureError(
+                f"all modules have a hook on their backward ({_names(hooks)}), which "
+                "programs do not call",
+                fix=AFTER_STEP,
+            )
+
+
+def _names(hooks: Any) -> str:
+    found = (getattr(h, "__qualname__", type(h).__name__) for h in hooks.values())
+    return ", ".join(found)
+
+
+class Unseen(TorchFunctionMode):
+    """Around a forward that is captured."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func == DATA:
+            return args[0].detach()
+        if func in ON_TENSORS:
+            raise CaptureError(
+                f"forward puts a hook on a gradient ({ON_TENSORS[func]}), which "
+                "programs do not call",
+                source=at_work(),
+                fix="let forward say what it does: s * x + ((1 - s) * x).detach() is "
+                "x with s times its gradient",
+            )
+        if func in DERIVATIVES:
+            raise CaptureError(
+                f"forward takes a derivative ({DERIVATIVES[func]}), which a graph of "
+                "its operations does not have",
+                source=at_work(),
+                fix="write the derivative out by tensor operations, or leave what "
+                "needs it out of the loss",
+            )
+        return func(*args, **(kwargs or {}))

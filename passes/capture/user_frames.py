@@ -1,0 +1,40 @@
+"""The line of the user's source that is at work: outside of torch and this project."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from types import FrameType, TracebackType
+
+import passes
+from passes.capture.read_export import TORCH
+
+OURS = os.path.dirname(os.path.abspath(passes.__file__)) + os.sep
+
+
+def is_users(file: str) -> bool:
+    """Whether code of a file may be what a user wrote."""
+    return not file.startswith((TORCH, OURS, "<"))
+
+
+def raised_at(error: BaseException) -> str:
+    """`file:line` of the innermost frame of a user in a traceback, or ""."""
+    found: str = ""
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if is_users(file):
+            found = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def at_work() -> str:
+    """`file:line` of the innermost frame of a user that is running, or ""."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users(file):
+            return f"{os.path.basename(file)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
