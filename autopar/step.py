@@ -22,12 +22,12 @@ from autopar.planner.choose import choose_plan
 from autopar.runtime.agreement import Agreement, digests
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import Executor
+from autopar.runtime.gradient_norm import gradient_norm, is_owner
 from autopar.runtime.initialize import local_state
 from autopar.runtime.join import default_device, join
 from autopar.runtime.match import check_model, check_same, checked_batch
 from autopar.runtime.offload import Host
 from autopar.runtime.process_groups import ProcessComm
-from autopar.runtime.shards import owns
 from passes.errors import AutoparError
 from passes.plan import AUTO, Plan, PlanError
 from passes.program import Program
@@ -277,28 +277,18 @@ class Step:
         ranks hold it. Follows torch.nn.utils.clip_grad_norm_.
         """
         self._agree()("clip_grad_norm_")
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        grads = []
-        for name, p in self.named_parameters():
-            if p.grad is None:
-                continue
-            grads.append(p.grad)
-            if self.owns(name):
-                norm = torch.linalg.vector_norm(p.grad, dtype=torch.float64)
-                total += norm.to(total.device) ** 2
-        self.comm.reduce_ranks_(total, self.everyone())
-        norm = total.sqrt()
+        named = self.named_parameters()
+        grads = {name: p.grad for name, p in named if p.grad is not None}
+        norm = gradient_norm(self.program, self.comm, grads)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         flats = [bucket.flat for bucket in self.executor.buckets]
-        for grad in flats if self._host is None else grads:
+        for grad in flats if self._host is None else grads.values():
             grad.mul_(scale.to(grad))
         return norm
 
     def owns(self, name: str) -> bool:
         """Whether this rank is the first of those that hold the same part of it."""
-        spec, schedule = self.program.parameters[name], self.program.schedule
-        ranks = tuple(schedule.stage_to_rank[s] for s in spec.stages)
-        return owns(spec, self.program.mesh, self.comm.coords, ranks)
+        return is_owner(self.program, self.comm, name)
 
     def everyone(self) -> tuple[int, ...]:
         return tuple(range(self.program.mesh.size))

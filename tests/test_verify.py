@@ -13,8 +13,11 @@ import pytest
 import torch
 from models import VOCAB, Case, gpt2, llama, opt, plain_gpt
 
+from autopar.runtime.virtual import RankError
 from autopar.training.reference import reference_step
 from autopar.verify import (
+    EVALUATED,
+    NORM,
     Verification,
     VerificationFailed,
     assemble,
@@ -266,3 +269,37 @@ def test_what_the_model_cannot_take_is_taken_as_given():
         case._replace(batch={"ids": torch.zeros(4, 5, dtype=torch.int64)}).verify(
             "dp=2"
         )
+
+
+def test_what_a_step_leaves_behind_must_not_show_in_the_next():
+    """Here the residuals of the first, which is right as long as it is alone."""
+    program, model, batch = as_initialised("tp=2")
+    pattern = re.compile(r"(    return \(.*\), \[\w+, )(\w+),")
+    stale = {
+        key: pattern.sub(r'\1k.setdefault("old", \2),', text)
+        for key, text in program.modules.items()
+    }
+    assert stale != program.modules
+    wrong = replace(program, modules=stale)
+    assert verify(wrong, model, batch, drawn=False).passed
+    assert not verify(wrong, model, batch).passed
+
+
+def test_the_norm_that_clips_is_compared():
+    program, model, batch = as_initialised("tp=2")
+    name = "blocks.0.mlp.up.weight"
+    spec = program.parameters[name]
+    assert spec.split_axes == ("tp",)
+    proof = verify(program, model, batch).check()
+    assert proof.errors[NORM] < 1e-10
+    # Whole on both ranks: each has half of its gradient, and takes it for all of it.
+    whole = tuple(tuple(() for _ in factors) for factors in spec.slots)
+    parameters = {**program.parameters, name: replace(spec, slots=whole)}
+    with pytest.raises((RankError, VerificationFailed)):
+        verify(replace(program, parameters=parameters), model, batch)
+
+
+def test_a_loss_without_dropout_is_compared():
+    case = plain_gpt(layers=1, dropout=0.2).double()
+    proof = verify(case.compile("tp=2"), *case).check()
+    assert proof.errors[EVALUATED] < 1e-10

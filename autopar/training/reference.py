@@ -23,9 +23,10 @@ class OurDropout(TorchFunctionMode):
 
     A mask is a function of seed, step, number of the call and global position, so
     that it does not depend on the plan; torch's own generator cannot give that.
+    key: of seed and step; None: there is no dropout.
     """
 
-    def __init__(self, key: int) -> None:
+    def __init__(self, key: int | None) -> None:
         super().__init__()
         self.key, self.calls = key, 0
 
@@ -46,7 +47,7 @@ class OurDropout(TorchFunctionMode):
         training: bool = True,
         inplace: bool = False,
     ) -> Tensor:
-        if not training or p == 0.0:
+        if not training or p == 0.0 or self.key is None:
             return input
         shape = [[(n, ((0, n),))] for n in input.shape]
         keep = dropout_mask(p, self.key, self.calls, shape, input.device)

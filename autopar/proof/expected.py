@@ -1,0 +1,151 @@
+"""What the untouched model computes, for programs to be compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from autopar.proof.drawn import drawn_batch, drawn_weights, is_finite
+from autopar.runtime.choices import Choices, Choosing
+from autopar.training.reference import OurDropout, reference_step
+from passes.capture.call_model import loss_of
+from passes.program import Program
+
+# Relative error that rounding explains, by dtype of the parameters.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+# The same for what is computed in mixed precision: so many roundings of its dtype
+# (0.03 for bfloat16, 0.004 for float16).
+ROUNDINGS = 4
+
+# A loss, and gradients by the model's own names.
+Gradients = tuple[Tensor, Mapping[str, Tensor]]
+
+# What may be drawn.
+WEIGHTS, BATCH = "weights", "batch"
+STEPS = 2  # of what is drawn: what one step leaves behind must not show in the next
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One step of the untouched model, to compare programs with.
+
+    found: what it computes; in mixed precision under autocast, with `made`, what its
+    routers chose. exact: of the model in its own precision, told so; `margin`: by how
+    much it preferred others. norm: of all gradients. evaluated: the loss without
+    dropout, where there is dropout. drawn: of weights and batch.
+    """
+
+    weights: Mapping[str, Tensor]
+    batch: Mapping[str, Tensor]
+    found: Gradients
+    tolerance: float
+    made: tuple[Tensor, ...] | None = None
+    exact: Gradients | None = None
+    margin: float = 0.0
+    evaluated: Tensor | None = None
+    drawn: tuple[str, ...] = ()
+
+
+def expect(
+    program: Program,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None = None,
+    seed: int = 0,
+    tolerance: float | None = None,
+    drawn: bool = True,
+) -> list[Expected]:
+    """Run the model on what programs are to be compared on, a step at a time."""
+    for what in ((WEIGHTS, BATCH), (WEIGHTS,)) if drawn else ():
+        steps = []
+        for number in range(STEPS):
+            given = batch
+            if BATCH in what:
+                given = drawn_batch(program, batch, seed + number)
+            with drawn_weights(model, seed + number):
+                key = (seed << 32) + number
+                made = _expect(program, model, given, loss_fn, key, tolerance, what)
+            if made is None:
+                break
+            steps.append(made)
+        else:
+            return steps
+    one = _expect(program, model, batch, loss_fn, seed << 32, tolerance, ())
+    assert one is not None, "what is given is compared as it is"
+    return [one]
+
+
+def _expect(
+    program: Program,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None,
+    key: int,
+    tolerance: float | None,
+    drawn: tuple[str, ...],
+) -> Expected | None:
+    """One step of the model; None if it cannot take what was drawn for it."""
+    precision = program.plan.dtype
+    routers = Choosing() if precision else None
+    try:
+        with _Narrowest() as seen:
+            want = reference_step(model, batch, loss_fn, key, precision, routers)
+    except (AssertionError, IndexError, RuntimeError, ValueError):
+        if not drawn:
+            raise
+        return None
+    if drawn and not is_finite(*want):
+        return None
+    expected = Expected(
+        {name: p.detach() for name, p in model.named_parameters()},
+        {k: v for k, v in batch.items() if isinstance(v, Tensor)},
+        want,
+        rounding(model, precision, seen.dtype) if tolerance is None else tolerance,
+        drawn=drawn,
+    )
+    if routers is not None:
+        told = Choices(routers.made)
+        choosing = Choosing(told)
+        exact = reference_step(model, batch, loss_fn, key, choosing=choosing)
+        made = tuple(routers.made)
+        return replace(expected, made=made, exact=exact, margin=told.margin)
+    if any("dropout" in text for text in program.modules.values()):
+        with OurDropout(None), torch.no_grad():
+            evaluated = loss_of(model, batch, loss_fn)
+        return replace(expected, evaluated=evaluated)
+    return expected
+
+
+class _Narrowest(TorchFunctionMode):
+    """Notes in which precision, at least, a model computes what it differentiates: one
+    in float64 may have norms or a router in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtype = torch.float64
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for x in found if isinstance(found, tuple | list) else (found,):
+            is_real = isinstance(x, Tensor) and x.is_floating_point()
+            if is_real and x.requires_grad and x.itemsize < self.dtype.itemsize:
+                self.dtype = x.dtype
+        return found
+
+
+def rounding(
+    model: nn.Module, precision: torch.dtype | None, narrowest: torch.dtype
+) -> float:
+    """The relative error that is explained by the precision that a model computes in,
+    alone (its narrowest) or under autocast."""
+    dtype = next(p.dtype for p in model.parameters())
+    if precision is None or dtype is torch.float64:  # autocast leaves float64 alone
+        return max(TOLERANCE.get(d, 2e-2) for d in (dtype, narrowest))
+    return ROUNDINGS * torch.finfo(precision).eps

@@ -1,0 +1,35 @@
+"""The norm of all gradients, in which each element of the model counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.comm import Comm
+from autopar.runtime.shards import owns
+from passes.program import Program
+
+
+def is_owner(program: Program, comm: Comm, name: str) -> bool:
+    """Whether this rank is the first of those that hold the same part of it."""
+    spec, schedule = program.parameters[name], program.schedule
+    ranks = tuple(schedule.stage_to_rank[s] for s in spec.stages)
+    return owns(spec, program.mesh, comm.coords, ranks)
+
+
+def gradient_norm(
+    program: Program, comm: Comm, gradients: Mapping[str, Tensor]
+) -> Tensor:
+    """The global 2-norm, a float64 scalar on `comm.device`; all ranks must call it.
+
+    gradients: this rank's shards, by name, on any device.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=comm.device)
+    for name, grad in gradients.items():
+        if is_owner(program, comm, name):
+            norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
+            total += norm.to(total.device) ** 2
+    comm.reduce_ranks_(total, tuple(range(program.mesh.size)))
+    return total.sqrt()
