@@ -265,7 +265,8 @@ class Step:
         yield from dict(self.named_parameters()).values()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same, with the model's own names."""
+        """The same, with the model's own names; `h.0.attn.qkv[0:32].weight` is part of
+        one that the model cuts into pieces, which rest each by itself."""
         held = self.executor if self._host is None else self._host
         yield from held.parameters.items()
 
@@ -376,7 +377,7 @@ def _remember(
     buffers: with their values, which the model's may lack.
     """
     state = model.state_dict(keep_vars=True)
-    held = {n for n, spec in program.parameters.items() if spec.stages}
+    held = set(program.sources)
     held |= {alias for alias, name in program.aliases.items() if name in held}
     whole = {n: buffers.get(n, t) for n, t in state.items() if n not in held}
     unused = {n: t for n, t in whole.items() if not t.is_meta}

@@ -63,6 +63,16 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What a parameter of a graph is of the model's own: the block that begins at
+    `start` in parameter `source`, which has this shape."""
+
+    source: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Where:
     """Where a node comes from: module path and line of the user's source."""
 

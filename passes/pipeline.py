@@ -29,6 +29,7 @@ from passes.schedule.choose_schedule import choose_schedule, room, splits_backwa
 from passes.schedule.footprint import communication, footprint
 from passes.schedule.memory import check_memory, rank_memory
 from passes.shard.collectives import collective
+from passes.shard.cut_weights import cut_weights
 from passes.shard.insert_collectives import Lowered, insert_collectives
 from passes.shard.notes import find_notes
 from passes.shard.propagate import propagate
@@ -69,6 +70,9 @@ def compile_program(
     asked, plan = plan, split_groups(named, plan)
     sharded = propagate(named, plan)
     watch("propagate", sharded)
+    uncut, sharded = sharded, cut_weights(sharded)
+    if sharded is not uncut:
+        watch("cut_weights", sharded)
     lowered = insert_collectives(sharded)
     watch("insert_collectives", lowered)
     costs = costs if isinstance(costs, Costs) else costs(lowered)
@@ -228,8 +232,13 @@ def _specs(staged: Staged, values: tuple[Value, ...]) -> dict[str, ParameterSpec
     for stage in staged.stages:
         for name in stage.names.values():
             holders.setdefault(name, []).append(stage.index)
+    traced = lowered.traced
+    sources: dict[str, list[int]] = {}
+    for v in values:
+        sources.setdefault(traced.part(v).source, []).extend(holders.get(v.name, ()))
     found = {}
     for v in values:
+        part = traced.part(v)
         sharding, dims = lowered.shardings[v.name], lowered.dims[v.name]
         trainable = v.name in lowered.traced.trainable
         pending = [a for a in staged.plan.axes if a in sharding.varying and a != TIME]
@@ -241,8 +250,10 @@ def _specs(staged: Staged, values: tuple[Value, ...]) -> dict[str, ParameterSpec
             slots=sharding.slots,
             pending=tuple(pending) if trainable else (),
             gathered=gathered.get(v.name, ()),
-            stages=tuple(holders.get(v.name, ())),
+            # What nothing reads of a weight is where the rest of it is.
+            stages=tuple(holders.get(v.name) or sorted({*sources[part.source]})),
             trainable=trainable,
+            part=part,
         )
     return found
 

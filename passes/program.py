@@ -13,6 +13,7 @@ import torch
 
 from passes.cost import Seconds
 from passes.errors import AutoparError
+from passes.graph import Part
 from passes.mesh import TIME, Mesh
 from passes.plan import Plan
 from passes.proof.input_ranges import InputRange
@@ -20,7 +21,7 @@ from passes.schedule.footprint import Communication, Footprint
 from passes.schedule.memory import RankMemory
 from passes.schedule.schedule import Schedule
 
-FORMAT = 2
+FORMAT = 3
 
 
 class ProgramError(AutoparError):
@@ -34,7 +35,8 @@ class ParameterSpec:
     factors, dims, slots: for each tensor dim its named factors: sizes, names, and the
     axes that split them. pending: axes over which its gradient is a pending sum at the
     end of a step. gathered: axes over which it is gathered for its uses, and its
-    gradient scattered. stages: those that hold it (several for a tied weight).
+    gradient scattered. stages: those that hold it (several for a tied weight). part:
+    what it is of a parameter of the model; mostly all of it.
     """
 
     shape: tuple[int, ...]
@@ -46,6 +48,7 @@ class ParameterSpec:
     gathered: tuple[str, ...]
     stages: tuple[int, ...]
     trainable: bool
+    part: Part
 
     @property
     def split_axes(self) -> tuple[str, ...]:
@@ -113,6 +116,22 @@ class Program:
     @property
     def mesh(self) -> Mesh:
         return self.plan.mesh
+
+    @property
+    def sources(self) -> dict[str, list[str]]:
+        """The model's own parameters that stages compute with -> what they are here:
+        the same, or several parts of it."""
+        found: dict[str, list[str]] = {}
+        for name, spec in self.parameters.items():
+            if spec.stages:
+                found.setdefault(spec.part.source, []).append(name)
+        return found
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the model's own parameters that stages compute with."""
+        first = ((n, self.parameters[own[0]]) for n, own in self.sources.items())
+        return {name: spec.part.shape for name, spec in first}
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank runs, first to last."""
@@ -258,6 +277,7 @@ def _spec(data: dict[str, Any]) -> ParameterSpec:
         pending=tuple(spec.pending),
         gathered=tuple(spec.gathered),
         stages=tuple(spec.stages),
+        part=Part(**{k: _tuples(v) for k, v in data["part"].items()}),
     )
 
 

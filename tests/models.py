@@ -220,6 +220,35 @@ def plain_gpt(
     return Case(randomize(model), fields)
 
 
+class OneKey(nn.Module):
+    """Attention of heads that share one head of keys and values; a weight for all."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.size = heads, width // heads
+        self.qkv = nn.Linear(width, width + 2 * self.size)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = [x.shape[-1], self.size, self.size]
+        q, k, v = (
+            p.unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for p in self.qkv(x).split(sizes, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+def cut_gpt(layers: int = 2, heads: int = 4, **options: Any) -> Case:
+    """The example's GPT, with a weight of each layer that is cut into uneven pieces."""
+    case = plain_gpt(layers, heads, **options)
+    assert isinstance(case.model, GPT), "it is the example's"
+    for block in case.model.blocks:
+        block.attention = OneKey(8 * heads, heads)
+        randomize(block.attention)
+    return case
+
+
 def gpt2(
     layers: int = 4,
     heads: int = 4,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from models import switch_gpt
+from models import cut_gpt, switch_gpt
 from processes import run_ranks
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from trained import (
@@ -89,6 +89,22 @@ def test_experts_go_on_on_one_device(tmp_path):
     expected = train_plainly(**model)
     run(tmp_path, compiled("ep=2,dp=2", model, zero=1), 0, HALF, model)
     for found in run(tmp_path, compiled("tp=1", model), HALF, STEPS, model):
+        check_end(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"), [("tp=2", "dp=2"), ("dp=2", "tp=2"), ("tp=2", "pp=2")]
+)
+def test_pieces_of_a_weight_go_on_where_it_is_whole(tmp_path, before, after):
+    model = {"make": cut_gpt}
+    zero = {"dp=2": {"zero": 3}}
+    expected = train_plainly(**model)
+    program = compiled(before, model, **zero.get(before, {}))
+    run(tmp_path, program, 0, HALF, model)
+    for found in run(
+        tmp_path, compiled(after, model, **zero.get(after, {})), HALF, STEPS, model
+    ):
         check_end(found, expected)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import gpt2, llama, plain_gpt
+from models import cut_gpt, gpt2, llama, plain_gpt
 from processes import run_ranks
 from torch import Tensor, nn
 from trained import HALF, build, compiled, optimizer, train
@@ -34,6 +34,7 @@ SPLITS = [
     (plain_gpt, "dp=2,tp=2", {"zero": 3}, 9),
     (gpt2, "tp=3,dp=2", {"zero": 1}, 6),
     (llama, "tp=2,dp=3", {"zero": 3}, 1),
+    (cut_gpt, "tp=2,dp=2", {"zero": 3}, 3),
 ]
 
 
@@ -43,9 +44,10 @@ def test_boxes_of_owners_are_the_whole_and_no_more(make, mesh, options, most):
     case = make(layers=2, batch=6, heads=6)
     program = case.compile(mesh, **options)
     counts = []
+    held = {name: torch.zeros(shape) for name, shape in program.shapes.items()}
     for name, spec in program.parameters.items():
-        whole = torch.arange(float(torch.Size(spec.shape).numel())).view(spec.shape)
-        count = torch.zeros(spec.shape)
+        count = held[spec.part.source]
+        whole = torch.arange(float(count.numel())).view(count.shape)
         ranks = tuple(program.schedule.stage_to_rank[s] for s in spec.stages)
         for rank in range(program.mesh.size):
             coords = program.mesh.coords(rank)
@@ -58,6 +60,7 @@ def test_boxes_of_owners_are_the_whole_and_no_more(make, mesh, options, most):
                 assert torch.equal(box.of(shard), whole[place]), name
                 count[place] += owns(spec, program.mesh, coords, ranks)
             assert sum(box.of(shard).numel() for box in found) == shard.numel()
+    for name, count in held.items():
         assert bool((count == 1).all()), name
     assert max(counts) == most
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +19,13 @@ import torch.nn.functional as F
 from models import VOCAB, WIDTH, Case, plan, randomize, token_batch
 from torch import Tensor, nn
 
+from autopar.checkpoints.dcp import CheckpointError
+from autopar.checkpoints.optimizer_state import Group, join_parts
+from autopar.checkpoints.state import state_dict
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import Executor
+from autopar.runtime.gradient_norm import gradient_norm
+from autopar.runtime.shards import local_shape
 from autopar.runtime.virtual import run_virtual
 from autopar.step import Step, _remember
 from autopar.verify import local_parameters
@@ -110,13 +116,12 @@ def drawn(seed: int) -> tuple[Case, str, int, dict[str, object]]:
 
 
 def step_on(comm: Comm, program: Program, model: nn.Module) -> Step:
-    """The step of one rank of a virtual mesh."""
+    """The step of one rank of a virtual mesh, which calls no roll."""
     step = object.__new__(Step)
     held = local_parameters(program, comm, dict(model.named_parameters()))
     step._executor = Executor(program, comm, held, dict(model.named_buffers()), 0)
-    step._host, step.comm, step._decided = None, comm, program.plan
+    step._host, step.comm, step.device = None, comm, comm.device
     step.names, step.unused = _remember(model, program, {})
-    step._fixed, step.device = {}, torch.device("cpu")
     return step
 
 
@@ -126,10 +131,13 @@ def check_training(program: Program, case: Case, tolerance: float = 1e-9) -> Non
     def body(comm: Comm) -> SimpleNamespace:
         step = step_on(comm, program, case.model)
         optimizer = torch.optim.AdamW(step.parameters(), lr=0.01)
-        loss = step(**case.batch)
-        norm = step.clip_grad_norm_(CLIP)
+        loss = step.executor.step(case.batch)
+        grads = {n: p.grad for n, p in step.named_parameters() if p.grad is not None}
+        norm = gradient_norm(program, comm, grads)
+        for grad in grads.values():
+            grad.mul_(torch.clamp(CLIP / (norm + 1e-6), max=1.0))
         optimizer.step()
-        return SimpleNamespace(loss=loss, norm=norm, state=step.state_dict())
+        return SimpleNamespace(loss=loss, norm=norm, state=state_dict(step))
 
     ranks = run_virtual(program.mesh, program.plan.microbatches, body)
     whole, loss, norm = trained(case)
@@ -185,3 +193,24 @@ def test_what_fits_not_together_is_no_lowered_graph() -> None:
     changed = state.with_varying(frozenset({"tp"}) - state.varying)
     with pytest.raises(AssertionError, match="on axis 'tp'"):
         replace(lowered, shardings={**lowered.shardings, piece: changed}).verify()
+
+
+@pytest.mark.parametrize(("kv", "share"), [(1, 0.54), (2, 0.5)])
+def test_a_rank_holds_its_share_of_each_piece(kv: int, share: float) -> None:
+    """Of one head of keys and values there is no half."""
+    block = Fused(heads=8, kv=kv, ffn=32, extra=0, bias=False, turned=False)
+    program = Case(Model(block), token_batch(batch=4, seq=6)).compile("tp=2")
+    first = program.mesh.coords(0)
+    specs = program.parameters.values()
+    specs = [s for s in specs if s.part.source == "blocks.0.weight"]
+    held = sum(prod(local_shape(s, program.mesh, first)) for s in specs)
+    assert held / block.weight.numel() == pytest.approx(share, abs=0.01)
+
+
+def test_pieces_of_a_weight_go_into_one_group_of_an_optimizer() -> None:
+    groups = [Group(("w[0:4]",), {}), Group(("w[4:6]", "b"), {})]
+    sources = {"w[0:4]": "w", "w[4:6]": "w", "b": "b"}
+    with pytest.raises(CheckpointError, match="'w' are in the optimizer's groups 0"):
+        join_parts(groups, sources)
+    (group,) = join_parts([Group(("w[0:4]", "w[4:6]", "b"), {})], sources)
+    assert group.names == ("w", "b")

@@ -86,23 +86,36 @@ class Parallel(nn.Module):
         return x + self.last(torch.cat([y, F.gelu(up)], -1))
 
 
-UNEVEN: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
-    **{name: (partial(Fused, name), {"qkv.weight"}) for name in CUTS},
-    "parallel": (Parallel, {"first.weight", "last.weight"}),
+UNEVEN: dict[str, Callable[[], nn.Module]] = {
+    **{name: partial(Fused, name) for name in CUTS},
+    "parallel": Parallel,
 }
 
 
 @pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("name", UNEVEN)
-def test_work_of_uneven_pieces_is_split_and_a_note_says_what_is_not(name: str) -> None:
-    block, held = UNEVEN[name]
-    one = case(block)
+def test_uneven_pieces_of_a_weight_are_split_each_by_itself(name: str) -> None:
+    one = case(UNEVEN[name])
     program = one.compile("tp=2")
-    assert whole(program) == held
-    (note,) = program.notes
-    names = ", ".join(f"blocks.*.{weight}" for weight in sorted(held))
-    assert note.startswith(f"tp splits the work of {names}, but its ranks all hold")
+    assert whole(program) == set()
+    assert program.notes == ()
     one.verify("dp=2,pp=2,tp=2", 2)
+
+
+class Decayed(Fused):
+    """A weight that is read in pieces, and whole too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + 0.01 * self.qkv.weight.square().mean())
+
+
+def test_a_weight_that_is_read_whole_too_is_held_whole_and_a_note_says_so() -> None:
+    one = case(partial(Decayed, "split"))
+    program = one.compile("tp=2")
+    assert whole(program) == {"qkv.weight"}
+    (note,) = program.notes
+    assert note.startswith("tp splits the work of blocks.*.qkv.weight, but its ranks")
+    one.verify("tp=2")
 
 
 class Gated(Block):

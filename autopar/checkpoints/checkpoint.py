@@ -40,13 +40,14 @@ from autopar.checkpoints.dcp import write as write_pieces
 from autopar.checkpoints.optimizer_state import (
     Group,
     check_groups,
+    join_parts,
     local_groups,
     merge_groups,
     set_state,
 )
 from autopar.runtime.comm import Comm
 from autopar.runtime.match import check_names
-from autopar.runtime.shards import boxes
+from autopar.runtime.shards import Box, boxes
 from autopar.runtime.together import on_all, on_first
 
 if TYPE_CHECKING:
@@ -112,18 +113,31 @@ def save(
 def _model_pieces(step: Step) -> State:
     state: State = {}
     for name, p in step.named_parameters():
-        state["model", name] = _piece(step, name, p.detach(), step.owns(name))
+        piece = _piece(step, name, p.detach(), step.owns(name))
+        _add(state, _saved_key(step, ("model", name)), piece)
     for name, value in step.unused.items():
-        state["model", name] = Piece.whole(value, step.comm.rank == 0)
+        state["model", name] = [Piece.whole(value, step.comm.rank == 0)]
     return state
 
 
 def _piece(step: Step, name: str, shard: Tensor, written: bool) -> Piece:
     """A tensor that is split as the parameter `name` is."""
     spec = step.program.parameters[name]
-    return Piece(
-        spec.shape, boxes(spec, step.program.mesh, step.comm.coords), shard, written
-    )
+    own = boxes(spec, step.program.mesh, step.comm.coords)
+    return Piece(spec.part.shape, own, shard, written)
+
+
+def _saved_key(step: Step, key: Key) -> Key:
+    """With the name of the model's parameter for that of a part of it."""
+    at = 1 if key[0] == "model" else 2
+    spec = step.program.parameters.get(str(key[at]))
+    return key if spec is None else (*key[:at], spec.part.source, *key[at + 1 :])
+
+
+def _add(state: State, key: Key, piece: Piece) -> None:
+    held = state.setdefault(key, [])
+    assert isinstance(held, list), f"{key} is a tensor"
+    held.append(piece)
 
 
 def _tied(step: Step) -> dict[str, str]:
@@ -142,14 +156,17 @@ def _optimizer_pieces(step: Step, optimizer: Optimizer) -> State:
         owned = step.owns(name)
         spec = step.program.parameters[name]
         first = owned and not any(step.comm.coords[a] for a in spec.split_axes)
+        first = first and not any(spec.part.start)
         for entry, value in optimizer.state.get(p, {}).items():
-            key = ("optimizer", "state", name, entry)
-            if not isinstance(value, Tensor):
-                state |= {key: pack(key, value)} if first else {}
-            elif value.shape == p.shape:
-                state[key] = _piece(step, name, value, owned)
+            key = _saved_key(step, ("optimizer", "state", name, entry))
+            if isinstance(value, Tensor) and value.shape == p.shape:
+                _add(state, key, _piece(step, name, value, owned))
+            elif not first:
+                continue
+            elif isinstance(value, Tensor):
+                state[key] = [Piece.whole(value)]
             else:
-                state[key] = Piece.whole(value, first)
+                state[key] = pack(key, value)
     return state
 
 
@@ -157,7 +174,9 @@ def _all_groups(step: Step, optimizer: Optimizer) -> list[Group]:
     """The groups of all ranks' parameters; checked, on all ranks."""
     held = dict(step.named_parameters())
     by_rank = on_all(step.comm, lambda: local_groups(optimizer, held))
-    return merge_groups(by_rank, list(step.program.parameters))
+    groups = merge_groups(by_rank, list(step.program.parameters))
+    parts = {name: spec.part for name, spec in step.program.parameters.items()}
+    return join_parts(groups, {name: part.source for name, part in parts.items()})
 
 
 def _options(groups: list[Group]) -> dict[Key, Any]:
@@ -211,8 +230,7 @@ def load(directory: str | Path, step: Step, optimizer: Optimizer | None = None) 
     if optimizer is not None:
         check_groups(groups, _all_groups(step, optimizer))
         on_all(comm, lambda: wanted.update(_optimizer_targets(step, saved)))
-    found = read_pieces(saved.folder, wanted)
-    found |= {k: v.values for k, v in wanted.items() if isinstance(v, Piece)}
+    found = _read_targets(step, saved.folder, wanted)
     _set_model(step, found)
     if optimizer is not None:
         state: dict[str, dict[str, Any]] = {}
@@ -264,7 +282,7 @@ def _check_model(step: Step, saved: Saved) -> None:
     """Compare names and shapes; the same on all ranks."""
     held = {str(key[1]): v.size for key, v in saved.held.items() if key[0] == "model"}
     shapes = {n: tuple(t.shape) for n, t in step.unused.items()}
-    shapes |= {n: s.shape for n, s in step.program.parameters.items() if s.stages}
+    shapes |= step.program.shapes
     check_names("the checkpoint", "step.save", shapes, step.names, held)
 
 
@@ -278,33 +296,71 @@ def _saved_groups(plain: Mapping[Key, Any]) -> list[Group]:
     ]
 
 
-def _model_targets(step: Step) -> State:
-    """Memory on the CPU for this rank's part of the model."""
-    state: State = {}
+Targets = dict[Key, Piece | bytes]
+"""By key, with this rank's own names of parameters: memory to read into, on the CPU;
+nothing for what is no tensor."""
+
+
+def _model_targets(step: Step) -> Targets:
+    found: Targets = {}
     for name, p in step.named_parameters():
-        state["model", name] = _piece(
-            step, name, torch.empty_like(p, device="cpu"), False
-        )
+        shard = torch.empty_like(p, device="cpu")
+        found["model", name] = _piece(step, name, shard, False)
     for name, value in step.unused.items():
-        state["model", name] = Piece.whole(torch.empty_like(value))
-    return state
+        found["model", name] = Piece.whole(torch.empty_like(value))
+    return found
 
 
-def _optimizer_targets(step: Step, saved: Saved) -> State:
-    """The same for what was saved of this rank's parameters' state."""
-    held, state = dict(step.named_parameters()), State()
+def _optimizer_targets(step: Step, saved: Saved) -> Targets:
+    """For what was saved of this rank's parameters' state."""
+    held, found = dict(step.named_parameters()), Targets()
+    by_source: dict[str, list[tuple[str, Any]]] = {}
     for key, value in saved.held.items():
-        if key[:2] != ("optimizer", "state") or key[2] not in held:
-            continue
-        name, size = str(key[2]), getattr(value, "size", None)
-        if size is None:
-            state[key] = b""
-        elif tuple(size) == step.program.parameters[name].shape:
-            shard = torch.empty(held[name].shape, dtype=value.properties.dtype)
-            state[key] = _piece(step, name, shard, False)
+        if key[:2] == ("optimizer", "state"):
+            by_source.setdefault(str(key[2]), []).append((str(key[3]), value))
+    for name, p in held.items():
+        part = step.program.parameters[name].part
+        for entry, value in by_source.get(part.source, ()):
+            key, size = (
+                ("optimizer", "state", name, entry),
+                getattr(value, "size", None),
+            )
+            if size is None:
+                found[key] = b""
+            elif tuple(size) == part.shape:
+                shard = torch.empty(p.shape, dtype=value.properties.dtype)
+                found[key] = _piece(step, name, shard, False)
+            else:
+                whole = torch.empty(size, dtype=value.properties.dtype)
+                found[key] = Piece.whole(whole)
+    return found
+
+
+def _read_targets(step: Step, folder: Path, wanted: Targets) -> dict[Key, Any]:
+    """Fill the memory; returns all values. What parts of a parameter have in common is
+    read once, for each of them a copy."""
+    state: State = {}
+    for key, value in wanted.items():
+        saved = _saved_key(step, key)
+        if isinstance(value, bytes):
+            state[saved] = value
+        elif saved not in state or not _is_whole(value):
+            _add(state, saved, value)
+    plain = read_pieces(folder, state)
+    found: dict[Key, Any] = {}
+    for key, value in wanted.items():
+        saved = _saved_key(step, key)
+        held = state[saved]
+        if isinstance(value, bytes) or isinstance(held, bytes):
+            found[key] = plain[saved]
         else:
-            state[key] = Piece.whole(torch.empty(size, dtype=value.properties.dtype))
-    return state
+            own = any(value is piece for piece in held)
+            found[key] = value.values if own else held[0].values.clone()
+    return found
+
+
+def _is_whole(piece: Piece) -> bool:
+    return piece.boxes == (Box.all_of(piece.shape),)
 
 
 @torch.no_grad()

@@ -71,8 +71,9 @@ class Piece:
         return cls(shape, (Box.all_of(shape),), values, written)
 
 
-State = dict[Key, Piece | bytes]
-"""What this rank writes, or reads into: pieces of tensors, and pickled plain values."""
+State = dict[Key, list[Piece] | bytes]
+"""What this rank writes, or reads into: pieces of tensors, and pickled plain values.
+The pieces of one tensor have no box in common."""
 
 
 def write(folder: Path, state: State, aliases: Mapping[Key, Key]) -> None:
@@ -156,8 +157,10 @@ class _SavePlanner(SavePlanner):
         for name, value in self.state.items():
             if isinstance(value, bytes):
                 items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
-            elif value.written:
-                items += [_write_item(name, value, box) for box in value.boxes]
+                continue
+            for piece in value:
+                boxes = piece.boxes if piece.written else ()
+                items += [_write_item(name, piece, box) for box in boxes]
         written = {item.index.fqn for item in items}
         return SavePlan(items, planner_data={n: self.keys[n] for n in written})
 
@@ -189,7 +192,7 @@ class _SavePlanner(SavePlanner):
         value = self.state[write_item.index.fqn]
         if isinstance(value, bytes):
             return io.BytesIO(value)
-        return _box_at(value, write_item.index).of(value.values).contiguous()
+        return _box_at(value, write_item.index).contiguous()
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -237,7 +240,8 @@ class _LoadPlanner(LoadPlanner):
                 continue
             chunks = [
                 ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size))
-                for box in value.boxes
+                for piece in value
+                for box in piece.boxes
             ]
             saved = self.metadata.state_dict_metadata[name]
             items += create_read_items_for_chunk_list(name, saved, chunks)
@@ -254,9 +258,9 @@ class _LoadPlanner(LoadPlanner):
         self.plain[key] = torch.load(value, "cpu", weights_only=True)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        piece = self.state[read_item.dest_index.fqn]
-        assert isinstance(piece, Piece), f"{read_item} is of a tensor"
-        view = _box_at(piece, read_item.dest_index).of(piece.values)
+        pieces = self.state[read_item.dest_index.fqn]
+        assert isinstance(pieces, list), f"{read_item} is of a tensor"
+        view = _box_at(pieces, read_item.dest_index)
         ranges = zip(read_item.dest_offsets, read_item.lengths, strict=True)
         for dim, (begin, length) in enumerate(ranges):
             view = view.narrow(dim, begin, length)
@@ -284,6 +288,9 @@ def _read_bytes(name: str) -> ReadItem:
     return ReadItem(LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere)
 
 
-def _box_at(piece: Piece, index: MetadataIndex) -> Box:
+def _box_at(pieces: list[Piece], index: MetadataIndex) -> Tensor:
+    """A view of the box that begins at a place of the whole tensor."""
     start = tuple(index.offset or ())
-    return next(box for box in piece.boxes if box.start == start)
+    found = ((p, box) for p in pieces for box in p.boxes if box.start == start)
+    piece, box = next(found)
+    return box.of(piece.values)

@@ -58,9 +58,9 @@ def model_tensors(folder: Path, aliases: Mapping[str, str]) -> dict[str, Tensor]
     for key, saved in held_by(folder).items():
         if key[0] == "model" and key[1] not in aliases:
             empty = torch.empty(saved.size, dtype=saved.properties.dtype)
-            state[key] = Piece.whole(empty)
+            state[key] = [Piece.whole(empty)]
     read(folder, state)
-    return {str(k[1]): v.values for k, v in state.items() if isinstance(v, Piece)}
+    return {str(k[1]): v[0].values for k, v in state.items() if isinstance(v, list)}
 
 
 def _write(tensors: dict[str, Tensor], aliases: Mapping[str, str], path: Path) -> None:

@@ -85,6 +85,29 @@ def merge_groups(by_rank: Sequence[list[Group]], order: Sequence[str]) -> list[G
     return merged
 
 
+def join_parts(groups: Sequence[Group], sources: Mapping[str, str]) -> list[Group]:
+    """The groups, with the model's own parameters for parts of them.
+
+    sources: name of each parameter -> of the model's own that it is part of. Raises:
+    CheckpointError if parts of one are in several groups.
+    """
+    joined = [
+        Group(tuple(dict.fromkeys(sources[n] for n in group.names)), group.options)
+        for group in groups
+    ]
+    seen: dict[str, int] = {}
+    for i, group in enumerate(joined):
+        for name in group.names:
+            if name in seen:
+                raise CheckpointError(
+                    f"parts of '{name}' are in the optimizer's groups {seen[name]} "
+                    f"and {i}",
+                    fix="put all parts of a parameter into one group",
+                )
+            seen[name] = i
+    return joined
+
+
 def check_groups(saved: Sequence[Group], ours: Sequence[Group]) -> None:
     """Whether groups have the same parameters. Raises CheckpointError."""
     if len(saved) != len(ours):

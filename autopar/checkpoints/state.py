@@ -21,14 +21,15 @@ def state_dict(step: Step) -> dict[str, Tensor]:
     held = dict(step.named_parameters())
     program = step.program
     found = {n: t.clone() for n, t in step.unused.items()}
-    for name, spec in program.parameters.items():
-        if not spec.stages:
-            continue
-        dtype = getattr(torch, spec.dtype)
-        whole = torch.zeros(spec.shape, dtype=dtype, device=step.device)
-        if name in held and step.owns(name):
-            put_shard(whole, held[name], spec, program.mesh, step.comm.coords)
-        found[name] = step.comm.reduce_ranks_(whole, step.everyone()).cpu()
+    for source, names in program.sources.items():
+        first = program.parameters[names[0]]
+        dtype = getattr(torch, first.dtype)
+        whole = torch.zeros(first.part.shape, dtype=dtype, device=step.device)
+        for name in names:
+            if name in held and step.owns(name):
+                spec = program.parameters[name]
+                put_shard(whole, held[name], spec, program.mesh, step.comm.coords)
+        found[source] = step.comm.reduce_ranks_(whole, step.everyone()).cpu()
     for alias, name in program.aliases.items():
         found[alias] = found[name]
     return {name: found[name] for name in step.names if name in found}
@@ -37,8 +38,9 @@ def state_dict(step: Step) -> dict[str, Tensor]:
 def check_state_dict(step: Step, state: Mapping[str, Tensor]) -> None:
     """Raises ModelMismatch for names and shapes that are not the model's."""
     program = step.program
-    known = {*step.names, *program.parameters, *program.buffers}
-    shapes = {n: spec.shape for n, spec in program.parameters.items()}
+    parts = [spec.part for spec in program.parameters.values()]
+    shapes = {part.source: part.shape for part in parts}
+    known = {*step.names, *shapes, *program.buffers}
     given = {n: t.shape for n, t in state.items()}
     check_names("the state dict", "step.state_dict", shapes, known, given)
 
@@ -49,5 +51,6 @@ def load_state_dict(step: Step, state: Mapping[str, Tensor]) -> None:
     program = step.program
     for name, p in step.named_parameters():
         spec = program.parameters[name]
-        p.copy_(take_shard(state[name], spec, program.mesh, step.comm.coords))
+        whole = state[spec.part.source]
+        p.copy_(take_shard(whole, spec, program.mesh, step.comm.coords))
     step.set_whole(state)

@@ -126,12 +126,20 @@ def local_parameters(
     mine = program.stages_of(comm.rank)
     return {
         name: nn.Parameter(
-            take_shard(wholes[name].detach(), spec, program.mesh, comm.coords),
-            requires_grad=spec.trainable,
+            _own(program, comm, name, wholes), requires_grad=spec.trainable
         )
         for name, spec in program.parameters.items()
         if set(spec.stages) & set(mine)
     }
+
+
+def _own(
+    program: Program, comm: Comm, name: str, wholes: Mapping[str, Tensor]
+) -> Tensor:
+    """The rank's shard of a parameter."""
+    spec = program.parameters[name]
+    whole = wholes[spec.part.source].detach()
+    return take_shard(whole, spec, program.mesh, comm.coords)
 
 
 @torch.no_grad()
@@ -143,8 +151,7 @@ def _set_weights(
 ) -> None:
     """Writes into the rank's shards, as an optimizer does."""
     for name, p in held.items():
-        spec = program.parameters[name]
-        p.copy_(take_shard(wholes[name].detach(), spec, program.mesh, comm.coords))
+        p.copy_(_own(program, comm, name, wholes))
 
 
 # --- what ranks found, joined -------------------------------------------------------
@@ -163,7 +170,8 @@ def _join(program: Program, ranks: Sequence[_OfRank]) -> FoundStep:
     for name, spec in program.parameters.items():
         if spec.trainable and spec.stages:
             shards = [one.shards.get(name) for one in ranks]
-            whole[name] = assemble(program, name, shards, noise)
+            source = spec.part.source
+            whole[source] = assemble(program, name, shards, noise, whole.get(source))
     return FoundStep(first.loss, whole, first.norm, first.evaluated)
 
 
@@ -179,28 +187,33 @@ def check_owners(program: Program) -> None:
     """Each element of a parameter has one rank that answers for it: it is counted once
     in norms, and saved once. Raises VerificationFailed."""
     mesh = program.mesh
-    for name, spec in program.parameters.items():
-        if not spec.stages:
-            continue
-        held_by = tuple(program.schedule.stage_to_rank[s] for s in spec.stages)
-        count = torch.zeros(spec.shape, dtype=torch.int8)
-        for rank in range(mesh.size):
-            coords = mesh.coords(rank)
-            if owns(spec, mesh, coords, held_by):
-                mine = take_shard(count, spec, mesh, coords)
-                put_shard(count, mine + 1, spec, mesh, coords)
+    for source, names in program.sources.items():
+        shape = program.parameters[names[0]].part.shape
+        count = torch.zeros(shape, dtype=torch.int8)
+        for name in names:
+            spec = program.parameters[name]
+            held_by = tuple(program.schedule.stage_to_rank[s] for s in spec.stages)
+            for rank in range(mesh.size):
+                coords = mesh.coords(rank)
+                if owns(spec, mesh, coords, held_by):
+                    mine = take_shard(count, spec, mesh, coords)
+                    put_shard(count, mine + 1, spec, mesh, coords)
         if not bool((count == 1).all()):
             raise VerificationFailed(
-                f"some of '{name}' has no rank that answers for it, or several",
+                f"some of '{source}' has no rank that answers for it, or several",
                 fix="report this model and mesh; another mesh may be right meanwhile",
             )
 
 
 def assemble(
-    program: Program, name: str, shards: Sequence[Tensor | None], noise: float
+    program: Program,
+    name: str,
+    shards: Sequence[Tensor | None],
+    noise: float,
+    whole: Tensor | None = None,
 ) -> Tensor:
     """The whole tensor from the shards of all ranks; replicas must agree, as far as
-    elements are above the noise."""
+    elements are above the noise. whole: what other parts of it were put into."""
     spec, mesh = program.parameters[name], program.mesh
     first = next((s for s in shards if s is not None), None)
     if first is None:
@@ -208,7 +221,8 @@ def assemble(
             f"no rank has a gradient of '{name}'",
             fix="report this model and mesh; another mesh may be right meanwhile",
         )
-    whole = torch.full(spec.shape, float("nan"), dtype=first.dtype)
+    if whole is None:
+        whole = torch.full(spec.part.shape, float("nan"), dtype=first.dtype)
     held_by = tuple(program.schedule.stage_to_rank[s] for s in spec.stages)
     for rank, shard in enumerate(shards):
         if shard is not None and owns(spec, mesh, mesh.coords(rank), held_by):

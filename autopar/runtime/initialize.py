@@ -34,20 +34,17 @@ def local_state(
     coords = mesh.coords(rank)
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, Tensor] = {}
-    wanted = {
-        name: spec
-        for name, spec in {**program.parameters, **program.buffers}.items()
-        if set(spec.stages) & mine or name in program.buffers
-    }
-    for name, whole in real_tensors(model, seed):
-        spec = wanted.get(name)
-        if spec is None:
-            continue
-        if name in program.buffers:
-            buffers[name] = whole.detach().to(device).clone()
-            continue
-        shard = take_shard(whole.detach(), spec, mesh, coords).to(device)
-        parameters[name] = nn.Parameter(shard, requires_grad=spec.trainable)
+    wanted: dict[str, list[str]] = {}
+    for name, spec in program.parameters.items():
+        if set(spec.stages) & mine:
+            wanted.setdefault(spec.part.source, []).append(name)
+    for source, whole in real_tensors(model, seed):
+        if source in program.buffers:
+            buffers[source] = whole.detach().to(device).clone()
+        for name in wanted.get(source, ()):
+            spec = program.parameters[name]
+            shard = take_shard(whole.detach(), spec, mesh, coords).to(device)
+            parameters[name] = nn.Parameter(shard, requires_grad=spec.trainable)
     # In the order of the program, whatever the order in which modules were made.
     ordered = {
         name: parameters[name] for name in program.parameters if name in parameters

@@ -26,19 +26,20 @@ def check_model(program: Program, model: nn.Module) -> None:
     held: dict[str, Tensor] = dict(model.named_parameters())
     held.update(model.named_buffers())
     fix = "compile the model again, or bring back the one that was compiled"
-    for name, spec in {**program.parameters, **program.buffers}.items():
+    for spec in (*program.parameters.values(), *program.buffers.values()):
         if not spec.stages:
             continue
+        name, wanted = spec.part.source, spec.part.shape
         if name not in held:
             raise ModelMismatch(
                 f"the program was compiled with '{name}', which the model lacks",
                 fix=fix,
             )
         shape, dtype = tuple(held[name].shape), dtype_name(held[name].dtype)
-        if (shape, dtype) != (spec.shape, spec.dtype):
+        if (shape, dtype) != (wanted, spec.dtype):
             raise ModelMismatch(
                 f"'{name}' is {dtype}{list(shape)}, but the program was compiled for "
-                f"{spec.dtype}{list(spec.shape)}",
+                f"{spec.dtype}{list(wanted)}",
                 fix=fix,
             )
 

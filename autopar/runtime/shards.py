@@ -36,8 +36,14 @@ def spans(
 def shard_view(
     whole: Tensor, spec: ParameterSpec, mesh: Mesh, coords: Mapping[str, int]
 ) -> Tensor:
-    """A view of the rank's part of `whole`, with each factor as a dim of its own."""
-    view = whole.reshape([n for factors in spec.factors for n in factors])
+    """A view of the rank's part of `whole`, with each factor as a dim of its own.
+
+    whole: the model's parameter, of which `spec` may be but a part.
+    """
+    view = whole
+    for dim, begin in enumerate(spec.part.start):
+        view = view.narrow(dim, begin, spec.shape[dim])
+    view = view.reshape([n for factors in spec.factors for n in factors])
     for dim, (begin, length) in enumerate(spans(spec, mesh, coords)):
         view = view.narrow(dim, begin, length)
     return view
@@ -123,13 +129,18 @@ def boxes(
     spec: ParameterSpec, mesh: Mesh, coords: Mapping[str, int]
 ) -> tuple[Box, ...]:
     """The fewest boxes that a rank's shard consists of, in order; none if it is empty.
+    They begin in the model's parameter.
 
     A split inner factor, as in `(3 heads/tp head_dim)`, makes one for each index of the
     factors around it.
     """
     ranges = iter(spans(spec, mesh, coords))
     by_dim = [
-        _runs(factors, [next(ranges) for _ in factors]) for factors in spec.factors
+        [
+            (begin + first, inside, size)
+            for first, inside, size in _runs(factors, [next(ranges) for _ in factors])
+        ]
+        for begin, factors in zip(spec.part.start, spec.factors, strict=True)
     ]
     found = []
     for combination in product(*by_dim):

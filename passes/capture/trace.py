@@ -26,7 +26,7 @@ from passes.capture.read_export import ExportReader
 from passes.capture.unseen import Unseen, refuse_hooks
 from passes.capture.user_frames import raised_at
 from passes.errors import CaptureError
-from passes.graph import Graph, Value
+from passes.graph import Graph, Part, Value
 
 # In errors of captures that need to know what is in a tensor.
 VALUES_READ = ("datadependent", "dynamicoutputshape", "unbacked")
@@ -41,6 +41,7 @@ class Traced:
     trainable: names of the parameters that want a gradient.
     autocast: value -> the dtype that torch.autocast had for products where it was made;
     of values made outside of autocast, nothing.
+    parts: of parameters that are not the model's own, but parts of them.
     """
 
     graph: Graph
@@ -48,6 +49,11 @@ class Traced:
     literals: Mapping[str, torch.Tensor]
     trainable: frozenset[str]
     autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
+    parts: Mapping[str, Part] = field(default_factory=dict)
+
+    def part(self, v: Value) -> Part:
+        """Where a parameter lies in the model's own."""
+        return self.parts.get(v.name) or Part(v.name, v.shape, (0,) * len(v.shape))
 
     def __str__(self) -> str:
         return str(self.graph)

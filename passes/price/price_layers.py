@@ -20,6 +20,7 @@ from passes.plan import Plan
 from passes.price.cluster import Device
 from passes.price.price import TIED, Account, in_a_row, price
 from passes.schedule.choose_recompute import stage_policies
+from passes.shard.cut_weights import cut_weights
 from passes.shard.insert_collectives import Lowered, insert_collectives
 from passes.shard.propagate import propagate
 from passes.stage.differentiate import Joint, finish, join
@@ -139,7 +140,7 @@ def cut_layers(named: Named, plan: Plan, starts: tuple[str, ...]) -> Cut:
 
     plan: its mesh and microbatches; its stages do not matter.
     """
-    lowered = insert_collectives(propagate(named, plan))
+    lowered = insert_collectives(cut_weights(propagate(named, plan)))
     stages = _stages(lowered)
     if len(starts) > 1:
         stages += _stages(lowered, *starts[1:])

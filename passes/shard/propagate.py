@@ -19,7 +19,7 @@ from passes.plan import Plan
 from passes.shard.allowed import PASS, Allowed, Label
 from passes.shard.hints import Pins, read_hints
 from passes.shard.labels import given_factor, read_labels
-from passes.shard.rest import find_casts, rest_split
+from passes.shard.rest import find_casts, rest_as, varying_axes
 from passes.shard.ring import check_rings, ring_factor
 from passes.shard.routed import WEIGHT, route_of, routed_factor
 from passes.shard.separable import check_loss, check_op
@@ -287,8 +287,7 @@ class _Propagation:
         return _with_rows(state, route)
 
     def rest_parameters(self) -> None:
-        """A parameter rests as all of its uses want it, else whole, or split where a
-        share for each rank is enough until it is used; its casts lie as it does."""
+        """Where parameters lie between their uses; their casts lie as they do."""
         uses: dict[str, list[Sharding]] = {}
         nodes = self.named.graph.nodes
         casts = find_casts(nodes, self.named.graph.params)
@@ -299,18 +298,8 @@ class _Propagation:
                 if self.named.origins[v.name] is Origin.PARAM:
                     uses.setdefault(casts.get(v.name, v.name), []).append(need)
         for v in self.named.graph.params:
-            state = self.states[v.name]
-            for axis in self.order:
-                places = {need.place(axis) for need in uses.get(v.name, [])}
-                if axis in self.plan.zigzag or axis == TIME:
-                    continue  # what rests is one piece of a parameter, and stays
-                if len(places) == 1 and (place := places.pop()) is not None:
-                    state = state.with_split(place, axis, self.order)
-            for axis in self.plan.rest_axes if v.name in uses else ():
-                if state.place(axis) is None:
-                    dims = self.named.dims[v.name]
-                    state = rest_split(dims, state, axis, self.sizes)
-            self.states[v.name] = state
+            dims, own = self.named.dims[v.name], uses.get(v.name, [])
+            self.states[v.name] = rest_as(dims, own, self.plan, v.name in uses)
         for i, node in enumerate(nodes):
             if (out := node.results[0].name) in casts:
                 self.states[out] = self.states[casts[out]]
@@ -337,18 +326,10 @@ def _finish_varying(named: Named, found: _Propagation) -> list[tuple[Sharding, .
     all_needs = list(found.needs)
     states = found.states
 
-    def varying(v: Value) -> set[str]:
-        state = states[v.name]
+    def varying(v: Value) -> frozenset[str]:
         alone = named.origins[v.name] is Origin.PARAM
         axes = found.order if alone else found.plan.data_axes
-        return {
-            axis
-            for axis in axes
-            if state.place(axis) is None
-            and not state.pending_on(axis)
-            and uses.get(v.name)
-            and all(_is_partial(need, axis) for need in uses[v.name])
-        }
+        return varying_axes(states[v.name], uses.get(v.name, ()), axes)
 
     nodes = named.graph.nodes
     for i in range(len(nodes) - 1, -1, -1):
@@ -356,7 +337,7 @@ def _finish_varying(named: Named, found: _Propagation) -> list[tuple[Sharding, .
         if named.origins[node.results[0].name] & Origin.PARAM:
             # What nothing reads sends no gradient back that could have a state.
             read = [v for v in node.results if v.name in uses] or node.results
-            common = frozenset.intersection(*(frozenset(varying(v)) for v in read))
+            common = frozenset.intersection(*(varying(v) for v in read))
             for v in node.results:
                 states[v.name] = states[v.name].with_varying(common)
             needs = tuple(n.with_varying(n.varying | common) for n in needs)
@@ -367,10 +348,3 @@ def _finish_varying(named: Named, found: _Propagation) -> list[tuple[Sharding, .
     for v in named.graph.params:
         states[v.name] = states[v.name].with_varying(varying(v))
     return all_needs
-
-
-def _is_partial(need: Sharding, axis: str) -> bool:
-    """Whether a use contributes only part of the gradient on each rank of the axis."""
-    if axis in need.varying or need.pending_on(axis):
-        return True
-    return need.place(axis) is not None

@@ -25,6 +25,7 @@ import torch
 from passes.capture.lower_precision import CAST
 from passes.dims.name_dims import Dims
 from passes.graph import Graph, Node, Value
+from passes.plan import Plan
 from passes.shard.sharding import Sharding
 
 GATHER = "comm.all_gather"
@@ -59,6 +60,47 @@ def rest_split(
         return state
     *_, d, i = min(options)
     return state.with_split((d, i), axis, [*state.slots[d][i], axis])
+
+
+def rest_as(dims: Dims, uses: Sequence[Sharding], plan: Plan, shared: bool) -> Sharding:
+    """How a parameter rests: as all of its uses want it; else whole, or split where a
+    share for each rank is enough until it is used.
+
+    shared: whether it is shared out over the plan's axes for that.
+    """
+    state, order = Sharding.whole(dims), list(plan.axes)
+    sizes = {axis: plan.size(axis) for axis in order}
+    for axis in order:
+        place = common_place(uses, axis)
+        if axis in plan.zigzag:
+            continue  # what rests is one piece of a parameter
+        if place is not None:
+            state = state.with_split(place, axis, order)
+    for axis in plan.rest_axes if shared else ():
+        if state.place(axis) is None:
+            state = rest_split(dims, state, axis, sizes)
+    return state
+
+
+def common_place(uses: Iterable[Sharding], axis: str) -> tuple[int, int] | None:
+    """The (dim, factor) that the axis splits in all uses; None if they differ."""
+    places = {use.place(axis) for use in uses}
+    return places.pop() if len(places) == 1 else None
+
+
+def varying_axes(
+    state: Sharding, uses: Sequence[Sharding], axes: Iterable[str]
+) -> frozenset[str]:
+    """Those of the axes on which what lies so is V: each of its uses there is V or
+    split, and sends only part of a gradient back."""
+    return frozenset(
+        axis
+        for axis in axes
+        if state.place(axis) is None
+        and not state.pending_on(axis)
+        and uses
+        and all(use.is_partial(axis) for use in uses)
+    )
 
 
 def find_casts(nodes: Iterable[Node], params: Iterable[Value]) -> dict[str, str]:

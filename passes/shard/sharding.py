@@ -56,6 +56,11 @@ class Sharding:
     def pending_on(self, axis: str) -> str | None:
         return dict(self.pending).get(axis)
 
+    def is_partial(self, axis: str) -> bool:
+        """Whether what is used so gets only part of its gradient on each rank."""
+        split = self.place(axis) is not None
+        return split or axis in self.varying or self.pending_on(axis) is not None
+
     def with_split(
         self, place: tuple[int, int], axis: str, order: list[str]
     ) -> Sharding:

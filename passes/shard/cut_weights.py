@@ -1,0 +1,204 @@
+"""cut_weights: a weight that ranks would hold whole, though they split its pieces.
+
+    q, k, v = split_with_sizes(w, [32, 8, 8])     q: heads/tp    k, v: whole
+
+A weight has one sharding, and its uneven pieces have no split in common. So each piece
+becomes a parameter of its own: it rests as its uses want it, its gradient is completed
+as they leave it, and nothing else in the compiler knows of pieces. What they are of the
+model's parameter is remembered (`Part`), for those who read and write whole ones.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from passes.capture.lower_precision import CAST
+from passes.dims.name_dims import Dim, Dims, Factor
+from passes.dims.origins import find_origins
+from passes.graph import Node, Part, Value
+from passes.shard.allowed import Label
+from passes.shard.propagate import Sharded
+from passes.shard.rest import common_place, rest_as, varying_axes
+from passes.shard.sharding import Sharding
+
+SPLIT = "aten.split_with_sizes.default"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A parameter that nothing reads but splits, all of the same sizes along one dim.
+
+    splits: of it, or of casts of it.
+    """
+
+    weight: Value
+    dim: int
+    sizes: tuple[int, ...]
+    casts: tuple[Node, ...]
+    splits: tuple[Node, ...]
+
+
+def cut_weights(sharded: Sharded) -> Sharded:
+    """Make parameters of the pieces of weights that ranks hold whole, where an axis
+    splits one of the pieces."""
+    uses = _uses(sharded)
+    cuts = [c for c in find_cuts(sharded) if _is_worth_it(sharded, c, uses)]
+    return _Cutter(sharded, uses).cut(cuts) if cuts else sharded
+
+
+def find_cuts(sharded: Sharded) -> Iterator[Cut]:
+    """The parameters that are used in pieces only."""
+    consumers = sharded.graph.consumers()
+    for weight in sharded.graph.params:
+        readers = consumers.get(weight.name, [])
+        casts = tuple(n for n in readers if n.op == CAST)
+        splits = [n for n in readers if n.op != CAST]
+        for cast in casts:
+            splits += consumers[cast.out.name]
+        kinds = {n.args[1:] if n.op == SPLIT else None for n in splits}
+        if len(kinds) == 1 and (found := kinds.pop()) is not None:
+            sizes, dim = found
+            yield Cut(weight, dim, sizes, casts, tuple(splits))
+
+
+def _uses(sharded: Sharded) -> Mapping[str, list[Sharding]]:
+    """Value name -> how each of its uses needs it."""
+    found: dict[str, list[Sharding]] = defaultdict(list)
+    for node, needs in zip(sharded.graph.nodes, sharded.needs, strict=True):
+        for v, need in zip(node.operands, needs, strict=True):
+            found[v.name].append(need)
+    return found
+
+
+def _is_worth_it(
+    sharded: Sharded, cut: Cut, uses: Mapping[str, list[Sharding]]
+) -> bool:
+    """Whether an axis splits a piece, in all of its uses, but not what it is cut of."""
+    plan = sharded.plan
+    whole = [need for node in cut.splits for need in uses[node.operands[0].name]]
+    pieces = [v for node in cut.splits for v in node.results]
+    return any(
+        common_place(whole, axis) is None
+        and any(common_place(uses[v.name], axis) is not None for v in pieces)
+        for axis in plan.axes
+        if axis not in plan.zigzag and axis not in plan.data_axes
+    )
+
+
+class _Cutter:
+    """Takes weights apart in a graph and in the tables beside it."""
+
+    def __init__(self, sharded: Sharded, uses: Mapping[str, list[Sharding]]) -> None:
+        self.sharded, self.uses = sharded, uses
+        self.dims, self.states = dict(sharded.named.dims), dict(sharded.states)
+        self.parts = dict(sharded.named.traced.parts)
+        self.trainable = set(sharded.named.traced.trainable)
+        self.replaced: dict[str, Value] = {}  # what was a result of a split
+        self.params: dict[str, list[Value]] = {}
+        self.casts: dict[str, list[tuple[Node, tuple[Sharding, ...]]]] = {}
+        self.gone: set[str] = set()
+
+    def cut(self, cuts: list[Cut]) -> Sharded:
+        for cut in cuts:
+            self.params[cut.weight.name] = [*self.pieces(cut)]
+            self.gone.update(node.results[0].name for node in cut.splits)
+        sharded, named = self.sharded, self.sharded.named
+        nodes: list[Node] = []
+        labels: list[Mapping[str, Label]] = []
+        needs: list[tuple[Sharding, ...]] = []
+        factors: list[tuple[Factor, ...]] = []
+        rows = zip(
+            named.graph.nodes, sharded.labels, sharded.needs, named.factors, strict=True
+        )
+        for node, label, need, factor in rows:
+            name = node.results[0].name
+            for cast, lies in self.casts.get(name, ()):
+                nodes.append(cast)
+                labels.append(label)
+                needs.append(lies)
+                factors.append(())
+            if name not in self.gone and name not in self.casts:
+                change = node.substitute(lambda v: self.replaced.get(v.name, v))
+                nodes.append(change)
+                labels.append(label)
+                needs.append(need)
+                factors.append(factor)
+        params = [
+            piece for v in named.graph.params for piece in self.params.get(v.name, [v])
+        ]
+        graph = replace(named.graph, params=tuple(params), nodes=tuple(nodes)).verify()
+        trainable = frozenset(self.trainable)
+        traced = replace(
+            named.traced, graph=graph, trainable=trainable, parts=self.parts
+        )
+        origins = {**named.origins, **find_origins(graph)}
+        named = replace(
+            named,
+            traced=traced,
+            dims=self.dims,
+            factors=tuple(factors),
+            origins=origins,
+        )
+        return replace(
+            sharded,
+            named=named.verify(),
+            labels=tuple(labels),
+            needs=tuple(needs),
+            states=self.states,
+        )
+
+    def pieces(self, cut: Cut) -> Iterator[Value]:
+        """Each piece of a weight as a parameter, with its sharding; its casts."""
+        plan, place = self.sharded.plan, 0
+        of = self.sharded.named.traced.part(cut.weight)
+        for i, size in enumerate(cut.sizes):
+            shape = [*cut.weight.shape]
+            shape[cut.dim] = size
+            begin = (*of.start[: cut.dim], of.start[cut.dim] + place)
+            start = (*begin, *of.start[cut.dim + 1 :])
+            name = piece_name(cut.weight.name, cut.dim, place, place + size)
+            piece = replace(cut.weight, name=name, shape=tuple(shape))
+            place += size
+            made = [v for node in cut.splits if (v := node.outs[i]) is not None]
+            uses = [need for v in made for need in self.uses[v.name]]
+            dims = self.dims[made[0].name] if made else self.unread(cut, size)
+            state = rest_as(dims, uses, plan, shared=True)
+            state = state.with_varying(varying_axes(state, uses, plan.axes))
+            self.dims[name], self.states[name] = dims, state
+            self.parts[name] = Part(of.source, of.shape, start)
+            if cut.weight.name in self.trainable:
+                self.trainable.add(name)
+            self.stand_in(cut, i, piece)
+            yield piece
+
+    def stand_in(self, cut: Cut, i: int, piece: Value) -> None:
+        """Let readers of piece i have the parameter, or a cast of it as they had."""
+        copies = {cast.out.name: cast for cast in cut.casts}
+        for node in cut.splits:
+            if (old := node.outs[i]) is None:
+                continue
+            cast = copies.get(node.operands[0].name)
+            self.replaced[old.name] = piece
+            if cast is not None:
+                change = cast.substitute(lambda _: piece)
+                lies = (self.states[piece.name],)
+                self.casts.setdefault(cast.out.name, []).append(
+                    (replace(change, outs=(old,)), lies)
+                )
+                self.states[old.name] = lies[0]
+                del self.replaced[old.name]
+
+    def unread(self, cut: Cut, size: int) -> Dims:
+        """The dims of a piece that nothing reads."""
+        dims = self.dims[cut.weight.name]
+        own = (Dim(-1, "unread", size),)
+        return (*dims[: cut.dim], own, *dims[cut.dim + 1 :])
+
+
+def piece_name(name: str, dim: int, start: int, end: int) -> str:
+    """`h.0.attn.qkv[0:32].weight`: that of the weight goes on to end as it does."""
+    index = f"[{':,' * dim}{start}:{end}]"
+    before, dot, last = name.rpartition(".")
+    return f"{before}{index}.{last}" if dot else f"{last}{index}"
