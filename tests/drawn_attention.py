@@ -111,13 +111,16 @@ class Attention(nn.Module):
         return q, k, v
 
     def visible(self, seq: int, mask: Tensor | None) -> Tensor:
-        """bool [seq, seq], or [batch, 1, seq, seq] with a mask of padding."""
+        """bool [seq, seq], or [batch, 1, seq, seq] with a mask of padding. What is
+        padding sees itself, so that no row sees nothing."""
         place = torch.arange(seq)
         far = place[:, None] - place
         seen = far >= 0
         if self.d.window:
             seen = seen & (far < self.d.window)
-        return seen if mask is None else seen & mask[:, None, None, :].bool()
+        if mask is None:
+            return seen
+        return seen & mask[:, None, None, :].bool() | (far == 0)
 
     def bias(self, seq: int, like: Tensor) -> Tensor | None:
         """float [heads, seq, seq] that is added to the scores."""

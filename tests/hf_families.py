@@ -1,0 +1,174 @@
+"""Every family of causal language models that `transformers` builds small enough.
+
+`python tests/hf_families.py` proves all and prints the table that is kept in
+`golden/hf_families.txt`; with names, these alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.options import make_plan
+from autopar.verify import VerificationFailed, verify
+from passes.capture.trace import trace
+from passes.cost import Costs
+from passes.errors import AutoparError
+from passes.pipeline import compile_program
+
+VOCAB, ROWS, SEQ = 61, 6, 12
+MOST = 600_000  # parameters of what is small
+
+# Each family takes those of these that its configuration has.
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 32,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
+    # One thing has many names.
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("embedding_size", "lru_width"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), 2),
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "d_inner"), 56),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 56),
+    **dict.fromkeys(("n_positions", "max_seq_len"), 32),
+    **dict.fromkeys(("moe_intermediate_size", "shared_intermediate_size"), 24),
+    "shared_expert_intermediate_size": 24,
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("n_group", "num_experts_per_tok"), 2),
+    **dict.fromkeys(("topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 4),
+    **dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "head_dim"), 8),
+    "num_key_value_heads": 2,
+    "sliding_window": 8,
+    "expansion_ratio": 2,
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 8),
+    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 4),
+    **dict.fromkeys(("mamba_n_groups", "n_groups"), 1),
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 4),
+    **dict.fromkeys(("linear_num_key_heads",), 2),
+    "linear_num_value_heads": 4,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+}
+
+# What some need beside, or must not have (None).
+CHANGES: dict[str, dict[str, Any]] = {
+    "falcon": {"head_dim": None},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "xlnet": {"max_position_embeddings": None},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+MESHES: dict[str, dict[str, Any]] = {
+    "pp=2,tp=2": {"microbatches": 3},
+    "tp=3": {"sequence_parallel": False},
+    "cp=2,ep=3": {"microbatches": 2, "cp_layout": "zigzag"},
+    "fsdp=2,tp=2": {"microbatches": 3, "zero": 3, "recompute": "full"},
+}
+
+
+def names() -> list[str]:
+    """Of all families that have a causal language model."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as families,
+    )
+
+    return sorted(families)
+
+
+class NotBuilt(Exception):
+    """A family whose model is not made, or not small, by what is known of its sizes."""
+
+
+def build(name: str) -> nn.Module:
+    """The family's model in float64, as it evaluates. Raises NotBuilt."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        known = CONFIG_MAPPING[name]()
+        if {"vision_config", "audio_config", "text_config"} & set(vars(known)):
+            raise NotBuilt("one of several parts, not all of text")
+        sizes = {k: v for k, v in SMALL.items() if hasattr(known, k)}
+        sizes |= CHANGES.get(name, {})
+        config = AutoConfig.for_model(
+            name, **{k: v for k, v in sizes.items() if v is not None}
+        )
+        config._experts_implementation = "batched_mm"
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        count = sum(p.numel() for p in model.parameters())
+        if count > MOST:
+            raise NotBuilt(f"{count:,} parameters")
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config).double().eval()
+    except NotBuilt:
+        raise
+    except Exception as error:  # the library's own, of any kind
+        raise NotBuilt(f"{type(error).__name__}: {str(error).splitlines()[0]}") from None
+
+
+def outcomes(name: str) -> list[str]:
+    """What comes of a family: "right" for each mesh, or why not; one for all, where
+    the model is not even captured."""
+    from hf import precise_loss
+    from models import randomize, token_batch
+
+    try:
+        model = randomize(build(name))
+    except NotBuilt as error:
+        return [f"not built: {error}"]
+    batch = token_batch(ROWS, SEQ, VOCAB)
+    try:
+        traced = trace(model, batch, precise_loss)
+    except AutoparError as error:
+        return [f"refused: {first_line(error)}"]
+    except Exception as error:
+        return [f"FAILED: {type(error).__name__}: {first_line(error)}"]
+    found = []
+    for mesh, options in MESHES.items():
+        try:
+            program = compile_program(traced, make_plan(mesh, **options), Costs())
+            verify(program, model, batch, precise_loss).check()
+            found.append("right")
+        except VerificationFailed as error:
+            found.append(f"WRONG: {first_line(error)}")
+        except AutoparError as error:
+            found.append(f"refused: {first_line(error)}")
+        except Exception as error:
+            found.append(f"FAILED: {type(error).__name__}: {first_line(error)}")
+    return found if len(set(found)) > 1 else found[:1]
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:120]
+
+
+def row(name: str) -> str:
+    """A line of the table, or one for each mesh where these differ."""
+    found = outcomes(name)
+    if len(found) == 1:
+        return f"{name}: {found[0]}"
+    return "\n".join(
+        f"{name} on {mesh}: {result}"
+        for mesh, result in zip(MESHES, found, strict=True)
+    )
+
+
+if __name__ == "__main__":
+    import transformers
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    for family in sys.argv[1:] or names():
+        print(row(family), flush=True)
