@@ -25,15 +25,31 @@ from draw_options import (
     draw_values,
 )
 from drawn_design import Design
-from drawn_gpt import LOOKUPS, LOSSES, Built, build
-from drawn_layers import MIXERS, NORMS
+from drawn_gpt import Built, build
+from drawn_layers import NORMS
+from drawn_losses import LOOKUPS, LOSSES, PAIRS
+from drawn_mixers import MIXERS
 
 from autopar.verify import VerificationFailed
 from passes.errors import AutoparError, CaptureError, LossNotSeparable, ShardingConflict
 
 SHARING = 4  # consecutive draws have the same model, which is then traced once
 
-MLPS = ("gelu", "tanh", "relu2", "silu", "swiglu", "geglu", "chunk", "halves", "turns")
+RESIDUALS = ["scaled", "gated", "deep", "streams", "skips", "first"]
+MLPS = (
+    "gelu",
+    "tanh",
+    "relu2",
+    "silu",
+    "swiglu",
+    "geglu",
+    "chunk",
+    "halves",
+    "turns",
+    "maxout",
+    "experts",
+    "top_experts",
+)
 ROTARY = ("halves", "interleaved", "partial", "complex")
 PLACES = ("pre", "pre", "post", "parallel", "sandwich")
 MIXED = ["attention"] * (2 * len(MIXERS)) + list(MIXERS)
@@ -62,7 +78,7 @@ DESIGN: Choices = {
     "ffn": lambda v: [v["width"], 2 * v["width"], 3 * v["width"], 20, 21, 22],
     "batch": lambda v: [1, 2, 3, 4, 4, 5, 6, 8, 8, 10, 12],
     "seq": lambda v: only(
-        5, 6, 7, 8, 9, v["head_dim"], v["heads"], v["width"],
+        5, 6, 7, 8, 9, v["head_dim"], max(3, v["heads"]), v["width"],
         where=v["mixer"] not in ("gru", "scan"), otherwise=5,
     ),
     "vocab": lambda v: [7, 13, 16, 30, v["width"], v["seq"], v["ffn"]],
@@ -93,14 +109,21 @@ DESIGN: Choices = {
     "biases": lambda v: ["all", "", "qkv", "mlp head", "out"],
     "tied": lambda v: [True, False],
     "embed_scale": lambda v: [False, False, True],
-    "layer_scale": lambda v: only(
-        False, False, True, where=v["place"] in ("pre", "sandwich"), otherwise=False
+    "residual": lambda v: ["plain"] * 4 + RESIDUALS,
+    "memory": lambda v: [0, 0, 0, 0, 2],
+    "shared": lambda v: only(
+        False, False, False, True,
+        where=v["layers"] > 1 and not v["hybrid"], otherwise=False,
     ),
+    "head": lambda v: ["linear", "matmul", "einsum"],
     "logits_softcap": lambda v: [False, False, False, True],
     "dropout": lambda v: [0.0, 0.0, 0.0, 0.2],
     "padded": lambda v: only(False, False, True, where=attends(v), otherwise=False),
     "ignored": lambda v: ["none", "half", "uneven"] if v["batch"] > 1 else ["none"],
-    "loss": lambda v: ["cross_entropy", "shifted", *LOSSES],
+    "loss": lambda v: [
+        *["cross_entropy", "shifted"] * 3,
+        *(loss for loss in LOSSES if loss not in PAIRS or v["batch"] % 2 == 0),
+    ],
     "padding": lambda v: [0, 0, 0, 3, -v["vocab"] % 8],
     # Logits as far down as can be are for a lookup alone.
     "cropped": lambda v: only(

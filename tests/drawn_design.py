@@ -13,7 +13,9 @@ class Design:
     attention. kv_heads, head_dim: of attention, whose width need not be that of the
     model. attention: how it is spelled. repeat: how keys are shared by queries. window:
     positions that a query sees, 0 for all. padding: rows of the vocabulary that no
-    token has; cropped: how the head leaves them out. returns: what comes out of the
+    token has; cropped: how the head leaves them out. residual: what is added to, and
+    how. memory: learned tokens in front of the sequence. shared: all layers are one.
+    head: how logits are written where it is tied. returns: what comes out of the
     model; "logits" leaves the loss to a function.
     """
 
@@ -45,7 +47,10 @@ class Design:
     padding: int = 0
     cropped: str = "slice"
     embed_scale: bool = False
-    layer_scale: bool = False
+    residual: str = "plain"
+    memory: int = 0
+    shared: bool = False
+    head: str = "linear"
     logits_softcap: bool = False
     dropout: float = 0.0
     padded: bool = False

@@ -2,50 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from drawn_design import Design
-from drawn_layers import MIXERS, MLP, NORMS
+from drawn_layers import MLP, NORMS, Experts
+from drawn_losses import IGNORED, LOSSES, TARGETS, Batch
+from drawn_mixers import MIXERS
 from torch import Tensor, nn
-
-IGNORED = -100
 
 
 class Block(nn.Module):
     def __init__(self, d: Design, layer: int) -> None:
         super().__init__()
-        self.place, norm = d.place, NORMS[d.norm]
+        self.place, self.residual, norm = d.place, d.residual, NORMS[d.norm]
         takes_turns = d.hybrid and layer % 2 == 0
         self.mixer = MIXERS["attention" if takes_turns else d.mixer](d)
-        self.mlp = MLP(d)
+        self.mlp = Experts(d) if "experts" in d.mlp else MLP(d)
         self.norm1 = norm(d.width)
         if d.place != "parallel":
             self.norm2 = norm(d.width)
         if d.place == "sandwich":
             self.norm3, self.norm4 = norm(d.width), norm(d.width)
         self.drop = nn.Dropout(d.dropout)
-        self.scaled = d.layer_scale
-        if self.scaled:
-            self.scale1, self.scale2 = (
-                nn.Parameter(torch.ones(n)) for n in (d.width, 1)
-            )
+        if self.residual in ("scaled", "gated"):
+            self.scale1 = nn.Parameter(torch.ones(d.width))
+            if d.place != "parallel":
+                self.scale2 = nn.Parameter(torch.ones(1))
+
+    def add(self, x: Tensor, y: Tensor, scale: str) -> Tensor:
+        y = self.drop(y)
+        if self.residual == "scaled":
+            return x + y * getattr(self, scale)
+        if self.residual == "gated":
+            return torch.lerp(x, y, torch.sigmoid(getattr(self, scale)))
+        if self.residual == "deep":
+            return 1.3 * x + y / 1.7
+        return x + y
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         if self.place == "parallel":
             y = self.norm1(x)
-            return x + self.drop(self.mixer(y, mask)) + self.drop(self.mlp(y))
+            return self.add(x, self.mixer(y, mask) + self.mlp(y), "scale1")
         if self.place == "post":
-            x = self.norm1(x + self.drop(self.mixer(x, mask)))
-            return self.norm2(x + self.drop(self.mlp(x)))
+            x = self.norm1(self.add(x, self.mixer(x, mask), "scale1"))
+            return self.norm2(self.add(x, self.mlp(x), "scale2"))
         y = self.mixer(self.norm1(x), mask)
         y = self.norm3(y) if self.place == "sandwich" else y
-        x = x + self.drop(y * self.scale1 if self.scaled else y)
+        x = self.add(x, y, "scale1")
         y = self.mlp(self.norm2(x))
         y = self.norm4(y) if self.place == "sandwich" else y
-        return x + self.drop(y * self.scale2 if self.scaled else y)
+        return self.add(x, y, "scale2")
 
 
 class DrawnGPT(nn.Module):
@@ -56,11 +65,37 @@ class DrawnGPT(nn.Module):
         self.wte = nn.Embedding(rows, d.width)
         if d.positions == "learned":
             self.wpe = nn.Embedding(d.seq + 3, d.width)
-        self.blocks = nn.ModuleList(Block(d, i) for i in range(d.layers))
+        if d.memory:
+            self.memory = nn.Parameter(torch.zeros(d.memory, d.width))
+        blocks = [Block(d, i) for i in range(d.layers)]
+        self.blocks = nn.ModuleList(blocks[:1] * d.layers if d.shared else blocks)
         self.norm = NORMS[d.norm](d.width)
+        if d.residual == "streams":
+            self.streams = nn.Parameter(torch.zeros(2, 2))
+        if d.tied and d.head != "linear":
+            return
         self.head = nn.Linear(d.width, rows, bias=d.has_bias("head"))
         if d.tied:
             self.head.weight = self.wte.weight
+
+    def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        first, before = x, []
+        both = torch.stack((x, x.flip(-1)), 2) if self.d.residual == "streams" else None
+        for i, block in enumerate(self.blocks):
+            if (
+                both is not None
+            ):  # two residual streams that exchange (hyper-connections)
+                x = block(both.mean(2), mask)
+                mixed = torch.einsum("bsnw,nm->bsmw", both, self.streams.softmax(0))
+                both = mixed + x[:, :, None]
+                continue
+            if self.d.residual == "skips" and i >= (self.d.layers + 1) // 2:
+                x = x + before.pop()  # as in a U-net
+            x = block(x, mask)
+            before.append(x)
+            if self.d.residual == "first":
+                x = x + 0.3 * first
+        return x if both is None else both.sum(2)
 
     def logits(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         d = self.d
@@ -69,15 +104,25 @@ class DrawnGPT(nn.Module):
             x = x * d.width**0.5
         if d.positions == "learned":
             x = x + self.wpe(torch.arange(ids.shape[1], device=ids.device))
-        for block in self.blocks:
-            x = block(x, mask)
-        y = self.head(self.norm(x))
+        if d.memory:
+            x = torch.cat((self.memory.expand(ids.shape[0], -1, -1), x), 1)
+            if mask is not None:
+                mask = F.pad(mask, (d.memory, 0), value=1)
+        x = self.norm(self.run_blocks(x, mask)[:, d.memory :])
+        y = self.read(x)
         if d.padding and d.cropped == "slice":
             y = y[..., : d.vocab]
         elif d.padding:
             absent = torch.arange(y.shape[-1], device=y.device) >= d.vocab
             y = y.masked_fill(absent, torch.finfo(y.dtype).min)
         return 7.0 * torch.tanh(y / 7.0) if d.logits_softcap else y
+
+    def read(self, x: Tensor) -> Tensor:
+        if not self.d.tied or self.d.head == "linear":
+            return self.head(x)
+        if self.d.head == "matmul":
+            return x @ self.wte.weight.t()
+        return torch.einsum("bsw,vw->bsv", x, self.wte.weight)
 
     def forward(
         self,
@@ -97,104 +142,6 @@ class DrawnGPT(nn.Module):
             "pair": (logits, loss),
             "dict": {"loss": loss, "logits": logits},
         }[self.d.returns]
-
-
-# --- losses: logits [batch, seq, vocab] and the batch's other fields -> a scalar ------
-
-Batch = Mapping[str, Any]
-
-
-def cross_entropy(logits: Tensor, batch: Batch, **options: Any) -> Tensor:
-    labels = batch["labels"].flatten()
-    return F.cross_entropy(logits.flatten(0, 1), labels, **options)
-
-
-def shifted(logits: Tensor, batch: Batch) -> Tensor:
-    labels = batch["labels"][:, 1:]
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten())
-
-
-def transposed(logits: Tensor, batch: Batch) -> Tensor:
-    return F.cross_entropy(logits.transpose(1, 2), batch["labels"])
-
-
-def z_loss(logits: Tensor, batch: Batch) -> Tensor:
-    size = logits.logsumexp(-1).square().mean()
-    return cross_entropy(logits, batch) + 0.05 * size
-
-
-def smoothed(logits: Tensor, batch: Batch) -> Tensor:
-    return cross_entropy(logits, batch, label_smoothing=0.2)
-
-
-def by_class(logits: Tensor, batch: Batch) -> Tensor:
-    """Each token of the vocabulary has a weight of its own."""
-    weight = torch.linspace(0.5, 1.5, logits.shape[-1], dtype=logits.dtype)
-    return cross_entropy(logits, batch, weight=weight)
-
-
-def gathered(logits: Tensor, batch: Batch) -> Tensor:
-    labels = batch["labels"]
-    keep = labels != IGNORED
-    rows = F.log_softmax(logits, -1)
-    found = rows.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return -(found * keep).sum() / keep.sum()
-
-
-def by_hand(logits: Tensor, batch: Batch) -> Tensor:
-    """A sum of exponentials, and a lookup of what is not normed."""
-    labels = batch["labels"]
-    keep = (labels != IGNORED).to(logits.dtype)
-    found = torch.take_along_dim(logits, labels.clamp(min=0)[..., None], -1)[..., 0]
-    return ((logits.logsumexp(-1) - found) * keep).sum() / keep.sum().clamp(min=1.0)
-
-
-def weighted(logits: Tensor, batch: Batch) -> Tensor:
-    labels, weights = batch["labels"].flatten(), batch["weights"].flatten()
-    each = F.cross_entropy(logits.flatten(0, 1), labels, reduction="none")
-    return (each * weights).sum() / weights.sum()
-
-
-def by_sample(logits: Tensor, batch: Batch) -> Tensor:
-    """The mean over samples of what the tokens of each lose on average."""
-    labels = batch["labels"]
-    each = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-    count = (labels != IGNORED).sum(1)
-    return (each.sum(1) / (count + 1)).mean()
-
-
-def squared(logits: Tensor, batch: Batch) -> Tensor:
-    return F.mse_loss(logits, batch["target"])
-
-
-def squared_by_hand(logits: Tensor, batch: Batch) -> Tensor:
-    return (logits - batch["target"]).pow(2).mean()
-
-
-def distilled(logits: Tensor, batch: Batch) -> Tensor:
-    """The cross entropy with what a teacher finds probable."""
-    wanted = batch["target"].softmax(-1)
-    return -(wanted * logits.log_softmax(-1)).sum(-1).mean()
-
-
-def divergence(logits: Tensor, batch: Batch) -> Tensor:
-    wanted = batch["target"].log_softmax(-1)
-    found = logits.log_softmax(-1)
-    return F.kl_div(found, wanted, reduction="batchmean", log_target=True)
-
-
-LOOKUPS: dict[str, Callable[[Tensor, Batch], Tensor]] = {
-    f.__name__: f
-    for f in (cross_entropy, shifted, transposed, by_class, gathered, by_hand, weighted)
-}
-TARGETS: dict[str, Callable[[Tensor, Batch], Tensor]] = {
-    f.__name__: f for f in (squared, squared_by_hand, distilled, divergence)
-}
-LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
-    **LOOKUPS,
-    **TARGETS,
-    **{f.__name__: f for f in (by_sample, z_loss, smoothed)},
-}
 
 
 # --- a model and a batch -------------------------------------------------------------
@@ -222,7 +169,9 @@ def build(d: Design, dtype: torch.dtype) -> Built:
                 drawn = drawn * p.shape[-1] ** -0.5
             p.copy_(drawn)
     return Built(
-        model, fields(d, dtype), LOSSES[d.loss] if d.returns == "logits" else None
+        model,
+        fields(d, dtype),
+        LOSSES[d.loss] if d.returns == "logits" else None,
     )
 
 

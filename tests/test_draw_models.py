@@ -6,11 +6,23 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from draw_models import DESIGN, SHARING, DrawnModel, draw, draw_model, main, outcome
+from draw_models import (
+    DESIGN,
+    MLPS,
+    RESIDUALS,
+    SHARING,
+    DrawnModel,
+    draw,
+    draw_model,
+    main,
+    outcome,
+)
 from draw_options import Draw, DrawFailed
 from drawn_design import Design
-from drawn_gpt import LOSSES, build
-from drawn_layers import MIXERS, NORMS
+from drawn_gpt import build
+from drawn_layers import NORMS
+from drawn_losses import LOSSES
+from drawn_mixers import MIXERS
 
 from passes.mesh import Mesh
 
@@ -48,6 +60,11 @@ def test_every_field_of_a_design_is_drawn() -> None:
         ("qkv", ["separate", "split", "groups", "einsum", "chunk"]),
         ("qk_norm", ["none", "head", "whole"]),
         ("attention", ["sdpa", "matmul", "einsum", "baddbmm"]),
+        ("mlp", MLPS),
+        ("residual", ["plain", *RESIDUALS]),
+        ("memory", [0, 2]),
+        ("shared", [True, False]),
+        ("head", ["linear", "matmul", "einsum"]),
         ("window", [0, 3]),
         ("softcap", [0.0, 5.0]),
         ("sinks", [True, False]),
