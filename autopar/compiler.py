@@ -6,8 +6,6 @@ Environment:
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import pathlib
 from collections.abc import Callable, Mapping
@@ -15,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from autopar.capture_model import capture_model
 from autopar.profiler.stage_costs import stage_costs
 from autopar.uncollected import uncollected
-from passes.capture.trace import trace
 from passes.cost import Costs
 from passes.pipeline import compile_program
 from passes.plan import Plan
@@ -37,9 +35,7 @@ def compile_offline(
     batch: the full, global batch, as example of names, shapes and types. costs: seconds
     of ops; None: measured on this machine, once. Raises: AutoparError.
     """
-    # Of a model that it cannot capture, torch prints the graph so far.
-    with contextlib.redirect_stderr(io.StringIO()):
-        traced = trace(model, batch, loss_fn, plan.dtype)
+    traced = capture_model(model, batch, loss_fn, plan.dtype)
     return compile_program(traced, plan, costs or stage_costs, Dump.from_environment())
 
 

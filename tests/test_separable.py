@@ -120,6 +120,7 @@ LOSSES = [
 ]
 
 
+@pytest.mark.matrix(quick=4)
 @pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
 def test_a_loss_that_mixes_samples_is_right_or_refused(loss_fn):
     model = randomize(Stack(layers=1))
@@ -170,6 +171,7 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("how", WAYS)
 def test_a_model_that_mixes_samples_is_right_or_refused(how):
     torch.manual_seed(0)
@@ -184,6 +186,7 @@ def mean_of_tokens(logits: Tensor, batch: Batch) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("mesh", ["dp=1", "pp=2", "tp=2"])
 def test_a_batch_of_one_sample_has_nothing_to_share_out(mesh):
     case = plain_gpt(layers=2, batch=1, ignored="none").double()

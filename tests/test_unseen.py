@@ -171,6 +171,7 @@ def between(what: str) -> Case:
     return Case(randomize(Between(what)), token_batch(seq=4, ignored="none")).double()
 
 
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("what", [w for w in (*RIGHT, *FIXED) if "reentr" not in w])
 def test_what_has_the_derivative_of_its_forward_is_part_of_the_graph(what):
     between(what).verify("dp=2", 2)
@@ -181,6 +182,7 @@ def test_a_reentrant_checkpoint_is_what_it_recomputes():
     assert str(between("reentrant checkpoint").trace().graph) == plain
 
 
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("what", WRONG)
 def test_what_has_another_gradient_is_refused_with_its_line(what):
     with pytest.raises(CaptureError, match=r"\n  at   test_unseen\.py:\d+\n  fix  "):
@@ -229,6 +231,7 @@ HOOKS: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
 }
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("where", HOOKS)
 def test_hooks_on_gradients_are_refused_by_name(where):
     says, register = HOOKS[where]

@@ -14,13 +14,13 @@ from typing import Any
 
 from torch import nn
 
+from autopar.capture_model import capture_model
 from autopar.options import make_plan
 from autopar.planner.no_plan import does_not_fit, nothing_to_choose
 from autopar.planner.shorten import Layers, shortened
 from autopar.uncollected import uncollected
 from passes.capture.lower_precision import lower_precision
 from passes.capture.normalize import normalize
-from passes.capture.trace import trace
 from passes.dims.name_dims import Named, name_dims
 from passes.mesh import Mesh
 from passes.plan import Plan, PlanError
@@ -92,7 +92,7 @@ def sketch(
     """
     dtype = make_plan("", **options).dtype
     with shortened(model) as layers:
-        traced = trace(model, batch, loss_fn, dtype)
+        traced = capture_model(model, batch, loss_fn, dtype)
     named = shared = name_dims(normalize(lower_precision(traced)))
     if traced.autocast:
         shared = name_dims(normalize(lower_precision(traced, tables=True)))

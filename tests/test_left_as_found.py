@@ -1,0 +1,325 @@
+"""A model is left as it was found, whatever its first forward keeps for later; and what
+it draws or counts in Python does not become a constant in silence."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from models import VOCAB, WIDTH, Case, plan, randomize, token_batch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autopar.capture_model import capture_model
+from autopar.verify import verify
+from passes.cost import Costs
+from passes.errors import CaptureError
+from passes.pipeline import compile_program
+
+SEQ = 4
+CACHE: dict[int, Tensor] = {}
+TABLE: Tensor | None = None
+
+
+def make(n: int) -> Tensor:
+    """Weights of n positions, float64 [n, 1]."""
+    return torch.linspace(0.5, 1.5, n, dtype=torch.float64)[:, None]
+
+
+class Plain:
+    """An object that is no module."""
+
+    shared: Tensor | None = None
+
+    def __init__(self) -> None:
+        self.kept: Tensor | None = None
+        self.calls = 0
+
+
+class Slim:
+    __slots__ = ("kept",)
+
+    def __init__(self) -> None:
+        self.kept: Tensor | None = None
+
+
+@functools.lru_cache
+def cached(n: int) -> Tensor:
+    return make(n)
+
+
+def in_closure() -> Callable[[int], Tensor]:
+    kept: list[Tensor] = []
+
+    def table(n: int) -> Tensor:
+        if not kept:
+            kept.append(make(n))
+        return kept[0]
+
+    return table
+
+
+def in_default(n: int, kept: dict[int, Tensor] = {}) -> Tensor:  # noqa: B006
+    return kept.setdefault(n, make(n)) if n not in kept else kept[n]
+
+
+def in_buffer(self: Keeping) -> Tensor:
+    if self.cache is None:
+        self.cache = make(SEQ)
+    return self.cache
+
+
+def in_attribute(self: Keeping) -> Tensor:
+    if not hasattr(self, "table"):
+        self.table = make(SEQ)
+    return self.table
+
+
+def in_dict(self: Keeping) -> Tensor:
+    if SEQ not in self.kept:
+        self.kept[SEQ] = make(SEQ)
+    return self.kept[SEQ]
+
+
+def in_object(self: Keeping) -> Tensor:
+    if self.plain.kept is None:
+        self.plain.kept = make(SEQ)
+    return self.plain.kept
+
+
+def in_slots(self: Keeping) -> Tensor:
+    if self.slim.kept is None:
+        self.slim.kept = make(SEQ)
+    return self.slim.kept
+
+
+def on_class(self: Keeping) -> Tensor:
+    if Plain.shared is None:
+        Plain.shared = make(SEQ)
+    return Plain.shared
+
+
+def on_own_class(self: Keeping) -> Tensor:
+    if Keeping.shared is None:
+        Keeping.shared = make(SEQ)
+    return Keeping.shared
+
+
+def in_global(self: Keeping) -> Tensor:
+    global TABLE
+    if TABLE is None:
+        TABLE = make(SEQ)
+    return TABLE
+
+
+def in_global_dict(self: Keeping) -> Tensor:
+    if SEQ not in CACHE:
+        CACHE[SEQ] = make(SEQ)
+    return CACHE[SEQ]
+
+
+def on_function(self: Keeping) -> Tensor:
+    if not hasattr(make, "kept"):
+        make.kept = make(SEQ)  # type: ignore[attr-defined]
+    return make.kept  # type: ignore[attr-defined]
+
+
+def in_list(self: Keeping) -> Tensor:
+    self.seen.append(make(SEQ))
+    return self.seen[0]
+
+
+def counting(self: Keeping) -> Tensor:
+    self.plain.calls += 1
+    return make(SEQ)
+
+
+def frozen(self: Keeping) -> Tensor:
+    self.embed.weight.requires_grad_(False)
+    return make(SEQ)
+
+
+WAYS: dict[str, Callable[[Any], Tensor]] = {
+    f.__name__: f
+    for f in (
+        in_buffer,
+        in_attribute,
+        in_dict,
+        in_object,
+        in_slots,
+        on_class,
+        on_own_class,
+        in_global,
+        in_global_dict,
+        on_function,
+        in_list,
+        counting,
+        frozen,
+    )
+}
+WAYS["cached"] = lambda self: cached(SEQ)
+WAYS["in_closure"] = lambda self: self.table_of(SEQ)
+WAYS["in_default"] = lambda self: in_default(SEQ)
+
+
+class Keeping(nn.Module):
+    shared: Tensor | None = None
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.register_buffer("cache", None)
+        self.way, self.kept, self.seen = way, {}, []
+        self.plain, self.slim, self.table_of = Plain(), Slim(), in_closure()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids) * WAYS[self.way](self)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def keeping(way: str) -> Case:
+    torch.manual_seed(0)
+    return Case(randomize(Keeping(way)), token_batch(seq=SEQ, ignored="none")).double()
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> Iterator[None]:
+    """What tests of this file left among globals and on classes is gone."""
+    global TABLE
+    TABLE = Plain.shared = Keeping.shared = None
+    CACHE.clear()
+    cached.cache_clear()
+    vars(make).clear()
+    yield
+
+
+@pytest.mark.matrix(quick=3)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_forward_keeps_is_put_back(way):
+    """Or refused by name, where it is out of reach."""
+    case, fresh = keeping(way), keeping(way)
+    state = {k: v.clone() for k, v in case.model.state_dict().items()}
+    try:
+        traced = capture_model(case.model, case.batch)
+    except CaptureError as error:
+        assert way == "in_slots" and "'Slim' has kept a tensor" in error.what
+        return
+    program = compile_program(traced, plan("dp=2", 2), Costs())
+    assert state.keys() == case.model.state_dict().keys()
+    for name, x in case.model.state_dict().items():
+        assert torch.equal(x, state[name])
+    assert case.model.cache is None and not case.model.kept and not case.model.seen
+    assert (case.model.plain.kept, case.model.plain.calls) == (None, 0)
+    assert all(p.requires_grad for p in case.model.parameters())
+    loss = case.model(**case.batch)
+    assert not isinstance(loss, FakeTensor)
+    assert torch.equal(loss, fresh.model(**case.batch))
+    if way != "frozen":
+        verify(program, *keeping(way)).check()
+
+
+def test_what_was_kept_before_stays():
+    case = keeping("in_dict")
+    case.model.kept[3] = three = make(3)
+    cached(7)
+    capture_model(case.model, case.batch)
+    assert case.model.kept == {3: three}
+    assert cached.cache_info().currsize
+
+
+def test_a_model_that_cannot_be_captured_is_left_as_it_was():
+    case = keeping("in_dict")
+
+    def loss_fn(loss: Tensor, batch: Any) -> Tensor:
+        return loss * 2 if loss > 0 else loss
+
+    with pytest.raises(CaptureError):
+        capture_model(case.model, case.batch, loss_fn)
+    assert not case.model.kept
+
+
+def test_what_forward_keeps_out_of_reach_is_refused_by_name():
+    class Recording(Keeping):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            self.slim.kept = self.embed(input_ids)
+            return super().forward(input_ids, labels)
+
+    case = keeping("counting")
+    with pytest.raises(CaptureError, match=r"of the class 'Slim' has kept a tensor"):
+        capture_model(Recording("counting").double(), case.batch)
+
+
+def test_what_was_kept_by_a_call_before_is_part_of_the_program():
+    case = keeping("in_slots")
+    case.model(**case.batch)
+    traced = capture_model(case.model, case.batch)
+    verify(compile_program(traced, plan("dp=2", 2), Costs()), *case).check()
+
+
+# --- chance and counters -----------------------------------------------------------
+
+
+def by_python(self: Drawing, x: Tensor) -> Tensor:
+    return x if random.random() < 0.5 else self.mid(x)
+
+
+def by_numpy(self: Drawing, x: Tensor) -> Tensor:
+    return x * numpy.random.rand()
+
+
+def by_choice(self: Drawing, x: Tensor) -> Tensor:
+    return self.mid(x) * random.choice([1.0, 2.0])
+
+
+def by_seed(self: Drawing, x: Tensor) -> Tensor:
+    torch.manual_seed(3)
+    return self.mid(x)
+
+
+def by_count(self: Drawing, x: Tensor) -> Tensor:
+    self.steps += 1
+    return x * min(1.0, self.steps / 100)
+
+
+DRAWS = {f.__name__: f for f in (by_python, by_numpy, by_choice, by_seed, by_count)}
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw: str) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.mid, self.draw, self.steps = nn.Linear(WIDTH, WIDTH), draw, 0
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = DRAWS[self.draw](self, self.embed(input_ids))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+NAMES = {"by_python": "Python", "by_choice": "Python", "by_numpy": "NumPy"}
+
+
+@pytest.mark.matrix(quick=1)
+@pytest.mark.parametrize("draw", [d for d in DRAWS if d != "by_count"])
+def test_chance_outside_of_the_graph_is_refused_with_its_line(draw):
+    model, batch = Drawing(draw), token_batch(seq=SEQ)
+    states = random.getstate(), numpy.random.get_state()[2], torch.get_rng_state()
+    line = DRAWS[draw].__code__.co_firstlineno + 1
+    says = rf"{NAMES.get(draw, 'torch')}'s generator.*\n  at   test_left_as_found\.py:"
+    with pytest.raises(CaptureError, match=rf"{says}{line}\n  fix"):
+        capture_model(model, batch)
+    assert random.getstate() == states[0]
+    assert numpy.random.get_state()[2] == states[1]
+    assert torch.equal(torch.get_rng_state(), states[2])
+
+
+def test_a_count_that_is_computed_with_is_refused_by_name():
+    model = Drawing("by_count")
+    with pytest.raises(CaptureError, match=r"changes 'steps' from 0 to 1.*\n  fix"):
+        capture_model(model, token_batch(seq=SEQ))
+    assert model.steps == 0
