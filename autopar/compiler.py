@@ -17,6 +17,7 @@ from autopar.capture_model import capture_model
 from autopar.profiler.stage_costs import stage_costs
 from autopar.uncollected import uncollected
 from passes.cost import Costs
+from passes.errors import AutoparError
 from passes.pipeline import compile_program
 from passes.plan import Plan
 from passes.program import Program
@@ -44,7 +45,13 @@ class Dump:
 
     def __init__(self, directory: pathlib.Path) -> None:
         self.directory, self.count = directory, 0
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            raise AutoparError(
+                f"AUTOPAR_DUMP={str(directory)!r} cannot be made: {error}",
+                fix="give a directory that can be written, or: unset AUTOPAR_DUMP",
+            ) from None
 
     def __call__(self, name: str, made: object) -> None:
         self.count += 1

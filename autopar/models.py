@@ -17,11 +17,11 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,18 @@ import torch
 from torch import Tensor, nn
 
 from autopar.meta import parameters_on_meta
+from autopar.read_file import read_text
 from autopar.uncollected import uncollected
+from passes.decode import parse_json
 from passes.errors import AutoparError
+from passes.ranges import Range, shown
 
 HERE = str(Path(__file__).parent)  # frames of ours do not help a user
 CONFIGS = Path(__file__).with_name("configs")
 BIG = 2 << 30  # bytes of parameters from which on they stay on the meta device
+TOKENS = Range(1, 1 << 26)  # of a made-up batch: half a GiB for each of its fields
+RETURNS = "return the model, or (model, batch): the batch a dict, from the names of "
+RETURNS += "what forward takes to tensors"
 IGNORED = -100  # the label that a loss leaves out
 
 # Chosen by the builder of the model, not stored in its configuration.
@@ -77,6 +83,7 @@ def load_model(spec: str, *, seed: int = 0, device: str | None = None) -> Loaded
         return _hugging_face(spec, seed, device)
     factory = _find_factory(spec)
     torch.manual_seed(seed)
+    _check_takes_nothing(spec, factory)
     with _their_errors(spec):
         if device == "meta":
             with parameters_on_meta() as finish:
@@ -86,11 +93,19 @@ def load_model(spec: str, *, seed: int = 0, device: str | None = None) -> Loaded
             made = factory()
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module) or not isinstance(batch, Mapping | None):
-        raise ModelError(
-            f"'{spec}' returned {type(made).__name__}",
-            fix="return the model, or (model, batch) with the batch as a dict",
-        )
+        raise ModelError(f"'{spec}' returned {_kind(made)}", fix=RETURNS)
+    if batch is not None and not all(isinstance(name, str) for name in batch):
+        raise ModelError(f"the batch of '{spec}' has fields without names", fix=RETURNS)
+    if batch is not None and not any(isinstance(x, Tensor) for x in batch.values()):
+        raise ModelError(f"the batch of '{spec}' holds no tensor", fix=RETURNS)
     return LoadedModel(model, batch, spec)
+
+
+def _kind(made: Any) -> str:
+    """What a factory returned, in words."""
+    if isinstance(made, tuple):
+        return f"({', '.join(type(x).__name__ for x in made)})"
+    return f"the class {made.__name__}" if isinstance(made, type) else repr(type(made))
 
 
 def example_batch(
@@ -119,6 +134,11 @@ def random_batch(
     draw = torch.Generator().manual_seed(seed)
     made = {}
     for name, (shape, dtype) in inputs.items():
+        if prod(shape) not in TOKENS:
+            raise ModelError(
+                f"cannot make up {' x '.join(map(str, shape))} tokens for '{name}'",
+                fix=f"take fewer samples, or shorter ones: {TOKENS} in all",
+            )
         if len(shape) != 2 or not dtype.startswith("int"):
             raise ModelError(
                 f"cannot make up '{name}', {dtype}{list(shape)}: it is not tokens",
@@ -141,14 +161,14 @@ def _find_factory(spec: str) -> Callable[[], Any]:
     where, colon, name = spec.rpartition(":")
     if not (where and colon and name):
         raise ModelError(
-            f"'{spec}' does not name a model",
+            f"{shown(spec)} does not name a model",
             fix="write file.py:factory, module:factory, hf:gpt2 or hf:config.json",
         )
     module = _from_file(Path(where)) if where.endswith(".py") else _by_name(where)
     factory = getattr(module, name, None)
     if callable(factory):
         return factory
-    names = [n for n, v in vars(module).items() if inspect.isroutine(v)]
+    names = [n for n, v in vars(module).items() if inspect.isfunction(v)]
     raise ModelError(f"'{where}' has no function '{name}'", fix=_near(name, names))
 
 
@@ -173,6 +193,20 @@ def _from_file(path: Path) -> Any:
     return module
 
 
+def _check_takes_nothing(spec: str, factory: Callable[[], Any]) -> None:
+    """Raises ModelError for a factory that cannot be called without arguments."""
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        name = spec.rpartition(":")[2]
+        raise ModelError(
+            f"'{spec}' is called without arguments, but has some: {error}",
+            fix=f"name a function that takes none, as: def make(): return {name}(...)",
+        ) from None
+    except ValueError:  # a function of C's, which does not say what it takes
+        return
+
+
 @contextlib.contextmanager
 def _their_errors(spec: str) -> Iterator[None]:
     """Show what code of the user's raises, with the traceback from there on."""
@@ -180,32 +214,46 @@ def _their_errors(spec: str) -> Iterator[None]:
         yield
     except AutoparError:
         raise
+    except SystemExit as error:
+        raise ModelError(
+            f"'{spec}' ended the program: sys.exit({error.code!r})",
+            fix="put what a script does under: if __name__ == '__main__':",
+        ) from None
     except Exception as error:
         shown = traceback.TracebackException.from_exception(error)
         shown.stack = traceback.StackSummary.from_list(
             [f for f in shown.stack if not f.filename.startswith((HERE, "<frozen"))]
         )
         text = "".join(shown.format()).rstrip()
-        raise ModelError(f"'{spec}' raised an error\n{text}") from error
+        fix = ""
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            package = error.name.partition(".")[0]
+            fix = f"pip install {package}, or start where a module of that name lies"
+        raise ModelError(f"'{spec}' raised an error\n{text}", fix=fix) from error
 
 
 def _by_name(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-        raise ModelError(
-            f"there is no module '{name}'",
-            fix="write file.py:factory for a file, or install the module's package",
-        ) from None
+    """Import a module of that dotted name, from where we are or from a package."""
+    missing = ModelError(
+        f"there is no module {shown(name)}",
+        fix="write file.py:factory for a file, or install the module's package",
+    )
+    if not all(map(str.isidentifier, name.split("."))):
+        raise missing
+    with _their_errors(name):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # it is there, and needs another
+            raise missing from None
 
 
 def _near(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     if close:
         return f"did you mean {' or '.join(close)}?"
-    return f"there are {', '.join(sorted(known)[:20])}"
+    return f"there are {', '.join(sorted(known)[:20])}" if known else "write one there"
 
 
 # --- Hugging Face ----------------------------------------------------------------
@@ -316,10 +364,8 @@ def _read_json(file: Path) -> dict[str, Any]:
             f"there is no configuration '{file}' (looked in {Path.cwd()})",
             fix="give the path of a config.json",
         )
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"'{file}' is not JSON: {error}") from None
+    fix = "give a config.json as transformers writes it"
+    data = parse_json(read_text(file, ModelError, fix), f"'{file}'", ModelError, fix)
     if not isinstance(data, dict) or "model_type" not in data:
         raise ModelError(
             f"'{file}' has no model_type", fix='add for instance "model_type": "gpt2"'

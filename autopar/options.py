@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from autopar.machine.cluster_file import number
 from passes.mesh import Mesh, MeshError
 from passes.plan import CONTEXT_PARALLEL, SPLIT, Plan, PlanError
+from passes.price.cluster import ClusterError
+from passes.ranges import RANGES, check_range, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing from Python 3.11 on
@@ -73,7 +76,7 @@ def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
         for axis in ("tp", "qp"):
             split[axis] = tuple(d for d in split[axis] if d != "seq")
     context_parallel = decisions.pop("context_parallel", "gather")
-    if context_parallel not in CONTEXT_PARALLEL:
+    if context_parallel not in tuple(CONTEXT_PARALLEL):
         raise PlanError(
             f"context_parallel={context_parallel!r}",
             fix=f"use one of {', '.join(map(repr, CONTEXT_PARALLEL))}",
@@ -111,14 +114,19 @@ def _zigzag(context_parallel: str, layout: str | None, usual: bool) -> tuple[str
 
 def read_bytes(size: int | str) -> int:
     """A number of bytes, or text as `16GiB` or `800MB`. Raises PlanError."""
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", size.strip())
-    if match is None:
-        raise PlanError(f"memory={size!r} is no size", fix="write 16GiB or 800MB")
-    number, letter, binary = match.groups()
-    base = 1024 if binary else 1000
-    return int(float(number) * base ** " KMGT".index(letter or " "))
+    if isinstance(size, str):
+        try:
+            found = number("memory", size)
+        except ClusterError:
+            found = math.nan
+        if not RANGES["memory"].least <= found <= RANGES["memory"].most:
+            raise PlanError(
+                f"memory={shown(size)} is no size",
+                fix=f"write 16GiB or 800MB: {RANGES['memory']} of bytes",
+            )
+        size = int(found)
+    check_range("memory", size, PlanError)
+    return size
 
 
 def read_mesh(mesh: Any) -> Mesh:

@@ -25,11 +25,15 @@ import torch
 
 import autopar
 from autopar.planner.estimate_file import ESTIMATE, Findings
+from autopar.read_file import read_text
+from passes.decode import parse_json
 from passes.errors import AutoparError
 from passes.plan import Plan
 from passes.program import Program
+from passes.read_program import read_program
 
 FORMAT = 1
+AGAIN = "compile it again"
 MANIFEST, PLAN, PROGRAM = "manifest.json", "plan.json", "program.json"
 LISTED = (PLAN, PROGRAM, ESTIMATE)
 MODULE = re.compile(r"modules/([0-9a-f]+)\.py")
@@ -111,7 +115,7 @@ def load_plan(directory: str | Path) -> StoredPlan:
         for name, text in texts.items()
         if (match := MODULE.fullmatch(name))
     }
-    program = Program.from_json(texts[PROGRAM], Plan.from_json(texts[PLAN]), modules)
+    program = read_program(texts[PROGRAM], Plan.from_json(texts[PLAN]), modules)
     for stage in program.stages:
         for key in stage.modules.values():
             if key not in modules:
@@ -180,10 +184,9 @@ def _read_manifest(folder: Path) -> Mapping[str, Any]:
             f"'{folder}' is not a plan directory, or damaged: it has no {MANIFEST}",
             fix="give the directory that `autopar compile -o` wrote",
         )
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise _damaged(folder, f"{MANIFEST} cannot be read: {error}") from None
+    text = read_text(path, PlanDirectoryError, AGAIN)
+    where = f"plan '{folder}' is damaged: {MANIFEST}"
+    manifest = parse_json(text, where, PlanDirectoryError, AGAIN)
     if not isinstance(manifest, dict) or "format" not in manifest:
         raise _damaged(folder, f"{MANIFEST} is not that of a plan")
     return manifest
@@ -222,9 +225,9 @@ def _read_checked(folder: Path, name: str, wanted: str) -> str:
     path = folder / name
     if not path.is_file():
         raise _damaged(folder, f"{name} is missing")
-    data = path.read_bytes()
-    if hashlib.sha256(data).hexdigest() == wanted:
-        return data.decode()
+    text = read_text(path, PlanDirectoryError, AGAIN)
+    if checksum(text) == wanted:
+        return text
     if name == PLAN:
         raise PlanDirectoryError(
             f"{path} was changed after it was compiled",
@@ -248,6 +251,4 @@ def _torch_warning(folder: Path, compiled_with: str) -> list[str]:
 
 
 def _damaged(folder: Path, what: str) -> PlanDirectoryError:
-    return PlanDirectoryError(
-        f"plan '{folder}' is damaged: {what}", fix="compile it again"
-    )
+    return PlanDirectoryError(f"plan '{folder}' is damaged: {what}", fix=AGAIN)

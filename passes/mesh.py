@@ -14,6 +14,7 @@ from itertools import product
 from math import prod
 
 from passes.errors import AutoparError
+from passes.ranges import RANKS, shown
 
 AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp", "qp")
 """The axes a mesh may have: pipeline, data, sharing data (see `passes.shard.rest`),
@@ -47,12 +48,18 @@ class Mesh:
                     f"axis {name!r} is there twice in mesh '{self}'",
                     fix="write it once, with the product of its sizes",
                 )
-            if size < 1:
+            if size not in RANKS:
                 raise MeshError(
-                    f"axis {name!r} has size {size}",
-                    fix="sizes are at least 1; leave out an axis that is not wanted",
+                    f"axis {name!r} has size {shown(size)}",
+                    fix=f"sizes are at least 1 and at most {RANKS.most}; leave out an "
+                    "axis that is not wanted",
                 )
             seen.add(name)
+        if self.size > RANKS.most:
+            raise MeshError(
+                f"mesh '{self}' has {self.size} ranks",
+                fix=f"a mesh has at most {RANKS.most}",
+            )
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
@@ -162,19 +169,22 @@ def _known(name: str) -> str:
             f"{TIME!r} is the axis of microbatches and no axis of the mesh",
             fix="set the number of microbatches instead",
         )
-    raise MeshError(f"unknown axis {name!r}", fix=f"the axes are {', '.join(AXES)}")
+    raise MeshError(
+        f"unknown axis {shown(name)}", fix=f"the axes are {', '.join(AXES)}"
+    )
 
 
 def _parse_axis(piece: str, text: str) -> tuple[str, int]:
     name, equals, size = (part.strip() for part in piece.partition("="))
     if not (name and equals):
         raise MeshError(
-            f"{piece!r} in mesh {text!r} is not an axis",
+            f"{shown(piece)} in mesh {shown(text)} is not an axis",
             fix="write name=size, with commas between, as in 'pp=2,tp=2'",
         )
-    if not re.fullmatch(r"[+-]?\d+", size):
+    if not re.fullmatch(r"[+-]?[0-9]{1,20}", size):
         raise MeshError(
-            f"size {size!r} of axis {name!r} in mesh {text!r} is not a whole number",
-            fix=f"write for instance '{name}=2'",
+            f"size {shown(size)} of axis {shown(name)} in mesh {shown(text)} is not a "
+            f"whole number up to {RANKS.most}",
+            fix="write for instance 'tp=2'",
         )
     return name, int(size)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field
 
 import torch
 
+from passes.decode import decode, parse_json
 from passes.errors import AutoparError
 from passes.mesh import AXES, TIME, Mesh
+from passes.ranges import check_range, shown
 from passes.schedule.make_schedule import SCHEDULES, place_stages
 
 FORMAT = 1
+AGAIN = "compile it again with this version of autopar"
+USUAL = "mend it, or leave it out, and it is as usual"
+MESH = 'write "mesh": "pp=2,tp=2"'
 
 # What each mesh axis splits, in order of preference: an op is split along the first of
 # these dims that flows through it. For tp this is Megatron's choice (Shoeybi 2019);
@@ -113,14 +117,8 @@ class Plan:
     precision: str = "model"
 
     def __post_init__(self) -> None:
-        if self.microbatches < 1:
-            raise PlanError(
-                f"microbatches={self.microbatches}", fix="use a number of at least 1"
-            )
-        if self.stages_per_rank < 1:
-            raise PlanError(
-                f"stages_per_rank={self.stages_per_rank}", fix="use at least 1"
-            )
+        for name in ("microbatches", "stages_per_rank", "zero", "memory"):
+            check_range(name, getattr(self, name), PlanError)
         if self.schedule not in (*SCHEDULES, AUTO):
             raise PlanError(
                 f"no schedule is named {self.schedule!r}",
@@ -132,10 +130,7 @@ class Plan:
                 fix='use schedule "auto", or leave the order out',
             )
         self._check_recompute()
-        if self.zero not in ZERO:
-            raise PlanError(
-                f"zero={self.zero!r}", fix=f"use one of {', '.join(map(str, ZERO))}"
-            )
+        self._check_axes()
         for axis in self.zigzag:
             splits = self.split.get(axis, ())
             if axis not in AXES or axis == "pp" or "batch" in splits:
@@ -143,12 +138,29 @@ class Plan:
                     f"zigzag has {axis!r}, which splits no sequence",
                     fix="name axes that split one, as in ('cp',)",
                 )
-        if self.precision not in PRECISION:
+        if self.precision not in tuple(PRECISION):  # what is no text has no hash
             raise PlanError(
                 f"precision={self.precision!r}",
                 fix=f"use one of {', '.join(map(repr, PRECISION))}",
             )
         self._check_shares()
+
+    def _check_axes(self) -> None:
+        """What is decided for each axis is so for one that there can be."""
+        for axis, dims in self.split.items():
+            if axis not in (*AXES, TIME):
+                raise PlanError(
+                    f"'split' in the plan has {axis!r}: {dims!r}",
+                    fix='write for instance "tp": ["heads", "ffn"], for axes of '
+                    f"{', '.join((*AXES, TIME))}",
+                )
+        for axis, labels in self.labels.items():
+            if axis not in AXES or axis == "pp":
+                raise PlanError(
+                    f"'labels' in the plan has {axis!r}: {shown(labels)}",
+                    fix='write for instance "tp": {"blocks.*.mlp.up:linear": "ffn"}, '
+                    f"for axes of {', '.join(a for a in AXES if a != 'pp')}",
+                )
 
     def _check_shares(self) -> None:
         """ZeRO needs ranks to share out to, and an axis fsdp something to share out."""
@@ -177,8 +189,6 @@ class Plan:
                     f"recompute_layers of '{layer}' is {policy!r}",
                     fix=f"use one of {', '.join(map(repr, RECOMPUTE))}",
                 )
-        if self.memory < 0:
-            raise PlanError(f"memory={self.memory}", fix="use bytes, 0 for no limit")
         if self.recompute == AUTO and not self.memory:
             raise PlanError(
                 'recompute="auto" needs to know how much memory there is',
@@ -265,85 +275,17 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read `to_json`'s text. Raises PlanError that names the key at fault."""
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise PlanError(f"the plan is not JSON: {error}") from None
+        data = parse_json(text, "the plan", PlanError)
         if not isinstance(data, dict):
-            raise PlanError("the plan is not a JSON object")
+            raise PlanError("the plan is not a JSON object", fix=AGAIN)
         if data.pop("format", None) != FORMAT:
-            raise PlanError(
-                f"the plan is not of format {FORMAT}",
-                fix="compile it again with this version of autopar",
-            )
-        known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(data) - known):
-            raise PlanError(
-                f"unknown key '{unknown[0]}' in the plan",
-                fix=f"the keys are {', '.join(sorted(known))}",
-            )
-        if "mesh" not in data:
-            raise PlanError("the plan has no mesh", fix='add "mesh": "pp=2,tp=2"')
-        try:
-            return cls(**{k: _read(k, v) for k, v in data.items()})
-        except (TypeError, AttributeError, ValueError) as error:
-            raise PlanError(f"the plan cannot be read: {error}") from None
-
-
-# What the keys hold in JSON.
-KINDS: dict[str, type] = {
-    "mesh": str,
-    "microbatches": int,
-    "schedule": str,
-    "stages_per_rank": int,
-    "order": list,
-    "split": dict,
-    "hints": dict,
-    "labels": dict,
-    "cuts": list,
-    "recompute": str,
-    "zero": int,
-    "zigzag": list,
-    "offload": bool,
-    "recompute_layers": dict,
-    "memory": int,
-    "precision": str,
-}
-
-
-def _read(key: str, value: Any) -> Any:
-    kind, found = KINDS[key], type(value)
-    if found is not kind:  # not isinstance: True is no number
-        raise PlanError(
-            f"'{key}' in the plan is {value!r}",
-            fix=f"write a value of type {kind.__name__}",
-        )
-    if key == "mesh":
-        return Mesh.parse(value)
-    if key == "split":
-        for axis, dims in value.items():
-            if axis not in (*AXES, TIME) or not isinstance(dims, list):
-                raise PlanError(
-                    f"'split' in the plan has {axis!r}: {dims!r}",
-                    fix='write for instance "tp": ["heads", "ffn"], for axes of '
-                    f"{', '.join((*AXES, TIME))}",
-                )
-        return {axis: tuple(dims) for axis, dims in value.items()}
-    if key == "labels":
-        _check_labels(value)
-    if key in ("cuts", "zigzag", "order"):
-        return tuple(value)
-    return value
-
-
-def _check_labels(value: dict[str, Any]) -> None:
-    for axis, labels in value.items():
-        good = isinstance(labels, dict) and all(
-            dim is None or isinstance(dim, str) for dim in labels.values()
-        )
-        if axis not in AXES or axis == "pp" or not good:
-            raise PlanError(
-                f"'labels' in the plan has {axis!r}: {labels!r}",
-                fix='write for instance "tp": {"blocks.*.mlp.up:linear": "ffn"}, for '
-                f"axes of {', '.join(a for a in AXES if a != 'pp')}",
-            )
+            raise PlanError(f"the plan is not of format {FORMAT}", fix=AGAIN)
+        if isinstance(data.get("mesh"), str):
+            axes = Mesh.parse(data["mesh"]).axes
+            data["mesh"] = {"axes": [list(axis) for axis in axes]}
+        elif "mesh" in data:
+            raise PlanError(f"'mesh' in the plan is {shown(data['mesh'])}", fix=MESH)
+        else:
+            raise PlanError("the plan has no mesh", fix=MESH)
+        plan: Plan = decode(cls, data, "the plan", PlanError, USUAL)
+        return plan

@@ -5,16 +5,15 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from passes.cost import Seconds
-from passes.errors import AutoparError
 from passes.graph import Part
-from passes.mesh import TIME, Mesh
+from passes.mesh import Mesh
 from passes.plan import Plan
 from passes.proof.input_ranges import InputRange
 from passes.schedule.footprint import Communication, Footprint
@@ -22,10 +21,6 @@ from passes.schedule.memory import RankMemory
 from passes.schedule.schedule import Schedule
 
 FORMAT = 3
-
-
-class ProgramError(AutoparError):
-    """A program that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +179,7 @@ class Program:
         return next(shape[0] for shape, _ in self.inputs.values() if shape)
 
     def to_json(self) -> str:
-        """Everything but the module texts and the plan."""
+        """Everything but the module texts and the plan: see `passes.read_program`."""
         data = {
             "format": FORMAT,
             "schedule": str(self.schedule).split("\n"),
@@ -205,57 +200,6 @@ class Program:
         }
         return json.dumps(data, indent=1) + "\n"
 
-    @classmethod
-    def from_json(cls, text: str, plan: Plan, modules: Mapping[str, str]) -> Program:
-        data = json.loads(text)
-        if data.get("format") != FORMAT:
-            raise ProgramError(
-                f"the program is not of format {FORMAT}",
-                fix="compile it again with this version of autopar",
-            )
-        if plan.microbatches > 1 and TIME not in data["loss_pending"]:
-            raise ProgramError(
-                "each microbatch of the program computes the whole loss: gradients "
-                f"would come out {plan.microbatches} times as large",
-                fix="compile it again with this version of autopar",
-            )
-        return cls(
-            plan=plan,
-            schedule=Schedule.parse("\n".join(data["schedule"])),
-            stages=tuple(
-                StageSpec(
-                    **{
-                        **s,
-                        "layers": tuple(s["layers"]),
-                        "seconds": Seconds(**s["seconds"]),
-                        "waits": Seconds(**s["waits"]),
-                        "footprint": Footprint(**s["footprint"]),
-                    }
-                )
-                for s in data["stages"]
-            ),
-            parameters={k: _spec(v) for k, v in data["parameters"].items()},
-            buffers={k: _spec(v) for k, v in data["buffers"].items()},
-            aliases=data["aliases"],
-            inputs={k: (tuple(v[0]), v[1]) for k, v in data["inputs"].items()},
-            loss_pending=tuple(data["loss_pending"]),
-            loss_dtype=data["loss_dtype"],
-            literals={k: _unpack(v) for k, v in data["literals"].items()},
-            groups=_tuples(data["groups"]),
-            communication=tuple(
-                Communication(**{**c, "axes": tuple(c["axes"])})
-                for c in data["communication"]
-            ),
-            modules=modules,
-            memory=tuple(RankMemory(**m) for m in data["memory"]),
-            send=data["send"],
-            notes=tuple(data["notes"]),
-            ranges={
-                k: InputRange(**{**v, "holes": tuple(v["holes"])})
-                for k, v in data.get("ranges", {}).items()
-            },
-        )
-
 
 def coords_text(coords: Mapping[str, int]) -> str:
     """`dp=0,tp=1`: a rank's place within its stage."""
@@ -266,25 +210,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _spec(data: dict[str, Any]) -> ParameterSpec:
-    spec = ParameterSpec(**data)
-    return replace(
-        spec,
-        shape=tuple(spec.shape),
-        factors=_tuples(spec.factors),
-        dims=_tuples(spec.dims),
-        slots=_tuples(spec.slots),
-        pending=tuple(spec.pending),
-        gathered=tuple(spec.gathered),
-        stages=tuple(spec.stages),
-        part=Part(**{k: _tuples(v) for k, v in data["part"].items()}),
-    )
-
-
-def _tuples(tree: Any) -> Any:
-    return tuple(map(_tuples, tree)) if isinstance(tree, list | tuple) else tree
-
-
 def _pack(tensor: torch.Tensor) -> dict[str, Any]:
     raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return {
@@ -292,11 +217,3 @@ def _pack(tensor: torch.Tensor) -> dict[str, Any]:
         "shape": list(tensor.shape),
         "data": base64.b64encode(bytes(raw.tolist())).decode(),
     }
-
-
-def _unpack(data: dict[str, Any]) -> torch.Tensor:
-    raw = bytearray(base64.b64decode(data["data"]))
-    dtype = getattr(torch, data["dtype"])
-    if not raw:
-        return torch.empty(data["shape"], dtype=dtype)
-    return torch.frombuffer(raw, dtype=dtype).reshape(data["shape"])

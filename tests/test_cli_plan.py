@@ -338,22 +338,25 @@ def test_a_wrong_cluster_file_is_refused(
     ("arguments", "says"),
     [
         (["--devices", "4xA1000"], "no device is known as 'A1000'"),
-        (["--devices", "0xCPU"], "the number of devices is 0"),
+        (["--devices", "0xCPU"], "'0' devices\n  fix  give a whole number from 1"),
         (["--devices", "fourxCPU"], "not a number of devices"),
         (["--cluster", "no.toml"], "cannot read 'no.toml'"),
-        (["--devices", "4xCPU", "--global-batch", "0"], "a global batch of 0"),
-        (["--devices", "4xCPU", "--global-batch", "-8"], "a global batch of -8"),
+        (
+            ["--devices", "4xCPU", "--global-batch", "0"],
+            "--global-batch: '0' is not a whole number",
+        ),
+        (["--devices", "4xCPU", "--global-batch", "-8"], "--global-batch: '-8' is not"),
         (
             ["--devices", "5xCPU", "--mesh", "dp=5", "--global-batch", "7"],
             "no mesh of 5 devices divides a batch of 7",
         ),
         (["--devices", "4xCPU", "--mesh", "dp=3"], "no mesh of 4 devices"),
-        (["--devices", "4xCPU", "--mesh", "x=3,y=2"], "axes of 3, 2 has a meaning"),
-        (["--devices", "4xCPU", "--mesh", "x=4,2"], "axes without names"),
-        (["--devices", "4xCPU", "--microbatches", "0"], "microbatches=0"),
+        (["--devices", "4xCPU", "--mesh", "3,2"], "axes of 3, 2 has a meaning"),
+        (["--devices", "4xCPU", "--mesh", "zz=2"], "unknown axis 'zz'"),
+        (["--devices", "4xCPU", "--microbatches", "0"], "--microbatches: '0' is"),
         (["--devices", "4xCPU", "--microbatches", "3"], "as the options decide"),
-        (["--devices", "4xCPU", "--memory", "-1"], "--memory -1"),
-        (["--devices", "4xCPU", "--memory", "much"], "'--memory' is 'much'"),
+        (["--devices", "4xCPU", "--memory", "-1"], "--memory: '-1' is not"),
+        (["--devices", "4xCPU", "--memory", "much"], "--memory: 'much' is not"),
         (["--devices", "4xCPU", "--memory", "10kB"], "no plan fits into 4xCPU"),
         (["--devices", "4xCPU", "--seq", "8"], "brings its own batch"),
     ],
@@ -367,7 +370,10 @@ def test_what_cannot_be_planned(
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [(["--seq", "0"], "--seq 0"), ([], "no --global-batch is given")],
+    [
+        (["--seq", "0"], "--seq: '0' is not a whole number from 1"),
+        ([], "no --global-batch is given"),
+    ],
 )
 def test_what_a_model_without_a_batch_needs(arguments, says, capsys) -> None:
     tiny_hf = "hf:gpt2?n_layer=2,n_embd=16,n_head=2,vocab_size=64,n_positions=8"

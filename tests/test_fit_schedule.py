@@ -18,7 +18,7 @@ import autopar
 from autopar.runtime.shards import take_shard
 from autopar.verify import run_all_ranks
 from passes.cost import Seconds
-from passes.program import Program
+from passes.read_program import read_program
 from passes.schedule.check_schedule import check
 from passes.schedule.fit_schedule import (
     Fitted,
@@ -210,7 +210,7 @@ def test_a_made_schedule_computes_the_same(mesh, microbatches, stages_per_rank):
 
 def test_all_ranks_read_the_list_that_was_made():
     program = plain_gpt().compile("pp=2", 4, schedule="auto")
-    stored = Program.from_json(program.to_json(), program.plan, program.modules)
+    stored = read_program(program.to_json(), program.plan, program.modules)
     assert stored.schedule == program.schedule
     assert stored.memory == program.memory and stored.stages == program.stages
     assert stored.plan.schedule == "auto"

@@ -48,7 +48,7 @@ BROKEN = {
     changed(microbatches="two"): "'microbatches' in the plan is 'two'",
     changed(microbatches=2.5): "'microbatches' in the plan is 2.5",
     changed(split=["tp"]): r"'split' in the plan is \['tp'\]",
-    changed(split={"tp": "heads"}): "'split' in the plan has 'tp': 'heads'",
+    changed(split={"tp": "heads"}): "'tp' in 'split' in the plan is 'heads'",
     changed(split={"xp": ["heads"]}): "'split' in the plan has 'xp'",
     changed(schedule="zigzag"): "no schedule is named 'zigzag'",
     changed(stages_per_rank=0): "stages_per_rank=0",

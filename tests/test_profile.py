@@ -283,10 +283,10 @@ def test_profile_then_plan_then_explain(tmp_path, capsys, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
-        (["--ranks", "two"], "--ranks 'two' are no numbers of processes"),
-        ([], "--ranks '' are no numbers of processes"),
-        (["--ranks", "0"], "fix  say how many a plan will have: --ranks 2,4"),
-        (["--ranks", "1", "--samples", "0"], "--samples 0"),
+        (["--ranks", "two"], "--ranks: 'two' is not a whole number from 1 to 1024"),
+        ([], "fix  say how many a plan will have: --ranks 2,4"),
+        (["--ranks", "0,2"], "--ranks: '0' is not"),
+        (["--ranks", "1", "--samples", "0"], "--samples: '0' is not"),
         (["none.py:model", "--ranks", "2"], "none.py"),
     ],
 )

@@ -106,9 +106,12 @@ def test_another_run_is_refused(
         (["--resume"], "--resume needs a directory"),
         (["--save-every", "2"], "--save-every needs a directory"),
         (["--save", "x", "--resume", "--reference"], "--reference has no checkpoint"),
-        (["--save", "x", "--save-every", "-1"], "--save-every is -1"),
-        (["--warmup", "-1"], "--warmup is -1"),
-        (["--save", "x", "--keep", "0"], "--keep is 0"),
+        (
+            ["--save", "x", "--save-every", "-1"],
+            "argument --save-every: '-1' is not a whole number from 0 to",
+        ),
+        (["--warmup", "-1"], "argument --warmup: '-1' is not"),
+        (["--save", "x", "--keep", "0"], "argument --keep: '0' is not"),
     ],
 )
 def test_options_that_cannot_be(

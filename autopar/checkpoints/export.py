@@ -27,7 +27,7 @@ def export(directory: str | Path, output: Path) -> tuple[Path, int]:
     """
     if output.suffix not in SUFFIXES:
         raise CheckpointError(
-            f"unknown kind of file '{output.name}'",
+            f"unknown kind of file '{output}'",
             fix=f"let its name end in {' or '.join(SUFFIXES)}",
         )
     if output.suffix == ".safetensors" and find_spec("safetensors") is None:

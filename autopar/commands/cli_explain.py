@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.commands.cli_plan import add_cluster, read_cluster_given
+from autopar.commands.option_types import path
 from autopar.machine.hardware import with_memory
 from autopar.machine.measured_cluster import measured_cluster
 from autopar.models import load_model
@@ -27,7 +28,7 @@ from passes.search.search import run_on_paper
 def add_explain(commands: Any) -> None:
     add = commands.add_parser("explain", help="where a plan's seconds and bytes go")
     add.set_defaults(command=explain_command)
-    add.add_argument("plan", type=Path, help="what `autopar plan -o` wrote")
+    add.add_argument("plan", type=path, help="what `autopar plan -o` wrote")
     add.add_argument(
         "--reprice", action="store_true", help="capture the model, price it again"
     )

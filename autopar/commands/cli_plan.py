@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from autopar.batches import samples_of
-from autopar.machine.cluster_file import number, read_cluster
+from autopar.commands.option_types import number, path, size, text
+from autopar.machine.cluster_file import read_cluster
 from autopar.machine.hardware import with_memory
 from autopar.machine.measured_cluster import how_priced, named_cluster
 from autopar.machine.profile_file import ProfileError
@@ -30,7 +31,7 @@ from autopar.reports.progress import Bar
 from autopar.reports.tables import Table
 from autopar.store import checksum
 from passes.mesh import Mesh
-from passes.plan import CONTEXT_PARALLEL, PRECISION, RECOMPUTE, ZERO, Plan
+from passes.plan import CONTEXT_PARALLEL, PRECISION, RECOMPUTE, Plan
 from passes.price.candidate import Candidate
 from passes.price.cluster import Cluster, ClusterError
 from passes.schedule.make_schedule import SCHEDULES
@@ -43,12 +44,21 @@ SEQ = 128  # tokens of one, unless told otherwise
 def add_plan(commands: Any, model_help: str) -> None:
     add = commands.add_parser("plan", help="find the best plan for some devices")
     add.set_defaults(command=plan_command)
-    add.add_argument("model", metavar="MODEL", help=model_help)
+    add.add_argument("model", type=text, metavar="MODEL", help=model_help)
     add_cluster(add, required=True)
-    add.add_argument("--global-batch", type=int, metavar="N", help="samples of a step")
-    add.add_argument("--seq", type=int, metavar="N", help="tokens (hf: models)")
     add.add_argument(
-        "--mesh", help='axes that are decided already, as "tp=2"; or sizes alone: "4,2"'
+        "--global-batch",
+        type=number("global_batch"),
+        metavar="N",
+        help="samples of a step",
+    )
+    add.add_argument(
+        "--seq", type=number("seq"), metavar="N", help="tokens (hf: models)"
+    )
+    add.add_argument(
+        "--mesh",
+        type=text,
+        help='axes that are decided already, as "tp=2"; or sizes alone: "4,2"',
     )
     _add_decisions(add)
     add.add_argument(
@@ -57,9 +67,11 @@ def add_plan(commands: Any, model_help: str) -> None:
         help="decide for each op what an axis splits: of the best plans whatever they "
         "take, or of none; as it is, of those that labels could make the fastest",
     )
-    add.add_argument("--seed", type=int, default=0, help="of weights and dropout")
     add.add_argument(
-        "-o", "--output", type=Path, metavar="DIR", help="write the best plan"
+        "--seed", type=number("seed"), default=0, help="of weights and dropout"
+    )
+    add.add_argument(
+        "-o", "--output", type=path, metavar="DIR", help="write the best plan"
     )
     add.add_argument("--json", action="store_true")
 
@@ -67,11 +79,11 @@ def add_plan(commands: Any, model_help: str) -> None:
 def _add_decisions(add: Any) -> None:
     """Options that decide a part of the plan; what is left out is searched for."""
     add.add_argument("--precision", choices=tuple(PRECISION))
-    add.add_argument("--microbatches", type=int, metavar="N")
+    add.add_argument("--microbatches", type=number("microbatches"), metavar="N")
     add.add_argument("--schedule", choices=tuple(SCHEDULES))
-    add.add_argument("--stages-per-rank", type=int, metavar="N")
+    add.add_argument("--stages-per-rank", type=number("stages_per_rank"), metavar="N")
     add.add_argument("--recompute", choices=RECOMPUTE)
-    add.add_argument("--zero", type=int, choices=ZERO)
+    add.add_argument("--zero", type=number("zero"), metavar="0..3")
     add.add_argument("--context-parallel", choices=sorted(CONTEXT_PARALLEL))
     add.add_argument(
         "--no-sequence-parallel",
@@ -93,26 +105,37 @@ def read_asked(arguments: argparse.Namespace) -> Asked:
     assert cluster is not None, "the parser asks for one"
     values = {name: getattr(arguments, name) for name in DECISIONS}
     options = {name: value for name, value in values.items() if value is not None}
-    shape = read_shape(arguments.mesh or "")
+    shape = () if _has_names(arguments.mesh) else read_shape(arguments.mesh or "")
     mesh = Mesh.parse(arguments.mesh) if arguments.mesh and not shape else None
     return Asked(cluster, mesh, shape, options)
+
+
+def _has_names(mesh: str | None) -> bool:
+    """Of axes: on a command line these are ours, or a slip of the pen."""
+    return mesh is not None and "=" in mesh
 
 
 def add_cluster(add: argparse.ArgumentParser, required: bool) -> None:
     where = add.add_mutually_exclusive_group(required=required)
     where.add_argument(
-        "--devices", metavar="NxNAME|N", help="as 8xA100-80GB; 4: of this machine"
+        "--devices",
+        type=text,
+        metavar="NxNAME|N",
+        help="as 8xA100-80GB; 4: of this machine",
     )
-    where.add_argument("--cluster", type=Path, metavar="FILE", help="TOML or JSON")
-    add.add_argument("--memory", metavar="BYTES", help='of a device to use, as "70GB"')
+    where.add_argument("--cluster", type=path, metavar="FILE", help="TOML or JSON")
     add.add_argument(
-        "--profile", type=Path, metavar="FILE", help="of this machine, not the cache's"
+        "--memory", type=size, metavar="BYTES", help='of a device to use, as "70GB"'
+    )
+    add.add_argument(
+        "--profile", type=path, metavar="FILE", help="of this machine, not the cache's"
     )
 
 
 def add_labels(add: Any) -> None:
     add.add_argument(
         "--labels",
+        type=text,
         metavar="NxNAME|FILE",
         help="decide for each op what an axis splits, for these devices",
     )
@@ -194,21 +217,29 @@ def read_cluster_given(arguments: argparse.Namespace) -> Cluster | None:
     elif arguments.devices:
         cluster = named_cluster(arguments.devices, arguments.profile)
     else:
+        _check_alone(arguments)
         return None
-    if arguments.memory:
-        memory = number("--memory", arguments.memory)
-        if memory <= 0:
-            raise ClusterError(f"--memory {arguments.memory}", fix="give bytes above 0")
-        cluster = with_memory(cluster, memory)
+    if arguments.memory is not None:
+        if not arguments.memory:
+            raise ClusterError("--memory 0", fix="give bytes above 0, as 70GB")
+        cluster = with_memory(cluster, arguments.memory)
     return cluster
+
+
+def _check_alone(arguments: argparse.Namespace) -> None:
+    """Without devices there is nothing that more could be said of."""
+    if arguments.memory is not None:
+        raise ClusterError(
+            "--memory is of no devices", fix="add --devices or --cluster"
+        )
+    if arguments.profile and not getattr(arguments, "reprice", False):
+        raise ProfileError("--profile is of no devices", fix="add --devices N")
 
 
 def _samples(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
     """Of a step: as asked for, else as many as the batch has that a model brings."""
     if loaded.batch is not None and arguments.seq is not None:
         raise ModelError(f"'{loaded.spec}' brings its own batch", fix="leave out --seq")
-    if arguments.seq is not None and arguments.seq < 1:
-        raise ModelError(f"--seq {arguments.seq}", fix="give at least 1 token")
     if arguments.global_batch is not None:
         samples: int = arguments.global_batch
         return samples

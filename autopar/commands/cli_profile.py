@@ -11,12 +11,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from autopar.commands.option_types import number, numbers, path, text
 from autopar.machine.machine import busy, machine_text
 from autopar.machine.profile_file import (
     Profile,
@@ -29,12 +29,14 @@ from autopar.models import load_model
 from autopar.planner.choose import SAMPLES
 from autopar.profiler.profile import Workload, measure_here
 from autopar.reports.tables import Table, seconds, size
-from autopar.runtime.join import choose_backend
+from autopar.runtime.join import check_launch, choose_backend
 from autopar.runtime.launch import launch, rank_threads
 from passes.price.measured import Timed, kind_of
+from passes.ranges import Range
 
 WAIT = timedelta(minutes=5)  # of a rank for another one, that captures a model
 LIMIT = 900.0  # seconds of all ranks of a number
+HERE = Range(1, 1024)  # processes of a machine
 SHOWN = 12  # kinds of ops in a table; JSON has all
 
 
@@ -42,26 +44,31 @@ def add_profile(commands: Any, model_help: str) -> None:
     usual = Workload()
     add = commands.add_parser("profile", help="measure this machine's ops and links")
     add.set_defaults(command=profile_command)
-    add.add_argument("model", nargs="?", default="", metavar="MODEL", help=model_help)
+    add.add_argument("model", type=text, nargs="?", metavar="MODEL", help=model_help)
     add.add_argument(
         "--ranks",
-        default="",
+        type=numbers(HERE),
         metavar="N,M",
         help="processes that plans will have; under torchrun: as many as run",
     )
-    add.add_argument("--seq", type=int, default=usual.seq, metavar="N", help="tokens")
+    add.add_argument(
+        "--seq", type=number("seq"), default=usual.seq, metavar="N", help="tokens"
+    )
     add.add_argument(
         "--samples",
-        type=int,
+        type=number("samples"),
         default=SAMPLES,
         metavar="N",
         help="the most in a microbatch",
     )
-    add.add_argument("--seed", type=int, default=0, help="of weights")
+    add.add_argument("--seed", type=number("seed"), default=0, help="of weights")
     add.add_argument(
-        "--seconds", type=float, default=usual.seconds, help="for messages, roughly"
+        "--seconds",
+        type=number("seconds"),
+        default=usual.seconds,
+        help="for messages, roughly",
     )
-    add.add_argument("-o", "--output", type=Path, metavar="FILE", help="else the cache")
+    add.add_argument("-o", "--output", type=path, metavar="FILE", help="else the cache")
     add.add_argument("--show", action="store_true", help="what was measured before")
     add.add_argument("--json", action="store_true")
 
@@ -93,19 +100,15 @@ def profile_command(arguments: argparse.Namespace) -> int:
 def launches(arguments: argparse.Namespace) -> list[tuple[int, str]]:
     """(ranks, model): messages are measured by all; ops by those of which as many
     compute at once, by the most of them, which split layers in the most ways."""
-    try:
-        found = sorted({int(n) for n in arguments.ranks.split(",")})
-    except ValueError:
-        found = [0]
-    if found[0] < 1:
+    if not arguments.ranks:
         raise ProfileError(
-            f"--ranks '{arguments.ranks}' are no numbers of processes",
+            "there are no processes to measure: no --ranks",
             fix="say how many a plan will have: --ranks 2,4",
         )
-    if arguments.samples < 1:
-        raise ProfileError(f"--samples {arguments.samples}", fix="give at least 1")
+    found = sorted(set(arguments.ranks))
     most = {busy(n): n for n in found}
-    return [(n, arguments.model if n in most.values() else "") for n in found]
+    model = arguments.model or ""
+    return [(n, model if n in most.values() else "") for n in found]
 
 
 def _launch(ranks: int, command: Sequence[str]) -> int:
@@ -133,7 +136,7 @@ def _command(arguments: argparse.Namespace, model: str) -> list[str]:
 
 def _workload(arguments: argparse.Namespace) -> Workload:
     return Workload(
-        arguments.model,
+        arguments.model or "",
         arguments.seed,
         arguments.seq,
         arguments.samples,
@@ -143,6 +146,7 @@ def _workload(arguments: argparse.Namespace) -> Workload:
 
 def _as_rank(arguments: argparse.Namespace) -> int:
     """Measure with the other ranks of torchrun; the first one writes."""
+    check_launch()
     dist.init_process_group(choose_backend(), timeout=WAIT)
     first = dist.get_rank() == 0
     found = measure_here(_workload(arguments), _tell if first else lambda line: None)

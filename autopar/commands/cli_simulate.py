@@ -9,6 +9,7 @@ from typing import Any
 
 from autopar.commands.cli_explain import reprice
 from autopar.commands.cli_plan import add_cluster, read_cluster_given
+from autopar.commands.option_types import path
 from autopar.machine.measured_cluster import measured_cluster
 from autopar.planner.estimate_file import ESTIMATE, read_findings
 from autopar.reports.simulation import simulate_estimate, simulate_program
@@ -23,8 +24,8 @@ from passes.schedule.step_run import StepRun
 def add_simulate(commands: Any) -> None:
     add = commands.add_parser("simulate", help="a plan's step, event by event")
     add.set_defaults(command=simulate_command)
-    add.add_argument("plan", type=Path, help="a directory, planned or compiled")
-    add.add_argument("--trace", type=Path, metavar="FILE", help="JSON for Perfetto")
+    add.add_argument("plan", type=path, help="a directory, planned or compiled")
+    add.add_argument("--trace", type=path, metavar="FILE", help="JSON for Perfetto")
     add.add_argument(
         "--compiled",
         action="store_true",

@@ -24,7 +24,7 @@ latency = 1.5e-5
 
 from __future__ import annotations
 
-import json
+import math
 import re
 import sys
 from collections.abc import Mapping
@@ -33,22 +33,25 @@ from pathlib import Path
 from typing import Any
 
 from autopar.machine.hardware import DEVICES, make_cluster
+from autopar.read_file import read_text
+from passes.decode import parse_json
 from passes.price.cluster import Cluster, ClusterError, Device, Level
+from passes.ranges import RANKS, shown
 
 UNITS = {
     **{"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15},
     **{"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40},
 }
+NUMBER = re.compile(
+    r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)"
+    r"\s*([KMGTPk]i?)?(?:B|FLOP)?(?:/s)?"
+)
 
 
 def read_cluster(path: str | Path) -> Cluster:
     """Read a cluster file. Raises ClusterError that names the key at fault."""
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ClusterError(f"cannot read '{path}': {error.strerror}") from None
-    return cluster_from(_parse(path, text))
+    return cluster_from(_parse(path, read_text(path, ClusterError)))
 
 
 def cluster_from(data: Any) -> Cluster:
@@ -88,7 +91,7 @@ def cluster_data(cluster: Cluster) -> dict[str, Any]:
 def _parse(path: Path, text: str) -> dict[str, Any]:
     try:
         if path.suffix == ".json":
-            data = json.loads(text)
+            data = parse_json(text, f"'{path}'", ClusterError)
         elif sys.version_info >= (3, 11):
             import tomllib
 
@@ -109,9 +112,10 @@ def _device(data: Any) -> Device:
         data = {"name": data}
     allowed = {f.name for f in fields(Device)} - {"ops"}
     _known("device", data, allowed, {"name"})
+    name = _read("device.name", data["name"])
     base: dict[str, Any] = {}
-    if data["name"] in DEVICES:
-        base = {f: getattr(DEVICES[data["name"]], f) for f in allowed}
+    if name in DEVICES:
+        base = {f: getattr(DEVICES[name], f) for f in allowed}
     given = {key: _read(f"device.{key}", value) for key, value in data.items()}
     whole = {**base, **given}
     needed = {"memory", "bytes_per_second", "flops"}
@@ -134,6 +138,8 @@ def _tables(data: Any) -> list[Any]:
 
 def _read(key: str, value: Any) -> Any:
     if key == "device.name":
+        if not isinstance(value, str):
+            raise ClusterError(f"'{key}' is {shown(value)}", fix="write its name")
         return value
     if key == "device.fused":
         if not isinstance(value, bool):
@@ -150,24 +156,21 @@ def _read(key: str, value: Any) -> Any:
 
 def number(key: str, value: Any) -> float:
     """`"80GB"` -> 8e10; B and /s may follow the unit. Raises ClusterError."""
+    found = math.nan
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    match = re.fullmatch(
-        r"\s*([0-9.eE+-]+)\s*([KMGTPk]i?)?(?:B|FLOP)?(?:/s)?\s*", str(value)
-    )
-    try:
-        if match is None:
-            raise ValueError
-        return float(match[1]) * UNITS.get(match[2] or "", 1.0)
-    except ValueError:
+        found = float(value) if abs(value) < math.inf else math.nan
+    elif isinstance(value, str) and (match := NUMBER.fullmatch(value.strip())):
+        found = float(match[1]) * UNITS.get(match[2] or "", 1.0)
+    if not math.isfinite(found):
         raise ClusterError(
-            f"'{key}' is {value!r}", fix='write a number, or one as "80GB"'
-        ) from None
+            f"'{key}' is {shown(value)}", fix='write a number, or one as "80GB"'
+        )
+    return found
 
 
 def _whole(key: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ClusterError(f"'{key}' is {value!r}", fix="write a whole number above 0")
+    if value not in RANKS:
+        raise ClusterError(f"'{key}' is {shown(value)}", fix=f"write {RANKS}")
     return value
 
 

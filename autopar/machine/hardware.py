@@ -6,7 +6,6 @@ are what large products, copies and collectives reach of them.
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import replace
 
@@ -14,8 +13,10 @@ import torch
 
 from autopar.machine.machine import cores as usable_cores
 from autopar.machine.machine import host_memory
+from autopar.read_file import read_variable
 from autopar.runtime.launch import rank_threads
 from passes.price.cluster import Cluster, ClusterError, Device, Level
+from passes.ranges import RANKS, shown
 
 GB, TERA = 1e9, 1e12
 
@@ -71,13 +72,21 @@ def cluster_of(text: str) -> Cluster:
 
     Raises: ClusterError.
     """
-    match = re.fullmatch(r"\s*(\d+)\s*[xX*]\s*(\S+)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]+)\s*[xX*]\s*(\S+)\s*", text)
     if match is None:
         raise ClusterError(
-            f"'{text}' is not a number of devices and their name",
+            f"{shown(text)} is not a number of devices and their name",
             fix="write for instance 8xA100-80GB",
         )
-    return make_cluster(device_of(match[2]), int(match[1]))
+    return make_cluster(device_of(match[2]), read_devices(match[1]))
+
+
+def read_devices(text: str) -> int:
+    """A number of devices. Raises: ClusterError."""
+    devices = RANKS.parse(text)
+    if devices is None:
+        raise ClusterError(f"{shown(text)} devices", fix=f"give {RANKS}")
+    return int(devices)
 
 
 def device_of(name: str) -> Device:
@@ -85,7 +94,7 @@ def device_of(name: str) -> Device:
         if known.lower() == name.lower():
             return device
     raise ClusterError(
-        f"no device is known as {name!r}",
+        f"no device is known as {shown(name)}",
         fix=f"use one of {', '.join(DEVICES)}, or a cluster file",
     )
 
@@ -96,7 +105,9 @@ def this_cluster(devices: int) -> Cluster:
     Raises: ClusterError for a GPU that is not of the table.
     """
     cores = 0.0
-    on_node = min(devices, int(os.environ.get("LOCAL_WORLD_SIZE", devices)))
+    if devices not in RANKS:
+        raise ClusterError(f"{shown(devices)} devices", fix=f"give {RANKS}")
+    on_node = min(devices, read_variable("LOCAL_WORLD_SIZE", devices))
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
         memory = torch.cuda.get_device_properties().total_memory

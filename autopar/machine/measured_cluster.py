@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from autopar.machine.hardware import cluster_of, this_cluster
+from autopar.machine.hardware import cluster_of, read_devices, this_cluster
 from autopar.machine.machine import busy, machine_text
 from autopar.machine.profile_file import ProfileError, machines_of, read_profile
 from passes.price.cluster import Cluster, Device
@@ -31,8 +32,8 @@ def named_cluster(text: str, profile: Path | None = None) -> Cluster:
 
     Raises: ProfileError, ClusterError.
     """
-    if text.strip().isdigit():
-        return measured_cluster(int(text), profile)
+    if re.fullmatch(r"[0-9]+", text.strip()):
+        return measured_cluster(read_devices(text.strip()), profile)
     if profile is not None:
         raise ProfileError(
             f"'{profile}' is of this machine, but the devices are {text}",

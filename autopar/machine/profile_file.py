@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
@@ -58,8 +59,11 @@ class Profile:
 
 def usual_path() -> Path:
     """In the user's cache directory."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "autopar" / f"profile-{FORMAT}.json"
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    # As the specification of these directories has it, others are not taken.
+    home = Path(given) if given.isprintable() and Path(given).is_absolute() else None
+    home = home or Path.home() / ".cache"
+    return home / "autopar" / f"profile-{FORMAT}.json"
 
 
 def read_profile(path: Path | None = None) -> Profile:
@@ -73,6 +77,9 @@ def read_profile(path: Path | None = None) -> Profile:
         try:
             return _profiles(usual_path()).get(machine_text(), Profile())
         except FileNotFoundError:
+            return Profile()
+        except OSError as error:
+            LOG.warning("cannot read '%s': %s", usual_path(), error.strerror)
             return Profile()
         except ProfileError as error:
             LOG.warning("%s; what it held is measured again", error.what)
@@ -128,14 +135,14 @@ def save_profile(more: Profile, path: Path | None = None) -> Path:
 
 def _profiles(path: Path) -> dict[str, Profile]:
     """Of all machines of a file. Raises: OSError, ProfileError."""
-    text = path.read_text(encoding="utf-8")
+    data = path.read_bytes()
     fix = "delete it, and measure again: autopar profile MODEL --ranks N"
     try:
-        data = json.loads(text)
+        data = json.loads(data)
         if data["format"] != FORMAT:
             raise ProfileError(f"'{path}' is not of format {FORMAT}", fix=fix)
         return {name: _profile(entry) for name, entry in data["machines"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ProfileError(f"the profile '{path}' is damaged", fix=fix) from None
 
 
@@ -192,6 +199,6 @@ def _numbers(row: Any, count: int) -> list[float]:
     """Raises ValueError for anything but so many numbers that are not negative."""
     if not isinstance(row, list) or len(row) != count:
         raise ValueError(f"{row!r} are not {count} numbers")
-    if not all(type(x) in (int, float) and x >= 0 for x in row):
+    if not all(type(x) in (int, float) and 0 <= x < math.inf for x in row):
         raise ValueError(f"{row!r} are no amounts")
     return row

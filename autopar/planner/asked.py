@@ -14,6 +14,7 @@ from autopar.options import make_plan, read_bytes, read_mesh
 from passes.mesh import AXES, Mesh, MeshError
 from passes.plan import AUTO, PlanError
 from passes.price.cluster import Cluster
+from passes.ranges import RANKS, shown
 
 # Options that hold for all plans, and are no decisions of a search.
 OF_ALL = ("precision", "sequence_parallel", "memory")
@@ -103,8 +104,8 @@ def wanted(mesh: Any, options: Mapping[str, Any], auto: bool = False) -> Asked |
     if isinstance(mesh, Cluster):
         return Asked(mesh, options=options)
     if isinstance(mesh, int):
-        if isinstance(mesh, bool) or mesh < 1:
-            raise MeshError(f"a mesh of {mesh} devices", fix="give at least 1")
+        if mesh not in RANKS:
+            raise MeshError(f"a mesh of {shown(mesh)} devices", fix=f"give {RANKS}")
         return Asked(measured_cluster(mesh), options=options)
     if isinstance(mesh, str) and re.match(r"\s*\d+\s*([a-zA-Z*]|$)", mesh):
         return Asked(named_cluster(mesh), options=options)
@@ -131,13 +132,20 @@ def read_shape(text: str) -> tuple[int, ...]:
     sizes = [(size if equals else name).strip() for name, equals, size in pieces]
     if len(set(names)) < len(names) or len(names) not in (0, len(pieces)):
         raise MeshError(
-            f"mesh {text!r} has axes without names, or two of one name",
+            f"mesh {shown(text)} has axes without names, or two of one name",
             fix="write all of their sizes alone, as 4,2, or as x=4,y=2",
         )
     for size in sizes:
-        if not re.fullmatch(r"\d+", size) or int(size) < 1:
+        if RANKS.parse(size) is None:
             raise MeshError(
-                f"size {size!r} in mesh {text!r} is not a whole number above 0",
+                f"size {shown(size)} in mesh {shown(text)} is not a whole number above "
+                f"0 and up to {RANKS.most}",
                 fix="write for instance 4,2",
             )
-    return tuple(map(int, sizes))
+    shape = tuple(map(int, sizes))
+    if prod(shape) not in RANKS:
+        raise MeshError(
+            f"mesh {shown(text)} has {prod(shape)} ranks",
+            fix=f"a mesh has at most {RANKS.most}",
+        )
+    return shape

@@ -16,6 +16,8 @@ import torch
 
 import autopar
 from autopar.machine.cluster_file import cluster_data, cluster_from
+from autopar.read_file import read_text
+from passes.decode import parse_json
 from passes.errors import AutoparError
 from passes.mesh import Mesh
 from passes.price.candidate import Candidate
@@ -26,6 +28,7 @@ from passes.schedule.footprint import Footprint
 
 FORMAT = 1
 ESTIMATE = "estimate.json"
+AGAIN = "plan again with this version of autopar"
 
 
 class EstimateError(AutoparError):
@@ -71,15 +74,9 @@ class Findings:
     @classmethod
     def from_json(cls, text: str, where: str = ESTIMATE) -> Findings:
         """Read `to_json`'s text. Raises EstimateError that names the key at fault."""
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise EstimateError(f"{where} is not JSON: {error}") from None
+        data = parse_json(text, where, EstimateError, AGAIN)
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise EstimateError(
-                f"{where} is not of format {FORMAT}",
-                fix="plan again with this version of autopar",
-            )
+            raise EstimateError(f"{where} is not of format {FORMAT}", fix=AGAIN)
         kept = {k: v for k, v in data.items() if k not in ("format", *VERSIONS)}
         _check(where, kept, FINDINGS)
         measured = kept.pop("profile")
@@ -100,7 +97,7 @@ def read_findings(folder: Path) -> Findings:
             f"'{folder}' has no {ESTIMATE}",
             fix=f"let it be planned: autopar plan MODEL --devices 8xH100 -o {folder}",
         )
-    return Findings.from_json(path.read_text(encoding="utf-8"), str(path))
+    return Findings.from_json(read_text(path, EstimateError, AGAIN), str(path))
 
 
 # --- estimates as data ---------------------------------------------------------------

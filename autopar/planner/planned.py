@@ -20,6 +20,7 @@ from autopar.batches import with_samples
 from autopar.compiler import compile_offline
 from autopar.models import LoadedModel, ModelError, example_batch, load_model
 from autopar.planner.estimate_file import ESTIMATE, Findings, read_findings
+from autopar.read_file import read_text
 from autopar.store import (
     MANIFEST,
     PLAN,
@@ -64,8 +65,12 @@ def read_decided(path: Path) -> Decided:
     """The decisions of a plan.json, or of a directory with one. Raises PlanError."""
     file = path / PLAN if path.is_dir() else path
     if not file.is_file():
-        raise PlanError(f"there is no file '{file}'")
-    text = file.read_text(encoding="utf-8")
+        raise PlanError(
+            f"there is no file '{file}' (looked in {Path.cwd()})",
+            fix="give the plan.json, or the directory, that autopar plan or compile "
+            "wrote with -o",
+        )
+    text = read_text(file, PlanError)
     plan, findings = Plan.from_json(text), None
     if (file.parent / ESTIMATE).is_file():
         findings = read_findings(file.parent)

@@ -11,8 +11,30 @@ import torch
 import torch.distributed as dist
 
 from autopar.planner.asked import Asked
+from autopar.read_file import EnvironmentVariableError, read_variable
 from passes.mesh import MeshError
 from passes.plan import Plan
+from passes.ranges import RANKS, Range
+
+RANK, PORT = Range(0, RANKS.most - 1), Range(0, (1 << 16) - 1)
+
+
+def check_launch() -> tuple[int, int]:
+    """This process's rank, and how many there are, as torchrun says: (0, 1) without it.
+
+    Raises: EnvironmentVariableError for variables that processes cannot meet by.
+    """
+    world = read_variable("WORLD_SIZE", 1)
+    rank = read_variable("RANK", 0, Range(0, world - 1))
+    if world > 1 or "RANK" in os.environ:
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            if not os.environ.get(name):
+                raise EnvironmentVariableError(
+                    f"the environment has no {name}, which processes meet by",
+                    fix=f"start by torchrun --nproc-per-node {world}, which sets it",
+                )
+        read_variable("MASTER_PORT", 0, PORT)
+    return rank, world
 
 
 def join(decided: Plan | Asked, timeout: timedelta) -> None:
@@ -26,6 +48,7 @@ def join(decided: Plan | Asked, timeout: timedelta) -> None:
     else:
         what, size = f"cluster '{decided.cluster}'", decided.cluster.devices
     if not dist.is_initialized() and size > 1 and "RANK" in os.environ:
+        check_launch()
         dist.init_process_group(choose_backend(), timeout=timeout)
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world > 1:
@@ -58,8 +81,8 @@ def choose_backend() -> str:
     if not torch.cuda.is_available():
         return "gloo"
     if "LOCAL_RANK" in os.environ:
-        rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", rank + 1))
+        rank, gpus = read_variable("LOCAL_RANK", 0, RANK), torch.cuda.device_count()
+        here = read_variable("LOCAL_WORLD_SIZE", rank + 1)
         if here > gpus:
             raise MeshError(
                 f"{here} processes run on this machine, which has {gpus} GPUs",

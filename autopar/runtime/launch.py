@@ -13,6 +13,7 @@ from types import FrameType, MappingProxyType
 from typing import Any, NoReturn
 
 import autopar
+from passes.ranges import RANKS
 
 ROOT = Path(autopar.__file__).parents[1]  # of the checkout, or where we are installed
 GRACE = 40  # seconds: torchrun itself waits up to 30 for ranks that it ends
@@ -20,8 +21,7 @@ GRACE = 40  # seconds: torchrun itself waits up to 30 for ranks that it ends
 
 def rank_threads() -> int:
     """Threads of a rank, as torchrun starts it: one, unless the user says more."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() and int(given) > 0 else 1
+    return int(RANKS.parse(os.environ.get("OMP_NUM_THREADS", "")) or 1)
 
 
 def launch(

@@ -30,14 +30,6 @@ def check_saving(options: RunOptions) -> None:
             "--reference has no checkpoint to go on from",
             fix="leave out --resume, or --reference",
         )
-    for name in ("save_every", "warmup"):
-        if getattr(options, name) < 0:
-            shown = name.replace("_", "-")
-            raise CheckpointError(
-                f"--{shown} is {getattr(options, name)}", fix="give 0 or more steps"
-            )
-    if options.keep < 1:
-        raise CheckpointError(f"--keep is {options.keep}", fix="keep 1 or more")
 
 
 def learning_rates(optimizer: Optimizer, warmup: int) -> LambdaLR:

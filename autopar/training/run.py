@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -19,16 +18,23 @@ import autopar
 from autopar.models import LoadedModel, ModelError, load_model
 from autopar.planner.planned import compiled, compiled_once, mesh_of
 from autopar.runtime.alarm import Alarm, guarded
-from autopar.runtime.join import choose_backend
+from autopar.runtime.join import check_launch, choose_backend
 from autopar.step import Step
 from autopar.store import StoredPlan
 from autopar.training.data import Data, open_data
 from autopar.training.reference import reference_step
 from autopar.training.resume import check_saving, is_due, learning_rates, resume, save
+from passes.errors import AutoparError
 from passes.mesh import MeshError
 from passes.program import Program
+from passes.ranges import check_range
 
 LABELS = ("labels", "targets")
+RANGED = ("steps", "lr", "clip", "seed", "timeout", "warmup", "save_every", "keep")
+
+
+class OptionError(AutoparError):
+    """An option of a run that is out of its range."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +63,15 @@ class RunOptions:
     resume: bool = False
 
     def __post_init__(self) -> None:
+        for name in RANGED:
+            check_range(name, getattr(self, name), OptionError)
         check_saving(self)
 
 
 def run(directory: str | Path, options: RunOptions) -> int:
     """Train for some steps on this rank; returns the exit status."""
     directory = Path(directory)
-    mesh, world = mesh_of(directory), int(os.environ.get("WORLD_SIZE", "1"))
+    mesh, (_, world) = mesh_of(directory), check_launch()
     if world != mesh.size:
         raise MeshError(
             f"plan '{directory}' is for {mesh.size} ranks, but {world} processes run",

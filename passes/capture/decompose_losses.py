@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from passes.arguments import arguments, call
-from passes.capture.rewrite import Rewriter, Rule
+from passes.capture.rewrite import Rewriter, Rule, arguments
 from passes.graph import Node, Value, map_values, resolve
 
 NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
@@ -38,10 +37,13 @@ REDUCED = (
 def reduced(rewriter: Rewriter, node: Node) -> Value | None:
     """Replaces a loss's sum or mean by that of its unreduced form."""
     given = arguments(node)
-    reduction = given["reduction"]
+    reduction = given.pop("reduction")
     if reduction not in (MEAN, SUM):
         return None
-    args, kwargs = call(node.op, {**given, "reduction": NONE})
+    given["reduction"] = NONE
+    schema = resolve(node.op)._schema.arguments
+    args = tuple(given[a.name] for a in schema if not a.kwarg_only)
+    kwargs = {a.name: given[a.name] for a in schema if a.kwarg_only}
     dtype, where = node.out.dtype, node.where
     name = node.op.split(".")[1]
     each = Node(node.op, args, kwargs, (), where)

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from passes.arguments import arguments
 from passes.capture.decompose_losses import MEAN, REDUCED_RULES, SUM
-from passes.capture.rewrite import Rewriter, Rule
+from passes.capture.rewrite import Rewriter, Rule, arguments
 from passes.graph import Node, Value
 
 

@@ -15,6 +15,7 @@ from functools import cache, cached_property
 from passes.errors import AutoparError
 from passes.mesh import Mesh
 from passes.price.measured import TABLE, Messages, Ops
+from passes.ranges import RANKS, shown
 from passes.schedule.crowd import ALONE, Crowd
 
 
@@ -108,6 +109,10 @@ class Cluster:
 
     def __post_init__(self) -> None:
         _positive("the number of devices", self.devices)
+        if self.devices not in RANKS:
+            raise ClusterError(
+                f"a cluster of {shown(self.devices)} devices", fix=f"give {RANKS}"
+            )
         sizes = [level.devices for level in self.levels]
         if self.devices > 1 and (not sizes or sizes[-1] < self.devices):
             raise ClusterError(

@@ -56,8 +56,13 @@ _PARTNER = {
 _RECEIVES = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
 _SENDS = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
 
-_ACTION = re.compile(rf"(\d+)({'|'.join(kind.value for kind in Kind)})(\d+)")
-_HEADER = re.compile(r"schedule (\S+): (\d+) microbatches, stages on ranks ([\d ]+)")
+_NUMBER = r"\d{1,9}"
+_ACTION = re.compile(
+    rf"({_NUMBER})({'|'.join(kind.value for kind in Kind)})({_NUMBER})"
+)
+_HEADER = re.compile(
+    rf"schedule (\S+): ({_NUMBER}) microbatches, stages on ranks ((?:{_NUMBER} ?)+)"
+)
 
 
 class Action(NamedTuple):
