@@ -16,6 +16,7 @@ from autopar.uncollected import uncollected
 
 with uncollected():
     from autopar.compiler import compile_offline
+    from autopar.runtime.by_element import by_element
     from autopar.step import Step, compile
     from passes.errors import AutoparError
     from passes.mesh import Mesh
@@ -30,6 +31,7 @@ __all__ = [
     "Mesh",
     "Plan",
     "Step",
+    "by_element",
     "compile",
     "compile_offline",
 ]

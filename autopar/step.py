@@ -20,14 +20,16 @@ from autopar.options import Options, make_plan
 from autopar.planner.asked import Asked, wanted
 from autopar.planner.choose import choose_plan
 from autopar.runtime.agreement import Agreement, digests
+from autopar.runtime.changed import check_trained
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import Executor
-from autopar.runtime.gradient_norm import gradient_norm, is_owner
+from autopar.runtime.gradient_norm import clip_, is_owner
 from autopar.runtime.initialize import local_state
 from autopar.runtime.join import default_device, join
 from autopar.runtime.match import check_model, check_same, checked_batch
 from autopar.runtime.offload import Host
 from autopar.runtime.process_groups import ProcessComm
+from autopar.runtime.updates import Updates
 from passes.errors import AutoparError
 from passes.plan import AUTO, Plan, PlanError
 from passes.program import Program
@@ -132,11 +134,12 @@ class Step:
             self.build(**batch)
         assert self._executor is not None
         tensors = self._begin("step", batch)
-        if self._host is None:
-            return self._executor.step(tensors)
-        self._host.upload()
+        if self._host is not None:
+            self._host.upload()
         loss = self._executor.step(tensors)
-        self._host.download()
+        if self._host is not None:
+            self._host.download()
+        self._updates.show()
         return loss
 
     def evaluate(self, **batch: Any) -> Tensor:
@@ -175,6 +178,10 @@ class Step:
         )
         self._executor = Executor(program, self.comm, parameters, buffers, self._seed)
         self._host = Host(parameters) if program.plan.offload else None
+        held = self._executor if self._host is None else self._host
+        self._updates = Updates(
+            program, held.parameters, held.grads, dict(self._model.named_parameters())
+        )
         self.names, self.unused = _remember(self._model, program, buffers)
         for note in program.notes if self.comm.rank == 0 else ():
             LOG.warning(note)
@@ -213,10 +220,11 @@ class Step:
         """The tensors of a batch that fits, and is the same on all ranks."""
         try:
             tensors = checked_batch(self.program, self._fixed, batch)
+            check_trained(self.program, self._updates.parameters)
         except AutoparError as error:
             self._agree().refuse(operation, error)
             raise
-        self._agree().on_batch(operation, tensors)
+        self._agree().on_batch(operation, tensors, self._updates)
         return {name: x.to(self.device) for name, x in tensors.items()}
 
     # --- what optimizers and checkpoints need --------------------------------------
@@ -270,7 +278,6 @@ class Step:
         held = self.executor if self._host is None else self._host
         yield from held.parameters.items()
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale gradients so that their global 2-norm is at most max_norm.
 
@@ -278,14 +285,9 @@ class Step:
         ranks hold it. Follows torch.nn.utils.clip_grad_norm_.
         """
         self._agree()("clip_grad_norm_")
-        named = self.named_parameters()
-        grads = {name: p.grad for name, p in named if p.grad is not None}
-        norm = gradient_norm(self.program, self.comm, grads)
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        flats = [bucket.flat for bucket in self.executor.buckets]
-        for grad in flats if self._host is None else grads.values():
-            grad.mul_(scale.to(grad))
-        return norm
+        grads = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
+        flats = [b.flat for b in self.executor.buckets] if self._host is None else []
+        return clip_(self.program, self.comm, max_norm, grads, flats)
 
     def owns(self, name: str) -> bool:
         """Whether this rank is the first of those that hold the same part of it."""

@@ -16,7 +16,8 @@ from torch import Tensor
 from autopar.runtime.comm import Comm
 from autopar.runtime.digest import digest, digest_of_text
 from autopar.runtime.match import ModelMismatch
-from autopar.runtime.roll_call import Facts, RollCall, others, ranks_text
+from autopar.runtime.roll_call import Facts, Judge, RollCall, others, ranks_text
+from autopar.runtime.updates import Updates
 from passes.errors import AutoparError, BatchError
 from passes.program import Program
 
@@ -47,15 +48,19 @@ class Agreement(RollCall):
         facts = {("seed", ""): seed, ("program", ""): digest_of_text(text)}
         self("build", {**facts, **{("field", k): repr(v) for k, v in fixed.items()}})
 
-    def on_batch(self, operation: str, batch: Mapping[str, Tensor]) -> None:
-        """Begin an operation with a batch. Raises: BatchError, RanksDisagree."""
+    def on_batch(
+        self, operation: str, batch: Mapping[str, Tensor], updates: Updates
+    ) -> None:
+        """Begin an operation with a batch, after updates of the weights. Raises:
+        BatchError, ModelMismatch, RanksDisagree."""
+        if self.comm.mesh.size == 1:
+            return
         count = self._calls[operation]
         self._calls[operation] += 1
         due = count < FIRST or count % EVERY == 0
-        if self.comm.mesh.size == 1 or not due:
-            self(operation)
-        else:
-            self(operation, digests("batch", batch))
+        facts = digests("batch", batch) if due else {}
+        made, of_stage = updates.facts()
+        self(operation, {**made, **facts}, of_stage)
 
 
 def digests(kind: str, tensors: Mapping[str, Tensor]) -> Facts:
@@ -108,7 +113,63 @@ def _argument(name: str, values: Mapping[int, Any]) -> AutoparError:
     )
 
 
-JUDGES = {
+def _optimizers(name: str, values: Mapping[int, Any]) -> AutoparError | None:
+    """Ranks may have different ones, as for embeddings that not all stages have; but of
+    a class that each has one of, it is made alike."""
+    held = {rank: made for rank, made in values.items() if made is not None}
+    if len({bool(made) for made in held.values()}) > 1:
+        idle = [rank for rank, made in held.items() if not made]
+        return ModelMismatch(
+            f"{ranks_text(idle)} did not call optimizer.step(), but others did",
+            fix="update on all ranks: none has another rank's part of the weights",
+        )
+    first: dict[str, tuple[int, Any]] = {}
+    for rank, made in held.items():
+        for kind, options in made:
+            if sum(other == kind for other, _ in made) != 1:
+                continue
+            before, expected = first.setdefault(kind, (rank, options))
+            for option in {**expected, **options}:
+                pair = {r: o.get(option) for r, o in
+                        ((before, expected), (rank, options))}  # fmt: skip
+                if others(pair):
+                    return _option(option, kind, pair)
+    return None
+
+
+def _options(name: str, values: Mapping[int, Any]) -> AutoparError:
+    first, rank = next(iter(values)), others(values)[0]
+    pair = {r: values[r] or {} for r in (first, rank)}
+    option = next(
+        o for o in {**pair[first], **pair[rank]}
+        if pair[first].get(o) != pair[rank].get(o)
+    )  # fmt: skip
+    return _option(option, name, {r: found.get(option) for r, found in pair.items()})
+
+
+def _option(option: str, whose: str, pair: Mapping[int, Any]) -> AutoparError:
+    if option == "parameters":
+        a, b = pair
+        what = f"{whose} has other parameters on rank {b} than on rank {a}"
+    else:
+        what = f"'{option}' of {whose} is {_unlike(pair)}"
+    return ModelMismatch(
+        what, fix="make the optimizer, and change its options, alike on all ranks"
+    )
+
+
+def _trained(name: str, values: Mapping[int, Any]) -> AutoparError:
+    first, rank = next(iter(values)), others(values)[0]
+    return ModelMismatch(
+        f"other parameters require gradients on rank {rank} than on rank {first}",
+        fix="call requires_grad_() of the same parameters on all ranks",
+    )
+
+
+JUDGES: Mapping[str, Judge] = {
+    "optimizers": _optimizers,
+    "options": _options,
+    "trained": _trained,
     "batch": _batch,
     "field": _field,
     "state": _state,
@@ -124,5 +185,5 @@ def _differs(name: str, values: Mapping[int, Any]) -> str:
 
 def _unlike(values: Mapping[int, Any]) -> str:
     """`1 on rank 0, but 2 on rank 1`."""
-    first, rank = values[0], others(values)[0]
-    return f"{first} on rank 0, but {values[rank]} on rank {rank}"
+    first, rank = next(iter(values)), others(values)[0]
+    return f"{values[first]} on rank {first}, but {values[rank]} on rank {rank}"

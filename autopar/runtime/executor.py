@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.runtime.changed import check_data, kind_of
 from autopar.runtime.comm import Comm
 from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.receipts import Receipt
@@ -169,8 +170,20 @@ class Executor:
         self._free_batch()
         return self._loss()[0]
 
+    def _rebind(self) -> None:
+        """Compute with the memory that parameters have now, where `p.data = ...` gave
+        them other. Raises: ParameterError, if it is none to compute with."""
+        for index, stage in self.stages.items():
+            for own, name in self.program.stages[index].names.items():
+                p, used = self.parameters.get(name), stage.tensors[own]
+                if p is None or p.is_set_to(used):
+                    continue
+                check_data(name, p, kind_of(used))
+                stage.tensors[own] = p.detach()
+
     def _play(self, actions: Sequence[Action], batch: Mapping[str, Tensor]) -> None:
         """Run the actions in turn."""
+        self._rebind()
         for stage in self.stages.values():
             wanted = {k: batch[k] for k in stage.module["INPUTS"]}
             made = stage.module["prologue"](
@@ -198,7 +211,13 @@ class Executor:
                 stage.grads[name] = whole
         before = {}
         for i, bucket in enumerate(self.buckets):
-            held = [n for n in bucket.names if self.parameters[n].grad is not None]
+            held = []
+            for n in bucket.names:
+                p = self.parameters[n]
+                if p.requires_grad and p.grad is not None:
+                    held.append(n)
+                elif p.grad is not None and p.grad.is_set_to(self.grads[n]):
+                    p.grad = self.grads[n].clone()  # frozen since: it stays as it is
             for n in set(bucket.names) - set(held):
                 self.grads[n].zero_()
             for n in held:
@@ -228,7 +247,8 @@ class Executor:
         for i, old in before.items():
             self.buckets[i].flat.add_(old)
         for name, grad in self.grads.items():
-            self.parameters[name].grad = None if overflowed else grad
+            if (p := self.parameters[name]).requires_grad:
+                p.grad = None if overflowed else grad
 
     # --- actions -------------------------------------------------------------------
 

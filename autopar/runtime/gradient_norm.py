@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -33,3 +33,27 @@ def gradient_norm(
             total += norm.to(total.device) ** 2
     comm.reduce_ranks_(total, tuple(range(program.mesh.size)))
     return total.sqrt()
+
+
+@torch.no_grad()
+def clip_(
+    program: Program,
+    comm: Comm,
+    max_norm: float,
+    gradients: Mapping[str, Tensor],
+    flats: Sequence[Tensor],
+) -> Tensor:
+    """Scale gradients so that their global norm is at most max_norm; returns the norm
+    before. All ranks must call it.
+
+    flats: buffers of gradients, of which these are parts, but for some that users set.
+    """
+    # Plain tensors: of shards, users must not take norms.
+    grads = {name: g.as_subclass(Tensor) for name, g in gradients.items()}
+    norm = gradient_norm(program, comm, grads)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    inside = {flat.untyped_storage().data_ptr() for flat in flats}
+    loose = [g for g in grads.values() if g.untyped_storage().data_ptr() not in inside]
+    for grad in (*flats, *loose):
+        grad.mul_(scale.to(grad))
+    return norm

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from autopar.runtime.changed import check_data, kind_of
+
 
 class Host:
     """CPU parameters beside those of a device, by the same names.
@@ -27,21 +29,26 @@ class Host:
             name: nn.Parameter(_beside(p).copy_(p.detach()), p.requires_grad)
             for name, p in device.items()
         }
-        self._grads = {n: _beside(p) for n, p in device.items() if p.requires_grad}
+        self._kinds = {n: kind_of(p) for n, p in self.parameters.items()}
+        self.grads = {n: _beside(p) for n, p in device.items() if p.requires_grad}
 
     @torch.no_grad()
     def upload(self) -> None:
         """Bring the device's copies up to date, and the gradients to be added to."""
         for name, p in self.parameters.items():
             copy = self._device[name]
+            check_data(name, p, self._kinds[name])
             copy.copy_(p)
             copy.grad = None if p.grad is None else p.grad.to(copy.device)
 
     @torch.no_grad()
     def download(self) -> None:
         """Fetch the gradients; those to be added to in the next step are the host's."""
-        for name, grad in self._grads.items():
+        for name, grad in self.grads.items():
             copy = self._device[name]
+            if not self.parameters[name].requires_grad:
+                copy.grad = None  # frozen since: the host's stays as it is
+                continue
             if copy.grad is None:  # it overflowed
                 self.parameters[name].grad = None
                 continue

@@ -32,8 +32,9 @@ OPERATIONS = {
 Facts = Mapping[tuple[str, str], Any]
 """(kind, name) -> a plain value, such as a digest: all ranks must have the same."""
 
-Judge = Callable[[str, Mapping[int, Any]], AutoparError]
-"""From a fact's name and its values by rank (None: it has none) to an error."""
+Judge = Callable[[str, Mapping[int, Any]], AutoparError | None]
+"""From a fact's name and its values by rank (None: it has none) to an error, if the
+difference is one."""
 
 
 class RanksDisagree(AutoparError):
@@ -48,6 +49,8 @@ class RollCall:
 
     def __init__(self, comm: Comm, judges: Mapping[str, Judge]) -> None:
         self.comm, self.judges = comm, judges
+        # What ranks told that was not the same, and yet right.
+        self._right: set[tuple[tuple[int, ...], ...]] = set()
 
     def __call__(
         self, operation: str, facts: Facts | None = None, of_stage: Facts | None = None
@@ -85,9 +88,12 @@ class RollCall:
             for rank in ranks
         ):
             return
+        if (key := tuple(map(tuple, rows))) in self._right:
+            return
         told = self.comm.gather_object((operation, facts, of_stage, error))
         if error is None:
             self._judge(told)
+            self._right.add(key)
 
     def _by_stage(self) -> list[list[int]]:
         """The ranks of each coordinate of the pipeline."""
@@ -111,8 +117,8 @@ class RollCall:
         names = dict.fromkeys(key for facts in by_rank.values() for key in facts)
         for kind, name in names:
             values = {r: facts.get((kind, name)) for r, facts in by_rank.items()}
-            if others(values):
-                raise self.judges[kind](name, values)
+            if others(values) and (found := self.judges[kind](name, values)):
+                raise found
 
 
 def check_operations(by_rank: Sequence[str]) -> None:

@@ -1,0 +1,186 @@
+"""Whether an optimizer updates each element of a parameter by itself.
+
+Ranks hold parts of parameters, and of the model. An optimizer that looks at more than
+one element, as Muon at whole matrices or LBFGS at all parameters, would compute
+something else of the parts. Which kind one is, is known of most of torch's own, and
+tried of all others.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Kind = TypeVar("Kind", bound=type[Optimizer])
+
+# Long enough for thresholds under which matrices are treated element by element (128 in
+# the paper of Adafactor, Shazeer 2018), and not multiples of a power of two.
+SHAPES = {1: (518,), 2: (140, 134)}
+LARGER = 22  # the extent of a dim of what has three or more
+STEPS = 3
+APART = 1e-3  # of the largest update: more than rounding, less than another formula
+
+
+class Reach(Enum):
+    """What an element's update depends on."""
+
+    ELEMENT = "each element by itself"
+    PARAMETER = "a parameter as a whole"
+    MODEL = "all parameters together"
+
+
+KNOWN: dict[type[Optimizer], Reach] = {
+    torch.optim.LBFGS: Reach.MODEL,
+    torch.optim.Adafactor: Reach.PARAMETER,
+    torch.optim.Muon: Reach.PARAMETER,
+    **dict.fromkeys(
+        (
+            torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad,
+            torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam,
+            torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
+            torch.optim.SparseAdam,
+        ),
+        Reach.ELEMENT,
+    ),
+}  # fmt: skip
+"""Optimizers that need not be tried. Classes derived from them may do more, and are."""
+
+
+class Undecided(Exception):
+    """The optimizer could not be tried; the text says why."""
+
+
+def by_element(kind: Kind) -> Kind:
+    """Declare that an optimizer updates each element by itself; also as a decorator.
+
+    Needed only where a step cannot find it out by trying.
+    """
+    KNOWN[kind] = Reach.ELEMENT
+    return kind
+
+
+def reach_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Reach:
+    """Try a copy of the optimizer on small tensors and on their halves.
+
+    parameters: of its own, those which it may hold a part of. Each of its groups is
+    tried with tensors of as many dims as these. Raises: Undecided.
+    """
+    if type(optimizer) in KNOWN:
+        return KNOWN[type(optimizer)]
+    mine = {id(p) for p in parameters}
+    found = Reach.ELEMENT
+    for group in optimizer.param_groups:
+        ranks = {p.ndim: p for p in group["params"] if id(p) in mine and p.ndim}
+        for like in ranks.values():
+            try:
+                with torch.random.fork_rng(_devices(like)):
+                    reach = _Trial(optimizer, group, like).reach()
+            except Undecided:
+                raise
+            except Exception as error:
+                raise Undecided(f"{type(error).__name__}: {error}") from error
+            found = max(found, reach, key=list(Reach).index)
+    return found
+
+
+def _devices(like: Tensor) -> list[torch.device]:
+    return [like.device] if like.device.type == "cuda" else []
+
+
+class _Trial:
+    """A group of an optimizer, tried with tensors of as many dims as `like`."""
+
+    def __init__(
+        self, optimizer: Optimizer, group: dict[str, Any], like: Tensor
+    ) -> None:
+        self.optimizer, self.group = optimizer, group
+        shape = SHAPES.get(like.ndim) or [LARGER - i for i in range(like.ndim)]
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        drawn = torch.Generator().manual_seed(0)
+        # Where each element begins, where it is drawn to, and how strongly.
+        self.start, self.target, self.slope = (
+            torch.randn(*shape, generator=drawn).to(like.device, dtype)
+            for _ in range(3)
+        )
+        self.slope = self.slope.abs() + 0.1
+
+    def reach(self) -> Reach:
+        whole = (self.start, self.target, self.slope)
+        other = tuple(x.flip(0) * 1.5 for x in whole)
+        [alone], [beside] = self.train(whole), self.train(other)
+        update = float((alone - self.start).abs().max())
+        if not 0 < update < float("inf"):
+            raise Undecided(f"it changes parameters by {update}")
+        limit = APART * update
+        together = torch.stack(self.train(whole, other))
+        if bool(((together - torch.stack([alone, beside])).abs() > limit).any()):
+            return Reach.MODEL
+        for dim, extent in enumerate(self.start.shape):
+            parts = [x.tensor_split([extent // 3], dim) for x in whole]
+            halves = [self.train(part)[0] for part in zip(*parts, strict=True)]
+            if bool(((torch.cat(halves, dim) - alone).abs() > limit).any()):
+                return Reach.PARAMETER
+        return Reach.ELEMENT
+
+    def train(self, *rows: tuple[Tensor, ...]) -> list[Tensor]:
+        """Parameters after some steps of a fresh copy of the optimizer: each element of
+        each is drawn to its target, whatever the others do."""
+        trained = [nn.Parameter(start.clone()) for start, _, _ in rows]
+        optimizer = self.copy(trained)
+
+        def closure() -> Tensor:
+            loss = torch.zeros((), device=self.start.device)
+            for p, (_, target, slope) in zip(trained, rows, strict=True):
+                away = p.detach() - target
+                p.grad = slope * away
+                loss = loss + (slope * away * away).sum() / 2
+            return loss
+
+        step = type(optimizer).step
+        asked = inspect.signature(step).parameters.get("closure")
+        closures = [closure] if asked and asked.default is asked.empty else []
+        for _ in range(STEPS):
+            closure()
+            step(optimizer, *closures)
+        return [p.detach() for p in trained]
+
+    def copy(self, trained: list[nn.Parameter]) -> Optimizer:
+        """The optimizer, without what it has stored, for other parameters.
+
+        Not by its own `__getstate__`, which drops what classes add.
+        """
+        source = self.optimizer
+        options = {
+            k: copy.deepcopy(v)
+            for k, v in self.group.items()
+            if k not in ("params", "param_names")
+        }
+        rate = options.get("lr")
+        if rate is not None:  # a schedule may begin with 0
+            options["lr"] = torch.full_like(rate, 1e-2) if _is_tensor(rate) else 1e-2
+        known: dict[int, Any] = {
+            id(p): trained[0] for group in source.param_groups for p in group["params"]
+        }
+        known[id(source.state)] = defaultdict(dict)
+        known[id(source.param_groups)] = [{**options, "params": trained}]
+        attributes = {}
+        for name, value in vars(source).items():
+            if name.startswith("_optimizer_") and name.endswith("_hooks"):
+                attributes[name] = OrderedDict[int, Any]()
+            elif name != "step":  # a schedule's, which would run the source
+                attributes[name] = copy.deepcopy(value, known)
+        made: Optimizer = object.__new__(type(source))
+        made.__dict__.update(attributes)
+        return made
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)

@@ -1,0 +1,377 @@
+"""What users do with a step's parameters and gradients is right, or refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from plans import CONFIG, small_model, small_program
+from processes import run_ranks
+from test_agreement import batch_of, made
+from torch import Tensor, nn
+
+import autopar
+from autopar.runtime.by_element import KNOWN, Reach, Undecided, reach_of
+from autopar.step import Step
+from passes.errors import AutoparError
+from passes.program import Program
+
+# --- which optimizers update element by element ------------------------------------
+
+
+class Scaled(torch.optim.Optimizer):
+    """Steps as long as the parameter is, as LARS and LAMB take."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    ratio = float(p.norm() / p.grad.norm())
+                    p.add_(p.grad, alpha=-group["lr"] * ratio)
+
+
+class Averaged(torch.optim.Optimizer):
+    """Keeps what it needs beside torch's own attributes."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+        self.means: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.means.setdefault(p, torch.zeros_like(p))
+                    p.sub_(mean.lerp_(p.grad, 0.1), alpha=group["lr"])
+
+
+class Outer(torch.optim.Optimizer):
+    """Hands on to another one, as those that look ahead do."""
+
+    def __init__(self, params: Iterable[Tensor], kind: Any = torch.optim.AdamW) -> None:
+        params = list(params)
+        super().__init__(params, {"lr": 1e-3})
+        self.inner = kind(params)
+        self.param_groups = self.inner.param_groups
+
+    def step(self) -> None:
+        self.inner.step()
+
+
+class Locked(Averaged):
+    """Cannot be copied."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-3) -> None:
+        super().__init__(params, lr)
+        self.made_by = (i for i in range(1))
+
+
+def derived(kind: Any) -> Any:
+    """A class that is not in the table, and so is tried."""
+    return type(kind.__name__, (kind,), {})
+
+
+TRIED = {
+    "Scaled": (Scaled, Reach.PARAMETER),
+    "Averaged": (Averaged, Reach.ELEMENT),
+    "Outer": (Outer, Reach.ELEMENT),
+    "Outer of Scaled": (lambda ps: Outer(ps, Scaled), Reach.PARAMETER),
+    "Adafactor": (derived(torch.optim.Adafactor), Reach.PARAMETER),
+    "AdamW": (derived(torch.optim.AdamW), Reach.ELEMENT),
+}
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_an_optimizer_is_tried_and_left_as_it_is(name: str) -> None:
+    make, reach = TRIED[name]
+    ps = [nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(4))]
+    before = [p.detach().clone() for p in ps]
+    optimizer = make(ps)
+    # A schedule wraps `step`, and begins with a rate of 0.
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: float(i))
+    drawn = torch.random.get_rng_state()
+    assert reach_of(optimizer, ps) is reach
+    assert torch.equal(drawn, torch.random.get_rng_state())
+    assert not optimizer.state and all(p.grad is None for p in ps)
+    assert all(map(torch.equal, ps, before))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(KNOWN, key=str))
+def test_what_is_known_is_what_trying_finds(kind: Any) -> None:
+    if kind is torch.optim.SparseAdam:
+        return  # takes sparse gradients only
+    options = {"max_iter": 2} if kind is torch.optim.LBFGS else {}
+    ps = [nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(4))]
+    optimizer = derived(kind)(ps[:1] if kind is torch.optim.Muon else ps, **options)
+    assert reach_of(optimizer, ps) is KNOWN[kind]
+
+
+def test_one_that_cannot_be_tried_may_be_declared() -> None:
+    ps = [nn.Parameter(torch.randn(6, 4))]
+    with pytest.raises(Undecided, match="generator"):
+        reach_of(Locked(ps), ps)
+    try:
+        autopar.by_element(Locked)
+        assert reach_of(Locked(ps), ps) is Reach.ELEMENT
+    finally:
+        del KNOWN[Locked]
+
+
+# --- on real ranks -------------------------------------------------------------------
+
+
+def an_update(step: Step, optimizer: torch.optim.Optimizer) -> None:
+    step(**batch_of(0))
+    optimizer.step()
+
+
+def muon(step: Step) -> None:
+    an_update(step, torch.optim.Muon([p for p in step.parameters() if p.ndim == 2]))
+
+
+def adafactor(step: Step) -> None:
+    an_update(step, torch.optim.Adafactor(step.parameters()))
+
+
+def lbfgs(step: Step) -> None:
+    optimizer = torch.optim.LBFGS(step.parameters())
+    optimizer.step(lambda: step(**batch_of(0)))
+
+
+def one_that_cannot_be_tried(step: Step) -> None:
+    an_update(step, Locked(step.parameters()))
+
+
+def a_rate_of_its_own(step: Step) -> None:
+    optimizer = torch.optim.AdamW(step.parameters(), lr=1e-3 * (1 + dist.get_rank()))
+    an_update(step, optimizer)
+    step(**batch_of(0))
+
+
+def a_schedule_of_its_own(step: Step) -> None:
+    optimizer = torch.optim.SGD(step.parameters(), lr=1e-3)
+    an_update(step, optimizer)
+    optimizer.param_groups[0]["lr"] *= 1 + dist.get_rank()
+    an_update(step, optimizer)
+    step(**batch_of(0))
+
+
+def an_update_on_one_rank(step: Step) -> None:
+    optimizer = torch.optim.SGD(step.parameters(), lr=1e-3)
+    step(**batch_of(0))
+    if dist.get_rank() == 1:
+        optimizer.step()
+    step(**batch_of(0))
+
+
+def frozen_on_one_rank(step: Step) -> None:
+    step(**batch_of(0))
+    for p in step.parameters():
+        p.requires_grad_(dist.get_rank() == 0)
+    step(**batch_of(0))
+
+
+def clipped_by_torch(step: Step) -> None:
+    step(**batch_of(0))
+    nn.utils.clip_grad_norm_(step.parameters(), 1.0)
+
+
+def clipped_by_torch_one_by_one(step: Step) -> None:
+    step(**batch_of(0))
+    nn.utils.clip_grad_norm_(list(step.parameters()), 1.0, foreach=False)
+
+
+def a_norm_by_hand(step: Step) -> None:
+    step(**batch_of(0))
+    sum(p.grad.norm() ** 2 for p in step.parameters() if p.grad is not None)
+
+
+def data_of_another_shape(step: Step) -> None:
+    p = next(p for p in step.parameters() if p.ndim == 2)
+    p.data = torch.zeros(3, 5)
+    step(**batch_of(0))
+
+
+REFUSED: Mapping[Callable[[Step], None], str] = {
+    muon: "Muon updates a parameter as a whole, but of 'tokens.weight' [64, 32] this",
+    adafactor: "Adafactor updates a parameter as a whole, but of",
+    lbfgs: "LBFGS updates all parameters together, and no rank has all of them",
+    one_that_cannot_be_tried: "autopar.by_element(Locked)",
+    a_rate_of_its_own: "'lr' of AdamW is 0.001 on rank 0, but 0.002 on rank 1",
+    an_update_on_one_rank: "rank 0 did not call optimizer.step(), but others did",
+    clipped_by_torch: "clip by step.clip_grad_norm_(max_norm)",
+    clipped_by_torch_one_by_one: "clip by step.clip_grad_norm_(max_norm)",
+    a_norm_by_hand: "the norm of what this rank holds is not the norm of the gradients",
+    data_of_another_shape: "was given float32[3, 5] on cpu as its data",
+}
+# Of ranks that hold the same parameters: on a pipeline, rates may differ by layer.
+REFUSED_BESIDE: Mapping[Callable[[Step], None], str] = {
+    a_schedule_of_its_own: "'lr' of SGD's group 0 is 0.001 on rank 0, but 0.002 on",
+    frozen_on_one_rank: "other parameters require gradients on rank 1 than on rank 0",
+}
+
+
+def refusals(program: Program, habits: list[Callable[[Step], None]]) -> list[str]:
+    said = []
+    for habit in habits:
+        try:
+            habit(made(program))
+            said.append("nothing was said")
+        except AutoparError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "zero"),
+    [
+        ("tp=2", 1, 0),
+        pytest.param("pp=2", 2, 0, marks=pytest.mark.slow),
+        pytest.param("dp=2", 1, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_part_cannot_do_is_refused(mesh, microbatches, zero) -> None:
+    expected = {**REFUSED, **({} if mesh == "pp=2" else REFUSED_BESIDE)}
+    if mesh == "pp=2":  # all matrices are whole
+        del expected[muon], expected[adafactor]
+    program = small_program(mesh, microbatches, zero=zero)
+    for said in run_ranks(refusals, 2, program, list(expected), seconds=200):
+        for habit, text in zip(expected, said, strict=True):
+            assert expected[habit] in text, habit.__name__
+            assert "  fix  " in text
+
+
+# --- what is right -------------------------------------------------------------------
+
+
+def plain_model() -> nn.Module:
+    torch.manual_seed(0)
+    return small_model()
+
+
+def habits_on_one_device() -> dict[str, Tensor]:
+    """Clipping, freezing, swapping data and closures, on the plain model."""
+    model = plain_model()
+    named = dict(model.named_parameters())
+
+    def gradients(i: int) -> Tensor:
+        loss = model(**batch_of(i))[1]
+        loss.backward()
+        return loss
+
+    def clip() -> None:
+        nn.utils.clip_grad_norm_(named.values(), 0.1)
+
+    train(named, gradients, clip)
+    return model.state_dict()
+
+
+def habits_on_ranks(program: Program) -> dict[str, Tensor]:
+    step = made(program)
+
+    def clip() -> None:
+        step.clip_grad_norm_(0.1)
+
+    train(dict(step.named_parameters()), lambda i: step(**batch_of(i)), clip)
+    return step.state_dict()
+
+
+def train(
+    named: Mapping[str, nn.Parameter],
+    gradients: Callable[[int], Tensor],
+    clip: Callable[[], None],
+) -> None:
+    """The same of the model and of a rank's shards of it, where gradients add up."""
+    optimizer = torch.optim.AdamW(named.values(), lr=1e-2)
+    average = {n: p.detach().clone() for n, p in named.items()}
+    frozen = [n for n in named if n.startswith("tokens") or n.endswith("bias")]
+    for i in range(8):
+        optimizer.zero_grad()
+        gradients(i)
+        if i == 2:  # what follows adds nothing to their gradients
+            for n in frozen:
+                if n in named:
+                    named[n].requires_grad_(False)
+            gradients(i + 1)
+        if i == 4:
+            for n in frozen:
+                named[n].requires_grad_(True)
+            for p in named.values():
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+            nn.utils.clip_grad_value_(list(named.values()), 1e-3)
+        if i == 5:
+            for p in named.values():
+                p.grad = None if p.grad is None else p.grad * 2
+        clip()
+        if i == 6:
+            optimizer.zero_grad()
+            optimizer.step(lambda: gradients(i))  # noqa: B023  called at once
+        else:
+            optimizer.step()
+        for n, p in named.items():
+            average[n].lerp_(p.detach(), 0.5)
+        if i == 3:  # evaluate with averaged weights, and go on with them
+            for n, p in named.items():
+                p.data = average[n].clone()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "zero", "offload"),
+    [
+        ("tp=2", 1, 0, False),
+        pytest.param("pp=2", 2, 0, False, marks=pytest.mark.slow),
+        pytest.param("dp=2", 1, 3, False, marks=pytest.mark.slow),
+        pytest.param("dp=2", 1, 0, False, marks=pytest.mark.slow),
+        pytest.param("tp=2", 1, 0, True, marks=pytest.mark.slow),
+    ],
+)
+def test_habits_give_what_they_give_on_one_device(
+    mesh, microbatches, zero, offload
+) -> None:
+    want = habits_on_one_device()
+    program = small_program(mesh, microbatches, zero=zero, offload=offload)
+    for found in run_ranks(habits_on_ranks, 2, program):
+        for name, value in want.items():
+            torch.testing.assert_close(
+                found[name], value, rtol=2e-3, atol=2e-4, msg=name
+            )
+
+
+def test_an_optimizer_of_the_models_own_parameters_is_refused() -> None:
+    model = plain_model()
+    step = autopar.compile(model, "", example_inputs=batch_of(0))
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(**batch_of(0))
+    with pytest.raises(AutoparError, match=r"make the optimizer of step\.parameters"):
+        optimizer.step()
+    # The model may be trained beside.
+    model(**batch_of(0))[1].backward()
+    optimizer.step()
+
+
+def test_what_was_frozen_when_compiled_cannot_be_unfrozen() -> None:
+    model = plain_model()
+    model.get_parameter("norm.weight").requires_grad_(False)
+    step = autopar.compile(model, "", example_inputs=batch_of(0))
+    dict(step.named_parameters())["norm.weight"].requires_grad_(True)
+    with pytest.raises(AutoparError, match="requires gradients now"):
+        step(**batch_of(0))
+
+
+def test_on_one_rank_all_is_as_torch_has_it() -> None:
+    assert CONFIG.layers > 1
+    step = made(small_program("", 1))
+    step(**batch_of(0))
+    norm = nn.utils.clip_grad_norm_(step.parameters(), 0.1)
+    assert norm > 0.1
+    torch.optim.Adafactor(step.parameters()).step()
