@@ -214,3 +214,16 @@ def test_a_mixture_runs_on_what_is_drawn():
     drawn = drawn_weights(case.model)
     _, loss = torch.func.functional_call(case.model, drawn, (), batch)
     assert bool(loss.isfinite())
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (8,), (1, 2)])
+def test_consecutive_draws_have_other_counts(shape):
+    """A count of an earlier batch would do for this one."""
+    ranges = {"labels": InputRange("label", 0, 5, (-100,)), "mask": InputRange("mask")}
+    inputs = {name: (shape, torch.int64) for name in ranges}
+    for seed in range(6):
+        one, other = (draw_batch(inputs, ranges, s) for s in (seed, seed + 1))
+        counts = [int((batch["labels"] == -100).sum()) for batch in (one, other)]
+        assert counts[0] != counts[1]
+        if shape[-1] > 2:
+            assert one["mask"].sum() != other["mask"].sum()

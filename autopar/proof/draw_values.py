@@ -132,14 +132,14 @@ def draw_batch(
         generator, dtype = _generator(seed, name), dtype_of(kind)
         known, example = ranges.get(name), like.get(name)
         if dtype.is_floating_point:
-            made = _draw_floats(shape, generator, example)
+            made = _draw_floats(shape, generator, example, seed)
         elif known is not None and known.role in (INDEX, LABEL):
             high = min(known.high, (limits or {}).get(name, known.high))
             made = draw_rows(shape, known.low, high, generator)
             if known.holes:
-                made = make_holes(made, known.holes, generator)
+                made = make_holes(made, known.holes, generator, seed)
         elif _is_mask(dtype, known, example):
-            made = draw_mask(shape, generator, _seen(example))
+            made = draw_mask(shape, generator, _seen(example), seed)
         else:
             made = _keep(shape, example)
         found[name] = made.to(dtype)
@@ -160,27 +160,45 @@ def draw_rows(
     return (low + drawn[torch.randperm(count, generator=generator)]).reshape(shape)
 
 
-def make_holes(labels: Tensor, holes: tuple[int, ...], generator: Generator) -> Tensor:
+def make_holes(
+    labels: Tensor, holes: tuple[int, ...], generator: Generator, seed: int = 0
+) -> Tensor:
     """Leaves labels out, in each sample another share; the last one of a row stays, as
-    a loss may divide by how many a row has."""
+    a loss may divide by how many a row has. Draws of consecutive seeds leave out other
+    numbers of them: one count must not stand for another."""
     if not labels.ndim:
         return labels
-    samples = labels.shape[0]
+    shape, samples = tuple(labels.shape), labels.shape[0]
     share = HOLES * 2 * draw_rows((samples,), 0, samples, generator) / max(1, samples)
     share = share.reshape(-1, *[1] * (labels.ndim - 1))
-    hidden = _uniform(tuple(labels.shape), generator) < share
-    hidden[..., -1] = False
-    which = draw_rows(tuple(labels.shape), 0, len(holes), generator)
+    hidden = _of_parity(_uniform(shape, generator) < share, seed, ends=(-1,))
+    which = draw_rows(shape, 0, len(holes), generator)
     return torch.where(hidden, torch.tensor(holes)[which], labels)
 
 
-def draw_mask(shape: tuple[int, ...], generator: Generator, seen: int = 1) -> Tensor:
+def draw_mask(
+    shape: tuple[int, ...], generator: Generator, seen: int = 1, seed: int = 0
+) -> Tensor:
     """Draws int64 of 0 and 1, of which `seen` is what can be seen: the first of a row,
-    which may be the only one that the first query sees; the last; and most others."""
-    hidden = _uniform(shape, generator) < HOLES
-    if shape:
-        hidden[..., :1], hidden[..., -1:] = False, False
+    which may be the only one that the first query sees; the last; and most others. Of
+    consecutive seeds, other numbers of them."""
+    hidden = _of_parity(_uniform(shape, generator) < HOLES, seed, ends=(0, -1))
     return torch.where(hidden, 1 - seen, seen)
+
+
+def _of_parity(hidden: Tensor, seed: int, ends: tuple[int, ...]) -> Tensor:
+    """An even number of true elements for an even seed, else an odd one, where there is
+    room; none at these ends of a row."""
+    if not hidden.ndim:
+        return torch.zeros_like(hidden)
+    free = torch.ones_like(hidden)
+    for end in ends:
+        free[..., end] = False
+    hidden = hidden & free
+    if int(hidden.sum()) % 2 != seed % 2 and bool(free.any()):
+        first = int(free.flatten().int().argmax())
+        hidden.view(-1)[first] ^= True
+    return hidden
 
 
 def _is_mask(
@@ -206,7 +224,7 @@ def _keep(shape: tuple[int, ...], example: Tensor | None) -> Tensor:
 
 
 def _draw_floats(
-    shape: tuple[int, ...], generator: Generator, example: Tensor | None
+    shape: tuple[int, ...], generator: Generator, example: Tensor | None, seed: int
 ) -> Tensor:
     """Draws floats as the example's: 0 and 1, shares of 1, positive ones, any; but what
     hides by infinities is kept as it is."""
@@ -216,7 +234,7 @@ def _draw_floats(
         return x
     like = example.detach().cpu().double()
     if bool(((like == 0) | (like == 1)).all()):
-        return draw_mask(shape, generator, _seen(example)).double()
+        return draw_mask(shape, generator, _seen(example), seed).double()
     if not bool(like.isfinite().all()) or like.min().item() < -1e4:
         return like.clone() if tuple(like.shape) == shape else torch.zeros(shape)
     if bool((like >= 0).all()):
