@@ -175,7 +175,8 @@ def _with_line(program: Program, old: str, new: str | None) -> Callable[[], Prog
     """In each module that has the line."""
 
     def change() -> Program:
-        texts = {k: with_line(t, old, new) for k, t in program.modules.items()}
+        modules = program.modules.items()
+        texts = {k: guarded(with_line(t, old, new)) for k, t in modules}
         return replace(program, modules=texts)
 
     return change
@@ -184,6 +185,38 @@ def _with_line(program: Program, old: str, new: str | None) -> Callable[[], Prog
 def _of_program(program: Program) -> Iterator[tuple[str, list]]:
     for kind, mutate in OF_PROGRAMS.items():
         yield kind, list(mutate(program))
+
+
+# Backwards of torch that read beyond their operands where shapes do not fit, and the
+# shapes that must: a mutant is to fail and not to end the process.
+GUARDS = """
+
+def _layer_norm_backward(dy, x, shape, mean, rstd, weight, bias, mask):
+    rows = x.numel() // weight.numel()
+    assert dy.shape == x.shape and mean.numel() == rstd.numel() == rows
+    assert list(weight.shape) == list(shape) == list(x.shape[-len(shape) :])
+    given = (dy, x, shape, mean, rstd, weight, bias, mask)
+    return aten.native_layer_norm_backward.default(*given)
+
+
+def _guarded(call):
+    def checked(dy, q, k, v, out, lse, *rest):
+        assert dy.shape == out.shape == (*q.shape[:3], v.shape[3])
+        assert lse.shape == q.shape[:3] and k.shape[:3] == v.shape[:3]
+        return call(dy, q, k, v, out, lse, *rest)
+
+    return checked
+"""
+
+
+def guarded(text: str) -> str:
+    """The text, with its own checks before what does not check."""
+    text = text.replace(
+        "aten.native_layer_norm_backward.default", "_layer_norm_backward"
+    )
+    for name in ("kernels.attention_backward", "c.attention_backward"):
+        text = text.replace(f"{name}(", f"_guarded({name})(")
+    return text + GUARDS
 
 
 # --- what becomes of them -----------------------------------------------------------
