@@ -147,6 +147,39 @@ def test_other_groups_are_refused(saved):
         step.load(saved, foreign)
 
 
+def test_another_optimizer_is_refused(tmp_path):
+    step = one()
+    update = torch.optim.AdamW(step.parameters(), lr=1e-3)
+    step(**build().batch)
+    update.step()
+    step.save(tmp_path, update)
+    other = one()
+    before = other.state_dict()
+    refused = {
+        "has the state of AdamW, but the optimizer is SGD": momentum(other),
+        "has the state of AdamW, but the optimizer is Adam\n": torch.optim.Adam(
+            other.parameters(), lr=1e-3
+        ),
+        r"AdamW\(weight_decay=0.01\), but is made with weight_decay=0.5": (
+            torch.optim.AdamW(other.parameters(), lr=1e-3, weight_decay=0.5)
+        ),
+        r"AdamW\(betas=\[0.9, 0.999\]\), but": torch.optim.AdamW(
+            other.parameters(), lr=1e-3, betas=(0.9, 0.95)
+        ),
+    }
+    for says, wrong in refused.items():
+        with pytest.raises(AutoparError, match=says):
+            other.load(tmp_path, wrong)
+        assert not wrong.state
+    after = other.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    # What changes rates after it was made, and how it is computed, makes no difference.
+    update = torch.optim.AdamW(other.parameters(), lr=1e-3, foreach=True)
+    torch.optim.lr_scheduler.LambdaLR(update, lambda i: 0.5)
+    other.load(tmp_path, update)
+    assert len(update.state) == sum(p.requires_grad for p in other.parameters())
+
+
 def test_state_of_another_shape_is_refused(tmp_path):
     step = one()
     step(**build().batch)

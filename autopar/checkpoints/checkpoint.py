@@ -15,7 +15,7 @@ random numbers the step itself needs none but its seed and its count of steps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,8 +40,10 @@ from autopar.checkpoints.dcp import write as write_pieces
 from autopar.checkpoints.optimizer_state import (
     Group,
     check_groups,
+    check_made,
     join_parts,
     local_groups,
+    made_with,
     merge_groups,
     set_state,
 )
@@ -98,7 +100,9 @@ def save(
     def finish() -> Path:
         mesh = str(step.program.mesh)
         made_by = (autopar.__version__, torch.__version__)
-        files.write_manifest(folder, Manifest(*made_by, count, mesh, tied, sums))
+        made = {} if optimizer is None else made_with(optimizer)
+        manifest = Manifest(*made_by, count, mesh, tied, sums, made)
+        files.write_manifest(folder, manifest)
         final = files.publish(folder)
         newest = files.complete(root)[-1]
         if newest != final:
@@ -202,7 +206,12 @@ def _own_checksums(folder: Path, rank: int) -> dict[str, str]:
 # --- loading -----------------------------------------------------------------------
 
 
-def load(directory: str | Path, step: Step, optimizer: Optimizer | None = None) -> Any:
+def load(
+    directory: str | Path,
+    step: Step,
+    optimizer: Optimizer | None = None,
+    check: Callable[[Any], None] | None = None,
+) -> Any:
     """Go on from a checkpoint: that of the directory, or the newest in it.
 
     All ranks must call it; returns what was given to `save` as extra. The mesh may be
@@ -210,7 +219,8 @@ def load(directory: str | Path, step: Step, optimizer: Optimizer | None = None) 
     so that training goes on bitwise as it would have on the same plan, and up to
     rounding on another. Values are converted to the dtypes of the step. Everything is
     read and checked before anything is changed, a checksum of each file included. (DCP
-    keeps its metadata as a pickle: load only what you trust.)
+    keeps its metadata as a pickle: load only what you trust.) check: called with what
+    was given as extra, before anything else of it is compared.
     Raises: CheckpointError or ModelMismatch on all ranks.
     """
     comm = step.executor.comm
@@ -225,10 +235,13 @@ def load(directory: str | Path, step: Step, optimizer: Optimizer | None = None) 
                 fix="load it without one, and train on with a fresh one",
             )
     plain = read_pieces(saved.folder, dict.fromkeys(keys, b""))
+    if check is not None:
+        check(plain[EXTRA])
     groups = _saved_groups(plain)
     wanted = _model_targets(step)
     if optimizer is not None:
         check_groups(groups, _all_groups(step, optimizer))
+        on_all(comm, lambda: check_made(saved.manifest.optimizer, optimizer))
         on_all(comm, lambda: wanted.update(_optimizer_targets(step, saved)))
     found = _read_targets(step, saved.folder, wanted)
     _set_model(step, found)

@@ -17,8 +17,9 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from autopar.checkpoints.dcp import CheckpointError
 
@@ -32,7 +33,8 @@ CHUNK = 1 << 22  # bytes read in one go
 @dataclass(frozen=True)
 class Manifest:
     """step: how many were done. mesh: as text. aliases: of tied weights, to the name
-    that is stored. files: name -> SHA-256."""
+    that is stored. files: name -> SHA-256. optimizer: its class, and the options that
+    it was made with; empty if none was saved."""
 
     autopar: str
     torch: str
@@ -40,6 +42,7 @@ class Manifest:
     mesh: str
     aliases: Mapping[str, str]
     files: Mapping[str, str]
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
@@ -160,6 +163,8 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(**data)
         if not isinstance(manifest.files, dict):
             raise ValueError("its files are not listed by name")
+        if not isinstance(manifest.optimizer, dict):
+            raise ValueError("it does not say by name how the optimizer was made")
         return manifest
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(folder, f"{MANIFEST} cannot be read: {error}") from error

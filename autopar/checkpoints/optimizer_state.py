@@ -7,6 +7,7 @@ on a pipeline no rank has all of.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.checkpoints.dcp import CheckpointError
+from autopar.runtime.updates import plain
 
 NAMES = ("params", "param_names")
+# Options of how something is computed, and not of what.
+HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,42 @@ def check_groups(saved: Sequence[Group], ours: Sequence[Group]) -> None:
                     f"'{name}' is in {held} group {i}, but not in {lacking}",
                     fix="make the optimizer with the groups that were saved",
                 )
+
+
+def made_with(optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's class, and the options that it was made with, as JSON has them.
+
+    A schedule changes options of groups, and not these.
+    """
+    options = {k: v for k, v in plain(optimizer.defaults).items() if k not in HOW}
+    kind = type(optimizer).__qualname__
+    found: dict[str, Any] = json.loads(json.dumps({"class": kind, "options": options}))
+    return found
+
+
+def check_made(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Whether an optimizer goes on with what another one stored. Raises:
+    CheckpointError."""
+    made = made_with(optimizer)
+    if not saved:
+        return  # written before it was recorded
+    if made["class"] != saved["class"]:
+        raise CheckpointError(
+            f"the checkpoint has the state of {saved['class']}, but the optimizer is "
+            f"{made['class']}",
+            fix=f"make the optimizer {saved['class']}, or load without it, and go on "
+            "with a fresh one: step.load(directory)",
+        )
+    before, now = saved["options"], made["options"]
+    for option in {**before, **now}:
+        if before.get(option) != now.get(option):
+            was = f"{option}={before.get(option)}"
+            raise CheckpointError(
+                f"the optimizer was saved as {made['class']}({was}), but is made with "
+                f"{option}={now.get(option)}, which a load would replace",
+                fix=f"make it with {was}; to change it, set group['{option}'] of "
+                "optimizer.param_groups after the load",
+            )
 
 
 def set_state(

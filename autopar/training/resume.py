@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from autopar.checkpoints.checkpoint import load
 from autopar.checkpoints.checkpoint_files import latest
 from autopar.checkpoints.dcp import CheckpointError
 from autopar.runtime.together import on_first
@@ -74,8 +75,9 @@ def resume(
             f"there is a checkpoint already: '{found}'",
             fix="add --resume to go on from it, or give another --save directory",
         )
-    extra = step.load(found, optimizer)
-    check_options(found, options, extra)
+    extra = load(
+        found, step, optimizer, lambda extra: check_options(found, options, extra)
+    )
     rates.load_state_dict(extra["rates"])
     return int(extra["done"])
 
