@@ -116,6 +116,7 @@ EXAMPLES: list[Example] = [
     lambda a, b, c, d: node("aten.sum.default", bools(a, b)),
     lambda a, b, c, d: node("aten.sum.dim_IntList", x(a, b, c), (0, -1)),
     lambda a, b, c, d: node("aten.sum.dim_IntList", x(a, b, c), (-2,), True),
+    lambda a, b, c, d: node("aten.sum.default", x(a, b), dtype=torch.int64),
     lambda a, b, c, d: node("aten.mean.default", x(a, b)),
     lambda a, b, c, d: node("aten.mean.dim", x(a, b, c), (-1,), True),
     lambda a, b, c, d: node("aten.amax.default", x(a, b, c), (-1,)),

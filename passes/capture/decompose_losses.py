@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from passes.capture.rewrite import Rewriter, Rule, arguments
+from passes.arguments import arguments, call
+from passes.capture.rewrite import Rewriter, Rule
 from passes.graph import Node, Value, map_values, resolve
 
 NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
@@ -37,13 +38,10 @@ REDUCED = (
 def reduced(rewriter: Rewriter, node: Node) -> Value | None:
     """Replaces a loss's sum or mean by that of its unreduced form."""
     given = arguments(node)
-    reduction = given.pop("reduction")
+    reduction = given["reduction"]
     if reduction not in (MEAN, SUM):
         return None
-    given["reduction"] = NONE
-    schema = resolve(node.op)._schema.arguments
-    args = tuple(given[a.name] for a in schema if not a.kwarg_only)
-    kwargs = {a.name: given[a.name] for a in schema if a.kwarg_only}
+    args, kwargs = call(node.op, {**given, "reduction": NONE})
     dtype, where = node.out.dtype, node.where
     name = node.op.split(".")[1]
     each = Node(node.op, args, kwargs, (), where)

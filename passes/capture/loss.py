@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from passes.arguments import arguments
 from passes.capture.decompose_losses import MEAN, REDUCED_RULES, SUM
-from passes.capture.rewrite import Rewriter, Rule, arguments
+from passes.capture.rewrite import Rewriter, Rule
 from passes.graph import Node, Value
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from passes.arguments import arguments, refuse_unread
 from passes.capture.loss import LOSS_RULES
-from passes.capture.rewrite import Rewriter, Rule, arguments
+from passes.capture.rewrite import Rewriter, Rule
 from passes.capture.spell_attention import attention, emit_dropout
 from passes.capture.spell_composites import COMPOSITE_RULES
 from passes.capture.spell_experts import choice, looked_up_product
@@ -23,12 +24,16 @@ from passes.capture.spell_groups import repeat_interleave
 from passes.capture.spell_pieces import PIECE_RULES
 from passes.capture.split_products import split_products
 from passes.capture.trace import Traced
-from passes.errors import CaptureError
 from passes.graph import Graph, Node, Value
 
 
 def normalize(traced: Traced) -> Traced:
-    """Bring the graph to its normal form. The loss stays the same function."""
+    """Bring the graph to its normal form. The loss stays the same function.
+
+    Raises: CaptureError on what no pass would heed, see `passes.arguments`.
+    """
+    for node in traced.graph.nodes:
+        refuse_unread(node)
     graph = Rewriter(traced.graph, traced.literals).run(CLEAN)
     graph = split_products(Rewriter(graph, traced.literals))
     graph = Rewriter(graph, traced.literals).run(MEANING)
@@ -75,8 +80,9 @@ def add_number(rewriter: Rewriter, node: Node) -> Value | None:
     A number added to a scalar becomes a value: where the scalar is a pending sum, each
     share of it takes its share of the number.
     """
-    x, other = node.args[:2]
-    if isinstance(other, Value) or node.kwargs:
+    given = arguments(node)
+    x, other = given["self"], given["other"]
+    if isinstance(other, Value) or given["alpha"] != 1:
         return None
     if other == 0 and x.dtype == node.out.dtype:
         return x
@@ -89,18 +95,6 @@ def add_number(rewriter: Rewriter, node: Node) -> Value | None:
     return rewriter.emit(
         "aten.add.Tensor", x, number, shape=(), dtype=out.dtype, where=where
     )
-
-
-def embedding(_: Rewriter, node: Node) -> None:
-    """Gradients scaled by frequency need the counts of the whole batch."""
-    names = ("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse")
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    if given.get("scale_grad_by_freq"):
-        raise CaptureError(
-            "an embedding with scale_grad_by_freq=True is not supported",
-            source=str(node.where),
-            fix="leave it False, and scale the loss or the learning rate instead",
-        )
 
 
 def unchanged(_: Rewriter, node: Node) -> Value | None:
@@ -276,7 +270,7 @@ def tanh_gelu(rewriter: Rewriter, node: Node) -> Value | None:
         wanted = (0.5, 1.0, math.sqrt(2 / math.pi), 0.044715, 3.0)
         plain = all(isinstance(c, int | float) for c in constants)
         others = (_uncast(rewriter, h.args[0]), _uncast(rewriter, cubic.args[0]))
-        same_x = others == (inner, inner) and not cubic.kwargs
+        same_x = others == (inner, inner) and not (cubic.kwargs or b.kwargs)
         if plain and same_x and all(map(math.isclose, constants, wanted)):
             return rewriter.emit(
                 "aten.gelu.default",
@@ -355,7 +349,6 @@ MEANING: dict[str, Rule] = {
     "aten.add": add_number,
     "aten.bmm": looked_up_product,
     "aten.topk": choice,
-    "aten.embedding": embedding,
     "aten.index": index,
     "aten.mul": tanh_gelu,
     "aten.mean": mean,

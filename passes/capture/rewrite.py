@@ -10,15 +10,6 @@ import torch
 
 from passes.graph import Builder, Graph, Node, Value, Where, prune, resolve
 
-
-def arguments(node: Node) -> dict[str, Any]:
-    """The arguments of an aten node by the names of its schema, defaults included."""
-    schema = resolve(node.op)._schema.arguments
-    given = {a.name: a.default_value for a in schema}
-    named = zip((a.name for a in schema), node.args, strict=False)
-    return {**given, **dict(named), **node.kwargs}
-
-
 Rule = Callable[["Rewriter", Node], "Value | tuple[Value | None, ...] | None"]
 
 # A constant larger than this many elements is not evaluated while compiling.

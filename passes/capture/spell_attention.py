@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from passes.arguments import arguments
 from passes.capture.rewrite import Rewriter
 from passes.capture.spell_groups import without_copies
 from passes.graph import Node, Value
@@ -14,11 +15,11 @@ from passes.graph import Node, Value
 
 def attention(rewriter: Rewriter, node: Node) -> Value:
     """SDPA: a causal mask becomes the flag; with dropout it is spelled out."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given = arguments(node)
     q, k, v = given["query"], given["key"], given["value"]
-    mask, is_causal = given.get("attn_mask"), bool(given.get("is_causal", False))
-    scale = given.get("scale") or 1.0 / math.sqrt(q.shape[-1])
+    mask, is_causal, scale = given["attn_mask"], given["is_causal"], given["scale"]
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1])
     if (expanded := rewriter.producer(mask, "aten.expand")) is not None:
         mask = expanded.operands[0]  # it broadcasts as it is
     known = rewriter.constant(mask) if mask is not None else None
@@ -28,7 +29,7 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
             mask = None
         elif square and torch.equal(known, torch.ones_like(known).tril()):
             mask, is_causal = None, True
-    if given.get("dropout_p", 0.0) > 0.0:
+    if given["dropout_p"] > 0.0:
         return _explicit_attention(
             rewriter, node, (q, k, v), mask, is_causal, scale, given["dropout_p"]
         )

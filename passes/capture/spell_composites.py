@@ -72,13 +72,15 @@ def broadcast_tensors(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...
 
 
 def weight_norm(rewriter: Rewriter, node: Node) -> Value:
-    """v g / |v|, the norm over all dims but one: arXiv 1602.07868, equation 2."""
+    """v g / |v|, the norm over all dims but one, or over all where that is -1: arXiv
+    1602.07868, equation 2."""
     v, g = node.operands
-    dim = given(node, 2, "dim", 0) % len(v.shape)
+    dim = given(node, 2, "dim", 0)
     others = tuple(d for d in range(len(v.shape)) if d != dim)
     squares = rewriter.like(node, "aten.square.default", v)
     share = {"shape": g.shape, "dtype": v.dtype, "where": node.where}
-    norm = rewriter.emit("aten.sum.dim_IntList", squares, others, True, **share)
+    keeps = dim != -1
+    norm = rewriter.emit("aten.sum.dim_IntList", squares, others, keeps, **share)
     norm = rewriter.emit("aten.sqrt.default", norm, **share)
     scale = rewriter.emit("aten.div.Tensor", g, norm, **share)
     return rewriter.like(node, "aten.mul.Tensor", v, scale)

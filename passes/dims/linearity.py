@@ -47,8 +47,11 @@ def passes_pending_sum(node: Node, pending: list[bool]) -> bool:
     tensors = len(node.operands)
     if name in ("aten.add", "aten.sub"):
         return tensors == 2 and all(pending)
+    casts = [(v.dtype, node.results[0].dtype) for v in node.operands]
+    if any(p and not _keeps_all(*cast) for p, cast in zip(pending, casts, strict=True)):
+        return False
     if name == "aten.to":
-        return pending[0] and _keeps_all(node.operands[0].dtype, node.out.dtype)
+        return pending[0] and node.operands[0].dtype.is_floating_point
     if name in JOINTLY_LINEAR:
         return all(pending)
     if name in LINEAR_IN_EACH:
@@ -59,5 +62,6 @@ def passes_pending_sum(node: Node, pending: list[bool]) -> bool:
 
 
 def _keeps_all(before: torch.dtype, after: torch.dtype) -> bool:
-    """Whether a cast of real numbers is one to a precision at least as wide."""
-    return before.is_floating_point and torch.promote_types(before, after) is after
+    """Whether numbers of one type are numbers of the other: `sum(dtype=...)` need not
+    keep them."""
+    return torch.promote_types(before, after) is after

@@ -227,6 +227,8 @@ def _equation_factors(
     found = []
     for (name, i), (operands, outs) in places.items():
         role = "whole" if name in broken else rule.roles[name]
+        if role == "lookup" and len(letters[name]) > 1:
+            role = "whole"  # a global index tells where a share of one dim begins
         found.append(Factor(letters[name][i], role, tuple(operands), tuple(outs)))
     return tuple(found)
 

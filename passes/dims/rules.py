@@ -74,7 +74,8 @@ def equation(node: Node) -> Equation | None:
     elif name in RULES:
         text = RULES[name]
     elif is_pointwise(node.op):
-        text = ", ".join("..." for _ in node.operands) + " -> ..."
+        many, outs = (["..."] * len(x) for x in (node.operands, node.outs))
+        text = f"{', '.join(many)} -> {', '.join(outs)}"
     else:
         text = None
     return None if text is None else parse(text, node)
@@ -100,7 +101,7 @@ def _spell(operand: list[str], out: list[str], copies: int = 1) -> str:
 
 def _dims(node: Node, position: int, name: str = "dim") -> list[int]:
     """The dims argument of a node, as non-negative ints (all dims if it is absent)."""
-    rank = len(node.operands[0].shape)
+    rank = max(1, len(node.operands[0].shape))
     given = node.args[position] if len(node.args) > position else None
     given = node.kwargs.get(name, given)
     if given is None or given == () or isinstance(given, bool):
@@ -137,7 +138,9 @@ def _top(node: Node) -> str:
     """topk, sort: what comes out along the dim has been all over it."""
     x = letters(len(node.operands[0].shape))
     position = 2 if "topk" in node.op else 1
-    dim = int(node.kwargs.get("dim", [*node.args, *[-1] * 3][position])) % len(x)
+    dim = int(node.kwargs.get("dim", [*node.args, *[-1] * 3][position])) % max(
+        1, len(x)
+    )
     operand = [c + "!" if i == dim else c for i, c in enumerate(x)]
     out = [c + "out!" if i == dim else c for i, c in enumerate(x)]
     return _spell(operand, out, len(node.outs))

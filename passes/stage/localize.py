@@ -111,8 +111,10 @@ def _expert_linear(at: Localizer, node: Node, local: Node) -> Node:
 
 def _axes_of(at: Localizer, v: Value, dim: int) -> tuple[str, ...]:
     slots = at.shardings[v.name].slots[dim]
-    assert len(slots) <= 1, f"%{v.name}: a dim that is looked up must be a single one"
-    return slots[0] if slots else ()  # a dim of size 1 has no name, nor a split
+    if not any(slots):
+        return ()
+    assert len(slots) == 1, f"%{v.name}: a dim that is looked up must be a single one"
+    return slots[0]
 
 
 def _dropout(at: Localizer, node: Node, local: Node) -> Node:

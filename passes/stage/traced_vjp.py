@@ -2,7 +2,8 @@
 
 Each distinct signature (op, shapes, types, constants, which operands want a gradient)
 is traced by make_fx on fake tensors, forward and backward together, and sorted into
-what runs forward and what runs backward.
+what runs forward and what runs backward. Writes in place are made new values before
+that: what they change would not be seen to depend on them.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes.cost import VIEWS
 from passes.dims.formulas import REFERENCE
 from passes.errors import CaptureError
-from passes.graph import Node, Value, map_values, resolve
+from passes.graph import Builder, Node, Value, map_values, resolve
 from passes.stage.tape import Tape
 
 
@@ -113,6 +115,11 @@ def expand_forward(tape: Tape, node: Node) -> list[Node]:
             for old, v in zip(inner.outs, outs, strict=True)
             if old is not None and v is not None
         )
+    for t, v in zip(template.outs, node.outs, strict=True):
+        if t is not None and v is not None and bound[t.name] != v:
+            # One of its operands, or of its other results.
+            same = (bound[t.name],)
+            nodes.append(Node("aten.alias.default", same, {}, (v,), node.where))
     tape.bindings[node.results[0].name] = bound
     return nodes
 
@@ -135,8 +142,11 @@ def _trace(
         result = function(*map(fill, args), **{k: fill(v) for k, v in kwargs})
         return tuple(result) if isinstance(result, tuple | list) else (result,)
 
+    def leaves_of(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [x.detach().requires_grad_(w) for x, w in zip(xs, wanted, strict=True)]
+
     def joint(xs: list[torch.Tensor], dys: list[torch.Tensor]) -> list[Any]:
-        leaves = [x.detach().requires_grad_(w) for x, w in zip(xs, wanted, strict=True)]
+        leaves = leaves_of(xs)
         with torch.enable_grad():
             outs = call(leaves)
         ends = [o for o, f in zip(outs, flows, strict=True) if f]
@@ -145,17 +155,23 @@ def _trace(
 
     with FakeTensorMode():
         xs = [torch.empty(shape, dtype=dtype) for shape, dtype in types]
-        outs = call(xs)
-        flows = [
-            o is not None and (o.is_floating_point() or o.is_complex()) for o in outs
-        ]
+        outs = call(leaves_of(xs))
+        flows = [o is not None and o.requires_grad for o in outs]
         dys = [
             torch.empty(o.shape, dtype=o.dtype)
             for o, flow in zip(outs, flows, strict=True)
             if flow and o is not None
         ]
         module = make_fx(joint)(xs, dys)
+        if any(map(_writes, module.graph.nodes)):
+            module = make_fx(functionalize(module, remove="mutations"))(xs, dys)
     return _read(module, wanted, flows)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether it changes a tensor that it is given."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
 
 
 def _read(
@@ -163,33 +179,35 @@ def _read(
 ) -> Template:
     """Read the traced graph, and sort its nodes into forward and backward."""
     values: dict[fx.Node, Any] = {}
-    nodes: list[Node] = []
+    builder = Builder(set())
     sources: list[Value] = []
     results: list[Any] = []
     for node in module.graph.nodes:
         if node.op == "placeholder":
             fake = node.meta["val"]
-            values[node] = Value(node.name, tuple(fake.shape), fake.dtype)
+            values[node] = builder.value(node.name, fake.shape, fake.dtype)
             sources.append(values[node])
         elif node.op == "output":
             results = fx.map_arg(node.args[0], values.__getitem__)
         else:
             assert node.op == "call_function", f"the trace baked in {node.target}"
-            values[node] = _read_call(node, values, nodes)
+            values[node] = _read_call(node, values, builder)
     outs, grads = results[: len(flows)], iter(results[len(flows) :])
     flowing = iter(sources[len(wanted) :])
     dys = tuple(next(flowing) if f else None for f in flows)
     all_grads = tuple(next(grads) if w else None for w in wanted)
     late = {v.name for v in dys if v is not None}
     forward, backward = [], []
-    for n in nodes:
+    for n in builder.nodes:
         if any(v.name in late for v in n.operands):
             late.update(v.name for v in n.results)
             backward.append(n)
         else:
             forward.append(n)
-    backward = _only_needed(backward, {v.name for v in all_grads if v is not None})
-    kept = {v.name for v in outs if v is not None} | _reads(backward)
+    ends = {v.name for v in all_grads if v is not None}
+    backward = _only_needed(backward, ends)
+    # A gradient that no cotangent is in is made forward: zeros.
+    kept = {v.name for v in outs if v is not None} | _reads(backward) | ends
     return Template(
         tuple(sources[: len(wanted)]),
         dys,
@@ -216,7 +234,9 @@ def _only_needed(nodes: Sequence[Node], needed: set[str]) -> list[Node]:
     return kept[::-1]
 
 
-def _read_call(node: fx.Node, values: dict[fx.Node, Any], nodes: list[Node]) -> Any:
+def _read_call(node: fx.Node, values: dict[fx.Node, Any], builder: Builder) -> Any:
+    if _writes(node):
+        raise NotImplementedError(f"its derivative writes in place, by {node.target}")
     args = fx.map_arg(node.args, values.__getitem__)
     if getattr(node.target, "__name__", "") == "getitem":
         return args[0][args[1]]
@@ -231,14 +251,14 @@ def _read_call(node: fx.Node, values: dict[fx.Node, Any], nodes: list[Node]) -> 
     fakes = node.meta["val"]
     many = isinstance(fakes, tuple | list)
     outs = tuple(
-        Value(f"{node.name}_{i}" if i else node.name, tuple(f.shape), f.dtype)
+        builder.value(node.name, f.shape, f.dtype)
         if isinstance(f, torch.Tensor)
         else None
-        for i, f in enumerate(fakes if many else (fakes,))
+        for f in (fakes if many else (fakes,))
     )
     if op in ("aten.view.default", "aten._unsafe_view.default"):
         # A cotangent need not be contiguous as the traced one was.
         op = "aten.reshape.default"
     plain = map_values(lambda v: v, args)
-    nodes.append(Node(op, plain, kwargs, outs))
+    builder.nodes.append(Node(op, plain, kwargs, outs))
     return outs if many else outs[0]
