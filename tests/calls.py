@@ -129,6 +129,7 @@ REDUCED: dict[str, Call] = {
 PRODUCTS: dict[str, Call] = {
     "linear": lambda g: F.linear(g.x, g.w.outer(g.w), g.w),
     "matmul": lambda g: g.x @ g.y.mT,
+    "linear of a row": lambda g: F.linear(g.w, g.w.outer(g.w), g.w) * g.y,
     "mm": lambda g: torch.mm(g.x.flatten(0, 1), g.w.outer(g.w)),
     "bmm": lambda g: torch.bmm(g.x, g.y.mT),
     "addmm": lambda g: torch.addmm(
@@ -182,6 +183,9 @@ PIECES: dict[str, Call] = {
     "mul": lambda g: g.x * 3.0,
     "where": lambda g: torch.where(g.mask[..., None], g.x, 2.0) * g.y,
     "logic": lambda g: g.x * ((g.mask & True) | g.mask ^ (g.ids > 3))[..., None],
+    "zero gradient": lambda g: torch.copysign(g.x, g.y - g.w),
+    "inverse": lambda g: torch.linalg.inv(g.w.diag() + g.w[0]) * g.y[:, :4],
+    "no dims": lambda g: g.w.sum().sum(-1).cumsum(0).topk(1)[0].permute([]) * g.y,
     "fill": lambda g: g.x * aten.fill(g.y, 3.0) + aten.zero(g.x) + g.x.detach(),
     "copy": lambda g: g.y.clone().copy_(g.x, True) * g.y,
     "to": lambda g: g.x.to(f32, copy=True, non_blocking=True).to(f64, copy=True) * g.y,
@@ -212,6 +216,8 @@ PIECES: dict[str, Call] = {
     "unbind": lambda g: g.x.unbind(1)[2] * g.y.unbind(2)[1][:, :4],
     "split": lambda g: g.x.split(2, 1)[2] * g.y.split([3, 2, 1], 1)[1],
     "splits": lambda g: aten.split_with_sizes(g.x, [2, 4], 1)[0] * g.y[:, :2],
+    "one piece": lambda g: g.x.split(SEQ, 1)[0] * 2.0,
+    "overlapping": lambda g: g.x.unfold(1, 3, 2) * 2.0,
     "chunk": lambda g: g.x.chunk(3, 1)[1] * g.y.tensor_split(3, 1)[2],
     "tensor_split": lambda g: g.x.tensor_split((1, 4), 1)[1] * g.y[:, :3],
     "cat": lambda g: torch.cat([g.x, g.y], 1) * torch.cat([g.y, g.y], 1),

@@ -45,7 +45,8 @@ def choice(rewriter: Rewriter, node: Node) -> tuple[Value, Value] | None:
         **node.kwargs,
     }
     dim, largest = int(given.get("dim", -1)), bool(given.get("largest", True))
-    if dim % len(x.shape) != len(x.shape) - 1 or not largest:
+    rank = len(x.shape)
+    if not rank or dim % rank != rank - 1 or not largest:
         return None
     shape, where = (*x.shape[:-1], k), node.where
     chosen = rewriter.emit(

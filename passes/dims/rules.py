@@ -151,7 +151,7 @@ def _moved(node: Node) -> str:
     x = letters(len(node.operands[0].shape))
     extents = range(2, 2 + len(x))
     out = resolve(node.op)(
-        torch.empty(*extents, device="meta"), *node.args[1:], **node.kwargs
+        torch.empty(tuple(extents), device="meta"), *node.args[1:], **node.kwargs
     )
     return _spell(x, [x[extents.index(n)] for n in out.shape])
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from passes.graph import Node, Value
+from passes.graph import Node, Value, resolve
 from passes.stage.local_stage import LocalStage
 
 HEADER = '''"""{title}
@@ -198,7 +198,7 @@ class _Emitter:
         while outs and outs[-1] == "_" and len(outs) > 1 and not _returns_many(node):
             outs.pop()
         left = ", ".join(outs)
-        if node.op == "comm.wait":  # a list, of one tensor too
+        if node.op == "comm.wait" or _returns_list(node):  # of one tensor too
             left = f"[{left}]"
         text = f"{left} = {call}" if outs else call
         dims = [self.stage.texts.get(v.name, "") for v in node.results]
@@ -271,6 +271,14 @@ COMM_ARGS = {
 
 def _returns_many(node: Node) -> bool:
     return len(node.outs) > 1
+
+
+def _returns_list(node: Node) -> bool:
+    """Whether a call gives a list: that of one tensor is unpacked too."""
+    if not node.op.startswith("aten."):
+        return False
+    returns = resolve(node.op)._schema.returns
+    return [str(one.type) for one in returns] == ["List[Tensor]"]
 
 
 def _flat(arg: Sequence[Any]) -> bool:

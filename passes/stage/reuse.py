@@ -28,6 +28,8 @@ IN_PLACE = {
     "aten.log.default": "aten.log_.default",
 }
 WRITES = frozenset(IN_PLACE.values())
+# Views in which places overlap.
+SPREAD = ("aten.expand", "aten.unfold", "aten.as_strided")
 COMMUTES = ("aten.add.Tensor", "aten.mul.Tensor")
 
 
@@ -106,7 +108,7 @@ def _spread(nodes: Sequence[Node]) -> set[str]:
     """Views in which one place in memory stands for several elements."""
     found: set[str] = set()
     for node in nodes:
-        if node.op.startswith("aten.expand") or (
+        if node.op.rpartition(".")[0] in SPREAD or (
             may_alias(node) and any(v.name in found for v in node.operands)
         ):
             found.update(v.name for v in node.results)

@@ -122,6 +122,9 @@ class Tape:
             if n == 1 and dy.shape[i + lead] != 1
         )
         dy = self.cast(dy, like, node)
+        if not dims:  # no dims at all would be all of them
+            self.share(dy)
+            return dy
         summed = self.emit("aten.sum.dim_IntList", like, node, dy, dims)
         if lead == len(dims):
             return summed

@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from passes.cost import VIEWS
 from passes.dims.formulas import REFERENCE
 from passes.errors import CaptureError
 from passes.graph import Builder, Node, Value, map_values, resolve
+from passes.stage.reuse import may_alias
 from passes.stage.tape import Tape
 
 
@@ -87,10 +87,13 @@ def traced(tape: Tape, node: Node, dys: Sequence[Value | None]) -> list[Value | 
         for old, fresh in zip(inner.outs, outs, strict=True):
             if old is not None and fresh is not None:
                 bound[old.name] = fresh
-                base = inner.op.rpartition(".")[0]
-                if base in VIEWS or base == "aten.to":
+                if may_alias(new):
                     tape.share(fresh)
-    return [None if g is None else bound[g.name] for g in template.grads]
+    grads = [None if g is None else bound[g.name] for g in template.grads]
+    for dy in grads:
+        if dy is not None and grads.count(dy) > 1:
+            tape.share(dy)
+    return grads
 
 
 def expand_forward(tape: Tape, node: Node) -> list[Node]:
@@ -191,7 +194,8 @@ def _read(
             results = fx.map_arg(node.args[0], values.__getitem__)
         else:
             assert node.op == "call_function", f"the trace baked in {node.target}"
-            values[node] = _read_call(node, values, builder)
+            if "val" in node.meta:  # else it only checks what the op found
+                values[node] = _read_call(node, values, builder)
     outs, grads = results[: len(flows)], iter(results[len(flows) :])
     flowing = iter(sources[len(wanted) :])
     dys = tuple(next(flowing) if f else None for f in flows)
