@@ -1,8 +1,21 @@
 """recompute: less is kept, and the gradients are bitwise the same."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
-from models import Case, gpt2, llama, plain_gpt
+from models import (
+    Block,
+    Case,
+    Stack,
+    gpt2,
+    llama,
+    next_token_loss,
+    plain_gpt,
+    randomize,
+    token_batch,
+)
+from torch import Tensor
 
 from autopar.verify import run_all_ranks
 
@@ -66,3 +79,29 @@ def test_full_recompute_keeps_the_input_of_each_layer() -> None:
     outside = kept.footprint.saved - full.footprint.saved
     assert full.footprint.saved >= entering
     assert outside > 5 * entering  # Korthikanti 2022: 34 bytes an element against 2
+
+
+@pytest.mark.parametrize("mesh", ["cp=2", "tp=2,cp=2"])
+def test_ranks_choose_alike_what_to_make_again(mesh: str) -> None:
+    """One rank's 8 rows are as many as a head is wide; the other has 9."""
+    case = plain_gpt(layers=1, seq=17, dropout=0.1).double()
+    case.verify(mesh, recompute="selective")
+
+
+class Logits(NamedTuple):
+    logits: Tensor
+
+
+class PostNorm(Block):
+    """Its last norm's result goes to the next layer; what the norm keeps does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + self.attention(x))
+        return self.norm2(x + self.mlp(x))
+
+
+@pytest.mark.parametrize("mesh", ["pp=1", "pp=2,tp=2"])
+def test_a_result_that_crosses_layers_is_not_made_again(mesh: str) -> None:
+    model = randomize(Stack(PostNorm, 2))
+    case = Case(model, token_batch(), lambda x, b: next_token_loss(Logits(x), b))
+    case.double().verify(mesh, 2, recompute="full")

@@ -129,7 +129,10 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
     """
     forward, standing, sources = joint.forward, joint.standing, joint.sources
     ends = {v.name for v in (*sources["sends"], joint.loss) if v}
-    again = recompute(policies, forward, joint.backward, ends, joint.stage.dims)
+    stage = joint.stage
+    again = recompute(
+        policies, forward, joint.backward, ends, stage.forward, stage.dims
+    )
     backward = gather_again(forward, again, standing)
     weight_half: list[Node] = []
     elsewhere = standing | {v.name for n in joint.prologue for v in n.results}
@@ -148,7 +151,7 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
 
     ahead = gather_ahead(forward, standing, by_layer, builder)
     return LocalStage(
-        stage=joint.stage,
+        stage=stage,
         setup=joint.setup,
         prologue=joint.prologue,
         forward=tuple(reuse(ahead, {*ends, *(v.name for v in saved)})),

@@ -13,6 +13,7 @@ gradients are bitwise as without.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 from passes.dims.name_dims import Dims
 from passes.graph import Node, Value
@@ -24,16 +25,21 @@ def recompute(
     forward: Sequence[Node],
     backward: Sequence[Node],
     keep: Collection[str],
+    whole: Sequence[Node],
     dims: Mapping[str, Dims],
 ) -> list[Node]:
     """The backward, with nodes in it that make again what is not kept.
 
     policies: layer -> "none", "selective" or "full". keep: names of values that are
-    kept anyway, as they leave the stage. dims: the named dims of values.
+    kept anyway, as they leave the stage. whole: the stage's nodes in global shapes,
+    which are those of every rank. dims: the named dims of their values.
     """
     if not set(policies.values()) - {"none"}:
         return list(backward)
-    dropped = _dropped(forward, keep, _chooser(policies, forward, dims))
+    large: set[str] = set()
+    if "selective" in policies.values():
+        large = add_unnamed(squares(whole, dims), forward, dims)
+    dropped = _dropped(forward, keep, _chooser(policies, large))
     producers = {v.name: n for n in forward for v in n.results}
     order = {id(n): i for i, n in enumerate(forward)}
     wanted = {v.name for n in backward for v in n.operands if v.name in dropped}
@@ -47,10 +53,18 @@ def recompute(
             # All that the layer's backward reads, at once.
             names = {n for n in wanted if producers[n].where.layer == layer}
             again = _closure(names - made, dropped, producers)
-            found += sorted(again, key=lambda n: order[id(n)])
-            made.update(v.name for n in again for v in n.results)
+            for one in sorted(again, key=lambda n: order[id(n)]):
+                new = _only(one, dropped - made)
+                made.update(v.name for v in new.results)
+                found.append(new)
         found.append(node)
     return found
+
+
+def _only(node: Node, names: Collection[str]) -> Node:
+    """The node with just those of its results: others are there as they were made."""
+    outs = tuple(v if v is not None and v.name in names else None for v in node.outs)
+    return replace(node, outs=outs)
 
 
 def _dropped(
@@ -76,10 +90,9 @@ def _dropped(
 
 
 def _chooser(
-    policies: Mapping[str, str], forward: Sequence[Node], dims: Mapping[str, Dims]
+    policies: Mapping[str, str], large: Collection[str]
 ) -> Callable[[str, Value], bool]:
     """(layer, value) -> whether the layer's policy would rather make it again."""
-    large = squares(forward, dims)
 
     def chosen(layer: str, v: Value) -> bool:
         policy = policies.get(layer, "none")
@@ -88,18 +101,41 @@ def _chooser(
     return chosen
 
 
-def squares(forward: Sequence[Node], dims: Mapping[str, Dims]) -> set[str]:
-    """Names of values that have the same named dim twice: scores and weights of
-    attention, what else has their shape, and what shares its memory with these."""
-    shapes = set()
-    made = {v.name: v for n in forward for v in n.results}
-    for v in made.values():
-        keys = [d.key for factors in dims.get(v.name, ()) for d in factors]
+def squares(nodes: Sequence[Node], dims: Mapping[str, Dims]) -> set[str]:
+    """Names of values that have the same named dim twice, as scores and weights of
+    attention do, and of what shares its memory with these.
+
+    nodes: in global shapes. A rank's own extents say nothing: on some ranks, its rows
+    may be as many as a head is wide, and all ranks must choose alike.
+    """
+    made = {v.name for n in nodes for v in n.results}
+    owners = find_owners(nodes)
+    storages = set()
+    for name in made:
+        keys = [d.key for factors in dims.get(name, ()) for d in factors]
         if len(set(keys)) < len(keys):
-            shapes.add(v.shape)
-    owners = find_owners(forward)
-    storages = {owners.get(name, name) for name, v in made.items() if v.shape in shapes}
+            storages.add(owners.get(name, name))
     return {name for name in made if owners.get(name, name) in storages}
+
+
+def add_unnamed(
+    large: Collection[str], nodes: Sequence[Node], dims: Mapping[str, Dims]
+) -> set[str]:
+    """Those names, and of the values without named dims, which a rank's nodes make for
+    their backward or for dropout, the ones that are made or read with these."""
+    found = set(large)
+    waiting = True
+    while waiting:
+        new = {
+            v.name
+            for n in nodes
+            if any(v.name in found for v in (*n.operands, *n.results))
+            for v in (*n.operands, *n.results)
+            if v.name not in dims
+        }
+        waiting = not new <= found
+        found |= new
+    return found
 
 
 def _closure(
