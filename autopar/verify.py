@@ -31,6 +31,7 @@ from autopar.runtime.choices import Choices
 from autopar.runtime.match import check_model
 from passes.plan import SPLIT
 from passes.program import Program
+from passes.schedule.check_schedule import check
 
 __all__ = [
     "TOLERANCE",
@@ -162,7 +163,11 @@ def prove(
     expected: Sequence[Expected],
     seed: int = 0,
 ) -> Verification:
-    """Run all ranks beside what the model computed; the worst of all steps, by name."""
+    """Run all ranks beside what the model computed; the worst of all steps, by name.
+
+    Raises VerificationFailed, CommError, ScheduleError.
+    """
+    check(program.schedule)
     told = [None if e.made is None else Choices(e.made) for e in expected]
     steps = [
         GivenStep(e.weights, e.batch, choices)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -19,10 +19,18 @@ import torch
 from models import Case, llama, plain_gpt, switch_gpt
 from mutate_programs import OF_PROGRAMS
 from mutate_text import KINDS, places, with_line
+from torch import Tensor
 
 from autopar.options import make_plan
 from autopar.proof.expected import Expected, expect
-from autopar.proof.ranks import FoundStep, GivenStep, VerificationFailed, run_steps
+from autopar.proof.ranks import (
+    FoundStep,
+    GivenStep,
+    VerificationFailed,
+    relative_error,
+    root_mean_square,
+    run_steps,
+)
 from autopar.reports.tables import Table
 from autopar.runtime.virtual import Deadlock, Mismatch
 from autopar.verify import prove
@@ -32,8 +40,9 @@ from passes.pipeline import compile_program
 from passes.program import Program
 
 EACH = 2  # mutants of each kind and plan
+ALONE = 0.3  # the chance that one rank alone runs a changed text
 SEEDS = (11, 12, 13)  # of draws that tell whether a survivor computes the same
-SAME = 1e-12  # relative, in float64: sums in another order
+SAME = 1e-12  # relative, in float64: sums in another order; else one rounding
 
 
 @dataclass(frozen=True)
@@ -149,7 +158,26 @@ def mutants(plan: Planned, each: int = EACH) -> Iterator[Mutant]:
         chance = random.Random(f"{plan} {kind}")
         for what, changed in chance.sample(found, min(each, len(found))):
             made = changed() if callable(changed) else changed
+            if callable(changed) and chance.random() < ALONE:
+                what, made = f"one rank: {what}", on_one_rank(program, made, chance)
             yield Mutant(plan, kind, what, made)
+
+
+def on_one_rank(program: Program, mutant: Program, chance: random.Random) -> Program:
+    """A rank runs the mutant's text, all others the program's."""
+    places = [
+        (number, coords)
+        for number, stage in enumerate(program.stages)
+        for coords, key in stage.modules.items()
+        if mutant.modules[key] != guarded(program.modules[key])
+    ]
+    number, coords = chance.choice(places)
+    stage = program.stages[number]
+    key = stage.modules[coords]
+    stages = list(program.stages)
+    stages[number] = replace(stage, modules={**stage.modules, coords: "mutant"})
+    modules = {**program.modules, "mutant": mutant.modules[key]}
+    return replace(program, stages=tuple(stages), modules=modules)
 
 
 def _of_text(program: Program) -> Iterator[tuple[str, list]]:
@@ -229,10 +257,13 @@ EQUAL, HOLE = "computes the same", "A HOLE"
 
 def fate(mutant: Mutant) -> str:
     """By what a mutant is noticed; or that it computes the same; or neither."""
-    case, original, expected = prepared(mutant.plan)
-    buffers = dict(case.model.named_buffers())
+    case, original, known = prepared(mutant.plan)
+    # Of its own, as it may write into them.
+    expected = [replace(e, batch=copied(e.batch)) for e in known]
+    program = replace(mutant.program, literals=copied(original.literals))
+    buffers = copied(dict(case.model.named_buffers()))
     try:
-        proof = prove(mutant.program, buffers, expected)
+        proof = prove(program, buffers, expected)
     except Deadlock:
         return "a deadlock"
     except Mismatch:
@@ -247,6 +278,10 @@ def fate(mutant: Mutant) -> str:
     return EQUAL if same else HOLE
 
 
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in tensors.items()}
+
+
 def _same(mutant: Program, original: Program, case: Case, seed: int) -> bool:
     """Whether two programs compute the same for what is drawn from a seed."""
     buffers = dict(case.model.named_buffers())
@@ -255,20 +290,21 @@ def _same(mutant: Program, original: Program, case: Case, seed: int) -> bool:
         one, other = (run_steps(p, buffers, steps, seed) for p in (mutant, original))
     except Exception:
         return False
-    return all(map(_equal, one, other))
+    precision = original.plan.dtype
+    same = SAME if precision is None else torch.finfo(precision).eps
+    return all(_equal(a, b, same) for a, b in zip(one, other, strict=True))
 
 
 def drawn_steps(program: Program, case: Case, seed: int) -> list[Expected]:
     return expect(program, *case, seed)
 
 
-def _equal(one: FoundStep, other: FoundStep) -> bool:
+def _equal(one: FoundStep, other: FoundStep, same: float) -> bool:
     pairs = [(one.loss, other.loss)]
     pairs += [(g, other.gradients[n]) for n, g in one.gradients.items()]
-    scale = max(g.abs().max().item() for g in other.gradients.values())
+    typical = root_mean_square(other.gradients.values())
     return one.gradients.keys() == other.gradients.keys() and all(
-        bool(torch.isclose(x.double(), y.double(), SAME, SAME * scale).all())
-        for x, y in pairs
+        relative_error(x, y, typical * y.numel() ** 0.5) < same for x, y in pairs
     )
 
 

@@ -216,7 +216,7 @@ def test_a_mixture_runs_on_what_is_drawn():
     assert bool(loss.isfinite())
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (8,), (1, 2)])
+@pytest.mark.parametrize("shape", [(4, 4), (8,), (1, 5)])
 def test_consecutive_draws_have_other_counts(shape):
     """A count of an earlier batch would do for this one."""
     ranges = {"labels": InputRange("label", 0, 5, (-100,)), "mask": InputRange("mask")}
@@ -225,5 +225,8 @@ def test_consecutive_draws_have_other_counts(shape):
         one, other = (draw_batch(inputs, ranges, s) for s in (seed, seed + 1))
         counts = [int((batch["labels"] == -100).sum()) for batch in (one, other)]
         assert counts[0] != counts[1]
+        if len(shape) > 1:  # of next tokens
+            counts = [int((b["labels"][:, 1:] == -100).sum()) for b in (one, other)]
+            assert counts[0] != counts[1]
         if shape[-1] > 2:
             assert one["mask"].sum() != other["mask"].sum()

@@ -303,3 +303,14 @@ def test_a_loss_without_dropout_is_compared():
     case = plain_gpt(layers=1, dropout=0.2).double()
     proof = verify(case.compile("tp=2"), *case).check()
     assert proof.errors[EVALUATED] < 1e-10
+
+
+def test_a_step_that_writes_into_its_batch_is_noticed():
+    program, model, batch = as_initialised("tp=2")
+    texts = {
+        key: text.replace('b["ids"],', 'b["ids"].mul_(1),')
+        for key, text in program.modules.items()
+    }
+    assert texts != program.modules
+    with pytest.raises(VerificationFailed, match="writes into the batch field 'ids'"):
+        verify(replace(program, modules=texts), model, batch)

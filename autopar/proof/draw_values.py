@@ -188,16 +188,19 @@ def draw_mask(
 
 def _of_parity(hidden: Tensor, seed: int, ends: tuple[int, ...]) -> Tensor:
     """An even number of true elements for an even seed, else an odd one, where there is
-    room; none at these ends of a row."""
+    room, with those that begin a row and without; none at these ends of a row."""
     if not hidden.ndim:
         return torch.zeros_like(hidden)
     free = torch.ones_like(hidden)
     for end in ends:
         free[..., end] = False
     hidden = hidden & free
-    if int(hidden.sum()) % 2 != seed % 2 and bool(free.any()):
-        first = int(free.flatten().int().argmax())
-        hidden.view(-1)[first] ^= True
+    first = torch.zeros_like(hidden)
+    first[..., 0] = hidden.ndim > 1
+    for part, odd in ((first, 0), (~first, seed % 2)):
+        places = (free & part).flatten()
+        if int((hidden & part).sum()) % 2 != odd and bool(places.any()):
+            hidden.view(-1)[int(places.int().argmax())] ^= True
     return hidden
 
 

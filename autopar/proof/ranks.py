@@ -22,6 +22,7 @@ from passes.program import Program
 # were this large: a key's bias has none at all, as softmax does not see what it adds,
 # and what is computed for it is rounding.
 NOISE = 0.1
+ANOTHER_MESH = "report this model and mesh; another mesh may be right meanwhile"
 AGREE = 1e-6  # relative, of gradients that ranks should have alike
 
 
@@ -96,7 +97,17 @@ def run_steps(
             one.evaluated = executor.evaluate(given.batch)
         return found
 
+    lasting = {"buffer": buffers, "literal": program.literals}
+    shared = [("batch field", name, x) for s in steps for name, x in s.batch.items()]
+    shared += [(w, name, x) for w, held in lasting.items() for name, x in held.items()]
+    before = [x._version for _, _, x in shared]
     by_rank = run_virtual(program.mesh, program.plan.microbatches, body)
+    for (what, name, x), version in zip(shared, before, strict=True):
+        if x._version != version:
+            raise VerificationFailed(
+                f"a step writes into the {what} '{name}', which is not its own",
+                fix=ANOTHER_MESH,
+            )
     check_owners(program)
     return [_join(program, ranks) for ranks in zip(*by_rank, strict=True)]
 
@@ -179,7 +190,7 @@ def _agree(what: str, values: Sequence[float]) -> None:
     if len(set(values)) != 1 and not all(x != x for x in values):
         raise VerificationFailed(
             f"ranks do not agree on {what}: {sorted(set(values))}",
-            fix="report this model and mesh; another mesh may be right meanwhile",
+            fix=ANOTHER_MESH,
         )
 
 
@@ -201,7 +212,7 @@ def check_owners(program: Program) -> None:
         if not bool((count == 1).all()):
             raise VerificationFailed(
                 f"some of '{source}' has no rank that answers for it, or several",
-                fix="report this model and mesh; another mesh may be right meanwhile",
+                fix=ANOTHER_MESH,
             )
 
 
@@ -219,7 +230,7 @@ def assemble(
     if first is None:
         raise VerificationFailed(
             f"no rank has a gradient of '{name}'",
-            fix="report this model and mesh; another mesh may be right meanwhile",
+            fix=ANOTHER_MESH,
         )
     if whole is None:
         whole = torch.full(spec.part.shape, float("nan"), dtype=first.dtype)
@@ -234,7 +245,7 @@ def assemble(
         if not relative_error(shard, mine, noise * mine.numel() ** 0.5) <= AGREE:
             raise VerificationFailed(
                 f"rank {rank} has another gradient of '{name}' than its replicas",
-                fix="report this model and mesh; another mesh may be right meanwhile",
+                fix=ANOTHER_MESH,
             )
     return whole
 
