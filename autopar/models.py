@@ -328,12 +328,9 @@ def _read_config(transformers: Any, spec: str) -> tuple[Any, dict[str, str]]:
                 fix=_near(key, sorted(known)),
             )
     config = transformers.AutoConfig.for_model(name, **{**data, **given})
-    if (
-        hasattr(config, "num_experts_per_tok")
-        and "experts_implementation" not in chosen
-    ):
-        # The default one loops over experts that tokens chose: no fixed graph.
-        chosen["experts_implementation"] = "batched_mm"
+    # The default one loops over experts that tokens chose: no fixed graph. A model
+    # without experts does not mind.
+    chosen.setdefault("experts_implementation", "batched_mm")
     return config, chosen
 
 

@@ -1,5 +1,7 @@
 """Compiling offline: the dump of passes, and costs that are measured."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -44,9 +46,9 @@ def test_each_pass_is_dumped(tmp_path, monkeypatch) -> None:
 def test_costs_are_measured_once(own_cache, monkeypatch) -> None:
     measured = []
 
-    def count(node: Node) -> float:
+    def count(node: Node, *flows: object) -> object:
         measured.append(node.op)
-        return measure(node)
+        return measure(node, *flows)
 
     monkeypatch.setattr("autopar.profiler.stage_costs.measure", count)
     compile_small()
@@ -71,9 +73,40 @@ def test_halves_of_a_backward_are_measured_apart() -> None:
     x, w = Value("x", (256, 256), torch.float32), Value("w", (256, 256), torch.float32)
     linear = Node("aten.linear.default", (x, w), {}, (Value("y", x.shape, x.dtype),))
     found = measure(linear)
+    assert found is not None
     assert 0.2 < found.input_half / found.forward < 5
     assert 0.2 < found.weight_half / found.forward < 5
     q = Value("q", (1, 2, 32, 16), torch.float32)
     args = (q, q, q, None, True, 0.25)
     attention = Node("autopar.attention", args, {}, (Value("y", q.shape, q.dtype),))
-    assert measure(attention).weight_half == 0 < measure(attention).input_half
+    found = measure(attention)
+    assert found is not None and found.weight_half == 0 < found.input_half
+
+
+X = Value("x", (4, 4), torch.float32)
+N = Value("n", (4, 4), torch.int64)
+C = Value("c", (4, 2), torch.complex64)
+Y = Value("y", (4, 4), torch.float32)
+PAIRS = Value("pairs", (4, 2, 2), torch.float32)
+ROW, INDEX = Value("row", (4,), torch.float32), Value("index", (4,), torch.int64)
+MEASURED = {
+    "of complex numbers": Node("aten.mul.Tensor", (C, C), {}, (C,)),
+    "of pairs": Node("aten.view_as_real.default", (C,), {}, (PAIRS,)),
+    "real, of integers": Node("aten.div.Tensor", (N, N), {}, (Y,)),
+    "integers, of real ones": Node("aten.argmax.default", (X, -1), {}, (INDEX,)),
+    "of which one is real": Node("aten.max.dim", (X, -1), {}, (ROW, INDEX)),
+    "real, of the same": Node("aten.broadcast_tensors.default", ((X, Y),), {}, (X, Y)),
+}
+ESTIMATED = {
+    "without a derivative": Node("aten.heaviside.default", (X, Y), {}, (Y,)),
+    "on numbers that it refuses": Node("aten.linalg_cholesky.default", (X,), {}, (Y,)),
+}
+
+
+@pytest.mark.parametrize("name", [*MEASURED, *ESTIMATED])
+def test_measuring_refuses_no_op(name: str) -> None:
+    node = {**MEASURED, **ESTIMATED}[name]
+    outs = tuple(replace(v, name=f"out_{v.name}") for v in node.results)
+    found = measure(replace(node, outs=outs))
+    assert (found is None) == (name in ESTIMATED)
+    assert measure(replace(node, outs=outs), ()) is not None or name in ESTIMATED

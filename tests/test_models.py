@@ -130,6 +130,20 @@ def test_a_configuration_file_and_changes_to_it(tmp_path: Path) -> None:
     assert any(".h.0." in n for n in names) and not any(".h.1." in n for n in names)
 
 
+ARIA = (
+    "hf:aria_text?num_hidden_layers=1,hidden_size=16,intermediate_size=32,"
+    "num_attention_heads=2,num_key_value_heads=2,vocab_size=32,moe_num_experts=4"
+)
+
+
+def test_experts_are_captured_whatever_their_configuration_calls_them() -> None:
+    """A model has them if its code has; without any, the choice is no matter."""
+    found = {spec: load_model(spec).model.config for spec in (GPT2, ARIA)}
+    assert {c._experts_implementation for c in found.values()} == {"batched_mm"}
+    own = load_model(f"{ARIA},experts_implementation=eager").model.config
+    assert own._experts_implementation == "eager"
+
+
 def test_a_dtype_can_be_chosen() -> None:
     model = load_model(f"{GPT2},dtype=bfloat16").model
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

@@ -71,6 +71,37 @@ def test_a_loss_function_reads_fields_that_the_model_does_not_take() -> None:
     torch.testing.assert_close(loss_of(traced, model, fields), wanted)
 
 
+class AnyKeyword(nn.Module):
+    """Hands what it does not know on to a layer, which takes a factor alone."""
+
+    def forward(self, x: Tensor, **more: Tensor) -> Tensor:
+        return self.layer(x, **more)
+
+    def layer(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        return x * factor
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [({}, 3.0), ({"y": torch.ones(3)}, 6.0), ({"factor": torch.tensor(2.0)}, 9.0)],
+)
+def test_any_keyword_may_be_one_that_the_model_cannot_do_with(
+    more: dict[str, Tensor], wanted: float
+) -> None:
+    def loss_fn(out: Tensor, fields: dict[str, Tensor]) -> Tensor:
+        return (out + fields.get("y", 0.0) + more.get("factor", 1.0) - 1).sum()
+
+    fields = {"x": torch.ones(3), **more}
+    traced = trace(AnyKeyword(), fields, loss_fn)
+    assert loss_of(traced, AnyKeyword(), fields) == wanted
+
+
+def test_a_field_that_nobody_reads_is_not_left_out_of_the_call() -> None:
+    fields = {"x": torch.ones(3), "mask": torch.ones(3)}
+    with pytest.raises(CaptureError, match="unexpected keyword argument 'mask'"):
+        trace(AnyKeyword(), fields, lambda out, _: out.sum())
+
+
 def test_what_is_no_tensor_is_part_of_the_program() -> None:
     class Scaled(nn.Module):
         def forward(self, x: Tensor, factor: float, flip: bool) -> Tensor:
@@ -200,6 +231,27 @@ def test_a_tied_parameter_comes_in_once_and_keeps_its_other_name() -> None:
     assert len(traced.graph.params) == 2
     assert traced.aliases == {"head.weight": "table.weight"}
     assert traced.trainable == {"table.weight"}
+
+
+def test_a_buffer_of_several_layers_comes_in_once_under_its_first_name() -> None:
+    first, second, third = (nn.Module() for _ in range(3))
+    first.register_buffer("turns", torch.full((4,), 2.0))
+    second.register_buffer("turns", first.turns)
+    third.shared = first
+
+    class Rotated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([first, second, third])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in (first, second, third.shared):
+                x = x * layer.turns
+            return x.sum()
+
+    traced = trace(Rotated(), {"x": torch.ones(4)})
+    assert [v.name for v in traced.graph.buffers] == ["layers.0.turns"]
+    assert loss_of(traced, Rotated(), {"x": torch.ones(4)}) == 32.0
 
 
 def test_one_tensor_for_two_inputs_stays_two_inputs() -> None:

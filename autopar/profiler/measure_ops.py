@@ -26,6 +26,7 @@ from autopar.profiler.echo import EchoComm
 from autopar.reports.tables import seconds
 from autopar.runtime.executor import load_module
 from passes.cost import flops, signature, traffic
+from passes.dims.origins import is_real_or_complex
 from passes.graph import Node, Value
 from passes.mesh import Mesh
 from passes.price.measured import Timed
@@ -219,9 +220,10 @@ def _overhead(clock: Callable[[], float]) -> float:
 
 def _drawn(v: Value, draw: torch.Generator) -> Tensor:
     """Random weights; integers and masks are 0, which indexes anything."""
-    if not v.dtype.is_floating_point:
+    if not is_real_or_complex(v.dtype):
         return torch.zeros(v.shape, dtype=v.dtype, device=draw.device)
-    made = torch.randn(v.shape, generator=draw, device=draw.device) * SCALE
+    kind = torch.complex64 if v.dtype.is_complex else torch.float32
+    made = torch.randn(v.shape, generator=draw, device=draw.device, dtype=kind) * SCALE
     return made.to(v.dtype)
 
 

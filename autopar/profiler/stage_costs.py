@@ -10,7 +10,8 @@ of what was measured.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -18,6 +19,9 @@ from autopar.machine.profile_file import Profile, read_profile, save_profile
 from autopar.profiler.measure_ops import make_job, run_job
 from autopar.runtime.join import default_device
 from passes.cost import VIEWS, Costs, Seconds, flops, signature, traffic
+from passes.dims.origins import find_differentiable
+from passes.dims.probe import REFUSALS
+from passes.errors import CaptureError
 from passes.graph import Node
 from passes.shard.insert_collectives import Lowered
 from passes.stage.differentiate import differentiate
@@ -28,6 +32,8 @@ from passes.stage.one_op import one_op
 LARGEST = 1 << 28
 REPEATS = 3
 
+LOG = logging.getLogger(__name__)
+
 
 def stage_costs(lowered: Lowered) -> Costs:
     """Costs of the graph's nodes, at the shapes of the first rank."""
@@ -36,19 +42,29 @@ def stage_costs(lowered: Lowered) -> Costs:
     local = Localizer(
         lowered.dims, lowered.shardings, sizes, dict.fromkeys(plan.axes, 0)
     )
+    flows = find_differentiable(lowered.graph, lowered.traced.trainable)
     nodes: dict[str, Node] = {}
     for node in lowered.graph.nodes:
         mine = local.node(node)
-        if _is_measurable(mine):
-            nodes.setdefault(signature(mine), mine)
+        if not _is_measurable(mine):
+            continue
+        # Of those that are alike, one that has a backward.
+        if any(v.name in flows for v in mine.results):
+            nodes[signature(mine)] = mine
+        nodes.setdefault(signature(mine), mine)
     held = read_profile().halves
     with _one_thread():
-        new = {key: measure(node) for key, node in nodes.items() if key not in held}
+        new = {
+            key: seconds
+            for key, node in nodes.items()
+            if key not in held and (seconds := measure(node, flows)) is not None
+        }
     if new:
         # A read-only home: measured again next time.
         with contextlib.suppress(OSError):
             save_profile(Profile(halves=new))
-    known = {key: new.get(key) or held[key] for key in nodes}
+    both = {**held, **new}
+    known = {key: both[key] for key in nodes if key in both}
     return Costs(known, *_rates(nodes, known))
 
 
@@ -63,8 +79,9 @@ def _rates(nodes: dict[str, Node], known: dict[str, Seconds]) -> tuple[float, fl
     """FLOP/s and bytes/s of the best measured ops, for those that were not."""
     default = Costs()
     speeds, bandwidths = [default.flops_per_second], [default.bytes_per_second]
-    for key, node in nodes.items():
-        work, seconds = flops(node), max(known[key].total, 1e-9)
+    for key, measured in known.items():
+        node = nodes[key]
+        work, seconds = flops(node), max(measured.total, 1e-9)
         if work > 1e7 and work > 8 * traffic(node):
             speeds.append(3 * work / seconds)
         elif traffic(node) > 1e6:
@@ -72,10 +89,19 @@ def _rates(nodes: dict[str, Node], known: dict[str, Seconds]) -> tuple[float, fl
     return max(speeds), max(bandwidths)
 
 
-def measure(node: Node) -> Seconds:
-    """Seconds of each part of a node, emitted as a stage of its own."""
-    local = differentiate(one_op(node), {}, {}, halves=True)
-    parts = run_job(make_job(node.op, local), default_device(), REPEATS).parts
+def measure(node: Node, flows: Collection[str] | None = None) -> Seconds | None:
+    """Seconds of each part of a node, emitted as a stage of its own.
+
+    flows: see `one_op`. None for an op that does not run on weights and numbers drawn
+    at random, or has no derivative of its own: whether a model needs one is found out
+    when its stages are differentiated.
+    """
+    try:
+        local = differentiate(one_op(node, flows), {}, {}, halves=True)
+        parts = run_job(make_job(node.op, local), default_device(), REPEATS).parts
+    except (*REFUSALS, CaptureError) as error:
+        LOG.debug("%s is not measured: %s", node.op, error)
+        return None
     return Seconds(parts["forward"], parts["backward_input"], parts["backward_weight"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,15 +21,68 @@ def loss_of(
     """The scalar loss of `model(**fields)`, or of `loss_fn(model(**fields), fields)`.
 
     Fields that only the loss function reads (labels, weights) stay out of the model's
-    call. Raises: CaptureError, if no single scalar loss comes out.
+    call, also where it takes any keyword but cannot do with them. Raises: CaptureError,
+    if no single scalar loss comes out.
     """
-    given = dict(fields)
+    try:
+        return call_for_loss(model, fields, loss_fn)
+    except TypeError:
+        if only_by_any_keyword(model, fields, loss_fn):
+            with contextlib.suppress(TypeError):
+                return call_for_loss(model, fields, loss_fn, by_name=True)
+        raise
+
+
+def call_for_loss(
+    model: nn.Module,
+    fields: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None = None,
+    by_name: bool = False,
+) -> torch.Tensor:
+    """One call of `loss_of`.
+
+    by_name: leave out what the model takes only because it takes any keyword. Raises:
+    TypeError then, if the loss function does not read it either.
+    """
     if loss_fn is None:
-        return find_loss(model(**given))
-    names = inspect.signature(model.forward).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in names.values()):
-        given = {k: v for k, v in given.items() if k in names}
-    return find_loss(loss_fn(model(**given), fields))
+        return find_loss(model(**fields))
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if takes_any and not by_name:
+        return find_loss(loss_fn(model(**fields), fields))
+    seen = _Seen(fields)
+    named = {k: v for k, v in fields.items() if k in parameters}
+    loss = find_loss(loss_fn(model(**named), seen))
+    unread = fields.keys() - named.keys() - seen.names
+    if takes_any and unread:
+        raise TypeError(f"nobody reads {', '.join(sorted(unread))}")
+    return loss
+
+
+def only_by_any_keyword(
+    model: nn.Module, fields: Mapping[str, Any], loss_fn: Callable[..., Any] | None
+) -> bool:
+    """Whether there are fields for the loss function that the model takes only because
+    it takes any keyword."""
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return loss_fn is not None and takes_any and not fields.keys() <= parameters.keys()
+
+
+class _Seen(dict[str, Any]):
+    """The fields of a batch, and the names of those that somebody looked at."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
 
 
 def find_loss(result: Any) -> torch.Tensor:

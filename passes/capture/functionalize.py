@@ -6,6 +6,7 @@ new value put back (`views`), and other views of that are taken anew when they a
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,39 +18,33 @@ from passes.graph import Builder, Graph, Node, Value, resolve, short
 
 # Ops that draw random numbers in a way that later passes make independent of the plan.
 KNOWN_CHANCE = {"aten.dropout", "aten.dropout_", "aten.scaled_dot_product_attention"}
-# Ops whose result may be their operand itself, though their schema does not say so.
-SILENT_VIEWS = {
-    "aten.alpha_dropout",
-    "aten.broadcast_tensors",
-    "aten.dropout",
-    "aten.feature_dropout",
-    "aten.meshgrid",
-    "aten.type_as",
-}
+# Ops that return their operand itself where they are off.
+DROPOUTS = {"aten.alpha_dropout", "aten.dropout", "aten.feature_dropout"}
 
 
-def functionalize(graph: Graph) -> Graph:
-    """The same graph without ops that write in place.
+def functionalize(graph: Graph, memory: Mapping[str, Hashable]) -> Graph:
+    """Returns the same graph without ops that write in place.
 
+    memory: value name -> the memory in which the model had it, where that is known.
     A write to the batch makes a new value too: the caller's tensor stays as it was.
     Raises: CaptureError on a write to what outlives the step (a parameter, a buffer, a
     tensor that the model holds), or to memory that is read later by a name of which
     it is not sure that it is a view, and on random numbers other than those of dropout.
     """
-    memory = _Memory(graph)
-    nodes = memory.builder.nodes
+    known = _Memory(graph, memory)
+    nodes = known.builder.nodes
     for position, node in enumerate(graph.nodes):
         _refuse_chance(node)
-        new = node.substitute(memory.now)
+        new = node.substitute(known.now)
         if _operator(node)._schema.is_mutable:
             target = _target(node)
-            shared = memory.check(target, node, position)
+            shared = known.check(target, node, position)
             nodes.append(replace(new, op=_without_write(node)))
-            memory.write(target, node.out, shared)
+            known.write(target, node.out, shared)
         else:
-            memory.note_views(node)
+            known.note_views(node)
             nodes.append(new)
-    outputs = tuple(map(memory.now, graph.outputs))
+    outputs = tuple(map(known.now, graph.outputs))
     return replace(graph, nodes=tuple(nodes), outputs=outputs).verify()
 
 
@@ -75,7 +70,8 @@ def _operator(node: Node) -> Any:
 class _Memory:
     """Which values are the same tensor, and which share memory."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, memory: Mapping[str, Hashable]) -> None:
+        self.memory = memory
         self.tensor: dict[str, str] = {}  # another name of a tensor -> its first name
         self.current: dict[str, Value] = {}  # first name -> what the tensor holds now
         self.root: dict[str, str] = {}  # first name -> whose memory it sees
@@ -110,20 +106,29 @@ class _Memory:
 
     def note_views(self, node: Node) -> None:
         """Remember what the results of a node share memory with."""
-        name = node.op.rpartition(".")[0]
-        declared = any(r.alias_info for r in _operator(node)._schema.returns)
-        if not (declared or name in SILENT_VIEWS):
-            return
-        source = node.operands[0]
-        root = self._root(source.name)
         for v in node.results:
-            copied = name == "aten.to" and v.dtype != source.dtype
-            if not copied:
-                self.root[v.name] = root
-                self.sharers.setdefault(root, [root]).append(v.name)
-                self.seen[v.name] = self.writes.get(root, 0)
-                if is_view(node):
-                    self.views[v.name] = node
+            source = self._source(node, v)
+            if source is None:
+                continue
+            root = self._root(source.name)
+            self.root[v.name] = root
+            self.sharers.setdefault(root, [root]).append(v.name)
+            self.seen[v.name] = self.writes.get(root, 0)
+            if is_view(node):
+                self.views[v.name] = node
+
+    def _source(self, node: Node, v: Value) -> Value | None:
+        """The operand that a result of a node shares memory with."""
+        name = node.op.rpartition(".")[0]
+        if name in DROPOUTS:
+            _, p, is_on = node.args
+            return None if is_on and p > 0 else node.operands[0]
+        place = self.memory.get(v.name)
+        places = [self.memory.get(x.name) for x in node.operands]
+        if place is None or None in places:
+            declared = any(r.alias_info for r in _operator(node)._schema.returns)
+            return node.operands[0] if declared else None
+        return node.operands[places.index(place)] if place in places else None
 
     def check(self, target: Value, node: Node, position: int) -> bool:
         """Whether the write must be seen by other names, which are known to be views;

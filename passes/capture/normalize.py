@@ -200,11 +200,7 @@ def mean(rewriter: Rewriter, node: Node) -> Value | None:
         total = rewriter.emit("aten.sum.dim_IntList", x, dims, keep, **same)
     share = 1.0 / max(1, math.prod(x.shape[d] for d in dims))
     found = rewriter.emit("aten.mul.Tensor", total, share, name="mean", **same)
-    return (
-        found
-        if wide == out.dtype
-        else rewriter.like(node, "aten.to.dtype", found, out.dtype)
-    )
+    return rewriter.like(node, "aten.to.dtype", found, out.dtype) if half else found
 
 
 def dropout(rewriter: Rewriter, node: Node) -> Value:
@@ -306,6 +302,7 @@ CLEAN: dict[str, Rule] = {
             "squeeze",
             "unsqueeze",
             "view_as",
+            "reshape_as",
         )
     },
     **{

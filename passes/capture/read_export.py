@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from passes.errors import CaptureError
 from passes.graph import Builder, Node, Value, Where
@@ -30,11 +31,16 @@ class ExportReader:
         self.values: dict[fx.Node, Any] = {}
         self.outputs: tuple[Value, ...] = ()
         self.wheres: dict[tuple[str, str], Where] = {}
+        self.memory: dict[str, int] = {}  # value -> where it lies
 
     def source(self, node: fx.Node, name: str) -> Value:
         fake = node.meta["val"]
+        self.values[node] = self.made(name, fake)
+        return self.values[node]
+
+    def made(self, name: str, fake: torch.Tensor) -> Value:
         value = self.builder.value(name, fake.shape, fake.dtype)
-        self.values[node] = value
+        self.memory[value.name] = StorageWeakRef(fake.untyped_storage()).cdata
         return value
 
     def read(self, module: fx.GraphModule) -> Any:
@@ -80,7 +86,7 @@ class ExportReader:
         fakes = node.meta.get("val")
         many = isinstance(fakes, tuple | list)
         outs = tuple(
-            self.builder.value(f"{node.name}_{i}" if i else node.name, f.shape, f.dtype)
+            self.made(f"{node.name}_{i}" if i else node.name, f)
             if isinstance(f, torch.Tensor)
             else None
             for i, f in enumerate(fakes if many else (fakes,))

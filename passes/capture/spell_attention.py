@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,14 +11,15 @@ import torch
 from passes.arguments import arguments
 from passes.capture.rewrite import Rewriter
 from passes.capture.spell_groups import without_copies
-from passes.graph import Node, Value
+from passes.graph import Node, Value, Where
 
 
 def attention(rewriter: Rewriter, node: Node) -> Value:
     """SDPA: a causal mask becomes the flag; with dropout it is spelled out."""
     given = arguments(node)
-    q, k, v = given["query"], given["key"], given["value"]
-    mask, is_causal, scale = given["attn_mask"], given["is_causal"], given["scale"]
+    is_causal, scale = bool(given["is_causal"]), given["scale"]
+    q, k, v, mask = _with_heads(rewriter, given, node)
+    shape = (*q.shape[:-1], v.shape[-1])
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
     if (expanded := rewriter.producer(mask, "aten.expand")) is not None:
@@ -30,22 +32,91 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
         elif square and torch.equal(known, torch.ones_like(known).tril()):
             mask, is_causal = None, True
     if given["dropout_p"] > 0.0:
-        return _explicit_attention(
+        y = _explicit_attention(
             rewriter, node, (q, k, v), mask, is_causal, scale, given["dropout_p"]
         )
-    k, v = without_copies(rewriter, k, v)
-    return rewriter.emit(
-        "autopar.attention",
-        q,
-        k,
-        v,
-        mask,
-        is_causal,
-        scale,
-        shape=node.out.shape,
-        dtype=q.dtype,
-        where=node.where,
-    )
+    else:
+        k, v = without_copies(rewriter, k, v)
+        args = (q, k, v, mask, is_causal, scale)
+        place: dict[str, Any] = {"shape": shape, "dtype": q.dtype, "where": node.where}
+        y = rewriter.emit("autopar.attention", *args, **place)
+    return rewriter.reshape(y, node.out.shape, node.where)
+
+
+def _with_heads(
+    rewriter: Rewriter, given: dict[str, Any], node: Node
+) -> tuple[Value, Value, Value, Value | None]:
+    """q, k, v as [b, h, s, e], and the mask to go with them.
+
+    Of three dims the first may be that of samples, or of samples and heads together: in
+    which case it is seen as both, as it was before. More than four become four.
+    """
+    qkv = given["query"], given["key"], given["value"]
+    mask, where = given["attn_mask"], node.where
+    if len(qkv[0].shape) != 4:
+        common = torch.broadcast_shapes(*(x.shape[:-2] for x in qkv))
+        lead = _heads_apart(rewriter, qkv, common)
+        qkv = _map(
+            lambda x: rewriter.reshape(
+                _expand(rewriter, x, (*common, *x.shape[-2:]), where),
+                (*lead, *x.shape[-2:]),
+                where,
+            ),
+            qkv,
+        )
+        if mask is not None and len(mask.shape) > 2:
+            mask = _with_lead(rewriter, mask, common, lead, node)
+    samples = max(x.shape[0] for x in qkv)
+    q, k, v = _map(lambda x: _expand(rewriter, x, (samples, *x.shape[1:]), where), qkv)
+    return q, k, v, mask
+
+
+Three = tuple[Value, Value, Value]
+
+
+def _map(change: Callable[[Value], Value], qkv: Three) -> Three:
+    q, k, v = qkv
+    return change(q), change(k), change(v)
+
+
+def _heads_apart(
+    rewriter: Rewriter, qkv: Three, common: tuple[int, ...]
+) -> tuple[int, int]:
+    """The samples and heads that leading dims stand for."""
+    if len(common) != 1:
+        return (math.prod(common[:-1]), common[-1]) if common else (1, 1)
+    found = set()
+    for x in qkv:
+        view = rewriter.producer(x, "aten.reshape")
+        before = view.operands[0].shape if view is not None else ()
+        apart = len(before) == 4 and before[2:] == x.shape[1:]
+        found.add(before[:2] if apart else None)
+    (lead,) = found if len(found) == 1 else {None}
+    return (lead[0], lead[1]) if lead is not None else (common[0], 1)
+
+
+def _with_lead(
+    rewriter: Rewriter,
+    mask: Value,
+    common: tuple[int, ...],
+    lead: tuple[int, int],
+    node: Node,
+) -> Value:
+    """A mask whose leading dims broadcast to `common`, for `lead` instead."""
+    *own, rows, columns = mask.shape
+    if math.prod(own) > 1:
+        mask = _expand(rewriter, mask, (*common, rows, columns), node.where)
+        return rewriter.reshape(mask, (*lead, rows, columns), node.where)
+    return rewriter.reshape(mask, (1, 1, rows, columns), node.where)
+
+
+def _expand(
+    rewriter: Rewriter, x: Value, shape: tuple[int, ...], where: Where
+) -> Value:
+    if x.shape == shape:
+        return x
+    op = "aten.expand.default"
+    return rewriter.emit(op, x, shape, shape=shape, dtype=x.dtype, where=where)
 
 
 def _explicit_attention(
@@ -88,12 +159,14 @@ def _explicit_attention(
             "aten.masked_fill.Scalar", scores, hidden, -math.inf, shape=square
         )
     elif mask is not None:
+        if mask.dtype != q.dtype:
+            mask = emit("aten.to.dtype", mask, q.dtype, shape=mask.shape)
         scores = emit("aten.add.Tensor", scores, mask, shape=square)
     weights = emit("aten.softmax.int", scores, -1, shape=square)
     if given is not None and given.dtype == torch.bool:  # a row may attend to nothing
         weights = emit("aten.masked_fill.Scalar", weights, hidden, 0.0, shape=square)
     weights = emit_dropout(rewriter, weights, p, node)
-    return emit("aten.matmul.default", weights, v, shape=node.out.shape)
+    return emit("aten.matmul.default", weights, v, shape=(*q.shape[:-1], v.shape[-1]))
 
 
 def _repeat_heads(rewriter: Rewriter, x: Value, heads: int, node: Node) -> Value:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from passes.capture.call_model import loss_of
+from passes.capture.call_model import call_for_loss, only_by_any_keyword
 from passes.capture.custom_functions import check_derivatives, read_forwards
 from passes.capture.functionalize import functionalize
 from passes.capture.read_export import ExportReader
@@ -69,11 +69,13 @@ class _LossOf(nn.Module):
         self.model = model
         self.loss_fn = loss_fn
         self.static = static
+        self.by_name = False  # see `call_for_loss`
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         before = dict(self.model.named_buffers())
         with Unseen():
-            loss = loss_of(self.model, {**batch, **self.static}, self.loss_fn)
+            fields = {**batch, **self.static}
+            loss = call_for_loss(self.model, fields, self.loss_fn, self.by_name)
         _refuse_new_buffers(before, dict(self.model.named_buffers()))
         return loss
 
@@ -176,12 +178,12 @@ def _fake_like(old: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 
 
 def _export(
-    wrapper: nn.Module, examples: dict[str, torch.Tensor]
+    wrapper: _LossOf, examples: dict[str, torch.Tensor]
 ) -> torch.export.ExportedProgram:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.export.export(wrapper, (), {"batch": examples}, strict=False)
+            return _export_once(wrapper, examples)
     except CaptureError:
         raise
     except Exception as error:
@@ -190,6 +192,23 @@ def _export(
             source=raised_at(error),
             fix=_way_out(error, wrapper, examples),
         ) from error
+
+
+def _export_once(
+    wrapper: _LossOf, examples: dict[str, torch.Tensor]
+) -> torch.export.ExportedProgram:
+    """Export, as `loss_of` calls the model: torch does not go on after an error."""
+    try:
+        return torch.export.export(wrapper, (), {"batch": examples}, strict=False)
+    except TypeError:
+        fields = {**examples, **wrapper.static}
+        if only_by_any_keyword(wrapper.model, fields, wrapper.loss_fn):
+            wrapper.by_name = True
+            with contextlib.suppress(TypeError):
+                return torch.export.export(
+                    wrapper, (), {"batch": examples}, strict=False
+                )
+        raise
 
 
 def _way_out(
@@ -242,6 +261,13 @@ def _place_of(function: Any) -> str:
     return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
 
 
+def _aliases(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """The other names of tensors that have several -> the first one."""
+    first: dict[int, str] = {}
+    canonical = {name: first.setdefault(id(x), name) for name, x in named}
+    return {name: known for name, known in canonical.items() if name != known}
+
+
 def _read(
     exported: torch.export.ExportedProgram,
     model: nn.Module,
@@ -249,15 +275,10 @@ def _read(
     reader: ExportReader,
 ) -> Traced:
     """Turn the exported program into our graph."""
-    first_name: dict[int, str] = {}
-    aliases: dict[str, str] = {}
-    trainable = set()
-    for name, p in model.named_parameters(remove_duplicate=False):
-        canonical = first_name.setdefault(id(p), name)
-        if canonical != name:
-            aliases[name] = canonical
-        elif p.requires_grad:
-            trainable.add(name)
+    aliases = _aliases(model.named_parameters(remove_duplicate=False))
+    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
+    # Of buffers every rank has all, under each of their names, so these are no matter.
+    shared = _aliases(model.named_buffers(remove_duplicate=False))
     sources: dict[str, list[Value]] = {k: [] for k in ("input", "param", "buffer", "c")}
     literals: dict[str, torch.Tensor] = {}
     signature = exported.graph_signature
@@ -272,7 +293,7 @@ def _read(
             kind, name = "param", aliases.get(name, name)
         elif node.name in of_buffers:
             name = of_buffers[node.name].removeprefix("model.")
-            kind = "buffer"
+            kind, name = "buffer", shared.get(name, name)
         elif node.name in of_constants:
             kind, name = "c", node.name
             # On the CPU, as all is while compiling.
@@ -293,7 +314,7 @@ def _read(
                     f"the batch field '{name}' has the name of a parameter or buffer",
                     fix="give the field or the model's attribute another name",
                 )
-        if (kind, name) in known:  # a tied parameter may come in twice
+        if (kind, name) in known:  # what is tied or shared may come in twice
             reader.values[node] = known[kind, name]
         else:
             known[kind, name] = reader.source(node, name)
@@ -307,5 +328,5 @@ def _read(
         tuple(reader.builder.nodes),
         reader.outputs,
     )
-    graph = functionalize(graph.verify())
+    graph = functionalize(graph.verify(), reader.memory)
     return Traced(graph, aliases, literals, frozenset(trainable), reader.autocast)

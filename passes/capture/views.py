@@ -6,16 +6,25 @@ from typing import Any
 
 from passes.graph import Builder, Node, Value
 
-# Ops whose result always is a view of their operand. (`reshape` and `contiguous` may
-# copy, `detach` hides the write from autograd, which refuses writes to one of several
-# results.)
+# Ops whose result is a view of their operand, if it lies in the same memory. (`detach`
+# hides the write from autograd, which refuses writes to one of several results.)
 REORDERED = {"aten.transpose", "aten.t", "aten.numpy_T", "aten.mT", "aten.permute"}
-RESHAPED = {"aten.view", "aten.unsqueeze", "aten.squeeze", "aten.alias"}
-VIEWS = {"aten.slice", "aten.narrow", "aten.select", *REORDERED, *RESHAPED}
+PARTS = {"aten.slice", "aten.narrow", "aten.select"}
+# Those that keep elements in their order, if they keep all of them: the others copy.
+RESHAPED = {
+    *("aten.view", "aten.unsqueeze", "aten.squeeze", "aten.alias", "aten.reshape"),
+    *("aten.flatten", "aten.unflatten", "aten.view_as", "aten.reshape_as"),
+    *("aten.expand", "aten.expand_as", "aten.contiguous", "aten.to", "aten.type_as"),
+    *("aten.float", "aten.dropout", "aten.alpha_dropout", "aten.feature_dropout"),
+}
 
 
 def is_view(node: Node) -> bool:
-    return node.op.rpartition(".")[0] in VIEWS
+    """Whether what a node makes, in the memory of its operand, can be put back."""
+    name = node.op.rpartition(".")[0]
+    if name in RESHAPED:
+        return node.out.numel == node.operands[0].numel
+    return name in REORDERED or name in PARTS
 
 
 def put_back(builder: Builder, view: Node, base: Value, part: Value) -> Value:

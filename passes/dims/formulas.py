@@ -60,7 +60,8 @@ def attention(
     elif mask is not None:
         scores = scores + mask
     nothing = (scores == -math.inf).all(-1, keepdim=True)
-    return scores.softmax(-1).masked_fill(nothing, 0) @ v
+    # A mask may be wider than what it masks.
+    return scores.softmax(-1).masked_fill(nothing, 0).to(v.dtype) @ v
 
 
 def sum_exp(x: Tensor, largest: Tensor) -> Tensor:

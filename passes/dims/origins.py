@@ -9,6 +9,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection
 
+import torch
+
 from passes.graph import Graph
 
 
@@ -28,8 +30,15 @@ def find_origins(graph: Graph) -> dict[str, Origin]:
         origin = Origin.CONSTANT
         for v in node.operands:
             origin |= found[v.name]
+        if node.op == "autopar.dropout" and origin is Origin.CONSTANT:
+            origin = Origin.INPUT  # another one in each step
         found.update((v.name, origin) for v in node.results)
     return found
+
+
+def is_real_or_complex(dtype: torch.dtype) -> bool:
+    """Whether a gradient can flow through values of this type."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def find_differentiable(graph: Graph, trainable: Collection[str]) -> frozenset[str]:
@@ -40,9 +49,5 @@ def find_differentiable(graph: Graph, trainable: Collection[str]) -> frozenset[s
         if node.op == "aten.detach.default":
             continue
         if any(v.name in found for v in node.operands):
-            found.update(
-                v.name
-                for v in node.results
-                if v.dtype.is_floating_point or v.dtype.is_complex
-            )
+            found.update(v.name for v in node.results if is_real_or_complex(v.dtype))
     return frozenset(found)

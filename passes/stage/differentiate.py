@@ -96,7 +96,7 @@ def join(
     writer.run_epilogue()
     writer.drop_dead(d_receives)
     once = writer.take_once(casts, standing, gathers=zero in (1, 2))
-    prologue = (*parts["prologue"], *once)
+    prologue = (*spell_masks(parts["prologue"]), *once)
     # The cotangents of what is made of the batch all belong to the input half, so that
     # a first stage, which sends none, has one as long as others.
     batch = (*sources["inputs"], *sources["receives"])

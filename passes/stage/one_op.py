@@ -5,20 +5,29 @@ Its backward is then written as that of any stage.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from passes.cost import weights_of
 from passes.dims.name_dims import Dim, Dims
+from passes.dims.origins import is_real_or_complex
 from passes.graph import Node
 from passes.shard.sharding import Sharding
 from passes.stage.split_stages import Stage
 
 
-def one_op(node: Node) -> Stage:
-    """node: in the shapes of a rank. Weights are the stage's parameters; what else is
-    differentiable it receives, and hands on what the op makes."""
+def one_op(node: Node, flows: Collection[str] | None = None) -> Stage:
+    """Makes a stage of a node in the shapes of a rank.
+
+    Weights are its parameters; other numbers it receives, and hands on what the op
+    makes. flows: names of the values that a gradient flows through; None: of all that
+    it can flow through.
+    """
     late = weights_of(node)
     operands = {v.name: v for v in node.operands}
-    floats = {n: v for n, v in operands.items() if v.dtype.is_floating_point}
-    results = tuple(v for v in node.results if v.dtype.is_floating_point)
+    floats = {n: v for n, v in operands.items() if is_real_or_complex(v.dtype)}
+    results = tuple(v for v in node.results if is_real_or_complex(v.dtype))
+    if flows is None:
+        flows = {*floats, *(v.name for v in results)} if floats else ()
     dims: dict[str, Dims] = {
         v.name: tuple((Dim(i, f"d{i}", size),) for i, size in enumerate(v.shape))
         for v in (*operands.values(), *node.results)
@@ -38,7 +47,7 @@ def one_op(node: Node) -> Stage:
         names={name: name for name in operands},
         dims=dims,
         shardings={name: Sharding.whole(d) for name, d in dims.items()},
-        differentiable=frozenset([*floats, *(v.name for v in results)]),
+        differentiable=frozenset(flows) & {*floats, *(v.name for v in results)},
         modules=(),
         layers={},
         costs={},

@@ -1,0 +1,153 @@
+"""What people write in their models, each in a layer of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Block, Case, Stack, next_token_loss, randomize, token_batch
+from torch import Tensor, nn
+
+HEADS, SIZE, FFN, BATCH, SEQ = 4, 8, 96, 8, 16
+MESHES = ("pp=2,tp=2", "dp=2,tp=2")
+sdpa = F.scaled_dot_product_attention
+
+
+class Logits:
+    """As a model of Hugging Face returns them."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+def loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return next_token_loss(Logits(logits), batch)
+
+
+class Written(Block):
+    """A block whose attention or MLP is a function of it and x [b, s, 32]."""
+
+    def __init__(self, part: str, body: Callable[[Block, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.part, self.body = part, body
+        self.bias = nn.Parameter(torch.zeros(HEADS, SEQ, SEQ))
+        self.norm = nn.BatchNorm1d(FFN).eval()
+        self.norm.running_mean.uniform_(-1, 1)
+        self.norm.running_var.uniform_(0.5, 2)
+
+    def attention(self, x: Tensor) -> Tensor:
+        return self.body(self, x) if self.part == "attention" else super().attention(x)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        if self.part == "attention":
+            return super().mlp(x)
+        return self.down(self.body(self, self.up(x)))
+
+
+def heads_in_the_batch(m: Block, x: Tensor) -> Tensor:
+    q, k, v = (y.flatten(0, 1) for y in m.heads(x))
+    return m.join(sdpa(q, k, v, is_causal=True).unflatten(0, (-1, HEADS)))
+
+
+def mask_of_heads_in_the_batch(m: Block, x: Tensor) -> Tensor:
+    q, k, v = (y.flatten(0, 1) for y in m.heads(x))
+    mask = torch.ones(SEQ, SEQ, dtype=torch.bool).tril(2).expand(len(q), SEQ, SEQ)
+    return m.join(sdpa(q, k, v, mask).unflatten(0, (-1, HEADS)))
+
+
+def one_head(m: Block, x: Tensor) -> Tensor:
+    q, k, v = m.qkv(x).chunk(3, -1)
+    mask = torch.ones(1, SEQ, SEQ, dtype=torch.bool).tril(2)
+    return m.out(sdpa(q, k, v, mask))
+
+
+def five_dims(m: Block, x: Tensor) -> Tensor:
+    q, k, v = (y.unflatten(1, (2, -1)) for y in m.heads(x))
+    return m.join(sdpa(q, k, v, m.bias.unflatten(0, (2, -1))).flatten(1, 2))
+
+
+def keys_of_no_sample(m: Block, x: Tensor) -> Tensor:
+    q, k, v = m.heads(x)
+    place = torch.arange(SEQ * SIZE, dtype=x.dtype).view(1, 1, SEQ, SIZE) / SEQ / SIZE
+    return m.join(sdpa(q, place.expand(1, HEADS, SEQ, SIZE), v, is_causal=True) + k)
+
+
+def one_type_in_place(m: Block, x: Tensor) -> Tensor:
+    y = F.gelu(x).type_as(x)
+    y += 1
+    y = F.dropout(y.to(x.dtype), 0.1, training=False)
+    y *= 2
+    return y
+
+
+# What attention is instead, and what comes after the MLP's first product.
+HABITS: dict[str, dict[str, Callable[[Block, Tensor], Tensor]]] = {
+    "attention": {
+        "heads in the batch": heads_in_the_batch,
+        "mask of heads in the batch": mask_of_heads_in_the_batch,
+        "one head": one_head,
+        "five dims": five_dims,
+        "keys of no sample": keys_of_no_sample,
+    },
+    "mlp": {
+        "one type, in place": one_type_in_place,
+        "as another": lambda m, x: F.gelu(x.flatten()).reshape_as(x),
+        "batch norm": lambda m, x: m.norm(x.mT).mT,
+        "dropout of constants": lambda m, x: x * F.dropout(torch.ones_like(x[0]), 0.2),
+        "dropout of samples": lambda m, x: x * F.dropout(torch.ones_like(x), 0.2),
+    },
+}
+
+
+def cases() -> Iterator[tuple[str, Callable[[], Block]]]:
+    for part, habits in HABITS.items():
+        for name, body in habits.items():
+            yield name, partial(Written, part, body)
+
+
+def case(*blocks: Callable[[], nn.Module]) -> Case:
+    torch.manual_seed(0)
+    made = iter(blocks)
+    model = Stack(lambda: next(made)(), len(blocks))
+    return Case(randomize(model), token_batch(BATCH, SEQ), loss).double()
+
+
+@pytest.mark.matrix(quick=1)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_all_habits_in_one_model(mesh: str) -> None:
+    case(*(block for _, block in cases())).verify(mesh, 2)
+
+
+class Placed(Block):
+    """Shares a module with a buffer with all other layers."""
+
+    def __init__(self, places: nn.Module) -> None:
+        super().__init__()
+        self.places = places
+
+    def attention(self, x: Tensor) -> Tensor:
+        return super().attention(x * self.places.running_var[:, None])
+
+
+def test_layers_share_a_buffer() -> None:
+    places = nn.BatchNorm1d(SEQ, affine=False).requires_grad_(False)
+    case(*[partial(Placed, places)] * 2).verify("pp=2,tp=2", 2)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_learned_bias_is_wider_than_what_attends(precision: str) -> None:
+    learned = partial(
+        Written, "attention", lambda m, x: m.join(sdpa(*m.heads(x), m.bias))
+    )
+    one = case(learned)
+    one._replace(model=one.model.float()).verify("tp=2", 2, precision=precision)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("block", [pytest.param(b, id=name) for name, b in cases()])
+def test_a_habit(block: Callable[[], Block], mesh: str) -> None:
+    case(block, block).verify(mesh, 2)
