@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from passes.errors import CaptureError
 from passes.graph import Builder, Node, Value, Where
@@ -40,7 +39,8 @@ class ExportReader:
 
     def made(self, name: str, fake: torch.Tensor) -> Value:
         value = self.builder.value(name, fake.shape, fake.dtype)
-        self.memory[value.name] = StorageWeakRef(fake.untyped_storage()).cdata
+        # Of a tensor without data there is no other name for its storage.
+        self.memory[value.name] = fake.untyped_storage()._cdata
         return value
 
     def read(self, module: fx.GraphModule) -> Any:
