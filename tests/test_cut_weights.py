@@ -92,6 +92,23 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Cropped(Model):
+    """A vocabulary that is padded, and logits without what pads it."""
+
+    def __init__(self, tied: bool, bias: bool) -> None:
+        super().__init__(Fused(4, 1, 12, 0, bias=False, turned=False))
+        self.embed = nn.Embedding(VOCAB + 11, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB + 11, bias=bias)
+        if tied:
+            self.head.weight = self.embed.weight
+        randomize(self)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.blocks[0](self.embed(input_ids)))[..., :VOCAB]
+        logits = 15 * torch.tanh(logits / 15)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 def drawn(seed: int) -> tuple[Case, str, int, dict[str, object]]:
     """A model with weights of pieces drawn at random, and a plan."""
     draw = random.Random(seed)
@@ -180,6 +197,31 @@ def check(seed: int) -> None:
     case, mesh, microbatches, options = drawn(seed)
     case.verify(mesh, microbatches, **options)
     check_training(case.compile(mesh, microbatches, **options), case)
+
+
+CROPPED = [
+    (False, False, "tp=2", {}),
+    pytest.param(False, True, "pp=2,tp=2", {}, marks=pytest.mark.slow),
+    pytest.param(False, True, "dp=2,tp=3", {"zero": 3}, marks=pytest.mark.slow),
+    pytest.param(False, True, "tp=1", {}, marks=pytest.mark.slow),
+    pytest.param(True, False, "tp=2", {}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("tied", "bias", "mesh", "options"), CROPPED)
+def test_a_padded_vocabulary_is_split_and_its_padding_trained(
+    tied, bias, mesh, options
+) -> None:
+    """With decay: rows that only pad have a gradient of 0, and shrink."""
+    case = Case(Cropped(tied, bias), token_batch(batch=4, seq=6)).double()
+    program = case.compile(mesh, 2, **options)
+    whole = {n for n, s in program.parameters.items() if "tp" not in s.split_axes}
+    padding = set() if tied else {"head[101:112].weight"}
+    if mesh != "tp=1":
+        heads = {n for n in whole if n.startswith("head") and n.endswith("weight")}
+        assert heads == padding
+    case.verify(mesh, 2, **options)
+    check_training(program, case)
 
 
 def test_what_fits_not_together_is_no_lowered_graph() -> None:

@@ -86,9 +86,63 @@ class Parallel(nn.Module):
         return x + self.last(torch.cat([y, F.gelu(up)], -1))
 
 
+class TurnedFused(Fused):
+    """A weight that is turned by the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__("split")
+        shape = self.qkv.weight.shape
+        self.qkv = _Turned(*shape)
+
+
+class _Turned(nn.Linear):
+    def __init__(self, out: int, width: int) -> None:
+        super().__init__(width, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
+class Filtered(Fused):
+    """Each channel of the projection goes through a filter, and a scale, before the
+    cut; read: the whole of them by something else too."""
+
+    def __init__(self, read: bool = False) -> None:
+        super().__init__("split")
+        width = self.qkv.out_features
+        self.filters = nn.Conv1d(width, width, 4, groups=width, padding=3)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.read = read
+
+    def attention(self, x: Tensor) -> Tensor:
+        y = F.silu(self.filters(self.mixed(x).mT)[..., : x.shape[1]]) * 1.5
+        y = y.transpose(1, 2) * self.scale
+        q, k, v = (p.unflatten(-1, (-1, SIZE)) for p in CUTS["split"](y))
+        scale = y.square().mean() if self.read else 1.0
+        return self.out(attend(q, k, v)) * scale
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return self.qkv(x)
+
+
+class Rejoined(Filtered):
+    """Projections of their own, joined for the filters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * GROUPS * SIZE)
+        del self.qkv
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return torch.cat([self.q(x), *self.kv(x).chunk(2, -1)], -1)
+
+
 UNEVEN: dict[str, Callable[[], nn.Module]] = {
     **{name: partial(Fused, name) for name in CUTS},
     "parallel": Parallel,
+    "turned": TurnedFused,
+    "filtered": Filtered,
+    "rejoined": Rejoined,
 }
 
 
@@ -100,6 +154,13 @@ def test_uneven_pieces_of_a_weight_are_split_each_by_itself(name: str) -> None:
     assert whole(program) == set()
     assert program.notes == ()
     one.verify("dp=2,pp=2,tp=2", 2)
+
+
+@pytest.mark.slow
+def test_channels_that_are_read_together_are_cut_where_the_model_cuts_them() -> None:
+    one = case(partial(Filtered, read=True))
+    assert len(one.compile("tp=2").notes) == 1
+    one.verify("tp=2", sequence_parallel=False)
 
 
 class Decayed(Fused):

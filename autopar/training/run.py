@@ -195,11 +195,17 @@ class Feed:
 
 
 def vocab_of(program: Program) -> int:
-    """The extent of the dim named vocab. Raises ModelError if no parameter has it."""
-    for spec in program.parameters.values():
-        for names, sizes in zip(spec.dims, spec.factors, strict=True):
-            if "vocab" in names:
-                return sizes[names.index("vocab")]
+    """The extent of the dim named vocab, without what pads it; some parameter may have
+    that too. Raises ModelError if no parameter has it."""
+    found = [
+        size
+        for spec in program.parameters.values()
+        for names, sizes in zip(spec.dims, spec.factors, strict=True)
+        for name, size in zip(names, sizes, strict=True)
+        if name == "vocab"
+    ]
+    if found:
+        return min(found)
     raise ModelError(
         "no parameter of the model has a dim that is its vocabulary",
         fix="write the training loop yourself, with autopar.compile",

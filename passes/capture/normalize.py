@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from passes.arguments import arguments, refuse_unread
+from passes.capture.hoist_splits import hoist_splits
 from passes.capture.loss import LOSS_RULES
 from passes.capture.rewrite import Rewriter, Rule
 from passes.capture.spell_attention import attention, emit_dropout
@@ -26,6 +27,8 @@ from passes.capture.split_products import split_products
 from passes.capture.trace import Traced
 from passes.graph import Graph, Node, Value
 
+NESTED = 2  # pieces of pieces are cut too
+
 
 def normalize(traced: Traced) -> Traced:
     """Bring the graph to its normal form. The loss stays the same function.
@@ -35,7 +38,9 @@ def normalize(traced: Traced) -> Traced:
     for node in traced.graph.nodes:
         refuse_unread(node)
     graph = Rewriter(traced.graph, traced.literals).run(CLEAN)
-    graph = split_products(Rewriter(graph, traced.literals))
+    for _ in range(NESTED):
+        graph = hoist_splits(Rewriter(graph, traced.literals))
+        graph = split_products(Rewriter(graph, traced.literals))
     graph = Rewriter(graph, traced.literals).run(MEANING)
     graph = number(graph, "autopar.dropout", "autopar.choose")
     literals = {v.name: traced.literals[v.name] for v in graph.constants}

@@ -26,7 +26,8 @@ JOINED = 3  # pieces at most that are not joined before a product: an output for
 
 @dataclass(frozen=True)
 class Cut:
-    """Pieces of x along a dim, in order, that make up all of it and are all its uses.
+    """Pieces of x along a dim, of these sizes, in order, that make up all of it and are
+    all its uses; None where nothing reads a piece, as what pads a vocabulary.
 
     product: what made x (linear or matmul, of w [n,k] or [k,n]), if nothing else reads
     its result. bias [n]: what was added to it.
@@ -34,19 +35,20 @@ class Cut:
 
     x: Value
     dim: int
-    pieces: tuple[Value, ...]
+    sizes: tuple[int, ...]
+    pieces: tuple[Value | None, ...]
     product: Node
     bias: Value | None
 
     @property
     def even(self) -> bool:
-        return len({v.shape[self.dim] for v in self.pieces}) == 1
+        return len(set(self.sizes)) == 1 and None not in self.pieces
 
 
 def split_products(rewriter: Rewriter) -> Graph:
     """Rewrite the rewriter's graph."""
     graph = rewriter.graph
-    cuts = {v.name: cut for cut in find_cuts(graph) for v in cut.pieces}
+    cuts = {v.name: cut for cut in find_cuts(graph) for v in cut.pieces if v}
     uses = {name: len(nodes) for name, nodes in graph.consumers().items()}
     made: dict[str, Value] = {}
 
@@ -54,10 +56,10 @@ def split_products(rewriter: Rewriter) -> Graph:
         cut = next((cuts[v.name] for v in node.results if v.name in cuts), None)
         if cut is None or (cut.even and node.op.rpartition(".")[0] in CUTS):
             return None
-        if cut.pieces[0].name not in made:
+        if node.results[0].name not in made:
             take = _even_pieces if cut.even else _products
-            names = (v.name for v in cut.pieces)
-            made.update(zip(names, take(rewriter, cut, node.where), strict=True))
+            found = zip(cut.pieces, take(rewriter, cut, node.where), strict=True)
+            made.update((v.name, piece) for v, piece in found if v and piece)
         return tuple(made[v.name] if v else None for v in node.outs)
 
     def joined(rewriter: Rewriter, node: Node) -> Value | None:
@@ -77,7 +79,7 @@ def find_cuts(graph: Graph) -> Iterator[Cut]:
         found = _pieces(readers)
         if found is None or any(v.name == name for v in graph.outputs):
             continue
-        x, dim, pieces = found
+        x, dim, sizes, pieces = found
         source, inner = x, math.prod(x.shape[dim:])
         bias: Value | None = None
         while len(consumers[source.name]) == 1 or source is x:
@@ -85,8 +87,9 @@ def find_cuts(graph: Graph) -> Iterator[Cut]:
             if node is None or (source.shape[-1] != inner and source is not x):
                 break
             if node.op in (LINEAR, MATMUL) and len(node.operands[1].shape) == 2:
-                if source.shape[-1] == inner:
-                    yield Cut(x, dim, pieces, node, bias)
+                shared = None in pieces and _is_shared(node, producers, consumers)
+                if source.shape[-1] == inner and not shared:
+                    yield Cut(x, dim, sizes, pieces, node, bias)
                 break
             if node.op == ADD and bias is None and not node.kwargs:
                 sides = [v for v in node.operands if v.shape == (inner,)]
@@ -100,8 +103,25 @@ def find_cuts(graph: Graph) -> Iterator[Cut]:
                 break
 
 
-def _pieces(readers: list[Node]) -> tuple[Value, int, tuple[Value, ...]] | None:
-    """x, a dim, and the pieces along it, if all of x's readers cut it up along it."""
+def _is_shared(
+    product: Node, producers: dict[str, Node], consumers: dict[str, list[Node]]
+) -> bool:
+    """Whether something else reads the weight of a product: an embedding, which looks
+    up rows of all of it."""
+    weight: Value | None = product.operands[1]
+    while weight is not None:
+        if len(consumers[weight.name]) > 1:
+            return True
+        maker = producers.get(weight.name)
+        weight = maker.operands[0] if maker and maker.operands else None
+    return False
+
+
+def _pieces(
+    readers: list[Node],
+) -> tuple[Value, int, tuple[int, ...], tuple[Value | None, ...]] | None:
+    """x, a dim, and sizes and values of the pieces along it, if all of x's readers cut
+    it up along it."""
     if not readers:
         return None
     first = readers[0]
@@ -110,41 +130,51 @@ def _pieces(readers: list[Node]) -> tuple[Value, int, tuple[Value, ...]] | None:
         given = first.args[2] if len(first.args) > 2 else 0
         dim = int(first.kwargs.get("dim", given)) % len(x.shape)
         pieces = first.results
-        return (x, dim, pieces) if len(pieces) > 1 else None
+        sizes = tuple(v.shape[dim] for v in pieces)
+        return (x, dim, sizes, pieces) if len(pieces) > 1 else None
     if any(node.op != "aten.slice.Tensor" for node in readers):
         return None
     cuts = sorted((bounds(node, x)[1:], node.out.name, node.out) for node in readers)
     dims = {dim for (dim, *_), _, _ in cuts}
-    place = 0
-    for (_, start, end, step), _, _ in cuts:
-        if start != place or step != 1:
-            return None
-        place = end
-    if len(dims) != 1 or place != x.shape[dim := dims.pop()]:
+    if len(dims) != 1:
         return None
-    return x, dim, tuple(v for *_, v in cuts)
+    (dim,) = dims
+    found: list[tuple[int, Value | None]] = []
+    place = 0
+    for (_, start, end, step), _, piece in cuts:
+        if start < place or end <= start or step != 1:
+            return None
+        if start > place:
+            found.append((start - place, None))
+        found.append((end - start, piece))
+        place = end
+    if place < x.shape[dim]:
+        found.append((x.shape[dim] - place, None))
+    return x, dim, tuple(n for n, _ in found), tuple(v for _, v in found)
 
 
 def _even_pieces(rewriter: Rewriter, cut: Cut, where: Where) -> tuple[Value, ...]:
     x = rewriter.replaced.get(cut.x.name, cut.x)
-    sizes = tuple(v.shape[cut.dim] for v in cut.pieces)
-    return _split(rewriter, x, sizes, cut.dim, where)
+    return emit_split(rewriter, x, cut.sizes, cut.dim, where)
 
 
-def _products(rewriter: Rewriter, cut: Cut, where: Where) -> tuple[Value, ...]:
+def _products(rewriter: Rewriter, cut: Cut, where: Where) -> tuple[Value | None, ...]:
     """Each piece by its rows of the weight, and its share of the bias."""
     x, w = (rewriter.replaced.get(v.name, v) for v in cut.product.operands[:2])
     inner = math.prod(cut.x.shape[cut.dim + 1 :])
-    sizes = tuple(v.shape[cut.dim] * inner for v in cut.pieces)
-    weights = _split(rewriter, w, sizes, int(cut.product.op == MATMUL), where)
+    sizes = tuple(n * inner for n in cut.sizes)
+    weights = emit_split(rewriter, w, sizes, int(cut.product.op == MATMUL), where)
     biases: tuple[Value | None, ...] = (None,) * len(sizes)
     if cut.bias is not None:
         bias = rewriter.replaced.get(cut.bias.name, cut.bias)
-        biases = _split(rewriter, bias, sizes, 0, where)
-    found = []
+        biases = emit_split(rewriter, bias, sizes, 0, where)
+    found: list[Value | None] = []
     for piece, size, weight, share in zip(
         cut.pieces, sizes, weights, biases, strict=True
     ):
+        if piece is None:
+            found.append(None)
+            continue
         shape, dtype = (*x.shape[:-1], size), piece.dtype
         place = cut.product.where
         y = rewriter.emit(
@@ -164,7 +194,7 @@ def _sum_of_products(rewriter: Rewriter, node: Node, cat: Node) -> Value | None:
     if along != rank - 1 or len(w.shape) != 2 or len(pieces) > JOINED:
         return None
     sizes = tuple(v.shape[-1] for v in pieces)
-    weights = _split(rewriter, w, sizes, int(node.op == LINEAR), node.where)
+    weights = emit_split(rewriter, w, sizes, int(node.op == LINEAR), node.where)
     total: Value | None = None
     for piece, weight in zip(pieces, weights, strict=True):
         like = {"shape": node.out.shape, "dtype": node.out.dtype, "where": node.where}
@@ -173,9 +203,25 @@ def _sum_of_products(rewriter: Rewriter, node: Node, cat: Node) -> Value | None:
     return total
 
 
-def _split(
+def emit_split(
     rewriter: Rewriter, x: Value, sizes: tuple[int, ...], dim: int, where: Where
 ) -> tuple[Value, ...]:
+    """The pieces of x along a dim, of these extents; of a matrix that is turned, those
+    of the matrix, turned."""
+    turned = rewriter.producer(x, "aten.t", "aten.numpy_T", "aten.transpose")
+    if turned is not None and len(x.shape) == 2:
+        pieces = emit_split(rewriter, turned.operands[0], sizes, 1 - dim, where)
+        return tuple(
+            rewriter.emit(
+                turned.op,
+                piece,
+                *turned.args[1:],
+                shape=piece.shape[::-1],
+                dtype=x.dtype,
+                where=turned.where,
+            )
+            for piece in pieces
+        )
     outs = tuple(
         rewriter.builder.value(
             "piece", (*x.shape[:dim], n, *x.shape[dim + 1 :]), x.dtype

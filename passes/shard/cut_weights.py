@@ -11,7 +11,7 @@ model's parameter is remembered (`Part`), for those who read and write whole one
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from passes.capture.lower_precision import CAST
@@ -43,9 +43,12 @@ class Cut:
 def cut_weights(sharded: Sharded) -> Sharded:
     """Make parameters of the pieces of weights that ranks hold whole, where an axis
     splits one of the pieces."""
-    uses = _uses(sharded)
-    cuts = [c for c in find_cuts(sharded) if _is_worth_it(sharded, c, uses)]
-    return _Cutter(sharded, uses).cut(cuts) if cuts else sharded
+    while True:  # as pieces may be cut too
+        uses = _uses(sharded)
+        cuts = [c for c in find_cuts(sharded) if _is_worth_it(sharded, c, uses)]
+        if not cuts:
+            return sharded
+        sharded = _Cutter(sharded, uses).cut(cuts)
 
 
 def find_cuts(sharded: Sharded) -> Iterator[Cut]:
@@ -78,13 +81,25 @@ def _is_worth_it(
     """Whether an axis splits a piece, in all of its uses, but not what it is cut of."""
     plan = sharded.plan
     whole = [need for node in cut.splits for need in uses[node.operands[0].name]]
-    pieces = [v for node in cut.splits for v in node.results]
+    pieces = list(_pieces(sharded.graph.consumers(), cut.splits))
     return any(
         common_place(whole, axis) is None
         and any(common_place(uses[v.name], axis) is not None for v in pieces)
         for axis in plan.axes
         if axis not in plan.zigzag and axis not in plan.data_axes
     )
+
+
+def _pieces(
+    consumers: Mapping[str, list[Node]], splits: Iterable[Node]
+) -> Iterator[Value]:
+    """What splits make, or others make of that."""
+    for v in (v for node in splits for v in node.results):
+        readers = consumers.get(v.name, [])
+        if readers and all(node.op == SPLIT for node in readers):
+            yield from _pieces(consumers, readers)
+        else:
+            yield v
 
 
 class _Cutter:
@@ -156,18 +171,19 @@ class _Cutter:
         for i, size in enumerate(cut.sizes):
             shape = [*cut.weight.shape]
             shape[cut.dim] = size
-            begin = (*of.start[: cut.dim], of.start[cut.dim] + place)
-            start = (*begin, *of.start[cut.dim + 1 :])
-            name = piece_name(cut.weight.name, cut.dim, place, place + size)
-            piece = replace(cut.weight, name=name, shape=tuple(shape))
+            start = [*of.start]
+            start[cut.dim] += place
             place += size
+            part = Part(of.source, of.shape, tuple(start))
+            name = piece_name(part, shape)
+            piece = replace(cut.weight, name=name, shape=tuple(shape))
             made = [v for node in cut.splits if (v := node.outs[i]) is not None]
             uses = [need for v in made for need in self.uses[v.name]]
             dims = self.dims[made[0].name] if made else self.unread(cut, size)
             state = rest_as(dims, uses, plan, shared=True)
             state = state.with_varying(varying_axes(state, uses, plan.axes))
             self.dims[name], self.states[name] = dims, state
-            self.parts[name] = Part(of.source, of.shape, start)
+            self.parts[name] = part
             if cut.weight.name in self.trainable:
                 self.trainable.add(name)
             self.stand_in(cut, i, piece)
@@ -197,8 +213,12 @@ class _Cutter:
         return (*dims[: cut.dim], own, *dims[cut.dim + 1 :])
 
 
-def piece_name(name: str, dim: int, start: int, end: int) -> str:
+def piece_name(part: Part, shape: Sequence[int]) -> str:
     """`h.0.attn.qkv[0:32].weight`: that of the weight goes on to end as it does."""
-    index = f"[{':,' * dim}{start}:{end}]"
-    before, dot, last = name.rpartition(".")
+    ranges = zip(part.start, shape, part.shape, strict=True)
+    texts = [":" if n == whole else f"{at}:{at + n}" for at, n, whole in ranges]
+    while texts[-1] == ":":
+        texts.pop()
+    before, dot, last = part.source.rpartition(".")
+    index = f"[{','.join(texts)}]"
     return f"{before}{index}.{last}" if dot else f"{last}{index}"

@@ -1,0 +1,195 @@
+"""hoist_splits: what is cut into pieces after some steps is cut before them.
+
+    x = silu(conv1d(linear(y, w).transpose(1, 2), c))     each channel by itself
+    q, k, v = x.split([32, 16, 16], 1)
+
+What goes channel by channel does so for each piece: q is what its channels of the
+product and of the filters make. So a split moves up to where the channels come from, a
+product (which `split_products` cuts in turn) or the pieces that were joined before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from passes.capture.rewrite import Rewriter, Rule
+from passes.capture.split_products import CUTS, LINEAR, MATMUL, emit_split
+from passes.graph import Graph, Node, Value
+
+UNARY = frozenset(
+    f"aten.{n}"
+    for n in ("silu", "gelu", "relu", "sigmoid", "tanh", "softplus", "to", "neg")
+)
+BINARY = frozenset(f"aten.{n}" for n in ("mul", "add", "sub", "div"))
+GROUPS = 6  # argument of conv1d
+
+
+@dataclass(frozen=True)
+class Hoist:
+    """steps: (node, the dim of its result that is cut), the last one first. source:
+    what is cut above them, or what was joined of the same pieces. dim: of that."""
+
+    steps: tuple[tuple[Node, int], ...]
+    source: Value | tuple[Value, ...]
+    dim: int
+
+
+def hoist_splits(rewriter: Rewriter) -> Graph:
+    """Rewrite the rewriter's graph."""
+    graph = rewriter.graph
+    producers = graph.producers()
+    uses = {name: len(nodes) for name, nodes in graph.consumers().items()}
+    uses.update(dict.fromkeys((v.name for v in graph.outputs), 2))
+    found = {}
+    for node in graph.nodes:
+        if _name(node) in CUTS and all(node.outs):
+            hoist = _find(node, producers, uses)
+            if hoist is not None:
+                found[node.results[0].name] = hoist
+
+    if not found:
+        return graph
+
+    def split(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...] | None:
+        hoist = found.get(node.results[0].name)
+        return None if hoist is None else _hoist(rewriter, node, hoist)
+
+    rules: dict[str, Rule] = dict.fromkeys(CUTS, split)
+    return rewriter.run(rules)
+
+
+def cut_dim(node: Node) -> int:
+    """The dim that a split cuts."""
+    given = node.args[2] if len(node.args) > 2 else 0
+    return int(node.kwargs.get("dim", given)) % len(node.operands[0].shape)
+
+
+def _name(node: Node) -> str:
+    return node.op.rpartition(".")[0]
+
+
+def _find(node: Node, producers: dict[str, Node], uses: dict[str, int]) -> Hoist | None:
+    """How far up a split may move, if it comes to where channels come from."""
+    x, dim = node.operands[0], cut_dim(node)
+    sizes = tuple(v.shape[dim] for v in node.results)
+    uneven = len(set(sizes)) > 1
+    steps: list[tuple[Node, int]] = []
+    while uses.get(x.name) == 1 and (maker := producers.get(x.name)) is not None:
+        kind = _name(maker)
+        if kind == "aten.cat":
+            along = maker.kwargs.get("dim", [*maker.args, 0][1]) % len(x.shape)
+            alike = tuple(v.shape[dim] for v in maker.operands) == sizes
+            return (
+                Hoist(tuple(steps), maker.operands, dim)
+                if along == dim and alike
+                else None
+            )
+        is_product = maker.op in (LINEAR, MATMUL) and len(maker.operands[1].shape) == 2
+        if is_product or kind in CUTS:
+            fits = dim == len(x.shape) - 1 if is_product else dim == cut_dim(maker)
+            return Hoist(tuple(steps), x, dim) if steps and uneven and fits else None
+        before = _before(maker, dim)
+        if before is None:
+            return None
+        steps.append((maker, dim))
+        dim, x = before, _main(maker)
+    return None
+
+
+def _main(node: Node) -> Value:
+    """The operand that a step goes over channel by channel."""
+    if _name(node) in BINARY:
+        return max(node.operands, key=lambda v: (v.numel, len(v.shape)))
+    return node.operands[0]
+
+
+def _before(node: Node, dim: int) -> int | None:
+    """The dim of a node's main operand that is `dim` of its result, if each index of it
+    is computed by itself; else None."""
+    kind, shape = _name(node), node.out.shape
+    if kind in UNARY:
+        return dim
+    if kind in BINARY:
+        whole = len(node.operands) < 3 and _main(node).shape == shape
+        return dim if whole else None
+    if (order := _order(node)) is not None:
+        return order[dim]
+    if kind == "aten.slice":
+        along = node.kwargs.get("dim", [*node.args, 0][1]) % len(shape)
+        return dim if along != dim else None
+    if kind == "aten.pad":
+        return dim if dim < len(shape) - len(node.args[1]) // 2 else None
+    if kind == "aten.conv1d" and len(node.args) > GROUPS and len(shape) == 3:
+        alone = node.args[GROUPS] == shape[1] == node.operands[0].shape[1]
+        return dim if alone and dim == 1 else None
+    return None
+
+
+def _order(node: Node) -> list[int] | None:
+    """For each dim of a result the operand's dim that it is, if the node turns it."""
+    kind, order = _name(node), list(range(len(node.out.shape)))
+    if kind == "aten.permute":
+        return [int(d) % len(order) for d in node.args[1]]
+    if kind in ("aten.t", "aten.numpy_T"):
+        return order[::-1]
+    if kind in ("aten.transpose", "aten.mT"):
+        i, j = node.args[1:3] if kind == "aten.transpose" else (-2, -1)
+        order[i], order[j] = order[j], order[i]
+        return order
+    return None
+
+
+def _hoist(rewriter: Rewriter, split: Node, hoist: Hoist) -> tuple[Value | None, ...]:
+    sizes = [v.shape[cut_dim(split)] for v in split.results]
+
+    def now(v: Value) -> Value:
+        return rewriter.replaced.get(v.name, v)
+
+    if isinstance(hoist.source, Value):
+        source, where = now(hoist.source), split.where
+        pieces = emit_split(rewriter, source, tuple(sizes), hoist.dim, where)
+    else:
+        pieces = tuple(now(v) for v in hoist.source)
+    for node, dim in reversed(hoist.steps):
+        pieces = _each(rewriter, node, dim, pieces, sizes)
+    return pieces
+
+
+def _each(
+    rewriter: Rewriter,
+    node: Node,
+    dim: int,
+    pieces: Sequence[Value],
+    sizes: Sequence[int],
+) -> tuple[Value, ...]:
+    """A step of each piece, with its share of what has a value for each channel."""
+    main, rank, whole = _main(node), len(node.out.shape), node.out.shape[dim]
+    shares: dict[str, Sequence[Value]] = {main.name: pieces}
+    for v in node.operands:
+        if v.name in shares:
+            continue
+        own = 0 if _name(node) == "aten.conv1d" else dim - rank + len(v.shape)
+        now = rewriter.replaced.get(v.name, v)
+        if own >= 0 and v.shape[own] == whole > 1:
+            cut = emit_split(rewriter, now, tuple(sizes), own, node.where)
+        else:
+            cut = (now,) * len(sizes)
+        shares[v.name] = cut
+    found = []
+    for i, size in enumerate(sizes):
+        shape = (*node.out.shape[:dim], size, *node.out.shape[dim + 1 :])
+
+        def share(v: Value, i: int = i) -> Value:
+            return shares[v.name][i]
+
+        args: tuple[Any, ...] = node.substitute(share).args
+        if _name(node) == "aten.conv1d":
+            args = (*args[:GROUPS], size, *args[GROUPS + 1 :])
+        out = rewriter.builder.value("piece", shape, node.out.dtype)
+        made = replace(node.substitute(share), args=args, outs=(out,))
+        rewriter.builder.nodes.append(made)
+        rewriter.made[out.name] = made
+        found.append(out)
+    return tuple(found)
