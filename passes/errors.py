@@ -39,5 +39,9 @@ class BatchError(AutoparError):
     """The batch does not fit the mesh, the microbatches or the compiled shapes."""
 
 
+class IndexOutOfRange(BatchError, IndexError):
+    """An id or a label of the batch is none of those that the model has."""
+
+
 class StageError(AutoparError):
     """The graph cannot be cut into the stages that are asked for."""

@@ -205,7 +205,9 @@ def check_pick(comm):
             index = index.masked_fill(ignored, -100)
             columns = held(comm, extent, axes)
             mine = x.detach()[..., columns]
-            equal(comm.all_reduce(comm.pick(mine, index, extent, axes), axes), want)
+            equal(
+                comm.all_reduce(comm.pick(mine, index, -100, extent, axes), axes), want
+            )
             dx = dx[..., columns].contiguous()
             equal(comm.pick_backward(dy, index, extent, axes), dx)
             buffer = torch.ones_like(dx)

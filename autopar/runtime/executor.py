@@ -6,6 +6,7 @@ simulator read. Messages are posted before they are needed and waited for when t
 
 from __future__ import annotations
 
+import linecache
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,7 +53,10 @@ class RunningStage:
 def load_module(text: str, name: str) -> dict[str, Any]:
     """Run an emitted module's text; returns its names."""
     found: dict[str, Any] = {"__name__": name}
-    exec(compile(text, f"<{name}>", "exec"), found)
+    file = f"<{name}>"
+    # Tracebacks show the line, and with it where in the model that is.
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    exec(compile(text, file, "exec"), found)
     return found
 
 

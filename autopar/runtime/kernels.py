@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.attention import attention, attention_backward
+from passes.errors import IndexOutOfRange
 from passes.shard.shares import Pieces
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "bias_grad_",
+    "check_indices",
     "dropout_mask",
     "embedding_grad_",
     "expert_linear",
@@ -197,6 +199,29 @@ def embedding_grad_(
         return grad.index_put_((ids,), rows, accumulate=True)
     # In place: no dense gradient of the table, which takes 4 to 50 times as long.
     return grad.index_add_(0, ids, rows)
+
+
+def check_indices(index: Tensor, n: int, ignored: int | None = None) -> None:
+    """Every index [...] must lie in 0 .. n-1, or be `ignored`.
+
+    A shard takes no notice of indices that are not its own, so nothing else would show
+    that one is nobody's. Raises: IndexOutOfRange. On a GPU nobody waits for it: the
+    device fails there, as it does in torch's own lookups.
+    """
+    outside = (index < 0) | (index >= n)
+    if ignored is not None:
+        outside &= index != ignored
+    if index.is_cpu:
+        if outside.any():
+            worst = int(index[outside][0])
+            but = "" if ignored is None else f" (or {ignored}, which is ignored)"
+            raise IndexOutOfRange(
+                f"the index {worst} is out of range: there are 0 to {n - 1}{but}",
+                fix="give the model ids that its table has rows for, and labels that "
+                "its logits have classes for",
+            )
+    elif not index.is_meta:
+        torch._assert_async(~outside.any(), f"an index is not in 0 to {n - 1}")
 
 
 def expert_linear(x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:

@@ -158,7 +158,7 @@ class Placement:
         return rows[:, None] >= torch.arange(columns, device=self.device)
 
     # Rows and entries of a sharded dim. Indices are global and int64; sizes are those
-    # of the dim before it was split. What lies in no shard counts as zero everywhere.
+    # of the dim before it was split. What another rank holds counts as zero here.
 
     def lookup(
         self, weight: Tensor, ids: Tensor, n: int, axes: tuple[str, ...]
@@ -168,6 +168,7 @@ class Placement:
         pieces = self.pieces(n, axes)
         if extent(pieces) == n:
             return F.embedding(ids, weight)
+        kernels.check_indices(ids, n)
         if not pieces:
             return weight.new_zeros(*ids.shape, weight.shape[1])
         local, outside = _local(ids, pieces)
@@ -196,9 +197,17 @@ class Placement:
             dy = dy.masked_fill(outside.unsqueeze(-1), 0)
         return kernels.embedding_grad_(grad, dy, ids)
 
-    def pick(self, x: Tensor, index: Tensor, n: int, axes: tuple[str, ...]) -> Tensor:
+    def pick(
+        self,
+        x: Tensor,
+        index: Tensor,
+        ignored: int | None,
+        n: int,
+        axes: tuple[str, ...],
+    ) -> Tensor:
         """x [..., my extent], index [...] -> x[..., index] [...], a pending sum over
-        axes. An index such as -100 picks zero on every rank."""
+        axes. An index that is to be ignored, such as -100, picks zero on every rank."""
+        kernels.check_indices(index, n, ignored)
         pieces = self.pieces(n, axes)
         if not pieces:
             return x.new_zeros(index.shape)
@@ -242,6 +251,7 @@ class Placement:
     ) -> Tensor:
         """x [rows, k], expert [rows], weight [my experts, n, k] -> x weight[expert]^T
         [rows, n], a pending sum over axes: zeros in rows of others' experts."""
+        kernels.check_indices(expert, experts)
         mine = self._expert(expert, experts, axes)
         return kernels.expert_linear(x, mine, weight.mT)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.runtime import kernels
 from autopar.runtime.placement import Placement
 from passes.shard.shares import extent
 
@@ -27,6 +28,7 @@ class Routing(Placement):
         """expert int64 [rows], of all ranks' `experts` -> the experts of the rows that
         come to me; the order in which mine leave [rows]; and on the CPU how many go to
         each rank, and how many come from it [2 n]. Waits for the device once."""
+        kernels.check_indices(expert, experts)
         ranks = self._enter("all_to_all", (axis,), expert, 0, experts=experts)
         leaving, order = expert.sort(stable=True)
         last = accumulate(extent(pieces) for pieces in self.shares(experts, axis))

@@ -62,18 +62,21 @@ def read_forwards() -> Iterator[dict[tuple[object, ...], Call]]:
     """Within, a Function's forward runs as if its operations stood in its place, and
     calls are noted: what is yielded has one of each kind."""
     calls: dict[tuple[object, ...], Call] = {}
+    # Not of Function itself: `square = Square.apply` at the top of a file has that.
+    beneath: Any = torch.autograd.Function.__mro__[1]
 
     def apply(cls: Apply, *args: Any, **kwargs: Any) -> Any:
         if (cls.__module__, cls.__name__) == CHECKPOINT:
             run, _, *operands = args  # recomputation is decided elsewhere
             return run(*operands)
+        if cls.__module__.partition(".")[0] == "torch":
+            # As of a custom operator, which stays one.
+            return super(beneath, cls).apply(*args, **kwargs)
         call = Call(cls, tuple(map(_shape, args)), at_work())
         if torch.is_grad_enabled() and any(_wants(a) for a in call.args):
             calls.setdefault(call.key, call)
         return _forward(cls, args, kwargs)
 
-    # Not of Function itself: `square = Square.apply` at the top of a file has that.
-    beneath: Any = torch.autograd.Function.__mro__[1]
     assert "apply" not in vars(beneath), "torch.autograd.Function is built otherwise"
     beneath.apply = classmethod(apply)
     try:

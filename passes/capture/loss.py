@@ -32,7 +32,7 @@ def cross_entropy(rewriter: Rewriter, node: Node) -> Value:
         return _of_probabilities(rewriter, x, given, node)
     emit = _emitter(rewriter, x, node)
     normalizer = _log_sum_exp(rewriter, x, node)
-    picked = emit("autopar.pick", x, target, name="picked")
+    picked = emit("autopar.pick", x, target, given["ignore_index"], name="picked")
     nll = emit("aten.sub.Tensor", normalizer, picked, name="nll")
     weighed = _weigh(rewriter, nll, given, node)
     if smoothing:
@@ -148,12 +148,15 @@ def gather(rewriter: Rewriter, node: Node) -> Value | None:
     if not x.dtype.is_floating_point:
         return None
     index = rewriter.reshape(index, rows[:-1], node.where)
-    picked = _picked(rewriter, x, index, node)
+    picked = _picked(rewriter, x, index, None, node)
     return rewriter.reshape(picked, rows, node.where)
 
 
-def _picked(rewriter: Rewriter, x: Value, index: Value, node: Node) -> Value:
-    """x[..., index]; of x - y, with one y a row, without the difference."""
+def _picked(
+    rewriter: Rewriter, x: Value, index: Value, ignored: int | None, node: Node
+) -> Value:
+    """x[..., index], anything where the index is `ignored`; of x - y, with one y a row,
+    without the difference."""
     rows = x.shape[:-1]
 
     def emit(op: str, *args: Any) -> Value:
@@ -166,15 +169,17 @@ def _picked(rewriter: Rewriter, x: Value, index: Value, node: Node) -> Value:
         from_, by = difference.args
         if isinstance(by, Value) and by.shape == (*rows, 1) and from_.shape == x.shape:
             by = rewriter.reshape(by, rows, node.where)
-            return emit("aten.sub.Tensor", emit("autopar.pick", from_, index), by)
-    return emit("autopar.pick", x, index)
+            return emit(
+                "aten.sub.Tensor", emit("autopar.pick", from_, index, ignored), by
+            )
+    return emit("autopar.pick", x, index, ignored)
 
 
 def nll_loss(rewriter: Rewriter, node: Node) -> Value:
     """aten.nll_loss_nd(log_probabilities, target, weight, reduction, ignore_index)."""
     given = arguments(node)
     x = _classes_last(rewriter, given["self"], node)
-    picked = _picked(rewriter, x, given["target"], node)
+    picked = _picked(rewriter, x, given["target"], given["ignore_index"], node)
     nll = _emitter(rewriter, x, node)("aten.neg.default", picked, name="nll")
     return _reduce(rewriter, _weigh(rewriter, nll, given, node), given, node)
 

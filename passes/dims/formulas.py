@@ -69,8 +69,11 @@ def sum_exp(x: Tensor, largest: Tensor) -> Tensor:
     return (x - largest[..., None]).exp().sum(-1)
 
 
-def pick(x: Tensor, index: Tensor) -> Tensor:
-    """x[..., index]: x [..., v], index [...] -> [...]; 0 where the index is outside."""
+def pick(x: Tensor, index: Tensor, ignored: int | None = None) -> Tensor:
+    """x[..., index]: x [..., v], index [...] -> [...]; 0 where the index is outside.
+
+    ignored: the one index outside that is no error.
+    """
     return _pick_from(0, x, index)
 
 
@@ -94,7 +97,7 @@ def _attention_from(
     return attention(q, k, v, rows[:, None] >= columns, False, scale)
 
 
-def _pick_from(start: int, x: Tensor, index: Tensor) -> Tensor:
+def _pick_from(start: int, x: Tensor, index: Tensor, *_: Any) -> Tensor:
     local, inside = _local(index, start, x.shape[-1])
     return x.gather(-1, local[..., None])[..., 0].where(inside, 0)
 

@@ -96,9 +96,10 @@ def _lookup(at: Localizer, node: Node, local: Node) -> Node:
 
 
 def _pick(at: Localizer, node: Node, local: Node) -> Node:
-    x = node.operands[0]
+    x, _, *ignored = node.args
     axes = _axes_of(at, x, len(x.shape) - 1)
-    return replace(local, op="comm.pick", args=(*local.args, x.shape[-1], axes))
+    args = (*local.operands, *(ignored or (None,)), x.shape[-1], axes)
+    return replace(local, op="comm.pick", args=args)
 
 
 def _expert_linear(at: Localizer, node: Node, local: Node) -> Node:

@@ -155,7 +155,7 @@ def lookup(tape: Tape, node: Node, dys: Sequence[Value | None]) -> list[Value | 
 
 
 def pick(tape: Tape, node: Node, dys: Sequence[Value | None]) -> list[Value | None]:
-    x, index, extent, axes = node.args
+    x, index, _, extent, axes = node.args
     tape.add_in_place(x, "comm.pick_backward_add_", node, dys[0], index, extent, axes)
     return [None, None]
 
