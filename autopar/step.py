@@ -7,21 +7,25 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.checkpoints.checkpoint import load, save
-from autopar.checkpoints.state import check_state_dict, load_state_dict, state_dict
+from autopar.checkpoints.state import (
+    check_state_dict,
+    load_state_dict,
+    remember,
+    state_dict,
+)
 from autopar.compiler import compile_offline
 from autopar.options import Options, make_plan
 from autopar.planner.asked import Asked, wanted
 from autopar.planner.choose import choose_plan
 from autopar.runtime.agreement import Agreement, digests
 from autopar.runtime.changed import check_trained
-from autopar.runtime.comm import Comm
 from autopar.runtime.executor import Executor
 from autopar.runtime.gradient_norm import clip_, is_owner
 from autopar.runtime.initialize import local_state
@@ -30,6 +34,7 @@ from autopar.runtime.match import check_model, check_same, checked_batch
 from autopar.runtime.offload import Host
 from autopar.runtime.process_groups import ProcessComm
 from autopar.runtime.updates import Updates
+from autopar.runtime.whole_updates import WholeUpdates, beside
 from passes.errors import AutoparError
 from passes.plan import AUTO, Plan, PlanError
 from passes.program import Program
@@ -37,6 +42,7 @@ from passes.program import Program
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing from Python 3.11 on
 
+Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 TIMEOUT = timedelta(minutes=10)
 LOG = logging.getLogger("autopar")
 
@@ -160,7 +166,7 @@ class Step:
         assert self._model is not None
         program = self._given or self._compile_once(batch)
         check_model(program, self._model)
-        self.comm: Comm = ProcessComm(
+        self.comm = ProcessComm(
             program.mesh,
             program.plan.microbatches,
             groups=program.groups,
@@ -182,7 +188,7 @@ class Step:
         self._updates = Updates(
             program, held.parameters, held.grads, dict(self._model.named_parameters())
         )
-        self.names, self.unused = _remember(self._model, program, buffers)
+        self.names, self.unused = remember(self._model, program, buffers)
         for note in program.notes if self.comm.rank == 0 else ():
             LOG.warning(note)
         self._model = None  # the whole weights are free to go
@@ -289,6 +295,17 @@ class Step:
         flats = [b.flat for b in self.executor.buckets] if self._host is None else []
         return clip_(self.program, self.comm, max_norm, grads, flats)
 
+    def gather_for(self, optimizer: Kind) -> Kind:
+        """Give an optimizer whole parameters in each update, as Muon needs; see
+        `autopar.runtime.whole_updates`. All ranks must call it; returns the optimizer.
+        """
+        self._agree()("gather_for")
+        program, held = self.program, dict(self.named_parameters())
+        self.comm.open_groups(beside(program, rank) for rank in self.everyone())
+        WholeUpdates(program, self.comm, held, optimizer)
+        self._updates.whole.add(optimizer)
+        return optimizer
+
     def owns(self, name: str) -> bool:
         """Whether this rank is the first of those that hold the same part of it."""
         return is_owner(self.program, self.comm, name)
@@ -369,18 +386,3 @@ class Step:
 
     def _agree_on(self, operation: str, optimizer: object) -> None:
         self._agree()(operation, {("argument", "optimizer"): optimizer is not None})
-
-
-def _remember(
-    model: nn.Module, program: Program, buffers: Mapping[str, Tensor]
-) -> tuple[list[str], dict[str, Tensor]]:
-    """The names of the model's state dict; and its values that no rank has shards of.
-
-    buffers: with their values, which the model's may lack.
-    """
-    state = model.state_dict(keep_vars=True)
-    held = set(program.sources)
-    held |= {alias for alias, name in program.aliases.items() if name in held}
-    whole = {n: buffers.get(n, t) for n, t in state.items() if n not in held}
-    unused = {n: t for n, t in whole.items() if not t.is_meta}
-    return list(state), {n: t.detach().cpu().clone() for n, t in unused.items()}

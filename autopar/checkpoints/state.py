@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.runtime.match import check_names
 from autopar.runtime.shards import put_shard, take_shard
+from passes.program import Program
 
 if TYPE_CHECKING:
     from autopar.step import Step
@@ -54,3 +55,18 @@ def load_state_dict(step: Step, state: Mapping[str, Tensor]) -> None:
         whole = state[spec.part.source]
         p.copy_(take_shard(whole, spec, program.mesh, step.comm.coords))
     step.set_whole(state)
+
+
+def remember(
+    model: nn.Module, program: Program, buffers: Mapping[str, Tensor]
+) -> tuple[list[str], dict[str, Tensor]]:
+    """The names of the model's state dict; and its values that no rank has shards of.
+
+    buffers: with their values, which the model's may lack.
+    """
+    state = model.state_dict(keep_vars=True)
+    held = set(program.sources)
+    held |= {alias for alias, name in program.aliases.items() if name in held}
+    whole = {n: buffers.get(n, t) for n, t in state.items() if n not in held}
+    unused = {n: t for n, t in whole.items() if not t.is_meta}
+    return list(state), {n: t.detach().cpu().clone() for n, t in unused.items()}

@@ -65,6 +65,7 @@ class ProcessComm(Comm):
         rank = dist.get_rank() if started else 0
         super().__init__(mesh, rank, microbatches, device or torch.device("cpu"))
         wanted = {mesh.group(r, axes) for axes in groups for r in range(mesh.size)}
+        self._timeout = timeout
         self._groups = _new_groups(rank, world, wanted | set(rank_groups), timeout)
         # gloo tells messages apart by their tags.
         self._lanes: Lanes | None = None
@@ -75,6 +76,11 @@ class ProcessComm(Comm):
         # else goes through this group.
         call = dist.new_group(backend="gloo", timeout=timeout) if world > 1 else None
         self._roll_call = None if call is None else ref(call)
+
+    def open_groups(self, wanted: Iterable[tuple[int, ...]]) -> None:
+        """Make groups of ranks (ascending) that are not there yet; on all ranks."""
+        world = self.mesh.size
+        self._groups.update(_new_groups(self.rank, world, set(wanted), self._timeout))
 
     def flush(self) -> None:
         while self._sends:

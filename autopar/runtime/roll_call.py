@@ -26,6 +26,7 @@ OPERATIONS = {
     "load_state_dict": ("loads a state dict", "load a state dict"),
     "save": ("saves", "save"),
     "load": ("loads", "load"),
+    "gather_for": ("prepares an optimizer", "prepare an optimizer"),
     "build": ("compiles", "compile"),
 }
 

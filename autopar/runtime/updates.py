@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary, finalize, ref
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,6 +14,7 @@ from autopar.runtime.by_element import Reach, Undecided, reach_of
 from autopar.runtime.digest import digest_of_text
 from autopar.runtime.gradients import ShardGradient
 from autopar.runtime.roll_call import Facts
+from autopar.runtime.whole_updates import is_cut
 from passes.errors import AutoparError
 from passes.program import Program
 
@@ -38,12 +39,15 @@ class Updates:
     ) -> None:
         self.parameters = parameters
         self._specs = program.parameters
-        self._split = {
-            name
-            for name, spec in program.parameters.items()
-            if any(program.mesh.axis_size(axis) > 1 for axis in spec.split_axes)
-        }
-        self.partial = bool(self._split) or program.mesh.axis_size("pp") > 1
+        self._cut = {name for name in program.parameters if is_cut(program, name)}
+        pipelined = program.mesh.axis_size("pp") > 1
+        self.partial = pipelined or any(
+            program.mesh.axis_size(axis) > 1
+            for spec in program.parameters.values()
+            for axis in spec.split_axes
+        )
+        # Optimizers that are given whole parameters.
+        self.whole: WeakSet[Optimizer] = WeakSet()
         self._names = {id(p): name for name, p in parameters.items()}
         self._plain = dict(grads)
         # By name, a view of the gradient that knows that it is a part.
@@ -106,8 +110,8 @@ class Updates:
                 )
 
     def _check_reach(self, optimizer: Optimizer, names: list[str]) -> None:
-        split = [name for name in names if name in self._split]
-        if not self.partial:
+        cut = [name for name in names if name in self._cut]
+        if not cut and not self.partial:
             return
         kind = type(optimizer).__name__
         fix = (
@@ -115,7 +119,7 @@ class Updates:
             "that leaves parameters whole: dp, without zero"
         )
         try:
-            reach = reach_of(optimizer, [self.parameters[n] for n in split or names])
+            reach = reach_of(optimizer, [self.parameters[n] for n in cut or names])
         except Undecided as error:
             raise OptimizerError(
                 f"it could not be found out whether {kind} updates each element of a "
@@ -126,13 +130,14 @@ class Updates:
             raise OptimizerError(
                 f"{kind} updates {reach.value}, and no rank has all of them", fix=fix
             )
-        if reach is Reach.PARAMETER and split:
-            shape = list(self._specs[split[0]].shape)
-            local = list(self.parameters[split[0]].shape)
+        if reach is Reach.PARAMETER and cut and optimizer not in self.whole:
+            part = self._specs[cut[0]].part
+            local = list(self.parameters[cut[0]].shape)
             raise OptimizerError(
-                f"{kind} updates {reach.value}, but of '{split[0]}' {shape} this rank "
-                f"has {local}",
-                fix=fix,
+                f"{kind} updates {reach.value}, but of '{part.source}' "
+                f"{list(part.shape)} this rank has {local}",
+                fix="let it have whole parameters while it updates them: "
+                f"step.gather_for(optimizer); or {fix}",
             )
 
     # --- what ranks must have alike ------------------------------------------------

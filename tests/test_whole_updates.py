@@ -1,0 +1,158 @@
+"""Optimizers that look at whole parameters update shards as they do the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Case, cut_gpt, plain_gpt
+from processes import run_ranks
+from torch import Tensor, nn
+
+import autopar
+from autopar.step import Step
+from passes.errors import AutoparError
+from passes.program import Program
+
+MODELS = {"plain": plain_gpt, "cut": cut_gpt}
+STEPS, HALF = 4, 2
+
+
+class Lamb(torch.optim.Optimizer):
+    """Steps in proportion to the length of a parameter, with momentum (You 2020)."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                mean = state.setdefault("mean", torch.zeros_like(p))
+                state["step"] = state.get("step", 0) + 1
+                mean.lerp_(p.grad, 1 / state["step"])
+                p.sub_(mean, alpha=group["lr"] * float(p.norm() / mean.norm()))
+
+
+def lamb(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return Lamb(params)
+
+
+def muon(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in params if p.ndim == 2], lr=1e-2)
+
+
+def build(model: str) -> Case:
+    case = MODELS[model](layers=2).double()
+    case.model.get_parameter("norm.weight").requires_grad_(False)
+    return case
+
+
+def batch_of(case: Case, i: int) -> dict[str, Tensor]:
+    return {k: v.roll(i, 0) for k, v in case.batch.items()}
+
+
+def train_plainly(model: str, make: Callable[..., Any]) -> dict[str, Tensor]:
+    case = build(model)
+    optimizer = make(list(case.model.parameters()))
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        case.model(**batch_of(case, i))[1].backward()
+        optimizer.step()
+    return case.model.state_dict()
+
+
+def train(
+    model: str,
+    program: Program,
+    make: Callable[..., Any],
+    first: int,
+    last: int,
+    folder: Path,
+) -> dict[str, Tensor]:
+    """Steps first..last on this rank, from a checkpoint and to one."""
+    case = build(model)
+    step = autopar.compile(case.model, program.mesh, program=program)
+    step.build(**case.batch)
+    optimizer = step.gather_for(make(list(step.parameters())))
+    shapes = [p.shape for p in step.parameters()]
+    if first:
+        step.load(folder, optimizer)
+    for i in range(first, last):
+        optimizer.zero_grad()
+        step(**batch_of(case, i))
+        optimizer.step()
+    assert shapes == [p.shape for p in step.parameters()]
+    if last < STEPS:
+        step.save(folder, optimizer)
+    return step.state_dict()
+
+
+PLANS = [
+    ("plain", "tp=2", {}),
+    pytest.param("cut", "tp=2", {}, marks=pytest.mark.slow),
+    pytest.param("plain", "dp=2", {"zero": 3}, marks=pytest.mark.slow),
+    pytest.param("plain", "pp=2,tp=2", {"microbatches": 2}, marks=pytest.mark.slow),
+    pytest.param("plain", "dp=2,tp=2", {"zero": 1}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("model", "mesh", "options"), PLANS)
+def test_they_update_as_on_one_device(
+    model: str, mesh: str, options: Mapping[str, Any], tmp_path: Path
+) -> None:
+    """With a checkpoint on the way, which goes on on one rank."""
+    want = train_plainly(model, lamb)
+    case = build(model)
+    program, alone = case.compile(mesh, **options), case.compile("")
+    world = program.mesh.size
+    arguments = (model, program, lamb)
+    found = [
+        *run_ranks(train, world, *arguments, 0, HALF, tmp_path),
+        *run_ranks(train, world, *arguments, HALF, STEPS, tmp_path),
+    ]
+    found.append(train(model, alone, lamb, HALF, STEPS, tmp_path))
+    for state in found[world:]:
+        for name, value in want.items():
+            torch.testing.assert_close(
+                state[name], value, rtol=1e-8, atol=1e-8, msg=name
+            )
+
+
+@pytest.mark.slow
+def test_muon_is_that_of_one_device(tmp_path: Path) -> None:
+    """Up to the bfloat16 that it computes in."""
+    start, want = build("plain").model.state_dict(), train_plainly("plain", muon)
+    program = build("plain").compile("tp=2")
+    for state in run_ranks(train, 2, "plain", program, muon, 0, STEPS, tmp_path):
+        for name, value in want.items():
+            moved = (value - start[name]).norm()
+            assert (state[name] - value).norm() <= 0.02 * moved, name
+
+
+def parts_apart(program: Program) -> str:
+    case = build("cut")
+    step = autopar.compile(case.model, program.mesh, program=program)
+    step.build(**case.batch)
+    named = dict(step.named_parameters())
+    part = next(n for n in named if "[" in n)
+    with pytest.raises(AutoparError, match="into one group") as error:
+        step.gather_for(Lamb([named[part]]))
+    optimizer = Lamb(named.values())
+    step(**case.batch)
+    with pytest.raises(AutoparError, match="updates a parameter as a whole") as other:
+        optimizer.step()
+    assert isinstance(step, Step)
+    return f"{error.value} {other.value}"
+
+
+@pytest.mark.slow
+def test_parts_of_a_weight_stay_together() -> None:
+    for said in run_ranks(parts_apart, 2, build("cut").compile("tp=2")):
+        assert "step.gather_for(optimizer)" in said
