@@ -37,6 +37,7 @@ from passes.shard.query_groups import group_note, split_groups
 from passes.shard.rest import gathered_axes
 from passes.shard.ring import ring_of
 from passes.shard.sharding import local_extent
+from passes.stage.check_alike import check_alike
 from passes.stage.differentiate import differentiate
 from passes.stage.emit import emit
 from passes.stage.local_stage import LocalStage
@@ -120,6 +121,7 @@ def emit_modules(
         policies = stage_policies(stage, plan)
         keys: dict[str, str] = {}
         texts: dict[str, tuple[str, LocalStage]] = {}
+        ranks: list[tuple[dict[str, int], str]] = []
         for place in product(*(range(n) for _, n in mesh_axes)):
             coords = {a: i for (a, _), i in zip(mesh_axes, place, strict=True)}
             full = {**dict.fromkeys(sizes, 0), **coords}
@@ -135,6 +137,8 @@ def emit_modules(
             digest, module, local = known[key]
             keys[coords_text(coords)] = digest
             texts[digest] = (module, local)
+            ranks.append((coords, digest))
+        check_alike(ranks, {key: local for key, (_, local) in texts.items()})
         found.append((keys, texts))
     return found
 

@@ -202,6 +202,9 @@ PIECES: dict[str, Call] = {
     "expand": lambda g: (g.w.expand(6, 4).expand_as(g.y).broadcast_to(4, 6, 4)) * g.x,
     "repeat": lambda g: g.x.repeat(2, 1, 3) * g.x.repeat(2, 3, 1).reshape(8, 6, 12),
     "interleave": lambda g: g.x.repeat_interleave(3, 1, output_size=18),
+    "interleave unevenly": lambda g: g.x.repeat_interleave(
+        torch.tensor([1, 2, 0, 1, 2, 1]), 1, output_size=7
+    ),
     "interleave all": lambda g: g.w.repeat_interleave(6) * g.y.flatten(1),
     "transpose": lambda g: g.x.transpose(1, 2).permute(1, 0, 2) * g.y.permute(2, 0, 1),
     "t": lambda g: g.x[0].t() * g.y[0].adjoint() + g.x[0].T * g.y[1].mT,

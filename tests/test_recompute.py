@@ -1,5 +1,6 @@
 """recompute: less is kept, and the gradients are bitwise the same."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -18,6 +19,8 @@ from models import (
 from torch import Tensor
 
 from autopar.verify import run_all_ranks
+from passes.graph import InvalidGraph
+from passes.stage import differentiate
 
 MESHES = ["pp=1", "tp=2", "pp=2,tp=2", "dp=2"]
 
@@ -86,6 +89,22 @@ def test_ranks_choose_alike_what_to_make_again(mesh: str) -> None:
     """One rank's 8 rows are as many as a head is wide; the other has 9."""
     case = plain_gpt(layers=1, seq=17, dropout=0.1).double()
     case.verify(mesh, recompute="selective")
+
+
+def test_ranks_that_do_not_meet_are_found_when_compiling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of them leaves out a collective of its backward."""
+    finish, made = differentiate.finish, []
+
+    def finish_one(joint, policies):
+        made.append(finish(joint, policies))
+        left = [n for n in made[-1].backward if n.op != "comm.reduce_scatter"]
+        return replace(made[-1], backward=tuple(left)) if len(made) > 1 else made[-1]
+
+    monkeypatch.setattr(differentiate, "finish", finish_one)
+    with pytest.raises(InvalidGraph, match="ranks do not meet over cp in backward"):
+        plain_gpt(layers=1, seq=17).compile("cp=2")
 
 
 class Logits(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 
 from passes.capture.views import is_view, put_back
 from passes.errors import CaptureError
-from passes.graph import Builder, Graph, Node, Value, resolve, short
+from passes.graph import Builder, Graph, Node, Value, map_values, resolve, short
 
 # Ops that draw random numbers in a way that later passes make independent of the plan.
 KNOWN_CHANCE = {"aten.dropout", "aten.dropout_", "aten.scaled_dot_product_attention"}
@@ -39,13 +39,31 @@ def functionalize(graph: Graph, memory: Mapping[str, Hashable]) -> Graph:
         if _operator(node)._schema.is_mutable:
             target = _target(node)
             shared = known.check(target, node, position)
-            nodes.append(replace(new, op=_without_write(node)))
+            nodes += _written(known.builder, replace(new, op=_without_write(node)))
             known.write(target, node.out, shared)
         else:
             known.note_views(node)
             nodes.append(new)
     outputs = tuple(map(known.now, graph.outputs))
     return replace(graph, nodes=tuple(nodes), outputs=outputs).verify()
+
+
+def _written(builder: Builder, node: Node) -> list[Node]:
+    """The node, and a cast of what it makes: a write keeps the type of what it writes
+    to, where a new value would have the widest type of the operands."""
+    out = node.out
+    if all(v.dtype == out.dtype for v in node.operands):
+        return [node]
+    args, kwargs = map_values(
+        lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta"),
+        (node.args, dict(node.kwargs)),
+    )
+    dtype = resolve(node.op)(*args, **kwargs).dtype
+    if dtype == out.dtype:
+        return [node]
+    wide = builder.value(out.name, out.shape, dtype)
+    cast = Node("aten.to.dtype", (wide, out.dtype), {}, (out,), node.where)
+    return [replace(node, outs=(wide,)), cast]
 
 
 def _refuse_chance(node: Node) -> None:

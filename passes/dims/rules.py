@@ -248,7 +248,9 @@ def _stack(node: Node) -> str:
     return f"{', '.join([operand] * len(node.operands))} -> {' '.join(out)}"
 
 
-def _repeat_interleave(node: Node) -> str:
+def _repeat_interleave(node: Node) -> str | None:
+    if node.op != "aten.repeat_interleave.self_int":
+        return None
     x = letters(len(node.operands[0].shape))
     dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
     if dim is None or not isinstance(node.args[1], int):
