@@ -179,10 +179,23 @@ def test_every_token_occurs_and_each_sample_has_other_holes(seed):
     assert bool(out.loss.isfinite())
 
 
-def test_a_row_of_a_mask_sees_its_first_key_and_its_last():
-    mask = draw_mask((50, 6), torch.Generator().manual_seed(0), seen=0)
-    assert bool((mask[:, [0, -1]] == 0).all())
-    assert bool((mask == 1).any(0)[1:-1].all())
+@pytest.mark.parametrize("gentle", [True, False])
+def test_a_row_of_a_mask_sees_a_key(gentle):
+    generator = torch.Generator().manual_seed(0)
+    mask = draw_mask((50, 6), generator, seen=0, gentle=gentle)
+    assert bool((mask == 0).any(1).all())
+    assert bool((mask == 1).any(0)[1:].all())
+    assert bool((mask[:, 0] == 0).all()) == gentle
+
+
+@pytest.mark.parametrize("gentle", [True, False])
+def test_a_label_in_any_place_is_left_out(gentle):
+    """What is always there is not looked at."""
+    ranges = {"labels": InputRange("label", 0, 5, (-100,))}
+    inputs = {"labels": ((30, 4), torch.int64)}
+    hidden = draw_batch(inputs, ranges, 0, gentle=gentle)["labels"] == -100
+    assert bool(hidden.any(0).all()) and not bool(hidden.all(0).any())
+    assert bool(hidden.all(1).any()) != gentle
 
 
 def test_fields_that_the_graph_does_not_tell_are_as_in_the_example():

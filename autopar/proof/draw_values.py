@@ -119,13 +119,15 @@ def draw_batch(
     seed: int,
     like: Mapping[str, Tensor] = NONE_DRAWN,
     limits: Mapping[str, int] | None = None,
+    gentle: bool = True,
 ) -> dict[str, Tensor]:
     """Draws a batch that a model can be run on.
 
     inputs: field -> (shape, dtype). ranges: what integers may be, as found in the
     graph. like: an example, for fields of which the graph does not tell; of the same
     shapes or not. limits: field -> one after the highest, where that is known to be
-    lower than the graph's.
+    lower than the graph's. gentle: no sample without labels, and no query that sees
+    nothing, of which some models make no finite numbers.
     """
     found = {}
     for name, (shape, kind) in inputs.items():
@@ -137,9 +139,9 @@ def draw_batch(
             high = min(known.high, (limits or {}).get(name, known.high))
             made = draw_rows(shape, known.low, high, generator)
             if known.holes:
-                made = make_holes(made, known.holes, generator, seed)
+                made = make_holes(made, known.holes, generator, seed, gentle)
         elif _is_mask(dtype, known, example):
-            made = draw_mask(shape, generator, _seen(example), seed)
+            made = draw_mask(shape, generator, _seen(example), seed, gentle)
         else:
             made = _keep(shape, example)
         found[name] = made.to(dtype)
@@ -161,42 +163,72 @@ def draw_rows(
 
 
 def make_holes(
-    labels: Tensor, holes: tuple[int, ...], generator: Generator, seed: int = 0
+    labels: Tensor,
+    holes: tuple[int, ...],
+    generator: Generator,
+    seed: int = 0,
+    gentle: bool = True,
 ) -> Tensor:
-    """Leaves labels out, in each sample another share; the last one of a row stays, as
-    a loss may divide by how many a row has. Draws of consecutive seeds leave out other
-    numbers of them: one count must not stand for another."""
+    """Leaves labels out, in each sample another share, and of one of four samples all;
+    gentle: none of which nothing is left, as a loss may divide by how many there are.
+
+    Draws of consecutive seeds leave out other numbers of them, with those that begin a
+    row and without: one count must not stand for another.
+    """
     if not labels.ndim:
         return labels
     shape, samples = tuple(labels.shape), labels.shape[0]
     share = HOLES * 2 * draw_rows((samples,), 0, samples, generator) / max(1, samples)
     share = share.reshape(-1, *[1] * (labels.ndim - 1))
-    hidden = _of_parity(_uniform(shape, generator) < share, seed, ends=(-1,))
+    hidden = _uniform(shape, generator) < share
+    free = ~_one_of_each_row(shape, generator, first=1)
+    emptied = int(torch.randint(max(1, samples), (), generator=generator))
+    if not gentle and samples >= 4 and labels.ndim > 1:
+        hidden[emptied], free[emptied] = True, False
+        hidden = _of_parity(hidden, free, seed)
+        hidden[emptied] = True
+    else:
+        hidden = _of_parity(hidden, free, seed)
     which = draw_rows(shape, 0, len(holes), generator)
     return torch.where(hidden, torch.tensor(holes)[which], labels)
 
 
 def draw_mask(
-    shape: tuple[int, ...], generator: Generator, seen: int = 1, seed: int = 0
+    shape: tuple[int, ...],
+    generator: Generator,
+    seen: int = 1,
+    seed: int = 0,
+    gentle: bool = True,
 ) -> Tensor:
-    """Draws int64 of 0 and 1, of which `seen` is what can be seen: the first of a row,
-    which may be the only one that the first query sees; the last; and most others. Of
-    consecutive seeds, other numbers of them."""
-    hidden = _of_parity(_uniform(shape, generator) < HOLES, seed, ends=(0, -1))
+    """Draws int64 of 0 and 1, of which `seen` is what can be seen: most, and at least
+    one of each row; gentle: the first too, which may be all that a first query sees.
+    Of consecutive seeds, other numbers of them."""
+    free = ~_one_of_each_row(shape, generator)
+    if gentle and shape:
+        free[..., 0] = False
+    hidden = _of_parity(_uniform(shape, generator) < HOLES, free, seed)
     return torch.where(hidden, 1 - seen, seen)
 
 
-def _of_parity(hidden: Tensor, seed: int, ends: tuple[int, ...]) -> Tensor:
-    """An even number of true elements for an even seed, else an odd one, where there is
-    room, with those that begin a row and without; none at these ends of a row."""
-    if not hidden.ndim:
-        return torch.zeros_like(hidden)
-    free = torch.ones_like(hidden)
-    for end in ends:
-        free[..., end] = False
+def _one_of_each_row(
+    shape: tuple[int, ...], generator: Generator, first: int = 0
+) -> Tensor:
+    """True in one place of each row, not before `first` where there is another."""
+    if not shape:
+        return torch.ones((), dtype=torch.bool)
+    columns = shape[-1]
+    low = min(first, columns - 1) if len(shape) > 1 else 0
+    which = torch.randint(low, max(1, columns), (*shape[:-1], 1), generator=generator)
+    return torch.arange(columns) == which
+
+
+def _of_parity(hidden: Tensor, free: Tensor, seed: int) -> Tensor:
+    """Those of `hidden` that are free: an even number for an even seed, else an odd,
+    with those that begin a row and without them, where there is room."""
     hidden = hidden & free
     first = torch.zeros_like(hidden)
-    first[..., 0] = hidden.ndim > 1
+    if hidden.ndim > 1:
+        first[..., 0] = True
     for part, odd in ((first, 0), (~first, seed % 2)):
         places = (free & part).flatten()
         if int((hidden & part).sum()) % 2 != odd and bool(places.any()):

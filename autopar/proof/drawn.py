@@ -29,12 +29,13 @@ def drawn_weights(model: nn.Module, seed: int) -> Iterator[None]:
 
 
 def drawn_batch(
-    program: Program, batch: Mapping[str, Any], seed: int
+    program: Program, batch: Mapping[str, Any], seed: int, gentle: bool = True
 ) -> dict[str, Any]:
-    """Draws every field that the program takes; others stay as they are."""
+    """Draws every field that the program takes; others stay as they are. gentle: see
+    `autopar.proof.draw_values.draw_batch`."""
     like = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
     inputs = {k: v for k, v in program.inputs.items() if k in like}
-    drawn = draw_batch(inputs, program.ranges, seed, like)
+    drawn = draw_batch(inputs, program.ranges, seed, like, gentle=gentle)
     return {**batch, **{k: x.to(like[k].device) for k, x in drawn.items()}}
 
 
