@@ -175,7 +175,7 @@ class Step:
             device=self.device,
             timeout=self._timeout,
         )
-        self._agreement = Agreement(self.comm)
+        self._agreement = Agreement(self.comm, program)
         self._fixed = {k: v for k, v in batch.items() if not isinstance(v, Tensor)}
         self._agreement.on_build(self._seed, self._given, self._fixed)
         check_same(self._model, self.comm, program)

@@ -78,6 +78,14 @@ def permuted_weights(program: Program, rank: int, folder: Path) -> None:
     autopar.compile(model, program.mesh, program=program).build(**batch_of(0))
 
 
+def weights_drawn_anew(program: Program, rank: int, folder: Path) -> None:
+    step = made(program)
+    torch.manual_seed(rank)
+    for p in step.parameters():
+        torch.nn.init.normal_(p)
+    step(**batch_of(0))
+
+
 def another_state_dict(program: Program, rank: int, folder: Path) -> None:
     step = made(program)
     state = step.state_dict()
@@ -120,6 +128,7 @@ WRONG: Mapping[Scenario, str] = {
     a_part_of_the_batch: "'ids' is int64[2, 16], but the step was compiled for",
     a_seed_of_its_own: "the seed is 0 on rank 0, but 1 on rank 1",
     permuted_weights: "'blocks.1.mlp.up.weight' has other values on rank 1",
+    weights_drawn_anew: "on rank 1 than on rank 0, which hold the same part of it",
     another_state_dict: "'norm.weight' is not the same on rank 1 as on rank 0",
     only_one_evaluates: "rank 0 evaluates, but rank 1 steps",
     only_one_saves: "rank 0 saves, but rank 1 evaluates",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.runtime.by_element import KNOWN, Reach, Undecided, reach_of
+from autopar.runtime.gradients import ShardGradient
 from autopar.step import Step
 from passes.errors import AutoparError
 from passes.program import Program
@@ -195,6 +196,12 @@ def a_norm_by_hand(step: Step) -> None:
     sum(p.grad.norm() ** 2 for p in step.parameters() if p.grad is not None)
 
 
+def a_norm_of_all_elements_by_hand(step: Step) -> None:
+    step(**batch_of(0))
+    for p in step.parameters():
+        p.grad.detach().float().pow(2).sum()
+
+
 def data_of_another_shape(step: Step) -> None:
     p = next(p for p in step.parameters() if p.ndim == 2)
     p.data = torch.zeros(3, 5)
@@ -210,7 +217,8 @@ REFUSED: Mapping[Callable[[Step], None], str] = {
     an_update_on_one_rank: "rank 0 did not call optimizer.step(), but others did",
     clipped_by_torch: "clip by step.clip_grad_norm_(max_norm)",
     clipped_by_torch_one_by_one: "clip by step.clip_grad_norm_(max_norm)",
-    a_norm_by_hand: "the norm of what this rank holds is not the norm of the gradients",
+    a_norm_by_hand: "the norm (or sum) of what this rank holds is not that of the",
+    a_norm_of_all_elements_by_hand: "the norm (or sum) of what this rank holds is not",
     data_of_another_shape: "was given float32[3, 5] on cpu as its data",
 }
 # Of ranks that hold the same parameters: on a pipeline, rates may differ by layer.
@@ -366,6 +374,33 @@ def test_what_was_frozen_when_compiled_cannot_be_unfrozen() -> None:
     dict(step.named_parameters())["norm.weight"].requires_grad_(True)
     with pytest.raises(AutoparError, match="requires gradients now"):
         step(**batch_of(0))
+
+
+def test_gradients_of_shards_are_tensors_but_for_their_norms() -> None:
+    x = torch.randn(4, 5)
+    grad = x.as_subclass(ShardGradient)
+    norms: list[Callable[[], Any]] = [
+        lambda: grad.norm(),
+        lambda: torch.norm(grad.data, 2),
+        lambda: torch.linalg.vector_norm(grad.detach().float()),
+        lambda: (grad**2).sum(),
+        lambda: (grad * grad).mean(),
+        lambda: grad.abs().max(),
+        lambda: grad.flatten().dot(grad.view(-1)),
+    ]
+    for norm in norms:
+        with pytest.raises(AutoparError, match=r"step\.clip_grad_norm_\(max_norm\)"):
+            norm()
+    assert torch.equal(grad, x) and grad.isfinite().all()
+    assert torch.equal(grad.sum(0), x.sum(0))
+    buffer = torch.zeros(4, 5).mul_(0.9).add_(grad)
+    parameter = nn.Parameter(torch.zeros(4, 5))
+    with torch.no_grad():
+        parameter -= 0.1 * grad
+        parameter.add_(grad, alpha=0.1)
+    assert type(buffer) is Tensor and type(parameter) is nn.Parameter
+    assert torch.allclose(parameter, torch.zeros(4, 5), atol=1e-6)
+    assert float(grad.as_subclass(Tensor).norm()) == float(x.norm())
 
 
 def test_on_one_rank_all_is_as_torch_has_it() -> None:

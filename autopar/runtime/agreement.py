@@ -36,9 +36,10 @@ WHOLE_BATCH = (
 class Agreement(RollCall):
     """The roll calls of a step, with what it has to tell in them."""
 
-    def __init__(self, comm: Comm) -> None:
-        super().__init__(comm, JUDGES)
+    def __init__(self, comm: Comm, program: Program) -> None:
+        super().__init__(comm, {**JUDGES, "weights": self._weights})
         self._calls: Counter[str] = Counter()
+        self._program = program
 
     def on_build(
         self, seed: int, program: Program | None, fixed: Mapping[str, Any]
@@ -58,9 +59,31 @@ class Agreement(RollCall):
         count = self._calls[operation]
         self._calls[operation] += 1
         due = count < FIRST or count % EVERY == 0
-        facts = digests("batch", batch) if due else {}
+        facts = dict(digests("batch", batch)) if due else {}
         made, of_stage = updates.facts()
+        if operation == "step" and count == 0:
+            # Ranks have other parts, so that they tell all: once.
+            facts["weights", ""] = [digest(p) for p in updates.parameters.values()]
         self(operation, {**made, **facts}, of_stage)
+
+    def _weights(self, _: str, values: Mapping[int, Any]) -> AutoparError | None:
+        """Whether ranks have the same values of what they have the same part of."""
+        program, seen = self._program, dict[tuple[Any, ...], tuple[int, int]]()
+        for rank, found in values.items():
+            coords, stages = program.mesh.coords(rank), set(program.stages_of(rank))
+            held = [n for n, s in program.parameters.items() if stages & set(s.stages)]
+            for name, value in zip(held, found, strict=True):
+                axes = program.parameters[name].split_axes
+                place = (name, *(coords[axis] for axis in axes))
+                first, expected = seen.setdefault(place, (rank, value))
+                if value != expected:
+                    return ModelMismatch(
+                        f"'{name}' has other values on rank {rank} than on rank {first}"
+                        ", which hold the same part of it",
+                        fix="change weights before compile, on all ranks alike, or by "
+                        "step.load_state_dict(state)",
+                    )
+        return None
 
 
 def digests(kind: str, tensors: Mapping[str, Tensor]) -> Facts:

@@ -18,6 +18,25 @@ NORMS = frozenset(
         torch.linalg.matrix_norm,
         Tensor.norm,
         torch._foreach_norm,
+        torch.dot,
+        Tensor.dot,
+    }
+)
+# What norms are written with by hand: of all elements, unless a dim is given.
+SUMS = frozenset(
+    {
+        *(torch.sum, torch.mean, torch.max, torch.amax),
+        *(Tensor.sum, Tensor.mean, Tensor.max, Tensor.amax),
+    }
+)
+# What comes before it there, element by element.
+STEPS = frozenset(
+    {
+        *(torch.abs, torch.pow, torch.square, torch.mul, torch.flatten),
+        *(Tensor.abs, Tensor.pow, Tensor.square, Tensor.mul, Tensor.flatten),
+        *(Tensor.__pow__, Tensor.__mul__, Tensor.__rmul__, Tensor.detach),
+        *(Tensor.float, Tensor.double, Tensor.to, Tensor.view, Tensor.reshape),
+        Tensor.data.__get__,
     }
 )
 
@@ -29,9 +48,9 @@ class ShardError(AutoparError):
 class ShardGradient(Tensor):
     """This rank's part of the gradients, which shares its memory with a plain tensor.
 
-    Everything is computed as with that one, except norms, which are refused: the norm
-    of a part is not that of the whole, and ranks that clip by norms of their own drift
-    apart.
+    Everything is computed as with that one, except norms, also those that are written
+    by hand, which are refused: the norm of a part is not that of the whole, and ranks
+    that clip by norms of their own drift apart.
     """
 
     @classmethod
@@ -42,13 +61,16 @@ class ShardGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in NORMS:
+        given = kwargs or {}
+        of_all = func in SUMS and len(args) == 1 and "dim" not in given
+        if of_all or func in NORMS:
             raise ShardError(
-                "the norm of what this rank holds is not the norm of the gradients: "
-                "other ranks hold other parts of them",
+                "the norm (or sum) of what this rank holds is not that of the "
+                "gradients: other ranks hold other parts of them",
                 fix="clip by step.clip_grad_norm_(max_norm), which returns the norm of "
                 "all gradients, before; it changes nothing with float('inf'). For a "
                 "norm of the part: p.grad.as_subclass(torch.Tensor).norm()",
             )
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            found = func(*args, **given)
+            return found.as_subclass(cls) if func in STEPS else found

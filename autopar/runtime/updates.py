@@ -90,8 +90,10 @@ class Updates:
             self._known[optimizer] = held
         self._note(optimizer)
         for p, name in zip(params, names, strict=True):
-            if name is not None and type(p.grad) is ShardGradient:
-                p.grad = self._plain[name]
+            if name is None or type(p.grad) is not ShardGradient:
+                continue
+            shown = p.grad is self._shown[name]  # or set by the user
+            p.grad = self._plain[name] if shown else p.grad.as_subclass(Tensor)
 
     # --- what is refused -----------------------------------------------------------
 
