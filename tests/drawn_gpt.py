@@ -37,7 +37,7 @@ class Block(nn.Module):
         if self.residual == "scaled":
             return x + y * getattr(self, scale)
         if self.residual == "gated":
-            return torch.lerp(x, y, torch.sigmoid(getattr(self, scale)))
+            return x + (y - x) * torch.sigmoid(getattr(self, scale))
         if self.residual == "deep":
             return 1.3 * x + y / 1.7
         return x + y
@@ -114,7 +114,7 @@ class DrawnGPT(nn.Module):
             y = y[..., : d.vocab]
         elif d.padding:
             absent = torch.arange(y.shape[-1], device=y.device) >= d.vocab
-            y = y.masked_fill(absent, torch.finfo(y.dtype).min)
+            y = y.masked_fill(absent, -1e4)
         return 7.0 * torch.tanh(y / 7.0) if d.logits_softcap else y
 
     def read(self, x: Tensor) -> Tensor:
