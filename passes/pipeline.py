@@ -92,15 +92,18 @@ def check_batch(named: Named, plan: Plan) -> None:
         if axis != TIME:
             parts *= plan.size(axis)
     for v in named.graph.inputs:
-        first = named.dims[v.name][:1]
-        has_samples = any(d.name.startswith("batch") for dim in first for d in dim)
-        if has_samples and v.shape[0] % parts:
-            ranks = parts // plan.microbatches
-            raise BatchError(
-                f"the batch of {v.shape[0]} samples ('{v.name}') does not divide into "
-                f"{plan.microbatches} microbatches on {ranks} data parallel ranks",
-                fix=f"use a batch that {parts} divides, or other microbatches",
-            )
+        first = named.dims[v.name][0] if v.shape else ()
+        split = [d.size for d in first if d.name == "batch"]
+        if not split or split[0] % parts == 0:
+            continue
+        ranks, together = parts // plan.microbatches, v.shape[0] // split[0]
+        in_groups = f", of which {together} go together," if together > 1 else ""
+        raise BatchError(
+            f"the batch of {v.shape[0]} samples ('{v.name}'){in_groups} does not "
+            f"divide into {plan.microbatches} microbatches on {ranks} data parallel "
+            "ranks",
+            fix=f"use a batch that {parts * together} divides, or other microbatches",
+        )
 
 
 def emit_modules(

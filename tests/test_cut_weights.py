@@ -249,6 +249,23 @@ def test_a_rank_holds_its_share_of_each_piece(kv: int, share: float) -> None:
     assert held / block.weight.numel() == pytest.approx(share, abs=0.01)
 
 
+class Packed(nn.Module):
+    """Torch's own cross attention, whose weight is cut by rows: no dim is named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = x.cumsum(1)
+        return x + self.attn(x, seen, seen, need_weights=False)[0]
+
+
+def test_a_weight_may_be_cut_along_the_usual_dim() -> None:
+    case = Case(randomize(Model(Packed())), token_batch(batch=4, seq=6))
+    case.double().verify("tp=2")
+
+
 def test_pieces_of_a_weight_go_into_one_group_of_an_optimizer() -> None:
     groups = [Group(("w[0:4]",), {}), Group(("w[4:6]", "b"), {})]
     sources = {"w[0:4]": "w", "w[4:6]": "w", "b": "b"}

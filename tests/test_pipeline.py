@@ -243,6 +243,22 @@ def test_a_batch_that_does_not_divide(mesh, microbatches):
         plain_gpt(layers=1).compile(mesh, microbatches)
 
 
+def pairwise(logits: Tensor, batch: Batch) -> Tensor:
+    reward = logits[:, -1, 0]
+    return -F.logsigmoid(reward[0::2] - reward[1::2]).mean()
+
+
+def test_samples_that_go_together_are_not_parted():
+    """Of 12 samples in pairs 3 microbatches have 4 each; 4 would have a pair and a
+    half, though 4 divides 12."""
+    case = Case(randomize(Stack(layers=1)), token_batch(batch=12), pairwise).double()
+    case.verify("dp=2", 3)
+    with pytest.raises(
+        BatchError, match=r"12 samples .* of which 2 go together.*\n.* 8"
+    ):
+        case.compile("tp=2", 4)
+
+
 def test_class_weights_are_refused_with_a_way_out():
     def loss_fn(logits: Tensor, batch: Batch) -> Tensor:
         return cross_entropy(logits, batch, weight=torch.ones(VOCAB))

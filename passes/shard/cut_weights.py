@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from passes.arguments import arguments
 from passes.capture.lower_precision import CAST
 from passes.dims.name_dims import Dim, Dims, Factor
 from passes.dims.origins import find_origins
@@ -60,10 +61,16 @@ def find_cuts(sharded: Sharded) -> Iterator[Cut]:
         splits = [n for n in readers if n.op != CAST]
         for cast in casts:
             splits += consumers[cast.out.name]
-        kinds = {n.args[1:] if n.op == SPLIT else None for n in splits}
+        kinds = {_sizes_and_dim(n) if n.op == SPLIT else None for n in splits}
         if len(kinds) == 1 and (found := kinds.pop()) is not None:
             sizes, dim = found
             yield Cut(weight, dim, sizes, casts, tuple(splits))
+
+
+def _sizes_and_dim(split: Node) -> tuple[tuple[int, ...], int]:
+    """How a split cuts its operand: extents of the pieces, and along which dim."""
+    given = arguments(split)
+    return tuple(given["split_sizes"]), given["dim"] % len(split.operands[0].shape)
 
 
 def _uses(sharded: Sharded) -> Mapping[str, list[Sharding]]:
