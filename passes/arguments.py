@@ -103,6 +103,7 @@ HEEDED: Mapping[str, str] = {
     "repeat": "self repeats",
     "repeat_interleave": "self repeats dim output_size",
     "reshape": "self shape",
+    "reshape_as": "self other",
     "rms_norm": "input normalized_shape weight eps",
     "roll": "self shifts dims",
     "scalar_tensor": "s dtype",

@@ -196,6 +196,7 @@ PIECES: dict[str, Call] = {
     "contiguous": lambda g: aten.contiguous(g.x) * g.y,
     "alias": lambda g: aten.alias(g.x) * aten.lift_fresh_copy(g.y),
     "view": lambda g: aten._unsafe_view(g.x.view(4, -1), [4, 6, 4]).view_as(g.y) * g.y,
+    "reshape_as": lambda g: g.x.flatten(1).reshape_as(g.y) * g.y,
     "reshape": lambda g: g.x.reshape(24, 4).unflatten(0, (4, 6)).flatten(1, 2),
     "squeeze": lambda g: aten.squeeze.dim(g.x.unsqueeze(1), 1).unsqueeze(-1) * g.w,
     "squeeze dims": lambda g: aten.squeeze.dims(g.x[:, None, None], [1, 2]) * g.y,

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from models import VOCAB, Case, gpt2, llama, opt, plain_gpt
+from torch import nn
 
 from autopar.runtime.virtual import RankError
 from autopar.training.reference import reference_step
@@ -314,3 +315,19 @@ def test_a_step_that_writes_into_its_batch_is_noticed():
     assert texts != program.modules
     with pytest.raises(VerificationFailed, match="writes into the batch field 'ids'"):
         verify(replace(program, modules=texts), model, batch)
+
+
+class Encoder(nn.Module):
+    """torch's own layers: attention that returns its weights, and that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
+        self.second = nn.TransformerEncoderLayer(8, 2, 16, 0.2, batch_first=True)
+
+    def forward(self, x):
+        return self.second(self.first(x, x, x)[0]).square().sum()
+
+
+def test_dropout_inside_of_torchs_own_layers_is_compared():
+    Case(Encoder(), {"x": torch.randn(2, 4, 8)}).double().verify("dp=2")

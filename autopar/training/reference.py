@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,20 @@ class OurDropout(TorchFunctionMode):
             return self.dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self.attention(func, *args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return self.inside(func, *args, **kwargs)
         return func(*args, **kwargs)
+
+    def inside(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls a function of torch; what it calls in turn does not come to a mode."""
+        names = ("dropout", "scaled_dot_product_attention")
+        own = {name: getattr(F, name) for name in names}
+        ours = (self.dropout, partial(self.attention, own[names[1]]))
+        vars(F).update(zip(names, ours, strict=True))
+        try:
+            return func(*args, **kwargs)
+        finally:
+            vars(F).update(own)
 
     def dropout(
         self,
@@ -75,7 +89,9 @@ class OurDropout(TorchFunctionMode):
             repeats = query.shape[1] // key.shape[1]
             key = key.repeat_interleave(repeats, 1)
             value = value.repeat_interleave(repeats, 1)
-        scores = query @ key.transpose(-2, -1) * (scale or query.shape[-1] ** -0.5)
+        if scale is None:
+            scale = query.shape[-1] ** -0.5
+        scores = query @ key.transpose(-2, -1) * scale
         if is_causal:
             attn_mask = torch.ones(
                 scores.shape[-2:], dtype=torch.bool, device=scores.device

@@ -21,6 +21,9 @@ KNOWN_CHANCE = {"aten.dropout", "aten.dropout_", "aten.scaled_dot_product_attent
 # Ops that return their operand itself where they are off.
 DROPOUTS = {"aten.alpha_dropout", "aten.dropout", "aten.feature_dropout"}
 
+# What copies a tensor that the code holds as a literal; a trace has both in one place.
+LITERAL = "aten.lift_fresh_copy"
+
 
 def functionalize(graph: Graph, memory: Mapping[str, Hashable]) -> Graph:
     """Returns the same graph without ops that write in place.
@@ -141,6 +144,8 @@ class _Memory:
         if name in DROPOUTS:
             _, p, is_on = node.args
             return None if is_on and p > 0 else node.operands[0]
+        if name == LITERAL:
+            return None
         place = self.memory.get(v.name)
         places = [self.memory.get(x.name) for x in node.operands]
         if place is None or None in places:
