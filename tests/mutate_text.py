@@ -199,6 +199,17 @@ def part_of_another_rank(place: Place) -> Iterator[str | None]:
             yield replaced(place, call, f"c.shard({moved}, {axis}, {dim})")
 
 
+def share_off_by_one(place: Place) -> Iterator[str | None]:
+    """Rows of a parameter, or of what a rank takes of a whole, are the next ones."""
+    if place.function in ("setup", "prologue", "forward"):
+        for node in ast.walk(place.statement):
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "p":
+                yield replaced(place, node, f"{ast.unparse(node)}.roll(1, 0)")
+    for call in calls(place, "c.shard"):
+        x, axis, dim = arguments(call)
+        yield replaced(place, call, f"c.shard({x}.roll(1, {dim}), {axis}, {dim})")
+
+
 def microbatch_counted_twice(place: Place) -> Iterator[str | None]:
     for call in calls(place, "c.shard"):
         x, axis, dim = arguments(call)
@@ -405,6 +416,7 @@ KINDS: dict[str, Mutate] = {
     "collective on another dim": collective_on_another_dim,
     "max for sum, sum for max": max_for_sum,
     "part of another rank": part_of_another_rank,
+    "share off by one": share_off_by_one,
     "microbatch counted twice": microbatch_counted_twice,
     "scale lost": scale_lost,
     "constant changed": constant_changed,

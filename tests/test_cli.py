@@ -56,7 +56,10 @@ def test_compile_inspect_verify(
     assert main(["inspect", where]) == 0
     assert "kv_heads" in out(capsys)
     assert main(["verify", where]) == 0
-    assert "PASSED" in out(capsys)
+    text = out(capsys)
+    assert "PASSED" in text and "with drawn weights and batch" in text
+    assert main(["verify", where, "--as-given", "--json"]) == 0
+    assert json.loads(out(capsys))["drawn"] == []
 
 
 def test_microbatches_and_the_batch_count_all_ranks_with_samples(
