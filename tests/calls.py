@@ -101,6 +101,9 @@ LOSSES: dict[str, Call] = {
 REDUCED: dict[str, Call] = {
     "sum": lambda g: g.z.sum((1,), keepdim=True, dtype=f64),
     "sum all": lambda g: g.z.sum(dtype=f64),
+    "sum to size": lambda g: g.x.sum_to_size(6, 1) * g.w[0],
+    "nansum": lambda g: g.z.nansum((0, 1), keepdim=True, dtype=f64),
+    "nansum all": lambda g: g.z.nansum(dtype=f64),
     "mean": lambda g: g.z.mean((-1,), keepdim=True, dtype=f64),
     "mean all": lambda g: g.z.mean(dtype=f64),
     "amax": lambda g: g.x.amax((1,), keepdim=True),
@@ -130,6 +133,9 @@ PRODUCTS: dict[str, Call] = {
     "linear": lambda g: F.linear(g.x, g.w.outer(g.w), g.w),
     "matmul": lambda g: g.x @ g.y.mT,
     "linear of a row": lambda g: F.linear(g.w, g.w.outer(g.w), g.w) * g.y,
+    "dot": lambda g: torch.dot(g.x.flatten(), g.y.flatten()) * 1.0,
+    "mv": lambda g: torch.mv(g.x.flatten(0, 1), g.w) * 1.0,
+    "matmul of a vector": lambda g: (g.x @ g.w) * (g.w @ g.y.mT),
     "mm": lambda g: torch.mm(g.x.flatten(0, 1), g.w.outer(g.w)),
     "bmm": lambda g: torch.bmm(g.x, g.y.mT),
     "addmm": lambda g: torch.addmm(
@@ -178,6 +184,11 @@ NORMS: dict[str, Call] = {
 }
 PIECES: dict[str, Call] = {
     "add": lambda g: torch.add(g.x, g.w, alpha=3) * g.y,
+    "sub": lambda g: torch.sub(g.x, g.w, alpha=3) * torch.rsub(g.y, g.w, alpha=3),
+    "sub numbers": lambda g: aten.sub.Scalar(g.x.sum(), 2, 3) + aten.rsub.Scalar(
+        g.y.sum(), 2, 3
+    ),
+    "sub sums": lambda g: torch.sub(g.x.sum(), g.w.sum(), alpha=3) * 1.0,
     "add number": lambda g: aten.add.Scalar(g.x, 2, 3) * g.y,
     "sum and number": lambda g: aten.add.Scalar(g.x.sum(), 2, 3) * 1.0,
     "mul": lambda g: g.x * 3.0,
@@ -198,6 +209,7 @@ PIECES: dict[str, Call] = {
     "view": lambda g: aten._unsafe_view(g.x.view(4, -1), [4, 6, 4]).view_as(g.y) * g.y,
     "reshape_as": lambda g: g.x.flatten(1).reshape_as(g.y) * g.y,
     "reshape": lambda g: g.x.reshape(24, 4).unflatten(0, (4, 6)).flatten(1, 2),
+    "as another": lambda g: g.x.flatten(1).reshape_as(g.y) * g.y.ravel().view(4, 6, 4),
     "squeeze": lambda g: aten.squeeze.dim(g.x.unsqueeze(1), 1).unsqueeze(-1) * g.w,
     "squeeze dims": lambda g: aten.squeeze.dims(g.x[:, None, None], [1, 2]) * g.y,
     "expand": lambda g: (g.w.expand(6, 4).expand_as(g.y).broadcast_to(4, 6, 4)) * g.x,

@@ -33,6 +33,7 @@ class Written(Block):
     def __init__(self, part: str, body: Callable[[Block, Tensor], Tensor]) -> None:
         super().__init__()
         self.part, self.body = part, body
+        self.name = body.__qualname__ + str(body.__code__.co_firstlineno)
         self.bias = nn.Parameter(torch.zeros(HEADS, SEQ, SEQ))
         self.norm = nn.BatchNorm1d(FFN).eval()
         self.norm.running_mean.uniform_(-1, 1)
@@ -94,7 +95,7 @@ HABITS: dict[str, dict[str, Callable[[Block, Tensor], Tensor]]] = {
     },
     "mlp": {
         "one type, in place": one_type_in_place,
-        "as another": lambda m, x: F.gelu(x.flatten()).reshape_as(x),
+        "as another": lambda m, x: F.gelu(x.ravel()).reshape_as(x),
         "batch norm": lambda m, x: m.norm(x.mT).mT,
         "dropout of constants": lambda m, x: x * F.dropout(torch.ones_like(x[0]), 0.2),
         "dropout of samples": lambda m, x: x * F.dropout(torch.ones_like(x), 0.2),

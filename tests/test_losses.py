@@ -140,6 +140,55 @@ def losses_of(reduction: str) -> Iterator[tuple[str, Callable[..., Tensor]]]:
         yield f"{name}, {reduction}", partial(scalar, loss, reduction)
 
 
+class Weighed(nn.Module):
+    """Logits [b, s, v], and two weights of losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.weights = Stack(Layer, 2), nn.Parameter(torch.ones(2))
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.body(input_ids), self.weights
+
+
+# Of a loss, two losses and two weights: what has no samples, with sums over samples.
+MIXED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "less a penalty": lambda one, two, w: one - 0.1 * w.sum(),
+    "a bound less": lambda one, two, w: w.sum() - (3 - one),
+    "less, so often": lambda one, two, w: torch.sub(one, w.sum(), alpha=0.1),
+    "by uncertainty": lambda one, two, w: ((-w).exp() * two + w).sum(),
+    "less each penalty": lambda one, two, w: (two - w.square()).sum(),
+    "beside a penalty": lambda one, two, w: torch.stack([one, w.prod()]).mean(),
+    "behind penalties": lambda one, two, w: (
+        torch.cat([two, w]) @ torch.ones_like(torch.cat([w, w]))
+    ),
+    "by weights": lambda one, two, w: torch.dot(two, w),
+}
+
+
+def mixed(mix: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    def loss(out: tuple[Tensor, Tensor], b: Mapping[str, Tensor]) -> Tensor:
+        errors = (out[0] - b["real"]).square()
+        return mix(errors.mean(), errors[..., :2].mean((0, 1)), out[1])
+
+    return loss
+
+
+def test_what_has_no_samples_meets_sums_over_them() -> None:
+    def total(*given: Tensor) -> Any:
+        return sum(mix(*given) for mix in MIXED.values())
+
+    case(mixed(total))._replace(model=randomize(Weighed()).double()).verify("dp=2", 2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MIXED)
+def test_a_mixed_loss(name: str) -> None:
+    one = case(mixed(MIXED[name]))._replace(model=randomize(Weighed()).double())
+    for mesh in MESHES:
+        one.verify(mesh, 2)
+
+
 REDUCTIONS = ("mean", "sum", "none")
 
 

@@ -91,6 +91,9 @@ POINTWISE: list[Example] = [
 EXAMPLES: list[Example] = [
     lambda a, b, c, d: node("aten.linear.default", x(a, b, c), x(d, c)),
     lambda a, b, c, d: node("aten.matmul.default", x(a, b, c), x(c, d)),
+    lambda a, b, c, d: node("aten.matmul.default", x(a, b, c), x(c)),
+    lambda a, b, c, d: node("aten.matmul.default", x(c), x(a, b, c, d)),
+    lambda a, b, c, d: node("aten.matmul.default", x(c), x(c)),
     lambda a, b, c, d: node("aten.matmul.default", x(a, 1, b, c), x(1, d, c, b)),
     lambda a, b, c, d: node("aten.bmm.default", x(a, b, c), x(a, c, d)),
     lambda a, b, c, d: node(

@@ -308,6 +308,7 @@ CLEAN: dict[str, Rule] = {
             "unsqueeze",
             "view_as",
             "reshape_as",
+            "ravel",
         )
     },
     **{

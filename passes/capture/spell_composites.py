@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from passes.arguments import arguments
 from passes.capture.rewrite import Rewriter, Rule
 from passes.graph import Node, Value
 
@@ -71,6 +74,60 @@ def broadcast_tensors(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...
     return tuple(found)
 
 
+def sum_to_size(rewriter: Rewriter, node: Node) -> Value:
+    """A sum over the dims that were broadcast."""
+    x, shape = node.operands[0], node.out.shape
+    extents = (*(1,) * (len(x.shape) - len(shape)), *shape)
+    dims = tuple(i for i, n in enumerate(x.shape) if n != extents[i])
+    if dims:
+        op, where = "aten.sum.dim_IntList", node.where
+        x = rewriter.emit(op, x, dims, True, shape=extents, dtype=x.dtype, where=where)
+    return rewriter.reshape(x, shape, node.where)
+
+
+def nansum(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...]:
+    """A sum of what is a number."""
+    x, where = node.operands[0], node.where
+    like: dict[str, Any] = {"shape": x.shape, "where": where}
+    hidden = rewriter.emit("aten.isnan.default", x, dtype=torch.bool, **like)
+    x = rewriter.emit("aten.masked_fill.Scalar", x, hidden, 0.0, dtype=x.dtype, **like)
+    asked = arguments(node)
+    kwargs = {"dtype": asked["dtype"]}
+    if asked["dim"] is None and not asked["keepdim"]:
+        new = replace(node, op="aten.sum.default", args=(x,), kwargs=kwargs)
+    else:
+        args = (x, asked["dim"], asked["keepdim"])
+        new = replace(node, op="aten.sum.dim_IntList", args=args, kwargs=kwargs)
+    return rewriter.keep(new)
+
+
+def of_vectors(rewriter: Rewriter, node: Node) -> Value:
+    """`dot` and `mv` are products as any."""
+    return rewriter.like(node, "aten.matmul.default", *node.operands)
+
+
+def subtraction(rewriter: Rewriter, node: Node) -> Value | None:
+    """x - y of scalars is x + (- y), which may be pending sums, and so may one of them.
+
+    A number becomes a value, see `add_number`.
+    """
+    asked, out = arguments(node), node.out
+    if out.shape != () or not out.dtype.is_floating_point:
+        return None
+    x, y = asked["self"], asked["other"]
+    if node.op.startswith("aten.rsub"):
+        x, y = y, x
+    if isinstance(y, Value):
+        if y.dtype != out.dtype:
+            y = rewriter.like(node, "aten.to.dtype", y, out.dtype)
+        y = rewriter.like(node, "aten.mul.Tensor", y, -asked["alpha"])
+    else:
+        y = -asked["alpha"] * y
+    if not isinstance(x, Value):
+        x, y = y, x
+    return rewriter.like(node, "aten.add.Tensor", x, y)
+
+
 def weight_norm(rewriter: Rewriter, node: Node) -> Value:
     """v g / |v|, the norm over all dims but one, or over all where that is -1: arXiv
     1602.07868, equation 2."""
@@ -120,6 +177,12 @@ COMPOSITE_RULES: dict[str, Rule] = {
     "aten.expand_as": expand_as,
     "aten.broadcast_to": expand_as,
     "aten.broadcast_tensors": broadcast_tensors,
+    "aten.sum_to_size": sum_to_size,
+    "aten.nansum": nansum,
+    "aten.dot": of_vectors,
+    "aten.mv": of_vectors,
+    "aten.sub": subtraction,
+    "aten.rsub": subtraction,
     "aten._weight_norm": weight_norm,
     "aten.group_norm": group_norm,
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from passes.dims.rules import MOVES
-from passes.graph import Node
+from passes.graph import Node, Value
 
 # f(x + x', y + y') = f(x, y) + f(x', y')
 JOINTLY_LINEAR = frozenset(
@@ -32,10 +32,18 @@ JOINTLY_LINEAR = frozenset(
         "aten.detach",
     }
 )
+ADDED = ("aten.add", "aten.sub")  # a number that is added is no sum
 # Linear in one operand while the others are held; the numerator only, for division.
 LINEAR_IN_EACH = frozenset(
     f"aten.{n}" for n in ("mul", "linear", "matmul", "bmm", "einsum")
 )
+
+
+def is_jointly_linear(node: Node) -> bool:
+    """Whether shares of each of its operands give shares of its result."""
+    name = node.op.rpartition(".")[0]
+    tensors = sum(isinstance(a, Value) for a in node.args)
+    return name in JOINTLY_LINEAR and (name not in ADDED or tensors == 2)
 
 
 def passes_pending_sum(node: Node, pending: list[bool]) -> bool:
@@ -44,9 +52,8 @@ def passes_pending_sum(node: Node, pending: list[bool]) -> bool:
     pending: for each operand, whether it is a pending sum.
     """
     name = node.op.rpartition(".")[0]
-    tensors = len(node.operands)
-    if name in ("aten.add", "aten.sub"):
-        return tensors == 2 and all(pending)
+    if name in ADDED:
+        return is_jointly_linear(node) and all(pending)
     casts = [(v.dtype, node.results[0].dtype) for v in node.operands]
     if any(p and not _keeps_all(*cast) for p, cast in zip(pending, casts, strict=True)):
         return False

@@ -16,7 +16,6 @@ from passes.graph import Node, resolve
 
 RULES: dict[str, str] = {
     "aten.linear": "... k+, n k+ -> ... n",
-    "aten.matmul": "... m k+, ... k+ n -> ... m n",
     "aten.bmm": "b m k+, b k+ n -> b m n",
     # k is whole: each partial product would bring in the first operand once.
     "aten.baddbmm": "b m n, b m k!, b k! n -> b m n",
@@ -173,6 +172,14 @@ def _einsum(node: Node) -> str | None:
         return " ".join(marked).replace(".", "...")
 
     return f"{', '.join(map(spell, operands))} -> {spell(right)}"
+
+
+def _matmul(node: Node) -> str:
+    """Of matrices, or of a vector on one side, or on both."""
+    left, right = (len(v.shape) for v in node.operands)
+    if right == 1:
+        return "... k+, k+ -> ..." if left > 1 else "k+, k+ -> "
+    return "... m k+, ... k+ n -> ... m n" if left > 1 else "k+, ... k+ n -> ... n"
 
 
 def _expand(node: Node) -> str:
@@ -352,6 +359,7 @@ FUNCTIONS: dict[str, Callable[[Node], str | None]] = {
     "aten.sort": _top,
     **{f"aten.{name}": _moved for name in MOVES},
     "aten.einsum": _einsum,
+    "aten.matmul": _matmul,
     "aten.expand": _expand,
     "aten.layer_norm": _norm,
     "aten.rms_norm": _norm,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from passes.dims.linearity import is_jointly_linear
 from passes.dims.name_dims import Factor, Named
 from passes.dims.notation import PENDING
 from passes.dims.origins import Origin, find_differentiable
@@ -148,7 +149,8 @@ class _Propagation:
             pending = [
                 self.states[v.name].pending_on(axis) == "sum" for v in node.operands
             ]
-            if any(pending) and self.allowed.may_pass(axis, node, pending):
+            passes = self.allowed.may_pass(axis, node, pending)
+            if any(pending) and (passes or self.shares_out(axis, node, pending)):
                 labels[axis] = PASS
             else:
                 labels[axis] = self.wanted(axis, i, node, labels)
@@ -175,6 +177,16 @@ class _Propagation:
                 self.want_ahead(node.results)
                 return dict.fromkeys(self.order)
         return labels
+
+    def shares_out(self, axis: str, node: Node, pending: list[bool]) -> bool:
+        """Whether microbatches, which complete no sum, may each take their share of
+        what else an op adds to sums, or puts beside them: of what has no samples."""
+        alike = (
+            v.dtype.is_floating_point and self.states[v.name].place(axis) is None
+            for v in node.operands
+        )
+        each = all(p or a for p, a in zip(pending, alike, strict=True))
+        return axis == TIME and is_jointly_linear(node) and each
 
     def want_ahead(self, values: tuple[Value, ...]) -> None:
         self.wanted_ahead |= {v.name for v in values}
@@ -266,7 +278,9 @@ class _Propagation:
         for axis in self.order:
             label = labels[axis]
             if label == PASS:
-                if node.op == "aten.add.Tensor" or self.states[v.name].pending_on(axis):
+                joint = node.op == "aten.add.Tensor"
+                joint |= axis == TIME and is_jointly_linear(node)
+                if joint or self.states[v.name].pending_on(axis):
                     pending[axis] = "sum"
                 else:
                     varying.add(axis)
