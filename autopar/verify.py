@@ -173,6 +173,7 @@ def prove(
         GivenStep(e.weights, e.batch, choices)
         for e, choices in zip(expected, told, strict=True)
     ]
+    buffers = {**buffers, **expected[0].buffers}
     evaluate = all(e.evaluated is not None for e in expected)
     made = run_steps(program, buffers, steps, seed, evaluate)
     compared = map(_compare, made, expected, told)

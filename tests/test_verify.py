@@ -6,19 +6,15 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import re
 from dataclasses import replace
 
 import pytest
 import torch
-from models import VOCAB, Case, gpt2, llama, opt, plain_gpt
+from models import Case, gpt2, llama, opt, plain_gpt
 from torch import nn
 
-from autopar.runtime.virtual import RankError
 from autopar.training.reference import reference_step
 from autopar.verify import (
-    EVALUATED,
-    NORM,
     Verification,
     VerificationFailed,
     assemble,
@@ -26,9 +22,7 @@ from autopar.verify import (
     run_all_ranks,
     verify,
 )
-from examples.gpt import GPT, Config, build
 from passes.mesh import TIME
-from passes.program import Program
 
 MODELS = {"plain": plain_gpt, "gpt2": gpt2, "llama": llama}
 
@@ -208,113 +202,6 @@ def test_ranks_that_hold_another_gradient_than_their_replicas_are_found():
         assemble(program, "norm.weight", [one, other], noise=1e-2)
     shards = [1e-16 * one, 1e-16 * other]  # rounding, on one rank unlike the other
     assert assemble(program, "norm.weight", shards, noise=1e-2) is not None
-
-
-# --- with what is drawn --------------------------------------------------------------
-
-
-def as_initialised(mesh: str) -> tuple[Program, GPT, dict[str, torch.Tensor]]:
-    """A GPT whose biases are 0 and whose norms' weights are 1, and a program of it."""
-    model, batch = build(Config(2, 32, 4, 16, VOCAB), batch=4)
-    model = model.double()
-    case = Case(model, batch)
-    return case.compile(mesh), model, batch
-
-
-@pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
-def test_a_program_that_forgets_its_biases_fails(mesh):
-    """Biases begin at 0: with the model's own weights it computes the same."""
-    program, model, batch = as_initialised(mesh)
-    pattern = re.compile(r'p\["[\w.+]+\.bias"\]')
-    changed = {
-        key: pattern.sub(lambda found: f"({found[0]} * 0.0)", text)
-        for key, text in program.modules.items()
-    }
-    assert changed != program.modules
-    wrong = replace(program, modules=changed)
-    assert not verify(wrong, model, batch).passed
-    assert verify(wrong, model, batch, drawn=False).passed
-
-
-def test_the_model_and_the_batch_stay_as_they_are():
-    program, model, batch = as_initialised("tp=2")
-    before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
-    given = {name: x.clone() for name, x in batch.items()}
-    proof = verify(program, model, batch).check()
-    assert proof.drawn == ("weights", "batch")
-    assert proof.loss != verify(program, model, batch, drawn=False).check().loss
-    for name, p in model.named_parameters():
-        assert p.data_ptr() == before[name][0], name
-        assert torch.equal(p, before[name][1]), name
-    assert all(torch.equal(batch[name], x) for name, x in given.items())
-
-
-class Picky(torch.nn.Module):
-    """Refuses batches whose samples do not begin with 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = torch.nn.Embedding(7, 8)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        if not torch.compiler.is_compiling():
-            assert bool((ids[:, 0] == 1).all()), "samples begin with 1"
-        return self.tokens(ids).exp().sum()
-
-
-def test_what_the_model_cannot_take_is_taken_as_given():
-    batch = {"ids": torch.ones(4, 5, dtype=torch.int64)}
-    case = Case(Picky().double(), batch)
-    assert verify(case.compile("dp=2"), *case).check().drawn == ("weights",)
-    with pytest.raises(AssertionError, match="samples begin with 1"):
-        case._replace(batch={"ids": torch.zeros(4, 5, dtype=torch.int64)}).verify(
-            "dp=2"
-        )
-
-
-def test_what_a_step_leaves_behind_must_not_show_in_the_next():
-    """Here the residuals of the first, which is right as long as it is alone."""
-    program, model, batch = as_initialised("tp=2")
-    pattern = re.compile(r"(    return \(.*\), \[\w+, )(\w+),")
-    stale = {
-        key: pattern.sub(r'\1k.setdefault("old", \2),', text)
-        for key, text in program.modules.items()
-    }
-    assert stale != program.modules
-    wrong = replace(program, modules=stale)
-    assert verify(wrong, model, batch, drawn=False).passed
-    assert not verify(wrong, model, batch).passed
-
-
-def test_the_norm_that_clips_is_compared():
-    program, model, batch = as_initialised("tp=2")
-    name = "blocks.0.mlp.up.weight"
-    spec = program.parameters[name]
-    assert spec.split_axes == ("tp",)
-    proof = verify(program, model, batch).check()
-    assert proof.errors[NORM] < 1e-10
-    # Whole on both ranks: each has half of its gradient, and takes it for all of it.
-    whole = tuple(tuple(() for _ in factors) for factors in spec.slots)
-    parameters = {**program.parameters, name: replace(spec, slots=whole)}
-    with pytest.raises((RankError, VerificationFailed)):
-        verify(replace(program, parameters=parameters), model, batch)
-
-
-def test_a_loss_without_dropout_is_compared():
-    case = plain_gpt(layers=1, dropout=0.2).double()
-    proof = verify(case.compile("tp=2"), *case).check()
-    assert proof.errors[EVALUATED] < 1e-10
-
-
-def test_a_step_that_writes_into_its_batch_is_noticed():
-    program, model, batch = as_initialised("tp=2")
-    texts = {
-        key: text.replace('b["ids"],', 'b["ids"].mul_(1),')
-        for key, text in program.modules.items()
-    }
-    assert texts != program.modules
-    with pytest.raises(VerificationFailed, match="writes into the batch field 'ids'"):
-        verify(replace(program, modules=texts), model, batch)
 
 
 class Encoder(nn.Module):

@@ -9,23 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.proof.draw_values import draw_batch, draw_parameters
+from autopar.proof.draw_batches import NONE_DRAWN, draw_batch
+from autopar.proof.draw_values import draw_parameters
 from passes.program import Program
 
 
 @contextmanager
-def drawn_weights(model: nn.Module, seed: int) -> Iterator[None]:
-    """Gives every parameter a drawn value; afterwards each has its own again."""
+def drawn_weights(
+    model: nn.Module, seed: int, buffers: Mapping[str, Tensor] = NONE_DRAWN
+) -> Iterator[None]:
+    """Gives every parameter a drawn value; afterwards each has its own again. buffers:
+    values of some, for as long."""
     own = {name: p.data for name, p in model.named_parameters()}
     specs = {name: (tuple(x.shape), x.dtype) for name, x in own.items()}
     drawn = draw_parameters(specs, seed, own)
+    kept = {name: b.data for name, b in model.named_buffers() if name in buffers}
     try:
         for name, p in model.named_parameters():
             p.data = drawn[name].to(own[name].device)
+        for name, b in model.named_buffers():
+            b.data = buffers.get(name, b.data)
         yield
     finally:
         for name, p in model.named_parameters():
             p.data = own[name]
+        for name, b in model.named_buffers():
+            b.data = kept.get(name, b.data)
 
 
 def drawn_batch(

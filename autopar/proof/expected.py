@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autopar.proof.draw_values import draw_buffers
 from autopar.proof.drawn import drawn_batch, drawn_weights, is_finite
 from autopar.runtime.choices import Choices, Choosing
 from autopar.training.reference import OurDropout, reference_step
@@ -39,7 +40,8 @@ class Expected:
     found: what it computes; in mixed precision under autocast, with `made`, what its
     routers chose. exact: of the model in its own precision, told so; `margin`: by how
     much it preferred others. norm: of all gradients. evaluated: the loss without
-    dropout, where there is dropout. drawn: of weights and batch.
+    dropout, where there is dropout. drawn: of weights and batch. buffers: those that
+    were drawn, too.
     """
 
     weights: Mapping[str, Tensor]
@@ -51,6 +53,7 @@ class Expected:
     margin: float = 0.0
     evaluated: Tensor | None = None
     drawn: tuple[str, ...] = ()
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def expect(
@@ -63,20 +66,21 @@ def expect(
     drawn: bool = True,
 ) -> list[Expected]:
     """Run the model on what programs are to be compared on, a step at a time."""
+    buffers = draw_buffers(dict(model.named_buffers()), seed) if drawn else {}
     for what, gentle in ATTEMPTS if drawn else ():
         steps = []
         for number in range(STEPS):
             given = batch
             if BATCH in what:
                 given = drawn_batch(program, batch, seed + number, gentle)
-            with drawn_weights(model, seed + number):
+            with drawn_weights(model, seed + number, buffers):
                 key = (seed << 32) + number
                 made = _expect(program, model, given, loss_fn, key, tolerance, what)
             if made is None:
                 break
             steps.append(made)
         else:
-            return steps
+            return [replace(step, buffers=buffers) for step in steps]
     one = _expect(program, model, batch, loss_fn, seed << 32, tolerance, ())
     assert one is not None, "what is given is compared as it is"
     return [one]
