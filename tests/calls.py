@@ -180,7 +180,7 @@ NORMS: dict[str, Call] = {
     "leaky_relu": lambda g: F.leaky_relu(g.x, 0.3),
     "silu": lambda g: F.silu(g.x) + F.mish(g.x) + g.x.square(),
     "glu": lambda g: F.glu(g.x, 1),
-    "dropout": lambda g: F.dropout(g.x, 0.0, True) + F.dropout(g.x, 0.5, False),
+    "dropout": lambda g: F.dropout(g.x, 1.0) + F.dropout(g.x, 0.5, False),
 }
 PIECES: dict[str, Call] = {
     "add": lambda g: torch.add(g.x, g.w, alpha=3) * g.y,
@@ -194,6 +194,10 @@ PIECES: dict[str, Call] = {
     "mul": lambda g: g.x * 3.0,
     "where": lambda g: torch.where(g.mask[..., None], g.x, 2.0) * g.y,
     "logic": lambda g: g.x * ((g.mask & True) | g.mask ^ (g.ids > 3))[..., None],
+    "not a number": lambda g: (
+        torch.where(g.mask[..., None], g.x, float("nan")).nan_to_num(0.5) * g.y
+    ),
+    "nothing": lambda g: g.x.split([0, 6], 1)[1] + g.x.narrow(1, 2, 0).sum(1)[:, None],
     "zero gradient": lambda g: torch.copysign(g.x, g.y - g.w),
     "inverse": lambda g: torch.linalg.inv(g.w.diag() + g.w[0]) * g.y[:, :4],
     "no dims": lambda g: g.w.sum().sum(-1).cumsum(0).topk(1)[0].permute([]) * g.y,

@@ -79,6 +79,12 @@ def test_free_dims_are_found(one: Node, expected: str) -> None:
         node("aten.flip.default", x(3, 6), (0, 1)),
         node("aten.expand_copy.default", x(1, 5), (4, 5)),
         Node("aten.mul_.Tensor", (x(3, 4), 2), {}, (x(3, 4),)),
+        Node(
+            "aten.linalg_lu_solve.default",
+            (x(4, 4), x(4, dtype=torch.int32), x(4, 2)),
+            {},
+            (x(4, 2),),
+        ),  # which writes where its pivots point
         Node("aten.linalg_cholesky.default", (x(4, 4),), {}, (x(4, 4),)),
     ],
     ids=lambda one: one.op,

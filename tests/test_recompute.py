@@ -84,6 +84,7 @@ def test_full_recompute_keeps_the_input_of_each_layer() -> None:
     assert outside > 5 * entering  # Korthikanti 2022: 34 bytes an element against 2
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("mesh", ["cp=2", "tp=2,cp=2"])
 def test_ranks_choose_alike_what_to_make_again(mesh: str) -> None:
     """One rank's 8 rows are as many as a head is wide; the other has 9."""
@@ -119,6 +120,7 @@ class PostNorm(Block):
         return self.norm2(x + self.mlp(x))
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("mesh", ["pp=1", "pp=2,tp=2"])
 def test_a_result_that_crosses_layers_is_not_made_again(mesh: str) -> None:
     model = randomize(Stack(PostNorm, 2))

@@ -66,7 +66,7 @@ class OurDropout(TorchFunctionMode):
         shape = [[(n, ((0, n),))] for n in input.shape]
         keep = dropout_mask(p, self.key, self.calls, shape, input.device)
         self.calls += 1
-        return input * keep * (1.0 / (1.0 - p))
+        return input * keep * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
 
     def attention(
         self,

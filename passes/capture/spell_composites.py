@@ -45,8 +45,8 @@ def repeat(rewriter: Rewriter, node: Node) -> Value:
     x, out, where = node.operands[0], node.out, node.where
     extents = (*(1,) * (len(out.shape) - len(x.shape)), *x.shape)
     pairs = [(n // e if e else 1, e) for n, e in zip(out.shape, extents, strict=True)]
-    apart = tuple(n for times, e in pairs for n in ((1, e) if times > 1 else (e,)))
-    many = tuple(n for times, e in pairs for n in ((times, e) if times > 1 else (e,)))
+    apart = tuple(n for times, e in pairs for n in ((1, e) if times != 1 else (e,)))
+    many = tuple(n for times, e in pairs for n in ((times, e) if times != 1 else (e,)))
     x = rewriter.reshape(x, apart, where)
     if many != apart:
         op = "aten.expand.default"

@@ -52,6 +52,8 @@ class Atoms:
                 continue
             if self.size[x] == self.size[y]:
                 self.parent[max(x, y)] = min(x, y)
+            elif not self.size[x] or not self.size[y]:
+                return  # nothing is a multiple of every extent
             elif self.size[x] % self.size[y] == 0:
                 a += self._split(x, self.size[y])
                 b.append(y)

@@ -184,7 +184,7 @@ def _bind(
                 letters[name] = atoms.fresh(stated)
             if name in letters:
                 for atom in letters[name]:
-                    rest //= atoms.size[atom]
+                    rest //= max(1, atoms.size[atom])
             else:
                 unknown.append(name)
         for name in unknown:

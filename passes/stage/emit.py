@@ -231,6 +231,8 @@ class _Emitter:
             return (
                 f"[{', '.join(map(self.arg, arg))}]" if _flat(arg) else self.nest(arg)
             )
+        if isinstance(arg, float) and arg != arg:
+            return 'float("nan")'
         if isinstance(arg, torch.dtype | torch.memory_format):
             return str(arg)
         return repr(arg)

@@ -49,7 +49,7 @@ def spell_masks(nodes: list[Node]) -> list[Node]:
             x, p, number, position = node.args
             mask = Value(f"keep_{number}", x.shape, torch.bool)
             drawn = Node("comm.dropout_mask", (p, number, position), {}, (mask,))
-            args = (x, mask, 1.0 / (1.0 - p))
+            args = (x, mask, 1.0 / (1.0 - p) if p < 1.0 else 0.0)
             used = replace(node, op="autopar.masked_scale", args=args)
         elif node.op == ATTENTION and len(node.args[6]) > 1:
             q, k, v, _, _, scale, position, *_ = node.args
