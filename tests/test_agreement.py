@@ -168,6 +168,7 @@ def gone(program: Program, folder: Path) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     began = time.monotonic()
     said, _ = run_ranks(gone, 2, small_program("tp=2", 1), tmp_path, seconds=120)
@@ -191,6 +192,7 @@ def joined(program: Program) -> float:
     return made(program)(**whole).item()
 
 
+@pytest.mark.slow
 def test_parts_that_ranks_have_loaded_are_joined() -> None:
     torch.manual_seed(0)
     want = build(CONFIG, BATCH)[0](**batch_of(0))[1].item()

@@ -96,13 +96,14 @@ def train(
 
 PLANS = [
     ("plain", "tp=2", {}),
-    pytest.param("cut", "tp=2", {}, marks=pytest.mark.slow),
-    pytest.param("plain", "dp=2", {"zero": 3}, marks=pytest.mark.slow),
-    pytest.param("plain", "pp=2,tp=2", {"microbatches": 2}, marks=pytest.mark.slow),
-    pytest.param("plain", "dp=2,tp=2", {"zero": 1}, marks=pytest.mark.slow),
+    ("cut", "tp=2", {}),
+    ("plain", "dp=2", {"zero": 3}),
+    ("plain", "pp=2,tp=2", {"microbatches": 2}),
+    ("plain", "dp=2,tp=2", {"zero": 1}),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh", "options"), PLANS)
 def test_they_update_as_on_one_device(
     model: str, mesh: str, options: Mapping[str, Any], tmp_path: Path
