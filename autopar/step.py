@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -139,13 +140,13 @@ class Step:
         if self._executor is None:
             self.build(**batch)
         assert self._executor is not None
-        tensors = self._begin("step", batch)
-        if self._host is not None:
-            self._host.upload()
-        loss = self._executor.step(tensors)
-        if self._host is not None:
-            self._host.download()
-        self._updates.show()
+        with self._begin("step", batch) as tensors:
+            if self._host is not None:
+                self._host.upload()
+            loss = self._executor.step(tensors)
+            if self._host is not None:
+                self._host.download()
+            self._updates.show()
         return loss
 
     def evaluate(self, **batch: Any) -> Tensor:
@@ -154,10 +155,10 @@ class Step:
         The same as of the model in `.eval()`, if dropout is all that this changes.
         """
         executor = self.executor  # raises if there is nothing to evaluate yet
-        tensors = self._begin("evaluate", batch)
-        if self._host is not None:
-            self._host.upload()
-        return executor.evaluate(tensors)
+        with self._begin("evaluate", batch) as tensors:
+            if self._host is not None:
+                self._host.upload()
+            return executor.evaluate(tensors)
 
     def build(self, **batch: Any) -> Step:
         """Compile for batches like this one (only shapes and types matter)."""
@@ -222,16 +223,24 @@ class Step:
             plan = choose_plan(model, plan, batch, self._loss_fn)
         return compile_offline(model, batch, plan, self._loss_fn)
 
-    def _begin(self, operation: str, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors of a batch that fits, and is the same on all ranks."""
+    @contextmanager
+    def _begin(
+        self, operation: str, batch: Mapping[str, Any]
+    ) -> Iterator[dict[str, Tensor]]:
+        """The context of an operation: with the tensors of a batch that fits, and is
+        the same on all ranks."""
         try:
             tensors = checked_batch(self.program, self._fixed, batch)
             check_trained(self.program, self._updates.parameters)
+            if self._host is None:
+                self.executor.rebind()
+            else:
+                self._host.check()
         except AutoparError as error:
             self._agree().refuse(operation, error)
             raise
-        self._agree().on_batch(operation, tensors, self._updates)
-        return {name: x.to(self.device) for name, x in tensors.items()}
+        with self._agree().on_batch(operation, tensors, self._updates):
+            yield {name: x.to(self.device) for name, x in tensors.items()}
 
     # --- what optimizers and checkpoints need --------------------------------------
 
@@ -290,10 +299,10 @@ class Step:
         Returns the norm before; each element of the model counts once, however many
         ranks hold it. Follows torch.nn.utils.clip_grad_norm_.
         """
-        self._agree()("clip_grad_norm_")
         grads = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
         flats = [b.flat for b in self.executor.buckets] if self._host is None else []
-        return clip_(self.program, self.comm, max_norm, grads, flats)
+        with self._agree().on_clip():
+            return clip_(self.program, self.comm, max_norm, grads, flats)
 
     def gather_for(self, optimizer: Kind) -> Kind:
         """Give an optimizer whole parameters in each update, as Muon needs; see

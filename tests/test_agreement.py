@@ -15,6 +15,7 @@ from processes import run_ranks
 from torch import Tensor
 
 import autopar
+from autopar.runtime.agreement import FIRST
 from autopar.runtime.comm import CommError
 from autopar.runtime.digest import digest
 from autopar.step import Step
@@ -173,6 +174,50 @@ def test_a_rank_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     began = time.monotonic()
     said, _ = run_ranks(gone, 2, small_program("tp=2", 1), tmp_path, seconds=120)
     assert "rank 0 waits in step.save() for a rank that failed, has ended" in said
+    assert time.monotonic() - began < 60
+
+
+def late(program: Program, habit: str) -> str:
+    """What is said after some steps, when ranks no longer wait before they begin."""
+    step, rank = made(program), dist.get_rank()
+    optimizer = torch.optim.SGD(step.parameters(), lr=1e-3)
+    for i in range(FIRST + 2):
+        step(**batch_of(i))
+        step.clip_grad_norm_(1.0)
+        optimizer.step()
+    try:
+        if habit == "evaluates" and rank == 0:
+            step.evaluate(**batch_of(0))
+        batch = batch_of(0)
+        if habit == "fails" and rank == 1:
+            batch["ids"] = batch["ids"][:2]
+        if habit == "rate":
+            step(**batch)
+            optimizer.param_groups[0]["lr"] += rank
+            optimizer.step()
+        step(**batch)
+        return "nothing was said"
+    except AutoparError as error:
+        return str(error)
+
+
+LATE = {
+    "evaluates": ("rank 0 evaluates, but rank 1 steps",) * 2,
+    "rate": ("'lr' of SGD's group 0 is 0.001 on rank 0, but 1.001 on rank 1",) * 2,
+    "fails": ("rank 1 cannot step", "'ids' is int64[2, 16], but the step was"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp=2", "pp=2"])
+@pytest.mark.parametrize("habit", LATE)
+def test_ranks_that_have_begun_are_told_too(habit: str, mesh: str) -> None:
+    if (mesh, habit) == ("pp=2", "rate"):
+        return  # of each stage its own
+    began = time.monotonic()
+    program = small_program(mesh, 2 if mesh == "pp=2" else 1)
+    for said, text in zip(run_ranks(late, 2, program, habit), LATE[habit], strict=True):
+        assert text in said
     assert time.monotonic() - began < 60
 
 

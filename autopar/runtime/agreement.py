@@ -8,7 +8,8 @@ they hold goes, as digests, with their roll calls.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -21,8 +22,9 @@ from autopar.runtime.updates import Updates
 from passes.errors import AutoparError, BatchError
 from passes.program import Program
 
-# Batches are compared in the first calls, where a loader of its own on each rank shows,
-# and in every so many later ones, which costs nothing that could be measured.
+# In the first calls, where a loader of its own on each rank shows, and in every so many
+# later ones, batches are compared, and ranks wait for each other before they begin. In
+# between they do not, so that the roll call costs no time: see `RollCall.ahead`.
 FIRST, EVERY = 4, 32
 
 WHOLE_BATCH = (
@@ -49,22 +51,44 @@ class Agreement(RollCall):
         facts = {("seed", ""): seed, ("program", ""): digest_of_text(text)}
         self("build", {**facts, **{("field", k): repr(v) for k, v in fixed.items()}})
 
+    @contextmanager
     def on_batch(
         self, operation: str, batch: Mapping[str, Tensor], updates: Updates
-    ) -> None:
-        """Begin an operation with a batch, after updates of the weights. Raises:
-        BatchError, ModelMismatch, RanksDisagree."""
+    ) -> Iterator[None]:
+        """The context of an operation with a batch, after updates of the weights.
+        Raises: BatchError, ModelMismatch, RanksDisagree."""
         if self.comm.mesh.size == 1:
+            yield
             return
         count = self._calls[operation]
         self._calls[operation] += 1
-        due = count < FIRST or count % EVERY == 0
-        facts = dict(digests("batch", batch)) if due else {}
-        made, of_stage = updates.facts()
+        facts, of_stage = updates.facts()
         if operation == "step" and count == 0:
             # Ranks have other parts, so that they tell all: once.
-            facts["weights", ""] = [digest(p) for p in updates.parameters.values()]
-        self(operation, {**made, **facts}, of_stage)
+            weights = [digest(p) for p in updates.parameters.values()]
+            facts = {**facts, ("weights", ""): weights}
+        if count < FIRST or count % EVERY == 0:
+            self(operation, {**facts, **digests("batch", batch)}, of_stage)
+            yield
+        else:
+            with self.ahead(operation, facts, of_stage):
+                yield
+
+    def refuse(self, operation: str, error: AutoparError) -> None:
+        self._calls[operation] += 1  # as on the other ranks
+        super().refuse(operation, error)
+
+    @contextmanager
+    def on_clip(self) -> Iterator[None]:
+        """The context of what is as short, and done as often as a step."""
+        count = self._calls["clip_grad_norm_"]
+        self._calls["clip_grad_norm_"] += 1
+        if count < FIRST:
+            self("clip_grad_norm_")
+            yield
+        else:
+            with self.ahead("clip_grad_norm_"):
+                yield
 
     def _weights(self, _: str, values: Mapping[int, Any]) -> AutoparError | None:
         """Whether ranks have the same values of what they have the same part of."""

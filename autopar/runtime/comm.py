@@ -33,6 +33,7 @@ from autopar.runtime.pieces import (
 )
 from autopar.runtime.receipts import (
     Arrived,
+    Meeting,
     Receipt,
     Summed,
     Traffic,
@@ -298,10 +299,12 @@ class Comm(Routing, ABC):
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """The value of rank `source`, on every rank. All ranks must call it."""
 
-    def meet(self, numbers: Sequence[int], operation: str) -> list[list[int]]:
-        """Every rank's few integers, as many on all of them, in rank order. All ranks
-        must call it, each to begin an operation, which is told if others are late."""
-        return self.gather_object(list(numbers))
+    def start_meet(self, numbers: Sequence[int], operation: str) -> Meeting:
+        """Begin to gather a few integers of each rank, first in an operation."""
+        return Meeting(self.gather_object(list(numbers)))
+
+    def abandon(self) -> None:
+        """Let ranks that wait for this one fail, where they would not by themselves."""
 
     # What an engine provides. Tensors are contiguous, groups have two ranks or more.
 

@@ -174,7 +174,7 @@ class Executor:
         self._free_batch()
         return self._loss()[0]
 
-    def _rebind(self) -> None:
+    def rebind(self) -> None:
         """Compute with the memory that parameters have now, where `p.data = ...` gave
         them other. Raises: ParameterError, if it is none to compute with."""
         for index, stage in self.stages.items():
@@ -187,7 +187,6 @@ class Executor:
 
     def _play(self, actions: Sequence[Action], batch: Mapping[str, Tensor]) -> None:
         """Run the actions in turn."""
-        self._rebind()
         for stage in self.stages.values():
             wanted = {k: batch[k] for k in stage.module["INPUTS"]}
             made = stage.module["prologue"](

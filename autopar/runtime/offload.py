@@ -32,12 +32,17 @@ class Host:
         self._kinds = {n: kind_of(p) for n, p in self.parameters.items()}
         self.grads = {n: _beside(p) for n, p in device.items() if p.requires_grad}
 
+    def check(self) -> None:
+        """Raises ParameterError for a parameter that was given other data than it had
+        the like of."""
+        for name, p in self.parameters.items():
+            check_data(name, p, self._kinds[name])
+
     @torch.no_grad()
     def upload(self) -> None:
         """Bring the device's copies up to date, and the gradients to be added to."""
         for name, p in self.parameters.items():
             copy = self._device[name]
-            check_data(name, p, self._kinds[name])
             copy.copy_(p)
             copy.grad = None if p.grad is None else p.grad.to(copy.device)
 

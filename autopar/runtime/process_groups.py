@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autopar.runtime.comm import Comm, CommError
 from autopar.runtime.lanes import Lanes, open_lanes
-from autopar.runtime.receipts import Receipt, let_go
+from autopar.runtime.receipts import Meeting, Receipt, let_go
 from passes.mesh import Mesh
 
 # Renamed in torch 2.13, where the old names warn.
@@ -25,6 +25,7 @@ _reduce_scatter = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 LATE = timedelta(seconds=30)  # a rank that waits so long says so
+SOON = timedelta(seconds=1)
 LOG = logging.getLogger("autopar")
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -100,34 +101,19 @@ class ProcessComm(Comm):
         dist.broadcast_object_list(values, source)
         return values[0]
 
-    def meet(self, numbers: Sequence[int], operation: str) -> list[list[int]]:
+    def start_meet(self, numbers: Sequence[int], operation: str) -> Meeting:
         group = self._roll_call and self._roll_call()
         if group is None:
-            return super().meet(numbers, operation)
-        world, began = self.mesh.size, time.monotonic()
+            return super().start_meet(numbers, operation)
         mine = torch.tensor(list(numbers), dtype=torch.int64)
-        rows = mine.new_empty(world * len(numbers))
-        work = _all_gather(rows, mine, group, async_op=True)
-        try:
-            try:
-                work.wait(LATE)
-            except RuntimeError:
-                if time.monotonic() - began < LATE.total_seconds():
-                    raise
-                LOG.warning(
-                    "rank %d has waited in step.%s() for %.0f s: other ranks have "
-                    "called neither it nor anything else of the step",
-                    self.rank, operation, LATE.total_seconds(),
-                )  # fmt: skip
-                work.wait()
-        except RuntimeError as error:
-            raise CommError(
-                f"rank {self.rank} waits in step.{operation}() for a rank that failed, "
-                f"has ended, or does not call it: {error}"
-                f"\n  fix  call step.{operation}() on all ranks; if they do, see what "
-                "the other one said"
-            ) from error
-        return rows.view(world, -1).tolist()
+        rows = mine.new_empty(self.mesh.size, len(numbers))
+        work = _all_gather(rows.view(-1), mine, group, async_op=True)
+        return _Meeting(work, rows, f"rank {self.rank}", f"step.{operation}()")
+
+    def abandon(self) -> None:
+        """A rank in a collective of gloo's waits in it; one of NCCL's goes on."""
+        if self.device.type == "cpu" and dist.is_initialized():
+            dist.destroy_process_group()
 
     def _reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> None:
         dist.all_reduce(x, _REDUCE_OPS[op], self._group(ranks))
@@ -229,6 +215,48 @@ class ProcessComm(Comm):
                 f"\n  fix  name their axes in `groups`, or them in `rank_groups`, "
                 f"and call destroy_process_group only at the end"
             ) from None
+
+
+class _Meeting(Meeting):
+    """What is gathered of all ranks by `work`. who, where: for what is said."""
+
+    def __init__(self, work: dist.Work, rows: Tensor, who: str, where: str) -> None:
+        self._work, self._rows = work, rows
+        self._who, self._where = who, where
+        self._began = time.monotonic()
+
+    def rows(self) -> list[list[int]]:
+        try:
+            self._wait()
+        except RuntimeError as error:
+            raise CommError(
+                f"{self._who} waits in {self._where} for a rank that failed, has "
+                f"ended, or does not call it: {error}"
+                f"\n  fix  call {self._where} on all ranks; if they do, see what the "
+                "other one said"
+            ) from error
+        return self._rows.tolist()
+
+    def _wait(self) -> None:
+        try:
+            self._work.wait(LATE)
+        except RuntimeError:
+            late = LATE.total_seconds()
+            if time.monotonic() - self._began < late:
+                raise
+            LOG.warning(
+                "%s has waited in %s for %.0f s: other ranks have called neither it "
+                "nor anything else of the step",
+                self._who, self._where, late,
+            )  # fmt: skip
+            self._work.wait()
+
+    def rows_soon(self) -> list[list[int]] | None:
+        try:
+            self._work.wait(SOON)
+        except RuntimeError:
+            return None
+        return self._rows.tolist()
 
 
 class _Shift(Receipt):

@@ -10,11 +10,16 @@ what is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from types import MappingProxyType
 from typing import Any
 
-from autopar.runtime.comm import Comm
+from autopar.runtime.comm import Comm, CommError
 from autopar.runtime.digest import digest_of_text
+from autopar.runtime.receipts import Meeting
 from passes.errors import AutoparError
 
 # What ranks do together, and how an error says it of one rank and of several.
@@ -32,6 +37,7 @@ OPERATIONS = {
 
 Facts = Mapping[tuple[str, str], Any]
 """(kind, name) -> a plain value, such as a digest: all ranks must have the same."""
+NOTHING: Facts = MappingProxyType({})
 
 Judge = Callable[[str, Mapping[int, Any]], AutoparError | None]
 """From a fact's name and its values by rank (None: it has none) to an error, if the
@@ -42,6 +48,14 @@ class RanksDisagree(AutoparError):
     """Ranks are not in the same operation."""
 
 
+class State(IntEnum):
+    """How a rank is in an operation."""
+
+    HERE = 0  # it waits for the others before it begins
+    FAILED = 1  # it cannot begin
+    AHEAD = 2  # it has begun, and looks afterwards whether the others had
+
+
 class RollCall:
     """One rank's part in the roll calls of a step.
 
@@ -50,11 +64,17 @@ class RollCall:
 
     def __init__(self, comm: Comm, judges: Mapping[str, Judge]) -> None:
         self.comm, self.judges = comm, judges
+        # The ranks of each coordinate of the pipeline.
+        by_stage: dict[int, list[int]] = {}
+        for rank in range(comm.mesh.size):
+            place = comm.mesh.coords(rank).get("pp", 0)
+            by_stage.setdefault(place, []).append(rank)
+        self.stages = list(by_stage.values())
         # What ranks told that was not the same, and yet right.
-        self._right: set[tuple[tuple[int, ...], ...]] = set()
+        self.right: set[tuple[tuple[int, ...], ...]] = set()
 
     def __call__(
-        self, operation: str, facts: Facts | None = None, of_stage: Facts | None = None
+        self, operation: str, facts: Facts = NOTHING, of_stage: Facts = NOTHING
     ) -> None:
         """Begin an operation; on all ranks, or on none.
 
@@ -62,46 +82,92 @@ class RollCall:
         Raises, on all ranks: RanksDisagree, or what a judge says of the first fact that
         is not the same on all of them.
         """
-        self._meet(operation, dict(facts or {}), dict(of_stage or {}), None)
+        if self.comm.mesh.size > 1:
+            self._start(operation, State.HERE, facts, of_stage).finish()
+
+    @contextmanager
+    def ahead(
+        self, operation: str, facts: Facts = NOTHING, of_stage: Facts = NOTHING
+    ) -> Iterator[None]:
+        """The same for an operation that runs at once, in this context: what is wrong
+        is raised at its end, or where it fails because others are not in it."""
+        if self.comm.mesh.size == 1:
+            yield
+            return
+        call = self._start(operation, State.AHEAD, facts, of_stage)
+        try:
+            yield
+        except RuntimeError:
+            call.explain()
+            raise
+        call.finish()
 
     def refuse(self, operation: str, error: AutoparError) -> None:
         """Begin an operation that this rank cannot take part in: the others raise too,
         and say why. The caller raises the error."""
-        self._meet(operation, {}, {}, error)
+        if self.comm.mesh.size > 1:
+            with suppress(CommError):  # its own error says more
+                self._start(operation, State.FAILED, NOTHING, NOTHING, error).finish()
 
-    def _meet(
+    def _start(
         self,
         operation: str,
-        facts: dict[tuple[str, str], Any],
-        of_stage: dict[tuple[str, str], Any],
-        error: AutoparError | None,
-    ) -> None:
-        mesh = self.comm.mesh
-        if mesh.size == 1:
-            return
+        state: State,
+        facts: Facts,
+        of_stage: Facts,
+        error: AutoparError | None = None,
+    ) -> _Call:
         number = list(OPERATIONS).index(operation)
-        digests = [digest_of_text(repr(found)) for found in (facts, of_stage)]
-        rows = self.comm.meet([number, error is not None, *digests], operation)
-        alike = all(row[:3] == rows[0][:3] for row in rows) and not rows[0][1]
-        if alike and all(
-            rows[rank][3] == rows[ranks[0]][3]
-            for ranks in self._by_stage()
-            for rank in ranks
-        ):
-            return
-        if (key := tuple(map(tuple, rows))) in self._right:
-            return
-        told = self.comm.gather_object((operation, facts, of_stage, error))
-        if error is None:
-            self._judge(told)
-            self._right.add(key)
+        digests = [digest_of_text(repr(dict(found))) for found in (facts, of_stage)]
+        meeting = self.comm.start_meet([number, state, *digests], operation)
+        told = (operation, dict(facts), dict(of_stage), error)
+        return _Call(self, meeting, state, told)
 
-    def _by_stage(self) -> list[list[int]]:
-        """The ranks of each coordinate of the pipeline."""
-        found: dict[int, list[int]] = {}
-        for rank in range(self.comm.mesh.size):
-            found.setdefault(self.comm.mesh.coords(rank).get("pp", 0), []).append(rank)
-        return list(found.values())
+
+@dataclass(frozen=True)
+class _Call:
+    """A roll call under way. told: what this rank tells, if it must."""
+
+    roll: RollCall
+    meeting: Meeting
+    state: State
+    told: tuple[str, Facts, Facts, AutoparError | None]
+
+    def finish(self) -> None:
+        """Raises what is wrong, but for a rank that could not begin and knows why."""
+        rows = self.meeting.rows()
+        key = tuple(map(tuple, rows))
+        if self._alike(rows) or key in self.roll.right:
+            return
+        failed = self.state is State.FAILED
+        states = {row[1] for row in rows}
+        if State.AHEAD in states and len(states) > 1:
+            # Some are in the midst of it: they cannot tell more.
+            apart = State.FAILED in states or len({row[0] for row in rows}) > 1
+            if apart and self.state is not State.AHEAD:
+                self.roll.comm.abandon()
+            if apart and not failed:
+                judge_rows(rows)
+            return
+        told = self.roll.comm.gather_object(self.told)
+        if not failed:
+            self._judge(told)
+            self.roll.right.add(key)
+
+    def explain(self) -> None:
+        """After an error of communication: raises RanksDisagree if that is why."""
+        if (rows := self.meeting.rows_soon()) is not None:
+            judge_rows(rows)
+
+    def _alike(self, rows: Sequence[Sequence[int]]) -> bool:
+        """Whether all ranks are in one operation, with the same facts."""
+        if any(row[:3] != rows[0][:3] for row in rows) or rows[0][1] == State.FAILED:
+            return False
+        return all(
+            rows[rank][3] == rows[ranks[0]][3]
+            for ranks in self.roll.stages
+            for rank in ranks
+        )
 
     def _judge(self, told: Sequence[tuple[str, Facts, Facts, Any]]) -> None:
         for rank, (operation, *_, error) in enumerate(told):
@@ -111,15 +177,26 @@ class RollCall:
                 )
         check_operations([operation for operation, *_ in told])
         self._compare({rank: facts for rank, (_, facts, *_) in enumerate(told)})
-        for ranks in self._by_stage():
+        for ranks in self.roll.stages:
             self._compare({rank: told[rank][2] for rank in ranks})
 
     def _compare(self, by_rank: Mapping[int, Facts]) -> None:
         names = dict.fromkeys(key for facts in by_rank.values() for key in facts)
         for kind, name in names:
             values = {r: facts.get((kind, name)) for r, facts in by_rank.items()}
-            if others(values) and (found := self.judges[kind](name, values)):
+            if others(values) and (found := self.roll.judges[kind](name, values)):
                 raise found
+
+
+def judge_rows(rows: Sequence[Sequence[int]]) -> None:
+    """Raises RanksDisagree if ranks are in other operations, or one cannot begin."""
+    operations = [list(OPERATIONS)[row[0]] for row in rows]
+    check_operations(operations)
+    for rank, row in enumerate(rows):
+        if row[1] == State.FAILED:
+            raise RanksDisagree(
+                f"rank {rank} cannot {operations[rank]}", fix="see what it said"
+            )
 
 
 def check_operations(by_rank: Sequence[str]) -> None:

@@ -147,10 +147,11 @@ class Updates:
     def _note(self, optimizer: Optimizer) -> None:
         kind, groups = type(optimizer).__name__, dict(self._groups)
         self._made.append((kind, plain(optimizer.defaults)))
-        for group in optimizer.param_groups:
+        again = f" in update {len(self._made)}" if len(self._made) > 1 else ""
+        for i, group in enumerate(optimizer.param_groups):
             names = [self._names.get(id(p), "") for p in group["params"]]
             options = {"parameters": digest_of_text(str(names)), **plain(group)}
-            groups["options", f"{kind}'s group {len(groups)}"] = options
+            groups["options", f"{kind}'s group {i}{again}"] = options
         self._groups = groups
 
     def facts(self) -> tuple[Facts, Facts]:
