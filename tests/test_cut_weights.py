@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from autopar.checkpoints.dcp import CheckpointError
 from autopar.checkpoints.optimizer_state import Group, join_parts
-from autopar.checkpoints.state import state_dict
+from autopar.checkpoints.state import remember, state_dict
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import Executor
 from autopar.runtime.gradient_norm import gradient_norm
 from autopar.runtime.shards import local_shape
 from autopar.runtime.virtual import run_virtual
-from autopar.step import Step, _remember
+from autopar.step import Step
 from autopar.verify import local_parameters
 from passes.capture.normalize import normalize
 from passes.dims.name_dims import name_dims
@@ -138,7 +138,7 @@ def step_on(comm: Comm, program: Program, model: nn.Module) -> Step:
     held = local_parameters(program, comm, dict(model.named_parameters()))
     step._executor = Executor(program, comm, held, dict(model.named_buffers()), 0)
     step._host, step.comm, step.device = None, comm, comm.device
-    step.names, step.unused = _remember(model, program, {})
+    step.names, step.unused = remember(model, program, {})
     return step
 
 

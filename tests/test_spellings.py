@@ -68,6 +68,12 @@ CUTS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "tensor_split": lambda y: y.tensor_split((WIDTH, WIDTH + 16), -1),
     "slices": lambda y: (y[..., :WIDTH], y[..., WIDTH:-16], y[..., -16:]),
     "heads": lambda y: y.unflatten(-1, (-1, SIZE)).split([HEADS, 2, 2], 2),
+    "permuted": lambda y: tuple(
+        p.permute(0, 3, 1, 2, 4)
+        for p in y.unflatten(-1, (1, -1, SIZE))
+        .permute(0, 2, 3, 1, 4)
+        .split([HEADS, 2, 2], 2)
+    ),
 }
 
 

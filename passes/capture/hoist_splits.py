@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from passes.capture.rewrite import Rewriter, Rule
@@ -86,16 +87,24 @@ def _find(node: Node, producers: dict[str, Node], uses: dict[str, int]) -> Hoist
                 if along == dim and alike
                 else None
             )
-        is_product = maker.op in (LINEAR, MATMUL) and len(maker.operands[1].shape) == 2
-        if is_product or kind in CUTS:
-            fits = dim == len(x.shape) - 1 if is_product else dim == cut_dim(maker)
-            return Hoist(tuple(steps), x, dim) if steps and uneven and fits else None
+        if _begins(maker, x, dim):
+            return Hoist(tuple(steps), x, dim) if steps and uneven else None
         before = _before(maker, dim)
         if before is None:
             return None
         steps.append((maker, dim))
         dim, x = before, _main(maker)
     return None
+
+
+def _begins(maker: Node, x: Value, dim: int) -> bool:
+    """Whether what a node makes, x, can be cut along a dim with all that made it: of a
+    product, heads of a product, and pieces of such a piece."""
+    if maker.op in (LINEAR, MATMUL) and len(maker.operands[1].shape) == 2:
+        return dim == len(x.shape) - 1
+    if _name(maker) == "aten.reshape":
+        return prod(x.shape[dim:]) == maker.operands[0].shape[-1]
+    return _name(maker) in CUTS and dim == cut_dim(maker)
 
 
 def _main(node: Node) -> Value:
