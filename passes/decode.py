@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
@@ -20,6 +21,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from passes.errors import AutoparError
 from passes.ranges import shown
 
+ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
 AGAIN = "write it again with this version of autopar"
 SIMPLE = {
     int: "a whole number",
@@ -33,7 +35,10 @@ SIMPLE = {
 def parse_json(text: str, where: str, error: type[AutoparError], fix: str = "") -> Any:
     """Read JSON. Raises `error` for text that is none, or has a number without end."""
     try:
-        return json.loads(text, parse_constant=_endless, parse_float=_finite)
+        data = json.loads(text, parse_constant=_endless, parse_float=_finite)
+        if ESCAPED.search(text):  # half a character, which no text can have
+            json.dumps(data, ensure_ascii=False).encode()
+        return data
     except RecursionError:
         raise error(f"{where} is nested too deeply", fix=fix) from None
     except ValueError as cause:

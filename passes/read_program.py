@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import prod
 from typing import get_type_hints
 
@@ -19,6 +19,7 @@ from passes.schedule.schedule import Schedule
 
 WHERE = "program.json"
 AGAIN = "compile it again with this version of autopar"
+PARTS = ("forward", "backward", "step")  # of `Communication`
 ELSEWHERE = frozenset({"plan", "modules"})  # in other files
 DTYPES = {str(t).removeprefix("torch."): t for t in vars(torch).values()
           if isinstance(t, torch.dtype)}  # fmt: skip
@@ -94,6 +95,8 @@ def _faults(program: Program) -> Iterator[str]:
         yield f"it has the memory of {len(program.memory)} ranks, not of {ranks}"
     if not any(shape for shape, _ in program.inputs.values()):
         yield "no field of its batch has samples"
+    if any(c.part not in PARTS for c in program.communication):
+        yield "it has messages of no part of a step"
     places = {coords_text(program.mesh.coords(r)) for r in range(program.mesh.size)}
     for i, stage in enumerate(program.stages):
         if set(stage.modules) != places:
@@ -101,6 +104,10 @@ def _faults(program: Program) -> Iterator[str]:
         for name in stage.names.values():
             if name not in specs:
                 yield f"stage {i} uses '{name}', which is not described"
+            elif name in program.parameters and i not in specs[name].stages:
+                yield f"stage {i} uses '{name}', which lies elsewhere"
+        if min(*astuple(stage.seconds), *astuple(stage.waits)) < 0:
+            yield f"stage {i} takes less than no time"
     dtypes = {program.loss_dtype, *(dtype for _, dtype in program.inputs.values())}
     if unknown := sorted(dtypes - set(DTYPES)):
         yield f"{unknown[0]!r} is no dtype"

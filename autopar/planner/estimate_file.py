@@ -17,14 +17,17 @@ import torch
 import autopar
 from autopar.machine.cluster_file import cluster_data, cluster_from
 from autopar.read_file import read_text
-from passes.decode import parse_json
+from passes.decode import decode, parse_json
 from passes.errors import AutoparError
 from passes.mesh import Mesh
+from passes.plan import AUTO, CONTEXT_PARALLEL, RECOMPUTE
 from passes.price.candidate import Candidate
 from passes.price.cluster import Cluster
 from passes.price.estimate import Estimate
 from passes.price.stage_seconds import StageSeconds
+from passes.ranges import check_range
 from passes.schedule.footprint import Footprint
+from passes.schedule.make_schedule import SCHEDULES
 
 FORMAT = 1
 ESTIMATE = "estimate.json"
@@ -81,6 +84,8 @@ class Findings:
         _check(where, kept, FINDINGS)
         measured = kept.pop("profile")
         cluster = replace(cluster_from(kept["cluster"]), profile=measured)
+        for name in ("samples", "seed", *(["seq"] if kept["seq"] is not None else [])):
+            check_range(name, kept[name], EstimateError)
         best = tuple(
             _estimate(f"best[{i}] of {where}", e) for i, e in enumerate(kept["best"])
         )
@@ -106,6 +111,7 @@ Kinds = Mapping[str, tuple[type, ...]]
 
 VERSIONS = ("autopar", "torch")
 NUMBER: tuple[type, ...] = (int, float)
+MOST = 1e30  # of a number: sums of more have no end
 FINDINGS: Kinds = {
     "plan": (str,),
     "model": (str,),
@@ -175,14 +181,22 @@ def _estimate(where: str, data: Any) -> Estimate:
     _check(where, data, WHAT)
     chosen = data["candidate"]
     _check(f"the candidate in {where}", chosen, CHOSEN)
-    chosen = {**chosen, "mesh": Mesh.parse(chosen["mesh"])}
-    chosen["layers"] = tuple(chosen["layers"])
-    chosen["order"] = tuple(chosen["order"])
+    axes = [list(axis) for axis in Mesh.parse(chosen["mesh"]).axes]
+    chosen = {**chosen, "mesh": {"axes": axes}}
+    candidate = decode(Candidate, chosen, f"the candidate in {where}", EstimateError)
+    _check_candidate(where, candidate)
+    ranks = candidate.mesh.axis_size("pp")
+    counts = {"memory": ranks, "once": ranks, "stages": len(candidate.layers)}
+    for key, count in counts.items():
+        if len(data[key]) != count:
+            raise EstimateError(f"'{key}' in {where} is not of {count}", fix=AGAIN)
+    if data["seconds"] <= 0 or not all(data["memory"]):
+        raise EstimateError(f"{where} takes no time, or no memory", fix=AGAIN)
     _amounts(where, data["parts"])
     for terms in (*data["memory"], *data["once"], *data["sources"].values()):
         _amounts(where, terms)
     return Estimate(
-        candidate=Candidate(**chosen),
+        candidate=candidate,
         seconds=data["seconds"],
         memory=tuple(data["memory"]),
         parts=data["parts"],
@@ -192,6 +206,29 @@ def _estimate(where: str, data: Any) -> Estimate:
         once=tuple(data["once"]),
         sources=data["sources"],
     )
+
+
+def _check_candidate(where: str, candidate: Candidate) -> None:
+    """Its decisions are those of a plan, and its stages as many as it has layers of."""
+    for name in ("samples", "microbatches", "stages_per_rank", "zero"):
+        check_range(name, getattr(candidate, name), EstimateError)
+    choices = {
+        "schedule": (*SCHEDULES, AUTO),
+        "recompute": RECOMPUTE,
+        "context_parallel": tuple(CONTEXT_PARALLEL),
+    }
+    for name, known in choices.items():
+        if getattr(candidate, name) not in known:
+            raise EstimateError(
+                f"'{name}' of the candidate in {where} is {getattr(candidate, name)!r}",
+                fix=f"use one of {', '.join(known)}",
+            )
+    stages = candidate.mesh.axis_size("pp") * candidate.stages_per_rank
+    if len(candidate.layers) != stages or min(candidate.layers) < 0:
+        raise EstimateError(
+            f"'layers' of the candidate in {where} are not those of {stages} stages",
+            fix=AGAIN,
+        )
 
 
 def _stage(where: str, data: Any) -> StageSeconds:
@@ -225,5 +262,6 @@ def _check(where: str, data: Any, kinds: Kinds) -> None:
     for key, value in data.items():
         if key not in kinds:
             raise EstimateError(f"unknown key '{key}' in {where}", fix="plan again")
-        if type(value) not in kinds[key]:
+        endless = kinds[key] is NUMBER and type(value) in NUMBER and abs(value) > MOST
+        if type(value) not in kinds[key] or endless:
             raise EstimateError(f"'{key}' in {where} is {value!r}", fix="plan again")
