@@ -183,12 +183,54 @@ def test_a_launcher_that_stops_us_is_obeyed(alarms: list[Alarm]) -> None:
     def body() -> None:
         signal.raise_signal(signal.SIGTERM)
 
+    for alarm in alarms[1:]:
+        alarm.note_end()
     assert guarded(alarms[0], body) == 128 + signal.SIGTERM
     assert alarms[1].reason() == TOLD
     signal.raise_signal(signal.SIGTERM)  # it is ending: nothing is raised any more
     assert guarded(alarms[1], body) == 128 + signal.SIGTERM
     assert issubclass(Terminated, BaseException)
     assert not issubclass(Terminated, Exception)
+
+
+def test_a_rank_that_alone_is_told_to_end_is_named(
+    alarms: list[Alarm], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body() -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    assert guarded(alarms[1], body) == EXIT
+    said = "rank 1 got SIGTERM, and no other rank did (killed, or out of time?)"
+    assert capsys.readouterr().err == f"\nautopar: {said}\n"
+    assert guarded(alarms[0], body) == EXIT  # torchrun ends the others now
+    assert alarms[2].reason() == said
+
+
+def test_who_ends_because_another_was_killed_names_that_one(
+    alarms: list[Alarm], clock: Clock
+) -> None:
+    def body() -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    clock.living.remove(alarms[2])
+    alarms[1].note_end()
+    assert guarded(alarms[0], body) == EXIT
+    assert alarms[1].reason() == "rank 2 does not answer (killed or hung?)"
+
+
+def test_a_signal_is_seen_while_a_call_does_not_return(store: dist.Store) -> None:
+    """The main thread runs no handler then: the alarm's own thread tells the others."""
+    with pytest.raises(SystemExit), Alarm(store, 0, 2) as alarm:
+        told = Alarm(store, 1, 2)
+
+        def body() -> None:
+            signal.signal(signal.SIGTERM, lambda *_: None)  # as if it came later
+            signal.raise_signal(signal.SIGTERM)
+            while told._told() != [0]:
+                pass
+            raise SystemExit
+
+        guarded(alarm, body)
 
 
 def test_work_that_ends_well_is_status_0(alarms: list[Alarm]) -> None:

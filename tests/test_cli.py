@@ -288,13 +288,22 @@ def first_step(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named_and_all_stop(plan: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (signal.SIGKILL, "autopar: rank 2 does not answer"),
+        (signal.SIGTERM, "autopar: rank 2 got SIGTERM, and no other rank did"),
+    ],
+)
+def test_a_killed_rank_is_named_and_all_stop(
+    plan: str, number: signal.Signals, told: str
+) -> None:
     with trained(plan, "--steps", "1000000", "--json") as process:
         first_step(process)
-        os.kill(rank_process(process.pid, 2), signal.SIGKILL)
+        os.kill(rank_process(process.pid, 2), number)
         _, said = process.communicate()
     assert process.returncode != 0
-    assert "autopar: rank 2 does not answer" in said
+    assert told in said and said.count("autopar: ") == 1
 
 
 @pytest.mark.slow

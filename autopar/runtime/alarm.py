@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
@@ -25,6 +26,7 @@ BEAT = 0.5  # seconds between signs of life
 FAILURE = "autopar/failure"
 NO_LAUNCHER = "torchrun is gone, and so its ranks stop"
 TOLD = "torchrun ends this run"
+ENDED = "autopar/ended"  # ranks that were told to end, in order
 EXIT = 13  # status of a rank that stops because of another one
 
 
@@ -54,6 +56,8 @@ class Alarm:
         self.silence, self.patience, self.grace = silence, patience, grace
         self._leave = leave
         self._seen, self._since = 0, time.monotonic()  # of the next rank
+        # Gets a byte for each signal, also where the main thread is in a long call.
+        self.signals: socket.socket | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -80,17 +84,52 @@ class Alarm:
         """After an error of communication: which ranks failed, if any did."""
         deadline = time.monotonic() + self.silence
         try:
-            before = self._beats(range(self.world))
+            before = self._all_beats()
             while time.monotonic() < deadline:
                 if (said := self._said()) is not None:
                     return said
                 time.sleep(BEAT / 2)
-            after = self._beats(range(self.world))
+            after = self._all_beats()
             # One that never beat has not started, and may only be slow.
             gone = [r for r in before if r != self.rank and 0 < before[r] == after[r]]
             return self.agree(_no_answer(gone)) if gone else self._said()
         except RuntimeError:
             return NO_LAUNCHER
+
+    def ended(self) -> str:
+        """After SIGTERM: what failed before, or whom it was sent to.
+
+        torchrun tells all of its ranks to end. Where other ranks are well and were not
+        told, someone else ended this one, and it is the reason for all that follows.
+        """
+        try:
+            self.note_end()
+            deadline, before = time.monotonic() + self.silence, self._all_beats()
+            while time.monotonic() < deadline:
+                if (said := self._said()) is not None:
+                    return said
+                if len(self._told()) == self.world:
+                    return self.agree(TOLD)
+                time.sleep(BEAT / 2)
+            told, after = self._told(), self._all_beats()
+            gone = [r for r in before if r not in told and 0 < before[r] == after[r]]
+            return self.agree(_no_answer(gone) if gone else _told_to_end(told))
+        except RuntimeError:
+            return NO_LAUNCHER
+
+    def _all_beats(self) -> dict[int, int]:
+        return self._beats(range(self.world))
+
+    def note_end(self) -> None:
+        """Tell the others that this rank was told to end; once is enough."""
+        if self.rank not in self._told():
+            self.store.append(ENDED, f"{self.rank} ")
+
+    def _told(self) -> list[int]:
+        """The ranks that were told to end."""
+        if not self.store.check([ENDED]):
+            return []
+        return sorted({int(rank) for rank in self.store.get(ENDED).split()})
 
     # --- the store -----------------------------------------------------------------
 
@@ -119,6 +158,8 @@ class Alarm:
         """Give a sign of life, and look for one of the next rank: a ring, which does
         not flood the store. Returns what was said of a failure."""
         self.store.add(f"autopar/beat/{self.rank}", 1)
+        if self.signals is not None and _pending(self.signals):
+            self.note_end()
         neighbour = (self.rank + 1) % self.world
         beat, now = self._beats([neighbour])[neighbour], time.monotonic()
         # One that never beat has not started, and may only be slow.
@@ -150,6 +191,11 @@ def guarded(alarm: Alarm, body: Callable[[], None]) -> int:
     Raises what is no AutoparError and began on this rank.
     """
     signal.signal(signal.SIGTERM, _terminate)
+    with _waking(alarm):
+        return _guarded(alarm, body)
+
+
+def _guarded(alarm: Alarm, body: Callable[[], None]) -> int:
     try:
         try:
             body()
@@ -165,12 +211,11 @@ def guarded(alarm: Alarm, body: Callable[[], None]) -> int:
         return 2
     except (RuntimeError, Terminated) as error:
         # A peer that is gone or late shows as a plain RuntimeError of gloo.
-        said = alarm.reason()
-        if said is None and isinstance(error, RuntimeError):
+        by_signal = isinstance(error, Terminated)
+        said = alarm.ended() if by_signal else alarm.reason()
+        if said is None:
             alarm.publish(_first_line(error))
             raise
-        # Where all are well, it is not because of a rank that torchrun ends them.
-        said = said or alarm.agree(TOLD)
         complain(alarm.store, said)
         return EXIT if said != TOLD else 128 + signal.SIGTERM
     except Exception as error:
@@ -185,6 +230,35 @@ def _terminate(signum: int, frame: object) -> None:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+@contextmanager
+def _waking(alarm: Alarm) -> Iterator[None]:
+    """Let the alarm's thread see signals that the main thread cannot handle yet."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        alarm.signals = ours
+        try:
+            yield
+        finally:
+            alarm.signals = None
+            signal.set_wakeup_fd(before)
+
+
+def _pending(signals: socket.socket) -> bool:
+    """Whether SIGTERM came since this was last asked."""
+    try:
+        return signal.SIGTERM in signals.recv(64)
+    except OSError:  # none came, or the rank ends
+        return False
+
+
+def _told_to_end(ranks: list[int]) -> str:
+    names = ", ".join(f"rank {r}" for r in ranks)
+    return f"{names} got SIGTERM, and no other rank did (killed, or out of time?)"
 
 
 def _no_answer(ranks: list[int]) -> str:
