@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,14 @@ from models import plain_gpt
 from processes import RankFailed, run_ranks
 
 import autopar
-from autopar.checkpoints.checkpoint_files import MANIFEST, complete, find, latest
+from autopar.checkpoints.checkpoint_files import (
+    MANIFEST,
+    checksum,
+    complete,
+    find,
+    latest,
+)
+from autopar.checkpoints.sole_writer import LOCK, sole_writer
 from passes.errors import AutoparError
 
 # Every call that changes names or makes files, as Python's audit hooks see it.
@@ -265,3 +274,89 @@ def test_a_full_disk_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     for said in run_ranks(fail_on_rank_1, 2, tmp_path):
         assert "OSError on rank 1: [Errno 28] No space left" in said
     assert complete(tmp_path) == []
+
+
+# --- a second writer ----------------------------------------------------------------
+
+HOLDS = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("process 7 on there", file=file, flush=True)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_writer_is_told_of_the_first(tmp_path: Path) -> None:
+    step, line = small(), [sys.executable, "-c", HOLDS, str(tmp_path / LOCK)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(AutoparError, match="another run: process 7 on there") as no:
+            step.save(tmp_path)
+        assert "a directory of its own" in no.value.fix
+        assert complete(tmp_path) == []
+    step.save(tmp_path)  # what a killed process leaves is no lock
+    with sole_writer(tmp_path):
+        step.save(tmp_path)  # a run that has it for as long as it lasts
+        assert (tmp_path / LOCK).exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
+
+
+# --- files whose checksums were made anew -------------------------------------------
+
+
+def without_training(metadata: Any) -> None:
+    del metadata.state_dict_metadata["training"]
+
+
+def without_keys(metadata: Any) -> None:
+    metadata.planner_data = {}
+
+
+def without_sizes(metadata: Any) -> None:
+    names = metadata.state_dict_metadata
+    names["model.tokens.weight"] = names["training"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (without_training, "it has no 'training'"),
+        (without_keys, "metadata cannot be read: KeyError"),
+        (without_sizes, "what it has of the model is no tensor"),
+        (None, "metadata cannot be read"),
+    ],
+)
+def test_what_a_checkpoint_lacks_is_named(
+    two: tuple[autopar.Step, Path], change: Any, says: str
+) -> None:
+    step, path = two
+    file, manifest = path / ".metadata", path / MANIFEST
+    metadata = pickle.loads(file.read_bytes())
+    if change is not None:
+        change(metadata)
+    file.write_bytes(b"x" if change is None else pickle.dumps(metadata))
+    data = json.loads(manifest.read_text())
+    data["files"][file.name] = checksum(file)
+    manifest.write_text(json.dumps(data))
+    refused(step, path, f"is damaged: .*{says}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("step", "x", "'step' in autopar.json is 'x', not a whole number"),
+        ("files", {"../x": "y"}, "lists '../x'"),
+        ("aliases", [], "'aliases' in autopar.json is"),
+        ("more", 1, "unknown key 'more'"),
+    ],
+)
+def test_what_a_manifest_must_not_say(
+    two: tuple[autopar.Step, Path], key: str, value: Any, says: str
+) -> None:
+    step, path = two
+    data = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps({**data, key: value}))
+    refused(step, path, says)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +33,16 @@ from autopar.checkpoints.dcp import (
     Piece,
     State,
     pack,
-    read_metadata,
+    text,
 )
 from autopar.checkpoints.dcp import read as read_pieces
 from autopar.checkpoints.dcp import write as write_pieces
+from autopar.checkpoints.open_checkpoint import (
+    METADATA,
+    Saved,
+    open_checkpoint,
+    saved_groups,
+)
 from autopar.checkpoints.optimizer_state import (
     Group,
     check_groups,
@@ -47,7 +53,7 @@ from autopar.checkpoints.optimizer_state import (
     merge_groups,
     set_state,
 )
-from autopar.runtime.comm import Comm
+from autopar.checkpoints.sole_writer import sole_writer
 from autopar.runtime.match import check_names
 from autopar.runtime.shards import Box, boxes
 from autopar.runtime.together import on_all, on_first
@@ -56,7 +62,6 @@ if TYPE_CHECKING:
     from autopar.step import Step
 
 TRAINING, EXTRA = ("training",), ("extra",)
-METADATA = ".metadata"
 LOG = logging.getLogger("autopar")
 
 
@@ -90,17 +95,15 @@ def save(
     # Values are packed by the rank that writes them.
     written = plain if comm.rank == 0 else {}
     on_all(comm, lambda: state.update(_packed(written)))
-    folder = on_first(comm, lambda: files.begin(root, count))
-    tied = _tied(step)
-    write_pieces(folder, state, {("model", a): ("model", n) for a, n in tied.items()})
-    sums: dict[str, str] = {}
-    for own in on_all(comm, lambda: _own_checksums(folder, comm.rank)):
-        sums |= own
+    tied, made = _tied(step), {} if optimizer is None else made_with(optimizer)
+
+    def begin() -> Path:
+        held.enter_context(sole_writer(root))
+        return files.begin(root, count)
 
     def finish() -> Path:
         mesh = str(step.program.mesh)
         made_by = (autopar.__version__, torch.__version__)
-        made = {} if optimizer is None else made_with(optimizer)
         manifest = Manifest(*made_by, count, mesh, tied, sums, made)
         files.write_manifest(folder, manifest)
         final = files.publish(folder)
@@ -111,7 +114,15 @@ def save(
             files.prune(root, keep, final)
         return final
 
-    return on_first(comm, finish)
+    with ExitStack() as held:
+        folder = on_first(comm, begin)
+        write_pieces(
+            folder, state, {("model", a): ("model", n) for a, n in tied.items()}
+        )
+        sums: dict[str, str] = {}
+        for own in on_all(comm, lambda: _own_checksums(folder, comm.rank)):
+            sums |= own
+        return on_first(comm, finish)
 
 
 def _model_pieces(step: Step) -> State:
@@ -234,10 +245,16 @@ def load(
                 f"checkpoint '{saved.folder}' was saved without an optimizer",
                 fix="load it without one, and train on with a fresh one",
             )
+    for key in keys:
+        if key not in saved.held:
+            raise files.damaged(saved.folder, f"it has no '{text(key)}'")
     plain = read_pieces(saved.folder, dict.fromkeys(keys, b""))
+    trained = plain[TRAINING]
+    if not isinstance(trained, dict) or not {"steps", "seed"} <= set(trained):
+        raise files.damaged(saved.folder, f"its '{text(TRAINING)}' is no step's state")
     if check is not None:
         check(plain[EXTRA])
-    groups = _saved_groups(plain)
+    groups = saved_groups(saved.folder, plain)
     wanted = _model_targets(step)
     if optimizer is not None:
         check_groups(groups, _all_groups(step, optimizer))
@@ -256,57 +273,12 @@ def load(
     return plain[EXTRA]
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A complete checkpoint. held: by key, what DCP knows of the value: a tensor's size
-    and dtype, or nothing."""
-
-    folder: Path
-    manifest: Manifest
-    held: Mapping[Key, Any]
-
-
-def open_checkpoint(directory: str | Path, comm: Comm) -> Saved:
-    """Find a checkpoint and compare its files with their checksums, each on one rank.
-
-    All ranks must call it. Raises: CheckpointError on all ranks.
-    """
-
-    def read_first() -> tuple[Path, Manifest]:
-        folder = files.find(directory)
-        return folder, files.read_manifest(folder)
-
-    folder, manifest = on_first(comm, read_first)
-    mine = sorted(manifest.files)[comm.rank :: comm.mesh.size]
-    on_all(comm, lambda: files.check_files(folder, manifest, mine))
-    held: dict[Key, Any] = {}
-    on_all(comm, lambda: held.update(held_by(folder)))
-    return Saved(folder, manifest, held)
-
-
-def held_by(folder: Path) -> dict[Key, Any]:
-    """By key, what DCP knows of each value of a checkpoint; see `Saved.held`."""
-    metadata = read_metadata(folder)
-    keys = metadata.planner_data
-    return {keys[name]: value for name, value in metadata.state_dict_metadata.items()}
-
-
 def _check_model(step: Step, saved: Saved) -> None:
     """Compare names and shapes; the same on all ranks."""
     held = {str(key[1]): v.size for key, v in saved.held.items() if key[0] == "model"}
     shapes = {n: tuple(t.shape) for n, t in step.unused.items()}
     shapes |= step.program.shapes
     check_names("the checkpoint", "step.save", shapes, step.names, held)
-
-
-def _saved_groups(plain: Mapping[Key, Any]) -> list[Group]:
-    options: dict[int, dict[str, Any]] = {}
-    for key, value in plain.items():
-        if key[0] == "optimizer":
-            options.setdefault(int(key[2]), {})[str(key[3])] = value
-    return [
-        Group(tuple(found.pop("params")), found) for _, found in sorted(options.items())
-    ]
 
 
 Targets = dict[Key, Piece | bytes]

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from autopar.checkpoints.dcp import CheckpointError
+from passes.decode import decode
 
 FORMAT = 1
 MANIFEST = "autopar.json"
-STEP = re.compile(r"step-(\d+)(\.old)?")
+STEP = re.compile(r"step-(\d{1,18})(\.old)?")
 LEFT = re.compile(r"step-\d+\.(partial|deleted)")
 CHUNK = 1 << 22  # bytes read in one go
 
@@ -152,22 +153,26 @@ def _sync(folder: Path) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Raises CheckpointError if it is not there, damaged, or of another format."""
     try:
-        data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        found = data.pop("format")
-        if found != FORMAT:
-            raise CheckpointError(
-                f"checkpoint '{folder}' is of format {found}, but this autopar reads "
-                f"format {FORMAT}",
-                fix="read it with the autopar that wrote it, or a newer one",
-            )
-        manifest = Manifest(**data)
-        if not isinstance(manifest.files, dict):
-            raise ValueError("its files are not listed by name")
-        if not isinstance(manifest.optimizer, dict):
-            raise ValueError("it does not say by name how the optimizer was made")
-        return manifest
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        data = json.loads((folder / MANIFEST).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise damaged(folder, f"{MANIFEST} cannot be read: {error}") from error
+    if not isinstance(data, dict) or "format" not in data:
+        raise damaged(folder, f"{MANIFEST} cannot be read: it has no format")
+    found = data.pop("format")
+    if found != FORMAT:
+        raise CheckpointError(
+            f"checkpoint '{folder}' is of format {found}, but this autopar reads "
+            f"format {FORMAT}",
+            fix="read it with the autopar that wrote it, or a newer one",
+        )
+    try:
+        manifest: Manifest = decode(Manifest, data, MANIFEST, CheckpointError)
+    except CheckpointError as error:
+        raise damaged(folder, f"{MANIFEST} cannot be read: {error.what}") from None
+    for name in manifest.files:
+        if Path(name).name != name:
+            raise damaged(folder, f"{MANIFEST} lists '{name}', which is not of it")
+    return manifest
 
 
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:

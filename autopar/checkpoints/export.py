@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from autopar.checkpoints import checkpoint_files as files
-from autopar.checkpoints.checkpoint import held_by
 from autopar.checkpoints.dcp import CheckpointError, Piece, State, read
+from autopar.checkpoints.open_checkpoint import held_by
 
 SUFFIXES = (".pt", ".safetensors")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.checkpoints import checkpoint_files as files
-from autopar.checkpoints.checkpoint import held_by
+from autopar.checkpoints.open_checkpoint import held_by
 from autopar.reports.tables import Table, size
 from passes.program import dtype_name
 

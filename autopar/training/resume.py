@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from autopar.checkpoints.checkpoint import load
 from autopar.checkpoints.checkpoint_files import latest
 from autopar.checkpoints.dcp import CheckpointError
+from autopar.checkpoints.sole_writer import sole_writer
 from autopar.runtime.together import on_first
 from autopar.step import Step
 
@@ -44,6 +47,18 @@ def is_due(done: int, options: RunOptions) -> bool:
         return False
     every = options.save_every or options.steps
     return done % every == 0 or done == options.steps
+
+
+@contextmanager
+def claimed(step: Step, options: RunOptions) -> Iterator[None]:
+    """Keep other runs from the directory of checkpoints for as long as this one lasts.
+
+    Raises: CheckpointError on all ranks.
+    """
+    with ExitStack() as held:
+        if (directory := options.save) is not None:
+            on_first(step.comm, lambda: held.enter_context(sole_writer(directory)))
+        yield
 
 
 def save(
@@ -88,7 +103,7 @@ def trained_by(options: RunOptions) -> dict[str, Any]:
 
 def check_options(found: Path, options: RunOptions, extra: Any) -> None:
     """Raises CheckpointError for the first option that is not as before."""
-    if not isinstance(extra, dict) or "options" not in extra:
+    if not isinstance(extra, dict) or not {"options", "rates", "done"} <= set(extra):
         raise CheckpointError(
             f"checkpoint '{found}' is not one of `autopar run`",
             fix="give the --save directory of an earlier run",

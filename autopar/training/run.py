@@ -23,7 +23,14 @@ from autopar.step import Step
 from autopar.store import StoredPlan
 from autopar.training.data import Data, open_data
 from autopar.training.reference import reference_step
-from autopar.training.resume import check_saving, is_due, learning_rates, resume, save
+from autopar.training.resume import (
+    check_saving,
+    claimed,
+    is_due,
+    learning_rates,
+    resume,
+    save,
+)
 from passes.errors import AutoparError
 from passes.mesh import MeshError
 from passes.program import Program
@@ -111,6 +118,14 @@ def train(stored: StoredPlan, options: RunOptions) -> None:
     )
     feed = Feed.open(program, loaded, options)
     step.build(**feed.batch(0))
+    with claimed(step, options):
+        _train(step, feed, loaded, stored, options)
+
+
+def _train(
+    step: Step, feed: Feed, loaded: LoadedModel, stored: StoredPlan, options: RunOptions
+) -> None:
+    """Goes on from where a checkpoint ended, if there is one."""
     optimizer = torch.optim.AdamW(step.parameters(), lr=options.lr)
     rates = learning_rates(optimizer, options.warmup)
     done = resume(step, optimizer, rates, options)

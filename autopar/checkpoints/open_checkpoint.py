@@ -1,0 +1,76 @@
+"""Opening a checkpoint: files are compared with their checksums, then looked into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.checkpoints import checkpoint_files as files
+from autopar.checkpoints.checkpoint_files import Manifest
+from autopar.checkpoints.dcp import Key, read_metadata
+from autopar.checkpoints.optimizer_state import Group
+from autopar.runtime.comm import Comm
+from autopar.runtime.together import on_all, on_first
+
+METADATA = ".metadata"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint. held: by key, what DCP knows of the value: a tensor's size
+    and dtype, or nothing."""
+
+    folder: Path
+    manifest: Manifest
+    held: Mapping[Key, Any]
+
+
+def open_checkpoint(directory: str | Path, comm: Comm) -> Saved:
+    """Find a checkpoint and compare its files with their checksums, each on one rank.
+
+    All ranks must call it. Raises: CheckpointError on all ranks.
+    """
+
+    def read_first() -> tuple[Path, Manifest]:
+        folder = files.find(directory)
+        return folder, files.read_manifest(folder)
+
+    folder, manifest = on_first(comm, read_first)
+    mine = sorted(manifest.files)[comm.rank :: comm.mesh.size]
+    on_all(comm, lambda: files.check_files(folder, manifest, mine))
+    held: dict[Key, Any] = {}
+    on_all(comm, lambda: held.update(held_by(folder)))
+    return Saved(folder, manifest, held)
+
+
+def held_by(folder: Path) -> dict[Key, Any]:
+    """By key, what DCP knows of each value of a checkpoint; see `Saved.held`.
+
+    Raises: CheckpointError.
+    """
+    try:
+        metadata = read_metadata(folder)
+        keys = metadata.planner_data
+        found = metadata.state_dict_metadata.items()
+        held: dict[Key, Any] = {tuple(keys[name]): value for name, value in found}
+        tensors = all(hasattr(v, "size") for k, v in held.items() if k[0] == "model")
+    except Exception as error:  # a pickle can raise anything
+        why = f"{type(error).__name__}: {error}"
+        raise files.damaged(folder, f"{METADATA} cannot be read: {why}") from error
+    if not tensors:
+        raise files.damaged(folder, "what it has of the model is no tensor")
+    return held
+
+
+def saved_groups(folder: Path, plain: Mapping[Key, Any]) -> list[Group]:
+    options: dict[int, dict[str, Any]] = {}
+    for key, value in plain.items():
+        if key[0] == "optimizer":
+            options.setdefault(int(key[2]), {})[str(key[3])] = value
+    if not all(isinstance(found.get("params"), list) for found in options.values()):
+        raise files.damaged(folder, "its optimizer has groups of no parameters")
+    return [
+        Group(tuple(found.pop("params")), found) for _, found in sorted(options.items())
+    ]
