@@ -247,8 +247,35 @@ def test_what_is_no_ring_is_refused() -> None:
         case.double().verify("cp=2", **{**RING, "split": SPLIT})
 
 
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_attention_in_pieces_is_told_to_be_fused(p) -> None:
+    model = Stack(lambda: InPieces(p), 1)
+    with pytest.raises(
+        ShardingConflict, match="but one in several operations"
+    ) as found:
+        Case(model, token_batch(), next_token).compile("cp=2", **RING)
+    assert found.value.source.endswith("blocks.0")
+    way_out = "compute it by F.scaled_dot_product_attention"
+    assert found.value.fix.endswith(way_out + (" with dropout_p=0.0" if p else ""))
+
+
 def next_token(logits: Tensor, batch) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+class InPieces(Block):
+    """Scores, their softmax, and rows of values by it."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        hidden = torch.ones(16, 16, dtype=torch.bool).triu(1)
+        scores = (q @ k.transpose(-2, -1)).masked_fill(hidden, float("-inf"))
+        weights = F.dropout(scores.softmax(-1), self.p)
+        return self.join(weights @ v)
 
 
 class Biased(Block):

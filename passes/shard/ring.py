@@ -22,6 +22,7 @@ from passes.plan import Plan
 ATTENTION = "comm.attention"
 BACKWARD = "comm.attention_backward"
 KERNELS = (ATTENTION, BACKWARD, "autopar.attention", "autopar.attention_backward")
+SOFTMAX = ("aten.softmax.int", "aten._softmax.default")
 Q, K, V, MASK = range(4)  # operands of attention
 
 
@@ -65,15 +66,40 @@ def check_rings(
             if not (isinstance(label, Factor) and label.role == "ring"):
                 raise _refusal(axis, str(node), str(node.where))
         if not count:
-            raise _refusal(axis, "the model, which has no fused attention", "")
+            raise _not_fused(axis, graph)
 
 
 def _refusal(axis: str, what: str, source: str) -> ShardingConflict:
     return ShardingConflict(
         f"'{axis}' cannot pass keys and values round in {what}: that takes "
-        "self-attention without dropout or a learned bias, and a row for each rank",
+        "self-attention without a learned bias, and a row for each rank",
         source=source,
-        fix="use context_parallel='gather', or set the dropout of attention to 0",
+        fix="use context_parallel='gather'",
+    )
+
+
+def _not_fused(axis: str, graph: Graph) -> ShardingConflict:
+    """Of a graph without fused attention: of one that is written out in pieces, or has
+    dropout, which takes it apart, the place is told."""
+    what = (
+        f"'{axis}' cannot pass keys and values round: the model has no fused attention"
+    )
+    scores = [n for n in graph.nodes if n.op in SOFTMAX and len(n.out.shape) > 2]
+    if not scores:
+        return ShardingConflict(what, fix="use context_parallel='gather'")
+    made = {scores[0].out.name}
+    dropped = False
+    for node in graph.nodes:
+        if made & {v.name for v in node.operands}:
+            dropped = dropped or node.op == "autopar.dropout"
+            if node.op.partition(".")[2].startswith(("masked_fill", "_to_copy", "to.")):
+                made |= {v.name for v in node.results}
+    without = " with dropout_p=0.0" if dropped else ""
+    return ShardingConflict(
+        f"{what}, but one in several operations{' with dropout' if dropped else ''}",
+        source=str(scores[0].where),
+        fix="use context_parallel='gather', or compute it by "
+        f"F.scaled_dot_product_attention{without}",
     )
 
 
