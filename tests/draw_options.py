@@ -7,13 +7,18 @@ cannot be combined is not drawn.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+# The examples are found by pytest, and so by the scripts that draw.
+sys.path.append(str(Path(__file__).parents[1]))
 
 from autopar.options import LAYOUTS, make_plan
 from autopar.verify import Verification, verify

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from draws import MODELS, OPTIONS, Draw, DrawFailed, Model, draw, main
+from processes import ENVIRONMENT
 
 from autopar.options import LAYOUTS, Options
 from passes.errors import AutoparError
@@ -22,6 +26,17 @@ DRAWS = 256
 @pytest.mark.parametrize("seed", range(DRAWS))
 def test_draw(seed: int) -> None:
     draw(seed).prove()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["draws.py", "draw_models.py"])
+def test_a_draw_is_proved_alone_as_its_file_says(script: str, tmp_path: Path) -> None:
+    """From any folder, in a Python that finds nothing of the checkout by itself."""
+    alone = {k: v for k, v in ENVIRONMENT.items() if k != "PYTHONPATH"}
+    command = [sys.executable, str(Path(__file__).with_name(script)), "3"]
+    done = subprocess.run(command, env=alone, cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.startswith(b"draw 3: ")
 
 
 # --- what is drawn ------------------------------------------------------------------

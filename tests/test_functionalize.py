@@ -283,3 +283,22 @@ def test_an_alpha_dropout_that_is_off_draws_nothing() -> None:
         return F.alpha_dropout(x, 0.5, training=False)
 
     trace(Body(body), {"x": torch.randn(3, 4)})
+
+
+class Table(nn.Module):
+    """A tensor that is neither a parameter nor a buffer, in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.table = torch.ones(4)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.inner.table.add_(1.0)
+        return self.linear(x * self.inner.table).sum()
+
+
+def test_a_tensor_of_the_model_is_named_as_the_model_names_it() -> None:
+    with pytest.raises(CaptureError, match=r"constant 'inner\.table' in forward"):
+        trace(Table(), {"x": torch.ones(2, 4)})

@@ -268,6 +268,14 @@ def _aliases(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     return {name: known for name, known in canonical.items() if name != known}
 
 
+def _module_at(model: nn.Module, path: str) -> nn.Module:
+    """The module that has an attribute of this path; the model, if none has."""
+    try:
+        return model.get_submodule(path.rpartition(".")[0])
+    except AttributeError:
+        return model
+
+
 def _read(
     exported: torch.export.ExportedProgram,
     model: nn.Module,
@@ -295,7 +303,9 @@ def _read(
             name = of_buffers[node.name].removeprefix("model.")
             kind, name = "buffer", shared.get(name, name)
         elif node.name in of_constants:
-            kind, name = "c", node.name
+            path = of_constants[node.name].removeprefix("model.")
+            is_named = path.rpartition(".")[2] in vars(_module_at(model, path))
+            kind, name = "c", path if is_named else node.name
             # On the CPU, as all is while compiling.
             literals[name] = exported.constants[of_constants[node.name]].cpu()
         elif not isinstance(node.meta["val"], torch.Tensor):
