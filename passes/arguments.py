@@ -20,6 +20,10 @@ PLACEMENT = frozenset({"device", "pin_memory", "non_blocking", "memory_format"})
 # An op that some pass treats specially -> the arguments that are heeded, of all of its
 # overloads. What is not in this table runs as it is, with whatever it is given.
 HEEDED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("lstm", "gru", "rnn_tanh", "rnn_relu"),
+        "input hx params has_biases num_layers dropout train bidirectional batch_first",
+    ),
     "__and__": "self other",
     "__or__": "self other",
     "__xor__": "self other",
@@ -192,6 +196,8 @@ def refuse_unread(node: Node) -> None:
     for name, value in arguments(node).items():
         if name in heeded or is_default(defaults[name], value):
             continue
+        if value is None and not defaults[name].has_default_value():
+            continue  # of another form of the op, and not given
         text = "a tensor" if isinstance(value, Value) else show(value)
         optional = defaults[name].has_default_value()
         raise CaptureError(

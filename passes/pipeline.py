@@ -36,6 +36,7 @@ from passes.shard.propagate import propagate
 from passes.shard.query_groups import group_note, split_groups
 from passes.shard.rest import gathered_axes
 from passes.shard.ring import ring_of
+from passes.shard.separable import reads_whole
 from passes.shard.sharding import local_extent
 from passes.stage.check_alike import check_alike
 from passes.stage.differentiate import differentiate
@@ -93,10 +94,12 @@ def check_batch(named: Named, plan: Plan) -> None:
             parts *= plan.size(axis)
     for v in named.graph.inputs:
         first = named.dims[v.name][0] if v.shape else ()
-        split = [d.size for d in first if d.name == "batch"]
-        if not split or split[0] % parts == 0:
+        split = [d for d in first if d.name == "batch"]
+        if not split or split[0].size % parts == 0:
             continue
-        ranks, together = parts // plan.microbatches, v.shape[0] // split[0]
+        ranks, together = parts // plan.microbatches, v.shape[0] // split[0].size
+        if together > 1 and reads_whole(named, split[0]):
+            continue  # no batch is large enough: `propagate` names what reads it whole
         in_groups = f", of which {together} go together," if together > 1 else ""
         raise BatchError(
             f"the batch of {v.shape[0]} samples ('{v.name}'){in_groups} does not "

@@ -36,6 +36,21 @@ class Given:
         return torch.stack(many, 1)
 
 
+# Of a recurrent op: biases, one layer, no dropout, in training, both ways, batch first.
+RECURRENT = True, 1, 0.0, True, True, True
+
+
+def start(g: Given) -> Tensor:
+    """A state for each direction and sample, [2, 4, 4]."""
+    return g.x[:, :2].transpose(0, 1).contiguous()
+
+
+def weights(g: Given, gates: int) -> list[Tensor]:
+    """Of both directions: those of inputs, of states, and two biases."""
+    whole, bias = g.w.outer(g.w).repeat(gates, 1), g.w.repeat(gates)
+    return [whole, 0.5 * whole, bias, -bias] * 2
+
+
 Call = Callable[[Given], Tensor]
 NONE, MEAN, SUM = 0, 1, 2
 LOSSES: dict[str, Call] = {
@@ -147,6 +162,10 @@ PRODUCTS: dict[str, Call] = {
     "einsum": lambda g: aten.einsum(
         "bsd,btd,de->bste", [g.x, g.y, g.w.outer(g.w)], path=[1, 2, 0, 1]
     ),
+    "lstm": lambda g: aten.lstm(g.x, [start(g)] * 2, weights(g, 4), *RECURRENT)[0],
+    "gru": lambda g: aten.gru(g.x, start(g), weights(g, 3), *RECURRENT)[0],
+    "rnn tanh": lambda g: aten.rnn_tanh(g.x, start(g), weights(g, 1), *RECURRENT)[0],
+    "rnn relu": lambda g: aten.rnn_relu(g.x, start(g), weights(g, 1), *RECURRENT)[0],
     "conv1d": lambda g: F.conv1d(
         g.x.mT, g.w.outer(g.w)[:, :2, None].expand(-1, -1, 2), g.w,
         stride=2, padding=3, dilation=2, groups=2,

@@ -265,7 +265,7 @@ def alpha_dropout(m: Body, x: Tensor) -> Tensor:
 REFUSED = [
     (diagonal, "'fill_diagonal_' writes in place, and has no form that does not"),
     (into_out, "an argument that is not its first one"),
-    (under_no_grad, "'aten.mul_.Tensor' writes in place under no_grad"),
+    (under_no_grad, "'mul_' writes in place under no_grad"),
     (noise, "'uniform_' draws random numbers"),
     (alpha_dropout, "'alpha_dropout' draws random numbers"),
 ]

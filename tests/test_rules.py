@@ -190,6 +190,10 @@ EXAMPLES: list[Example] = [
     ),
     lambda a, b, c, d: node("aten.roll.default", x(a, b, c), (1,), (1,)),
     lambda a, b, c, d: node("aten.roll.default", x(a, b), (1,)),
+    lambda a, b, c, d: recurrent("lstm", 4, x(b, c, d), a, 2),
+    lambda a, b, c, d: recurrent("gru", 3, x(c, b, d), a, 1, batch_first=False),
+    lambda a, b, c, d: recurrent("rnn_tanh", 1, x(b, c, d), a, 1),
+    lambda a, b, c, d: recurrent("rnn_relu", 1, x(b, c, d), a, 1),
     lambda a, b, c, d: conv1d(x(a, b, d), x(b, 1, 2), x(b), groups=b),
     lambda a, b, c, d: conv1d(x(a, b, d), x(c, b, 2)),
     lambda a, b, c, d: conv1d(x(a, b, d), x(c, b, 2), x(c)),
@@ -210,6 +214,19 @@ def conv1d(*operands: Value, groups: int = 1) -> Node:
     bias = operands[2] if len(operands) > 2 else None
     x, weight = operands[:2]
     return node("aten.conv1d.default", x, weight, bias, (1,), (1,), (1,), groups)
+
+
+def recurrent(
+    name: str, gates: int, steps: Value, width: int, states: int, batch_first=True
+) -> Node:
+    """One layer of a recurrent network, without dropout."""
+    batch = steps.shape[0 if batch_first else 1]
+    held = tuple(x(1, batch, width) for _ in range(states))
+    many = gates * width
+    weights = x(many, steps.shape[-1]), x(many, width), x(many), x(many)
+    hx = held if states > 1 else held[0]
+    flags = True, 1, 0.0, False, False, batch_first
+    return node(f"aten.{name}.input", steps, hx, weights, *flags)
 
 
 # Rules that tests on shards cannot speak about.

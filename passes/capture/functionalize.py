@@ -18,6 +18,13 @@ from passes.graph import Builder, Graph, Node, Value, map_values, resolve, short
 
 # Ops that draw random numbers in a way that later passes make independent of the plan.
 KNOWN_CHANCE = {"aten.dropout", "aten.dropout_", "aten.scaled_dot_product_attention"}
+# What to do about a model that counts, or keeps averages.
+OUTSIDE = (
+    "compute it anew in each forward; freeze running statistics by .eval(); leave out "
+    "what only counts by `if not torch.compiler.is_exporting():` before it"
+)
+# Ops that have a dropout of their own, between layers.
+RECURRENT = {"aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu"}
 # Ops that return their operand itself where they are off.
 DROPOUTS = {"aten.alpha_dropout", "aten.dropout", "aten.feature_dropout"}
 
@@ -72,15 +79,28 @@ def _written(builder: Builder, node: Node) -> list[Node]:
 def _refuse_chance(node: Node) -> None:
     """Ranks that hold the same value would draw different ones."""
     name = node.op.rpartition(".")[0]
-    off = name.endswith("dropout") and node.args[-1] is False
-    random = torch.Tag.nondeterministic_seeded in _operator(node).tags
-    if random and not off and name not in KNOWN_CHANCE:
+    if torch.Tag.nondeterministic_seeded not in _operator(node).tags:
+        return
+    if name in KNOWN_CHANCE or (name.endswith("dropout") and node.args[-1] is False):
+        return
+    if name in RECURRENT:
+        names = [a.name for a in _operator(node)._schema.arguments]
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        if not (given["train"] and given["dropout"]):
+            return
         raise CaptureError(
-            f"'{short(node.op)}' draws random numbers, which would differ by rank",
+            f"the dropout of {given['dropout']:g} between the layers of "
+            f"'{short(node.op)}' would differ by rank",
             source=str(node.where),
-            fix="draw them outside of the model and pass them in the batch; for "
-            "dropout use nn.Dropout or F.dropout",
+            fix="make the layers one by one, with nn.Dropout between them, or "
+            "dropout=0.0",
         )
+    raise CaptureError(
+        f"'{short(node.op)}' draws random numbers, which would differ by rank",
+        source=str(node.where),
+        fix="draw them outside of the model and pass them in the batch; for "
+        "dropout use nn.Dropout or F.dropout",
+    )
 
 
 def _operator(node: Node) -> Any:
@@ -164,8 +184,7 @@ class _Memory:
                 f"'{write}' changes the model's {self.lasting[root]} '{root}' in "
                 "forward, which has no meaning when ranks run different microbatches",
                 source=str(node.where),
-                fix="compute it anew in each forward, or keep it out of forward (for "
-                "running statistics: freeze them with .eval())",
+                fix=OUTSIDE,
             )
         others = [
             name

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.capture.user_frames import TORCH
+from passes.capture.values_read import UNKNOWN, Read, Unknown, has_shape, refuse_unknown
 from passes.errors import CaptureError
-from passes.graph import Builder, Node, Value, Where
+from passes.graph import Builder, Node, Value, Where, values_in
 
-TORCH = os.path.dirname(torch.__file__) + os.sep
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -29,6 +30,12 @@ class ExportReader:
         self.builder = Builder(set())
         self.values: dict[fx.Node, Any] = {}
         self.outputs: tuple[Value, ...] = ()
+        self.values_read: Read | None = None
+        # Values that gradients flow through -> their storage; those of parameters have
+        # none here: a write to a parameter is another matter.
+        self.flowing: dict[str, int | None] = {}
+        self.detached = False  # whether it reads a region without gradients
+        self.place = ""  # the source line of what it reads
         self.wheres: dict[tuple[str, str], Where] = {}
         self.memory: dict[str, int] = {}  # value -> where it lies
 
@@ -69,14 +76,9 @@ class ExportReader:
         if str(target) == "wrap_with_autocast":
             device, dtype, enabled, _, body, *operands = args
             return self.inline_autocast(device, dtype, enabled, body, operands)
-        if getattr(target, "__module__", "") == "_operator":
-            raise CaptureError(
-                "the model computes with the value of a tensor (.item(), .tolist()), "
-                "on which its shapes would depend",
-                source=self.where(node).source,
-                fix="keep to shapes that the batch decides: masks instead of lists of "
-                "rows, or pass the number as a Python value in the batch",
-            )
+        if not isinstance(target, torch._ops.HigherOrderOperator):
+            source = self.where(node).source
+            refuse_unknown((args, kwargs), self.values_read, source)
         if not isinstance(target, torch._ops.OpOverload):
             raise CaptureError(
                 f"the captured model calls '{target}', which is no plain operator",
@@ -84,6 +86,12 @@ class ExportReader:
                 fix="replace this construct by tensor operations in the model",
             )
         fakes = node.meta.get("val")
+        for fake in fakes if isinstance(fakes, tuple | list) else (fakes,):
+            if isinstance(fake, torch.Tensor) and not has_shape(fake):
+                read = self.values_read or Read(str(target), self.where(node).source)
+                raise read.error()
+        if isinstance(fakes, UNKNOWN):
+            return Unknown(target._schema.name.rpartition("::")[2])
         many = isinstance(fakes, tuple | list)
         outs = tuple(
             self.made(f"{node.name}_{i}" if i else node.name, f)
@@ -94,6 +102,8 @@ class ExportReader:
         self.builder.nodes.append(
             Node(str(target), args, kwargs, outs, self.where(node))
         )
+        self.place = self.where(node).source
+        self.note_flow(target, args, outs)
         if self.precision is not None:
             self.autocast.update((v.name, self.precision) for v in outs if v)
         return outs if many else outs[0]
@@ -103,20 +113,26 @@ class ExportReader:
     ) -> Any:
         """Copy a no-grad region in; what enters it is detached."""
         where = self.where(node)
+        schemas = (getattr(n.target, "_schema", None) for n in body.graph.nodes)
+        writes = any(schema.is_mutable for schema in schemas if schema)
         for inner, value in zip(
             body.graph.find_nodes(op="placeholder"), operands, strict=True
         ):
-            if (
-                not enabled
-                and isinstance(value, Value)
-                and value.dtype.is_floating_point
-            ):
-                self.refuse_writes(inner)
-                value = self.builder.emit(
+            real = isinstance(value, Value) and (
+                value.dtype.is_floating_point or value.dtype.is_complex
+            )
+            if not enabled and real and (not writes or value.name in self.flowing):
+                entered = self.builder.emit(
                     "aten.detach.default", (value,), value.shape, value.dtype, where
                 )
+                if value.name in self.memory:
+                    self.memory[entered.name] = self.memory[value.name]
+                value = entered
             self.values[inner] = value
-        return self.read(body)
+        outside, self.detached = self.detached, not enabled
+        result = self.read(body)
+        self.detached = outside
+        return result
 
     def inline_autocast(
         self,
@@ -140,17 +156,30 @@ class ExportReader:
         self.precision = outside
         return result
 
-    def refuse_writes(self, entering: fx.Node) -> None:
-        """Autograd does not see `x.mul_(2)` under no_grad; who reads x later does."""
-        for user in entering.users:
-            schema = getattr(user.target, "_schema", None)
-            if schema is not None and schema.is_mutable:
-                raise CaptureError(
-                    f"'{user.target}' writes in place under no_grad into a tensor from "
-                    "outside of it",
-                    source=self.where(user).source,
-                    fix="make a new tensor: y = x.mul(2) instead of x.mul_(2)",
-                )
+    def note_flow(self, target: Any, args: Any, outs: tuple[Value | None, ...]) -> None:
+        """Remember through which values gradients flow; refuse a write under no_grad
+        into one from outside of it: autograd does not see it, who reads it later does.
+        """
+        writes = target._schema.is_mutable and isinstance(args[0], Value)
+        place = self.memory.get(args[0].name) if writes else None
+        within = self.detached and place is not None
+        if within and place in self.flowing.values():
+            raise CaptureError(
+                f"'{target._schema.name.rpartition('::')[2]}' writes in place under "
+                "no_grad into a tensor through which a gradient flows",
+                source=self.place,
+                fix="x = x + (f(x) - x).detach(), outside of no_grad, has the new "
+                "values and the same gradient",
+            )
+        name = target._schema.name.rpartition("::")[2]
+        alone = name == "detach" or name.startswith("new_") or name.endswith("_like")
+        if not alone and any(v.name in self.flowing for v in values_in(args)):
+            changed = (*outs, args[0]) if writes else outs
+            self.flowing.update(
+                (v.name, self.memory.get(v.name))
+                for v in changed
+                if v is not None and (v.dtype.is_floating_point or v.dtype.is_complex)
+            )
 
     def where(self, node: fx.Node) -> Where:
         stack = node.meta.get("nn_module_stack") or {}

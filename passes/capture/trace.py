@@ -24,12 +24,9 @@ from passes.capture.custom_functions import check_derivatives, read_forwards
 from passes.capture.functionalize import functionalize
 from passes.capture.read_export import ExportReader
 from passes.capture.unseen import Unseen, refuse_hooks
-from passes.capture.user_frames import raised_at
+from passes.capture.values_read import capture_failed
 from passes.errors import CaptureError
 from passes.graph import Graph, Part, Value
-
-# In errors of captures that need to know what is in a tensor.
-VALUES_READ = ("datadependent", "dynamicoutputshape", "unbacked")
 
 
 @dataclass(frozen=True)
@@ -70,10 +67,11 @@ class _LossOf(nn.Module):
         self.loss_fn = loss_fn
         self.static = static
         self.by_name = False  # see `call_for_loss`
+        self.unseen = Unseen()
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         before = dict(self.model.named_buffers())
-        with Unseen():
+        with self.unseen:
             fields = {**batch, **self.static}
             loss = call_for_loss(self.model, fields, self.loss_fn, self.by_name)
         _refuse_new_buffers(before, dict(self.model.named_buffers()))
@@ -123,6 +121,7 @@ def trace(
     ):
         exported = _export(wrapper, examples)
     check_derivatives(calls)
+    reader.values_read = wrapper.unseen.read
     return _read(exported, model, list(tensors), reader)
 
 
@@ -187,11 +186,8 @@ def _export(
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(
-            f"the model could not be captured: {_first_lines(error)}",
-            source=raised_at(error),
-            fix=_way_out(error, wrapper, examples),
-        ) from error
+        read = wrapper.unseen.read
+        raise capture_failed(error, wrapper, examples, read) from error
 
 
 def _export_once(
@@ -209,48 +205,6 @@ def _export_once(
                     wrapper, (), {"batch": examples}, strict=False
                 )
         raise
-
-
-def _way_out(
-    error: Exception, wrapper: nn.Module, examples: Mapping[str, torch.Tensor]
-) -> str:
-    """Either the model reads values of tensors, or it does not run on this batch."""
-    text = f"{type(error).__name__} {error}".lower().replace("-", "")
-    if any(mark in text for mark in VALUES_READ):
-        if "_detect_is_causal_mask" in _functions(error):
-            return (
-                "torch's own layers look into their mask to see whether it is causal: "
-                "say so, layers(x, mask=..., is_causal=True), or is_causal=False"
-            )
-        configs = (getattr(m, "config", None) for m in wrapper.modules())
-        chosen = {getattr(c, "_experts_implementation", None) for c in configs}
-        if chosen & {"eager"}:
-            return (
-                "experts that loop over their tokens have no fixed shapes: give the "
-                "model's configuration experts_implementation='batched_mm'"
-            )
-        return (
-            "control flow must not depend on tensor values: compute both branches "
-            "with torch.where, or pass the choice as a Python value"
-        )
-    return (
-        "the model must run on the batch as it is, given by keyword: "
-        f"model({', '.join(f'{name}=...' for name in examples)})"
-    )
-
-
-def _functions(error: BaseException) -> set[str]:
-    """The names of all functions that were at work."""
-    found, trace_ = set(), error.__traceback__
-    while trace_ is not None:
-        found.add(trace_.tb_frame.f_code.co_name)
-        trace_ = trace_.tb_next
-    return found
-
-
-def _first_lines(error: BaseException) -> str:
-    text = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {text[0]}"
 
 
 def _place_of(function: Any) -> str:
@@ -329,6 +283,8 @@ def _read(
         else:
             known[kind, name] = reader.source(node, name)
             sources[kind].append(known[kind, name])
+            if kind == "param" and name in trainable:
+                reader.flowing[name] = None
     reader.read(exported.graph_module)
     graph = Graph(
         tuple(sources["input"]),

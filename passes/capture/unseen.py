@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from passes.capture.user_frames import at_work
+from passes.capture.values_read import Read, read_by, tried_by
 from passes.errors import CaptureError
 
 AFTER_STEP = (
@@ -64,7 +65,12 @@ def _names(hooks: Any) -> str:
 
 
 class Unseen(TorchFunctionMode):
-    """Around a forward that is captured."""
+    """Around a forward that is captured. read: the last call whose result depends on
+    the values of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: Read | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -87,4 +93,10 @@ class Unseen(TorchFunctionMode):
                 fix="write the derivative out by tensor operations, or leave what "
                 "needs it out of the loss",
             )
-        return func(*args, **(kwargs or {}))
+        try:
+            found = func(*args, **(kwargs or {}))
+        except Exception as error:
+            self.read = tried_by(func, args, error) or self.read
+            raise
+        self.read = read_by(func, args, found) or self.read
+        return found

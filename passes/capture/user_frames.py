@@ -6,9 +6,11 @@ import inspect
 import os
 from types import FrameType, TracebackType
 
-import passes
-from passes.capture.read_export import TORCH
+import torch
 
+import passes
+
+TORCH = os.path.dirname(torch.__file__) + os.sep
 OURS = os.path.dirname(os.path.abspath(passes.__file__)) + os.sep
 
 

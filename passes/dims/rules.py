@@ -318,6 +318,20 @@ def _conv1d(node: Node) -> str:
     return "b c+ s!, o c+ k! -> b o t!"
 
 
+def _recurrent(node: Node) -> str | None:
+    """lstm, gru, rnn: samples are on their own, and steps follow one another."""
+    if not node.op.endswith(".input"):
+        return None
+    batch_first = node.args[-1]
+    steps = "b {0}! {1}!" if batch_first else "{0}! b {1}!"
+    states = 2 if "lstm" in node.op else 1
+    left = [steps.format("s", "i"), *(f"l! b h{i}!" for i in range(states))]
+    for k, weight in enumerate(node.operands[1 + states :]):
+        left.append(" ".join(f"w{k}{c}!" for c in letters(len(weight.shape))))
+    right = [steps.format("s", "o"), *(f"l! b h{i}!" for i in range(states))]
+    return f"{', '.join(left)} -> {', '.join(right)}"
+
+
 def _attention(node: Node) -> str:
     """Each query row is on its own, and sees all keys; a causal flag counts rows."""
     q, k = node.args[0], node.args[1]
@@ -383,4 +397,5 @@ FUNCTIONS: dict[str, Callable[[Node], str | None]] = {
     "aten.linalg_vector_norm": _vector_norm,
     "aten.roll": _roll,
     "aten.conv1d": _conv1d,
+    **{f"aten.{name}": _recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
 }

@@ -25,6 +25,7 @@ import torch
 from passes.capture.lower_precision import CAST
 from passes.dims.name_dims import Dims
 from passes.graph import Graph, Node, Value
+from passes.mesh import TIME
 from passes.plan import Plan
 from passes.shard.sharding import Sharding
 
@@ -72,8 +73,8 @@ def rest_as(dims: Dims, uses: Sequence[Sharding], plan: Plan, shared: bool) -> S
     sizes = {axis: plan.size(axis) for axis in order}
     for axis in order:
         place = common_place(uses, axis)
-        if axis in plan.zigzag:
-            continue  # what rests is one piece of a parameter
+        if axis in plan.zigzag or axis == TIME:
+            continue  # what rests is one piece of a parameter, and the same all along
         if place is not None:
             state = state.with_split(place, axis, order)
     for axis in plan.rest_axes if shared else ():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from passes.dims.name_dims import Named
+from passes.dims.name_dims import Dim, Named
 from passes.dims.origins import Origin
 from passes.errors import BatchError, LossNotSeparable
 from passes.graph import Node, Value
@@ -90,6 +90,16 @@ def check_loss(
         "microbatches cannot share them out",
         source=str(node.where),
         fix=TOGETHER,
+    )
+
+
+def reads_whole(named: Named, dim: Dim) -> bool:
+    """Whether an op needs all of a dim, as one does that cuts samples into pieces."""
+    return any(
+        f.dim == dim and f.role == "whole"
+        for node, own in zip(named.graph.nodes, named.factors, strict=True)
+        if named.origins[node.results[0].name] is Origin.BOTH
+        for f in own
     )
 
 

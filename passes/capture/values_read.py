@@ -1,0 +1,180 @@
+"""Where forward lets the values of tensors decide what it computes: no graph has that.
+
+What is known is which call gave a number or a number of rows that is not known before
+it runs. An error names it, and a way to go without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from passes.capture.user_frames import at_work, raised_at
+from passes.errors import CaptureError
+
+# In errors of captures that need to know what is in a tensor.
+VALUES_READ = (
+    "datadependent",
+    "dynamicoutputshape",
+    "unbacked",
+    "symint",
+    "symfloat",
+    ".numpy() is not supported",
+)
+UNKNOWN = (torch.SymInt, torch.SymFloat, torch.SymBool)
+# Python's names for what a user writes otherwise.
+SPOKEN = {
+    "__bool__": "if, while or bool()",
+    "__float__": "float()",
+    "__int__": "int()",
+    "__index__": "an index or a size",
+    "__len__": "len()",
+    "item": ".item() or .tolist()",
+    "__array__": "a NumPy array",
+    "__getitem__": "x[...]",
+}
+WITHOUT_NUMBERS = (
+    "compute with the tensor itself: x * n instead of x * n.item(), torch.where(n > 0, "
+    "a, b) instead of if, a mask instead of a length; or pass numbers that are the "
+    "same in every step in the batch, as Python values"
+)
+WITHOUT_ROWS = (
+    "keep all rows, and let those count for nothing that are not chosen: "
+    "torch.where(mask, x, 0), (x * mask).sum() / mask.sum()"
+)
+
+
+@dataclass(frozen=True)
+class Read:
+    """A call whose result depends on values. name: of what is called. rows: whether it
+    is the number of rows that does."""
+
+    name: str
+    source: str
+    rows: bool = False
+
+    def error(self, source: str = "") -> CaptureError:
+        spoken = SPOKEN.get(self.name, f".{self.name}()")
+        at = "" if source in ("", self.source) else f" ({self.source})"
+        if self.rows:
+            what = (
+                f"how many rows {spoken} gives{at} depends on the values of tensors, "
+                "but the shapes of a program are fixed"
+            )
+        else:
+            what = (
+                f"forward reads numbers out of a tensor by {spoken}{at}, but they are "
+                "known only when a program runs"
+            )
+        fix = WITHOUT_ROWS if self.rows else WITHOUT_NUMBERS
+        return CaptureError(what, source=source or self.source, fix=fix)
+
+
+def read_by(func: Any, args: Any, found: Any) -> Read | None:
+    """The read that a call was, by its result; None of one that is known before, or as
+    little as its arguments."""
+    read = _read_of(func, found)
+    return None if read is None or _is_unknown(args) else read
+
+
+def _read_of(func: Any, found: Any) -> Read | None:
+    name = getattr(func, "__name__", str(func))
+    if isinstance(found, UNKNOWN):
+        return Read(name, at_work())
+    if isinstance(found, Tensor):
+        return None if has_shape(found) else Read(name, at_work(), rows=True)
+    if isinstance(found, list | tuple):
+        reads = (_read_of(func, x) for x in found[:8])
+        return next((r for r in reads if r is not None), None)
+    return None
+
+
+def has_shape(x: Tensor) -> bool:
+    """Whether its shape is known before it runs."""
+    return all(type(n) is int for n in x.shape)
+
+
+def _is_unknown(arg: Any) -> bool:
+    if isinstance(arg, Tensor):
+        return not has_shape(arg)
+    many = isinstance(arg, list | tuple)
+    return any(map(_is_unknown, arg)) if many else isinstance(arg, UNKNOWN)
+
+
+def tried_by(func: Any, args: Any, error: Exception) -> Read | None:
+    """The read that a call would have been, by what it raised."""
+    if not reads_values(error) or _is_unknown(args):
+        return None
+    name = getattr(func, "__name__", str(func))
+    return Read(name, at_work(), rows="shape" in type(error).__name__.lower())
+
+
+def reads_values(error: BaseException) -> bool:
+    """Whether torch says that it would need to know what is in a tensor."""
+    text = f"{type(error).__name__} {error}".lower().replace("-", "")
+    return any(mark in text for mark in VALUES_READ)
+
+
+def capture_failed(
+    error: Exception, model: nn.Module, fields: Iterable[str], read: Read | None
+) -> CaptureError:
+    """What to raise instead of torch's error. read: the last one before it."""
+    source = raised_at(error)
+    text = str(error).strip().splitlines() or [""]
+    what = f"the model could not be captured: {type(error).__name__}: {text[0]}"
+    if not reads_values(error):
+        fix = (
+            "the model must run on the batch as it is, given by keyword: "
+            f"model({', '.join(f'{name}=...' for name in fields)})"
+        )
+        return CaptureError(what, source=source, fix=fix)
+    if "_detect_is_causal_mask" in _functions(error):
+        fix = (
+            "torch's own layers look into their mask to see whether it is causal: "
+            "say so, layers(x, mask=..., is_causal=True), or is_causal=False"
+        )
+        return CaptureError(what, source=source, fix=fix)
+    configs = (getattr(m, "config", None) for m in model.modules())
+    chosen = {getattr(c, "_experts_implementation", None) for c in configs}
+    if "eager" in chosen:
+        fix = (
+            "experts that loop over their tokens have no fixed shapes: give the "
+            "model's configuration experts_implementation='batched_mm'"
+        )
+        return CaptureError(what, source=source, fix=fix)
+    return (
+        read.error(source)
+        if read
+        else CaptureError(what, source=source, fix=WITHOUT_NUMBERS)
+    )
+
+
+def _functions(error: BaseException) -> set[str]:
+    """The names of all functions that were at work."""
+    found, trace = set(), error.__traceback__
+    while trace is not None:
+        found.add(trace.tb_frame.f_code.co_name)
+        trace = trace.tb_next
+    return found
+
+
+def refuse_unknown(args: Any, read: Read | None, source: str) -> None:
+    """Raises CaptureError if there is an `Unknown` among the arguments of a call."""
+    if isinstance(args, Unknown):
+        raise (read or Read(args.name, source)).error()
+    if isinstance(args, Mapping):
+        args = tuple(args.values())
+    if isinstance(args, tuple):
+        for arg in args:
+            refuse_unknown(arg, read, source)
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A number that is not known before the program runs. name: of what gives it."""
+
+    name: str

@@ -1,0 +1,171 @@
+"""Refusals that say what is wrong, and fixes that work: values that decide what is
+computed, recurrent layers, writes under no_grad."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import VOCAB, WIDTH, Case, randomize, token_batch
+from torch import Tensor, nn
+
+from passes.capture.trace import trace
+from passes.errors import CaptureError
+
+NUMBERS = "forward reads numbers out of a tensor by "
+ROWS = "how many rows "
+
+
+def counted(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.count.add_(torch.histc(ids.float(), bins=4, min=0, max=VOCAB))
+    return x
+
+
+def in_place(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        x.mul_(2)
+    return x
+
+
+def in_place_by_a_view(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        x.view(-1).mul_(2)
+    return x
+
+
+def branch(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    if ids.max() > 3:
+        return x
+    return 2 * x
+
+
+def lengths(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    sizes = (ids > 3).sum(1).tolist()
+    return torch.stack([y[:n].sum(0) for y, n in zip(x, sizes, strict=True)])[:, None]
+
+
+# What forward does with x [b, s, 32] and ids [b, s] -> what the error says.
+WRONG: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "item": (lambda m, x, ids: x * ids.max().item(), rf"{NUMBERS}\.item"),
+    "float": (lambda m, x, ids: x * float(x.mean()), rf"{NUMBERS}float\(\)"),
+    "math": (lambda m, x, ids: x * math.sqrt(ids.sum().item()), rf"{NUMBERS}\.item"),
+    "max": (lambda m, x, ids: x * max(ids[0].tolist()), rf"{NUMBERS}.*\.tolist"),
+    "sorted": (lambda m, x, ids: x * sorted(ids[0].tolist())[0], rf"{NUMBERS}.*tol"),
+    "range": (lambda m, x, ids: x * len(range(ids.max().item())), rf"{NUMBERS}\.item"),
+    "table": (lambda m, x, ids: x * {3: 2.0}.get(ids[0, 0].item(), 1), rf"{NUMBERS}"),
+    "numpy": (lambda m, x, ids: x * ids.numpy().sum(), rf"{NUMBERS}\.numpy"),
+    "branch": (branch, rf"{NUMBERS}if"),
+    "lengths": (lengths, rf"{NUMBERS}\.item|{ROWS}x"),
+    "ones": (lambda m, x, ids: x * torch.ones(ids.max().item()).sum(), NUMBERS),
+    "mask": (lambda m, x, ids: x + x[ids > 3].sum(), rf"{ROWS}x\[\.\.\.\]"),
+    "nonzero": (
+        lambda m, x, ids: x + x.flatten(0, 1)[ids.flatten().nonzero()[:, 0]].mean(),
+        rf"{ROWS}\.nonzero",
+    ),
+    "counted": (counted, r"'add_' changes the model's buffer 'count'"),
+    "in place": (in_place, r"'mul_' writes in place under no_grad"),
+    "by a view": (in_place_by_a_view, r"'mul_' writes in place under no_grad"),
+    "recurrent": (lambda m, x, ids: m.stack(x)[0], r"the dropout of 0\.5 .* 'lstm'"),
+}
+
+
+def guarded(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    if not torch.compiler.is_exporting():
+        m.count.add_(1)
+    return x
+
+
+def local(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    mask = torch.ones_like(x)
+    with torch.no_grad():
+        mask[:, 0] = 0
+        mask.mul_(2)
+    return x * mask
+
+
+def masked(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    mask = (ids > 3)[..., None]
+    return torch.where(mask, x, 0) + (x * mask).sum(1, True) / mask.sum(1, True)
+
+
+# As the fixes say it.
+FIXED: dict[str, Callable[..., Tensor]] = {
+    "item": lambda m, x, ids: x * ids[:, :1, None],
+    "branch": lambda m, x, ids: torch.where((ids > 3)[..., None], x, 2 * x),
+    "mask": masked,
+    "in place": lambda m, x, ids: x + (2 * x - x).detach(),
+    "counted": guarded,
+    "local": local,
+    "lstm": lambda m, x, ids: m.lstm(x)[0],
+    "gru": lambda m, x, ids: m.gru(x.transpose(0, 1))[0].transpose(0, 1),
+    "rnn": lambda m, x, ids: m.rnn(x, m.state.expand(2, len(x), WIDTH // 2))[0],
+    "one by one": lambda m, x, ids: m.lstm(F.dropout(m.lstm(x)[0], 0.5))[0],
+}
+
+
+class Between(nn.Module):
+    """Whatever is wanted between an embedding and a head."""
+
+    def __init__(self, table: dict[str, Any], what: str) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.gru = nn.GRU(WIDTH, WIDTH)
+        self.rnn = nn.RNN(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True)
+        self.state = nn.Parameter(torch.randn(2, 1, WIDTH // 2))
+        self.stack = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.5, batch_first=True)
+        self.register_buffer("count", torch.zeros(4))
+        self.fixed, self.what = table is FIXED, what
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        found = FIXED[self.what] if self.fixed else WRONG[self.what][0]
+        y = self.head(found(self, self.embed(input_ids), input_ids))
+        return F.cross_entropy(y.flatten(0, 1), labels.flatten()[: y[..., 0].numel()])
+
+
+def between(table: dict[str, Any], what: str) -> Case:
+    torch.manual_seed(0)
+    model = randomize(Between(table, what))
+    return Case(model, token_batch(seq=4, ignored="none")).double()
+
+
+@pytest.mark.matrix(quick=4)
+@pytest.mark.parametrize("what", WRONG)
+def test_what_a_graph_cannot_have_is_named_with_its_line(what):
+    case = between(WRONG, what)
+    says = rf"{WRONG[what][1]}.*\n  at   .*test_values_read\.py:\d+"
+    with pytest.raises(CaptureError, match=rf"(?s){says}.*\n  fix  "):
+        trace(case.model, case.batch)
+
+
+@pytest.mark.matrix(quick=2)
+@pytest.mark.parametrize("what", FIXED)
+def test_as_the_fixes_have_it_models_compile(what):
+    case = between(FIXED, what)
+    for mesh, microbatches in (("dp=2", 2), ("pp=2,tp=2", 2)):
+        case.verify(mesh, microbatches)
+
+
+def test_numbers_that_stay_the_same_may_come_in_the_batch():
+    class Lengths(Between):
+        def forward(self, input_ids: Tensor, labels: Tensor, sizes: Any) -> Tensor:
+            y = self.head(self.embed(input_ids)[:, : sizes[0]].mean(1, keepdim=True))
+            return F.cross_entropy(y.flatten(0, 1), labels[:, 0])
+
+    case = Case(Lengths(FIXED, "mask"), {**token_batch(seq=4, ignored="none")})
+    case.batch["sizes"] = (3, 1)
+    case._replace(model=randomize(case.model).double()).verify("dp=2", 2)
+
+
+def test_a_number_that_nobody_uses_is_no_matter():
+    def log(module: nn.Module, given: Any, out: Tensor) -> None:
+        module.largest = out.max().item()
+
+    case = between(FIXED, "mask")
+    case.model.head.register_forward_hook(log)
+    assert trace(case.model, case.batch).graph.outputs
