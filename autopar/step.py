@@ -18,15 +18,17 @@ from autopar.checkpoints.checkpoint import load, save
 from autopar.checkpoints.state import (
     check_state_dict,
     load_state_dict,
+    load_training_state,
     remember,
     state_dict,
+    training_state,
 )
 from autopar.compiler import compile_offline
 from autopar.options import Options, make_plan
 from autopar.planner.asked import Asked, wanted
 from autopar.planner.choose import choose_plan
 from autopar.runtime.agreement import Agreement, digests
-from autopar.runtime.changed import check_trained
+from autopar.runtime.changed import Originals, check_trained
 from autopar.runtime.executor import Executor
 from autopar.runtime.gradient_norm import clip_, is_owner
 from autopar.runtime.initialize import local_state
@@ -126,6 +128,7 @@ class Step:
         # Fields that are no tensors: their values are part of what was compiled.
         self._fixed: dict[str, Any] = {}
         self._executor: Executor | None = None
+        self._originals: Originals | None = None
         self._host: Host | None = None
         join(decided, timeout)
         self.device = torch.device(device) if device else default_device()
@@ -147,6 +150,7 @@ class Step:
             if self._host is not None:
                 self._host.download()
             self._updates.show()
+        self._originals = None  # the model may be trained beside, from now on
         return loss
 
     def evaluate(self, **batch: Any) -> Tensor:
@@ -186,9 +190,9 @@ class Step:
         self._executor = Executor(program, self.comm, parameters, buffers, self._seed)
         self._host = Host(parameters) if program.plan.offload else None
         held = self._executor if self._host is None else self._host
-        self._updates = Updates(
-            program, held.parameters, held.grads, dict(self._model.named_parameters())
-        )
+        originals = dict(self._model.named_parameters())
+        self._updates = Updates(program, held.parameters, held.grads, originals)
+        self._originals = Originals(originals, self.comm.coords)
         self.names, self.unused = remember(self._model, program, buffers)
         for note in program.notes if self.comm.rank == 0 else ():
             LOG.warning(note)
@@ -232,6 +236,8 @@ class Step:
         try:
             tensors = checked_batch(self.program, self._fixed, batch)
             check_trained(self.program, self._updates.parameters)
+            if self._originals is not None:
+                self._originals.check(self.program, self._updates.parameters)
             if self._host is None:
                 self.executor.rebind()
             else:
@@ -239,7 +245,8 @@ class Step:
         except AutoparError as error:
             self._agree().refuse(operation, error)
             raise
-        with self._agree().on_batch(operation, tensors, self._updates):
+        training = self.training_state()
+        with self._agree().on_batch(operation, tensors, self._updates, training):
             yield {name: x.to(self.device) for name, x in tensors.items()}
 
     # --- what optimizers and checkpoints need --------------------------------------
@@ -301,7 +308,7 @@ class Step:
         """
         grads = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
         flats = [b.flat for b in self.executor.buckets] if self._host is None else []
-        with self._agree().on_clip():
+        with self._agree().on_clip(max_norm):
             return clip_(self.program, self.comm, max_norm, grads, flats)
 
     def gather_for(self, optimizer: Kind) -> Kind:
@@ -358,17 +365,10 @@ class Step:
 
         Dropout follows from seed and count of steps: there is no generator to keep.
         """
-        executor = self.executor
-        state = {"steps": executor.steps, "seed": executor.seed}
-        if (scale := executor.loss_scale) is None:
-            return state
-        return {**state, "loss_scale": scale.state_dict()}
+        return training_state(self.executor)
 
     def load_training_state(self, state: Mapping[str, Any]) -> None:
-        executor = self.executor
-        executor.steps, executor.seed = state["steps"], state["seed"]
-        if executor.loss_scale and "loss_scale" in state:
-            executor.loss_scale.load_state_dict(state["loss_scale"])
+        load_training_state(self.executor, state)
 
     def save(
         self,
@@ -394,4 +394,5 @@ class Step:
         return load(Path(directory), self, optimizer)
 
     def _agree_on(self, operation: str, optimizer: object) -> None:
-        self._agree()(operation, {("argument", "optimizer"): optimizer is not None})
+        given = "not given" if optimizer is None else "given"
+        self._agree()(operation, {("argument", "optimizer"): given})

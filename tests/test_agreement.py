@@ -116,6 +116,18 @@ def only_one_takes_a_state_dict(program: Program, rank: int, folder: Path) -> No
     step.clip_grad_norm_(1.0)
 
 
+def another_limit_of_the_norm(program: Program, rank: int, folder: Path) -> None:
+    step = made(program)
+    step(**batch_of(0))
+    step.clip_grad_norm_(1.0 + rank)
+
+
+def a_state_of_training_of_its_own(program: Program, rank: int, folder: Path) -> None:
+    step = made(program)
+    step.load_training_state({"steps": 3 * rank, "seed": 0})
+    step(**batch_of(0))
+
+
 def only_one_saves_the_optimizer(program: Program, rank: int, folder: Path) -> None:
     step = made(program)
     optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
@@ -134,7 +146,9 @@ WRONG: Mapping[Scenario, str] = {
     only_one_evaluates: "rank 0 evaluates, but rank 1 steps",
     only_one_saves: "rank 0 saves, but rank 1 evaluates",
     only_one_takes_a_state_dict: "rank 0 clips gradients, but rank 1 takes a state",
-    only_one_saves_the_optimizer: "optimizer is False on rank 0, but True on rank 1",
+    only_one_saves_the_optimizer: "optimizer is not given on rank 0, but given on",
+    another_limit_of_the_norm: "max_norm is 1.0 on rank 0, but 2.0 on rank 1",
+    a_state_of_training_of_its_own: "'steps' of step.training_state() is 0 on rank 0",
 }
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from autopar.runtime.executor import Executor
 from autopar.runtime.match import check_names
 from autopar.runtime.shards import put_shard, take_shard
 from passes.program import Program
@@ -70,3 +71,17 @@ def remember(
     whole = {n: buffers.get(n, t) for n, t in state.items() if n not in held}
     unused = {n: t for n, t in whole.items() if not t.is_meta}
     return list(state), {n: t.detach().cpu().clone() for n, t in unused.items()}
+
+
+def training_state(executor: Executor) -> dict[str, Any]:
+    """What it goes on from, beside weights; see `Step.training_state`."""
+    state = {"steps": executor.steps, "seed": executor.seed}
+    if (scale := executor.loss_scale) is None:
+        return state
+    return {**state, "loss_scale": scale.state_dict()}
+
+
+def load_training_state(executor: Executor, state: Mapping[str, Any]) -> None:
+    executor.steps, executor.seed = state["steps"], state["seed"]
+    if executor.loss_scale and "loss_scale" in state:
+        executor.loss_scale.load_state_dict(state["loss_scale"])

@@ -18,7 +18,7 @@ from autopar.runtime.comm import Comm
 from autopar.runtime.digest import digest, digest_of_text
 from autopar.runtime.match import ModelMismatch
 from autopar.runtime.roll_call import Facts, Judge, RollCall, others, ranks_text
-from autopar.runtime.updates import Updates
+from autopar.runtime.updates import Updates, plain
 from passes.errors import AutoparError, BatchError
 from passes.program import Program
 
@@ -49,14 +49,19 @@ class Agreement(RollCall):
         """Begin with what `compile` was given. Raises: ModelMismatch, BatchError."""
         text = "" if program is None else program.to_json() + str(program.modules)
         facts = {("seed", ""): seed, ("program", ""): digest_of_text(text)}
-        self("build", {**facts, **{("field", k): repr(v) for k, v in fixed.items()}})
+        self("build", {**facts, **{("field", k): v for k, v in plain(fixed).items()}})
 
     @contextmanager
     def on_batch(
-        self, operation: str, batch: Mapping[str, Tensor], updates: Updates
+        self,
+        operation: str,
+        batch: Mapping[str, Tensor],
+        updates: Updates,
+        training: Mapping[str, Any],
     ) -> Iterator[None]:
         """The context of an operation with a batch, after updates of the weights.
-        Raises: BatchError, ModelMismatch, RanksDisagree."""
+        training: what a step goes on from. Raises: BatchError, ModelMismatch,
+        RanksDisagree."""
         if self.comm.mesh.size == 1:
             yield
             return
@@ -68,7 +73,8 @@ class Agreement(RollCall):
             weights = [digest(p) for p in updates.parameters.values()]
             facts = {**facts, ("weights", ""): weights}
         if count < FIRST or count % EVERY == 0:
-            self(operation, {**facts, **digests("batch", batch)}, of_stage)
+            state = {("training", name): value for name, value in training.items()}
+            self(operation, {**facts, **digests("batch", batch), **state}, of_stage)
             yield
         else:
             with self.ahead(operation, facts, of_stage):
@@ -79,15 +85,16 @@ class Agreement(RollCall):
         super().refuse(operation, error)
 
     @contextmanager
-    def on_clip(self) -> Iterator[None]:
+    def on_clip(self, max_norm: float) -> Iterator[None]:
         """The context of what is as short, and done as often as a step."""
         count = self._calls["clip_grad_norm_"]
         self._calls["clip_grad_norm_"] += 1
+        facts = {("argument", "max_norm"): float(max_norm)}
         if count < FIRST:
-            self("clip_grad_norm_")
+            self("clip_grad_norm_", facts)
             yield
         else:
-            with self.ahead("clip_grad_norm_"):
+            with self.ahead("clip_grad_norm_", facts):
                 yield
 
     def _weights(self, _: str, values: Mapping[int, Any]) -> AutoparError | None:
@@ -156,7 +163,14 @@ def _program(name: str, values: Mapping[int, Any]) -> AutoparError:
 
 def _argument(name: str, values: Mapping[int, Any]) -> AutoparError:
     return AutoparError(
-        f"{name} is {_unlike(values)}", fix=f"pass {name} on all ranks, or on none"
+        f"{name} is {_unlike(values)}", fix=f"pass {name} alike on all ranks"
+    )
+
+
+def _training(name: str, values: Mapping[int, Any]) -> AutoparError:
+    return ModelMismatch(
+        f"'{name}' of step.training_state() is {_unlike(values)}",
+        fix="load the same state on all ranks",
     )
 
 
@@ -217,6 +231,7 @@ JUDGES: Mapping[str, Judge] = {
     "optimizers": _optimizers,
     "options": _options,
     "trained": _trained,
+    "training": _training,
     "batch": _batch,
     "field": _field,
     "state": _state,
