@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from models import VOCAB, Case, Stack, plain_gpt, randomize, token_batch
 from torch import Tensor, nn
 
-from passes.errors import AutoparError, BatchError, CaptureError, LossNotSeparable
+from passes.errors import BatchError, CaptureError, LossNotSeparable
 
 MESHES = ["pp=2,tp=2", "dp=2,tp=2"]
 ONE_QUICK = [MESHES[0], pytest.param(MESHES[1], marks=pytest.mark.slow)]
@@ -257,11 +257,3 @@ def test_samples_that_go_together_are_not_parted():
         BatchError, match=r"12 samples .* of which 2 go together.*\n.* 8"
     ):
         case.compile("tp=2", 4)
-
-
-def test_class_weights_are_refused_with_a_way_out():
-    def loss_fn(logits: Tensor, batch: Batch) -> Tensor:
-        return cross_entropy(logits, batch, weight=torch.ones(VOCAB))
-
-    with pytest.raises(AutoparError, match=r"class weights .*\n"):
-        stack(loss_fn).compile("tp=2")
