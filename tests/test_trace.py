@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -100,6 +101,40 @@ def test_a_field_that_nobody_reads_is_not_left_out_of_the_call() -> None:
     fields = {"x": torch.ones(3), "mask": torch.ones(3)}
     with pytest.raises(CaptureError, match="unexpected keyword argument 'mask'"):
         trace(AnyKeyword(), fields, lambda out, _: out.sum())
+
+
+def gaussian(x: Tensor, y: Tensor) -> Tensor:
+    return F.gaussian_nll_loss(x, y, x.exp())
+
+
+def normal(x: Tensor, y: Tensor, **options: Any) -> Tensor:
+    return -torch.distributions.Normal(x, x.exp(), **options).log_prob(y).mean()
+
+
+def categorical(x: Tensor, y: Tensor, **options: Any) -> Tensor:
+    of = torch.distributions.Categorical(logits=x, **options)
+    return -of.log_prob(y.argmax(-1)).mean() + of.entropy().mean()
+
+
+@pytest.mark.parametrize("loss", [gaussian, normal, categorical])
+def test_where_torch_looks_into_tensors_there_is_a_way_without(
+    loss: Callable[..., Tensor],
+) -> None:
+    model = Model(lambda _, out: out)
+    with pytest.raises(CaptureError) as error:
+        trace(model, batch(), lambda out, b: loss(out, b["y"]))
+    if loss is gaussian:
+        assert "0.5 * (var.log() + (x - y) ** 2 / var).mean()" in error.value.fix
+
+        def found(x: Tensor, y: Tensor) -> Tensor:
+            return 0.5 * (x.exp().log() + (x - y) ** 2 / x.exp()).mean()
+
+    else:
+        assert "validate_args=False" in error.value.fix
+        found = partial(loss, validate_args=False)
+    traced = trace(model, batch(), lambda out, b: found(out, b["y"]))
+    wanted = loss(model.up(batch()["x"]), batch()["y"])
+    torch.testing.assert_close(loss_of(traced, model, batch()), wanted)
 
 
 def test_what_is_no_tensor_is_part_of_the_program() -> None:

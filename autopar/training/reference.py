@@ -99,7 +99,7 @@ class OurDropout(TorchFunctionMode):
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             scores = scores.masked_fill(~attn_mask, float("-inf"))
         elif attn_mask is not None:
-            scores = scores + attn_mask
+            scores = scores + attn_mask.to(scores.dtype)
         # As torch does: a row that attends to nothing gives 0.
         nothing = (scores == float("-inf")).all(-1, keepdim=True)
         weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)

@@ -6,7 +6,8 @@ it runs. An error names it, and a way to go without.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,24 @@ WITHOUT_ROWS = (
     "keep all rows, and let those count for nothing that are not chosen: "
     "torch.where(mask, x, 0), (x * mask).sum() / mask.sum()"
 )
+
+VALID = (
+    "torch looks whether what a distribution is given is valid: give it "
+    "validate_args=False"
+)
+# Code of torch that looks into tensors, as `file:function`, and how to do without.
+LOOKS = {
+    "transformer.py:_detect_is_causal_mask": (
+        "torch's own layers look into their mask to see whether it is causal: "
+        "say so, layers(x, mask=..., is_causal=True), or is_causal=False"
+    ),
+    "functional.py:gaussian_nll_loss": (
+        "torch looks whether a variance is negative: write the loss out, "
+        "0.5 * (var.log() + (x - y) ** 2 / var).mean()"
+    ),
+    "distribution.py:__init__": VALID,
+    "distribution.py:_validate_sample": VALID,
+}
 
 
 @dataclass(frozen=True)
@@ -132,12 +151,8 @@ def capture_failed(
             f"model({', '.join(f'{name}=...' for name in fields)})"
         )
         return CaptureError(what, source=source, fix=fix)
-    if "_detect_is_causal_mask" in _functions(error):
-        fix = (
-            "torch's own layers look into their mask to see whether it is causal: "
-            "say so, layers(x, mask=..., is_causal=True), or is_causal=False"
-        )
-        return CaptureError(what, source=source, fix=fix)
+    if fixes := [LOOKS[place] for place in _functions(error) if place in LOOKS]:
+        return CaptureError(what, source=source, fix=fixes[0])
     configs = (getattr(m, "config", None) for m in model.modules())
     chosen = {getattr(c, "_experts_implementation", None) for c in configs}
     if "eager" in chosen:
@@ -153,13 +168,13 @@ def capture_failed(
     )
 
 
-def _functions(error: BaseException) -> set[str]:
-    """The names of all functions that were at work."""
-    found, trace = set(), error.__traceback__
+def _functions(error: BaseException) -> Iterator[str]:
+    """All functions that were at work, as `file:function`."""
+    trace = error.__traceback__
     while trace is not None:
-        found.add(trace.tb_frame.f_code.co_name)
+        code = trace.tb_frame.f_code
+        yield f"{os.path.basename(code.co_filename)}:{code.co_name}"
         trace = trace.tb_next
-    return found
 
 
 def refuse_unknown(args: Any, read: Read | None, source: str) -> None:
