@@ -122,6 +122,16 @@ def test_all_habits_in_one_model(mesh: str) -> None:
     case(*(block for _, block in cases())).verify(mesh, 2)
 
 
+@pytest.mark.slow
+def test_a_bias_is_wider_than_a_model_in_half_precision() -> None:
+    far = -(torch.arange(SEQ)[:, None] - torch.arange(SEQ)).abs().float()
+    biased = partial(
+        Written, "attention", lambda m, x: m.join(sdpa(*m.heads(x), far, dropout_p=0.1))
+    )
+    one = case(biased, biased)
+    one._replace(model=one.model.half()).verify("dp=2,tp=2", 2)
+
+
 class Placed(Block):
     """Shares a module with a buffer with all other layers."""
 
