@@ -147,6 +147,7 @@ REDUCED: dict[str, Call] = {
 PRODUCTS: dict[str, Call] = {
     "linear": lambda g: F.linear(g.x, g.w.outer(g.w), g.w),
     "matmul": lambda g: g.x @ g.y.mT,
+    "linear by a row": lambda g: F.linear(g.x, g.w) * g.y[..., 0],
     "linear of a row": lambda g: F.linear(g.w, g.w.outer(g.w), g.w) * g.y,
     "dot": lambda g: torch.dot(g.x.flatten(), g.y.flatten()) * 1.0,
     "mv": lambda g: torch.mv(g.x.flatten(0, 1), g.w) * 1.0,

@@ -152,6 +152,8 @@ def product(rewriter: Rewriter, node: Node) -> Value | None:
     else:
         x, weight, *rest = node.args
         bias = rest[0] if rest else None
+    if len(weight.shape) == 1:
+        return rewriter.like(node, "aten.matmul.default", x, weight)
     op = "aten.linear.default" if kind == "linear" else "aten.matmul.default"
     flattened = rewriter.producer(x, "aten.reshape")
     if flattened is not None and flattened.operands[0].shape[-1:] == x.shape[-1:]:
