@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.chance import refuse_chance, states
+from autopar.chance import Chance
 from autopar.left_as_found import AsFound, Change, counters
 from autopar.survivors import left_over, only_new, refuse_held
 from passes.capture.trace import Traced, trace
@@ -31,7 +31,7 @@ def capture_model(
     """
 
     found = AsFound.of(model, *([loss_fn] if loss_fn else []))
-    before = states()
+    chance = Chance(found.generators)
 
     def run() -> Traced:
         # Of a model that it cannot capture, torch prints the graph so far.
@@ -43,7 +43,7 @@ def capture_model(
             with first_changes(model, found) as changed:
                 traced = run()
             found.put_back()
-            refuse_chance(before, run)
+            chance.refuse(run)
             found.put_back()
             refuse_counters(changed, traced, run)
         finally:

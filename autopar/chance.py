@@ -6,10 +6,12 @@ of the program, the same in each step.
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -19,75 +21,115 @@ from passes.capture.user_frames import is_users
 from passes.errors import CaptureError
 
 STDLIB = sysconfig.get_path("stdlib") + os.sep
+UINT8 = torch.uint8
 PACKAGES = f"{os.sep}site-packages{os.sep}"
 
-State = dict[str, Any]
+
+@dataclass(frozen=True)
+class Generator:
+    """A source of random numbers. read: where it is in its sequence; write: go there.
+    peek: the same as read, or a part of it, where tensors may be fake."""
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    peek: Callable[[], Any] | None = None
+
+    def place(self) -> Any:
+        return (self.peek or self.read)()
 
 
-def states() -> State:
-    """Of each generator: where it is in its sequence."""
-    found: State = {"Python": random.getstate(), "torch": torch.get_rng_state()}
+def generators(held: Mapping[str, Any]) -> list[Generator]:
+    """Those that all code shares, and those that a model holds, by where it does."""
+    found = [
+        Generator("Python's", random.getstate, random.setstate),
+        Generator(
+            "torch's",
+            lambda: bytes(torch.get_rng_state().numpy()),
+            lambda x: torch.set_rng_state(torch.frombuffer(bytearray(x), dtype=UINT8)),
+            torch.initial_seed,
+        ),
+    ]
     if (numpy := sys.modules.get("numpy")) is not None:
-        found["NumPy"] = numpy.random.get_state()
+        found.append(_of_numpy("NumPy's", numpy.random))
+    for where, one in held.items():
+        name = f"the model's '{where}'"
+        if isinstance(one, random.Random):
+            found.append(Generator(name, one.getstate, one.setstate))
+        else:
+            found.append(_of_numpy(name, one))
     return found
 
 
-def moved(before: State, now: State) -> str | None:
-    """The first generator that is not where it was."""
-    for name, state in before.items():
-        if name == "torch":
-            same = torch.equal(state, now[name])
-        elif name == "NumPy":
-            same = _plain(state) == _plain(now[name])
-        else:
-            same = state == now[name]
-        if not same:
-            return name
-    return None
+def _of_numpy(name: str, one: Any) -> Generator:
+    """A Generator, a RandomState, or the module that acts as one. States hold arrays,
+    and are compared as they are pickled."""
+    if hasattr(one, "get_state"):
+        return Generator(
+            name,
+            lambda: pickle.dumps(one.get_state()),
+            lambda state: one.set_state(pickle.loads(state)),
+        )
+
+    def write(state: bytes) -> None:
+        one.bit_generator.state = pickle.loads(state)
+
+    return Generator(name, lambda: pickle.dumps(one.bit_generator.state), write)
 
 
-def _plain(state: tuple[Any, ...]) -> tuple[Any, ...]:
-    kind, keys, *rest = state
-    return (kind, keys.tobytes(), *rest)
+def is_generator(thing: Any) -> bool:
+    """Whether it is one that Python code draws from; torch's are refused by `trace`."""
+    if isinstance(thing, random.Random):
+        return True
+    of_numpy = type(thing).__module__.startswith("numpy.random")
+    return of_numpy and hasattr(thing, "random") and not isinstance(thing, type)
 
 
-def set_states(state: State) -> None:
-    """Put all generators back to where they were."""
-    random.setstate(state["Python"])
-    torch.set_rng_state(state["torch"])
-    if "NumPy" in state:
-        sys.modules["numpy"].random.set_state(state["NumPy"])
+class Chance:
+    """The generators that a forward may draw from, and where they were."""
+
+    def __init__(self, held: Mapping[str, Any]) -> None:
+        self.all = generators(held)
+        self.before = [g.read() for g in self.all]
+
+    def moved(self) -> Generator | None:
+        """The first one that is not where it was."""
+        pairs = zip(self.all, self.before, strict=True)
+        return next((g for g, state in pairs if g.read() != state), None)
+
+    def put_back(self) -> None:
+        for g, state in zip(self.all, self.before, strict=True):
+            g.write(state)
+
+    def refuse(self, run: Callable[[], object]) -> None:
+        """Raises CaptureError if a generator has moved, with the line that moved it,
+        which is looked for in another run. All are where they were afterwards."""
+        which = self.moved()
+        if which is None:
+            return
+        self.put_back()
+        source = find_line(which, run)
+        self.put_back()
+        raise CaptureError(
+            f"forward moves {which.name} generator of random numbers: what it draws "
+            "there would be the same in every step and on every rank",
+            source=source,
+            fix="pass in the batch what is decided by chance (torch.where takes one of "
+            "two values); for dropout use nn.Dropout or F.dropout",
+        )
 
 
-def refuse_chance(before: State, run: Callable[[], object]) -> None:
-    """Raises CaptureError if a generator has moved, with the line that moved it, which
-    is looked for in another run. All are where they were afterwards."""
-    which = moved(before, states())
-    if which is None:
-        return
-    set_states(before)
-    source = find_line(which, run)
-    set_states(before)
-    raise CaptureError(
-        f"forward moves {which}'s generator of random numbers: what it draws there "
-        "would be the same in every step and on every rank",
-        source=source,
-        fix="pass in the batch what is decided by chance (torch.where takes one of two "
-        "values); for dropout use nn.Dropout or F.dropout",
-    )
-
-
-def find_line(which: str, run: Callable[[], object]) -> str:
+def find_line(which: Generator, run: Callable[[], object]) -> str:
     """`file:line` of the first line of a user after which a generator has moved; "" if
     it is not found."""
-    state, last, found = _place(which), "", ""
+    state, last, found = which.place(), "", ""
 
     def look(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal last, found
         file = frame.f_code.co_filename
         if found or not _is_model(file):
             return None
-        if last and _place(which) != state:
+        if last and which.place() != state:
             found = last
             return None
         if event != "call":
@@ -101,16 +143,6 @@ def find_line(which: str, run: Callable[[], object]) -> str:
     finally:
         sys.settrace(tracing)
     return found
-
-
-def _place(which: str) -> object:
-    """Where a generator is. Torch's own state cannot be read amid fake tensors: of it,
-    what it was seeded with."""
-    if which == "torch":
-        return torch.initial_seed()
-    if which == "NumPy":
-        return _plain(sys.modules["numpy"].random.get_state())
-    return random.getstate()
 
 
 def _is_model(file: str) -> bool:

@@ -19,6 +19,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autopar.chance import is_generator
+
 Cached = type(lru_cache(lambda: None))
 NUMBERS = (bool, int, float, str)
 # Of these packages nothing is put back: they know what they keep.
@@ -94,6 +96,7 @@ class AsFound:
     classes: list[tuple[type, dict[str, Any]]] = field(default_factory=list)
     cached: list[tuple[Any, int]] = field(default_factory=list)
     tensors: list[tuple[Tensor, bool]] = field(default_factory=list)
+    generators: dict[str, Any] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
     packages: set[str] | None = None  # of whose objects is looked at what they hold
 
@@ -131,6 +134,8 @@ class AsFound:
             return
         if isinstance(thing, Tensor):
             self.tensors.append((thing, thing.requires_grad))
+        elif is_generator(thing):
+            self.generators[where] = thing
         elif isinstance(thing, Cached):
             self.cached.append((thing, thing.cache_info().misses))
         elif isinstance(thing, dict):

@@ -277,6 +277,14 @@ def by_choice(self: Drawing, x: Tensor) -> Tensor:
     return self.mid(x) * random.choice([1.0, 2.0])
 
 
+def by_own(self: Drawing, x: Tensor) -> Tensor:
+    return x * self.own.random()
+
+
+def by_own_of_numpy(self: Drawing, x: Tensor) -> Tensor:
+    return x * self.numbers["its"].normal()
+
+
 def by_seed(self: Drawing, x: Tensor) -> Tensor:
     torch.manual_seed(3)
     return self.mid(x)
@@ -287,7 +295,8 @@ def by_count(self: Drawing, x: Tensor) -> Tensor:
     return x * min(1.0, self.steps / 100)
 
 
-DRAWS = {f.__name__: f for f in (by_python, by_numpy, by_choice, by_seed, by_count)}
+EVERY = by_python, by_numpy, by_own, by_own_of_numpy, by_choice, by_seed, by_count
+DRAWS = {f.__name__: f for f in EVERY}
 
 
 class Drawing(nn.Module):
@@ -295,13 +304,21 @@ class Drawing(nn.Module):
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
         self.mid, self.draw, self.steps = nn.Linear(WIDTH, WIDTH), draw, 0
+        self.own, self.numbers = random.Random(1), {"its": numpy.random.default_rng(2)}
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x = DRAWS[self.draw](self, self.embed(input_ids))
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-NAMES = {"by_python": "Python", "by_choice": "Python", "by_numpy": "NumPy"}
+NAMES = {
+    "by_python": "Python's",
+    "by_choice": "Python's",
+    "by_numpy": "NumPy's",
+    "by_own": "the model's 'own'",
+    "by_own_of_numpy": r"the model's 'numbers\.its'",
+    "by_seed": "torch's",
+}
 
 
 @pytest.mark.matrix(quick=1)
@@ -310,7 +327,7 @@ def test_chance_outside_of_the_graph_is_refused_with_its_line(draw):
     model, batch = Drawing(draw), token_batch(seq=SEQ)
     states = random.getstate(), numpy.random.get_state()[2], torch.get_rng_state()
     line = DRAWS[draw].__code__.co_firstlineno + 1
-    says = rf"{NAMES.get(draw, 'torch')}'s generator.*\n  at   test_left_as_found\.py:"
+    says = rf"{NAMES[draw]} generator.*\n  at   test_left_as_found\.py:"
     with pytest.raises(CaptureError, match=rf"{says}{line}\n  fix"):
         capture_model(model, batch)
     assert random.getstate() == states[0]

@@ -16,6 +16,7 @@ from autopar.runtime.choices import Choosing
 from autopar.runtime.kernels import dropout_mask
 from autopar.runtime.loss_scale import LossScale
 from passes.capture.call_model import loss_of
+from passes.capture.custom_functions import through_checkpoints
 from passes.errors import AutoparError
 
 
@@ -126,7 +127,7 @@ def reference_step(
     device = next(p.device.type for p in model.parameters())
     autocast = torch.autocast(device, precision, enabled=precision is not None)
     with OurDropout(key), choosing or nullcontext(), torch.enable_grad():
-        with autocast:
+        with autocast, through_checkpoints():
             loss = loss_of(model, batch, loss_fn)
         wanted = {n: p for n, p in model.named_parameters() if p.requires_grad}
         try:
@@ -136,7 +137,7 @@ def reference_step(
                 raise
             raise AutoparError(
                 "the model's activation checkpoints do not go with this comparison: "
-                "they are reentrant, or have dropout within",
+                "they have dropout within",
                 fix="verify without torch.utils.checkpoint; programs do not use it",
             ) from error
     found = {

@@ -8,7 +8,7 @@ gradient) is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +62,24 @@ def read_forwards() -> Iterator[dict[tuple[object, ...], Call]]:
     """Within, a Function's forward runs as if its operations stood in its place, and
     calls are noted: what is yielded has one of each kind."""
     calls: dict[tuple[object, ...], Call] = {}
+
+    def apply(cls: Apply, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        call = Call(cls, tuple(map(_shape, args)), at_work())
+        if torch.is_grad_enabled() and any(_wants(a) for a in call.args):
+            calls.setdefault(call.key, call)
+        return _forward(cls, args, kwargs)
+
+    with through_checkpoints(apply):
+        yield calls
+
+
+@contextmanager
+def through_checkpoints(users: Callable[..., Any] | None = None) -> Iterator[None]:
+    """Within, a reentrant checkpoint is the function that it would run once more.
+
+    users: what to call instead of a Function of a user's, with its class, arguments
+    and keywords.
+    """
     # Not of Function itself: `square = Square.apply` at the top of a file has that.
     beneath: Any = torch.autograd.Function.__mro__[1]
 
@@ -69,18 +87,15 @@ def read_forwards() -> Iterator[dict[tuple[object, ...], Call]]:
         if (cls.__module__, cls.__name__) == CHECKPOINT:
             run, _, *operands = args  # recomputation is decided elsewhere
             return run(*operands)
-        if cls.__module__.partition(".")[0] == "torch":
-            # As of a custom operator, which stays one.
+        # Torch's own are of custom operators, which stay as they are.
+        if users is None or cls.__module__.partition(".")[0] == "torch":
             return super(beneath, cls).apply(*args, **kwargs)
-        call = Call(cls, tuple(map(_shape, args)), at_work())
-        if torch.is_grad_enabled() and any(_wants(a) for a in call.args):
-            calls.setdefault(call.key, call)
-        return _forward(cls, args, kwargs)
+        return users(cls, args, kwargs)
 
     assert "apply" not in vars(beneath), "torch.autograd.Function is built otherwise"
     beneath.apply = classmethod(apply)
     try:
-        yield calls
+        yield
     finally:
         del beneath.apply
 
