@@ -13,13 +13,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import difflib
 import importlib
 import importlib.util
-import inspect
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -28,27 +24,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.factories import (
+    ModelError,
+    check_takes_nothing,
+    find_factory,
+    near,
+    their_errors,
+)
 from autopar.meta import parameters_on_meta
 from autopar.read_file import read_text
 from autopar.uncollected import uncollected
 from passes.decode import parse_json
-from passes.errors import AutoparError
 from passes.ranges import Range, shown
 
-HERE = str(Path(__file__).parent)  # frames of ours do not help a user
 CONFIGS = Path(__file__).with_name("configs")
 BIG = 2 << 30  # bytes of parameters from which on they stay on the meta device
 TOKENS = Range(1, 1 << 26)  # of a made-up batch: half a GiB for each of its fields
+# Of configurations: layers are made one by one, tokens drawn from the vocabulary.
+CONFIGURED = {"num_hidden_layers": Range(0, 10_000), "vocab_size": Range(1, 1 << 30)}
 RETURNS = "return the model, or (model, batch): the batch a dict, from the names of "
 RETURNS += "what forward takes to tensors"
 IGNORED = -100  # the label that a loss leaves out
 
 # Chosen by the builder of the model, not stored in its configuration.
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
-
-
-class ModelError(AutoparError):
-    """A model specification that names nothing, or nothing that can be trained."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,10 @@ def load_model(spec: str, *, seed: int = 0, device: str | None = None) -> Loaded
         raise ModelError(f"a model is made on cpu or meta, not on '{device}'")
     if spec.startswith("hf:"):
         return _hugging_face(spec, seed, device)
-    factory = _find_factory(spec)
+    factory = find_factory(spec)
     torch.manual_seed(seed)
-    _check_takes_nothing(spec, factory)
-    with _their_errors(spec):
+    check_takes_nothing(spec, factory)
+    with their_errors(spec):
         if device == "meta":
             with parameters_on_meta() as finish:
                 made = factory()
@@ -154,108 +153,6 @@ def random_batch(
     return made
 
 
-# --- factories -------------------------------------------------------------------
-
-
-def _find_factory(spec: str) -> Callable[[], Any]:
-    where, colon, name = spec.rpartition(":")
-    if not (where and colon and name):
-        raise ModelError(
-            f"{shown(spec)} does not name a model",
-            fix="write file.py:factory, module:factory, hf:gpt2 or hf:config.json",
-        )
-    module = _from_file(Path(where)) if where.endswith(".py") else _by_name(where)
-    factory = getattr(module, name, None)
-    if callable(factory):
-        return factory
-    names = [n for n, v in vars(module).items() if inspect.isfunction(v)]
-    raise ModelError(f"'{where}' has no function '{name}'", fix=_near(name, names))
-
-
-def _from_file(path: Path) -> Any:
-    """Import a file under a name of its own; what lies beside it can be imported."""
-    if not path.is_file():
-        raise ModelError(
-            f"there is no file '{path}' (looked in {Path.cwd()})",
-            fix="give the path of the Python file that defines the model",
-        )
-    name = f"autopar_model_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
-    assert spec and spec.loader, f"no loader for {path}"
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickling look a class's module up there.
-    sys.modules[name] = module
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    with _their_errors(str(path)):
-        spec.loader.exec_module(module)
-    return module
-
-
-def _check_takes_nothing(spec: str, factory: Callable[[], Any]) -> None:
-    """Raises ModelError for a factory that cannot be called without arguments."""
-    try:
-        inspect.signature(factory).bind()
-    except TypeError as error:
-        name = spec.rpartition(":")[2]
-        raise ModelError(
-            f"'{spec}' is called without arguments, but has some: {error}",
-            fix=f"name a function that takes none, as: def make(): return {name}(...)",
-        ) from None
-    except ValueError:  # a function of C's, which does not say what it takes
-        return
-
-
-@contextlib.contextmanager
-def _their_errors(spec: str) -> Iterator[None]:
-    """Show what code of the user's raises, with the traceback from there on."""
-    try:
-        yield
-    except AutoparError:
-        raise
-    except SystemExit as error:
-        raise ModelError(
-            f"'{spec}' ended the program: sys.exit({error.code!r})",
-            fix="put what a script does under: if __name__ == '__main__':",
-        ) from None
-    except Exception as error:
-        shown = traceback.TracebackException.from_exception(error)
-        shown.stack = traceback.StackSummary.from_list(
-            [f for f in shown.stack if not f.filename.startswith((HERE, "<frozen"))]
-        )
-        text = "".join(shown.format()).rstrip()
-        fix = ""
-        if isinstance(error, ModuleNotFoundError) and error.name:
-            package = error.name.partition(".")[0]
-            fix = f"pip install {package}, or start where a module of that name lies"
-        raise ModelError(f"'{spec}' raised an error\n{text}", fix=fix) from error
-
-
-def _by_name(name: str) -> Any:
-    """Import a module of that dotted name, from where we are or from a package."""
-    missing = ModelError(
-        f"there is no module {shown(name)}",
-        fix="write file.py:factory for a file, or install the module's package",
-    )
-    if not all(map(str.isidentifier, name.split("."))):
-        raise missing
-    with _their_errors(name):
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # it is there, and needs another
-            raise missing from None
-
-
-def _near(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    if close:
-        return f"did you mean {' or '.join(close)}?"
-    return f"there are {', '.join(sorted(known)[:20])}" if known else "write one there"
-
-
 # --- Hugging Face ----------------------------------------------------------------
 
 
@@ -267,17 +164,9 @@ def _hugging_face(spec: str, seed: int, device: str | None) -> LoadedModel:
 
     def build() -> nn.Module:
         torch.manual_seed(seed)
-        try:
-            with _their_errors(spec):
-                model = auto.from_config(config, dtype=config.dtype, **implementations)
-        except ModelError as error:
-            if "Unrecognized configuration class" not in error.what:
-                raise
-            raise ModelError(
-                f"'{spec}' is not a causal language model in transformers",
-                fix="use a type such as gpt2, gpt_neox, llama, mistral or qwen3",
-            ) from None
-        return model.train()
+        with _configured(spec):
+            model = auto.from_config(config, dtype=config.dtype, **implementations)
+            return model.train()
 
     if device != "cpu":
         with parameters_on_meta() as finish:
@@ -287,6 +176,23 @@ def _hugging_face(spec: str, seed: int, device: str | None) -> LoadedModel:
     if device == "cpu" or (device is None and not big):
         model = build()
     return LoadedModel(model, None, spec, config.vocab_size, shifts_labels=True)
+
+
+@contextlib.contextmanager
+def _configured(spec: str) -> Iterator[None]:
+    """What transformers raises is about values of the configuration, in one line."""
+    try:
+        yield
+    except Exception as error:
+        if "Unrecognized configuration class" in str(error):
+            raise ModelError(
+                f"'{spec}' is not a causal language model in transformers",
+                fix="use a type such as gpt2, gpt_neox, llama, mistral or qwen3",
+            ) from None
+        raise ModelError(
+            f"transformers cannot make '{spec}': {type(error).__name__}: {error}",
+            fix="give the configuration other values",
+        ) from error
 
 
 def _transformers() -> Any:
@@ -317,7 +223,7 @@ def _read_config(transformers: Any, spec: str) -> tuple[Any, dict[str, str]]:
         own = [path.stem for path in CONFIGS.glob("*.json")]
         raise ModelError(
             f"transformers knows no model type '{name}' ('{spec}')",
-            fix=_near(name, [*kinds, *own]),
+            fix=near(name, [*kinds, *own]),
         )
     plain = kinds[name]()
     known = {*plain.to_dict(), *plain.attribute_map}
@@ -325,9 +231,19 @@ def _read_config(transformers: Any, spec: str) -> tuple[Any, dict[str, str]]:
         if key not in known:
             raise ModelError(
                 f"the configuration of {name} has no '{key}'",
-                fix=_near(key, sorted(known)),
+                fix=near(key, sorted(known)),
             )
-    config = transformers.AutoConfig.for_model(name, **{**data, **given})
+    with _configured(spec):
+        config = transformers.AutoConfig.for_model(name, **{**data, **given})
+    for key, allowed in CONFIGURED.items():
+        if (
+            getattr(config, key, None) is not None
+            and getattr(config, key) not in allowed
+        ):
+            raise ModelError(
+                f"'{spec}' has {key}={shown(getattr(config, key))}",
+                fix=f"use {allowed}",
+            )
     # The default one loops over experts that tokens chose: no fixed graph. A model
     # without experts does not mind.
     chosen.setdefault("experts_implementation", "batched_mm")

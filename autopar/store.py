@@ -168,6 +168,11 @@ def _replace(target: Path, new: Path) -> None:
 
 
 def _read_manifest(folder: Path) -> Mapping[str, Any]:
+    if folder.is_file():
+        raise PlanDirectoryError(
+            f"'{folder}' is a file, not a plan directory",
+            fix=f"give the directory that it is in: {folder.parent}",
+        )
     if not folder.is_dir():
         raise PlanDirectoryError(
             f"there is no plan directory '{folder}'",

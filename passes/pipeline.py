@@ -12,7 +12,7 @@ from passes.capture.normalize import normalize
 from passes.capture.trace import Traced
 from passes.cost import Costs
 from passes.dims.name_dims import Named, name_dims
-from passes.errors import BatchError
+from passes.errors import BatchError, CaptureError
 from passes.graph import Value
 from passes.mesh import TIME
 from passes.plan import Plan
@@ -58,6 +58,7 @@ def compile_program(
     costs: seconds of nodes, or a function that measures those of the lowered graph.
     watch: called with each pass's name and what it made, which prints.
     """
+    check_sources(traced)
     splits_backward(plan)  # what cannot run is refused before the work begins
     watch("trace", traced)
     ranges = find_input_ranges(traced.graph)
@@ -84,6 +85,22 @@ def compile_program(
     modules = emit_modules(staged, watch)
     notes = (*group_note(named, asked, plan), *find_notes(sharded))
     return replace(assemble(staged, modules, notes, costs), ranges=ranges)
+
+
+def check_sources(traced: Traced) -> None:
+    """There are parameters, and something to compute with them."""
+    if not traced.graph.params:
+        raise CaptureError(
+            "the model computes with no parameters",
+            fix="let its modules be attributes of it, or of an nn.ModuleList, so that "
+            "model.parameters() has theirs",
+        )
+    for v in traced.graph.inputs:
+        if 0 in v.shape:
+            raise BatchError(
+                f"the batch field '{v.name}' is empty: {v.type}",
+                fix="give an example of a batch as the steps will have it",
+            )
 
 
 def check_batch(named: Named, plan: Plan) -> None:

@@ -16,6 +16,7 @@ from passes.schedule.make_schedule import SCHEDULES, place_stages
 
 FORMAT = 1
 AGAIN = "compile it again with this version of autopar"
+WRITTEN = "give a plan.json that autopar plan or compile wrote"
 USUAL = "mend it, or leave it out, and it is as usual"
 MESH = 'write "mesh": "pp=2,tp=2"'
 
@@ -275,7 +276,7 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read `to_json`'s text. Raises PlanError that names the key at fault."""
-        data = parse_json(text, "the plan", PlanError)
+        data = parse_json(text, "the plan", PlanError, WRITTEN)
         if not isinstance(data, dict):
             raise PlanError("the plan is not a JSON object", fix=AGAIN)
         if data.pop("format", None) != FORMAT:

@@ -42,6 +42,7 @@ UNITS = {
     **{"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15},
     **{"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40},
 }
+WRITE = "give a cluster file: TOML or JSON with devices, device and links"
 NUMBER = re.compile(
     r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)"
     r"\s*([KMGTPk]i?)?(?:B|FLOP)?(?:/s)?"
@@ -51,7 +52,7 @@ NUMBER = re.compile(
 def read_cluster(path: str | Path) -> Cluster:
     """Read a cluster file. Raises ClusterError that names the key at fault."""
     path = Path(path)
-    return cluster_from(_parse(path, read_text(path, ClusterError)))
+    return cluster_from(_parse(path, read_text(path, ClusterError, WRITE)))
 
 
 def cluster_from(data: Any) -> Cluster:
@@ -91,7 +92,7 @@ def cluster_data(cluster: Cluster) -> dict[str, Any]:
 def _parse(path: Path, text: str) -> dict[str, Any]:
     try:
         if path.suffix == ".json":
-            data = parse_json(text, f"'{path}'", ClusterError)
+            data = parse_json(text, f"'{path}'", ClusterError, WRITE)
         elif sys.version_info >= (3, 11):
             import tomllib
 
@@ -101,7 +102,7 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
                 f"'{path}': TOML needs Python 3.11", fix="write the cluster as JSON"
             )
     except ValueError as error:
-        raise ClusterError(f"'{path}' cannot be read: {error}") from None
+        raise ClusterError(f"'{path}' cannot be read: {error}", fix=WRITE) from None
     if not isinstance(data, dict):
         raise ClusterError(f"'{path}' holds no table of keys")
     return data

@@ -87,7 +87,10 @@ def read_profile(path: Path | None = None) -> Profile:
     try:
         found = _profiles(path)
     except OSError as error:
-        raise ProfileError(f"cannot read '{path}': {error.strerror}") from None
+        raise ProfileError(
+            f"cannot read '{path}': {error.strerror}",
+            fix=f"measure it: autopar profile MODEL --ranks N -o {path}",
+        ) from None
     here = machine_text()
     if here not in found:
         others = "".join(f"\n  it has {machine}" for machine in found)

@@ -96,6 +96,11 @@ class Findings:
 
 def read_findings(folder: Path) -> Findings:
     """Those of a directory that `autopar plan -o` wrote. Raises EstimateError."""
+    if folder.is_file():
+        raise EstimateError(
+            f"'{folder}' is a file, not a directory",
+            fix=f"give the directory that it is in: {folder.parent}",
+        )
     path = folder / ESTIMATE
     if not path.is_file():
         raise EstimateError(

@@ -30,6 +30,7 @@ from autopar.store import (
     refuse_to_replace,
     save_plan,
 )
+from passes.errors import AutoparError
 from passes.mesh import Mesh
 from passes.plan import Plan, PlanError
 
@@ -71,7 +72,10 @@ def read_decided(path: Path) -> Decided:
             "wrote with -o",
         )
     text = read_text(file, PlanError)
-    plan, findings = Plan.from_json(text), None
+    try:
+        plan, findings = Plan.from_json(text), None
+    except AutoparError as error:
+        raise PlanError(error.what, source=str(file), fix=error.fix) from None
     if (file.parent / ESTIMATE).is_file():
         findings = read_findings(file.parent)
         findings = findings if findings.plan == checksum(text) else None

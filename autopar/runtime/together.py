@@ -31,7 +31,10 @@ def _outcome(work: Callable[[], T]) -> tuple[T | None, AutoparError | None]:
         return None, error
     except OSError as error:
         what = f"{error.filename or 'a file'}: {error.strerror or error}"
-        return None, AutoparError(what, fix="see that the disk is there and not full")
+        return None, AutoparError(
+            what,
+            fix="see that the path is right and can be written, on a disk with room",
+        )
 
 
 def _agreed(outcome: tuple[T, AutoparError | None]) -> T:

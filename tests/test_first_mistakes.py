@@ -1,0 +1,127 @@
+"""What newcomers get wrong is answered with text: what, where, and a way out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from plans import model_file, small_program
+
+from autopar.cli import main
+from autopar.models import ModelError, load_model
+from autopar.store import save_plan
+
+HEAD = "import torch\nfrom torch import nn\n"
+FACTORIES = {
+    "def make(:\n": "SyntaxError: invalid syntax",
+    "import no_such_package\n": "fix  pip install no_such_package",
+    "import sys\nsys.exit(3)\n": "if __name__ == '__main__'",
+    "import argparse\nargparse.ArgumentParser().parse_args(['x'])\n": "ended",
+    "def make(): pass\n": "returned <class 'NoneType'>",
+    "def make(): yield 1\n": "returned <class 'generator'>",
+    "def make(layers): pass\n": "without arguments, but has some",
+    "make = nn.Linear(2, 2)\n": "is a model, not a function that makes one",
+    "make = 3\n": "has no function 'make'",
+    "class make(nn.Module):\n    def __init__(self, x): ...\n": "argument: 'x'",
+    "def make(): return nn.Linear(2, 2), [torch.ones(2)]\n": r"\(Linear, list\)",
+    "def make(): return nn.Linear(2, 2), {}, 3\n": r"returned \(Linear, dict, int\)",
+    "def make(): return nn.Linear(2, 2), {}\n": "holds no tensor",
+    "def make(): return nn.Linear(2, 2), {'input': [1]}\n": "holds no tensor",
+    "def make(): return nn.Linear(2, 2), {0: torch.ones(2)}\n": "fields without names",
+    "\0": "SyntaxError",
+}
+
+
+@pytest.mark.parametrize(("text", "says"), FACTORIES.items())
+def test_a_wrong_file_of_a_model(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(HEAD + text)
+    with pytest.raises(ModelError, match=says) as error:
+        load_model(f"{tmp_path / 'm.py'}:make")
+    assert "importlib" not in str(error.value)
+
+
+MODELS = {
+    "class M(nn.Module):\n    def forward(self, x): return x.sum()\n"
+    "def make(): return M(), {'x': torch.ones(4, 2)}\n": "computes with no parameters",
+    "class M(nn.Linear):\n    def forward(self, x): return super().forward(x).sum()\n"
+    "def make(): return M(2, 2), {'x': torch.ones(0, 2)}\n": "field 'x' is empty",
+    "def make(): return nn.Linear(2, 2), {'input': torch.ones(4, 2)}": "no scalar loss",
+}
+
+
+@pytest.mark.parametrize(("text", "says"), MODELS.items(), ids=MODELS.values())
+def test_a_model_that_nothing_can_train(
+    text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "m.py").write_text(HEAD + text)
+    asked = ["--mesh", "dp=2", "-o", str(tmp_path / "plan")]
+    assert main(["compile", f"{tmp_path / 'm.py'}:make", *asked]) == 2
+    said = capsys.readouterr().err
+    assert says in said and "  fix  " in said
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("m.py", "fix  .*: m.py:FACTORY"),
+        ("m.py::make", "no module 'm.py:'"),
+        (
+            "hf:gpt2?n_layer=-1",
+            "layers=-1\n  fix  use a whole number from 0",
+        ),
+        ("hf:gpt2?n_layer=99999999999", "num_hidden_layers=99999999999"),
+        ("hf:gpt2?n_layer=nan", "transformers cannot make"),
+        ("hf:gpt2?n_head=7", "must be divisible by num_heads"),
+        ("hf:gpt2?vocab_size=0", "vocab_size=0"),
+        ("hf:gpt2?activation_function=none_such", "KeyError: 'none_such'"),
+    ],
+)
+def test_a_wrong_specification(spec: str, says: str) -> None:
+    with pytest.raises(ModelError, match=says) as error:
+        load_model(spec, device="meta")
+    assert "Traceback" not in str(error.value) and error.value.fix
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With a plan, one of another version, and something else."""
+    monkeypatch.chdir(tmp_path)
+    spec = model_file(tmp_path)
+    for name in ("plan", "old"):
+        save_plan(small_program("", 2), tmp_path / name, spec)
+    manifest = tmp_path / "old" / "manifest.json"
+    manifest.write_text(
+        json.dumps({**json.loads(manifest.read_text()), "autopar": "0"})
+    )
+    (tmp_path / "notes").write_text("mine")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("inspect plan/plan.json", "fix  give the directory that it is in: plan"),
+        ("explain plan/plan.json", "fix  give the directory that it is in: plan"),
+        ("inspect old", "was compiled by autopar 0, but this is"),
+        ("run old", "fix  compile it again: autopar compile "),
+        ("compile model.py:small --plan notes", "at   notes"),
+        ("compile model.py:small --mesh tp=2 -o notes/plan", "notes"),
+        ("compile model.py:small --mesh tp=2 -o notes", "is not a plan directory"),
+        ("plan model.py:small --cluster notes", "give a cluster file: TOML or JSON"),
+        ("run plan --steps 1 --save notes", "see that the path is right"),
+        ("run plan --data notes", "unknown kind of file"),
+        ("export plan -o w.pt", "there is no complete checkpoint in 'plan'"),
+        ("profile --show -o none.json", "fix  measure it: autopar profile"),
+        ("explain plan", "has no estimate.json"),
+        ("frobnicate", "invalid choice: 'frobnicate'"),
+        ("", "arguments are required: COMMAND"),
+        ("inspect plan --frob", "unrecognized arguments: --frob"),
+    ],
+)
+def test_a_wrong_line(
+    line: str, says: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line.split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("autopar: ") and says in said and "  fix  " in said
