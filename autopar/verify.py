@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.proof.expected import TOLERANCE, Expected, Gradients, expect
+from autopar.proof.expected import TOLERANCE, Expected, Gradients, expect, unmoved
 from autopar.proof.ranks import (
     NOISE,
     FoundStep,
@@ -68,7 +68,8 @@ class Verification:
     away, reference_away: in mixed precision, how far the program and the reference are
     from the model in its own precision; else empty. rerouted: the share of rows that
     took experts which the model chose, where they preferred others. drawn: what was
-    drawn for the comparison; the rest was taken as given.
+    drawn for the comparison; the rest was taken as given. unmoved: parameters whose
+    gradient is 0 in the model itself, with which little is compared.
     """
 
     loss: float
@@ -79,6 +80,7 @@ class Verification:
     reference_away: Mapping[str, float] = field(default_factory=dict)
     rerouted: float = 0.0
     drawn: tuple[str, ...] = ()
+    unmoved: tuple[str, ...] = ()
 
     def limits(self, name: str) -> tuple[float, float]:
         """What an error and a distance from the model's own precision may be."""
@@ -177,7 +179,8 @@ def prove(
     evaluate = all(e.evaluated is not None for e in expected)
     made = run_steps(program, buffers, steps, seed, evaluate)
     compared = map(_compare, made, expected, told)
-    return reduce(Verification.worse, compared)
+    worst = reduce(Verification.worse, compared)
+    return replace(worst, unmoved=unmoved(expected))
 
 
 def _compare(made: FoundStep, expected: Expected, told: Choices | None) -> Verification:

@@ -244,3 +244,16 @@ def test_consecutive_draws_have_other_counts(shape):
             assert counts[0] != counts[1]
         if shape[-1] > 2:
             assert one["mask"].sum() != other["mask"].sum()
+
+
+PADDED = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [1, 0, 0, 0]])
+
+
+@pytest.mark.parametrize("example", [PADDED, PADDED.flip(1), 1 - PADDED], ids=str)
+def test_most_keys_of_a_mask_are_seen_whatever_marks_them(example):
+    """Where padding follows or comes first, and is most of an example."""
+    ranges = {"mask": InputRange("mask")}
+    inputs = {"mask": ((20, 8), torch.int64)}
+    drawn = draw_batch(inputs, ranges, 0, {"mask": example})["mask"]
+    seen = 0 if torch.equal(example, 1 - PADDED) else 1
+    assert 0.6 < (drawn == seen).float().mean() < 0.9

@@ -146,3 +146,26 @@ def test_a_program_that_forgets_a_buffer_fails():
     assert not verify(wrong, *case).passed
     assert verify(wrong, *case, drawn=False).passed
     assert not bool(case.model.correction.any())
+
+
+class Thresholds(torch.nn.Module):
+    """Half of the draws leave one of its weights without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = torch.nn.Embedding(7, 8)
+        self.gate = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids).square().sum()
+        return x + torch.relu(self.gate) * self.tokens.weight.sum()
+
+
+def test_values_are_drawn_until_all_has_a_gradient():
+    batch = {"ids": torch.randint(7, (4, 5))}
+    case = Case(Thresholds(), batch).double()
+    program = case.compile("dp=2")
+    for seed in range(6):
+        assert verify(program, *case, seed=seed).check().unmoved == ()
+    case.model.gate.data.fill_(-3.0)  # of one sign: it stays below the threshold
+    assert verify(program, *case).check().unmoved == ("gate",)

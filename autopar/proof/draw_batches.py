@@ -156,8 +156,13 @@ def _is_mask(
 
 
 def _seen(example: Tensor | None) -> int:
-    """Which of 0 and 1 is more often in an example."""
-    return 1 if example is None else int(example.double().mean().item() >= 0.5)
+    """Which of 0 and 1 an example shows: where rows begin, if padding follows, or where
+    they end, if it comes first; in doubt 1."""
+    if example is None or not example.ndim:
+        return 1
+    rows = example.detach().reshape(-1, example.shape[-1]).double()
+    ends = {end.mean().item() for end in (rows[:, 0], rows[:, -1])}
+    return 0 if ends & {0.0} and not ends & {1.0} else 1
 
 
 def _keep(shape: tuple[int, ...], example: Tensor | None) -> Tensor:

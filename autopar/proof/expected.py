@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.proof.draw_values import draw_buffers
 from autopar.proof.drawn import drawn_batch, drawn_weights, is_finite
+from autopar.proof.ranks import NOISE, root_mean_square
 from autopar.runtime.choices import Choices, Choosing
 from autopar.training.reference import OurDropout, reference_step
 from passes.capture.call_model import loss_of
@@ -30,6 +31,7 @@ Gradients = tuple[Tensor, Mapping[str, Tensor]]
 WEIGHTS, BATCH = "weights", "batch"
 # In this order, until the model gives finite numbers; of batches, first a harsh one.
 ATTEMPTS = (((WEIGHTS, BATCH), False), ((WEIGHTS, BATCH), True), ((WEIGHTS,), True))
+TRIES = 4  # to find values with which everything has a gradient
 STEPS = 2  # of what is drawn: what one step leaves behind must not show in the next
 
 
@@ -65,25 +67,76 @@ def expect(
     tolerance: float | None = None,
     drawn: bool = True,
 ) -> list[Expected]:
-    """Run the model on what programs are to be compared on, a step at a time."""
-    buffers = draw_buffers(dict(model.named_buffers()), seed) if drawn else {}
+    """Run the model on what programs are to be compared on, a step at a time.
+
+    What has no gradient in any step (`unmoved`) is hardly compared: a query of a single
+    key, an expert without tokens. So other values are drawn as long as that helps.
+    """
     for what, gentle in ATTEMPTS if drawn else ():
-        steps = []
-        for number in range(STEPS):
-            given = batch
-            if BATCH in what:
-                given = drawn_batch(program, batch, seed + number, gentle)
-            with drawn_weights(model, seed + number, buffers):
-                key = (seed << 32) + number
-                made = _expect(program, model, given, loss_fn, key, tolerance, what)
-            if made is None:
+        best: list[Expected] = []
+        for first in range(seed, seed + TRIES * STEPS, STEPS):
+            draw = Draw(first, what, gentle)
+            made = _draw_steps(program, model, batch, loss_fn, seed, tolerance, draw)
+            if best and len(unmoved(made)) >= len(unmoved(best)):
                 break
-            steps.append(made)
-        else:
-            return [replace(step, buffers=buffers) for step in steps]
+            best = made
+            if not best or not unmoved(best):
+                break
+        if best:
+            return best
     one = _expect(program, model, batch, loss_fn, seed << 32, tolerance, ())
     assert one is not None, "what is given is compared as it is"
     return [one]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """seed: of the first step. what: is drawn. gentle: see `draw_batch`."""
+
+    seed: int
+    what: tuple[str, ...]
+    gentle: bool
+
+
+def _draw_steps(
+    program: Program,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None,
+    seed: int,
+    tolerance: float | None,
+    draw: Draw,
+) -> list[Expected]:
+    """Steps of the model on what is drawn; none if it cannot take one of them."""
+    buffers = draw_buffers(dict(model.named_buffers()), draw.seed)
+    steps = []
+    for number in range(STEPS):
+        given, own = batch, draw.seed + number
+        if BATCH in draw.what:
+            given = drawn_batch(program, batch, own, draw.gentle)
+        with drawn_weights(model, own, buffers):
+            key = (seed << 32) + number
+            made = _expect(program, model, given, loss_fn, key, tolerance, draw.what)
+        if made is None:
+            return []
+        steps.append(replace(made, buffers=buffers))
+    return steps
+
+
+def unmoved(steps: Sequence[Expected]) -> tuple[str, ...]:
+    """Parameters whose gradient is, in each step, so small that it could be missing
+    and no error would show: mostly 0."""
+    dead: set[str] | None = None
+    for step in steps:
+        gradients = step.found[1]
+        least = step.tolerance * NOISE * root_mean_square(gradients.values())
+        still = {
+            name
+            for name, grad in gradients.items()
+            if not grad.double().norm().item() > least * grad.numel() ** 0.5
+        }
+        dead = still if dead is None else dead & still
+    return tuple(sorted(dead or ()))
 
 
 def _expect(

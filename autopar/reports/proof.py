@@ -31,6 +31,11 @@ def verification_table(result: Verification, every: bool = False) -> Table:
     if result.drawn:
         note += f"; with drawn {' and '.join(result.drawn)}"
     notes = [note, MIXED] if mixed else [note]
+    if result.unmoved:
+        notes.append(
+            f"Of the model itself {len(result.unmoved)} gradients are almost 0: "
+            f"{', '.join(result.unmoved[:4])}{' ...' * (len(result.unmoved) > 4)}."
+        )
     if result.rerouted:
         notes.append(
             f"{result.rerouted:.2%} of the rows that choose experts preferred others "
@@ -55,4 +60,5 @@ def verification_data(result: Verification) -> dict:
         "reference_away": dict(result.reference_away),
         "rerouted": result.rerouted,
         "drawn": list(result.drawn),
+        "unmoved": list(result.unmoved),
     }
