@@ -33,6 +33,7 @@ from drawn_mixers import MIXERS
 from autopar.verify import VerificationFailed
 from passes.errors import AutoparError, CaptureError, LossNotSeparable, ShardingConflict
 
+MOST_RANKS = 6
 SHARING = 4  # consecutive draws have the same model, which is then traced once
 
 RESIDUALS = ["scaled", "gated", "deep", "streams", "skips", "first"]
@@ -67,7 +68,7 @@ def only(*values: object, where: bool, otherwise: object) -> list[object]:
 DESIGN: Choices = {
     "mixer": lambda v: MIXED,
     "hybrid": lambda v: only(True, False, where=v["mixer"] != "attention", otherwise=0),
-    "layers": lambda v: [2] if v["hybrid"] else [1, 1, 2],
+    "layers": lambda v: [2] if v["hybrid"] else [1, 1, 1, 2],
     "heads": lambda v: [1, 2, 3, 4, 4, 5, 6],
     "kv_heads": lambda v: (
         divisors(v["heads"]) if v["mixer"] == "attention" else [v["heads"]]
@@ -76,7 +77,7 @@ DESIGN: Choices = {
     # As wide as its heads, mostly; or not; or so that sizes coincide.
     "width": lambda v: [*[v["heads"] * v["head_dim"]] * 3, 10, 16, 18, 24],
     "ffn": lambda v: [v["width"], 2 * v["width"], 3 * v["width"], 20, 21, 22],
-    "batch": lambda v: [1, 2, 3, 4, 4, 5, 6, 8, 8, 10, 12],
+    "batch": lambda v: [1, 2, 3, 4, 4, 5, 6, 6, 8],
     "seq": lambda v: only(
         5, 6, 7, 8, 9, v["head_dim"], max(3, v["heads"]), v["width"],
         where=v["mixer"] not in ("gru", "scan"), otherwise=5,
@@ -154,8 +155,9 @@ class DrawnModel:
 def draw(seed: int) -> Draw:
     """The draw of a number."""
     model = draw_model(seed // SHARING)
-    sizes = vars(model.design)
-    mesh, options = draw_plan("drawn", sizes, chance_of(f"drawn {seed}"))
+    design = model.design
+    sizes = {**vars(design), "fused": design.has_fused_attention}
+    mesh, options = draw_plan("drawn", sizes, chance_of(f"drawn {seed}"), MOST_RANKS)
     return Draw(seed, model, mesh, tuple(options.items()), "draw_models.py")
 
 

@@ -105,7 +105,7 @@ def sample_ranks(v: Values) -> int:
 
 def can_ring(v: Values) -> bool:
     """Whether keys and values can go round: attention is fused, each rank has a row."""
-    fused = not v.get("dropout") and v.get("name") != "gpt_oss"
+    fused = not v.get("dropout") and v.get("name") != "gpt_oss" and v.get("fused", True)
     return v["cp"] == 1 or (fused and v["seq"] >= v["cp"])
 
 
@@ -163,10 +163,16 @@ def traced_case(model: Drawn, dtype: torch.dtype) -> tuple[Case, Traced]:
     return case, trace(*case)
 
 
-def draw_mesh(sizes: Values, chance: Chance) -> tuple[dict[str, int], list[str]]:
+def draw_mesh(
+    sizes: Values, chance: Chance, most: int
+) -> tuple[dict[str, int], list[str]]:
     """Returns the ranks of every axis, and the axes that are written down, in order."""
     mesh = chance("mesh").choice(
-        [m for m in MESHES if sizes["batch"] % sample_ranks(m) == 0]
+        [
+            m
+            for m in MESHES
+            if sizes["batch"] % sample_ranks(m) == 0 and prod(m.values()) <= most
+        ]
     )
     written = [
         axis
@@ -177,12 +183,14 @@ def draw_mesh(sizes: Values, chance: Chance) -> tuple[dict[str, int], list[str]]
     return mesh, written
 
 
-def draw_plan(kind: str, sizes: Values, chance: Chance) -> tuple[str, Values]:
-    """Returns a mesh as text, and every option of `compile`.
+def draw_plan(
+    kind: str, sizes: Values, chance: Chance, most: int = MOST_RANKS
+) -> tuple[str, Values]:
+    """Returns a mesh of so many ranks at most, as text, and every option of `compile`.
 
     kind: of the model, as `HINTS` has it. sizes: of the model and its batch, by name.
     """
-    mesh, written = draw_mesh(sizes, chance)
+    mesh, written = draw_mesh(sizes, chance, most)
     known = {"model": kind, **sizes, **mesh, "written": set(written)}
     text = ",".join(f"{axis}={mesh[axis]}" for axis in written)
     return text, draw_values(OPTIONS, known, chance)

@@ -70,3 +70,9 @@ class Design:
     def has_bias(self, part: str) -> bool:
         """Whether the products of a part ("qkv", "out", "mlp", "head") have biases."""
         return self.biases == "all" or part in self.biases.split()
+
+    @property
+    def has_fused_attention(self) -> bool:
+        """Whether every mixer is attention in one op, so that keys can go round."""
+        spelled = self.attention != "sdpa" or self.softcap or self.sinks
+        return self.mixer in ("attention", "torchs", "latent") and not spelled

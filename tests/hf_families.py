@@ -180,7 +180,8 @@ def outcomes(name: str) -> list[str]:
         return [f"not built: {error}"]
     batch = token_batch(ROWS, SEQ, VOCAB)
     try:
-        precise_loss(model(**batch), batch)
+        precise_loss(model(**batch), batch).backward()
+        model.zero_grad()
     except Exception as error:  # the library's own, of any kind
         return [f"not run: {type(error).__name__}: {first_line(error)}"]
     try:

@@ -29,8 +29,14 @@ from passes.mesh import Mesh
 DRAWS, MORE = 200, 1000
 
 
+@pytest.mark.matrix(quick=4)
+@pytest.mark.parametrize("seed", range(DRAWS))
+def test_draw(seed: int) -> None:
+    outcome(draw(seed))
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(MORE))
+@pytest.mark.parametrize("seed", range(DRAWS, MORE))
 def test_more_draws(seed: int) -> None:
     outcome(draw(seed))
 
