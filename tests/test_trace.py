@@ -306,6 +306,18 @@ def test_a_model_that_does_not_fit_in_memory() -> None:
     assert model.weight.is_meta and isinstance(model.weight, nn.Parameter)
 
 
+def test_a_forward_by_another_name_has_a_place_too() -> None:
+    """Torch notes the lines of functions that are called forward."""
+
+    def patched(self: Model, x: Tensor, y: Tensor) -> Tensor:
+        return (self.up(x) - y).square().mean()
+
+    model = Model(lambda loss, out: loss)
+    model.forward = patched.__get__(model)
+    *_, mean = trace(model, batch()).graph.nodes
+    assert mean.where.source.startswith("test_trace.py:")
+
+
 def test_nodes_know_their_module_and_line() -> None:
     traced = trace(Model(RETURNS["tensor"]), batch())
     lines, first = inspect.getsourcelines(Model.forward)

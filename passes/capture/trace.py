@@ -113,7 +113,7 @@ def trace(
     refuse_hooks(model)
     wrapper = _LossOf(model, loss_fn, static)
     device = _device(model)
-    reader = ExportReader(_place_of(loss_fn), device.type, precision)
+    reader = ExportReader(_place_of(loss_fn or model.forward), device.type, precision)
     with (
         _on_fake_tensors(wrapper, tensors, device) as examples,
         torch.autocast(device.type, precision, enabled=precision is not None),
