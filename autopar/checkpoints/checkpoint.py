@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 import autopar
@@ -30,13 +29,19 @@ from autopar.checkpoints.checkpoint_files import Manifest
 from autopar.checkpoints.dcp import (
     CheckpointError,
     Key,
-    Piece,
     State,
     pack,
     text,
 )
 from autopar.checkpoints.dcp import read as read_pieces
 from autopar.checkpoints.dcp import write as write_pieces
+from autopar.checkpoints.held import (
+    model_pieces,
+    model_targets,
+    optimizer_pieces,
+    optimizer_targets,
+    read_targets,
+)
 from autopar.checkpoints.open_checkpoint import (
     METADATA,
     Saved,
@@ -55,7 +60,6 @@ from autopar.checkpoints.optimizer_state import (
 )
 from autopar.checkpoints.sole_writer import sole_writer
 from autopar.runtime.match import check_names
-from autopar.runtime.shards import Box, boxes
 from autopar.runtime.together import on_all, on_first
 
 if TYPE_CHECKING:
@@ -87,11 +91,11 @@ def save(
         raise CheckpointError(f"keep={keep}", fix="keep at least 1 checkpoint, or None")
     executor, root = step.executor, Path(directory)
     comm, count = executor.comm, executor.steps
-    state = _model_pieces(step)
+    state = model_pieces(step)
     plain: dict[Key, Any] = {TRAINING: step.training_state(), EXTRA: extra}
     if optimizer is not None:
         plain |= _options(_all_groups(step, optimizer))
-        on_all(comm, lambda: state.update(_optimizer_pieces(step, optimizer)))
+        on_all(comm, lambda: state.update(optimizer_pieces(step, optimizer)))
     # Values are packed by the rank that writes them.
     written = plain if comm.rank == 0 else {}
     on_all(comm, lambda: state.update(_packed(written)))
@@ -125,36 +129,6 @@ def save(
         return on_first(comm, finish)
 
 
-def _model_pieces(step: Step) -> State:
-    state: State = {}
-    for name, p in step.named_parameters():
-        piece = _piece(step, name, p.detach(), step.owns(name))
-        _add(state, _saved_key(step, ("model", name)), piece)
-    for name, value in step.unused.items():
-        state["model", name] = [Piece.whole(value, step.comm.rank == 0)]
-    return state
-
-
-def _piece(step: Step, name: str, shard: Tensor, written: bool) -> Piece:
-    """A tensor that is split as the parameter `name` is."""
-    spec = step.program.parameters[name]
-    own = boxes(spec, step.program.mesh, step.comm.coords)
-    return Piece(spec.part.shape, own, shard, written)
-
-
-def _saved_key(step: Step, key: Key) -> Key:
-    """With the name of the model's parameter for that of a part of it."""
-    at = 1 if key[0] == "model" else 2
-    spec = step.program.parameters.get(str(key[at]))
-    return key if spec is None else (*key[:at], spec.part.source, *key[at + 1 :])
-
-
-def _add(state: State, key: Key, piece: Piece) -> None:
-    held = state.setdefault(key, [])
-    assert isinstance(held, list), f"{key} is a tensor"
-    held.append(piece)
-
-
 def _tied(step: Step) -> dict[str, str]:
     """Other names of weights that are stored once, and the name that is."""
     return {
@@ -162,27 +136,6 @@ def _tied(step: Step) -> dict[str, str]:
         for alias, name in step.program.aliases.items()
         if alias in step.names and alias not in step.unused
     }
-
-
-def _optimizer_pieces(step: Step, optimizer: Optimizer) -> State:
-    """State of this rank's parameters; numbers, alike on all ranks, by their first."""
-    state: State = {}
-    for name, p in step.named_parameters():
-        owned = step.owns(name)
-        spec = step.program.parameters[name]
-        first = owned and not any(step.comm.coords[a] for a in spec.split_axes)
-        first = first and not any(spec.part.start)
-        for entry, value in optimizer.state.get(p, {}).items():
-            key = _saved_key(step, ("optimizer", "state", name, entry))
-            if isinstance(value, Tensor) and value.shape == p.shape:
-                _add(state, key, _piece(step, name, value, owned))
-            elif not first:
-                continue
-            elif isinstance(value, Tensor):
-                state[key] = [Piece.whole(value)]
-            else:
-                state[key] = pack(key, value)
-    return state
 
 
 def _all_groups(step: Step, optimizer: Optimizer) -> list[Group]:
@@ -255,12 +208,12 @@ def load(
     if check is not None:
         check(plain[EXTRA])
     groups = saved_groups(saved.folder, plain)
-    wanted = _model_targets(step)
+    wanted = model_targets(step)
     if optimizer is not None:
         check_groups(groups, _all_groups(step, optimizer))
         on_all(comm, lambda: check_made(saved.manifest.optimizer, optimizer))
-        on_all(comm, lambda: wanted.update(_optimizer_targets(step, saved)))
-    found = _read_targets(step, saved.folder, wanted)
+        on_all(comm, lambda: wanted.update(optimizer_targets(step, saved.held)))
+    found = read_targets(step, saved.folder, wanted)
     _set_model(step, found)
     if optimizer is not None:
         state: dict[str, dict[str, Any]] = {}
@@ -279,73 +232,6 @@ def _check_model(step: Step, saved: Saved) -> None:
     shapes = {n: tuple(t.shape) for n, t in step.unused.items()}
     shapes |= step.program.shapes
     check_names("the checkpoint", "step.save", shapes, step.names, held)
-
-
-Targets = dict[Key, Piece | bytes]
-"""By key, with this rank's own names of parameters: memory to read into, on the CPU;
-nothing for what is no tensor."""
-
-
-def _model_targets(step: Step) -> Targets:
-    found: Targets = {}
-    for name, p in step.named_parameters():
-        shard = torch.empty_like(p, device="cpu")
-        found["model", name] = _piece(step, name, shard, False)
-    for name, value in step.unused.items():
-        found["model", name] = Piece.whole(torch.empty_like(value))
-    return found
-
-
-def _optimizer_targets(step: Step, saved: Saved) -> Targets:
-    """For what was saved of this rank's parameters' state."""
-    held, found = dict(step.named_parameters()), Targets()
-    by_source: dict[str, list[tuple[str, Any]]] = {}
-    for key, value in saved.held.items():
-        if key[:2] == ("optimizer", "state"):
-            by_source.setdefault(str(key[2]), []).append((str(key[3]), value))
-    for name, p in held.items():
-        part = step.program.parameters[name].part
-        for entry, value in by_source.get(part.source, ()):
-            key, size = (
-                ("optimizer", "state", name, entry),
-                getattr(value, "size", None),
-            )
-            if size is None:
-                found[key] = b""
-            elif tuple(size) == part.shape:
-                shard = torch.empty(p.shape, dtype=value.properties.dtype)
-                found[key] = _piece(step, name, shard, False)
-            else:
-                whole = torch.empty(size, dtype=value.properties.dtype)
-                found[key] = Piece.whole(whole)
-    return found
-
-
-def _read_targets(step: Step, folder: Path, wanted: Targets) -> dict[Key, Any]:
-    """Fill the memory; returns all values. What parts of a parameter have in common is
-    read once, for each of them a copy."""
-    state: State = {}
-    for key, value in wanted.items():
-        saved = _saved_key(step, key)
-        if isinstance(value, bytes):
-            state[saved] = value
-        elif saved not in state or not _is_whole(value):
-            _add(state, saved, value)
-    plain = read_pieces(folder, state)
-    found: dict[Key, Any] = {}
-    for key, value in wanted.items():
-        saved = _saved_key(step, key)
-        held = state[saved]
-        if isinstance(value, bytes) or isinstance(held, bytes):
-            found[key] = plain[saved]
-        else:
-            own = any(value is piece for piece in held)
-            found[key] = value.values if own else held[0].values.clone()
-    return found
-
-
-def _is_whole(piece: Piece) -> bool:
-    return piece.boxes == (Box.all_of(piece.shape),)
 
 
 @torch.no_grad()

@@ -1,0 +1,138 @@
+"""What a rank holds of a model and its optimizer, for checkpoints: pieces to write, and
+memory to read into, by the keys that they are saved under.
+
+A parameter of the program may be part of one of the model's: the parts are then pieces
+of one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from autopar.checkpoints.dcp import Key, Piece, State, pack, read
+from autopar.runtime.shards import Box, boxes
+
+if TYPE_CHECKING:
+    from autopar.step import Step
+
+
+def model_pieces(step: Step) -> State:
+    state: State = {}
+    for name, p in step.named_parameters():
+        piece = _piece(step, name, p.detach(), step.owns(name))
+        _add(state, _saved_key(step, ("model", name)), piece)
+    for name, value in step.unused.items():
+        state["model", name] = [Piece.whole(value, step.comm.rank == 0)]
+    return state
+
+
+def _piece(step: Step, name: str, shard: Tensor, written: bool) -> Piece:
+    """A tensor that is split as the parameter `name` is."""
+    spec = step.program.parameters[name]
+    own = boxes(spec, step.program.mesh, step.comm.coords)
+    return Piece(spec.part.shape, own, shard, written)
+
+
+def _saved_key(step: Step, key: Key) -> Key:
+    """With the name of the model's parameter for that of a part of it."""
+    at = 1 if key[0] == "model" else 2
+    spec = step.program.parameters.get(str(key[at]))
+    return key if spec is None else (*key[:at], spec.part.source, *key[at + 1 :])
+
+
+def _add(state: State, key: Key, piece: Piece) -> None:
+    held = state.setdefault(key, [])
+    assert isinstance(held, list), f"{key} is a tensor"
+    held.append(piece)
+
+
+def optimizer_pieces(step: Step, optimizer: Optimizer) -> State:
+    """State of this rank's parameters; numbers, alike on all ranks, by their first."""
+    state: State = {}
+    for name, p in step.named_parameters():
+        owned = step.owns(name)
+        spec = step.program.parameters[name]
+        first = owned and not any(step.comm.coords[a] for a in spec.split_axes)
+        first = first and not any(spec.part.start)
+        for entry, value in optimizer.state.get(p, {}).items():
+            key = _saved_key(step, ("optimizer", "state", name, entry))
+            if isinstance(value, Tensor) and value.shape == p.shape:
+                _add(state, key, _piece(step, name, value, owned))
+            elif not first:
+                continue
+            elif isinstance(value, Tensor):
+                state[key] = [Piece.whole(value)]
+            else:
+                state[key] = pack(key, value)
+    return state
+
+
+Targets = dict[Key, Piece | bytes]
+"""By key, with this rank's own names of parameters: memory to read into, on the CPU;
+nothing for what is no tensor."""
+
+
+def model_targets(step: Step) -> Targets:
+    found: Targets = {}
+    for name, p in step.named_parameters():
+        shard = torch.empty_like(p, device="cpu")
+        found["model", name] = _piece(step, name, shard, False)
+    for name, value in step.unused.items():
+        found["model", name] = Piece.whole(torch.empty_like(value))
+    return found
+
+
+def optimizer_targets(step: Step, held: Mapping[Key, Any]) -> Targets:
+    """For what was saved of this rank's parameters' state."""
+    found: Targets = {}
+    by_source: dict[str, list[tuple[str, Any]]] = {}
+    for key, value in held.items():
+        if key[:2] == ("optimizer", "state"):
+            by_source.setdefault(str(key[2]), []).append((str(key[3]), value))
+    for name, p in step.named_parameters():
+        part = step.program.parameters[name].part
+        for entry, value in by_source.get(part.source, ()):
+            own: Key = ("optimizer", "state", name, entry)
+            size = getattr(value, "size", None)
+            if size is None:
+                found[own] = b""
+            elif tuple(size) == part.shape:
+                shard = torch.empty(p.shape, dtype=value.properties.dtype)
+                found[own] = _piece(step, name, shard, False)
+            else:
+                whole = torch.empty(size, dtype=value.properties.dtype)
+                found[own] = Piece.whole(whole)
+    return found
+
+
+def read_targets(step: Step, folder: Path, wanted: Targets) -> dict[Key, Any]:
+    """Fill the memory; returns all values. What parts of a parameter have in common is
+    read once, for each of them a copy."""
+    state: State = {}
+    for key, value in wanted.items():
+        saved = _saved_key(step, key)
+        if isinstance(value, bytes):
+            state[saved] = value
+        elif saved not in state or not _is_whole(value):
+            _add(state, saved, value)
+    plain = read(folder, state)
+    found: dict[Key, Any] = {}
+    for key, value in wanted.items():
+        saved = _saved_key(step, key)
+        held = state[saved]
+        if isinstance(value, bytes) or isinstance(held, bytes):
+            found[key] = plain[saved]
+        else:
+            own = any(value is piece for piece in held)
+            found[key] = value.values if own else held[0].values.clone()
+    return found
+
+
+def _is_whole(piece: Piece) -> bool:
+    return piece.boxes == (Box.all_of(piece.shape),)
