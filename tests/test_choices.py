@@ -60,7 +60,7 @@ def test_a_router_that_rounds_otherwise_is_told_what_to_choose(
     """Each rank its own rows, of each microbatch."""
     case = build()
     program = compiled(case, mesh, ROUNDED, **options)
-    proof = verify(program, *case).check()
+    proof = verify(program, *case, drawn=False).check()
     assert 0 < proof.errors[CHOICES] < 0.03 and 0 < proof.rerouted < 0.2
     assert "preferred others" in verification_table(proof).notes[-1]
     # Else other experts would have got the gradients of these rows.
@@ -72,7 +72,7 @@ def test_a_router_that_rounds_otherwise_is_told_what_to_choose(
 
 def test_a_router_that_is_wrong_is_found() -> None:
     case = mixture("mixtral")
-    proof = verify(compiled(case, "ep=2", WRONG), *case)
+    proof = verify(compiled(case, "ep=2", WRONG), *case, drawn=False)
     assert proof.worst[0] == CHOICES and not proof.passed
     with pytest.raises(VerificationFailed, match=CHOICES):
         proof.check()
