@@ -86,6 +86,13 @@ class Executor:
         self.grads: dict[str, Tensor] = {}
         self.buckets = self._make_buckets()
         self.stages = {i: self._start(i) for i in program.stages_of(comm.rank)}
+        # Where a stage computes with a parameter: its tensors and its name there.
+        self._bound = [
+            (stage.tensors, own, name, self.parameters[name])
+            for index, stage in self.stages.items()
+            for own, name in program.stages[index].names.items()
+            if name in self.parameters
+        ]
         self.set_up()
         self._arriving: dict[Action, list[Receipt]] = {}
         self._outputs: dict[tuple[str, int, int], tuple[Tensor, ...]] = {}
@@ -177,13 +184,10 @@ class Executor:
     def rebind(self) -> None:
         """Compute with the memory that parameters have now, where `p.data = ...` gave
         them other. Raises: ParameterError, if it is none to compute with."""
-        for index, stage in self.stages.items():
-            for own, name in self.program.stages[index].names.items():
-                p, used = self.parameters.get(name), stage.tensors[own]
-                if p is None or p.is_set_to(used):
-                    continue
+        for tensors, own, name, p in self._bound:
+            if not p.is_set_to(used := tensors[own]):
                 check_data(name, p, kind_of(used))
-                stage.tensors[own] = p.detach()
+                tensors[own] = p.detach()
 
     def _play(self, actions: Sequence[Action], batch: Mapping[str, Tensor]) -> None:
         """Run the actions in turn."""
