@@ -181,6 +181,9 @@ def _add_run(commands: Any) -> None:
     add.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint, if any"
     )
+    add.add_argument(
+        "--unproved", action="store_true", help="run a plan that nobody proved"
+    )
     add.add_argument("--json", action="store_true", help="one object for each step")
 
 

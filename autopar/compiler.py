@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from autopar.capture_model import capture_model
 from autopar.profiler.stage_costs import stage_costs
+from autopar.proof.prove_program import prove_program
 from autopar.uncollected import uncollected
 from passes.cost import Costs
 from passes.errors import AutoparError
@@ -30,14 +32,35 @@ def compile_offline(
     plan: Plan,
     loss_fn: Callable[..., Any] | None = None,
     costs: Costs | None = None,
+    prove: bool = False,
 ) -> Program:
     """Compile `model(**batch)` for a plan, in this process alone.
 
     batch: the full, global batch, as example of names, shapes and types. costs: seconds
-    of ops; None: measured on this machine, once. Raises: AutoparError.
+    of ops; None: measured on this machine, once. prove: that the program computes what
+    the model does, see `autopar.proof.prove_program`.
+    Raises: AutoparError.
     """
     traced = capture_model(model, batch, loss_fn, plan.dtype)
-    return compile_program(traced, plan, costs or stage_costs, Dump.from_environment())
+    dump = Dump.from_environment()
+    program = compile_program(traced, plan, costs or stage_costs, dump)
+    if not prove:
+        return program
+    proof = prove_program(program, model, batch, traced, loss_fn)
+    return replace(program, proof=proof)
+
+
+@uncollected()
+def proved(
+    program: Program,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None = None,
+) -> Program:
+    """The program with its proof, see `compile_offline`."""
+    traced = capture_model(model, batch, loss_fn, program.plan.dtype)
+    proof = prove_program(program, model, batch, traced, loss_fn)
+    return replace(program, proof=proof)
 
 
 class Dump:

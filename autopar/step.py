@@ -23,7 +23,7 @@ from autopar.checkpoints.state import (
     state_dict,
     training_state,
 )
-from autopar.compiler import compile_offline
+from autopar.compiler import compile_offline, proved
 from autopar.options import Options, make_plan
 from autopar.planner.asked import Asked, wanted
 from autopar.planner.choose import choose_plan
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 TIMEOUT = timedelta(minutes=10)
 LOG = logging.getLogger("autopar")
+UNPROVED = "nobody proved that this plan computes what the model does (prove=False)"
 
 
 def compile(
@@ -61,6 +62,7 @@ def compile(
     seed: int = 0,
     device: torch.device | str | None = None,
     timeout: timedelta = TIMEOUT,
+    prove: bool = True,
     **options: Unpack[Options],
 ) -> Step:
     """Compile an unmodified model into a training step over a mesh of devices.
@@ -76,6 +78,8 @@ def compile(
     plan="auto": the planner decides what mesh and options leave open.
     seed: of dropout masks, and of weights that start on meta.
     device: to compute on; if not given this process's GPU, if there is one.
+    prove: that the plan computes what the model does, before anything runs, see
+    `autopar.proof.prove_program`; without it, each run warns that nobody did.
     options: `microbatches=4`, `zero=3` ...: see `autopar.options.Options`.
 
     Raises: AutoparError.
@@ -94,7 +98,7 @@ def compile(
         )
     else:
         decided = plan
-    step = Step(model, decided, loss_fn, seed, device, timeout, program)
+    step = Step(model, decided, loss_fn, seed, device, timeout, program, prove)
     if example_inputs is not None:
         step.build(**example_inputs)
     return step
@@ -115,12 +119,13 @@ class Step:
         device: torch.device | str | None,
         timeout: timedelta,
         program: Program | None,
+        prove: bool = True,
     ) -> None:
         self._model: nn.Module | None = model
         # A plan, or what one is chosen for once there is a batch.
         self._decided, self._loss_fn = decided, loss_fn
         self._seed, self._timeout = seed, timeout
-        self._given = program
+        self._given, self._prove = program, prove
         # Names of the state dict, and what of it every rank has whole: buffers, and
         # parameters that no stage computes with.
         self.names: list[str] = []
@@ -169,7 +174,11 @@ class Step:
         if self._executor is not None:
             return self
         assert self._model is not None
-        program = self._given or self._compile_once(batch)
+        given = self._given
+        if given is not None and (given.proof or not self._prove):
+            program = given
+        else:
+            program = self._compile_once(batch)
         check_model(program, self._model)
         self.comm = ProcessComm(
             program.mesh,
@@ -194,7 +203,8 @@ class Step:
         self._updates = Updates(program, held.parameters, held.grads, originals)
         self._originals = Originals(originals, self.comm.coords)
         self.names, self.unused = remember(self._model, program, buffers)
-        for note in program.notes if self.comm.rank == 0 else ():
+        notes = program.notes if program.proof else (*program.notes, UNPROVED)
+        for note in notes if self.comm.rank == 0 else ():
             LOG.warning(note)
         self._model = None  # the whole weights are free to go
         return self
@@ -223,9 +233,12 @@ class Step:
     def _compile_here(self, batch: Mapping[str, Any]) -> Program:
         model, plan = self._model, self._decided
         assert model is not None
+        if self._given is not None:
+            check_model(self._given, model)
+            return proved(self._given, model, batch, self._loss_fn)
         if isinstance(plan, Asked):
             plan = choose_plan(model, plan, batch, self._loss_fn)
-        return compile_offline(model, batch, plan, self._loss_fn)
+        return compile_offline(model, batch, plan, self._loss_fn, prove=self._prove)
 
     @contextmanager
     def _begin(

@@ -1,6 +1,6 @@
 """The plan directory: a program as files that can be read, compared and carried.
 
-    plan/manifest.json       versions, the model, and the SHA-256 of every other file
+    plan/manifest.json       versions, the model, the proof, the SHA-256 of every file
     plan/plan.json           the decisions: readable, and editable for `--plan`
     plan/program.json        what follows from them: stages, parameters, schedule
     plan/modules/<key>.py    what the ranks run, each distinct text once
@@ -30,6 +30,7 @@ from passes.decode import parse_json
 from passes.errors import AutoparError
 from passes.plan import Plan
 from passes.program import Program
+from passes.proof.proof import Proof
 from passes.read_program import read_program
 
 FORMAT = 1
@@ -86,6 +87,7 @@ def save_plan(
         "torch": torch.__version__,
         "model": model_spec,
         "seed": seed,
+        "proof": program.proof.to_data() if program.proof else None,
         "files": {name: checksum(text) for name, text in sorted(files.items())},
     }
     files[MANIFEST] = json.dumps(manifest, indent=2) + "\n"
@@ -116,6 +118,7 @@ def load_plan(directory: str | Path) -> StoredPlan:
         if (match := MODULE.fullmatch(name))
     }
     program = read_program(texts[PROGRAM], Plan.from_json(texts[PLAN]), modules)
+    program = replace(program, proof=_read_proof(folder, manifest))
     for stage in program.stages:
         for key in stage.modules.values():
             if key not in modules:
@@ -223,6 +226,14 @@ def _check_versions(folder: Path, manifest: Mapping[str, Any]) -> None:
     for name in manifest["files"]:
         if name not in LISTED and not MODULE.fullmatch(name):
             raise _damaged(folder, f"{MANIFEST} lists '{name}', which no plan has")
+
+
+def _read_proof(folder: Path, manifest: Mapping[str, Any]) -> Proof | None:
+    data = manifest.get("proof")
+    try:
+        return None if data is None else Proof.from_data(data)
+    except (TypeError, ValueError, AttributeError):
+        raise _damaged(folder, f"{MANIFEST} has no valid 'proof'") from None
 
 
 def _read_checked(folder: Path, name: str, wanted: str) -> str:

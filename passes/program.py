@@ -16,6 +16,7 @@ from passes.graph import Part
 from passes.mesh import Mesh
 from passes.plan import Plan
 from passes.proof.input_ranges import InputRange
+from passes.proof.proof import Proof
 from passes.schedule.footprint import Communication, Footprint
 from passes.schedule.memory import RankMemory
 from passes.schedule.schedule import Schedule
@@ -87,7 +88,8 @@ class Program:
     constants of the model's code, by name. groups: the sets of axes that collectives
     run over. communication: of each stage's first rank. memory: of each pipeline rank.
     send: seconds of a message between stages, estimated. notes: what the user should
-    know. ranges: batch field -> what its integers may be.
+    know. ranges: batch field -> what its integers may be. proof: that it
+    computes what the model does; it rests in the manifest of a plan directory.
     """
 
     plan: Plan
@@ -107,6 +109,7 @@ class Program:
     send: float
     notes: tuple[str, ...] = ()
     ranges: Mapping[str, InputRange] = field(default_factory=dict)
+    proof: Proof | None = None
 
     @property
     def mesh(self) -> Mesh:

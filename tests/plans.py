@@ -38,10 +38,11 @@ def small_program(
     stages_per_rank: int = 1,
     zero: int = 0,
     offload: bool = False,
+    prove: bool = False,
 ) -> Program:
     model, batch = build(CONFIG, BATCH)
     plan = Plan(
         Mesh.parse(mesh), microbatches, schedule, stages_per_rank,
         zero=zero, offload=offload,
     )  # fmt: skip
-    return autopar.compile_offline(model, batch, plan, costs=Costs())
+    return autopar.compile_offline(model, batch, plan, costs=Costs(), prove=prove)

@@ -29,14 +29,15 @@ HF = (
 def plan(tmp_path: Path) -> str:
     """A plan for pp=2, tp=2 of a model in a file."""
     spec = model_file(tmp_path)
-    return str(save_plan(small_program(), tmp_path / "plan", spec))
+    return str(save_plan(small_program(prove=True), tmp_path / "plan", spec))
 
 
 @pytest.fixture
 def single(tmp_path: Path) -> str:
     """A plan for one rank."""
     spec = model_file(tmp_path)
-    return str(save_plan(small_program("", 2), tmp_path / "plan", spec))
+    program = small_program("", 2, prove=True)
+    return str(save_plan(program, tmp_path / "plan", spec))
 
 
 def out(capsys: pytest.CaptureFixture[str]) -> str:

@@ -90,7 +90,8 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spec = model_file(folder)
     asked = ["--devices", "2xCPU", "--mesh", "dp=2", "--zero", "0", "--no-labels"]
     assert main(["plan", spec, *asked, "-o", str(folder / "planned")]) == 0
-    plan = str(save_plan(small_program("", 2), folder / "compiled", spec))
+    program = small_program("", 2, prove=True)
+    plan = str(save_plan(program, folder / "compiled", spec))
     assert main(["run", plan, "--steps", "1", "--save", str(folder / "runs")]) == 0
     (folder / "file").write_text("\N{SNOWMAN}")
     (folder / "folder").mkdir()

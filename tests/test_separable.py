@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from models import VOCAB, WIDTH, Case, Stack, plain_gpt, randomize, token_batch
 from torch import Tensor, nn
 
-from autopar.machine.hardware import cluster_of
-from autopar.planner.planner import find_plans, sketch
 from passes.errors import BatchError, LossNotSeparable
 
 Batch = Mapping[str, Tensor]
@@ -197,12 +195,3 @@ def test_a_batch_of_one_sample_has_nothing_to_share_out(mesh):
     case.verify(mesh)
     with pytest.raises(BatchError, match=r"first dim .* is 1 .*\n  fix  use microb"):
         case.compile(mesh, 2)
-
-
-@pytest.mark.slow
-def test_a_plan_is_chosen_for_losses_of_samples_alone():
-    model, batch = randomize(Stack(layers=2)), token_batch(seq=4, ignored="none")
-    of = sketch(model, batch, in_batch_negatives)
-    with pytest.raises(LossNotSeparable, match=r"\n  fix  give the mesh .*'dp=2'"):
-        find_plans(of, cluster_of("2xA100-80GB"), 8)
-    Case(model, batch, in_batch_negatives).double().verify("dp=2")

@@ -24,7 +24,12 @@ from autopar.models import (
 from autopar.options import LAYOUTS, make_plan
 from autopar.planner.estimate_file import Findings
 from autopar.planner.planned import batch_for, read_decided
-from autopar.reports.inspection import report_data, schedule_text, stage_table
+from autopar.reports.inspection import (
+    proof_text,
+    report_data,
+    schedule_text,
+    stage_table,
+)
 from autopar.store import save_plan
 from passes.errors import HintError
 from passes.mesh import Mesh
@@ -93,6 +98,11 @@ def add_compile(commands: Any, model_help: str) -> None:
     )
     add.add_argument("--plan", type=path, help="a plan.json, or its directory")
     add_labels(add)
+    add.add_argument(
+        "--unproved",
+        action="store_true",
+        help="do not prove that the plan computes what the model does",
+    )
     add.add_argument("--meta", action="store_true", help="make no weights")
     add.add_argument(
         "--seed", type=number("seed"), default=0, help="of weights and dropout"
@@ -113,7 +123,8 @@ def compile_command(arguments: argparse.Namespace) -> int:
     if arguments.plan is None and arguments.microbatches is None:
         plan = replace(plan, microbatches=_microbatches(batch, plan.mesh))
     plan = labelled(plan, loaded, batch, arguments)
-    program = compile_offline(loaded.model, batch, plan)
+    prove = not arguments.unproved
+    program = compile_offline(loaded.model, batch, plan, prove=prove)
     where = save_plan(
         program, arguments.output, arguments.model, arguments.seed, findings
     )
@@ -123,9 +134,13 @@ def compile_command(arguments: argparse.Namespace) -> int:
     print(stage_table(program), schedule_text(program), sep="\n\n", end="\n\n")
     for note in program.notes:
         print(f"note: {note}")
+    print(proof_text(program))
     print(f"wrote {where} ({len(program.modules)} distinct modules)")
     if not loaded.on_meta:
-        print(f"next: autopar verify {arguments.output}")
+        print(
+            f"next: torchrun --nproc-per-node {program.mesh.size} -m autopar run "
+            f"{arguments.output}"
+        )
     return 0
 
 

@@ -35,7 +35,7 @@ def demo(directory: Path, steps: int) -> int:
     loaded = load_model(spec)
     assert loaded.batch is not None, "the demo's factory returns a batch"
     plan = Plan(Mesh.parse(MESH), MICROBATCHES)
-    program = compile_offline(loaded.model, loaded.batch, plan)
+    program = compile_offline(loaded.model, loaded.batch, plan, prove=True)
     print("2. What the compiler found in it, and decided\n")
     print(parameter_table(program), stage_table(program), sep="\n\n", end="\n\n")
     print(schedule_text(program), end="\n\n")

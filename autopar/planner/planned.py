@@ -94,15 +94,15 @@ def mesh_of(directory: Path) -> Mesh:
     return load_plan(directory).program.mesh
 
 
-def compiled(directory: Path) -> StoredPlan:
-    """What is compiled there; what is only planned is compiled first."""
+def compiled(directory: Path, prove: bool = True) -> StoredPlan:
+    """What is compiled there; what is only planned is compiled first, and proved."""
     if is_planned(directory):
-        _compile(directory)
+        _compile(directory, prove)
     return load_plan(directory)
 
 
 def compiled_once(
-    directory: Path, store: dist.Store, rank: int, world: int
+    directory: Path, store: dist.Store, rank: int, world: int, prove: bool = True
 ) -> StoredPlan:
     """The same on ranks of one run, which share a disk: rank 0 compiles for all, when
     all have read what was planned.
@@ -113,19 +113,19 @@ def compiled_once(
         store.set(f"{READ}/all", "")
     store.wait([f"{READ}/all"], WAIT)
     if rank == 0:
-        stored = compiled(directory)
+        stored = compiled(directory, prove)
         store.set(COMPILED, "")
         return stored
     store.wait([COMPILED], WAIT)
     return load_plan(directory)
 
 
-def _compile(directory: Path) -> None:
+def _compile(directory: Path, prove: bool) -> None:
     findings = read_findings(directory)
     decided = read_decided(directory)
     loaded = load_model(findings.model, seed=findings.seed)
     batch = batch_for(loaded, findings.samples, findings.seq)
-    program = compile_offline(loaded.model, batch, decided.plan)
+    program = compile_offline(loaded.model, batch, decided.plan, prove=prove)
     save_plan(program, directory, findings.model, findings.seed, decided.findings)
 
 

@@ -22,7 +22,6 @@ from autopar.uncollected import uncollected
 from passes.capture.lower_precision import lower_precision
 from passes.capture.normalize import normalize
 from passes.dims.name_dims import Named, name_dims
-from passes.errors import LossNotSeparable
 from passes.mesh import Mesh
 from passes.plan import Plan, PlanError
 from passes.price.candidate import Candidate
@@ -112,16 +111,7 @@ def make_prices(of: Sketch, cluster: Cluster, **options: Any) -> Prices:
     def cut(mesh: Mesh, microbatches: int, shares: bool, context: str) -> Cut:
         how = {**usual, "context_parallel": context}
         plan = make_plan(mesh, **how, microbatches=microbatches)
-        try:
-            return cut_layers(of.shared if shares else of.named, plan, of.starts)
-        except LossNotSeparable as error:  # samples are priced one by one
-            raise LossNotSeparable(
-                "no plan can be chosen for a loss that takes samples together: "
-                f"{error.what}",
-                source=error.source,
-                fix="give the mesh and one microbatch: autopar.compile(model, "
-                f"'dp={cluster.devices}', microbatches=1)",
-            ) from error
+        return cut_layers(of.shared if shares else of.named, plan, of.starts)
 
     @cache
     def at(

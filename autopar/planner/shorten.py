@@ -62,7 +62,7 @@ def find_layers(model: nn.Module) -> Layers | None:
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) < 2:
             continue
-        period = _period(_without_index([find_facts(layer) for layer in module]))
+        period = _period(without_index([find_facts(layer) for layer in module]))
         if period is None:
             continue
         kept = min(KEPT * period, len(module))
@@ -98,7 +98,7 @@ def find_facts(module: nn.Module) -> Facts:
     return found
 
 
-def _without_index(layers: list[Facts]) -> list[Facts]:
+def without_index(layers: list[Facts]) -> list[Facts]:
     """An attribute that is each layer's own number makes no difference."""
     index = {
         key

@@ -18,10 +18,12 @@ from passes.shard.shares import extent
 
 
 class EchoComm(Comm):
-    """The first rank of a mesh; every other one has the same as it."""
+    """A rank of a mesh, the first if not told; every other one has the same as it."""
 
-    def __init__(self, mesh: Mesh, microbatches: int, device: torch.device) -> None:
-        super().__init__(mesh, 0, microbatches, device)
+    def __init__(
+        self, mesh: Mesh, microbatches: int, device: torch.device, rank: int = 0
+    ) -> None:
+        super().__init__(mesh, rank, microbatches, device)
 
     def flush(self) -> None:
         """All that was sent is gone."""

@@ -315,8 +315,14 @@ def report(program: Program, every: bool = False) -> str:
         *([str(label_table(program.plan))] if program.plan.labels else ()),
         schedule_text(program),
         str(communication_table(program)),
+        proof_text(program),
     ]
     return "\n\n".join(parts)
+
+
+def proof_text(program: Program) -> str:
+    """One line: how it was proved."""
+    return str(program.proof) if program.proof else "not proved"
 
 
 def report_data(program: Program) -> dict[str, Any]:
@@ -344,6 +350,7 @@ def report_data(program: Program) -> dict[str, Any]:
             "in_flight": list(expected.in_flight),
         },
         "notes": list(program.notes),
+        "proof": program.proof.to_data() if program.proof else None,
     }
 
 

@@ -33,6 +33,7 @@ from autopar.training.resume import (
 )
 from passes.errors import AutoparError
 from passes.mesh import MeshError
+from passes.plan import PlanError
 from passes.program import Program
 from passes.ranges import check_range
 
@@ -52,7 +53,7 @@ class RunOptions:
     timeout: seconds that a rank waits for another one. warmup: steps in which the
     learning rate rises to lr. save: a directory for checkpoints, one every `save_every`
     steps (0: none but the last), of which the newest `keep` stay. resume: go on from
-    the newest one there, if any.
+    the newest one there, if any. unproved: run a plan that nobody proved.
     """
 
     steps: int = 20
@@ -68,6 +69,7 @@ class RunOptions:
     save_every: int = 0
     keep: int = 2
     resume: bool = False
+    unproved: bool = False
 
     def __post_init__(self) -> None:
         for name in RANGED:
@@ -85,7 +87,7 @@ def run(directory: str | Path, options: RunOptions) -> int:
             fix=f"torchrun --nproc-per-node {mesh.size} -m autopar run {directory}",
         )
     if world == 1:
-        train(compiled(directory), options)
+        train(compiled(directory, not options.unproved), options)
         return 0
     store, rank, world = next(iter(dist.rendezvous("env://")))
     with Alarm(store, rank, world) as alarm:
@@ -95,7 +97,7 @@ def run(directory: str | Path, options: RunOptions) -> int:
 def _as_rank(
     store: dist.Store, rank: int, world: int, directory: Path, options: RunOptions
 ) -> None:
-    stored = compiled_once(directory, store, rank, world)
+    stored = compiled_once(directory, store, rank, world, not options.unproved)
     wait = timedelta(seconds=options.timeout)
     dist.init_process_group(
         choose_backend(), store=store, rank=rank, world_size=world, timeout=wait
@@ -108,11 +110,18 @@ def _as_rank(
 def train(stored: StoredPlan, options: RunOptions) -> None:
     """The loop, on every rank alike; rank 0 prints."""
     program = stored.program
+    if not (program.proof or options.unproved):
+        raise PlanError(
+            f"nobody proved that plan '{stored.directory}' does what its model does",
+            fix=f"compile it again: autopar compile {stored.model_spec} --plan "
+            f"{stored.directory} -o {stored.directory}; or run it with --unproved",
+        )
     loaded = load_model(stored.model_spec, seed=stored.seed)
     step = autopar.compile(
         loaded.model,
         program.mesh,
         program=program,
+        prove=not options.unproved,
         seed=stored.seed,
         timeout=timedelta(seconds=options.timeout),
     )

@@ -124,9 +124,7 @@ def name_dims(traced: Traced) -> Named:
         if rule is None and origins[node.results[0].name] is not Origin.CONSTANT:
             rule = probe_equation(node)
             probed.add(node.results[0].name)
-        bound.append(
-            None if rule is None else (rule, _bind(atoms, node, rule, tensors))
-        )
+        bound.append(None if rule is None else (rule, bind(atoms, node, rule, tensors)))
     names = choose_names(atoms, tensors, graph, origins)
 
     def dims_of(own: list[int]) -> tuple[Dim, ...]:
@@ -159,7 +157,7 @@ def _flat(dims: list[list[int]]) -> list[int]:
     return [atom for dim in dims for atom in dim]
 
 
-def _bind(
+def bind(
     atoms: Atoms, node: Node, rule: Equation, tensors: dict[str, list[list[int]]]
 ) -> dict[str, list[int]]:
     """Give each letter of a rule its dims, and unify them with the tensors' dims."""

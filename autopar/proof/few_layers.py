@@ -1,0 +1,73 @@
+"""A model with some of its layers taken out: what is left stands for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from autopar.planner.shorten import find_facts, without_index
+from passes.plan import Plan
+from passes.program import Program
+from passes.proof.shrink_plan import FewLayers, choose_layers, layer_number
+
+KEPT = 3  # repeats of a pattern that a stage keeps: the first, one inside, the last
+
+
+def find_few_layers(model: nn.Module, program: Program) -> FewLayers:
+    """Which layers and stages of a program are enough to prove it."""
+    plan, whole = program.plan, FewLayers("", tuple(range(len(program.stages))), ())
+    path = _list_of_layers(model)
+    if not path:
+        return whole
+    layers = model.get_submodule(path)
+    by_stage = [
+        sorted({n for m in s.layers if (n := layer_number(path, m)) is not None})
+        for s in program.stages
+    ]
+    facts = without_index([find_facts(layer) for layer in layers.children()])
+    kinds = [
+        (sorted(facts[i].items(), key=str), _decided(plan, f"{path}.{i}"))
+        for i in range(len(facts))
+    ]
+    return choose_layers(path, kinds, by_stage, plan, KEPT)
+
+
+def _decided(plan: Plan, layer: str) -> object:
+    """What a plan says of one layer by its number."""
+    tables = [plan.hints, plan.recompute_layers, *plan.labels.values()]
+    return [
+        (key[len(layer) :], value)
+        for table in tables
+        for key, value in sorted(table.items())
+        if key == layer or key.startswith((f"{layer}.", f"{layer}:"))
+    ]
+
+
+def _list_of_layers(model: nn.Module) -> str:
+    """The path of the list of modules that holds most of the parameters."""
+    sizes = {
+        path: sum(p.numel() for p in module.parameters())
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
+    }
+    return max(sizes, key=lambda path: (sizes[path], -len(path)), default="")
+
+
+@contextlib.contextmanager
+def with_few_layers(model: nn.Module, few: FewLayers) -> Iterator[None]:
+    """Within, the model has only the layers that are kept, with small numbers."""
+    if not few.path:
+        yield
+        return
+    layers = model.get_submodule(few.path)
+    before = dict(layers._modules)
+    every = list(before.values())
+    try:
+        layers._modules.clear()
+        layers._modules.update({str(i): every[n] for i, n in enumerate(few.order)})
+        yield
+    finally:
+        layers._modules.clear()
+        layers._modules.update(before)

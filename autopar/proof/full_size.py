@@ -1,0 +1,244 @@
+"""A large program at its own size, without numbers: whether its ranks meet.
+
+Each distinct module runs once on tensors of the meta device, on one of the ranks that
+run it. So nothing is read before it is made, and shapes are those that ops expect.
+Ranks that meet in a collective must make the same calls in the same order, and what one
+stage sends must be what the next receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.profiler.echo import EchoComm
+from autopar.proof.ranks import VerificationFailed
+from autopar.runtime.executor import Executor, RunningStage, load_module
+from autopar.runtime.shards import local_shape
+from passes.errors import AutoparError
+from passes.mesh import Mesh
+from passes.program import Program, coords_text
+from passes.schedule.check_schedule import check
+
+META = torch.device("meta")
+REPORT = "report this model and mesh; another mesh may be right meanwhile"
+# What a meta tensor cannot tell: how many rows go where.
+UNKNOWN = "Cannot copy out of meta tensor", "on tensor on meta", "meta tensors"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a rank says when it enters a collective; None: how long an open dim is."""
+
+    function: str
+    kind: str
+    axes: tuple[str, ...]
+    shape: tuple[int | None, ...]
+    dtype: str
+    detail: tuple[tuple[str, Any], ...]
+
+    def __str__(self) -> str:
+        shape = ", ".join("?" if n is None else str(n) for n in self.shape)
+        what = f"{self.kind} over {','.join(self.axes)} of {self.dtype}[{shape}]"
+        return f"{what} in {self.function}"
+
+
+class _Listener(EchoComm):
+    """Notes the calls of one rank."""
+
+    def __init__(self, mesh: Mesh, microbatches: int, rank: int) -> None:
+        super().__init__(mesh, microbatches, META, rank)
+        self.calls: list[Call] = []
+        self.function = ""
+
+    def _enter(
+        self,
+        kind: str,
+        axes: tuple[str, ...],
+        x: Tensor,
+        open_dim: int | None = None,
+        **detail: Any,
+    ) -> tuple[int, ...]:
+        shape: list[int | None] = list(x.shape)
+        if open_dim is not None:
+            shape[open_dim] = None
+        told = tuple(sorted((k, _plain(v)) for k, v in detail.items()))
+        call = Call(self.function, kind, axes, tuple(shape), str(x.dtype)[6:], told)
+        self.calls.append(call)
+        return super()._enter(kind, axes, x, open_dim, **detail)
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list | tuple) else value
+
+
+def check_full_size(program: Program) -> int:
+    """Returns how many distinct modules were run; of one that routes rows by their
+    values the rest is not, as shapes depend on these.
+
+    Raises VerificationFailed.
+    """
+    check(program.schedule)
+    modules: dict[tuple[int, str], list[Call]] = {}
+    declared: dict[tuple[int, str], Mapping[str, Any]] = {}
+    run = 0
+    for index, stage in enumerate(program.stages):
+        for key, rank in _first_ranks(program, index).items():
+            told = _run_module(program, index, rank)
+            modules[index, key], declared[index, key], complete = told
+            run += complete
+        _check_meetings(program, index, modules)
+        assert stage.modules, "a stage runs on some ranks"
+    _check_messages(program, declared)
+    return run
+
+
+def _first_ranks(program: Program, stage: int) -> dict[str, int]:
+    """Key of each module of a stage -> the first rank that runs it."""
+    mesh = program.mesh
+    place = program.schedule.stage_to_rank[stage]
+    found: dict[str, int] = {}
+    for text, key in program.stages[stage].modules.items():
+        if key not in found:
+            coords = dict(part.split("=") for part in text.split(",") if part)
+            named = {axis: int(coords.get(axis, 0)) for axis, _ in mesh.axes}
+            if "pp" in named:
+                named["pp"] = place
+            found[key] = mesh.rank(named)
+    return found
+
+
+def _run_module(
+    program: Program, index: int, rank: int
+) -> tuple[list[Call], Mapping[str, Any], bool]:
+    """(calls, what the module declares, whether it ran to its end)."""
+    comm = _Listener(program.mesh, program.plan.microbatches, rank)
+    mine = set(program.stages_of(rank))
+    held = {
+        name: nn.Parameter(
+            torch.empty(
+                local_shape(spec, program.mesh, comm.coords),
+                dtype=getattr(torch, spec.dtype),
+                device=META,
+            ),
+            requires_grad=spec.trainable,
+        )
+        for name, spec in program.parameters.items()
+        if mine & set(spec.stages)
+    }
+    buffers = {
+        name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=META)
+        for name, spec in program.buffers.items()
+    }
+    batch = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device=META)
+        for name, (shape, dtype) in program.inputs.items()
+    }
+    try:
+        stage = Executor(program, comm, held, buffers).stages[index]
+        comm.calls.clear()  # of all stages' setups
+        with torch.no_grad():
+            _play(comm, stage, batch)
+    except AutoparError:
+        raise
+    except (RuntimeError, NameError, ValueError, TypeError, KeyError) as error:
+        problem = str(error).partition("\n")[0]
+        if any(text in str(error) for text in UNKNOWN):
+            key = program.module_of(rank, index)
+            return comm.calls, load_module(program.modules[key], key), False
+        raise VerificationFailed(
+            f"stage {index} does not run on rank {rank} at its own size: {problem}",
+            fix=REPORT,
+        ) from error
+    return comm.calls, stage.module, True
+
+
+def _play(comm: _Listener, stage: RunningStage, batch: Mapping[str, Tensor]) -> None:
+    """Each function of a module once, as the executor calls them."""
+    module = stage.module
+
+    def call(name: str, *args: Any) -> Any:
+        comm.function = name
+        return module[name](*args)
+
+    def given(table: str) -> list[Tensor]:
+        rows = [row for row in module[table] if row]
+        return [torch.empty(shape, dtype=dtype, device=META) for shape, dtype in rows]
+
+    for name, (shape, dtype) in module["WHOLE_GRADIENTS"].items():
+        stage.grads[name] = torch.zeros(shape, dtype=dtype, device=META)
+    wanted = {name: batch[name] for name in module["INPUTS"]}
+    own = stage.tensors
+    made = call("prologue", comm, own, stage.constants, wanted)
+    held = {**wanted, **made}
+    _, saved = call("forward", comm, own, stage.constants, held, *given("RECEIVES"))
+    whole = (comm, own, stage.grads, stage.constants, held)
+    if "backward" in module:
+        call("backward", *whole, saved, *given("D_SENDS"))
+    else:
+        _, kept = call("backward_input", *whole, saved, *given("D_SENDS"))
+        call("backward_weight", *whole, kept)
+    if "epilogue" in module:
+        call("epilogue", *whole)
+
+
+def _check_meetings(
+    program: Program, index: int, modules: Mapping[tuple[int, str], list[Call]]
+) -> None:
+    """Ranks that share an axis make the same calls over it, in the same order."""
+    mesh, stage = program.mesh, program.stages[index]
+    if len(set(stage.modules.values())) < 2:
+        return
+    place = program.schedule.stage_to_rank[index]
+    compared: set[tuple[str, str, tuple[str, ...]]] = set()
+    for rank in range(mesh.size):
+        coords = mesh.coords(rank)
+        if coords.get("pp", 0) != place:
+            continue
+        mine = stage.modules[coords_text(coords)]
+        for axes in {call.axes for call in modules[index, mine]}:
+            for other in mesh.group(rank, axes):
+                theirs = stage.modules[coords_text(mesh.coords(other))]
+                if (mine, theirs, axes) in compared:
+                    continue
+                compared.add((mine, theirs, axes))
+                left, right = (
+                    [call for call in modules[index, key] if call.axes == axes]
+                    for key in (mine, theirs)
+                )
+                _check_same(left, right, rank, other)
+
+
+def _check_same(left: list[Call], right: list[Call], rank: int, other: int) -> None:
+    for number in range(max(len(left), len(right))):
+        a = left[number] if number < len(left) else None
+        b = right[number] if number < len(right) else None
+        if a != b:
+            raise VerificationFailed(
+                f"ranks {rank} and {other} do not meet: {a or 'nothing more'} on the "
+                f"one, {b or 'nothing more'} on the other",
+                fix=REPORT,
+            )
+
+
+def _check_messages(
+    program: Program, declared: Mapping[tuple[int, str], Mapping[str, Any]]
+) -> None:
+    """What a stage sends is what the next one receives, forward and backward."""
+    for index, (before, after) in enumerate(pairwise(program.stages)):
+        for coords, key in before.modules.items():
+            left = declared[index, key]
+            right = declared[index + 1, after.modules[coords]]
+            for ours, theirs in (("SENDS", "RECEIVES"), ("D_SENDS", "D_RECEIVES")):
+                a, b = ([row for row in x if row] for x in (left[ours], right[theirs]))
+                if a != b:
+                    raise VerificationFailed(
+                        f"stage {index} and the next one disagree on what goes between "
+                        f"them ({coords or 'one rank'}): {a} and {b}",
+                        fix=REPORT,
+                    )

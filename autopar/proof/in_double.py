@@ -1,0 +1,53 @@
+"""A program in float64: what it computes is compared without room for rounding."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from passes.program import ParameterSpec, Program
+
+# What every real number is computed in.
+DOUBLE = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
+FLOATS = re.compile(r"torch\.(?:float32|float16|bfloat16)\b")
+COMPLEX = re.compile(r"torch\.complex64\b")
+
+
+def in_double(x: Tensor) -> Tensor:
+    return x.to(DOUBLE.get(x.dtype, x.dtype))
+
+
+def program_in_double(program: Program) -> Program:
+    """The same program, with every real number in float64. Casts stay, as copies."""
+
+    def name(dtype: str) -> str:
+        found = getattr(torch, dtype)
+        return str(DOUBLE.get(found, found)).removeprefix("torch.")
+
+    def spec(old: ParameterSpec) -> ParameterSpec:
+        return replace(old, dtype=name(old.dtype))
+
+    return replace(
+        program,
+        plan=replace(program.plan, precision="model"),
+        modules={key: _text_in_double(text) for key, text in program.modules.items()},
+        parameters={k: spec(v) for k, v in program.parameters.items()},
+        buffers={k: spec(v) for k, v in program.buffers.items()},
+        inputs={k: (shape, name(d)) for k, (shape, d) in program.inputs.items()},
+        literals={k: in_double(x) for k, x in program.literals.items()},
+        loss_dtype=name(program.loss_dtype),
+    )
+
+
+def _text_in_double(text: str) -> str:
+    text = COMPLEX.sub("torch.complex128", FLOATS.sub("torch.float64", text))
+    # What a cast makes may be written into.
+    return text.replace(".to(torch.float64)", ".to(torch.float64, copy=True)")

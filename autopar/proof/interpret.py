@@ -1,0 +1,97 @@
+"""The captured graph itself as the reference: run node by node, derived by autograd.
+
+Nothing of the compiler is in the way: torch's own ops on the captured arguments, in
+float64, on one device, with the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.proof.in_double import DOUBLE, in_double
+from autopar.training.reference import OurDropout
+from passes.capture.trace import Traced
+from passes.graph import Node, Value, resolve
+
+# Checks of the capture, and where a result would be.
+SKIPPED = ("aten._assert", "aten.sym_")
+
+
+def run_graph(
+    traced: Traced, values: Mapping[str, Tensor], key: int | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss, and the gradient of every trainable parameter, by name.
+
+    values: of inputs, parameters, buffers and constants. key: of dropout's masks; None:
+    there is no dropout.
+    """
+    graph = traced.graph
+    held = {name: in_double(x) for name, x in values.items()}
+    wanted = [v.name for v in graph.params if v.name in traced.trainable]
+    for name in wanted:
+        held[name] = held[name].detach().clone().requires_grad_()
+    dropout, last_use = OurDropout(key), _last_uses(traced)
+    with torch.enable_grad():
+        for i, node in enumerate(graph.nodes):
+            if node.op.startswith(SKIPPED) or not node.results:
+                continue
+            found = _run(node, held, dropout)
+            made = (found,) if isinstance(found, Tensor) else tuple(found)
+            for v, x in zip(node.outs, made, strict=False):
+                if v is not None:
+                    held[v.name] = x
+            for name in last_use.get(i, ()):
+                held.pop(name, None)
+        loss = held[graph.outputs[0].name]
+        leaves = [held[name] for name in wanted]
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+    found_grads = {
+        name: torch.zeros_like(x) if g is None else g
+        for name, x, g in zip(wanted, leaves, grads, strict=True)
+    }
+    return loss.detach(), found_grads
+
+
+def _run(node: Node, held: Mapping[str, Tensor], dropout: OurDropout) -> Any:
+    node = node.substitute(lambda v: held[v.name])
+    args, kwargs = _in_double(node.args), _in_double(dict(node.kwargs))
+    if "device" in kwargs:
+        kwargs["device"] = "cpu"
+    name = node.op.rpartition(".")[0]
+    if name == "aten.dropout":
+        return dropout.dropout(*args, **kwargs)
+    if name == "aten.copy":  # of which torch knows no derivative
+        return args[1].to(args[0].dtype).expand_as(args[0])
+    op: Any = resolve(node.op)
+    if name == "aten.scaled_dot_product_attention":
+        return dropout.attention(op, *args, **kwargs)
+    return op(*args, **kwargs)
+
+
+def _in_double(tree: Any) -> Any:
+    if isinstance(tree, torch.dtype):
+        return DOUBLE.get(tree, tree)
+    if isinstance(tree, dict):
+        return {k: _in_double(v) for k, v in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)(map(_in_double, tree))
+    return tree
+
+
+def _last_uses(traced: Traced) -> dict[int, Collection[str]]:
+    """Position -> values that no later node reads, but sources and the loss."""
+    graph = traced.graph
+    keep = {v.name for v in (*graph.sources, *graph.outputs)}
+    last: dict[str, int] = {}
+    for i, node in enumerate(graph.nodes):
+        operands: tuple[Value, ...] = node.operands
+        last.update((v.name, i) for v in operands)
+    found: dict[int, list[str]] = {}
+    for name, i in last.items():
+        if name not in keep:
+            found.setdefault(i, []).append(name)
+    return {i: tuple(names) for i, names in found.items()}

@@ -1,0 +1,249 @@
+"""prove_program: a plan of any size, shown to compute what the model computes.
+
+A program that is small enough is run on all its ranks in this process, beside the
+captured graph. Of a larger one everything is made small (`autopar.proof.small`): the
+same passes compile it for a small mesh, that is run, and the large program must be the
+small one but for its numbers (`passes.proof.transfer`), and run without numbers
+(`autopar.proof.full_size`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.proof.draw_values import draw_batch, draw_parameters
+from autopar.proof.expected import Expected
+from autopar.proof.full_size import check_full_size
+from autopar.proof.in_double import in_double, program_in_double
+from autopar.proof.interpret import run_graph
+from autopar.proof.ranks import VerificationFailed
+from autopar.proof.small import Runnable, make_small, whole
+from autopar.runtime.comm import CommError
+from autopar.verify import Verification
+from autopar.verify import prove as run_beside
+from passes.capture.trace import Traced
+from passes.errors import AutoparError
+from passes.graph import Value
+from passes.program import Program
+from passes.proof.input_ranges import find_input_ranges
+from passes.proof.proof import SMALL, WHOLE, Proof
+from passes.proof.same_specs import find_other_spec
+from passes.proof.shrink_plan import layer_number
+from passes.proof.transfer import Difference, differs
+
+# Rounding of float64, through some thousand operations.
+TOLERANCE = 1e-9
+# What is run as it is: so many floating point operations of a forward, of all ranks.
+LITTLE, MUCH = 1e8, 1e11
+STEPS = 2
+DRAWS = 3  # of weights and batches, until the model gives finite numbers
+
+
+class NotProved(AutoparError):
+    """A program that is neither small enough to run nor like a small one."""
+
+
+def prove_program(
+    program: Program,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    traced: Traced,
+    loss_fn: Callable[..., Any] | None = None,
+    seed: int = 0,
+) -> Proof:
+    """Prove that a program computes what its captured model does.
+
+    Two steps are compared, with drawn weights and batches: losses, every gradient, what
+    replicas hold, the norm of all gradients, and the loss without dropout.
+    Raises VerificationFailed where it does not, NotProved where that cannot be told.
+    """
+    flops = _flops(program)
+    if flops <= LITTLE:
+        return _prove_whole(program, model, traced, batch, seed)
+    try:
+        return _prove_small(program, model, batch, loss_fn, seed)
+    except VerificationFailed:
+        raise
+    except AutoparError as error:
+        if flops > MUCH:
+            raise NotProved(
+                f"the plan could not be proved: {error.what}",
+                source=error.source,
+                fix="compile a smaller model of the kind, verify that, and this one "
+                "with prove=False (--unproved)",
+            ) from error
+    return _prove_whole(program, model, traced, batch, seed)
+
+
+def _flops(program: Program) -> int:
+    """Of one forward of the whole batch, on all ranks."""
+    ranks = program.mesh.size // program.mesh.axis_size("pp")
+    once = sum(stage.flops for stage in program.stages)
+    return once * ranks * program.plan.microbatches
+
+
+def _prove_whole(
+    program: Program,
+    model: nn.Module,
+    traced: Traced,
+    batch: Mapping[str, Any],
+    seed: int,
+) -> Proof:
+    return _proof(WHOLE, whole(program, model, traced), batch, seed)
+
+
+def _prove_small(
+    program: Program,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None,
+    seed: int,
+) -> Proof:
+    small = make_small(program, model, batch, loss_fn)
+    _check_transfer(program, small)
+    check_full_size(program)
+    proof = _proof(SMALL, small, batch, seed)
+    layers = {
+        layer_number(small.few.path, name)
+        for stage in program.stages
+        for name in stage.layers
+    } - {None}
+    return replace(
+        proof,
+        sizes={str(large): n for large, n in small.sizes.items() if large != n},
+        layers=(len(small.few.order), len(layers)),
+        texts=len(program.modules),
+    )
+
+
+# --- running it ------------------------------------------------------------
+
+
+def _proof(size: str, runnable: Runnable, batch: Mapping[str, Any], seed: int) -> Proof:
+    result = run(runnable, batch, seed)
+    program = runnable.program
+    worst, error = result.worst
+    proof = Proof(
+        size=size,
+        mesh=str(program.mesh),
+        microbatches=program.plan.microbatches,
+        ranks=program.mesh.size,
+        loss=result.loss,
+        reference_loss=result.reference_loss,
+        worst=worst,
+        error=error,
+        tolerance=TOLERANCE,
+        compared=len(result.errors),
+    )
+    result.check()
+    return proof
+
+
+def run(runnable: Runnable, batch: Mapping[str, Any], seed: int = 0) -> Verification:
+    """All ranks beside the captured graph, in float64.
+
+    batch: an example, of any sizes. Raises VerificationFailed where ranks do not get to
+    an end, NotProved where the captured graph does not.
+    """
+    traced = runnable.traced
+    buffers = draw_buffers(traced.graph.buffers, runnable.like, seed)
+    expected = [
+        _expect(runnable, buffers, batch, seed, number) for number in range(STEPS)
+    ]
+    program = program_in_double(runnable.program)
+    held = {name: in_double(x) for name, x in buffers.items()}
+    try:
+        return run_beside(program, held, expected, seed)
+    except CommError as error:
+        raise VerificationFailed(
+            f"ranks do not get to the end of a step: {error}",
+            fix="report this model and mesh; another mesh may be right meanwhile",
+        ) from error
+
+
+def _expect(
+    runnable: Runnable,
+    buffers: Mapping[str, Tensor],
+    batch: Mapping[str, Any],
+    seed: int,
+    number: int,
+) -> Expected:
+    """What the captured graph computes, with what is drawn for it."""
+    traced = runnable.traced
+    graph, key = traced.graph, (seed << 32) + number
+    like = {k: x for k, x in batch.items() if isinstance(x, Tensor) and not x.is_meta}
+    problem = "it gives no finite numbers"
+    for draw in range(DRAWS):
+        chosen = seed + number + 7 * draw
+        ranges = find_input_ranges(graph)
+        drawn = draw_batch(_specs(graph.inputs), ranges, chosen, like)
+        weights = draw_parameters(_specs(graph.params), chosen, runnable.like)
+        values = {**drawn, **weights, **buffers, **traced.literals}
+        try:
+            found = run_graph(traced, values, key)
+        except (IndexError, RuntimeError, ValueError) as error:
+            problem = str(error).partition("\n")[0]
+            continue
+        if not all(bool(x.isfinite().all()) for x in (found[0], *found[1].values())):
+            continue
+        evaluated = None
+        if any("dropout" in text for text in runnable.program.modules.values()):
+            evaluated = run_graph(traced, values, None)[0]
+        return Expected(
+            {name: in_double(x) for name, x in weights.items()},
+            {name: in_double(x) for name, x in drawn.items()},
+            found,
+            TOLERANCE,
+            evaluated=evaluated,
+        )
+    raise NotProved(f"the captured model does not run on drawn weights: {problem}")
+
+
+def _specs(values: tuple[Value, ...]) -> dict[str, Any]:
+    return {v.name: (v.shape, v.dtype) for v in values}
+
+
+def draw_buffers(
+    values: tuple[Value, ...], like: Mapping[str, Tensor], seed: int
+) -> dict[str, Tensor]:
+    """Buffers as the model has them; those without values are drawn."""
+    missing = {v.name: (v.shape, v.dtype) for v in values if v.name not in like}
+    drawn = draw_batch(missing, {}, seed)
+    return {v.name: like.get(v.name, drawn.get(v.name, torch.empty(0))) for v in values}
+
+
+# --- what it stands for -------------------------------------------------------
+
+
+def _check_transfer(program: Program, small: Runnable) -> None:
+    """Raises NotProved where the program is not the small one but for numbers."""
+    few = small.few
+    inside = min(1, len(few.stages) - 1)
+    known: dict[tuple[str, str], Difference | None] = {}
+    for number, stage in enumerate(program.stages):
+        place = few.stages.index(number) if number in few.stages else None
+        stands = [place] if place is not None else range(inside, len(few.stages) - 1)
+        texts = {
+            key for i in stands for key in small.program.stages[i].modules.values()
+        }
+        for key in set(stage.modules.values()):
+            found = None
+            for other in sorted(texts):
+                if (key, other) not in known:
+                    known[key, other] = differs(
+                        program.modules[key], small.program.modules[other]
+                    )
+                found = known[key, other]
+                if found is None:
+                    break
+            if found is not None or not texts:
+                raise NotProved(
+                    f"stage {number} is not what it is with small sizes, {found}",
+                )
+    if (odd := find_other_spec(program, small.program)) is not None:
+        raise NotProved(f"'{odd}' does not rest as it does with small sizes")

@@ -1,0 +1,96 @@
+"""A model and its plan made small: few layers, few ranks, small extents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture_model import capture_model
+from autopar.proof.few_layers import find_few_layers, with_few_layers
+from passes.capture.lower_precision import lower_precision
+from passes.capture.normalize import normalize
+from passes.capture.trace import Traced
+from passes.cost import Costs
+from passes.dims.name_dims import name_dims
+from passes.mesh import TIME
+from passes.pipeline import compile_program
+from passes.plan import Plan
+from passes.program import Program
+from passes.proof.choose_sizes import choose_sizes
+from passes.proof.extents import find_extents
+from passes.proof.shrink import Shrinker
+from passes.proof.shrink_plan import FewLayers, find_splits, shrink_plan, small_sizes
+from passes.shard.propagate import propagate
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """A captured model, its program, and what its parameters and buffers are like: real
+    values of their shapes, of those that are known. few: the layers that are left.
+    sizes: extent -> small extent; empty if all are as they were."""
+
+    traced: Traced
+    program: Program
+    like: Mapping[str, Tensor]
+    few: FewLayers
+    sizes: Mapping[int, int]
+
+
+def whole(program: Program, model: nn.Module, traced: Traced) -> Runnable:
+    """The program as it is."""
+    every = FewLayers("", tuple(range(len(program.stages))), ())
+    return Runnable(traced, program, _real_values(model), every, {})
+
+
+def make_small(
+    program: Program,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None = None,
+) -> Runnable:
+    """Captures the model with few layers, shrinks it, and compiles its small plan.
+
+    Raises NotShrunk; AutoparError of the passes.
+    """
+    few = find_few_layers(model, program)
+    with with_few_layers(model, few):
+        traced = capture_model(model, batch, loss_fn, program.plan.dtype)
+        like = _real_values(model)
+    plan = program.plan
+    large = {TIME: plan.microbatches, **dict(plan.mesh.axes)}
+    splits = _find_splits(
+        traced, shrink_plan(plan, few, {**large, **_stages(plan, few)})
+    )
+    axes = small_sizes(plan, few, splits)
+    extents = find_extents(traced)
+    large = {axis: plan.size(axis) for axis in axes}
+    sizes = choose_sizes(
+        extents.sizes, extents.sums, extents.fixed, splits, large, axes
+    )
+    shrinker = Shrinker(extents, sizes)
+    small = shrinker.graph(traced)
+    made = compile_program(small, shrink_plan(plan, few, axes), Costs())
+    held = {v.name for v in (*small.graph.params, *small.graph.buffers)}
+    with torch.no_grad():
+        like = {k: shrinker.tensor(k, x) for k, x in like.items() if k in held}
+    return Runnable(small, made, like, few, sizes)
+
+
+def _stages(plan: Plan, few: FewLayers) -> dict[str, int]:
+    """As many pipeline ranks as run the stages that are kept."""
+    return {"pp": len(few.stages) // plan.stages_per_rank} if few.path else {}
+
+
+def _find_splits(traced: Traced, plan: Plan) -> Mapping[int, frozenset[Any]]:
+    lowered = lower_precision(traced, tables=bool(plan.rest_axes))
+    return find_splits(propagate(name_dims(normalize(lowered)), plan))
+
+
+def _real_values(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers that have values, by name."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: x.detach() for name, x in named.items() if not x.is_meta}

@@ -1,0 +1,186 @@
+"""choose_sizes: a small size for each extent, that keeps what may matter of the large.
+
+What may matter: how an extent divides over the axes that split it (evenly, with a rest,
+or into fewer parts than there are ranks), which extents are the same and which differ,
+which is the larger, and every sum that ops make of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+from passes.errors import AutoparError
+from passes.proof.extents import MARGIN, Sum
+
+# Axes that split an extent, outermost first.
+Split = tuple[str, ...]
+# Choices tried before sizes are given up as contradicting each other.
+TRIES = 20_000
+
+
+class NotShrunk(AutoparError):
+    """No small sizes keep what the large ones have."""
+
+
+@dataclass(frozen=True)
+class Divides:
+    """Says how an extent divides over some ranks."""
+
+    even: bool
+    least: int  # of the smallest share: 0, 1, or 2 for more, as 1 is no dim to torch
+
+    @classmethod
+    def of(cls, extent: int, parts: int) -> Divides:
+        return cls(extent % parts == 0, min(extent // parts, 2))
+
+
+def choose_sizes(
+    sizes: Sequence[int],
+    sums: Sequence[Sum],
+    fixed: frozenset[int],
+    splits: Mapping[int, frozenset[Split]],
+    large: Mapping[str, int],
+    small: Mapping[str, int],
+) -> dict[int, int]:
+    """Size -> small size.
+
+    sizes: ascending. splits: size -> the axes that split an extent of it, somewhere.
+    large, small: axis -> its ranks in the plan, and in the small one.
+    Raises NotShrunk.
+    """
+    allowed = {
+        n: _Candidates(n, splits.get(n, frozenset()), large, small, n in fixed)
+        for n in sizes
+    }
+    for distance in (1, 0):
+        found = _Solver(list(sizes), sums, allowed, distance).solve()
+        if found is not None:
+            return found
+    raise NotShrunk(
+        f"no small sizes stand for {', '.join(map(str, sizes))} together",
+        fix="verify the plan at its own size: autopar verify --whole",
+    )
+
+
+class _Candidates:
+    """What a size may become."""
+
+    def __init__(
+        self,
+        size: int,
+        splits: frozenset[Split],
+        large: Mapping[str, int],
+        small: Mapping[str, int],
+        fixed: bool,
+    ) -> None:
+        self.size, self.fixed = size, fixed or size <= MARGIN
+        # Nested axes divide what those before them left.
+        prefixes = {s[: i + 1] for s in splits for i in range(len(s))}
+        self.wanted = [
+            (
+                prod(small[a] for a in axes),
+                Divides.of(size, prod(large[a] for a in axes)),
+            )
+            for axes in sorted(prefixes)
+        ]
+        # What is tried first: some of each part that ranks hold.
+        self.unit = max((parts for parts, _ in self.wanted), default=1)
+
+    def __contains__(self, n: int) -> bool:
+        if self.fixed:
+            return n == self.size
+        return n >= 2 and all(Divides.of(n, parts) == how for parts, how in self.wanted)
+
+    def above(self, least: int) -> Iterator[int]:
+        if self.fixed:
+            yield self.size
+            return
+        least = max(least, 2)
+        yield from (n for n in range(least, least + 8 * self.unit + 9) if n in self)
+
+
+class _Solver:
+    """Depth-first over the sizes, ascending; sums with one unknown decide it."""
+
+    def __init__(
+        self,
+        sizes: list[int],
+        sums: Sequence[Sum],
+        allowed: Mapping[int, _Candidates],
+        distance: int,
+    ) -> None:
+        self.sizes, self.sums, self.allowed = sizes, sums, allowed
+        self.distance, self.tries = distance, 0
+
+    def solve(self) -> dict[int, int] | None:
+        start = {n: n for n in self.sizes if self.allowed[n].fixed}
+        return self._extend(start)
+
+    def _extend(self, known: dict[int, int]) -> dict[int, int] | None:
+        self.tries += 1
+        if self.tries > TRIES:
+            return None
+        known = dict(known)
+        if not self._settle(known) or not self._ordered(known):
+            return None
+        free = next((n for n in self.sizes if n not in known), None)
+        if free is None:
+            return known
+        for candidate in self.allowed[free].above(self._least(free, known)):
+            found = self._extend({**known, free: candidate})
+            if found is not None or self.tries > TRIES:
+                return found
+        return None
+
+    def _least(self, size: int, known: Mapping[int, int]) -> int:
+        below = [n for n in known if n < size]
+        if not below:
+            return 2
+        nearest = max(below, key=lambda n: (known[n], n))
+        gap = size - nearest
+        near = gap <= MARGIN and self.distance
+        return known[nearest] + (gap if near else self.distance)
+
+    def _settle(self, known: dict[int, int]) -> bool:
+        """Work out what sums decide; False if one cannot hold."""
+        changed = True
+        while changed:
+            changed = False
+            for one in self.sums:
+                factors = [one.whole, *one.parts]
+                unknown = {n for f in factors for n in f if n not in known}
+                if len(unknown) > 1:
+                    continue
+                if not unknown:
+                    if self._value(one, known) != 0:
+                        return False
+                    continue
+                (n,) = unknown
+                found = self._solve(one, n, known)
+                if found is None or found not in self.allowed[n]:
+                    return False
+                known[n], changed = found, True
+        return True
+
+    @staticmethod
+    def _value(one: Sum, known: Mapping[int, int]) -> int:
+        def times(factors: tuple[int, ...]) -> int:
+            return prod(known[n] for n in factors)
+
+        return times(one.whole) - sum(map(times, one.parts)) - one.constant
+
+    def _solve(self, one: Sum, n: int, known: Mapping[int, int]) -> int | None:
+        """A sum is linear in a size that no term has twice."""
+        at = [self._value(one, {**known, n: x}) for x in (0, 1, 2)]
+        slope = at[1] - at[0]
+        if at[2] - at[1] != slope or not slope or -at[0] % slope:
+            return None
+        return -at[0] // slope
+
+    def _ordered(self, known: Mapping[int, int]) -> bool:
+        """Whether larger sizes are larger."""
+        chosen = [known[n] for n in self.sizes if n in known and n]
+        return all(b - a >= self.distance for a, b in pairwise(chosen))

@@ -1,0 +1,317 @@
+"""extents: which extents of a captured graph are the same, and how others follow.
+
+`name_dims` asks which dims flow through the ops of a normal graph. Here the graph is as
+it was captured, and the question is only which extents a change of size must change
+together: dims are united as there, and where an op cuts a dim up or joins pieces, the
+whole is the sum of its segments.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from passes.capture.trace import Traced
+from passes.dims.atoms import Atoms
+from passes.dims.name_dims import bind
+from passes.dims.notation import parse
+from passes.dims.probe import probe_equation
+from passes.dims.rules import equation
+from passes.graph import Graph, Node, Value
+from passes.proof.cuts import cut_of, dim_of, step_of
+from passes.proof.unite_ops import SPECIAL
+
+# A product of extents that stay factors: `(heads head_dim)` as (12, 64).
+Product = tuple[int, ...]
+# Segments of at most so many elements are a shift or an overlap, and stay as they are.
+MARGIN = 4
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A whole extent is the sum of these, each a product of factors, and a constant."""
+
+    whole: Product
+    parts: tuple[Product, ...]
+    constant: int = 0
+
+    def __str__(self) -> str:
+        parts = " + ".join("*".join(map(str, p)) for p in self.parts)
+        return f"{'*'.join(map(str, self.whole))} = {parts} + {self.constant}"
+
+
+@dataclass(frozen=True)
+class Extents:
+    """factors: value name -> for each tensor dim the extents it is a product of. sums:
+    what must hold between them. fixed: extents that count things (the tensors of a
+    stack), which no change of size changes. segments: (value, dim) -> the positions at
+    which ops cut it -> the extents up to there, as sums of products."""
+
+    factors: Mapping[str, tuple[Product, ...]]
+    sums: tuple[Sum, ...]
+    fixed: frozenset[int]
+    segments: Mapping[tuple[str, int], Mapping[int, tuple[Product, ...]]]
+
+    @property
+    def sizes(self) -> list[int]:
+        """All distinct extents of factors, ascending."""
+        found = {n for dims in self.factors.values() for d in dims for n in d}
+        for cut in self.segments.values():
+            found.update(n for parts in cut.values() for p in parts for n in p)
+        return sorted(found)
+
+
+# Views by whatever name: dims are matched by size, from the outermost inwards.
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "flatten",
+        "unflatten",
+        "squeeze",
+        "unsqueeze",
+        "view_as",
+        "reshape_as",
+    )
+)
+# Ops that are captured but gone once a graph is normal, in the notation of rules.
+CAPTURED: dict[str, str] = {
+    "aten.addmm": "..., m k, k n -> m n",
+    "aten.mm": "m k, k n -> m n",
+    "aten.linear": "... k, n k -> ... n",
+    "aten.index_select": "... , _ -> ...",
+}
+ALIKE = frozenset(
+    f"aten.{name}"
+    for name in (
+        "alias",
+        "clone",
+        "contiguous",
+        "dropout",
+        "lift_fresh_copy",
+        "polar",
+        "type_as",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "native_dropout",
+    )
+)
+
+# What positions are made by and moved by.
+COUNTS = frozenset(
+    f"aten.{name}"
+    for name in ("arange", "add", "expand", "slice", "to", "select", "index", "sub")
+)
+
+
+def find_extents(traced: Traced) -> Extents:
+    """Unite the extents of a captured graph that can only change together."""
+    return _Search(traced.graph).run()
+
+
+class _Search:
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.atoms = graph, Atoms()
+        self.tensors: dict[str, list[list[int]]] = {}
+        self.sums: list[tuple[list[int], list[list[int]], int]] = []
+        self.fixed: list[int] = []
+        self.cuts: dict[tuple[str, int], set[int]] = defaultdict(set)
+        self.segments: dict[tuple[str, int], dict[int, list[list[int]]]] = {}
+
+    def run(self) -> Extents:
+        for v in self.graph.sources:
+            self._declare(v)
+        self.fixed += [a for dims in self.tensors.values() for d in dims for a in d]
+        self.fixed = [a for a in self.fixed if not self.atoms.size[a]]
+        for node in self.graph.nodes:
+            self._find_cuts(node)
+        self.computed = self._find_computed()
+        for node in self.graph.nodes:
+            for v in node.results:
+                self._declare(v)
+            for v in node.operands:
+                self._cut(v)
+            self._unite(node)
+        return self._found()
+
+    def _declare(self, v: Value) -> None:
+        self.tensors[v.name] = [self.atoms.fresh(n) for n in v.shape]
+
+    def _found(self) -> Extents:
+        def product(own: Iterable[int]) -> Product:
+            return tuple(self.atoms.size[a] for a in self.atoms.leaves(own))
+
+        return Extents(
+            factors={
+                name: tuple(map(product, dims)) for name, dims in self.tensors.items()
+            },
+            sums=tuple(
+                dict.fromkeys(
+                    Sum(product(whole), tuple(map(product, parts)), constant)
+                    for whole, parts, constant in self.sums
+                )
+            ),
+            fixed=frozenset(n for atom in self.fixed for n in product([atom])),
+            segments={
+                place: {at: tuple(map(product, parts)) for at, parts in found.items()}
+                for place, found in self.segments.items()
+            },
+        )
+
+    def _find_computed(self) -> dict[str, bool]:
+        """Values of constants alone -> whether more was done to them than to count, to
+        shift and to move."""
+        found = {v.name: False for v in (*self.graph.buffers, *self.graph.constants)}
+        for node in self.graph.nodes:
+            if all(v.name in found for v in node.operands):
+                name = node.op.rpartition(".")[0]
+                plain = name in COUNTS or name in VIEWS or name in ALIKE
+                own = not plain or any(found[v.name] for v in node.operands)
+                found.update((v.name, own) for v in node.results)
+        return found
+
+    # --- where ops cut a dim up ------------------------------------------------------
+
+    def _find_cuts(self, node: Node) -> None:
+        if (found := cut_of(node)) is None:
+            return
+        x, dim, start, end = found
+        self.cuts[x.name, dim] |= {start, end}
+
+    def _cut(self, v: Value) -> None:
+        """Give each segment between the cuts of a value's dims an extent of its own."""
+        for dim, extent in enumerate(v.shape):
+            place = (v.name, dim)
+            if place not in self.cuts or place in self.segments:
+                continue
+            bounds = sorted({0, extent, *self.cuts[place]})
+            found: dict[int, list[list[int]]] = {0: []}
+            for low, high in pairwise(bounds):
+                length = high - low
+                atom: list[int]
+                if length == extent:
+                    atom = self.tensors[v.name][dim]
+                elif length <= MARGIN:
+                    atom = self.atoms.fresh(length)
+                    self.fixed += atom
+                else:
+                    atom = self.atoms.fresh(length)
+                found[high] = [*found[low], atom]
+            if len(found) > 2:
+                self.sums.append((self.tensors[v.name][dim], found[extent], 0))
+            self.segments[place] = found
+
+    def _segment(self, x: Value, dim: int, start: int, end: int) -> list[list[int]]:
+        found = self.segments[x.name, dim]
+        return found[end][len(found[start]) :]
+
+    # --- what an op unites ---------------------------------------------------------
+
+    def _unite(self, node: Node) -> None:
+        name = node.op.rpartition(".")[0]
+        empty = any(0 in v.shape for v in (*node.operands, *node.results))
+        if empty and name != "aten.cat":
+            return  # as a cache that nothing is in yet
+        if name in VIEWS:
+            x, y = node.operands[0], node.out
+            flat = [[a for d in self.tensors[v.name] for a in d] for v in (x, y)]
+            self.atoms.unify(*flat)
+            return
+        if cut_of(node) is not None:
+            self._unite_cut(node)
+            return
+        if (special := SPECIAL.get(name)) is not None:
+            special(self, node)
+            return
+        if name in ALIKE:
+            self._aligned(node)
+            return
+        rule = None
+        if name in CAPTURED and name != "aten.index_select":
+            rule = _captured(node, name)
+        elif node.results and node.op.startswith("aten."):
+            rule = equation(node)
+            if rule is None and node.operands:
+                rule = probe_equation(node)
+        if rule is None:
+            self._aligned(node)
+            return
+        bind(self.atoms, node, rule, self.tensors)
+        self.fixed += self.counts(node, name)
+
+    def counts(self, node: Node, name: str) -> list[int]:
+        """Extents that count the tensors of the op itself."""
+        if name in ("aten.unbind", "aten.chunk", "aten.split"):
+            x, dim = node.operands[0], dim_of(node, 1 if name == "aten.unbind" else 2)
+            own = self.atoms.leaves(self.tensors[x.name][dim])
+            return own[:1]
+        if name == "aten.stack":
+            dim = dim_of(node, 1, rank=len(node.out.shape))
+            return self.tensors[node.out.name][dim]
+        if name == "aten.repeat_interleave" and isinstance(node.args[1], int):
+            dim = dim_of(node, 2)
+            return self.atoms.leaves(self.tensors[node.out.name][dim])[-1:]
+        if name == "aten.conv1d":
+            return self.tensors[node.operands[1].name][2]
+        return []
+
+    def _aligned(self, node: Node) -> None:
+        """Unite dims of one extent that stand at one place from the right: what nothing
+        better is known of. A wrong guess only keeps sizes together."""
+        for out in node.results:
+            for v in node.operands:
+                pairs = zip(v.shape[::-1], out.shape[::-1], strict=False)
+                for i, (a, b) in enumerate(pairs, start=1):
+                    if a == b != 1:
+                        left, right = self.tensors[v.name], self.tensors[out.name]
+                        self.atoms.unify(left[-i], right[-i])
+
+    def _unite_cut(self, node: Node) -> None:
+        found = cut_of(node)
+        assert found is not None
+        x, dim, start, end = found
+        inside = self._segment(x, dim, start, end)
+        name = node.op.rpartition(".")[0]
+        scatters = name.endswith("_scatter")
+        small = node.operands[1] if scatters else node.out
+        here, there = self.tensors[x.name], self.tensors[small.name]
+        dims = [d for d in range(len(x.shape)) if d != dim]
+        if len(small.shape) == len(x.shape):
+            step = step_of(node)
+            if len(inside) == 1 and step == 1:
+                self.atoms.unify(inside[0], there[dim])
+            elif step == 1 and there[dim]:
+                self.sums.append((there[dim], inside, 0))
+            places = dims
+        else:
+            places = list(range(len(dims)))
+        for d, place in zip(dims, places, strict=True):
+            self.atoms.unify(here[d], there[place])
+        if scatters:
+            self._aligned(Node(node.op, (node.operands[0],), {}, node.outs, node.where))
+
+    def sum(self, whole: list[int], parts: list[tuple[list[int], int]]) -> None:
+        """A whole is the sum of parts, each with its extent."""
+        ones = sum(n for p, n in parts if n and not p)  # extents of 1 have no atom
+        rest = [p for p, n in parts if n and p]
+        if len(rest) == 1 and not ones:
+            self.atoms.unify(whole, rest[0])
+        elif whole and rest:
+            self.sums.append((whole, rest, ones))
+
+    def add_sum(self, whole: list[int], part: list[int], constant: int) -> None:
+        self.sums.append((whole, [part], constant))
+
+
+def _captured(node: Node, name: str) -> Any:
+    operands = CAPTURED[name]
+    if name == "aten.linear" and len(node.operands) == 3:
+        operands = "... k, n k, n -> ... n"
+    return parse(operands, node)

@@ -1,0 +1,322 @@
+"""shrink: a captured graph with small sizes, that is the same in all else.
+
+Every extent of every value is replaced by its small one, every argument that says a
+size or a position follows, and what constants hold is cut out of the large ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.capture.trace import Traced
+from passes.graph import Graph, Node, Value, map_values, resolve
+from passes.proof.choose_sizes import NotShrunk
+from passes.proof.cuts import cut_of, given_arg
+from passes.proof.extents import MARGIN, Extents
+
+# Numbers of at most this size in comparisons of positions are counts, not sizes.
+SMALL_NUMBER = 8
+
+
+class Shrinker:
+    """Rewrites a graph and tensors by a table of sizes."""
+
+    def __init__(self, extents: Extents, sizes: Mapping[int, int]) -> None:
+        self.extents, self.sizes = extents, sizes
+
+    def graph(self, traced: Traced) -> Traced:
+        """The captured model with small sizes. Raises NotShrunk where an op does not
+        give what the sizes say."""
+        old = traced.graph
+        nodes = []
+        for node in old.nodes:
+            new = self.node(node)
+            _check(node, new)
+            nodes.append(new)
+        made = Graph(
+            inputs=tuple(map(self.value, old.inputs)),
+            params=tuple(map(self.value, old.params)),
+            buffers=tuple(map(self.value, old.buffers)),
+            constants=tuple(map(self.value, old.constants)),
+            nodes=tuple(nodes),
+            outputs=tuple(map(self.value, old.outputs)),
+        ).verify()
+        literals = {
+            v.name: self.tensor(v.name, traced.literals[v.name]) for v in old.constants
+        }
+        return replace(traced, graph=made, literals=literals)
+
+    def value(self, v: Value) -> Value:
+        return Value(v.name, self.shape(v.name), v.dtype)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(
+            prod(self.sizes[n] for n in factors)
+            for factors in self.extents.factors[name]
+        )
+
+    def tensor(self, name: str, large: Tensor) -> Tensor:
+        """The first of each factor of each dim."""
+        factors = self.extents.factors[name]
+        x = large.reshape([n for dim in factors for n in dim])
+        for d, n in enumerate([n for dim in factors for n in dim]):
+            x = x.narrow(d, 0, self.sizes[n])
+        return x.reshape(self.shape(name)).clone()
+
+    # --- nodes ----------------------------------------------------------------------
+
+    def node(self, node: Node) -> Node:
+        outs = tuple(None if v is None else self.value(v) for v in node.outs)
+        new = Node(
+            node.op,
+            map_values(self.value, node.args),
+            map_values(self.value, node.kwargs),
+            outs,
+            node.where,
+        )
+        name = node.op.rpartition(".")[0].removeprefix("aten.")
+        if cut_of(node) is not None:
+            return self._cut(node, new)
+        change = ARGUMENTS.get(name)
+        return change(self, node, new) if change else new
+
+    def number(self, n: int) -> int:
+        """A number that is compared with positions: its place among the sizes."""
+        if abs(n) <= SMALL_NUMBER:
+            return n
+        sign, n = (1, n) if n > 0 else (-1, -n)
+        known = sorted(self.sizes)
+        if n in self.sizes:
+            return sign * self.sizes[n]
+        below = max((k for k in known if k < n), default=0)
+        above = min((k for k in known if k > n), default=0)
+        if not above:
+            return sign * (self.sizes.get(below, 0) + n - below)
+        low, high = self.sizes.get(below, 0), self.sizes[above]
+        return sign * (low + (n - below) * (high - low) // (above - below))
+
+    def _cut(self, node: Node, new: Node) -> Node:
+        found = cut_of(node)
+        assert found is not None
+        x, dim, start, end = found
+        segments = self.extents.segments[x.name, dim]
+
+        def position(at: int) -> int:
+            return sum(prod(self.sizes[n] for n in part) for part in segments[at])
+
+        low, high = position(start), position(end)
+        extent = x.shape[dim]
+        name = node.op.rpartition(".")[0].removeprefix("aten.")
+        by_name = {"start": low, "end": high, "index": low, "length": high - low}
+        first = 2 if name.endswith("_scatter") else 1
+        names = {
+            "slice": ("dim", "start", "end", "step"),
+            "select": ("dim", "index"),
+            "narrow": ("dim", "start", "length"),
+        }[name.removesuffix("_scatter")]
+
+        def change(argument: str, given: Any) -> Any:
+            small = by_name.get(argument)
+            if small is None or given is None:
+                return given
+            if given >= extent or -MARGIN <= given < 0:
+                return given  # up to the end, or counted from it
+            return small
+
+        given = node.args[first:]
+        args = tuple(change(n, a) for n, a in zip(names, given, strict=False))
+        kwargs = {n: change(n, a) for n, a in node.kwargs.items()}
+        return replace(new, args=(*new.args[:first], *args), kwargs=kwargs)
+
+
+def _check(old: Node, new: Node) -> None:
+    """Run the op on shapes alone."""
+    if not new.op.startswith("aten.") or not new.results:
+        return
+
+    def meta(v: Value) -> Tensor:
+        return torch.empty(v.shape, dtype=v.dtype, device="meta")
+
+    node = new.substitute(meta)
+    kwargs = {**node.kwargs, **({"device": "meta"} if "device" in old.kwargs else {})}
+    problem = ""
+    try:
+        found: Any = resolve(new.op)(*node.args, **kwargs)
+    except NotImplementedError:
+        return  # an op that has no shapes: it is run with numbers later
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        problem = str(error).partition("\n")[0]
+    else:
+        made = (found,) if isinstance(found, Tensor) else tuple(found or ())
+        for x, v in zip(made, new.outs, strict=False):
+            if isinstance(x, Tensor) and v is not None and tuple(x.shape) != v.shape:
+                problem = f"gives {tuple(x.shape)}"
+    if problem:
+        raise NotShrunk(
+            f"'{new}' does not follow from small sizes ({problem})",
+            source=str(old.where),
+            fix="verify the plan at its own size: autopar verify --whole",
+        )
+
+
+# --- arguments that say sizes ---------------------------------------------------------
+
+Change = Callable[[Shrinker, Node, Node], Node]
+
+
+def _to_out_shape(position: int, name: str = "size") -> Change:
+    def change(_: Shrinker, node: Node, new: Node) -> Node:
+        shape = new.out.shape
+        if len(node.args) > position:
+            args = (*new.args[:position], shape, *new.args[position + 1 :])
+            return replace(new, args=args)
+        return replace(new, kwargs={**new.kwargs, name: shape})
+
+    return change
+
+
+def _view(_: Shrinker, node: Node, new: Node) -> Node:
+    """Any view is a reshape to its result's shape."""
+    args = (new.args[0], new.out.shape)
+    return replace(new, op="aten.reshape.default", args=args, kwargs={})
+
+
+def _split(_: Shrinker, node: Node, new: Node) -> Node:
+    dim = given_arg(node, 2, "dim", 0)
+    x = new.operands[0]
+    dim %= len(x.shape)
+    extents = tuple(v.shape[dim] if v else 0 for v in new.outs)
+    whole = node.op == "aten.split.Tensor" or isinstance(node.args[1], int)
+    pieces: Any = extents[0] if whole else extents
+    return replace(new, args=(x, pieces, *new.args[2:]))
+
+
+def _arange(at: Shrinker, node: Node, new: Node) -> Node:
+    """As many as there are; one that begins elsewhere begins there still."""
+    count = new.out.shape[0] if new.out.shape else 1
+    kind = node.op.rpartition(".")[2]
+    if kind == "default":
+        given = node.args[0]
+        return replace(new, args=(type(given)(count), *new.args[1:]))
+    start = node.args[0]
+    step = given_arg(node, 2, "step", 1) if kind == "start_step" else 1
+    if isinstance(start, int):
+        start = at.number(start)
+    end = start + count * step
+    return replace(new, args=(start, end, *new.args[2:]))
+
+
+def _repeat(_: Shrinker, node: Node, new: Node) -> Node:
+    x, out = new.operands[0], new.out
+    ahead = len(out.shape) - len(x.shape)
+    padded = (*(1,) * ahead, *x.shape)
+    times = tuple(n // max(m, 1) for n, m in zip(out.shape, padded, strict=True))
+    return replace(new, args=(x, times))
+
+
+def _repeat_interleave(_: Shrinker, node: Node, new: Node) -> Node:
+    """As many copies as they were; torch may have noted how long the result is."""
+    if "output_size" not in new.kwargs or new.kwargs["output_size"] is None:
+        return new
+    dim = given_arg(node, 2, "dim")
+    return replace(new, kwargs={**new.kwargs, "output_size": new.out.shape[dim]})
+
+
+def _topk(_: Shrinker, node: Node, new: Node) -> Node:
+    dim = given_arg(node, 2, "dim", -1)
+    out = next(iter(new.results))
+    return replace(new, args=(new.args[0], out.shape[dim], *new.args[2:]))
+
+
+def _one_hot(_: Shrinker, node: Node, new: Node) -> Node:
+    return replace(new, args=(new.args[0], new.out.shape[-1]))
+
+
+def _norm(_: Shrinker, node: Node, new: Node) -> Node:
+    count = len(node.args[1])
+    shape = new.operands[0].shape[-count:]
+    return replace(new, args=(new.args[0], shape, *new.args[2:]))
+
+
+def _conv1d(at: Shrinker, node: Node, new: Node) -> Node:
+    """A filter of its own for each channel stays that."""
+    groups = given_arg(node, 6, "groups", 1)
+    if groups == 1:
+        return new
+    channels = new.operands[0].shape[1]
+    few = groups if groups != node.operands[0].shape[1] else channels
+    args = list(new.args[:6])
+    defaults = [None, None, None, (1,), (0,), (1,)]
+    names = ["input", "weight", "bias", "stride", "padding", "dilation"]
+    for name, default in list(zip(names, defaults, strict=True))[len(args) :]:
+        args.append(new.kwargs.get(name, default))
+    return replace(new, args=(*args, few), kwargs={})
+
+
+def _embedding(_: Shrinker, node: Node, new: Node) -> Node:
+    """A row for padding is as far from the end, or the beginning, as it was."""
+    padding = given_arg(node, 2, "padding_idx", -1)
+    rows, fewer = node.operands[0].shape[0], new.operands[0].shape[0]
+    if padding < fewer:
+        return new
+    place = max(0, fewer - (rows - padding)) if rows - padding <= fewer else fewer - 1
+    return replace(new, args=(*new.args[:2], place, *new.args[3:]))
+
+
+def _comparison(at: Shrinker, node: Node, new: Node) -> Node:
+    """Positions are compared with, or shifted by, numbers that speak of sizes."""
+    x, other = node.args[:2]
+    whole = isinstance(x, Value) and not x.dtype.is_floating_point
+    if not whole or not isinstance(other, int) or isinstance(other, bool) or other < 0:
+        return new
+    return replace(new, args=(new.args[0], at.number(other), *new.args[2:]))
+
+
+def _two_sizes(_: Shrinker, node: Node, new: Node) -> Node:
+    """eye: of the shape of its result."""
+    count = 2 if node.op.endswith(".m") else 1
+    return replace(new, args=(*new.out.shape[:count], *new.args[count:]))
+
+
+ARGUMENTS: dict[str, Change] = {
+    **dict.fromkeys(
+        (
+            "view",
+            "reshape",
+            "_unsafe_view",
+            "flatten",
+            "unflatten",
+            "squeeze",
+            "unsqueeze",
+            "view_as",
+            "reshape_as",
+        ),
+        _view,
+    ),
+    "expand": _to_out_shape(1),
+    **dict.fromkeys(
+        ("zeros", "ones", "empty", "full", "rand", "randn"), _to_out_shape(0)
+    ),
+    **dict.fromkeys(
+        ("new_zeros", "new_ones", "new_empty", "new_full"), _to_out_shape(1)
+    ),
+    "split": _split,
+    "split_with_sizes": _split,
+    "arange": _arange,
+    "repeat": _repeat,
+    "repeat_interleave": _repeat_interleave,
+    "topk": _topk,
+    "one_hot": _one_hot,
+    "layer_norm": _norm,
+    "rms_norm": _norm,
+    "conv1d": _conv1d,
+    "embedding": _embedding,
+    "eye": _two_sizes,
+    **dict.fromkeys(("gt", "ge", "lt", "le", "sub", "add", "rsub"), _comparison),
+}

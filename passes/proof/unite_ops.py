@@ -1,0 +1,196 @@
+"""unite_ops: what ops that join, repeat and look up say of extents.
+
+Others follow the rules of `passes.dims.rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from passes.dims.atoms import Atoms
+from passes.dims.name_dims import bind
+from passes.dims.rules import equation
+from passes.graph import Node, Value
+from passes.proof.cuts import dim_of, given_arg
+
+
+class Unite(Protocol):
+    """What is known while ops are gone through. tensors: value name -> its dims.
+    computed: of constants, whether more was done to them than to count. fixed: atoms
+    that keep their size."""
+
+    atoms: Atoms
+    tensors: dict[str, list[list[int]]]
+    computed: dict[str, bool]
+    fixed: list[int]
+
+    def sum(self, whole: list[int], parts: list[tuple[list[int], int]]) -> None:
+        """A whole is the sum of parts, each with its extent."""
+
+    def add_sum(self, whole: list[int], part: list[int], constant: int) -> None:
+        """A whole is a part and a constant."""
+
+    def counts(self, node: Node, name: str) -> list[int]:
+        """Atoms that count the tensors of the op itself."""
+
+
+def _cat(at: Unite, node: Node) -> None:
+    out = node.out
+    pieces = [v for v in node.operands if 0 not in v.shape]
+    dim = dim_of(node, 1, rank=len(out.shape))
+    mine = at.tensors[out.name]
+    for v in pieces:
+        for d in range(len(out.shape)):
+            if d != dim:
+                at.atoms.unify(at.tensors[v.name][d], mine[d])
+    at.sum(mine[dim], [(at.tensors[v.name][dim], v.shape[dim]) for v in pieces])
+
+
+def _split(at: Unite, node: Node) -> None:
+    """Pieces of a dim: equal ones are united, and the whole is their sum."""
+    x = node.operands[0]
+    dim = dim_of(node, 2)
+    for v in node.results:
+        for d in range(len(x.shape)):
+            if d != dim:
+                at.atoms.unify(at.tensors[x.name][d], at.tensors[v.name][d])
+    if all(v is not None for v in node.outs):
+        pieces = [(at.tensors[v.name][dim], v.shape[dim]) for v in node.results]
+        at.sum(at.tensors[x.name][dim], pieces)
+
+
+def _pad(at: Unite, node: Node) -> None:
+    x, y = node.operands[0], node.out
+    for d, (a, b) in enumerate(zip(x.shape, y.shape, strict=True)):
+        left, right = at.tensors[x.name][d], at.tensors[y.name][d]
+        if a == b:
+            at.atoms.unify(left, right)
+        elif right and left:
+            at.add_sum(right, left, b - a)
+
+
+def _repeat(at: Unite, node: Node) -> None:
+    x, y = node.operands[0], node.out
+    ahead = len(y.shape) - len(x.shape)
+    for d in range(len(x.shape)):
+        times = y.shape[ahead + d] // max(x.shape[d], 1)
+        count = at.atoms.fresh(times)
+        if x.shape[d] != 1:
+            at.fixed += count
+        both = [*count, *at.tensors[x.name][d]]
+        at.atoms.unify(at.tensors[y.name][ahead + d], both)
+
+
+def _index(at: Unite, node: Node) -> None:
+    """`x[:, i, j]`: dims that are not indexed stay, those of the indices come."""
+    x, indices = node.args[0], node.args[1]
+    given = [d for d, i in enumerate(indices) if isinstance(i, Value)]
+    spread = [i for i in indices if isinstance(i, Value)]
+    if any(i.dtype.itemsize == 1 for i in spread):
+        return
+    rank = max(len(i.shape) for i in spread)
+    adjacent = given == list(range(given[0], given[-1] + 1))
+    first = given[0] if adjacent else 0
+    out = at.tensors[node.out.name]
+    kept = [d for d in range(len(x.shape)) if d not in given]
+    places = [p for p in range(len(out)) if not first <= p < first + rank]
+    for d, p in zip(kept, places, strict=True):
+        at.atoms.unify(at.tensors[x.name][d], out[p])
+    for i in spread:
+        for d, n in enumerate(i.shape):
+            if n != 1:
+                place = first + rank - len(i.shape) + d
+                at.atoms.unify(at.tensors[i.name][d], out[place])
+
+
+def _index_select(at: Unite, node: Node) -> None:
+    x, dim, index = node.args
+    dim %= len(x.shape)
+    for d in range(len(x.shape)):
+        other = at.tensors[x.name][d] if d != dim else at.tensors[index.name][0]
+        at.atoms.unify(other, at.tensors[node.out.name][d])
+
+
+def _attention(at: Unite, node: Node) -> None:
+    q, k, v = node.args[:3]
+    mask = given_arg(node, 3, "attn_mask")
+    of = at.tensors
+    for other in (k, v):
+        for d in range(len(q.shape) - 2):
+            if q.shape[d] == other.shape[d]:
+                at.atoms.unify(of[q.name][d], of[other.name][d])
+    if q.shape[1] != k.shape[1]:
+        copies = at.atoms.fresh(q.shape[1] // k.shape[1])
+        at.atoms.unify(of[q.name][1], [*of[k.name][1], *copies])
+    at.atoms.unify(of[q.name][-1], of[k.name][-1])
+    at.atoms.unify(of[k.name][-2], of[v.name][-2])
+    out = of[node.out.name]
+    for d in range(len(out) - 1):
+        at.atoms.unify(of[q.name][d], out[d])
+    at.atoms.unify(of[v.name][-1], out[-1])
+    if isinstance(mask, Value):
+        wanted = [*of[q.name][:-1], of[k.name][-2]]
+        pairs = zip(of[mask.name][::-1], wanted[::-1], strict=False)
+        for own, other in pairs:
+            if own:
+                at.atoms.unify(own, other)
+
+
+def _cross_entropy(at: Unite, node: Node) -> None:
+    """Scores [n, classes, ...], labels [n, ...] or as the scores, weights."""
+    x, target, *rest = node.operands
+    of = at.tensors
+    classes = 1 if len(x.shape) > 1 else 0
+    dims = [d for d in range(len(x.shape)) if d != classes]
+    if len(target.shape) == len(x.shape):
+        dims = list(range(len(x.shape)))
+    for own, d in zip(of[target.name], dims, strict=True):
+        at.atoms.unify(own, of[x.name][d])
+    for weight in rest:
+        at.atoms.unify(of[weight.name][0], of[x.name][classes])
+    if node.out.shape == target.shape:
+        for own, other in zip(of[node.out.name], of[target.name], strict=True):
+            at.atoms.unify(own, other)
+
+
+def _embedding(at: Unite, node: Node) -> None:
+    """A table that the model itself numbers the rows of, other than by position,
+    has as many as it counts."""
+    rule = equation(node)
+    assert rule is not None, "embeddings have a rule"
+    bind(at.atoms, node, rule, at.tensors)
+    table, index = node.operands[:2]
+    if at.computed.get(index.name):
+        at.fixed += at.tensors[table.name][0]
+
+
+def _conv1d(at: Unite, node: Node) -> None:
+    rule = equation(node)
+    if rule is not None:
+        bind(at.atoms, node, rule, at.tensors)
+    at.fixed += at.counts(node, "aten.conv1d")
+    x, y = node.operands[0], node.out
+    change = y.shape[2] - x.shape[2]
+    left, right = at.tensors[x.name][2], at.tensors[y.name][2]
+    if change == 0:
+        at.atoms.unify(left, right)
+    elif left and right:
+        at.add_sum(right, left, change)
+
+
+SPECIAL: dict[str, Callable[[Unite, Node], None]] = {
+    "aten.cat": _cat,
+    "aten.split": _split,
+    "aten.split_with_sizes": _split,
+    "aten.pad": _pad,
+    "aten.constant_pad_nd": _pad,
+    "aten.repeat": _repeat,
+    "aten.index": _index,
+    "aten.index_select": _index_select,
+    "aten.scaled_dot_product_attention": _attention,
+    "aten.cross_entropy_loss": _cross_entropy,
+    "aten.nll_loss_nd": _cross_entropy,
+    "aten.conv1d": _conv1d,
+    "aten.embedding": _embedding,
+}

@@ -1,0 +1,299 @@
+"""Plans of any size are proved by small ones: what is kept, what carries over."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from plans import model_file, small_program
+from torch import Tensor, nn
+
+import autopar
+import autopar.proof.prove_program as prover
+from autopar.cli import main
+from autopar.models import example_batch, load_model
+from autopar.proof.full_size import check_full_size
+from autopar.proof.prove_program import NotProved, prove_program
+from autopar.proof.ranks import VerificationFailed
+from autopar.proof.small import make_small
+from autopar.store import load_plan, save_plan
+from examples.gpt import Config, build
+from passes.capture.trace import trace
+from passes.cost import Costs
+from passes.mesh import Mesh
+from passes.plan import Plan
+from passes.program import Program
+from passes.proof.choose_sizes import Divides, NotShrunk, choose_sizes
+from passes.proof.extents import Sum, find_extents
+from passes.proof.proof import SMALL, WHOLE
+from passes.proof.shrink import Shrinker
+from passes.proof.shrink_plan import thin
+from passes.proof.transfer import differs
+from passes.stage.emit import emit
+
+# Nothing is small enough to be run as it is, and nothing is too large to be refused.
+BIG = Config(layers=6, width=48, heads=6, context=40, vocab=64)
+
+
+@pytest.fixture
+def only_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of any size are proved small or not at all."""
+    monkeypatch.setattr(prover, "LITTLE", 0)
+    monkeypatch.setattr(prover, "MUCH", 0)
+
+
+def compiled(
+    mesh: str, microbatches: int = 2, config: Config = BIG, **options
+) -> tuple[nn.Module, dict[str, Tensor], Program]:
+    model, batch = build(config, batch=12)
+    plan = Plan(Mesh.parse(mesh), microbatches, **options)
+    return model, batch, autopar.compile_offline(model, batch, plan, costs=Costs())
+
+
+def prove(model: nn.Module, batch: dict[str, Tensor], program: Program):
+    return prove_program(program, model, batch, trace(model, batch))
+
+
+# --- small sizes ---------------------------------------------------------------------
+
+
+def test_small_sizes_divide_as_the_large_ones_do() -> None:
+    sizes = [8, 12, 768, 1021, 4096]
+    splits = {n: frozenset({("tp",)}) for n in sizes}
+    found = choose_sizes(sizes, (), frozenset(), splits, {"tp": 8}, {"tp": 2})
+    assert list(found.values()) == sorted(set(found.values())), "which are the larger"
+    for large, small in found.items():
+        assert small <= large and small < 40
+        assert Divides.of(large, 8) == Divides.of(small, 2)
+
+
+def test_small_sizes_keep_sums() -> None:
+    pieces = Sum((96,), ((8, 4), (64,)))
+    shifted = Sum((1025,), ((1024,),), 1)
+    sizes = [4, 8, 64, 96, 1024, 1025]
+    found = choose_sizes(sizes, (pieces, shifted), frozenset(), {}, {}, {})
+    assert found[96] == found[8] * found[4] + found[64]
+    assert found[1025] == found[1024] + 1
+    assert found[4] == 4, "what is small stays"
+
+
+def test_sizes_that_contradict_each_other_are_refused() -> None:
+    twice = Sum((10,), ((10,), (7,)))
+    with pytest.raises(NotShrunk, match="no small sizes stand for 7, 10"):
+        choose_sizes([7, 10], (twice,), frozenset(), {}, {}, {})
+
+
+def test_a_pattern_of_layers_is_kept_with_its_ends() -> None:
+    assert thin("aaaaaaa", 3) == [0, 1, 2]
+    assert thin("abababababx", 2) == [0, 1, 2, 3, 10]
+    assert thin("abc", 2) == [0, 1, 2]
+
+
+class Pieces(nn.Module):
+    """Uneven pieces, a shift, a table that is larger than the sequence, a window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places = nn.Embedding(701, 240), nn.Embedding(642, 240)
+        self.cut, self.out = nn.Linear(240, 400 + 80), nn.Linear(200, 701)
+        self.register_buffer("seen", torch.ones(640, 640).tril().bool())
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        seq = ids.shape[1]
+        positions = torch.arange(seq) + 2
+        x = self.cut(self.table(ids) + self.places(positions))
+        q, k, v = x.split([200, 200, 80], -1)
+        near = (positions[:, None] - positions) < 160
+        scores = (q @ k.transpose(1, 2)).masked_fill(
+            ~(self.seen[:seq, :seq] & near), -1e9
+        )
+        mixed = scores.softmax(-1) @ torch.cat([v, q[..., 120:], x[..., 80:120]], -1)
+        logits = self.out(mixed)[:, :-1]
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels[:, 1:].flatten()
+        )
+
+
+def test_a_captured_graph_shrinks_as_a_whole() -> None:
+    ids = torch.randint(701, (4, 470))
+    traced = trace(Pieces(), {"ids": ids, "labels": ids})
+    extents = find_extents(traced)
+    sizes = choose_sizes(extents.sizes, extents.sums, extents.fixed, {}, {}, {})
+    small = Shrinker(extents, sizes).graph(traced).graph
+    shapes = {v.name: v.shape for v in small.sources}
+    assert sum(v.numel for v in small.params) < 4000
+    rows, seq = shapes["places.weight"][0], shapes["ids"][1]
+    assert rows >= seq + 2, "positions are rows of their table"
+    (q, k, v) = next(n for n in small.nodes if "split" in n.op).outs
+    assert q.shape == k.shape and v.shape[-1] != q.shape[-1]
+    window = next(n for n in small.nodes if n.op == "aten.lt.Scalar").args[1]
+    assert window <= seq, "the window hides what it hid"
+
+
+# --- the whole way -------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("only_small")
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("dp=2,pp=2,tp=2", {}),
+        ("dp=4", {"zero": 3}),
+        pytest.param("pp=6", {"schedule": "zb-h1"}, marks=pytest.mark.slow),
+        pytest.param("tp=4", {"recompute": "full"}, marks=pytest.mark.slow),
+        pytest.param("dp=2,cp=4", {"zero": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            "pp=2,dp=3", {"zero": 1, "precision": "bf16"}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "pp=3",
+            {"schedule": "interleaved", "stages_per_rank": 2},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_a_plan_is_proved_small(mesh: str, options: dict) -> None:
+    parts = {"dp=4": 1, "pp=3": 3}.get(mesh, 2)
+    proof = prove(*compiled(mesh, parts, **options))
+    assert proof.size == SMALL and proof.passed
+    assert proof.error < 1e-13 and proof.compared > 40
+    assert proof.ranks <= Mesh.parse(mesh).size
+
+
+def test_what_is_little_is_run_as_it_is() -> None:
+    model, batch = build(Config(2, 16, 2, 8, 19), batch=4)
+    plan = Plan(Mesh.parse("tp=2"), 2)
+    program = autopar.compile_offline(model, batch, plan, costs=Costs(), prove=True)
+    assert program.proof is not None and program.proof.size == WHOLE
+    assert program.proof.error < 1e-13
+
+
+@pytest.mark.usefixtures("only_small")
+def test_wide_deep_models_on_many_ranks_take_little() -> None:
+    spec = (
+        "hf:llama?num_hidden_layers=8,hidden_size=8192,intermediate_size=28672,"
+        "num_attention_heads=64,num_key_value_heads=8,vocab_size=128256"
+    )
+    loaded = load_model(spec, device="meta")
+    assert loaded.vocab is not None
+    batch = example_batch(loaded.vocab, 64, 2048)
+    plan = Plan(Mesh.parse("dp=16,pp=2,tp=8"), 4, zero=1)
+    program = autopar.compile_offline(loaded.model, batch, plan, costs=Costs())
+    proof = prove(loaded.model, batch, program)
+    assert proof.size == SMALL and proof.passed and proof.ranks <= 12
+
+
+# --- what does not carry over is noticed ---------------------------------------------
+
+
+def changed(text: str, old: str, new: str) -> str:
+    """With the last place of `old` changed."""
+    before, found, after = text.rpartition(old)
+    assert found, old
+    return before + new + after
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("'tp', 1)", "'tp', 0)"),  # another dim
+        ("reduce_scatter(", "all_to_all("),
+        ("+2.mlp.up.weight", "+1.mlp.up.weight"),  # of another layer
+        (".add_(", ".sub_("),
+        ("1e-05", "1e-03"),
+        ("    kernels.bias_grad_(", "    id("),
+        (", True, ", ", False, "),  # not causal
+    ],
+)
+def test_a_large_program_that_is_not_as_the_small_one_is_noticed(
+    old: str, new: str
+) -> None:
+    model, batch, program = compiled("tp=2")
+    small = make_small(program, model, batch).program
+    (large,), (few,) = program.modules.values(), small.modules.values()
+    assert differs(large, few) is None
+    assert differs(changed(large, old, new), few) is not None
+
+
+def test_a_layer_that_is_left_out_is_noticed() -> None:
+    model, batch, program = compiled("")
+    small = make_small(program, model, batch).program
+    (large,), (few,) = program.modules.values(), small.modules.values()
+    lines = large.splitlines(keepends=True)
+    wrong = [line for line in lines if "blocks.+3.norm2.bias" not in line]
+    assert differs("".join(wrong), few) is not None
+
+
+@pytest.mark.usefixtures("only_small")
+def test_a_wrong_pass_fails_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is wrong at every size is found at a small one."""
+    model, batch = build(BIG, batch=12)
+    monkeypatch.setattr(
+        "passes.pipeline.emit",
+        lambda *arguments: emit(*arguments).replace("1e-05", "1e-02"),
+    )
+    plan = Plan(Mesh.parse("dp=2"), 2)
+    program = autopar.compile_offline(model, batch, plan, costs=Costs())
+    with pytest.raises(VerificationFailed, match="more than rounding explains"):
+        prove(model, batch, program)
+
+
+@pytest.mark.usefixtures("only_small")
+def test_what_cannot_be_proved_says_so() -> None:
+    model, batch, program = compiled("tp=2")
+    [(key, text)] = program.modules.items()
+    wrong = replace(program, modules={key: changed(text, "'tp', 1)", "'tp', 0)")})
+    with pytest.raises(NotProved, match="stage 0 is not what it is with small sizes"):
+        prove(model, batch, wrong)
+
+
+def test_ranks_that_do_not_meet_are_noticed() -> None:
+    """Uneven shares: ranks run different texts, which must make the same calls."""
+    *_, program = compiled("tp=4")
+    assert len(program.modules) > 1
+    assert check_full_size(program) == len(program.modules)
+    key, text = next(iter(program.modules.items()))
+    wrong = {
+        **program.modules,
+        key: changed(text, "c.all_gather(", "c.reduce_scatter("),
+    }
+    with pytest.raises(VerificationFailed):
+        check_full_size(replace(program, modules=wrong))
+
+
+# --- where users meet it -------------------------------------------------------------
+
+
+def test_compiling_proves_and_running_wants_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, plan = model_file(tmp_path), str(tmp_path / "plan")
+    assert main(["compile", spec, "--mesh", "tp=2", "-o", plan]) == 0
+    assert "proved on all 2 ranks" in capsys.readouterr().out
+    proof = load_plan(plan).program.proof
+    assert proof is not None and proof.passed
+    assert main(["inspect", plan, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["proof"]["size"] == WHOLE
+    alone = str(tmp_path / "alone")
+    save_plan(small_program("", 2), alone, spec)
+    assert main(["run", alone, "--steps", "1"]) == 2
+    assert "--unproved" in capsys.readouterr().err
+    assert main(["run", alone, "--steps", "1", "--unproved"]) == 0
+
+
+def test_a_step_proves_its_plan(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = build(Config(1, 16, 2, 8, 19), batch=4)
+    with caplog.at_level(logging.WARNING, "autopar"):
+        step = autopar.compile(model, "", example_inputs=batch)
+        assert step.program.proof is not None and not caplog.messages
+        unproved = autopar.compile(model, "", example_inputs=batch, prove=False)
+    assert unproved.program.proof is None
+    assert "nobody proved" in caplog.text
+    # A program that was compiled elsewhere, without a proof, is proved here.
+    given = autopar.compile(model, "", program=unproved.program, example_inputs=batch)
+    assert given.program.proof is not None
