@@ -122,6 +122,21 @@ MEANS: dict[str, Callable[[Tensor, Mapping[str, Tensor]], Tensor]] = {
     "of samples last": lambda x, b: (x - b["real"]).square().mean((1, 2)).mean(0),
     "of some dims": lambda x, b: (x - b["real"]).square().mean((0, 1), True).sum(),
     "of all dims": lambda x, b: (x - b["real"]).square().mean((0, 1, 2)),
+    "of one token of each sample": lambda x, b: (
+        (x[torch.arange(BATCH), b["classes"] % SEQ] - x[torch.arange(BATCH), -1])
+        .square()
+        .mean()
+    ),
+    "of some tokens of each sample": lambda x, b: (
+        x[torch.arange(BATCH)[:, None], -1 - b["input_ids"][:, :3] % SEQ]
+        .square()
+        .mean()
+    ),
+    "of a target of each row": lambda x, b: (
+        -x.flatten(0, 1)
+        .log_softmax(-1)[range(BATCH * SEQ), b["input_ids"].flatten()]
+        .mean()
+    ),
     "kl by samples": lambda x, b: F.kl_div(
         x.log_softmax(-1), b["real"].softmax(-1), reduction="batchmean"
     ),

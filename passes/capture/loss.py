@@ -148,11 +148,11 @@ def gather(rewriter: Rewriter, node: Node) -> Value | None:
     if not x.dtype.is_floating_point:
         return None
     index = rewriter.reshape(index, rows[:-1], node.where)
-    picked = _picked(rewriter, x, index, None, node)
+    picked = pick_rows(rewriter, x, index, None, node)
     return rewriter.reshape(picked, rows, node.where)
 
 
-def _picked(
+def pick_rows(
     rewriter: Rewriter, x: Value, index: Value, ignored: int | None, node: Node
 ) -> Value:
     """x[..., index], anything where the index is `ignored`; of x - y, with one y a row,
@@ -179,7 +179,7 @@ def nll_loss(rewriter: Rewriter, node: Node) -> Value:
     """aten.nll_loss_nd(log_probabilities, target, weight, reduction, ignore_index)."""
     given = arguments(node)
     x = _classes_last(rewriter, given["self"], node)
-    picked = _picked(rewriter, x, given["target"], given["ignore_index"], node)
+    picked = pick_rows(rewriter, x, given["target"], given["ignore_index"], node)
     nll = _emitter(rewriter, x, node)("aten.neg.default", picked, name="nll")
     return _reduce(rewriter, _weigh(rewriter, nll, given, node), given, node)
 

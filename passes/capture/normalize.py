@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from passes.arguments import arguments, refuse_unread
+from passes.capture.decompose_index import index
 from passes.capture.hoist_splits import hoist_splits
 from passes.capture.loss import LOSS_RULES
 from passes.capture.rewrite import Rewriter, Rule
@@ -227,30 +228,6 @@ def number(graph: Graph, *ops: str) -> Graph:
             count[op] += 1
         nodes.append(node)
     return replace(graph, nodes=tuple(nodes))
-
-
-def index(rewriter: Rewriter, node: Node) -> Value | None:
-    """`x[arange(b)[:, None], arange(s)]` is x itself, seen with more dims.
-
-    Masks of Hugging Face models look up the padding mask this way.
-    """
-    x, indices = node.args
-    if any(i is None for i in indices) or len(indices) != len(x.shape):
-        return None
-    out, last = node.out, -1
-    for dim, position in enumerate(indices):
-        rows = rewriter.constant(position)
-        if rows is None or rows.numel() != x.shape[dim]:
-            return None
-        if not torch.equal(rows.flatten(), torch.arange(x.shape[dim])):
-            return None
-        # Which dim of the result this index runs along, counted from the right.
-        along = [i - rows.ndim for i, n in enumerate(rows.shape) if n != 1]
-        place = along[0] + len(out.shape) if along else last
-        if place < last:
-            return None
-        last = place
-    return rewriter.reshape(x, out.shape, node.where)
 
 
 def tanh_gelu(rewriter: Rewriter, node: Node) -> Value | None:

@@ -1,0 +1,101 @@
+"""Look-ups of rows by number, in a spelling whose sharding rule is plain."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from passes.capture.loss import pick_rows
+from passes.capture.rewrite import Rewriter
+from passes.graph import Node, Value
+
+
+def index(rewriter: Rewriter, node: Node) -> Value | None:
+    """`x[...]` with tensors in the brackets, where each row is looked up in its own."""
+    whole = _seen_whole(rewriter, node)
+    return whole if whole is not None else _each_in_its_own(rewriter, node)
+
+
+def _seen_whole(rewriter: Rewriter, node: Node) -> Value | None:
+    """`x[arange(b)[:, None], arange(s)]` is x itself, seen with more dims.
+
+    Masks of Hugging Face models look up the padding mask this way.
+    """
+    x, indices = node.args
+    if any(i is None for i in indices) or len(indices) != len(x.shape):
+        return None
+    out, last = node.out, -1
+    for dim, position in enumerate(indices):
+        rows = rewriter.constant(position)
+        if rows is None or rows.numel() != x.shape[dim]:
+            return None
+        if not torch.equal(rows.flatten(), torch.arange(x.shape[dim])):
+            return None
+        # Which dim of the result this index runs along, counted from the right.
+        along = [i - rows.ndim for i, n in enumerate(rows.shape) if n != 1]
+        place = along[0] + len(out.shape) if along else last
+        if place < last:
+            return None
+        last = place
+    return rewriter.reshape(x, out.shape, node.where)
+
+
+def _each_in_its_own(rewriter: Rewriter, node: Node) -> Value | None:
+    """`x[arange(b), i]` is a gather along the dim after those that are counted through,
+    and of logits what a loss picks.
+
+    Classifiers take the last token of each sample this way, and losses by hand the
+    target of each row.
+    """
+    x, indices = node.args
+    along = len(indices) - 1
+    if along < 1 or any(i is None for i in indices):
+        return None
+    lead = torch.broadcast_shapes(*(i.shape for i in indices))
+    for dim, position in enumerate(indices[:-1]):
+        if not _counts(rewriter, position, x.shape[dim], dim, len(lead)):
+            return None
+    index = indices[-1]
+    if index.dtype != torch.int64 or lead[:along] != x.shape[:along]:
+        return None
+    where, size, rest = node.where, x.shape[along], x.shape[along + 1 :]
+    index = _from_the_start(rewriter, index, size, node)
+    if index.shape != lead:
+        index = _expand(rewriter, index, lead, node)
+    if not rest and len(lead) == along and x.dtype.is_floating_point:
+        return pick_rows(rewriter, x, index, None, node)
+    shape = (*lead[:along], math.prod(lead[along:]))
+    index = rewriter.reshape(index, (*shape, *(1 for _ in rest)), where)
+    index = _expand(rewriter, index, (*shape, *rest), node)
+    place: dict[str, Any] = {"shape": index.shape, "dtype": x.dtype, "where": where}
+    found = rewriter.emit("aten.gather.default", x, along, index, **place)
+    return rewriter.reshape(found, node.out.shape, where)
+
+
+def _counts(
+    rewriter: Rewriter, position: Value, extent: int, dim: int, rank: int
+) -> bool:
+    """Whether an index is 0, 1, 2 ... along one dim of as many as all of them have."""
+    shape = tuple(extent if i == dim else 1 for i in range(rank))
+    if (1,) * (rank - len(position.shape)) + position.shape != shape:
+        return False
+    rows = rewriter.constant(position)
+    return rows is not None and torch.equal(rows.flatten(), torch.arange(extent))
+
+
+def _from_the_start(rewriter: Rewriter, index: Value, size: int, node: Node) -> Value:
+    """Numbers that count from the end, -1 the last, counted from the start."""
+    same: dict[str, Any] = {"shape": index.shape, "where": node.where}
+    back = rewriter.emit("aten.lt.Scalar", index, 0, dtype=torch.bool, **same)
+    moved = rewriter.emit("aten.add.Tensor", index, size, dtype=index.dtype, **same)
+    op = "aten.where.self"
+    return rewriter.emit(op, back, moved, index, dtype=index.dtype, **same)
+
+
+def _expand(rewriter: Rewriter, x: Value, shape: tuple[int, ...], node: Node) -> Value:
+    if x.shape == shape:
+        return x
+    op = "aten.expand.default"
+    return rewriter.emit(op, x, shape, shape=shape, dtype=x.dtype, where=node.where)
