@@ -173,11 +173,15 @@ def _is_derivative(call: Call, short: bool) -> bool:
 def _both_gradients(call: Call, args: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
     """By the Function's backward, and by the operations of its forward."""
     xs = [x for x, a in zip(args, call.args, strict=True) if _wants(a)]
+
+    def given() -> list[Any]:  # copies, as some write into what they are given
+        return [a.clone() if isinstance(a, Tensor) else a for a in args]
+
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        own = _differentiable(call.function.apply(*args))
+        own = _differentiable(call.function.apply(*given()))
         torch.default_generator.manual_seed(0)
-        plain = _differentiable(_forward(call.function, tuple(args), {}))
+        plain = _differentiable(_forward(call.function, tuple(given()), {}))
         drawn = torch.Generator().manual_seed(1)
         dys = [torch.randn(y.shape, generator=drawn).to(y.dtype) for y in own]
         wanted = _gradients(own, xs, dys)
