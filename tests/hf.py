@@ -90,6 +90,11 @@ MORE: dict[str, dict[str, Any]] = {
     "granite": GROUPED,
     "lfm2": GROUPED,
     "mamba": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2},
+    "mamba2": {
+        **{"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2},
+        **{"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
+        **{"chunk_size": 4},
+    },
     "mpt": {
         **SEQ2SEQ,
         **{"n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 32},

@@ -11,15 +11,19 @@ from models import Case, randomize
 from passes.program import Program
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-# Matrices that ranks of tp hold whole, beside tables of positions: routers, what is cut
-# unevenly, and what is between neither heads nor hidden units.
+# Matrices that ranks of tp hold whole, beside tables of positions: routers, the one head
+# of keys and of values, what all heads of a mixer share, and what is between neither
+# heads nor hidden units.
 WHOLE: dict[str, set[str]] = {
     "bert": {"embeddings.token_type_embeddings", "transform.dense"},
-    "deepseek_v2": {"self_attn.kv_a_proj_with_mqa", "mlp.gate"},
-    "deepseek_v3": {"self_attn.kv_a_proj_with_mqa", "mlp.gate"},
-    "falcon": {"self_attention.query_key_value"},
-    "gpt_bigcode": {"attn.c_attn"},
-    "phi3": {"self_attn.qkv_proj"},
+    "deepseek_v2": {"self_attn.kv_a_proj_with_mqa[16:20]", "mlp.gate"},
+    "deepseek_v3": {"self_attn.kv_a_proj_with_mqa[16:20]", "mlp.gate"},
+    "falcon": {f"self_attention.query_key_value[{at}]" for at in ("32:40", "40:48")},
+    "gpt_bigcode": {f"attn.c_attn[{at}]" for at in ("32:40", "40:48")},
+    "mamba2": {
+        *(f"mixer.conv1d[{at}]" for at in ("64:72", "72:80")),
+        *(f"mixer.in_proj[{at}]" for at in ("128:136", "136:144")),
+    },
 }
 
 
