@@ -148,7 +148,8 @@ def test_layers_share_a_buffer() -> None:
     case(*[partial(Placed, places)] * 2).verify("pp=2,tp=2", 2)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.matrix(quick=1)
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_learned_bias_is_wider_than_what_attends(precision: str) -> None:
     learned = partial(
         Written, "attention", lambda m, x: m.join(sdpa(*m.heads(x), m.bias))
