@@ -26,17 +26,24 @@ from drawn_mixers import MIXERS
 
 from passes.mesh import Mesh
 
-DRAWS, MORE = 200, 1000
+MORE = 1000
+# Those that take longest of the first ones are left to the night.
+LONG = """
+    0 9 17 19 28 29 45 56 57 58 64 72 80 90 96 100 101 102 103 104 105 107 108 109
+    111 112 114 115 120 124 126 128 132 135 160 161 162 163 169 175 180 181 183 188
+    192 200 203 204 208 210 224 225 229 232 237 240 241 244 247 248 252 256 258 261
+"""
+DRAWS = [seed for seed in range(264) if str(seed) not in LONG.split()]
 
 
 @pytest.mark.matrix(quick=4)
-@pytest.mark.parametrize("seed", range(DRAWS))
+@pytest.mark.parametrize("seed", DRAWS)
 def test_draw(seed: int) -> None:
     outcome(draw(seed))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(DRAWS, MORE))
+@pytest.mark.parametrize("seed", sorted({*range(MORE)} - {*DRAWS}))
 def test_more_draws(seed: int) -> None:
     outcome(draw(seed))
 
@@ -94,7 +101,7 @@ def test_sizes_coincide_and_divide_nothing() -> None:
 
 
 def test_meshes_have_threes_and_fives() -> None:
-    sizes = {n for i in range(DRAWS) for _, n in Mesh.parse(draw(i).mesh).axes}
+    sizes = {n for i in DRAWS for _, n in Mesh.parse(draw(i).mesh).axes}
     assert {2, 3, 4, 5} <= sizes
 
 
