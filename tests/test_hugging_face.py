@@ -11,9 +11,9 @@ from models import Case, randomize
 from passes.program import Program
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-# Matrices that ranks of tp hold whole, beside tables of positions: routers, the one head
-# of keys and of values, what all heads of a mixer share, and what is between neither
-# heads nor hidden units.
+# Matrices that ranks of tp hold whole, beside tables of positions: routers, the one
+# head of keys and of values, what all heads of a mixer share, and what is between
+# neither heads nor hidden units.
 WHOLE: dict[str, set[str]] = {
     "bert": {"embeddings.token_type_embeddings", "transform.dense"},
     "deepseek_v2": {"self_attn.kv_a_proj_with_mqa[16:20]", "mlp.gate"},
