@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from autopar.machine.cluster_file import number
 from passes.mesh import Mesh, MeshError
-from passes.plan import CONTEXT_PARALLEL, SPLIT, Plan, PlanError
+from passes.plan import AUTO, CONTEXT_PARALLEL, SPLIT, Plan, PlanError
 from passes.price.cluster import ClusterError
+from passes.program import Program
 from passes.ranges import RANGES, check_range, shown
 
 if TYPE_CHECKING:
@@ -63,6 +65,31 @@ class Options(TypedDict, total=False):
     hints: Mapping[str, str] | None
 
 
+def check_arguments(
+    plan: Any, program: Any, loss_fn: Any, seed: Any, timeout: Any
+) -> None:
+    """Raises PlanError for what `compile` takes beside options, if it is something
+    else."""
+    check_range("seed", seed, PlanError)
+    if not isinstance(plan, Plan | None) and plan != AUTO:
+        raise PlanError(f"plan={shown(plan)}", fix='give a Plan, or "auto"')
+    if not isinstance(program, Program | None):
+        raise PlanError(
+            f"program={shown(program)}", fix="give what compile_offline returned"
+        )
+    if loss_fn is not None and not callable(loss_fn):
+        raise PlanError(
+            f"loss_fn={shown(loss_fn)}",
+            fix="give a function: loss_fn=lambda output, batch: ...",
+        )
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else None
+    if seconds not in RANGES["timeout"]:
+        raise PlanError(
+            f"timeout={shown(timeout)}",
+            fix=f"give a timedelta(seconds=...): {RANGES['timeout']}",
+        )
+
+
 def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
     """The decisions that options stand for. Raises PlanError, MeshError."""
     if unknown := sorted(set(options) - set(Options.__annotations__)):
@@ -71,6 +98,9 @@ def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
             fix=f"the options are {', '.join(Options.__annotations__)}",
         )
     decisions: dict[str, Any] = dict(options)
+    for name in ("offload", "sequence_parallel"):
+        if not isinstance(decisions.get(name, True), bool):
+            raise PlanError(f"{name}={shown(decisions[name])}", fix="use True or False")
     split = dict(SPLIT)
     if not decisions.pop("sequence_parallel", True):
         for axis in ("tp", "qp"):
@@ -85,7 +115,7 @@ def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
     where = read_mesh(mesh)
     layout = decisions.pop("cp_layout", None)
     decisions["memory"] = read_bytes(decisions.get("memory", 0))
-    decisions["hints"] = dict(decisions.get("hints") or {})
+    decisions["hints"] = _hints(decisions.get("hints") or {})
     hinted = any(hint.endswith("/cp") for hint in decisions["hints"].values())
     by_rows = where.axis_size("cp") > 1 and context_parallel != "ulysses"
     # Of parameters a rank rests one piece: shares over cp need a layout in one piece.
@@ -95,6 +125,17 @@ def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
     usual = by_rows and not hinted and not only_cp_shares
     decisions["zigzag"] = _zigzag(context_parallel, layout, usual)
     return Plan(where, split=split, **decisions)
+
+
+def _hints(given: Any) -> dict[str, str]:
+    pairs = given.items() if isinstance(given, Mapping) else [(given, None)]
+    for pattern, what in pairs:
+        if not (isinstance(pattern, str) and isinstance(what, str)):
+            raise PlanError(
+                f"hints={shown(given)}",
+                fix="write pattern and split: {'*.mlp.up.weight': 'ffn/tp'}",
+            )
+    return dict(given)
 
 
 def _zigzag(context_parallel: str, layout: str | None, usual: bool) -> tuple[str, ...]:

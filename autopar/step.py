@@ -24,13 +24,13 @@ from autopar.checkpoints.state import (
     training_state,
 )
 from autopar.compiler import compile_offline, proved
-from autopar.options import Options, make_plan
+from autopar.options import Options, check_arguments, make_plan
 from autopar.planner.asked import Asked, wanted
 from autopar.planner.choose import choose_plan
 from autopar.runtime.agreement import Agreement, digests
 from autopar.runtime.changed import Originals, check_trained
 from autopar.runtime.executor import Executor
-from autopar.runtime.gradient_norm import clip_, is_owner
+from autopar.runtime.gradient_norm import checked_norm, clip_, is_owner
 from autopar.runtime.initialize import local_state
 from autopar.runtime.join import default_device, join
 from autopar.runtime.match import check_model, check_same, checked_batch
@@ -84,10 +84,9 @@ def compile(
 
     Raises: AutoparError.
     """
+    check_arguments(plan, program, loss_fn, seed, timeout)
     if program is not None:
         plan = program.plan
-    if isinstance(plan, str) and plan != AUTO:
-        raise PlanError(f"plan={plan!r}", fix='give a Plan, or "auto"')
     decided: Plan | Asked
     if plan is None or isinstance(plan, str):
         decided = wanted(mesh, options, auto=plan == AUTO) or make_plan(mesh, **options)
@@ -321,7 +320,7 @@ class Step:
         """
         grads = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
         flats = [b.flat for b in self.executor.buckets] if self._host is None else []
-        with self._agree().on_clip(max_norm):
+        with self._agree().on_clip(checked_norm(max_norm)):
             return clip_(self.program, self.comm, max_norm, grads, flats)
 
     def gather_for(self, optimizer: Kind) -> Kind:

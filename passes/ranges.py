@@ -36,6 +36,8 @@ class Range:
 
     def parse(self, text: str) -> float | None:
         """Read a number of this range; None for any other text."""
+        if not text.isascii() or "_" in text:  # Python's own spellings
+            return None
         try:
             value = int(text) if self.whole else float(text)
         except ValueError:

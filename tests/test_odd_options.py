@@ -164,6 +164,7 @@ def fault(command: str, action: argparse.Action, value: str) -> str:
     if status != 2 or not said.startswith("autopar: "):
         return f"{case}status {status}, {said[:200]!r}"
     pieces = [piece for piece in re.split(r"[=:x]", value) if piece]
+    pieces += [str(Path(value).parent)] if "/" in value else []
     names = {*action.option_strings, action.dest, str(action.metavar), f"'{value}'"}
     named = any(n in said for n in (*names, *pieces)) or "the work begins" in said
     return "" if named else f"{case}not named: {said[:200]!r}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -90,3 +91,48 @@ def test_memory_is_read_with_its_unit(text, size):
 def test_memory_that_is_no_size():
     with pytest.raises(PlanError, match="memory='much' is no size"):
         make_plan("dp=2", memory="much")
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"seed": -1}, "seed=-1\n  fix  use a whole number from 0"),
+        ({"seed": NAN}, "seed=nan"),
+        ({"seed": 1 << 70}, "seed=1180591620717411303424"),
+        ({"timeout": 5}, "timeout=5\n  fix  give a timedelta"),
+        ({"timeout": timedelta(seconds=-1)}, "timeout="),
+        ({"timeout": timedelta(days=1000)}, "timeout="),
+        ({"plan": 5}, "plan=5"),
+        ({"program": 5}, "program=5"),
+        ({"loss_fn": 5}, "loss_fn=5"),
+        ({"microbatches": NAN}, "microbatches=nan"),
+        ({"microbatches": "4"}, "microbatches='4'"),
+        ({"microbatches": 10**20}, "microbatches=100000000000000000000"),
+        ({"zero": True}, "zero=True"),
+        ({"memory": NAN}, "memory=nan"),
+        ({"memory": "1e400"}, "memory='1e400' is no size"),
+        ({"offload": "yes"}, "offload='yes'"),
+        ({"sequence_parallel": 0}, "sequence_parallel=0"),
+        ({"hints": ["a"]}, r"hints=\['a'\]"),
+        ({"hints": {"a": 5}}, "hints={'a': 5}"),
+        ({"precision": []}, r"precision=\[\]"),
+        ({"context_parallel": []}, r"context_parallel=\[\]"),
+    ],
+)
+def test_what_compile_does_not_take(given, says):
+    with pytest.raises(PlanError, match=says) as error:
+        autopar.compile(plain_gpt().model, "", **given)
+    assert error.value.fix
+
+
+@pytest.mark.parametrize("norm", [NAN, -1.0, "1", None])
+def test_gradients_are_clipped_to_a_norm(norm):
+    case = plain_gpt(layers=1)
+    step = autopar.compile(case.model, "")
+    step(**case.batch)
+    with pytest.raises(AutoparError, match="cannot be clipped to a norm of"):
+        step.clip_grad_norm_(norm)
+    assert all(p.grad.isfinite().all() for p in step.parameters())

@@ -61,6 +61,7 @@ from autopar.checkpoints.optimizer_state import (
 from autopar.checkpoints.sole_writer import sole_writer
 from autopar.runtime.match import check_names
 from autopar.runtime.together import on_all, on_first
+from passes.ranges import check_range
 
 if TYPE_CHECKING:
     from autopar.step import Step
@@ -87,8 +88,8 @@ def save(
     `scheduler.state_dict()` or torch.get_rng_state(). keep: of the newest checkpoints
     so many, if given. Raises: CheckpointError on all ranks.
     """
-    if keep is not None and keep < 1:
-        raise CheckpointError(f"keep={keep}", fix="keep at least 1 checkpoint, or None")
+    if keep is not None:
+        check_range("keep", keep, CheckpointError)
     executor, root = step.executor, Path(directory)
     comm, count = executor.comm, executor.steps
     state = model_pieces(step)

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from autopar.runtime.comm import Comm
 from autopar.runtime.shards import owns
+from passes.errors import AutoparError
 from passes.program import Program
+from passes.ranges import shown
 
 
 def is_owner(program: Program, comm: Comm, name: str) -> bool:
@@ -36,6 +38,17 @@ def gradient_norm(
 
 
 @torch.no_grad()
+def checked_norm(max_norm: float) -> float:
+    """A norm to clip to, as it is. Raises AutoparError for what none can be."""
+    known = isinstance(max_norm, int | float | Tensor)
+    if not known or not float(max_norm) >= 0:  # nan would make all gradients nan
+        raise AutoparError(
+            f"gradients cannot be clipped to a norm of {shown(max_norm)}",
+            fix="give a number of 0 or more, as step.clip_grad_norm_(1.0)",
+        )
+    return max_norm
+
+
 def clip_(
     program: Program,
     comm: Comm,

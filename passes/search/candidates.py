@@ -15,6 +15,7 @@ from math import prod
 from passes.mesh import Mesh
 from passes.price.candidate import Candidate
 from passes.price.cluster import Cluster
+from passes.ranges import RANGES
 from passes.shard.query_groups import Groups, with_groups
 
 # GPipe's has 1F1B's bubble and keeps more; naive is to compare with.
@@ -85,6 +86,8 @@ def _microbatches(space: Space, mesh: Mesh) -> Iterator[tuple[int, int]]:
     """(samples, microbatches) of one data parallel rank."""
     own, rest = divmod(space.batch, mesh.axis_size("dp") * mesh.axis_size("ep"))
     for samples in () if rest else _divisors(own):
+        if own // samples not in RANGES["microbatches"]:
+            continue
         if space.microbatches in (None, own // samples):
             yield samples, own // samples
 
