@@ -10,11 +10,15 @@ from models import Case, gpt2, llama, plain_gpt
 from test_step import check_trajectory
 from torch import nn
 
+from autopar.compiler import compile_offline
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import Executor
 from autopar.runtime.virtual import run_virtual
 from autopar.verify import local_parameters, verify
+from passes.cost import Costs
 from passes.dims.name_dims import Dim
+from passes.mesh import Mesh
+from passes.plan import Plan
 from passes.program import Program
 from passes.shard.rest import rest_split
 from passes.shard.sharding import Sharding
@@ -274,3 +278,24 @@ def test_an_outer_split_stays_as_it_is():
     state, sizes = Sharding((((), ("tp",)),)), {"dp": 4, "tp": 2}
     assert rest_split(dims, state, "dp", sizes).slots == (((), ("tp", "dp")),)
     assert rest_split(dims, state, "dp", {**sizes, "dp": 5}) == state
+
+
+class Masked(nn.Module):
+    """A weight of which a part is hidden: its gradient is masked once a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.register_buffer("seen", torch.ones(8, 8).tril().bool())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ torch.where(self.seen, self.weight, 0.5).t()
+        return y.square().mean()
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_what_is_made_of_a_shared_parameter_is_derived_once_a_step(zero):
+    model, batch = Masked().double(), {"x": torch.randn(4, 8).double()}
+    plan = Plan(Mesh.parse("dp=2"), 2, zero=zero)
+    program = compile_offline(model, batch, plan, costs=Costs())
+    verify(program, model, batch).check()

@@ -162,12 +162,25 @@ class Writer:
         self, casts: Collection[str], standing: set[str], gathers: bool
     ) -> list[Node]:
         """Remove from the forward what it makes of parameters once a step: casts of
-        them, and if `gathers`, what is gathered."""
+        them, if `gathers`, what is gathered, and what the epilogue reads."""
         taken = self._take_out(casts)
         if gathers:
             whole = self._take_out(find_gathered(self.forward, standing))
             taken += gather_ahead(whole, standing, by_size, self.tape.builder)
-        return taken
+        return taken + self._take_out(self._read_after())
+
+    def _read_after(self) -> set[str]:
+        """Names of what the epilogue reads of the forward, and of what makes that: a
+        constant of an op's derivative, a weight seen another way."""
+        makers = {v.name: n for n in self.forward for v in n.results}
+        waiting = [v.name for n in self.epilogue for v in n.operands]
+        found: set[str] = set()
+        while waiting:
+            name = waiting.pop()
+            if name in makers and name not in found:
+                found.add(name)
+                waiting += [v.name for v in makers[name].operands]
+        return found
 
     def _take_out(self, made: Collection[str]) -> list[Node]:
         """Remove from the forward the nodes that make these values."""
