@@ -61,7 +61,7 @@ def choose_sizes(
             return found
     raise NotShrunk(
         f"no small sizes stand for {', '.join(map(str, sizes))} together",
-        fix="verify the plan at its own size: autopar verify --whole",
+        fix="prove the plan of a smaller model of the kind, which is run as it is",
     )
 
 

@@ -161,7 +161,7 @@ def _check(old: Node, new: Node) -> None:
         raise NotShrunk(
             f"'{new}' does not follow from small sizes ({problem})",
             source=str(old.where),
-            fix="verify the plan at its own size: autopar verify --whole",
+            fix="prove the plan of a smaller model of the kind, which is run as it is",
         )
 
 
