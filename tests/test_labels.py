@@ -295,5 +295,5 @@ def test_labels_that_are_wrong(op) -> None:
 @pytest.mark.parametrize("labels", [{"time": {}}, {"pp": {}}, {"tp": {"x": 1}}])
 def test_labels_that_cannot_be_read(labels: Any) -> None:
     data = {**json.loads(tp(2).to_json()), "labels": labels}
-    with pytest.raises(PlanError, match="'labels' in the plan has"):
+    with pytest.raises(PlanError, match="'labels' in the plan"):
         Plan.from_json(json.dumps(data))

@@ -55,7 +55,8 @@ def choose_sizes(
         n: _Candidates(n, splits.get(n, frozenset()), large, small, n in fixed)
         for n in sizes
     }
-    for distance in (1, 0):
+    # Extents of one size may mean different things, and want what no order allows.
+    for distance in (1, 0, None):
         found = _Solver(list(sizes), sums, allowed, distance).solve()
         if found is not None:
             return found
@@ -110,7 +111,7 @@ class _Solver:
         sizes: list[int],
         sums: Sequence[Sum],
         allowed: Mapping[int, _Candidates],
-        distance: int,
+        distance: int | None,
     ) -> None:
         self.sizes, self.sums, self.allowed = sizes, sums, allowed
         self.distance, self.tries = distance, 0
@@ -137,7 +138,7 @@ class _Solver:
 
     def _least(self, size: int, known: Mapping[int, int]) -> int:
         below = [n for n in known if n < size]
-        if not below:
+        if not below or self.distance is None:
             return 2
         nearest = max(below, key=lambda n: (known[n], n))
         gap = size - nearest
@@ -182,5 +183,7 @@ class _Solver:
 
     def _ordered(self, known: Mapping[int, int]) -> bool:
         """Whether larger sizes are larger."""
+        if self.distance is None:
+            return True
         chosen = [known[n] for n in self.sizes if n in known and n]
         return all(b - a >= self.distance for a, b in pairwise(chosen))
