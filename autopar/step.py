@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.checkpoints.checkpoint import load, save
@@ -30,6 +29,7 @@ from autopar.planner.choose import choose_plan
 from autopar.runtime.agreement import Agreement, digests
 from autopar.runtime.changed import Originals, check_trained
 from autopar.runtime.executor import Executor
+from autopar.runtime.first_rank import on_first_rank
 from autopar.runtime.gradient_norm import checked_norm, clip_, is_owner
 from autopar.runtime.initialize import local_state
 from autopar.runtime.join import default_device, join
@@ -177,7 +177,7 @@ class Step:
         if given is not None and (given.proof or not self._prove):
             program = given
         else:
-            program = self._compile_once(batch)
+            program = on_first_rank(lambda: self._compile(batch))
         check_model(program, self._model)
         self.comm = ProcessComm(
             program.mesh,
@@ -208,28 +208,7 @@ class Step:
         self._model = None  # the whole weights are free to go
         return self
 
-    def _compile_once(self, batch: Mapping[str, Any]) -> Program:
-        """Rank 0 compiles for all; what goes wrong there is raised by all."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return self._compile_here(batch)
-        box: list[Any] = [None]
-        if dist.get_rank() == 0:
-            try:
-                box[0] = self._compile_here(batch)
-            except AutoparError as error:
-                box[0] = error
-            except BaseException as error:
-                # The others must not wait for a program that never comes.
-                what = f"compiling failed on rank 0: {type(error).__name__}: {error}"
-                dist.broadcast_object_list([AutoparError(what)], src=0)
-                raise
-        dist.broadcast_object_list(box, src=0)
-        if isinstance(box[0], AutoparError):
-            raise box[0]
-        program: Program = box[0]
-        return program
-
-    def _compile_here(self, batch: Mapping[str, Any]) -> Program:
+    def _compile(self, batch: Mapping[str, Any]) -> Program:
         model, plan = self._model, self._decided
         assert model is not None
         if self._given is not None:

@@ -30,8 +30,8 @@ from passes.shard.propagate import propagate
 @dataclass(frozen=True)
 class Runnable:
     """A captured model, its program, and what its parameters and buffers are like: real
-    values of their shapes, of those that are known. few: the layers that are left.
-    sizes: extent -> small extent; empty if all are as they were."""
+    values of their shapes, on the CPU, of those that are known. few: the layers that
+    are left. sizes: extent -> small extent; empty if all are as they were."""
 
     traced: Traced
     program: Program
@@ -43,7 +43,8 @@ class Runnable:
 def whole(program: Program, model: nn.Module, traced: Traced) -> Runnable:
     """The program as it is."""
     every = FewLayers("", tuple(range(len(program.stages))), ())
-    return Runnable(traced, program, _real_values(model), every, {})
+    like = {name: x.cpu() for name, x in _real_values(model).items()}
+    return Runnable(traced, program, like, every, {})
 
 
 def make_small(
@@ -76,7 +77,7 @@ def make_small(
     made = compile_program(small, shrink_plan(plan, few, axes), Costs())
     held = {v.name for v in (*small.graph.params, *small.graph.buffers)}
     with torch.no_grad():
-        like = {k: shrinker.tensor(k, x) for k, x in like.items() if k in held}
+        like = {k: shrinker.tensor(k, x).cpu() for k, x in like.items() if k in held}
     return Runnable(small, made, like, few, sizes)
 
 

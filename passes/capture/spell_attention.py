@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from passes.arguments import arguments
+from passes.capture.causal_masks import is_causal_mask
 from passes.capture.rewrite import Rewriter
 from passes.capture.spell_groups import without_copies
 from passes.graph import Node, Value, Where
@@ -31,6 +32,8 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
             mask = None
         elif square and torch.equal(known, torch.ones_like(known).tril()):
             mask, is_causal = None, True
+    elif mask is not None and known is None and is_causal_mask(rewriter, mask):
+        mask, is_causal = None, True
     if given["dropout_p"] > 0.0:
         y = _explicit_attention(
             rewriter, node, (q, k, v), mask, is_causal, scale, given["dropout_p"]

@@ -1,0 +1,59 @@
+"""A mask that is too large to be made is told to be causal by some of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from passes.capture import causal_masks, rewrite
+from passes.capture.normalize import normalize
+from passes.capture.trace import trace
+
+SEQ = 96
+MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "as written": lambda r, c: c <= r,
+    "turned round": lambda r, c: ~(c > r),
+    "of differences": lambda r, c: r - c >= 0,
+    "with what it has": lambda r, c: (c <= r) | (c < 1),
+    "twice": lambda r, c: (c <= r) & (c < r + 1),
+    "strict": lambda r, c: c < r,
+    "one more": lambda r, c: c <= r + 1,
+    "window": lambda r, c: (c <= r) & (c > r - 40),
+    "prefix": lambda r, c: (c <= r) | (c < 50),
+    "late rows see all": lambda r, c: (c <= r) | (r > 70),
+    "one row sees all": lambda r, c: (c <= r) | ((r > 40) & (r < 42)),
+    "a column is hidden": lambda r, c: (c <= r) & ((c < 30) | (c > 30)),
+    "a piece by itself": lambda r, c: (c <= r) & ((r < 60) | (c > 20)),
+}
+
+
+class Masked(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.qkv = name, nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, seq, _ = x.shape
+        qkv = self.qkv(x).view(samples, seq, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind()
+        positions = torch.arange(seq)
+        mask = MASKS[self.name](positions[:, None], positions[None])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).sum()
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_rows_tell_what_the_whole_mask_does(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    positions = torch.arange(SEQ)
+    mask = MASKS[name](positions[:, None], positions[None])
+    causal = torch.equal(mask, torch.ones(SEQ, SEQ).tril().bool())
+    monkeypatch.setattr(rewrite, "LARGEST_CONSTANT", SEQ * SEQ - 1)
+    monkeypatch.setattr(causal_masks, "SMALL", SEQ)
+    graph = normalize(trace(Masked(name), {"x": torch.randn(1, SEQ, 8)})).graph
+    (attention,) = [n for n in graph.nodes if n.op == "autopar.attention"]
+    assert (attention.args[3] is None) == attention.args[4] == causal
