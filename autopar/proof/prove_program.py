@@ -9,7 +9,7 @@ small one but for its numbers (`passes.proof.transfer`), and run without numbers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -38,10 +38,17 @@ from passes.proof.transfer import Difference, differs
 
 # Rounding of float64, through some thousand operations.
 TOLERANCE = 1e-9
-# What is run as it is: so many floating point operations of a forward, of all ranks.
-LITTLE, MUCH = 1e8, 1e11
+# What is run as it is: so many floating point operations of a forward, of all ranks,
+# of which there are not many; and what is, if it cannot be made small.
+LITTLE, RANKS, MUCH = 1e8, 16, 1e11
 STEPS = 2
 DRAWS = 3  # of weights and batches, until the model gives finite numbers
+
+
+WITHOUT = (
+    "compile a smaller model of the kind, verify that, and this one with prove=False "
+    "(--unproved)"
+)
 
 
 class NotProved(AutoparError):
@@ -63,7 +70,7 @@ def prove_program(
     Raises VerificationFailed where it does not, NotProved where that cannot be told.
     """
     flops = _flops(program)
-    if flops <= LITTLE:
+    if flops <= LITTLE and program.mesh.size <= RANKS:
         return _prove_whole(program, model, traced, batch, seed)
     try:
         return _prove_small(program, model, batch, loss_fn, seed)
@@ -74,8 +81,7 @@ def prove_program(
             raise NotProved(
                 f"the plan could not be proved: {error.what}",
                 source=error.source,
-                fix="compile a smaller model of the kind, verify that, and this one "
-                "with prove=False (--unproved)",
+                fix=WITHOUT,
             ) from error
     return _prove_whole(program, model, traced, batch, seed)
 
@@ -174,18 +180,10 @@ def _expect(
     number: int,
 ) -> Expected:
     """What the captured graph computes, with what is drawn for it."""
-    traced = runnable.traced
-    graph, key = traced.graph, (seed << 32) + number
-    like = {k: x for k, x in batch.items() if isinstance(x, Tensor) and not x.is_meta}
+    traced, key = runnable.traced, (seed << 32) + number
     problem = "it gives no finite numbers"
-    for draw in range(DRAWS):
-        chosen = seed + number + 7 * draw
-        ranges = find_input_ranges(graph)
-        # First with a sample without labels, and a query that sees nothing.
-        gentle = bool(number or draw)
-        drawn = draw_batch(_specs(graph.inputs), ranges, chosen, like, gentle=gentle)
-        weights = draw_parameters(_specs(graph.params), chosen, runnable.like)
-        values = {**drawn, **weights, **buffers, **traced.literals}
+    for weights, inputs in _values(runnable, batch, seed, number):
+        values = {**inputs, **weights, **buffers, **traced.literals}
         try:
             found = run_graph(traced, values, key)
         except (IndexError, RuntimeError, ValueError) as error:
@@ -198,12 +196,41 @@ def _expect(
             evaluated = run_graph(traced, values, None)[0]
         return Expected(
             {name: in_double(x) for name, x in weights.items()},
-            {name: in_double(x) for name, x in drawn.items()},
+            {name: in_double(x) for name, x in inputs.items()},
             found,
             TOLERANCE,
             evaluated=evaluated,
         )
-    raise NotProved(f"the captured model does not run on drawn weights: {problem}")
+    raise NotProved(
+        f"the captured model does not run on drawn weights: {problem}", fix=WITHOUT
+    )
+
+
+Named = dict[str, Tensor]
+
+
+def _values(
+    runnable: Runnable, batch: Mapping[str, Any], seed: int, number: int
+) -> Iterator[tuple[Named, Named]]:
+    """Weights and batches to compare on: drawn ones, of which the first has a sample
+    without labels, and a query that sees nothing; then those given, if they fit."""
+    graph = runnable.traced.graph
+    inputs, params = _specs(graph.inputs), _specs(graph.params)
+    ranges = find_input_ranges(graph)
+    given = {
+        name: x.cpu()
+        for name, x in batch.items()
+        if isinstance(x, Tensor) and not x.is_meta
+    }
+    for draw in range(DRAWS):
+        chosen, gentle = seed + number + 7 * draw, bool(number or draw)
+        weights = draw_parameters(params, chosen, runnable.like)
+        yield weights, draw_batch(inputs, ranges, chosen, given, gentle=gentle)
+    if runnable.sizes or not set(inputs) <= set(given):
+        return
+    yield weights, given
+    if set(params) <= set(runnable.like):
+        yield {name: runnable.like[name] for name in params}, given
 
 
 def _specs(values: tuple[Value, ...]) -> dict[str, Any]:

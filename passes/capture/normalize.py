@@ -26,6 +26,7 @@ from passes.capture.spell_groups import repeat_interleave
 from passes.capture.spell_pieces import PIECE_RULES
 from passes.capture.split_products import split_products
 from passes.capture.trace import Traced
+from passes.capture.views import RESHAPES
 from passes.graph import Graph, Node, Value
 
 NESTED = 2  # pieces of pieces are cut too
@@ -275,21 +276,7 @@ CLEAN: dict[str, Rule] = {
         for name in ("alias", "contiguous", "lift_fresh_copy", "clone")
     },
     **{f"aten.{name}": cast for name in ("to", "_to_copy", "float", "type_as")},
-    **{
-        f"aten.{name}": reshape
-        for name in (
-            "view",
-            "reshape",
-            "_unsafe_view",
-            "flatten",
-            "unflatten",
-            "squeeze",
-            "unsqueeze",
-            "view_as",
-            "reshape_as",
-            "ravel",
-        )
-    },
+    **dict.fromkeys(RESHAPES, reshape),
     **{
         f"aten.{name}": factory
         for name in (

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from passes.capture.trace import Traced
+from passes.capture.views import RESHAPES
 from passes.dims.atoms import Atoms
 from passes.dims.name_dims import bind
 from passes.dims.notation import parse
@@ -64,21 +65,6 @@ class Extents:
         return sorted(found)
 
 
-# Views by whatever name: dims are matched by size, from the outermost inwards.
-VIEWS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "view",
-        "reshape",
-        "_unsafe_view",
-        "flatten",
-        "unflatten",
-        "squeeze",
-        "unsqueeze",
-        "view_as",
-        "reshape_as",
-    )
-)
 # Ops that are captured but gone once a graph is normal, in the notation of rules.
 CAPTURED: dict[str, str] = {
     "aten.addmm": "..., m k, k n -> m n",
@@ -172,7 +158,7 @@ class _Search:
         for node in self.graph.nodes:
             if all(v.name in found for v in node.operands):
                 name = node.op.rpartition(".")[0]
-                plain = name in COUNTS or name in VIEWS or name in ALIKE
+                plain = name in COUNTS or name in RESHAPES or name in ALIKE
                 own = not plain or any(found[v.name] for v in node.operands)
                 found.update((v.name, own) for v in node.results)
         return found
@@ -219,7 +205,7 @@ class _Search:
         empty = any(0 in v.shape for v in (*node.operands, *node.results))
         if empty and name != "aten.cat":
             return  # as a cache that nothing is in yet
-        if name in VIEWS:
+        if name in RESHAPES:
             x, y = node.operands[0], node.out
             flat = [[a for d in self.tensors[v.name] for a in d] for v in (x, y)]
             self.atoms.unify(*flat)

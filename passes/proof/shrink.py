@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from passes.capture.trace import Traced
+from passes.capture.views import RESHAPES
 from passes.graph import Graph, Node, Value, map_values, resolve
 from passes.proof.choose_sizes import NotShrunk
 from passes.proof.cuts import cut_of, given_arg
@@ -285,20 +286,7 @@ def _two_sizes(_: Shrinker, node: Node, new: Node) -> Node:
 
 
 ARGUMENTS: dict[str, Change] = {
-    **dict.fromkeys(
-        (
-            "view",
-            "reshape",
-            "_unsafe_view",
-            "flatten",
-            "unflatten",
-            "squeeze",
-            "unsqueeze",
-            "view_as",
-            "reshape_as",
-        ),
-        _view,
-    ),
+    **dict.fromkeys((name.removeprefix("aten.") for name in RESHAPES), _view),
     "expand": _to_out_shape(1),
     **dict.fromkeys(
         ("zeros", "ones", "empty", "full", "rand", "randn"), _to_out_shape(0)
