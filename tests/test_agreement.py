@@ -164,6 +164,7 @@ def told(program: Program, folder: Path) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_all_ranks_are_told_what_differs(tmp_path: Path) -> None:
     by_rank = run_ranks(told, 2, small_program("tp=2", 1), tmp_path, seconds=120)
     for scenario, *said in zip(WRONG, *by_rank, strict=True):

@@ -67,6 +67,7 @@ ELSEWHERE = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize(("mesh", "options"), ELSEWHERE)
 def test_another_mesh_goes_on_as_one_device(saved, expected, mesh, options):

@@ -113,6 +113,7 @@ def kill_everywhere(folder: Path, again: bool) -> tuple[int, list[list[int]]]:
     raise AssertionError("a save has no end")
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_checkpoint(tmp_path: Path) -> None:
     [(calls, outcomes)] = run_ranks(kill_everywhere, 1, tmp_path / "runs", False)
     assert calls > 10

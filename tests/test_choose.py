@@ -34,6 +34,7 @@ def train_as_chosen(devices: Any, options: Any) -> tuple[list[float], dict, dict
     return losses, step.state_dict(), decisions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "options", "decided"),
     [
@@ -64,6 +65,7 @@ def fails_as_chosen(memory: float) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+@pytest.mark.slow
 def test_all_ranks_hear_that_no_plan_fits() -> None:
     said = run_ranks(fails_as_chosen, 2, 1e4)
     assert said[0] == said[1]

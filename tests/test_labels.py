@@ -109,6 +109,7 @@ def test_the_best_labels_as_by_trying_all(byte: float) -> None:
     assert search_labels(tables, sizes).cost == pytest.approx(least, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [plain_gpt, llama])
 def test_a_deep_model_is_labelled_as_its_whole_graph_would_be(build) -> None:
     case = build(layers=6)
@@ -176,6 +177,7 @@ def test_the_price_is_that_of_the_program(limit: float) -> None:
     assert labelling.memory <= limit
 
 
+@pytest.mark.slow
 def test_less_memory_takes_longer_until_nothing_fits() -> None:
     limits = (80e9, 9.9e9, 9e9, 7e9)
     took = [
@@ -201,6 +203,7 @@ def frugal(case, mesh: str, **options) -> Plan:
     return replace(plan, labels={"tp": found.labels})
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2", "pp=2,tp=2", "cp=2,tp=2"])
 @pytest.mark.parametrize("build", [plain_gpt, gpt2, llama])
@@ -248,6 +251,7 @@ def test_on_processes_the_result_is_that_of_one() -> None:
             torch.testing.assert_close(found[name], want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path, capsys) -> None:
     compile_ = ["compile", model_file(tmp_path), "--mesh", "tp=2", "-o"]
     first, again = str(tmp_path / "first"), str(tmp_path / "again")

@@ -207,6 +207,7 @@ def test_a_mixed_loss(name: str) -> None:
 REDUCTIONS = ("mean", "sum", "none")
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_all_losses_at_once(reduction: str) -> None:

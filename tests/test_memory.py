@@ -162,6 +162,7 @@ def measured(executor: Executor, case: Case) -> dict[str, int]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize(
     "settings",

@@ -53,6 +53,7 @@ def frugal(*schedules: str) -> float:
     return min(peaks)
 
 
+@pytest.mark.slow
 def test_by_how_much_it_does_not_fit() -> None:
     limit = 0.8 * frugal()
     said = refusal(small(limit))
@@ -69,6 +70,7 @@ def test_so_much_memory_is_enough() -> None:
     assert plans(small(memory)).best[0].peak <= memory
 
 
+@pytest.mark.slow
 def test_so_many_devices_are_enough_and_no_fewer() -> None:
     limited = small(0.5 * frugal())
     more = re.search(r"use (\d+) devices: (.*) needs", refusal(limited))

@@ -92,6 +92,7 @@ def of_whole_model(case, mesh: str, cuts: tuple[str, ...], **options) -> list[Ac
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("mesh", ["tp=2", "cp=2", "tp=1"])
@@ -197,6 +198,7 @@ def test_with_less_memory_more_is_shared_out_or_made_again() -> None:
     assert tight.candidate.zero or tight.candidate.recompute != "none"
 
 
+@pytest.mark.slow
 def test_when_nothing_fits_it_is_said_by_how_much() -> None:
     case = plain_gpt(layers=6)
     of = sketch(case.model, case.batch)

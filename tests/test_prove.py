@@ -173,6 +173,7 @@ def test_what_is_little_is_run_as_it_is() -> None:
     assert program.proof.error < 1e-13
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_small")
 def test_wide_deep_models_on_many_ranks_take_little() -> None:
     spec = (
@@ -229,6 +230,7 @@ def test_a_layer_that_is_left_out_is_noticed() -> None:
     assert differs("".join(wrong), few) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_small")
 def test_a_wrong_pass_fails_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is wrong at every size is found at a small one."""
@@ -252,6 +254,7 @@ def test_what_cannot_be_proved_says_so() -> None:
         prove(model, batch, wrong)
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_meet_are_noticed() -> None:
     """Uneven shares: ranks run different texts, which must make the same calls."""
     *_, program = compiled("tp=4")

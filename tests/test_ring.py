@@ -195,6 +195,7 @@ def hold_few_keys() -> tuple[float, float]:
     return forward, backward
 
 
+@pytest.mark.slow
 def test_a_ring_holds_the_keys_of_few_ranks() -> None:
     """Forward: those at work and those under way. Backward: their gradients too, which
     are also added up and passed on; and what the kernel finds."""
@@ -347,6 +348,7 @@ def test_real_ranks_follow_one_device(model, mesh, microbatches) -> None:
     check_trajectory(model, mesh, microbatches, {"context_parallel": "ring"})
 
 
+@pytest.mark.slow
 def test_inspect_shows_the_ring(tmp_path, capsys) -> None:
     factory = f"{ROOT / 'examples' / 'gpt.py'}:tiny"
     ring = ["--mesh", "cp=4", "--context-parallel", "ring"]

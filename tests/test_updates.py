@@ -239,6 +239,7 @@ def refusals(program: Program, habits: list[Callable[[Step], None]]) -> list[str
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "zero"),
     [
