@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import Block, Case, Stack, next_token_loss, randomize, token_batch
+from test_unseen import Binary
 from torch import Tensor, nn
 
 HEADS, SIZE, FFN, BATCH, SEQ = 4, 8, 96, 8, 16
@@ -96,6 +97,7 @@ HABITS: dict[str, dict[str, Callable[[Block, Tensor], Tensor]]] = {
     "mlp": {
         "one type, in place": one_type_in_place,
         "as another": lambda m, x: F.gelu(x.ravel()).reshape_as(x),
+        "straight through": lambda m, x: Binary.apply(x, x.flip(-1).tanh())[0],
         "batch norm": lambda m, x: m.norm(x.mT).mT,
         "dropout of constants": lambda m, x: x * F.dropout(torch.ones_like(x[0]), 0.2),
         "dropout of samples": lambda m, x: x * F.dropout(torch.ones_like(x), 0.2),

@@ -1,6 +1,6 @@
 """What a capture does not see: derivatives that are none, and hooks on gradients.
 
-A program's gradients are the derivatives of the operations of forward. So wherever
+A program's gradients are the derivatives of what was captured of forward. So wherever
 autograd would do something else, the program is right all the same, or the model is
 refused with the name and the line.
 """
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from models import VOCAB, WIDTH, Case, randomize, token_batch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from passes.capture.trace import trace
@@ -65,6 +66,38 @@ class Mapped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         return ctx.back(dy), None, None
+
+
+class Binary(torch.autograd.Function):
+    """A straight-through estimator as they are written; its backward writes in place,
+    and what forward keeps outside of `save_for_backward` has a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x)
+        ctx.gate = gate
+        return x.sign() * gate, x.argmax(-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        (x,) = ctx.saved_tensors
+        dx = dy * ctx.gate
+        dx[x.abs() > 1] = 0
+        return dx, 0.1 * dy * x.sign()
+
+
+class Clipped(torch.autograd.Function):
+    """Has the derivative of forward, but for large numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy * (ctx.saved_tensors[0].abs() < 10)
 
 
 class Logarithm(torch.autograd.Function):
@@ -142,18 +175,25 @@ RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "gated": lambda x: Gated.apply(x, x.flip(-1), 0.5)[0],
     "in place": Doubled.apply,
     "of positives": lambda x: Logarithm.apply(x.exp()),
+    "straight through": lambda x: Mapped.apply(x, torch.round, lambda dy: dy),
+    "reversed": lambda x: Mapped.apply(x, lambda x: x.view_as(x), torch.neg),
+    "scaled": lambda x: Mapped.apply(x, lambda x: x * 1, lambda dy: 0.1 * dy),
+    "binary": lambda x: Binary.apply(x, x.flip(-1).tanh())[0],
+    "clipped where numbers are large": lambda x: Clipped.apply(20 * x),
+    "no gradient": lambda x: x + Mapped.apply(x, torch.tanh, lambda dy: None),
+    "without gradient within": Without.apply,
     "of no gradient": without_gradient,
     "reentrant checkpoint": lambda x: checkpoint(F.gelu, x, use_reentrant=True),
     "checkpoint": lambda x: checkpoint(F.gelu, x, use_reentrant=False),
     "data": lambda x: x * x.data.sigmoid(),
 }
 WRONG: dict[str, Callable[[Tensor], Tensor]] = {
-    "straight through": lambda x: Mapped.apply(x, torch.round, lambda dy: dy),
     "clipped": lambda x: Mapped.apply(x, lambda x: x * 1, lambda dy: dy.clamp(-1, 1)),
-    "reversed": lambda x: Mapped.apply(x, lambda x: x.view_as(x), torch.neg),
-    "scaled": lambda x: Mapped.apply(x, lambda x: x * 1, lambda dy: 0.1 * dy),
+    "clipped far off": lambda x: Mapped.apply(
+        x, lambda x: x * 1, lambda dy: dy.clamp(-1e6, 1e6)
+    ),
+    "the sign of a gradient": lambda x: Mapped.apply(x, lambda x: x * 1, torch.sign),
     "a loss of its own": lambda x: Penalty.apply(x, x.sum((1, 2))),
-    "without gradient within": Without.apply,
     "a hook on a tensor": hooked,
     "a derivative": penalized,
 }

@@ -1,9 +1,10 @@
-"""A user's torch.autograd.Function: the capture reads its forward, not its backward.
+"""A user's torch.autograd.Function: its forward is read, and its own backward kept.
 
-A program's derivatives are those of the operations that forward is made of. So a
-backward must be the derivative of its forward, which is found out by trying both on
-drawn numbers; one that is not (a straight-through estimator, a reversed or scaled
-gradient) is refused by name.
+A program's derivatives are those of the operations that forward is made of. Where the
+backward is another (a straight-through estimator, a reversed or scaled gradient), which
+is found out by trying both on drawn numbers, forward is spelled so that it has that
+backward: y.detach() + (z - z.detach()), where z is B^T x, for a backward dx = B dy. One
+that is not linear in dy is refused by name.
 """
 
 from __future__ import annotations
@@ -11,23 +12,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
 
+from passes.capture.unseen import spelled
 from passes.capture.user_frames import at_work
 from passes.errors import CaptureError
 
 Apply = type[torch.autograd.Function]
 
+ONCE = once_differentiable(lambda ctx: None).__code__
 CHECKPOINT = ("torch.utils.checkpoint", "CheckpointFunction")
 # Elements of all arguments together: more are not tried.
 MOST = 1 << 25
 SHORT = 24  # extents that dims are shortened to, counted down from here
 CLOSE = 1e-4  # the relative error of a derivative, in float64; some round on the way
+# Of operands and cotangents that are tried: what clips them does so somewhere.
+SPREADS, SCALES = (1.0, 100.0), (1.0, 1e-9, 1e9)
 
+Place = tuple[int, ...]  # of a call: which one it is, and within which
 SAME_GRADIENT = (
     "write forward by tensor operations whose derivative is the one you want: "
     "x + (f(x) - x).detach() is f(x) with the gradient of x, "
@@ -53,24 +60,64 @@ class Call:
     source: str
 
     @property
-    def key(self) -> tuple[object, ...]:
+    def kind(self) -> tuple[object, ...]:
         return (self.function, *map(repr, self.args))
 
 
-@contextmanager
-def read_forwards() -> Iterator[dict[tuple[object, ...], Call]]:
-    """Within, a Function's forward runs as if its operations stood in its place, and
-    calls are noted: what is yielded has one of each kind."""
-    calls: dict[tuple[object, ...], Call] = {}
+class _Context(FunctionCtx):
+    """What forward leaves to backward, without autograd."""
 
-    def apply(cls: Apply, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        call = Call(cls, tuple(map(_shape, args)), at_work())
-        if torch.is_grad_enabled() and any(_wants(a) for a in call.args):
-            calls.setdefault(call.key, call)
-        return _forward(cls, args, kwargs)
+    to_save: tuple[Any, ...] = ()
 
-    with through_checkpoints(apply):
-        yield calls
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        return self.to_save
+
+
+class Functions:
+    """The Functions that a model's forward calls, by the place of each call.
+
+    own: the calls whose backward is to be kept.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[Place, Call] = {}
+        self.own: set[Place] = set()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around a forward: a Function's runs as if its operations stood in its place,
+        and is noted."""
+        count = [0]  # of calls before; of those within a call; within that ...
+
+        def apply(cls: Apply, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            call, place = Call(cls, tuple(map(_shape, args)), at_work()), tuple(count)
+            count[-1] += 1
+            count.append(0)
+            try:
+                if torch.is_grad_enabled() and any(_wants(a) for a in call.args):
+                    self.calls[place] = call
+                    if place in self.own:
+                        return _with_backward(cls, *args)
+                return _forward(cls, *args, **kwargs)
+            finally:
+                count.pop()
+
+        with through_checkpoints(apply):
+            yield
+
+    def are_known(self) -> bool:
+        """Whether forward was read with all backwards that are to be kept.
+
+        Raises CaptureError for a Function that could not be tried, or whose backward is
+        neither its forward's derivative nor linear in what it is given.
+        """
+        kinds = {call.kind: call for call in self.calls.values()}
+        others = {kind for kind, call in kinds.items() if _has_another(call)}
+        found = {place for place, call in self.calls.items() if call.kind in others}
+        known = found <= self.own
+        self.own |= found
+        return known
 
 
 @contextmanager
@@ -100,17 +147,82 @@ def through_checkpoints(users: Callable[..., Any] | None = None) -> Iterator[Non
         del beneath.apply
 
 
-def _forward(cls: Apply, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _forward(cls: Apply, *args: Any, **kwargs: Any) -> Any:
     """Run a Function's forward as plain operations."""
-    if cls.setup_context is not torch.autograd.Function.setup_context:
-        return cls.forward(*args, **kwargs)
-    ctx: Any = FunctionCtx()
-    ctx.needs_input_grad = tuple(_wants(_shape(a)) for a in args)
-    made = cls.forward(ctx, *args, **kwargs)
+    ctx, made = _run(cls, *args, **kwargs)
     constant = {id(x) for x in getattr(ctx, "non_differentiable", ())}
     if isinstance(made, tuple):
         return tuple(x.detach() if id(x) in constant else x for x in made)
     return made.detach() if id(made) in constant else made
+
+
+def _run(cls: Apply, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """What forward leaves to backward, and what it returns."""
+    ctx: Any = _Context()
+    ctx.needs_input_grad = tuple(_wants(_shape(a)) for a in args)
+    if cls.setup_context is torch.autograd.Function.setup_context:
+        return ctx, cls.forward(ctx, *args, **kwargs)
+    made = cls.forward(*args, **kwargs)
+    cls.setup_context(ctx, args, made)
+    return ctx, made
+
+
+def _with_backward(cls: Apply, *args: Any) -> Any:
+    """Run a Function's forward as plain operations whose derivative is its backward.
+
+    The backward dx = B dy of y = f(x) is differentiated by dy, so that z = B^T x is
+    made of plain operations, and the derivative of z by x is B.
+    """
+    inner = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
+    ctx, made = _run(cls, *inner)
+    if getattr(ctx, "dirty_tensors", ()):
+        raise ValueError("its forward writes in place")
+    ctx.needs_input_grad = tuple(_wants(_shape(a)) for a in args)
+    constant = {id(x) for x in getattr(ctx, "non_differentiable", ())}
+    ys = made if isinstance(made, tuple) else (made,)
+    flows = [
+        isinstance(y, Tensor)
+        and (y.is_floating_point() or y.is_complex())
+        and id(y) not in constant
+        for y in ys
+    ]
+    # A backward runs outside of autocast, unless it asks for it.
+    device = next(a.device.type for a in args if isinstance(a, Tensor))
+    with torch.enable_grad(), torch.autocast(device, enabled=False):
+        dys = [
+            torch.zeros_like(y).requires_grad_(flow) if isinstance(y, Tensor) else None
+            for y, flow in zip(ys, flows, strict=True)
+        ]
+        dxs = _differentiable_backward(cls)(ctx, *dys)
+        dxs = dxs if isinstance(dxs, tuple) else (dxs,)
+        pairs = [
+            (dx, x)
+            for dx, x in zip(dxs, args, strict=False)
+            if isinstance(x, Tensor) and x.requires_grad and _depends(dx)
+        ]
+        ends = [dy for dy, flow in zip(dys, flows, strict=True) if flow]
+        given = [dx for dx, _ in pairs], ends, [x for _, x in pairs]
+        zs: tuple[Tensor | None, ...] = (None,) * len(ends)
+        if pairs:
+            with spelled():
+                zs = torch.autograd.grad(*given, create_graph=True, allow_unused=True)
+        found, left = [], iter(zs)
+        for y, flow in zip(ys, flows, strict=True):
+            z = next(left) if flow else None
+            y = y.detach() if isinstance(y, Tensor) else y
+            found.append(y if z is None else y + (z - z.detach()))
+    return tuple(found) if isinstance(made, tuple) else found[0]
+
+
+def _depends(dx: Any) -> bool:
+    return isinstance(dx, Tensor) and dx.requires_grad
+
+
+def _differentiable_backward(cls: Apply) -> Callable[..., Any]:
+    """Its backward, also where it says that it is differentiable but once."""
+    backward: Any = cls.backward
+    once = getattr(backward, "__code__", None) is ONCE
+    return backward.__wrapped__ if once else backward
 
 
 def _shape(arg: Any) -> Any:
@@ -126,86 +238,95 @@ def _wants(arg: Any) -> bool:
 # --- whether a backward is the derivative ------------------------------------------
 
 
-def check_derivatives(calls: Mapping[tuple[object, ...], Call]) -> None:
-    """Raises CaptureError for a Function whose backward is not its forward's
-    derivative, or which could not be tried."""
-    for call in calls.values():
-        error = None
-        for short in (True, False):
-            try:
-                same = _is_derivative(call, short)
-            except Exception as problem:  # whatever a user's code raises
-                error = problem
-                continue
-            if same:
-                break
-            raise CaptureError(
-                f"the backward of '{call.function.__qualname__}' is not the derivative "
-                "of its forward, which is what the capture reads",
-                source=call.source,
-                fix=SAME_GRADIENT,
-            )
-        else:
-            said = f": {type(error).__name__}: {error}" if error else ""
-            raise CaptureError(
-                f"whether the backward of '{call.function.__qualname__}' is the "
-                f"derivative of its forward could not be tried on drawn numbers{said}",
-                source=call.source,
-                fix=SAME_GRADIENT,
-            ) from error
+def _has_another(call: Call) -> bool:
+    name, error = f"the backward of '{call.function.__qualname__}'", None
+    for short in (True, False):
+        try:
+            if _is_derivative(call, partial(_forward, call.function), short):
+                return False
+        except Exception as problem:  # whatever a user's code raises
+            error = problem
+            continue
+        try:
+            if _is_derivative(call, partial(_with_backward, call.function), short):
+                return True
+        except Exception as problem:
+            error = problem
+        said = f" ({type(error).__name__}: {error})" if error else ""
+        raise CaptureError(
+            f"{name} is neither the derivative of its forward nor linear in the "
+            f"gradient that it is given{said}",
+            source=call.source,
+            fix=SAME_GRADIENT,
+        ) from error
+    raise CaptureError(
+        f"whether {name} is the derivative of its forward could not be tried on drawn "
+        f"numbers: {type(error).__name__}: {error}",
+        source=call.source,
+        fix=SAME_GRADIENT,
+    ) from error
 
 
-def _is_derivative(call: Call, short: bool) -> bool:
-    """Compare both on drawn numbers in float64; short: with shortened dims.
+def _is_derivative(call: Call, run: Callable[..., Any], short: bool) -> bool:
+    """Compare the backward with what autograd makes of `run`, on drawn numbers in
+    float64; short: with shortened dims.
 
-    Of all signs first; between 0 and 1 where that is no number, as of a logarithm.
+    Of all signs first; between 0 and 1 where that is no number, as of a logarithm. Then
+    of larger ones, where it is a number of these.
     """
-    for draw in (torch.randn, torch.rand):
-        wanted, found = _both_gradients(call, _draw(call.args, short, draw))
-        if all(bool(x.isfinite().all()) for x in wanted):
-            return all(
-                bool((a - b).norm() <= CLOSE * max(1e-6, float(a.norm())))
-                for a, b in zip(wanted, found, strict=True)
-            )
-    raise ValueError("its gradient is infinite or not a number")
+    for spread in SPREADS:
+        for draw in (torch.randn, torch.rand):
+            args = _draw(call.args, short, draw, spread)
+            wanted, found = _both_gradients(call, run, args)
+            if all(bool(x.isfinite().all()) for x in wanted):
+                break
+        else:
+            if spread == SPREADS[0]:
+                raise ValueError("its gradient is infinite or not a number")
+            continue
+        for a, b in zip(wanted, found, strict=True):
+            if not bool((a - b).norm() <= CLOSE * max(1e-6, float(a.norm()))):
+                return False
+    return True
 
 
-def _both_gradients(call: Call, args: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """By the Function's backward, and by the operations of its forward."""
+def _both_gradients(
+    call: Call, run: Callable[..., Any], args: list[Any]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """By the Function's backward, and by the operations of `run`."""
     xs = [x for x, a in zip(args, call.args, strict=True) if _wants(a)]
 
     def given() -> list[Any]:  # copies, as some write into what they are given
         return [a.clone() if isinstance(a, Tensor) else a for a in args]
 
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        own = _differentiable(call.function.apply(*given()))
-        torch.default_generator.manual_seed(0)
-        plain = _differentiable(_forward(call.function, tuple(given()), {}))
-        drawn = torch.Generator().manual_seed(1)
-        dys = [torch.randn(y.shape, generator=drawn).to(y.dtype) for y in own]
-        wanted = _gradients(own, xs, dys)
-        if len(plain) != len(own):
-            return wanted, [torch.zeros_like(x) for x in xs]
-        return wanted, _gradients(plain, xs, dys)
+    both: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for scale in SCALES:
+        for apply, found in zip((call.function.apply, run), both, strict=True):
+            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(0)
+                found += _gradients(apply(*given()), xs, scale)
+    return both
 
 
-def _differentiable(made: Any) -> list[Tensor]:
+def _gradients(made: Any, xs: list[Tensor], scale: float) -> list[Tensor]:
+    """Of what a Function made by xs, for drawn cotangents of a scale."""
+    drawn = torch.Generator().manual_seed(1)
     many = made if isinstance(made, tuple) else (made,)
-    return [y for y in many if isinstance(y, Tensor) and y.requires_grad]
-
-
-def _gradients(ys: list[Tensor], xs: list[Tensor], dys: list[Tensor]) -> list[Tensor]:
-    if not ys:
+    ys = [y for y in many if isinstance(y, Tensor)]
+    dys = [scale * torch.randn(y.shape, generator=drawn).to(y.dtype) for y in ys]
+    ends = [(y, dy) for y, dy in zip(ys, dys, strict=True) if y.requires_grad]
+    if not ends:
         return [torch.zeros_like(x) for x in xs]
-    found = torch.autograd.grad(ys, xs, dys, allow_unused=True)
+    dxs = torch.autograd.grad(
+        [y for y, _ in ends], xs, [dy for _, dy in ends], allow_unused=True
+    )
     return [
-        torch.zeros_like(x) if dx is None else dx
-        for x, dx in zip(xs, found, strict=True)
+        torch.zeros_like(x) if dx is None else dx / scale
+        for x, dx in zip(xs, dxs, strict=True)
     ]
 
 
-def _draw(args: tuple[Any, ...], short: bool, draw: Any) -> list[Any]:
+def _draw(args: tuple[Any, ...], short: bool, draw: Any, spread: float) -> list[Any]:
     """Arguments like those of the call, of drawn numbers."""
     shapes = [a for a in args if isinstance(a, Shape)]
     extents = sorted({n for a in shapes for n in a.shape if n > SHORT}, reverse=True)
@@ -223,7 +344,7 @@ def _draw(args: tuple[Any, ...], short: bool, draw: Any) -> list[Any]:
             raise MemoryError("its arguments are too big")
         if a.dtype.is_floating_point or a.dtype.is_complex:
             dtype = torch.float64 if a.dtype.is_floating_point else torch.complex128
-            x = draw(shape, generator=drawn, dtype=dtype)
+            x = spread * draw(shape, generator=drawn, dtype=dtype)
             found.append(x.requires_grad_(a.wants_gradient))
         else:
             found.append(torch.randint(2, shape, generator=drawn).to(a.dtype))

@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from passes.capture.call_model import call_for_loss, only_by_any_keyword
-from passes.capture.custom_functions import check_derivatives, read_forwards
+from passes.capture.custom_functions import Functions
 from passes.capture.functionalize import functionalize
 from passes.capture.read_export import ExportReader
 from passes.capture.unseen import Unseen, refuse_hooks
@@ -68,10 +68,11 @@ class _LossOf(nn.Module):
         self.static = static
         self.by_name = False  # see `call_for_loss`
         self.unseen = Unseen()
+        self.functions = Functions()
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         before = dict(self.model.named_buffers())
-        with self.unseen:
+        with self.unseen, self.functions.reading():
             fields = {**batch, **self.static}
             loss = call_for_loss(self.model, fields, self.loss_fn, self.by_name)
         _refuse_new_buffers(before, dict(self.model.named_buffers()))
@@ -114,13 +115,14 @@ def trace(
     wrapper = _LossOf(model, loss_fn, static)
     device = _device(model)
     reader = ExportReader(_place_of(loss_fn or model.forward), device.type, precision)
-    with (
-        _on_fake_tensors(wrapper, tensors, device) as examples,
-        torch.autocast(device.type, precision, enabled=precision is not None),
-        read_forwards() as calls,
-    ):
-        exported = _export(wrapper, examples)
-    check_derivatives(calls)
+    while True:
+        with (
+            _on_fake_tensors(wrapper, tensors, device) as examples,
+            torch.autocast(device.type, precision, enabled=precision is not None),
+        ):
+            exported = _export(wrapper, examples)
+        if wrapper.functions.are_known():
+            break
     reader.values_read = wrapper.unseen.read
     return _read(exported, model, list(tensors), reader)
 

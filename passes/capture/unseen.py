@@ -4,6 +4,9 @@ derivatives taken in forward. `.data` is read as what it means, a detached tenso
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ DERIVATIVES = {
     torch.autograd.backward: "torch.autograd.backward",
     Tensor.backward: "Tensor.backward",
 }
+SPELLED = ContextVar("spelled", default=False)
 DATA = Tensor.data.__get__  # type of a getset descriptor's method
 
 
@@ -64,6 +68,16 @@ def _names(hooks: Any) -> str:
     return ", ".join(found)
 
 
+@contextmanager
+def spelled() -> Iterator[None]:
+    """Within, a derivative is taken to spell what forward computes."""
+    token = SPELLED.set(True)
+    try:
+        yield
+    finally:
+        SPELLED.reset(token)
+
+
 class Unseen(TorchFunctionMode):
     """Around a forward that is captured. read: the last call whose result depends on
     the values of tensors."""
@@ -85,7 +99,7 @@ class Unseen(TorchFunctionMode):
                 fix="let forward say what it does: s * x + ((1 - s) * x).detach() is "
                 "x with s times its gradient",
             )
-        if func in DERIVATIVES:
+        if func in DERIVATIVES and not SPELLED.get():
             raise CaptureError(
                 f"forward takes a derivative ({DERIVATIVES[func]}), which a graph of "
                 "its operations does not have",
