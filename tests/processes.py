@@ -31,8 +31,14 @@ ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 _SERVER = mp.get_context("forkserver")
 _SERVER.set_forkserver_preload(
-    # assert_close would import the second, in a second, when it is first called.
-    ["torch.distributed", "torch.distributed.tensor", "pytest"]
+    [
+        "autopar",
+        "pytest",
+        # What torch imports, in a second each, when something is first called:
+        "torch._dynamo",  # an optimizer
+        "torch.distributed.tensor",  # assert_close
+        "torch.export._trace",  # torch.export.export
+    ]
 )
 
 

@@ -166,7 +166,7 @@ def told(program: Program, folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_all_ranks_are_told_what_differs(tmp_path: Path) -> None:
-    by_rank = run_ranks(told, 2, small_program("tp=2", 1), tmp_path, seconds=120)
+    by_rank = run_ranks(told, 2, small_program("tp=2", 1, prove=True), tmp_path, seconds=120)
     for scenario, *said in zip(WRONG, *by_rank, strict=True):
         for text in said:
             assert WRONG[scenario] in text, scenario.__name__
@@ -187,7 +187,7 @@ def gone(program: Program, folder: Path) -> str:
 @pytest.mark.slow
 def test_a_rank_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     began = time.monotonic()
-    said, _ = run_ranks(gone, 2, small_program("tp=2", 1), tmp_path, seconds=120)
+    said, _ = run_ranks(gone, 2, small_program("tp=2", 1, prove=True), tmp_path, seconds=120)
     assert "rank 0 waits in step.save() for a rank that failed, has ended" in said
     assert time.monotonic() - began < 60
 
@@ -230,7 +230,7 @@ def test_ranks_that_have_begun_are_told_too(habit: str, mesh: str) -> None:
     if (mesh, habit) == ("pp=2", "rate"):
         return  # of each stage its own
     began = time.monotonic()
-    program = small_program(mesh, 2 if mesh == "pp=2" else 1)
+    program = small_program(mesh, 2 if mesh == "pp=2" else 1, prove=True)
     for said, text in zip(run_ranks(late, 2, program, habit), LATE[habit], strict=True):
         assert text in said
     assert time.monotonic() - began < 60
@@ -256,7 +256,7 @@ def joined(program: Program) -> float:
 def test_parts_that_ranks_have_loaded_are_joined() -> None:
     torch.manual_seed(0)
     want = build(CONFIG, BATCH)[0](**batch_of(0))[1].item()
-    for loss in run_ranks(joined, 2, small_program("dp=2", 1)):
+    for loss in run_ranks(joined, 2, small_program("dp=2", 1, prove=True)):
         assert loss == pytest.approx(want, rel=1e-5)
 
 
