@@ -34,10 +34,13 @@ _SERVER.set_forkserver_preload(
     [
         "autopar",
         "pytest",
-        # What torch imports, in a second each, when something is first called:
-        "torch._dynamo",  # an optimizer
-        "torch.distributed.tensor",  # assert_close
-        "torch.export._trace",  # torch.export.export
+        # What is imported, in a second or two each, when something is first called:
+        "torch._dynamo",  # by an optimizer
+        "torch.distributed.tensor",  # by assert_close
+        "torch.export._trace",  # by torch.export.export
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.gpt2.modeling_gpt2",
+        "transformers.models.llama.modeling_llama",
     ]
 )
 

@@ -166,7 +166,9 @@ def told(program: Program, folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_all_ranks_are_told_what_differs(tmp_path: Path) -> None:
-    by_rank = run_ranks(told, 2, small_program("tp=2", 1, prove=True), tmp_path, seconds=120)
+    by_rank = run_ranks(
+        told, 2, small_program("tp=2", 1, prove=True), tmp_path, seconds=120
+    )
     for scenario, *said in zip(WRONG, *by_rank, strict=True):
         for text in said:
             assert WRONG[scenario] in text, scenario.__name__
@@ -187,7 +189,9 @@ def gone(program: Program, folder: Path) -> str:
 @pytest.mark.slow
 def test_a_rank_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     began = time.monotonic()
-    said, _ = run_ranks(gone, 2, small_program("tp=2", 1, prove=True), tmp_path, seconds=120)
+    said, _ = run_ranks(
+        gone, 2, small_program("tp=2", 1, prove=True), tmp_path, seconds=120
+    )
     assert "rank 0 waits in step.save() for a rank that failed, has ended" in said
     assert time.monotonic() - began < 60
 
