@@ -7,6 +7,7 @@ dropped or doubled shows.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,7 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import autopar
 from autopar.planner.shorten import find_facts
+from autopar.proof.prove_program import prove_program
+from autopar.step import Step
 from autopar.verify import TOLERANCE, Verification, verify
 from examples import switch_gpt as switch
 from examples.gpt import GPT, Config
@@ -48,12 +52,37 @@ class Case(NamedTuple):
         made = plan(mesh, microbatches, **options)
         return compile_program(self.trace(made.dtype), made, Costs())
 
+    def proved(self, mesh: str, microbatches: int = 1, **options: Any) -> Program:
+        """What `compile` gives, with its proof; once of all that are alike."""
+        made = plan(mesh, microbatches, **options)
+        key = (self._kind(made.dtype), repr(made))
+        if key not in PROVED:
+            traced = self.trace(made.dtype)
+            program = compile_program(traced, made, Costs())
+            given = (self.model, self.batch, traced, self.loss_fn)
+            PROVED[key] = replace(program, proof=prove_program(program, *given))
+        return PROVED[key]
+
+    def step(self, program: Program | None = None, **options: Any) -> Step:
+        """A step of this rank of a program; without one, alone, with these options."""
+        program = program or self.proved("tp=1", **options)
+        return autopar.compile(
+            self.model,
+            program.mesh,
+            program=program,
+            loss_fn=self.loss_fn,
+            example_inputs=self.batch,
+        )
+
     def trace(self, precision: torch.dtype | None = None) -> Traced:
         """The captured model; captured once of all that are alike."""
-        key = (fingerprint(self.model), *shapes(self.batch), self.loss_fn, precision)
+        key = self._kind(precision)
         if key not in TRACED:
             TRACED[key] = trace(self.model, self.batch, self.loss_fn, precision)
         return TRACED[key]
+
+    def _kind(self, precision: torch.dtype | None) -> Hashable:
+        return fingerprint(self.model), *shapes(self.batch), self.loss_fn, precision
 
     def verify(
         self,
@@ -77,6 +106,7 @@ class Case(NamedTuple):
 
 
 TRACED: dict[Hashable, Traced] = {}
+PROVED: dict[Hashable, Program] = {}
 
 
 def fingerprint(model: nn.Module) -> Hashable:

@@ -25,7 +25,6 @@ from trained import (
     train_plainly,
 )  # fmt: skip
 
-import autopar
 from autopar.checkpoints.checkpoint_files import latest
 from passes.program import Program
 
@@ -167,7 +166,7 @@ def test_the_plain_model_goes_on(saved, expected):
     update.load_state_dict({"state": by_number, "param_groups": groups})
     path = latest(saved)
     assert path is not None
-    step = autopar.compile(build().model, "tp=1", example_inputs=case.batch)
+    step = build().step()
     schedule.load_state_dict(step.load(path))
     for group, rate in zip(update.param_groups, schedule.get_last_lr(), strict=True):
         group["lr"] = rate

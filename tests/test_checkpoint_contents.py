@@ -93,9 +93,8 @@ def test_each_rank_writes_its_own_shards(tmp_path):
 # --- what does not fit -------------------------------------------------------------
 
 
-def one(make: Any = build, mesh: str = "tp=1", **options: Any) -> autopar.Step:
-    case = make(**options)
-    return autopar.compile(case.model, mesh, example_inputs=case.batch)
+def one(make: Any = build, **options: Any) -> autopar.Step:
+    return make(**options).step()
 
 
 def momentum(step: autopar.Step) -> torch.optim.Optimizer:
@@ -104,7 +103,7 @@ def momentum(step: autopar.Step) -> torch.optim.Optimizer:
 
 def test_any_optimizer_with_state_by_element(tmp_path):
     case = build()
-    step = autopar.compile(case.model, "tp=1", example_inputs=case.batch)
+    step = case.step()
     update = momentum(step)
     step(**case.batch)
     update.step()
@@ -208,11 +207,11 @@ def test_without_an_optimizer(tmp_path):
 
 def test_values_that_no_stage_computes_with_are_loaded_too(tmp_path):
     case = llama(layers=1)
-    step = autopar.compile(case.model, "tp=1", example_inputs=case.batch)
+    step = case.step()
     state = {name: t + 1 for name, t in step.state_dict().items()}
     step.load_state_dict(state)
     step.save(tmp_path)
-    other = autopar.compile(llama(layers=1).model, "tp=1", example_inputs=case.batch)
+    other = llama(layers=1).step()
     other.load(tmp_path)
     for name, value in other.state_dict().items():
         assert torch.equal(value, state[name]), name
@@ -225,7 +224,7 @@ def test_a_model_on_meta_loads(saved):
     model.positions.weight.requires_grad_(False)
     step = autopar.compile(model, "tp=1", example_inputs=case.batch)
     step.load(saved)
-    ours = autopar.compile(case.model, "tp=1", example_inputs=case.batch)
+    ours = case.step()
     ours.load(saved)
     want = ours.state_dict()
     assert all(torch.equal(v, want[n]) for n, v in step.state_dict().items())

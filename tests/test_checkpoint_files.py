@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import plain_gpt
+from models import Case, plain_gpt
 from processes import RankFailed, run_ranks
 
 import autopar
@@ -31,14 +31,18 @@ from autopar.checkpoints.checkpoint_files import (
 )
 from autopar.checkpoints.sole_writer import LOCK, sole_writer
 from passes.errors import AutoparError
+from passes.program import Program
 
 # Every call that changes names or makes files, as Python's audit hooks see it.
 CALLS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
-def small(mesh: str = "tp=1") -> autopar.Step:
-    case = plain_gpt(layers=1, heads=2)
-    return autopar.compile(case.model, mesh, example_inputs=case.batch)
+def tiny() -> Case:
+    return plain_gpt(layers=1, heads=2)
+
+
+def small(program: Program | None = None) -> autopar.Step:
+    return tiny().step(program)
 
 
 def mark(step: autopar.Step, number: int) -> None:
@@ -80,14 +84,16 @@ def die_at(call: int, folder: Path) -> None:
     sys.addaudithook(hook)
 
 
-def kill_everywhere(folder: Path, again: bool) -> tuple[int, list[list[int]]]:
+def kill_everywhere(
+    folder: Path, program: Program, again: bool
+) -> tuple[int, list[list[int]]]:
     """Kill a save at each of its calls in turn, and look at what is there after it.
 
     again: the step was saved before, and is replaced. Returns how many calls there
     are, and the checkpoints after each kill.
     """
     dist.destroy_process_group()  # its threads would not survive a fork
-    step, template = small(), folder.with_name("template")
+    step, template = small(program), folder.with_name("template")
     mark(step, 1)
     step.save(template)
     if again:
@@ -113,9 +119,15 @@ def kill_everywhere(folder: Path, again: bool) -> tuple[int, list[list[int]]]:
     raise AssertionError("a save has no end")
 
 
+def kills(folder: Path, again: bool) -> tuple[int, list[list[int]]]:
+    program = tiny().proved("tp=1")
+    [found] = run_ranks(kill_everywhere, 1, folder / "runs", program, again)
+    return found
+
+
 @pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_checkpoint(tmp_path: Path) -> None:
-    [(calls, outcomes)] = run_ranks(kill_everywhere, 1, tmp_path / "runs", False)
+    calls, outcomes = kills(tmp_path, again=False)
     assert calls > 10
     assert outcomes[0] == [1] and outcomes[-1] == [2]
     # First the old one alone, from the rename on both, in the end the new one.
@@ -125,12 +137,12 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_kill_while_a_step_is_saved_again(tmp_path: Path) -> None:
-    [(calls, outcomes)] = run_ranks(kill_everywhere, 1, tmp_path / "runs", True)
+    calls, outcomes = kills(tmp_path, again=True)
     assert calls > 10 and all(found == [1] for found in outcomes)
 
 
-def die_as_rank_1(folder: Path, call: int) -> None:
-    step = small("dp=2")
+def die_as_rank_1(folder: Path, program: Program, call: int) -> None:
+    step = small(program)
     if dist.get_rank() == 1:
         die_at(call, folder)
     mark(step, 2)
@@ -144,7 +156,7 @@ def test_a_rank_killed_during_a_save(tmp_path: Path, call: int) -> None:
     mark(step, 1)
     step.save(tmp_path)
     with pytest.raises(RankFailed):
-        run_ranks(die_as_rank_1, 2, tmp_path, call)
+        run_ranks(die_as_rank_1, 2, tmp_path, tiny().proved("dp=2"), call)
     assert check(step, tmp_path) == [1]
 
 
@@ -260,9 +272,9 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
         small().save(tmp_path / "file")
 
 
-def fail_on_rank_1(folder: Path) -> str:
+def fail_on_rank_1(folder: Path, program: Program) -> str:
     """What save raises on this rank when rank 1 has no room on its disk."""
-    step = small("dp=2,tp=1")
+    step = small(program)
     if dist.get_rank() == 1:
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         dcp.FileSystemWriter.write_data = Mock(side_effect=full)
@@ -272,7 +284,7 @@ def fail_on_rank_1(folder: Path) -> str:
 
 
 def test_a_full_disk_is_an_error_on_all_ranks(tmp_path: Path) -> None:
-    for said in run_ranks(fail_on_rank_1, 2, tmp_path):
+    for said in run_ranks(fail_on_rank_1, 2, tmp_path, tiny().proved("dp=2,tp=1")):
         assert "OSError on rank 1: [Errno 28] No space left" in said
     assert complete(tmp_path) == []
 

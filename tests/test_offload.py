@@ -10,16 +10,12 @@ from models import plain_gpt
 from processes import run_ranks
 from test_step import batches, build, optimizer, train_on_ranks, train_plainly
 
-import autopar
 from autopar.runtime.offload import Host
 from autopar.step import Step
 
 
-def compiled(offload: bool, **options) -> Step:
-    case = build("plain")
-    return autopar.compile(
-        case.model, "dp=1", offload=offload, example_inputs=case.batch, **options
-    )
+def compiled(offload: bool) -> Step:
+    return build("plain").step(offload=offload)
 
 
 OPTIMIZERS = {
@@ -124,7 +120,7 @@ def test_a_checkpoint_goes_from_the_cpu_to_the_device(tmp_path):
 def test_frozen_parameters_have_no_gradient():
     case = plain_gpt(layers=1)
     case.model.get_submodule("blocks.0.mlp.up").requires_grad_(False)
-    step = autopar.compile(case.model, "dp=1", offload=True, example_inputs=case.batch)
+    step = case.step(offload=True)
     step(**case.batch)
     without = {name for name, p in step.named_parameters() if p.grad is None}
     assert without == {"blocks.0.mlp.up.weight", "blocks.0.mlp.up.bias"}

@@ -17,7 +17,6 @@ from models import gpt2
 from processes import rank_process, torchrun
 from torch import nn
 
-import autopar
 from autopar.checkpoints.checkpoint_files import complete, latest
 from autopar.cli import main
 
@@ -170,7 +169,7 @@ def on_four_ranks(
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
     """A checkpoint of Hugging Face's GPT-2, with tied embeddings, and the model."""
     case, folder = gpt2(layers=2), tmp_path_factory.mktemp("runs")
-    step = autopar.compile(case.model, "tp=1", example_inputs=case.batch)
+    step = case.step()
     step.save(folder)
     return folder, case.model
 

@@ -171,7 +171,7 @@ def test_a_state_dict_loads_under_any_mesh_and_into_the_model(mesh, zero):
 
 def test_a_state_dict_that_does_not_fit_changes_nothing():
     case = build("plain")
-    step = autopar.compile(case.model, "tp=1", example_inputs=case.batch)
+    step = case.step()
     before = step.state_dict()
     wrong = dict(before)
     wrong["extra"] = wrong.pop("norm.bias")
@@ -190,7 +190,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing():
 
 def test_gradients_add_up_until_they_are_cleared():
     case = build("plain")
-    step = autopar.compile(case.model, "tp=1", example_inputs=case.batch)
+    step = case.step()
     step(**case.batch)
     once = {name: p.grad.clone() for name, p in step.named_parameters()}
     step(**case.batch)
@@ -204,7 +204,7 @@ def test_gradients_add_up_until_they_are_cleared():
 
 def test_a_norm_below_the_limit_changes_nothing():
     case = build("plain")
-    step = autopar.compile(case.model, "tp=1", example_inputs=case.batch)
+    step = case.step()
     step(**case.batch)
     before = {name: p.grad.clone() for name, p in step.named_parameters()}
     norm = step.clip_grad_norm_(1e6)
@@ -227,6 +227,6 @@ WRONG = {
 @pytest.mark.parametrize("says", WRONG)
 def test_another_batch_than_was_compiled_for(says):
     case = build("plain")
-    step = autopar.compile(case.model, "tp=1", example_inputs=case.batch)
+    step = case.step()
     with pytest.raises(BatchError, match=says):
         step(**WRONG[says](case.batch))

@@ -111,7 +111,7 @@ def test_they_update_as_on_one_device(
     """With a checkpoint on the way, which goes on on one rank."""
     want = train_plainly(model, lamb)
     case = build(model)
-    program, alone = case.compile(mesh, **options), case.compile("")
+    program, alone = case.proved(mesh, **options), case.proved("")
     world = program.mesh.size
     arguments = (model, program, lamb)
     found = [
@@ -130,7 +130,7 @@ def test_they_update_as_on_one_device(
 def test_muon_is_that_of_one_device(tmp_path: Path) -> None:
     """Up to the bfloat16 that it computes in."""
     start, want = build("plain").model.state_dict(), train_plainly("plain", muon)
-    program = build("plain").compile("tp=2")
+    program = build("plain").proved("tp=2")
     for state in run_ranks(train, 2, "plain", program, muon, 0, STEPS, tmp_path):
         for name, value in want.items():
             moved = (value - start[name]).norm()
@@ -155,5 +155,5 @@ def parts_apart(program: Program) -> str:
 
 @pytest.mark.slow
 def test_parts_of_a_weight_stay_together() -> None:
-    for said in run_ranks(parts_apart, 2, build("cut").compile("tp=2")):
+    for said in run_ranks(parts_apart, 2, build("cut").proved("tp=2")):
         assert "step.gather_for(optimizer)" in said
