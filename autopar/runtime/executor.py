@@ -10,6 +10,8 @@ import linecache
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -56,8 +58,14 @@ def load_module(text: str, name: str) -> dict[str, Any]:
     file = f"<{name}>"
     # Tracebacks show the line, and with it where in the model that is.
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
-    exec(compile(text, file, "exec"), found)
+    exec(_compiled(text, file), found)
     return found
+
+
+@lru_cache(maxsize=64)
+def _compiled(text: str, file: str) -> CodeType:
+    """One for all virtual ranks that run the text, whichever step or proof it is in."""
+    return compile(text, file, "exec")
 
 
 class Executor:

@@ -54,7 +54,7 @@ class Rewriter:
             None if v is None else Value(self.builder.name(v.name), v.shape, v.dtype)
             for v in node.outs
         )
-        node = replace(node, outs=outs)
+        node = Node(node.op, node.args, node.kwargs, outs, node.where)
         self.builder.nodes.append(node)
         self.made.update((v.name, node) for v in node.results)
         return outs

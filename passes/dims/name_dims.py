@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from passes.capture.trace import Traced
 from passes.dims.atoms import Atoms
@@ -127,10 +128,12 @@ def name_dims(traced: Traced) -> Named:
         bound.append(None if rule is None else (rule, bind(atoms, node, rule, tensors)))
     names = choose_names(atoms, tensors, graph, origins)
 
+    @cache
+    def dim_of(atom: int) -> Dim:
+        return Dim(atom, names.get(atom, f"d{atom}"), atoms.size[atom])
+
     def dims_of(own: list[int]) -> tuple[Dim, ...]:
-        return tuple(
-            Dim(a, names.get(a, f"d{a}"), atoms.size[a]) for a in atoms.leaves(own)
-        )
+        return tuple(map(dim_of, atoms.leaves(own)))
 
     leaves = {name: tuple(map(dims_of, dims)) for name, dims in tensors.items()}
     factors, unruled = [], {}

@@ -110,6 +110,8 @@ def find_input_ranges(graph: Graph) -> dict[str, InputRange]:
     uses = {v.name: _Uses(is_mask=v.dtype is torch.bool) for v in fields}
     origins = {v.name: {_Origin(v.name)} for v in fields}
     for node in graph.nodes:
+        if not any(v.name in origins for v in node.operands):
+            continue
         _note_uses(node, origins, uses)
         found = set(_moved(node, origins))
         for out in node.results:
