@@ -32,7 +32,7 @@ from autopar.runtime.executor import Executor
 from autopar.runtime.first_rank import on_first_rank
 from autopar.runtime.gradient_norm import checked_norm, clip_, is_owner
 from autopar.runtime.initialize import local_state
-from autopar.runtime.join import default_device, join
+from autopar.runtime.join import await_here, default_device, join
 from autopar.runtime.match import check_model, check_same, checked_batch
 from autopar.runtime.offload import Host
 from autopar.runtime.process_groups import ProcessComm
@@ -173,6 +173,7 @@ class Step:
         if self._executor is not None:
             return self
         assert self._model is not None
+        await_here("step.build()", self._timeout)
         given = self._given
         if given is not None and (given.proof or not self._prove):
             program = given

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import autopar
 from autopar.runtime.agreement import FIRST
 from autopar.runtime.comm import CommError
 from autopar.runtime.digest import digest
+from autopar.runtime.roll_call import RanksDisagree
 from autopar.step import Step
 from examples.gpt import build
 from passes.errors import AutoparError
@@ -176,8 +178,15 @@ def test_all_ranks_are_told_what_differs(tmp_path: Path) -> None:
 
 
 def gone(program: Program, folder: Path) -> str:
-    """A rank that saves while the other one has come to its end."""
+    """A rank that compiles alone, and saves while the other has come to its end."""
     step = made(program)
+    if dist.get_rank() == 0:
+        says = (
+            r"^rank 0 called autopar.compile\(\), but rank 1 did not within 1 s\n  fix"
+        )
+        with pytest.raises(RanksDisagree, match=says):
+            made(program, timeout=timedelta(seconds=1))
+    dist.barrier()
     if dist.get_rank() == 1:
         dist.destroy_process_group()
         return ""
@@ -187,7 +196,9 @@ def gone(program: Program, folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_rank_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_rank_that_is_elsewhere_is_not_waited_for(
+    tmp_path: Path,
+) -> None:
     began = time.monotonic()
     said, _ = run_ranks(
         gone, 2, small_program("tp=2", 1, prove=True), tmp_path, seconds=120

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 import torch.distributed as dist
 from processes import output_of, run_ranks, torchrun_command
 
+from autopar.runtime import arrivals
 from autopar.runtime.comm import CommError
 from autopar.runtime.join import choose_backend, default_device
 from autopar.runtime.process_groups import ProcessComm
+from autopar.runtime.roll_call import RanksDisagree
 from passes.mesh import Mesh, MeshError
 
 ROOT = Path(__file__).parents[1]
@@ -107,3 +110,14 @@ def test_a_script_that_just_ends_leaves_its_groups_first(tmp_path: Path) -> None
     (tmp_path / "script.py").write_text(LEAVING)
     said = output_of([*torchrun_command(2), "script.py"], tmp_path)
     assert sorted(said.splitlines()) == ["alive: False"] * 2 + ["alive: True"] * 2
+
+
+def test_who_waits_for_others_to_compile_says_for_whom(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(arrivals, "LATE", 0.02)
+    store, soon = dist.HashStore(), timedelta(seconds=0.1)
+    store.set("autopar/f/0/0", "here")
+    with pytest.raises(RanksDisagree, match="ranks 0 and 2 called f, but rank 1 did"):
+        arrivals.await_all(store, 2, 3, "f", soon)
+    assert "rank 2 has waited in f for 0 s: rank 1 did not call it yet" in caplog.text
+    store.set("autopar/f/0/1", "")
+    arrivals.await_all(store, 2, 3, "f", soon)

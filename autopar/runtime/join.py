@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from autopar.planner.asked import Asked
 from autopar.read_file import EnvironmentVariableError, read_variable
+from autopar.runtime.arrivals import await_all
 from passes.mesh import MeshError
 from passes.plan import Plan
 from passes.ranges import RANKS, Range
 
+COMPILE = "autopar.compile()"
 RANK, PORT = Range(0, RANKS.most - 1), Range(0, (1 << 16) - 1)
 
 
@@ -41,7 +43,7 @@ def join(decided: Plan | Asked, timeout: timedelta) -> None:
     """Be one of the mesh's processes: those of torch.distributed, or of torchrun.
 
     The process leaves its groups when it ends.
-    Raises: MeshError if so many do not run.
+    Raises: MeshError if so many do not run, RanksDisagree if not all of them join.
     """
     if isinstance(decided, Plan):
         what, size = f"mesh '{decided.mesh}'", decided.mesh.size
@@ -49,7 +51,17 @@ def join(decided: Plan | Asked, timeout: timedelta) -> None:
         what, size = f"cluster '{decided.cluster}'", decided.cluster.devices
     if not dist.is_initialized() and size > 1 and "RANK" in os.environ:
         check_launch()
-        dist.init_process_group(choose_backend(), timeout=timeout)
+        store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))
+        await_all(store, rank, world, COMPILE, timeout)
+        dist.init_process_group(
+            choose_backend(),
+            store=dist.PrefixStore("autopar", store),
+            rank=rank,
+            world_size=world,
+            timeout=timeout,
+        )
+    else:
+        await_here(COMPILE, timeout)
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world > 1:
         atexit.unregister(_leave)  # of an earlier step
@@ -59,6 +71,17 @@ def join(decided: Plan | Asked, timeout: timedelta) -> None:
             f"{what} has {size} ranks, but {world} processes run",
             fix=f"start it by torchrun --nproc-per-node {size}",
         )
+
+
+def await_here(call: str, timeout: timedelta) -> None:
+    """Wait until all of this run's processes, if there are others, come to a call.
+
+    Raises: RanksDisagree.
+    """
+    if dist.is_initialized() and (world := dist.get_world_size()) > 1:
+        assert dist.group.WORLD is not None
+        store = dist.group.WORLD.get_group_store()
+        await_all(store, dist.get_rank(), world, call, timeout)
 
 
 def _leave() -> None:
