@@ -146,7 +146,7 @@ class Draw:
             plan = make_plan(self.mesh, **dict(self.options))
             # Autocast leaves double precision as it is.
             dtype = torch.float32 if plan.dtype else torch.float64
-            case, traced = traced_case(self.model, dtype)
+            case, traced = traced_case(self.model, dtype, plan.dtype)
             program = compile_program(traced, plan, Costs())
             drawn = self.seed % 2 == 1  # batches of cases have padding of their own
             return verify(program, *case, seed=self.seed, drawn=drawn).check()
@@ -158,9 +158,11 @@ class Draw:
 
 
 @lru_cache(maxsize=2)
-def traced_case(model: Drawn, dtype: torch.dtype) -> tuple[Case, Traced]:
+def traced_case(
+    model: Drawn, dtype: torch.dtype, precision: torch.dtype | None
+) -> tuple[Case, Traced]:
     case = model.build(dtype)
-    return case, trace(*case)
+    return case, trace(*case, precision=precision)
 
 
 def draw_mesh(

@@ -37,7 +37,7 @@ class Block(nn.Module):
         if self.residual == "scaled":
             return x + y * getattr(self, scale)
         if self.residual == "gated":
-            return x + (y - x) * torch.sigmoid(getattr(self, scale))
+            return torch.lerp(x, y, torch.sigmoid(getattr(self, scale)))
         if self.residual == "deep":
             return 1.3 * x + y / 1.7
         return x + y

@@ -114,6 +114,27 @@ def test_each_op_computes_in_what_its_list_says(tables):
     assert sorted(n for n in cast if "weight" in n) == weights
 
 
+class OfOneDtype(nn.Module):
+    """Ops that raise under autocast on the CPU, and some also on CUDA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.w = nn.Embedding(16, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, some = self.table(ids), torch.arange(2)
+        y = torch.lerp(x, self.w(x), weight=0.3)
+        y = y + torch.lerp(self.w(x), x, torch.sigmoid(y))
+        y = y.index_add(-1, some, source=self.w(y)[..., :2])
+        y = y.clone().index_add_(-1, some, self.w(y)[..., :2])
+        return F.cross_entropy((y @ self.table.weight.mT).flatten(0, 1), ids.flatten())
+
+
+def test_ops_that_want_one_dtype_are_compared_in_the_widest():
+    case = Case(OfOneDtype(), {"ids": torch.arange(12).view(4, 3)})
+    verify(case.compile("dp=2,tp=2", precision="bf16"), *case).check()
+
+
 def test_float64_stays_as_it_is():
     case = plain_gpt(layers=1).double()
     program = case.compile("tp=2", precision="bf16")

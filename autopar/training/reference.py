@@ -17,6 +17,7 @@ from autopar.runtime.kernels import dropout_mask
 from autopar.runtime.loss_scale import LossScale
 from passes.capture.call_model import loss_of
 from passes.capture.custom_functions import through_checkpoints
+from passes.capture.one_dtype import OneDtype
 from passes.errors import AutoparError
 
 
@@ -126,8 +127,9 @@ def reference_step(
     """
     device = next(p.device.type for p in model.parameters())
     autocast = torch.autocast(device, precision, enabled=precision is not None)
+    equal = OneDtype() if precision else nullcontext()
     with OurDropout(key), choosing or nullcontext(), torch.enable_grad():
-        with autocast, through_checkpoints():
+        with autocast, equal, through_checkpoints():
             loss = loss_of(model, batch, loss_fn)
         wanted = {n: p for n, p in model.named_parameters() if p.requires_grad}
         try:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from passes.capture.one_dtype import EQUAL
 from passes.capture.trace import Traced
 from passes.errors import CaptureError
 from passes.graph import (
@@ -64,10 +65,6 @@ VIEWS = frozenset(
         *("t", "mT", "transpose", "permute", "movedim", "slice", "select", "index"),
         *("chunk", "split", "split_with_sizes", "unbind"),
     )
-)
-# Ops that want operands of one dtype: they get the widest of them.
-EQUAL = frozenset(
-    ("index_put", "index_add", "index_copy", "scatter", "scatter_add", "lerp", "dot")
 )
 
 

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from passes.capture.call_model import call_for_loss, only_by_any_keyword
 from passes.capture.custom_functions import Functions
 from passes.capture.functionalize import functionalize
+from passes.capture.one_dtype import OneDtype
 from passes.capture.read_export import ExportReader
 from passes.capture.unseen import Unseen, refuse_hooks
 from passes.capture.values_read import capture_failed
@@ -119,6 +120,7 @@ def trace(
         with (
             _on_fake_tensors(wrapper, tensors, device) as examples,
             torch.autocast(device.type, precision, enabled=precision is not None),
+            OneDtype() if precision else contextlib.nullcontext(),
         ):
             exported = _export(wrapper, examples)
         if wrapper.functions.are_known():

@@ -1,0 +1,42 @@
+"""Functions that want operands of one dtype, under autocast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+# Ops that want operands of one dtype, and functions of torch that do: they get the
+# widest of them.
+EQUAL = frozenset(
+    (
+        *("index_put", "index_add", "index_copy", "index_reduce", "masked_scatter"),
+        *("scatter", "scatter_add", "scatter_reduce", "lerp", "complex", "bilinear"),
+        *("cross", "linalg_cross", "dot", "vdot", "inner", "tensordot"),
+        *("linalg_vecdot", "vecdot"),
+    )
+)
+
+
+class OneDtype(TorchFunctionMode):
+    """Gives the functions of `EQUAL` the widest dtype of their operands, where they
+    would raise: autocast does so for few, on CUDA for more than on the CPU. What is
+    written into keeps its dtype, and the rest gets that."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name.removesuffix("_") not in EQUAL:
+            return func(*args, **kwargs)
+        given = (*args, *kwargs.values())
+        reals = [x for x in given if isinstance(x, Tensor) and x.is_floating_point()]
+        first = reals[:1] if name.endswith("_") else reals
+        dtype = max((x.dtype for x in first), key=lambda d: d.itemsize, default=None)
+
+        def cast(x: Any) -> Any:
+            return x.to(dtype) if any(x is real for real in reals) else x
+
+        return func(*map(cast, args), **{k: cast(x) for k, x in kwargs.items()})
