@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
+from math import gcd
 
 from passes.capture.lower_precision import lower_precision
 from passes.capture.normalize import normalize
@@ -118,11 +119,15 @@ def check_batch(named: Named, plan: Plan) -> None:
         if together > 1 and reads_whole(named, split[0]):
             continue  # no batch is large enough: `propagate` names what reads it whole
         in_groups = f", of which {together} go together," if together > 1 else ""
+        fix = f"use a batch that {parts * together} divides"
+        if split[0].size % ranks == 0:
+            most = gcd(split[0].size // ranks, plan.microbatches)
+            fix = f"use microbatches={most}, or {fix.removeprefix('use ')}"
         raise BatchError(
             f"the batch of {v.shape[0]} samples ('{v.name}'){in_groups} does not "
             f"divide into {plan.microbatches} microbatches on {ranks} data parallel "
             "ranks",
-            fix=f"use a batch that {parts * together} divides, or other microbatches",
+            fix=fix,
         )
 
 

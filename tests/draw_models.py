@@ -10,28 +10,24 @@ computed as the model computes it, or be refused with a line and a fix.
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from draw_options import (
     Choices,
     Draw,
-    DrawFailed,
     Values,
     chance_of,
     divisors,
     draw_plan,
     draw_values,
+    prove_all,
 )
 from drawn_design import Design
 from drawn_gpt import Built, build
 from drawn_layers import NORMS
 from drawn_losses import LOOKUPS, LOSSES, PAIRS
 from drawn_mixers import MIXERS
-
-from autopar.verify import VerificationFailed
-from passes.errors import AutoparError, CaptureError, LossNotSeparable, ShardingConflict
 
 MOST_RANKS = 6
 SHARING = 4  # consecutive draws have the same model, which is then traced once
@@ -167,45 +163,9 @@ def draw_model(seed: int) -> DrawnModel:
     return DrawnModel(design, chance("frozen").choice([0.0, 0.0, 0.0, 0.3, 0.9]))
 
 
-# --- what came of a draw -------------------------------------------------------------
-
-# What is said of the model must name its line; of the plan alone there is none.
-OF_THE_MODEL = (CaptureError, LossNotSeparable, ShardingConflict)
-
-
-def outcome(one: Draw) -> str:
-    """Returns "right", or why it was refused, in a line without numbers of this draw.
-
-    Raises DrawFailed where it was neither.
-    """
-    try:
-        one.prove()
-    except DrawFailed as failed:
-        error = failed.__cause__
-        if not isinstance(error, AutoparError) or isinstance(error, VerificationFailed):
-            raise
-        if not error.fix or (isinstance(error, OF_THE_MODEL) and not error.source):
-            raise DrawFailed(f"refused without a line or a fix: {failed}") from error
-        return f"refused: {error.what.splitlines()[0]}"
-    return "right"
-
-
 def main(first: int, last: int) -> int:
     """Prove draws first to last, all of them; the number of those that failed."""
-    torch.set_num_threads(1)
-    found: Counter[str] = Counter()
-    for seed in range(first, last + 1):
-        one = draw(seed)
-        print(one, flush=True)
-        try:
-            result = outcome(one)
-            print("  ", result, flush=True)
-            found[result.partition(":")[0]] += 1
-        except DrawFailed as error:
-            found["failed"] += 1
-            print(f"FAILED {error}", flush=True)
-    print(", ".join(f"{n} {result}" for result, n in found.items()))
-    return found["failed"]
+    return prove_all(map(draw, range(first, last + 1)))
 
 
 if __name__ == "__main__":

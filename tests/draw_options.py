@@ -7,9 +7,12 @@ cannot be combined is not drawn.
 from __future__ import annotations
 
 import random
+import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from ast import literal_eval
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -21,10 +24,11 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))
 
 from autopar.options import LAYOUTS, make_plan
-from autopar.verify import Verification, verify
+from autopar.verify import Verification, VerificationFailed, verify
 from passes.capture.trace import Traced, trace
 from passes.cost import Costs
-from passes.mesh import AXES
+from passes.errors import AutoparError, CaptureError, LossNotSeparable, ShardingConflict
+from passes.mesh import AXES, Mesh
 from passes.pipeline import compile_program
 from passes.plan import AUTO, CONTEXT_PARALLEL, PRECISION, RECOMPUTE, ZERO
 from passes.schedule.make_schedule import SCHEDULES
@@ -113,7 +117,7 @@ def divisors(n: int) -> list[int]:
     return [i for i in range(1, n + 1) if n % i == 0]
 
 
-# --- a draw -------------------------------------------------------------------------
+# --- a draw --------------------------------------------------------------------------
 
 
 class DrawFailed(AssertionError):
@@ -163,6 +167,90 @@ def traced_case(
 ) -> tuple[Case, Traced]:
     case = model.build(dtype)
     return case, trace(*case, precision=precision)
+
+
+# --- what came of a draw -------------------------------------------------------------
+
+# What is said of the model must name its line; of the plan alone there is none.
+OF_THE_MODEL = (CaptureError, LossNotSeparable, ShardingConflict)
+MOST_CHANGES = 3
+CHANGE = re.compile(r"""\b(\w+)=(True|False|\d+|'[^']*'|"[^"]*")|leave (\w+) out""")
+
+
+def prove_all(draws: Iterable[Draw]) -> int:
+    """Prove all of them, print and count what came out; the number that failed."""
+    torch.set_num_threads(1)
+    found: Counter[str] = Counter()
+    for one in draws:
+        print(one, flush=True)
+        try:
+            result = outcome(one)
+            print("  ", result, flush=True)
+        except DrawFailed as error:
+            result = "failed"
+            print(f"FAILED {error}", flush=True)
+        found[result.partition(":")[0]] += 1
+    print(", ".join(f"{n} {result}" for result, n in found.items()))
+    return found["failed"]
+
+
+def outcome(one: Draw) -> str:
+    """Returns "right", or why it was refused, in a line without numbers of this draw.
+
+    What a refusal says to do about the plan is done, and must make the draw right, if
+    need be after what is said then. Raises DrawFailed where it was neither.
+    """
+    told: list[AutoparError] = []
+    while True:
+        try:
+            one.prove()
+        except DrawFailed as failed:
+            told.append(refusal(failed))
+            changed = mended(one, told[-1].fix)
+            if len(told) > MOST_CHANGES or changed == one:
+                fixes = "; ".join(error.fix for error in told)
+                raise DrawFailed(f"no fix of these: {fixes}\n{failed}") from failed
+            if changed is None:
+                return f"refused, what to do is not tried: {_headline(told)}"
+            one = changed
+        else:
+            return (
+                f"refused, what to do is right: {_headline(told)}" if told else "right"
+            )
+
+
+def _headline(told: list[AutoparError]) -> str:
+    return " -> ".join(f"{e.what.splitlines()[0]} [{e.fix}]" for e in told)
+
+
+def refusal(failed: DrawFailed) -> AutoparError:
+    """Returns what refused a draw, with a fix and a line of the model if it is of the
+    model; otherwise raises the failure."""
+    error = failed.__cause__
+    if not isinstance(error, AutoparError) or isinstance(error, VerificationFailed):
+        raise failed
+    if not error.fix or (isinstance(error, OF_THE_MODEL) and not error.source):
+        raise DrawFailed(f"refused without a line or a fix: {failed}") from error
+    return error
+
+
+def mended(one: Draw, fix: str) -> Draw | None:
+    """Returns a draw with the first change of the plan that a fix names; None if it
+    names none, as where the model is to change."""
+    for name, value, left_out in CHANGE.findall(fix):
+        options = dict(one.options)
+        if options.pop(left_out, None) is not None:
+            return replace(one, options=tuple(options.items()))
+        if name in OPTIONS:
+            options[name] = literal_eval(value)
+            return replace(one, options=tuple(options.items()))
+        if name in AXES:
+            axes = {**dict(Mesh.parse(one.mesh).axes), name: value}
+            return replace(one, mesh=",".join(f"{a}={n}" for a, n in axes.items()))
+    return None
+
+
+# --- what is drawn -------------------------------------------------------------------
 
 
 def draw_mesh(

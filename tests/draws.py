@@ -21,6 +21,7 @@ from draw_options import (
     chance_of,
     draw_plan,
     draw_values,
+    prove_all,
 )
 from models import Case, gpt2, llama, mixture, opt, plain_gpt, switch_gpt
 
@@ -138,16 +139,7 @@ def draw_model(seed: int) -> Model:
 
 def main(first: int, last: int) -> int:
     """Prove draws first to last, all of them; the number of those that failed."""
-    torch.set_num_threads(1)
-    failed = 0
-    for seed in range(first, last + 1):
-        print(draw(seed), flush=True)
-        try:
-            print("  ", draw(seed).prove().worst, flush=True)
-        except DrawFailed as error:
-            failed += 1
-            print(f"FAILED {error}", flush=True)
-    return failed
+    return prove_all(map(draw, range(first, last + 1)))
 
 
 if __name__ == "__main__":

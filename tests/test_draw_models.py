@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import NoReturn
 
 import pytest
 import torch
@@ -15,9 +16,8 @@ from draw_models import (
     draw,
     draw_model,
     main,
-    outcome,
 )
-from draw_options import Draw, DrawFailed
+from draw_options import Draw, DrawFailed, mended, outcome
 from drawn_design import Design
 from drawn_gpt import build
 from drawn_layers import NORMS
@@ -25,6 +25,7 @@ from drawn_losses import LOSSES
 from drawn_mixers import MIXERS
 
 from passes.mesh import Mesh
+from passes.plan import PlanError
 
 MORE = 1000
 # Those that take longest of the first ones are left to the night.
@@ -125,7 +126,26 @@ SMALL = DrawnModel(Design(), frozen=0.0)
 
 def test_an_outcome_is_right_or_says_why_it_is_refused() -> None:
     assert outcome(Draw(7, SMALL, "tp=2", ())) == "right"
-    assert outcome(Draw(7, SMALL, "dp=3", ())).startswith("refused: the batch of 4 ")
+    refused = outcome(Draw(7, SMALL, "dp=3", ()))
+    assert refused.startswith("refused, what to do is not tried: the batch of 4 ")
+
+
+def test_what_a_refusal_says_to_do_is_done_and_must_be_right() -> None:
+    one = Draw(7, SMALL, "dp=2", (("microbatches", 4),))
+    assert outcome(one).startswith("refused, what to do is right: the batch of 4 ")
+    assert mended(one, "use pp=2, or zero=1") == replace(one, mesh="dp=2,pp=2")
+    assert mended(one, "leave microbatches out") == replace(one, options=())
+
+
+class NeverRight(Draw):
+    def prove(self) -> NoReturn:
+        fix = f"use zero={dict(self.options)['zero'] % 2 + 1}"
+        raise DrawFailed("so it is") from PlanError("it never is", fix=fix)
+
+
+def test_a_refusal_whose_fix_is_wrong_fails() -> None:
+    with pytest.raises(DrawFailed, match="no fix of these: use zero=2; use zero=1"):
+        outcome(NeverRight(7, SMALL, "dp=2", (("zero", 1),)))
 
 
 def test_what_is_neither_fails_and_says_how_to_repeat_it(monkeypatch, capsys) -> None:

@@ -56,6 +56,8 @@ WIDE = frozenset(
         *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
         *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
         *("cosine_similarity", "cosine_embedding_loss", "hinge_embedding_loss"),
+        # Of complex numbers in half the bits, most do not exist; on the CPU's list.
+        *("view_as_complex", "complex", "polar"),
     )
 )
 # Ways to see a weight, or a part of it: its cast comes before them, once for all parts.
@@ -182,8 +184,7 @@ def _typed(node: Node) -> Node:
         raise CaptureError(
             f"{node.op} cannot run on {types}: {type(error).__name__}: {error}",
             source=str(node.where),
-            fix="cast its operands to one dtype in the model, or run this part of it "
-            "under torch.autocast(..., enabled=False)",
+            fix="cast its operands to float32 in the model, as x.float()",
         ) from error
     outs = tuple(
         None if v is None or dtype is None else replace(v, dtype=dtype)

@@ -36,7 +36,9 @@ class OneDtype(TorchFunctionMode):
         first = reals[:1] if name.endswith("_") else reals
         dtype = max((x.dtype for x in first), key=lambda d: d.itemsize, default=None)
 
+        others = [x for x in reals if x.dtype is not dtype]
+
         def cast(x: Any) -> Any:
-            return x.to(dtype) if any(x is real for real in reals) else x
+            return x.to(dtype) if any(x is other for other in others) else x
 
         return func(*map(cast, args), **{k: cast(x) for k, x in kwargs.items()})
