@@ -21,13 +21,12 @@ from torch import Tensor, nn
 
 from autopar.checkpoints.dcp import CheckpointError
 from autopar.checkpoints.optimizer_state import Group, join_parts
-from autopar.checkpoints.state import remember, state_dict
+from autopar.checkpoints.state import remember
+from autopar.rank_step import RankStep
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import Executor
-from autopar.runtime.gradient_norm import gradient_norm
 from autopar.runtime.shards import local_shape
 from autopar.runtime.virtual import run_virtual
-from autopar.step import Step
 from autopar.verify import local_parameters
 from passes.capture.normalize import normalize
 from passes.dims.name_dims import name_dims
@@ -132,13 +131,12 @@ def drawn(seed: int) -> tuple[Case, str, int, dict[str, object]]:
     return case, mesh, draw.choice([1, 2]), options
 
 
-def step_on(comm: Comm, program: Program, model: nn.Module) -> Step:
-    """The step of one rank of a virtual mesh, which calls no roll."""
-    step = object.__new__(Step)
+def step_on(comm: Comm, program: Program, model: nn.Module) -> RankStep:
+    """The step of one rank of a virtual mesh."""
+    step = RankStep(comm.device)
     held = local_parameters(program, comm, dict(model.named_parameters()))
-    step._executor = Executor(program, comm, held, dict(model.named_buffers()), 0)
-    step._host, step.comm, step.device = None, comm, comm.device
-    step.names, step.unused = remember(model, program, {})
+    executor = Executor(program, comm, held, dict(model.named_buffers()))
+    step.start(executor, *remember(model, program, {}))
     return step
 
 
@@ -148,13 +146,9 @@ def check_training(program: Program, case: Case, tolerance: float = 1e-9) -> Non
     def body(comm: Comm) -> SimpleNamespace:
         step = step_on(comm, program, case.model)
         optimizer = torch.optim.AdamW(step.parameters(), lr=0.01)
-        loss = step.executor.step(case.batch)
-        grads = {n: p.grad for n, p in step.named_parameters() if p.grad is not None}
-        norm = gradient_norm(program, comm, grads)
-        for grad in grads.values():
-            grad.mul_(torch.clamp(CLIP / (norm + 1e-6), max=1.0))
+        loss, norm = step(**case.batch), step.clip_grad_norm_(CLIP)
         optimizer.step()
-        return SimpleNamespace(loss=loss, norm=norm, state=state_dict(step))
+        return SimpleNamespace(loss=loss, norm=norm, state=step.state_dict())
 
     ranks = run_virtual(program.mesh, program.plan.microbatches, body)
     whole, loss, norm = trained(case)

@@ -64,7 +64,7 @@ from autopar.runtime.together import on_all, on_first
 from passes.ranges import check_range
 
 if TYPE_CHECKING:
-    from autopar.step import Step
+    from autopar.rank_step import RankStep
 
 TRAINING, EXTRA = ("training",), ("extra",)
 LOG = logging.getLogger("autopar")
@@ -75,7 +75,7 @@ LOG = logging.getLogger("autopar")
 
 def save(
     directory: str | Path,
-    step: Step,
+    step: RankStep,
     optimizer: Optimizer | None = None,
     *,
     extra: Any = None,
@@ -121,16 +121,15 @@ def save(
 
     with ExitStack() as held:
         folder = on_first(comm, begin)
-        write_pieces(
-            folder, state, {("model", a): ("model", n) for a, n in tied.items()}
-        )
+        aliases: dict[Key, Key] = {("model", a): ("model", n) for a, n in tied.items()}
+        write_pieces(folder, state, aliases, comm)
         sums: dict[str, str] = {}
         for own in on_all(comm, lambda: _own_checksums(folder, comm.rank)):
             sums |= own
         return on_first(comm, finish)
 
 
-def _tied(step: Step) -> dict[str, str]:
+def _tied(step: RankStep) -> dict[str, str]:
     """Other names of weights that are stored once, and the name that is."""
     return {
         alias: name
@@ -139,7 +138,7 @@ def _tied(step: Step) -> dict[str, str]:
     }
 
 
-def _all_groups(step: Step, optimizer: Optimizer) -> list[Group]:
+def _all_groups(step: RankStep, optimizer: Optimizer) -> list[Group]:
     """The groups of all ranks' parameters; checked, on all ranks."""
     held = dict(step.named_parameters())
     by_rank = on_all(step.comm, lambda: local_groups(optimizer, held))
@@ -173,7 +172,7 @@ def _own_checksums(folder: Path, rank: int) -> dict[str, str]:
 
 def load(
     directory: str | Path,
-    step: Step,
+    step: RankStep,
     optimizer: Optimizer | None = None,
     check: Callable[[Any], None] | None = None,
 ) -> Any:
@@ -202,7 +201,7 @@ def load(
     for key in keys:
         if key not in saved.held:
             raise files.damaged(saved.folder, f"it has no '{text(key)}'")
-    plain = read_pieces(saved.folder, dict.fromkeys(keys, b""))
+    plain = read_pieces(saved.folder, dict.fromkeys(keys, b""), comm)
     trained = plain[TRAINING]
     if not isinstance(trained, dict) or not {"steps", "seed"} <= set(trained):
         raise files.damaged(saved.folder, f"its '{text(TRAINING)}' is no step's state")
@@ -227,7 +226,7 @@ def load(
     return plain[EXTRA]
 
 
-def _check_model(step: Step, saved: Saved) -> None:
+def _check_model(step: RankStep, saved: Saved) -> None:
     """Compare names and shapes; the same on all ranks."""
     held = {str(key[1]): v.size for key, v in saved.held.items() if key[0] == "model"}
     shapes = {n: tuple(t.shape) for n, t in step.unused.items()}
@@ -236,7 +235,7 @@ def _check_model(step: Step, saved: Saved) -> None:
 
 
 @torch.no_grad()
-def _set_model(step: Step, found: Mapping[Key, Any]) -> None:
+def _set_model(step: RankStep, found: Mapping[Key, Any]) -> None:
     for name, p in step.named_parameters():
         p.copy_(found["model", name])
     step.set_whole({n: found["model", n] for n in step.unused})

@@ -7,18 +7,16 @@ inner factor. What comes out is a plain checkpoint, so that torch's own tools re
 from __future__ import annotations
 
 import io
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -42,8 +40,13 @@ from torch.distributed.checkpoint.planner_helpers import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from autopar.runtime.comm import Comm
 from autopar.runtime.shards import Box
+from autopar.runtime.together import joined_on_first, on_all
 from passes.errors import AutoparError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Key = tuple[str | int, ...]
 """The place of a value in nested dicts and lists; a checkpoint joins it by dots."""
@@ -76,26 +79,60 @@ State = dict[Key, list[Piece] | bytes]
 The pieces of one tensor have no box in common."""
 
 
-def write(folder: Path, state: State, aliases: Mapping[Key, Key]) -> None:
+def write(folder: Path, state: State, aliases: Mapping[Key, Key], comm: Comm) -> None:
     """Write all ranks' state to a new folder; files and their data are on disk then.
 
     aliases: other keys of tensors that are stored once. All ranks must call it.
+    Follows `torch.distributed.checkpoint.save`, which knows of process groups alone.
     Raises: CheckpointError on all ranks.
     """
     planner, writer = _SavePlanner(state, aliases), _Writer(folder, aliases)
-    _quietly(f"cannot write '{folder}'", dcp.save, {}, storage_writer=writer,
-             planner=planner)  # fmt: skip
+    told = partial(_told, f"cannot write '{folder}'", comm.rank)
+    plans: list[SavePlan] = []
+    known: list[Metadata] = []  # on rank 0
+
+    def plan_own() -> SavePlan:
+        writer.set_up_storage_writer(comm.rank == 0)
+        plans.append(writer.prepare_local_plan(planner.create_local_plan()))
+        return plans[0]
+
+    def plan_all(all_plans: list[SavePlan]) -> None:
+        known.append(planner.create_global_plan(all_plans)[1])
+
+    def write_own() -> list[WriteResult]:
+        # Files are named by the place of a plan: a rank's own is the last of so many.
+        own = writer.prepare_global_plan(plans * (comm.rank + 1))[-1]
+        return writer.write_data(own, planner).wait()
+
+    def finish(results: list[list[WriteResult]]) -> None:
+        writer.finish(known[0], results)
+
+    joined_on_first(comm, told(plan_own), told(plan_all))
+    joined_on_first(comm, told(write_own), told(finish))
 
 
-def read(folder: Path, state: State) -> dict[Key, Any]:
+def read(folder: Path, state: State, comm: Comm) -> dict[Key, Any]:
     """Fill the pieces of `state`; returns the plain values of its other keys.
 
     All ranks must call it. Raises: CheckpointError on all ranks.
     """
+    plain: dict[Key, Any] = {}
+    on_all(comm, lambda: plain.update(read_alone(folder, state, comm.rank)))
+    return plain
+
+
+def read_alone(folder: Path, state: State, rank: int = 0) -> dict[Key, Any]:
+    """The same for one rank, whatever others do. Raises: CheckpointError."""
     planner = _LoadPlanner(state)
-    reader = dcp.FileSystemReader(folder)
-    _quietly(f"cannot read '{folder}'", dcp.load, {}, storage_reader=reader,
-             planner=planner)  # fmt: skip
+
+    def fill() -> None:
+        reader = dcp.FileSystemReader(folder)
+        metadata = reader.read_metadata()
+        planner.set_up_planner({}, metadata)
+        reader.set_up_storage_reader(metadata, rank == 0)
+        reader.read_data(planner.create_local_plan(), planner).wait()
+
+    _told(f"cannot read '{folder}'", rank, fill)()
     return planner.plain
 
 
@@ -123,18 +160,21 @@ def text(key: Key) -> str:
     return ".".join(map(str, key))
 
 
-def _quietly(failed: str, call: Any, *args: Any, **kwargs: Any) -> None:
-    """Call without the warning that there are no processes; errors as ours."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            call(*args, no_dist=not dist.is_initialized(), **kwargs)
-    except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise CheckpointError(
-            f"{failed}: {type(cause).__name__} on rank {rank}: {cause}",
-            fix="see that the disk is there, shared by all ranks, and not full",
-        ) from error
+def _told(failed: str, rank: int, work: Callable[P, T]) -> Callable[P, T]:
+    """The same work, whose errors are ours."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return work(*args, **kwargs)
+        except AutoparError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{failed}: {type(error).__name__} on rank {rank}: {error}",
+                fix="see that the disk is there, shared by all ranks, and not full",
+            ) from error
+
+    return call
 
 
 # --- planners ----------------------------------------------------------------------

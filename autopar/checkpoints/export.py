@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autopar.checkpoints import checkpoint_files as files
-from autopar.checkpoints.dcp import CheckpointError, Piece, State, read
+from autopar.checkpoints.dcp import CheckpointError, Piece, State, read_alone
 from autopar.checkpoints.open_checkpoint import held_by
 
 SUFFIXES = (".pt", ".safetensors")
@@ -59,7 +59,7 @@ def model_tensors(folder: Path, aliases: Mapping[str, str]) -> dict[str, Tensor]
         if key[0] == "model" and key[1] not in aliases:
             empty = torch.empty(saved.size, dtype=saved.properties.dtype)
             state[key] = [Piece.whole(empty)]
-    read(folder, state)
+    read_alone(folder, state)
     return {str(k[1]): v[0].values for k, v in state.items() if isinstance(v, list)}
 
 

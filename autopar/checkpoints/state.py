@@ -14,11 +14,11 @@ from autopar.runtime.shards import put_shard, take_shard
 from passes.program import Program
 
 if TYPE_CHECKING:
-    from autopar.step import Step
+    from autopar.rank_step import RankStep
 
 
 @torch.no_grad()
-def state_dict(step: Step) -> dict[str, Tensor]:
+def state_dict(step: RankStep) -> dict[str, Tensor]:
     """Whole parameters and persistent buffers on the CPU; on all ranks."""
     held = dict(step.named_parameters())
     program = step.program
@@ -37,7 +37,7 @@ def state_dict(step: Step) -> dict[str, Tensor]:
     return {name: found[name] for name in step.names if name in found}
 
 
-def check_state_dict(step: Step, state: Mapping[str, Tensor]) -> None:
+def check_state_dict(step: RankStep, state: Mapping[str, Tensor]) -> None:
     """Raises ModelMismatch for names and shapes that are not the model's."""
     program = step.program
     parts = [spec.part for spec in program.parameters.values()]
@@ -48,7 +48,7 @@ def check_state_dict(step: Step, state: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def load_state_dict(step: Step, state: Mapping[str, Tensor]) -> None:
+def load_state_dict(step: RankStep, state: Mapping[str, Tensor]) -> None:
     """Take this rank's shards of what `check_state_dict` let pass."""
     program = step.program
     for name, p in step.named_parameters():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -295,6 +295,10 @@ class Comm(Routing, ABC):
     def gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank. All ranks must call it."""
 
+    def gather_to_first(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on rank 0, which alone needs them."""
+        return self.gather_object(value)
+
     @abstractmethod
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """The value of rank `source`, on every rank. All ranks must call it."""
@@ -302,6 +306,9 @@ class Comm(Routing, ABC):
     def start_meet(self, numbers: Sequence[int], operation: str) -> Meeting:
         """Begin to gather a few integers of each rank, first in an operation."""
         return Meeting(self.gather_object(list(numbers)))
+
+    def open_groups(self, wanted: Iterable[tuple[int, ...]]) -> None:
+        """Prepare for collectives of these ranks (ascending); on all ranks."""
 
     def abandon(self) -> None:
         """Let ranks that wait for this one fail, where they would not by themselves."""

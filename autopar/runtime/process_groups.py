@@ -94,6 +94,13 @@ class ProcessComm(Comm):
         dist.all_gather_object(values, value)
         return values
 
+    def gather_to_first(self, value: Any) -> list[Any]:
+        if self.mesh.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.mesh.size
+        dist.gather_object(value, values if self.rank == 0 else None)
+        return values
+
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         if self.mesh.size == 1:
             return value

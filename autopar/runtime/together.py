@@ -8,6 +8,7 @@ from typing import TypeVar
 from autopar.runtime.comm import Comm
 from passes.errors import AutoparError
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -22,6 +23,15 @@ def on_first(comm: Comm, work: Callable[[], T]) -> T:
 def on_all(comm: Comm, work: Callable[[], T]) -> list[T]:
     """Every rank works; all return all results by rank, or raise the first error."""
     return [_agreed(outcome) for outcome in comm.gather_object(_outcome(work))]
+
+
+def joined_on_first(
+    comm: Comm, work: Callable[[], S], join: Callable[[list[S]], T]
+) -> T:
+    """Every rank works, and rank 0 joins the results; all return what it makes of them,
+    or raise the first error."""
+    outcomes = comm.gather_to_first(_outcome(work))
+    return on_first(comm, lambda: join([_agreed(one) for one in outcomes]))
 
 
 def _outcome(work: Callable[[], T]) -> tuple[T | None, AutoparError | None]:
