@@ -57,6 +57,7 @@ APART, AWAY = 3.0, 2.0
 CHOICES = "choice of experts"
 # And of the norm of all gradients, and of the loss without dropout.
 NORM, EVALUATED = "norm of all gradients", "loss without dropout"
+CLIPPING = "norm that gradients are clipped by"
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class Verification:
     from the model in its own precision; else empty. rerouted: the share of rows that
     took experts which the model chose, where they preferred others. drawn: what was
     drawn for the comparison; the rest was taken as given. unmoved: parameters whose
-    gradient is 0 in the model itself, with which little is compared.
+    gradient is 0 in the model itself, with which little is compared. restored: how many
+    tensors of all ranks came back from a checkpoint, bitwise.
     """
 
     loss: float
@@ -81,6 +83,7 @@ class Verification:
     rerouted: float = 0.0
     drawn: tuple[str, ...] = ()
     unmoved: tuple[str, ...] = ()
+    restored: int = 0
 
     def limits(self, name: str) -> tuple[float, float]:
         """What an error and a distance from the model's own precision may be."""
@@ -105,7 +108,11 @@ class Verification:
 
     def worse(self, other: Verification) -> Verification:
         """Of two steps, by name, where the program is further off; and this loss."""
-        worse = [n for n in other.errors if other.excess(n) > self.excess(n)]
+        worse = [
+            name
+            for name in other.errors
+            if name not in self.errors or other.excess(name) > self.excess(name)
+        ]
 
         def join(
             mine: Mapping[str, float], others: Mapping[str, float]
@@ -119,6 +126,7 @@ class Verification:
             away=join(self.away, other.away),
             reference_away=join(self.reference_away, other.reference_away),
             rerouted=max(self.rerouted, other.rerouted),
+            restored=self.restored + other.restored,
         )
 
     def check(self) -> Verification:
@@ -172,7 +180,7 @@ def prove(
     check(program.schedule)
     told = [None if e.made is None else Choices(e.made) for e in expected]
     steps = [
-        GivenStep(e.weights, e.batch, choices)
+        GivenStep(e.weights, e.batch, choices, e.update)
         for e, choices in zip(expected, told, strict=True)
     ]
     buffers = {**buffers, **expected[0].buffers}
@@ -191,7 +199,21 @@ def _compare(made: FoundStep, expected: Expected, told: Choices | None) -> Verif
     errors[NORM] = _error_of_norm(made.norm, want)
     if made.evaluated is not None and expected.evaluated is not None:
         errors[EVALUATED] = relative_error(made.evaluated, expected.evaluated)
-    proof = Verification(ours, theirs, errors, expected.tolerance, drawn=expected.drawn)
+    if expected.update is not None:
+        errors[CLIPPING] = _apart(made.updated[0].norm, expected.update.norm)
+        for rank in made.updated:
+            for name, error in rank.errors.items():
+                after = f"{name} after an update"
+                errors[after] = max(error, errors.get(after, 0.0))
+    restored = sum(rank.restored for rank in made.updated)
+    proof = Verification(
+        ours,
+        theirs,
+        errors,
+        expected.tolerance,
+        drawn=expected.drawn,
+        restored=restored,
+    )
     if told is None or expected.exact is None:
         return proof
     exact = expected.exact
@@ -210,9 +232,12 @@ def norm_of(gradients: Mapping[str, Tensor]) -> float:
 
 
 def _error_of_norm(norm: float, want: Gradients) -> float:
+    return _apart(norm, norm_of(want[1]))
+
+
+def _apart(found: float, known: float) -> float:
     """Relative."""
-    known = norm_of(want[1])
-    return abs(norm - known) / known if known else abs(norm)
+    return abs(found - known) / known if known else abs(found)
 
 
 def room_needed(program: Program) -> int:

@@ -42,9 +42,11 @@ from autopar.checkpoints.held import (
     optimizer_targets,
     read_targets,
 )
+from autopar.checkpoints.memory import Memory
 from autopar.checkpoints.open_checkpoint import (
     METADATA,
     Saved,
+    in_memory,
     open_checkpoint,
     saved_groups,
 )
@@ -92,14 +94,7 @@ def save(
         check_range("keep", keep, CheckpointError)
     executor, root = step.executor, Path(directory)
     comm, count = executor.comm, executor.steps
-    state = model_pieces(step)
-    plain: dict[Key, Any] = {TRAINING: step.training_state(), EXTRA: extra}
-    if optimizer is not None:
-        plain |= _options(_all_groups(step, optimizer))
-        on_all(comm, lambda: state.update(optimizer_pieces(step, optimizer)))
-    # Values are packed by the rank that writes them.
-    written = plain if comm.rank == 0 else {}
-    on_all(comm, lambda: state.update(_packed(written)))
+    state = _state_of(step, optimizer, extra)
     tied, made = _tied(step), {} if optimizer is None else made_with(optimizer)
 
     def begin() -> Path:
@@ -121,12 +116,34 @@ def save(
 
     with ExitStack() as held:
         folder = on_first(comm, begin)
-        aliases: dict[Key, Key] = {("model", a): ("model", n) for a, n in tied.items()}
-        write_pieces(folder, state, aliases, comm)
+        write_pieces(folder, state, _keys(tied), comm)
         sums: dict[str, str] = {}
         for own in on_all(comm, lambda: _own_checksums(folder, comm.rank)):
             sums |= own
         return on_first(comm, finish)
+
+
+def save_in_memory(memory: Memory, step: RankStep, optimizer: Optimizer) -> None:
+    """The same, for ranks that share it."""
+    state = _state_of(step, optimizer, None)
+    write_pieces(memory, state, _keys(_tied(step)), step.comm)
+
+
+def _state_of(step: RankStep, optimizer: Optimizer | None, extra: Any) -> State:
+    """What this rank writes; all ranks must call it."""
+    comm, state = step.comm, model_pieces(step)
+    plain: dict[Key, Any] = {TRAINING: step.training_state(), EXTRA: extra}
+    if optimizer is not None:
+        plain |= _options(_all_groups(step, optimizer))
+        on_all(comm, lambda: state.update(optimizer_pieces(step, optimizer)))
+    # Values are packed by the rank that writes them.
+    written = plain if comm.rank == 0 else {}
+    on_all(comm, lambda: state.update(_packed(written)))
+    return state
+
+
+def _keys(tied: Mapping[str, str]) -> dict[Key, Key]:
+    return {("model", alias): ("model", name) for alias, name in tied.items()}
 
 
 def _tied(step: RankStep) -> dict[str, str]:
@@ -187,8 +204,23 @@ def load(
     was given as extra, before anything else of it is compared.
     Raises: CheckpointError or ModelMismatch on all ranks.
     """
-    comm = step.executor.comm
-    saved = open_checkpoint(directory, comm)
+    return _restore(
+        open_checkpoint(directory, step.executor.comm), step, optimizer, check
+    )
+
+
+def load_from_memory(memory: Memory, step: RankStep, optimizer: Optimizer) -> None:
+    """The same from what `save_in_memory` holds."""
+    _restore(in_memory(memory, optimizer), step, optimizer)
+
+
+def _restore(
+    saved: Saved,
+    step: RankStep,
+    optimizer: Optimizer | None,
+    check: Callable[[Any], None] | None = None,
+) -> Any:
+    comm = step.comm
     _check_model(step, saved)
     keys: list[Key] = [TRAINING, EXTRA]
     if optimizer is not None:
@@ -201,7 +233,7 @@ def load(
     for key in keys:
         if key not in saved.held:
             raise files.damaged(saved.folder, f"it has no '{text(key)}'")
-    plain = read_pieces(saved.folder, dict.fromkeys(keys, b""), comm)
+    plain = read_pieces(saved.store, dict.fromkeys(keys, b""), comm)
     trained = plain[TRAINING]
     if not isinstance(trained, dict) or not {"steps", "seed"} <= set(trained):
         raise files.damaged(saved.folder, f"its '{text(TRAINING)}' is no step's state")
@@ -213,7 +245,7 @@ def load(
         check_groups(groups, _all_groups(step, optimizer))
         on_all(comm, lambda: check_made(saved.manifest.optimizer, optimizer))
         on_all(comm, lambda: wanted.update(optimizer_targets(step, saved.held)))
-    found = read_targets(step, saved.folder, wanted)
+    found = read_targets(step, saved.store, wanted)
     _set_model(step, found)
     if optimizer is not None:
         state: dict[str, dict[str, Any]] = {}

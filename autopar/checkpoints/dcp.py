@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.planner_helpers import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from autopar.checkpoints.memory import Memory
 from autopar.runtime.comm import Comm
 from autopar.runtime.shards import Box
 from autopar.runtime.together import joined_on_first, on_all
@@ -50,6 +51,10 @@ T = TypeVar("T")
 
 Key = tuple[str | int, ...]
 """The place of a value in nested dicts and lists; a checkpoint joins it by dots."""
+
+
+Store = Path | Memory
+"""Where a checkpoint is: the folder of its files, or memory."""
 
 
 class CheckpointError(AutoparError):
@@ -79,15 +84,16 @@ State = dict[Key, list[Piece] | bytes]
 The pieces of one tensor have no box in common."""
 
 
-def write(folder: Path, state: State, aliases: Mapping[Key, Key], comm: Comm) -> None:
+def write(store: Store, state: State, aliases: Mapping[Key, Key], comm: Comm) -> None:
     """Write all ranks' state to a new folder; files and their data are on disk then.
 
     aliases: other keys of tensors that are stored once. All ranks must call it.
     Follows `torch.distributed.checkpoint.save`, which knows of process groups alone.
     Raises: CheckpointError on all ranks.
     """
-    planner, writer = _SavePlanner(state, aliases), _Writer(folder, aliases)
-    told = partial(_told, f"cannot write '{folder}'", comm.rank)
+    planner = _SavePlanner(state, aliases)
+    writer = store if isinstance(store, Memory) else _Writer(store, aliases)
+    told = partial(_told, f"cannot write '{store}'", comm.rank)
     plans: list[SavePlan] = []
     known: list[Metadata] = []  # on rank 0
 
@@ -111,34 +117,37 @@ def write(folder: Path, state: State, aliases: Mapping[Key, Key], comm: Comm) ->
     joined_on_first(comm, told(write_own), told(finish))
 
 
-def read(folder: Path, state: State, comm: Comm) -> dict[Key, Any]:
+def read(store: Store, state: State, comm: Comm) -> dict[Key, Any]:
     """Fill the pieces of `state`; returns the plain values of its other keys.
 
     All ranks must call it. Raises: CheckpointError on all ranks.
     """
     plain: dict[Key, Any] = {}
-    on_all(comm, lambda: plain.update(read_alone(folder, state, comm.rank)))
+    on_all(comm, lambda: plain.update(read_alone(store, state, comm.rank)))
     return plain
 
 
-def read_alone(folder: Path, state: State, rank: int = 0) -> dict[Key, Any]:
+def read_alone(store: Store, state: State, rank: int = 0) -> dict[Key, Any]:
     """The same for one rank, whatever others do. Raises: CheckpointError."""
-    planner = _LoadPlanner(state)
+    planner, reader = _LoadPlanner(state), _reader(store)
 
     def fill() -> None:
-        reader = dcp.FileSystemReader(folder)
         metadata = reader.read_metadata()
         planner.set_up_planner({}, metadata)
         reader.set_up_storage_reader(metadata, rank == 0)
         reader.read_data(planner.create_local_plan(), planner).wait()
 
-    _told(f"cannot read '{folder}'", rank, fill)()
+    _told(f"cannot read '{store}'", rank, fill)()
     return planner.plain
 
 
-def read_metadata(folder: Path) -> Metadata:
+def read_metadata(store: Store) -> Metadata:
     """What the checkpoint holds: planner_data has the key of each name."""
-    return dcp.FileSystemReader(folder).read_metadata()
+    return _reader(store).read_metadata()
+
+
+def _reader(store: Store) -> Any:
+    return store if isinstance(store, Memory) else dcp.FileSystemReader(store)
 
 
 def pack(key: Key, value: Any) -> bytes:

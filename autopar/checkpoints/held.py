@@ -8,14 +8,13 @@ of one tensor.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autopar.checkpoints.dcp import Key, Piece, State, pack, read
+from autopar.checkpoints.dcp import Key, Piece, State, Store, pack, read
 from autopar.runtime.shards import Box, boxes
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ def optimizer_targets(step: RankStep, held: Mapping[Key, Any]) -> Targets:
     return found
 
 
-def read_targets(step: RankStep, folder: Path, wanted: Targets) -> dict[Key, Any]:
+def read_targets(step: RankStep, store: Store, wanted: Targets) -> dict[Key, Any]:
     """Fill the memory; returns all values. What parts of a parameter have in common is
     read once, for each of them a copy."""
     state: State = {}
@@ -121,7 +120,7 @@ def read_targets(step: RankStep, folder: Path, wanted: Targets) -> dict[Key, Any
             state[saved] = value
         elif saved not in state or not _is_whole(value):
             _add(state, saved, value)
-    plain = read(folder, state, step.comm)
+    plain = read(store, state, step.comm)
     found: dict[Key, Any] = {}
     for key, value in wanted.items():
         saved = _saved_key(step, key)

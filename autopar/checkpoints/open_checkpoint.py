@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.optim import Optimizer
+
 from autopar.checkpoints import checkpoint_files as files
 from autopar.checkpoints.checkpoint_files import Manifest
-from autopar.checkpoints.dcp import Key, read_metadata
-from autopar.checkpoints.optimizer_state import Group
+from autopar.checkpoints.dcp import Key, Store, read_metadata
+from autopar.checkpoints.memory import Memory
+from autopar.checkpoints.optimizer_state import Group, made_with
 from autopar.runtime.comm import Comm
 from autopar.runtime.together import on_all, on_first
 
@@ -19,10 +23,11 @@ METADATA = ".metadata"
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint. held: by key, what DCP knows of the value: a tensor's size
-    and dtype, or nothing."""
+    """A complete checkpoint. store: where its values are. held: by key, what DCP knows
+    of the value: a tensor's size and dtype, or nothing."""
 
     folder: Path
+    store: Store
     manifest: Manifest
     held: Mapping[Key, Any]
 
@@ -42,7 +47,20 @@ def open_checkpoint(directory: str | Path, comm: Comm) -> Saved:
     on_all(comm, lambda: files.check_files(folder, manifest, mine))
     held: dict[Key, Any] = {}
     on_all(comm, lambda: held.update(held_by(folder)))
-    return Saved(folder, manifest, held)
+    return Saved(folder, folder, manifest, held)
+
+
+def in_memory(memory: Memory, optimizer: Optimizer) -> Saved:
+    """What an optimizer like this one was saved with in memory."""
+    manifest = Manifest("", "", 0, "", {}, {}, made_with(optimizer))
+    found = _keyed(read_metadata(memory))
+    return Saved(Path("memory"), memory, manifest, found)
+
+
+def _keyed(metadata: Metadata) -> dict[Key, Any]:
+    keys = metadata.planner_data
+    found = metadata.state_dict_metadata.items()
+    return {tuple(keys[name]): value for name, value in found}
 
 
 def held_by(folder: Path) -> dict[Key, Any]:
@@ -51,10 +69,7 @@ def held_by(folder: Path) -> dict[Key, Any]:
     Raises: CheckpointError.
     """
     try:
-        metadata = read_metadata(folder)
-        keys = metadata.planner_data
-        found = metadata.state_dict_metadata.items()
-        held: dict[Key, Any] = {tuple(keys[name]): value for name, value in found}
+        held = _keyed(read_metadata(folder))
         tensors = all(hasattr(v, "size") for k, v in held.items() if k[0] == "model")
     except Exception as error:  # a pickle can raise anything
         why = f"{type(error).__name__}: {error}"

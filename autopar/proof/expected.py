@@ -12,7 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.proof.draw_values import draw_buffers
 from autopar.proof.drawn import drawn_batch, drawn_weights, is_finite
-from autopar.proof.ranks import NOISE, root_mean_square
+from autopar.proof.errors import root_mean_square
+from autopar.proof.ranks import NOISE
+from autopar.proof.update import Update
 from autopar.runtime.choices import Choices, Choosing
 from autopar.training.reference import OurDropout, reference_step
 from passes.capture.call_model import loss_of
@@ -43,7 +45,7 @@ class Expected:
     routers chose. exact: of the model in its own precision, told so; `margin`: by how
     much it preferred others. norm: of all gradients. evaluated: the loss without
     dropout, where there is dropout. drawn: of weights and batch. buffers: those that
-    were drawn, too.
+    were drawn, too. update: what follows the gradients, if that is compared too.
     """
 
     weights: Mapping[str, Tensor]
@@ -56,6 +58,7 @@ class Expected:
     evaluated: Tensor | None = None
     drawn: tuple[str, ...] = ()
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    update: Update | None = None
 
 
 def expect(

@@ -23,6 +23,7 @@ from autopar.proof.in_double import in_double, program_in_double
 from autopar.proof.interpret import run_graph
 from autopar.proof.ranks import VerificationFailed
 from autopar.proof.small import Runnable, make_small, whole
+from autopar.proof.update import update_whole
 from autopar.runtime.comm import CommError
 from autopar.verify import Verification
 from autopar.verify import prove as run_beside
@@ -191,15 +192,19 @@ def _expect(
             continue
         if not all(bool(x.isfinite().all()) for x in (found[0], *found[1].values())):
             continue
-        evaluated = None
+        evaluated, update = None, None
         if any("dropout" in text for text in runnable.program.modules.values()):
             evaluated = run_graph(traced, values, None)[0]
+        own = {name: in_double(x) for name, x in weights.items()}
+        if number == STEPS - 1:
+            update = update_whole(own, found[1])
         return Expected(
-            {name: in_double(x) for name, x in weights.items()},
+            own,
             {name: in_double(x) for name, x in inputs.items()},
             found,
             TOLERANCE,
             evaluated=evaluated,
+            update=update,
         )
     raise NotProved(
         f"the captured model does not run on drawn weights: {problem}", fix=WITHOUT

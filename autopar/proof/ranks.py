@@ -2,53 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from autopar.checkpoints.memory import Memory
+from autopar.proof.errors import (
+    ANOTHER_MESH,
+    VerificationFailed,
+    relative_error,
+    root_mean_square,
+)
+from autopar.proof.update import Update, Updated, update_rank
+from autopar.rank_step import RankStep
 from autopar.runtime.choices import Choices
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import Executor
 from autopar.runtime.gradient_norm import gradient_norm
 from autopar.runtime.shards import owns, put_shard, take_shard
-from autopar.runtime.virtual import run_virtual
-from passes.errors import AutoparError
+from autopar.runtime.virtual import RankError, run_virtual
 from passes.program import Program
 
 # A gradient this small, as a share of the model's typical one, is compared as if it
 # were this large: a key's bias has none at all, as softmax does not see what it adds,
 # and what is computed for it is rounding.
 NOISE = 0.1
-ANOTHER_MESH = "report this model and mesh; another mesh may be right meanwhile"
+NONE: Mapping[str, Tensor] = MappingProxyType({})
 AGREE = 1e-6  # relative, of gradients that ranks should have alike
-
-
-class VerificationFailed(AutoparError):
-    """The program does not compute what the model computes."""
 
 
 @dataclass(frozen=True)
 class GivenStep:
-    """weights, buffers: whole, by name. batch: whole. choices: what routers are told
-    to choose."""
+    """weights: whole, by name. batch: whole. choices: what routers are told to choose.
+    update: what follows the gradients, if that is run too."""
 
     weights: Mapping[str, Tensor]
     batch: Mapping[str, Tensor]
     choices: Choices | None = None
+    update: Update | None = None
 
 
 @dataclass(frozen=True)
 class FoundStep:
     """loss: of all samples. gradients: whole, by name. norm: of all of them, as ranks
-    compute it to clip them. evaluated: the loss without dropout, where asked for."""
+    compute it to clip them. evaluated: the loss without dropout, where asked for.
+    updated: of each rank what became of an update, where asked for."""
 
     loss: Tensor
     gradients: Mapping[str, Tensor]
     norm: float
     evaluated: Tensor | None = None
+    updated: tuple[Updated, ...] = ()
 
 
 @dataclass
@@ -57,6 +65,7 @@ class _OfRank:
     shards: Mapping[str, Tensor]
     norm: float
     evaluated: Tensor | None = None
+    updated: Updated | None = None
 
 
 def run_steps(
@@ -73,43 +82,93 @@ def run_steps(
     Raises VerificationFailed when ranks that should agree do not; CommError.
     """
 
+    shared, memory = Watch(), Memory()
+    for given in steps:
+        shared.add("batch field", given.batch)
+    shared.add("literal", program.literals)
+
     def body(comm: Comm) -> list[_OfRank]:
-        held = local_parameters(program, comm, steps[0].weights)
-        executor = Executor(program, comm, held, buffers, seed)
+        step = _start(program, comm, steps[0].weights, buffers, seed)
+        held, executor = dict(step.named_parameters()), step.executor
+        own = Watch("buffer", executor.buffers)
         found = []
         for number, given in enumerate(steps):
             _set_weights(program, comm, held, given.weights)
             comm.choices = given.choices
-            loss = executor.step(given.batch)
+            loss = step(**_batch(program, given))
             scale = executor.loss_scale
             while scale and scale.good == 0 and scale.scale > 1.0:
                 executor.steps = number  # once more, with the same dropout masks
-                loss = executor.step(given.batch)
+                loss = step(**_batch(program, given))
             grads = {n: p.grad for n, p in held.items() if p.grad is not None}
-            norm = gradient_norm(program, comm, grads).item()
-            shards = {n: g.clone() for n, g in grads.items()}
+            shards = {n: g.as_subclass(Tensor).clone() for n, g in grads.items()}
+            norm = gradient_norm(program, comm, shards).item()
             found.append(_OfRank(loss, shards, norm))
+            own.check()
+            if given.update is not None:
+                found[-1].updated = update_rank(step, given.update, memory)
+                own = Watch("buffer", executor.buffers)
             for p in held.values():
                 p.grad = None
         for given, one in zip(steps, found, strict=True) if evaluate else ():
             _set_weights(program, comm, held, given.weights)
             comm.choices = given.choices
-            one.evaluated = executor.evaluate(given.batch)
+            one.evaluated = step.evaluate(**_batch(program, given))
+        own.check()
         return found
 
-    lasting = {"buffer": buffers, "literal": program.literals}
-    shared = [("batch field", name, x) for s in steps for name, x in s.batch.items()]
-    shared += [(w, name, x) for w, held in lasting.items() for name, x in held.items()]
-    before = [x._version for _, _, x in shared]
-    by_rank = run_virtual(program.mesh, program.plan.microbatches, body)
-    for (what, name, x), version in zip(shared, before, strict=True):
-        if x._version != version:
-            raise VerificationFailed(
-                f"a step writes into the {what} '{name}', which is not its own",
-                fix=ANOTHER_MESH,
-            )
+    try:
+        by_rank = run_virtual(program.mesh, program.plan.microbatches, body)
+    except RankError as error:
+        if isinstance(error.__cause__, VerificationFailed):
+            raise error.__cause__ from None
+        raise
+    shared.check()
     check_owners(program)
     return [_join(program, ranks) for ranks in zip(*by_rank, strict=True)]
+
+
+class Watch:
+    """Notices that tensors were written into."""
+
+    def __init__(self, what: str = "", tensors: Mapping[str, Tensor] = NONE) -> None:
+        self._seen: list[tuple[str, str, Tensor, int]] = []
+        self.add(what, tensors)
+
+    def add(self, what: str, tensors: Mapping[str, Tensor]) -> None:
+        self._seen += [(what, name, x, x._version) for name, x in tensors.items()]
+
+    def check(self) -> None:
+        """Raises VerificationFailed."""
+        for what, name, x, version in self._seen:
+            if x._version != version:
+                raise VerificationFailed(
+                    f"a step writes into the {what} '{name}', which is not its own",
+                    fix=ANOTHER_MESH,
+                )
+
+
+def _start(
+    program: Program,
+    comm: Comm,
+    wholes: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    seed: int,
+) -> RankStep:
+    """The step of a rank, which has a copy of its own of everything."""
+    held = local_parameters(program, comm, wholes)
+    own = {name: x.clone() for name, x in buffers.items()}
+    apart = {n: x for n, x in wholes.items() if n not in program.sources}
+    unused = {n: x.detach().clone() for n, x in {**apart, **own}.items()}
+    step = RankStep(comm.device)
+    names = [*program.sources, *program.aliases, *unused]
+    step.start(Executor(program, comm, held, own, seed), names, unused)
+    return step
+
+
+def _batch(program: Program, given: GivenStep) -> dict[str, Tensor]:
+    """What the program takes of it."""
+    return {name: given.batch[name] for name in program.inputs}
 
 
 def run_all_ranks(
@@ -176,6 +235,8 @@ def _join(program: Program, ranks: Sequence[_OfRank]) -> FoundStep:
     if first.evaluated is not None:
         losses = [one.evaluated.item() for one in ranks if one.evaluated is not None]
         _agree("the loss without dropout", losses)
+    updated = tuple(one.updated for one in ranks if one.updated is not None)
+    _agree("the norm that gradients are clipped by", [one.norm for one in updated])
     noise = NOISE * root_mean_square(g for one in ranks for g in one.shards.values())
     whole: dict[str, Tensor] = {}
     for name, spec in program.parameters.items():
@@ -183,11 +244,11 @@ def _join(program: Program, ranks: Sequence[_OfRank]) -> FoundStep:
             shards = [one.shards.get(name) for one in ranks]
             source = spec.part.source
             whole[source] = assemble(program, name, shards, noise, whole.get(source))
-    return FoundStep(first.loss, whole, first.norm, first.evaluated)
+    return FoundStep(first.loss, whole, first.norm, first.evaluated, updated)
 
 
 def _agree(what: str, values: Sequence[float]) -> None:
-    if len(set(values)) != 1 and not all(x != x for x in values):
+    if len(set(values)) > 1 and not all(x != x for x in values):
         raise VerificationFailed(
             f"ranks do not agree on {what}: {sorted(set(values))}",
             fix=ANOTHER_MESH,
@@ -250,21 +311,3 @@ def assemble(
                 fix=ANOTHER_MESH,
             )
     return whole
-
-
-# --- errors -------------------------------------------------------------------------
-
-
-def root_mean_square(tensors: Iterable[Tensor]) -> float:
-    """Over the elements of all tensors."""
-    found = [(x.double().square().sum().item(), x.numel()) for x in tensors]
-    count = sum(n for _, n in found)
-    return (sum(squares for squares, _ in found) / max(count, 1)) ** 0.5
-
-
-def relative_error(got: Tensor, want: Tensor, least: float = 0.0) -> float:
-    """|got - want| / max(|want|, least), the norms in double precision."""
-    norm = torch.linalg.vector_norm
-    scale = max(norm(want.double()).item(), least)
-    difference = norm(got.double() - want.double()).item()
-    return difference / scale if scale else difference

@@ -96,12 +96,18 @@ class VirtualComm(Comm):
         self._sends.clear()
 
     def gather_object(self, value: Any) -> list[Any]:
+        return [pickle.loads(one) for one in self._gather_pickled(value)]
+
+    def gather_to_first(self, value: Any) -> list[Any]:
+        pickled = self._gather_pickled(value)
+        return [pickle.loads(one) for one in pickled] if self.rank == 0 else []
+
+    def _gather_pickled(self, value: Any) -> list[bytes]:
+        """As between processes, so that ranks do not share what is mutable."""
         self._call = _Call("gather_object")
-        # Pickled as between processes, so that ranks do not share what is mutable.
-        pickled = self._meet(
+        return self._meet(
             self._everyone, pickle.dumps(value), lambda values: [values] * len(values)
         )
-        return [pickle.loads(one) for one in pickled]
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         self._call = _Call("broadcast_object", detail={"source": source})

@@ -1,0 +1,93 @@
+"""A checkpoint in memory, for ranks that share it: those of a virtual mesh.
+
+What a plan decides of a checkpoint (which boxes of which tensors a rank writes, and
+reads again) is the same as in files, which are the same for all plans.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.storage import (
+    StorageReader,
+    StorageWriter,
+    WriteResult,
+)
+from torch.futures import Future
+
+
+class Memory(StorageWriter, StorageReader):
+    """Holds what ranks write; all of them have this one."""
+
+    def __init__(self) -> None:
+        self.values: dict[MetadataIndex, Tensor | bytes] = {}
+        self.metadata: Metadata | None = None
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False  # it has no name by which torch could find it
+
+    # --- writing ---------------------------------------------------------------------
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        return plans
+
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> Future[list[WriteResult]]:
+        results = []
+        for item in plan.items:
+            data = planner.resolve_data(item)
+            is_tensor = isinstance(data, Tensor)
+            self.values[item.index] = data.clone() if is_tensor else data.getvalue()
+            results.append(WriteResult(item.index, 0, None))
+        return _done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self.metadata = metadata
+
+    # --- reading ---------------------------------------------------------------------
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        assert self.metadata is not None, "it is written first"
+        return self.metadata
+
+    def set_up_storage_reader(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            value: Any = self.values[item.storage_index]
+            if item.type is LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(value))
+                continue
+            ranges = zip(item.storage_offsets, item.lengths, strict=True)
+            for dim, (begin, length) in enumerate(ranges):
+                value = value.narrow(dim, begin, length)
+            planner.resolve_tensor(item).copy_(value)
+        return _done(None)
+
+
+def _done(value: Any) -> Any:
+    future: Any = Future()
+    future.set_result(value)
+    return future

@@ -1,0 +1,31 @@
+"""What a proof says when it fails, and how far two tensors are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from passes.errors import AutoparError
+
+ANOTHER_MESH = "report this model and mesh; another mesh may be right meanwhile"
+
+
+class VerificationFailed(AutoparError):
+    """The program does not compute what the model computes."""
+
+
+def root_mean_square(tensors: Iterable[Tensor]) -> float:
+    """Over the elements of all tensors."""
+    found = [(x.double().square().sum().item(), x.numel()) for x in tensors]
+    count = sum(n for _, n in found)
+    return (sum(squares for squares, _ in found) / max(count, 1)) ** 0.5
+
+
+def relative_error(got: Tensor, want: Tensor, least: float = 0.0) -> float:
+    """|got - want| / max(|want|, least), the norms in double precision."""
+    norm = torch.linalg.vector_norm
+    scale = max(norm(want.double()).item(), least)
+    difference = norm(got.double() - want.double()).item()
+    return difference / scale if scale else difference

@@ -1,0 +1,137 @@
+"""What follows gradients: they are clipped, weights updated, given out, saved, loaded.
+
+All ranks take it by the code that trains (`autopar.rank_step`), and one device by
+torch's own. Adam's first update is a gradient's sign, which tells neither its size nor
+noise from 0: so its epsilon is here as large as gradients are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from autopar.checkpoints.checkpoint import load_from_memory, save_in_memory
+from autopar.checkpoints.memory import Memory
+from autopar.proof.errors import (
+    ANOTHER_MESH,
+    VerificationFailed,
+    relative_error,
+    root_mean_square,
+)
+from autopar.rank_step import RankStep
+
+RATE, DECAY = 0.1, 0.1
+CLIPPED = 0.5  # to this share of their norm
+
+
+@dataclass(frozen=True)
+class Update:
+    """max_norm: what gradients are clipped to. eps: of AdamW. norm: of the model's
+    gradients before. weights: the model's after, whole, by name."""
+
+    max_norm: float
+    eps: float
+    norm: float
+    weights: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Updated:
+    """errors: by name, of what the state dict has after an update. norm: as clipping
+    gave it. restored: how many tensors came back from a checkpoint."""
+
+    errors: Mapping[str, float]
+    norm: float
+    restored: int
+
+
+def update_whole(
+    weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+) -> Update:
+    """The update on one device. gradients: of those weights that are trained."""
+    held = {name: nn.Parameter(w.clone(), False) for name, w in weights.items()}
+    for name, gradient in gradients.items():
+        held[name].requires_grad_().grad = gradient.clone()
+    typical = root_mean_square(gradients.values())
+    count = sum(g.numel() for g in gradients.values())
+    max_norm = CLIPPED * typical * count**0.5
+    norm = nn.utils.clip_grad_norm_(held.values(), max_norm)
+    _optimizer(held.values(), typical).step()
+    after = {name: p.detach() for name, p in held.items()}
+    return Update(max_norm, typical, norm.item(), after)
+
+
+def update_rank(step: RankStep, update: Update, memory: Memory) -> Updated:
+    """The same on a rank that has computed gradients, and a checkpoint.
+
+    All ranks must call it. Raises VerificationFailed where what is saved does not come
+    back bitwise, the optimizer's state included; AutoparError.
+    """
+    norm = step.clip_grad_norm_(update.max_norm)
+    optimizer = _optimizer(step.parameters(), update.eps)
+    optimizer.step()
+    state = step.state_dict()
+    errors = {
+        name: relative_error(state[name], want) if name in state else 1.0
+        for name, want in update.weights.items()
+    }
+    return Updated(
+        errors, norm.item(), _save_and_load(step, optimizer, update.eps, memory)
+    )
+
+
+def _save_and_load(
+    step: RankStep, optimizer: torch.optim.Optimizer, eps: float, memory: Memory
+) -> int:
+    """How many tensors come back bitwise, after all were overwritten."""
+    save_in_memory(memory, step, optimizer)
+    held, training = _held(step, optimizer), step.training_state()
+    saved = {name: x.clone() for name, x in held.items()}
+    with torch.no_grad():
+        for x in held.values():
+            x.zero_()
+    step.load_training_state({**training, "steps": 0})
+    fresh = _optimizer(step.parameters(), eps)
+    load_from_memory(memory, step, fresh)
+    found = _held(step, fresh)
+    lost = [
+        name
+        for name in {**saved, **found}
+        if name not in saved
+        or name not in found
+        or not torch.equal(saved[name], found[name])
+    ]
+    if step.training_state() != training:
+        lost.append("the count of steps")
+    if lost:
+        raise VerificationFailed(
+            f"rank {step.comm.rank} does not get '{lost[0]}' back from a checkpoint as "
+            "it was",
+            fix=ANOTHER_MESH,
+        )
+    return len(saved)
+
+
+def _optimizer(parameters: Iterable[nn.Parameter], eps: float) -> torch.optim.AdamW:
+    """Weights decay, biases and norms do not."""
+    held = list(parameters)
+    groups = [
+        {"params": [p for p in held if p.ndim >= 2], "weight_decay": DECAY},
+        {"params": [p for p in held if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=RATE, eps=eps)
+
+
+def _held(step: RankStep, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All that this rank goes on from: parameters, what the optimizer stores, and what
+    every rank has whole."""
+    found = {**step.unused}
+    found |= {f"buffer {name}": x for name, x in step.executor.buffers.items()}
+    for name, p in step.named_parameters():
+        found[name] = p.detach()
+        for entry, x in optimizer.state.get(p, {}).items():
+            found[f"{name}.{entry}"] = x
+    return found
