@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +16,16 @@ from torch import Tensor, nn
 
 import autopar
 import autopar.proof.prove_program as prover
+from autopar.checkpoints import checkpoint
 from autopar.cli import main
 from autopar.models import example_batch, load_model
 from autopar.proof.full_size import check_full_size
 from autopar.proof.prove_program import NotProved, prove_program
 from autopar.proof.ranks import VerificationFailed
 from autopar.proof.small import make_small
+from autopar.rank_step import RankStep
+from autopar.runtime import gradient_norm
+from autopar.runtime.updates import Updates
 from autopar.store import load_plan, save_plan
 from examples.gpt import Config, build
 from passes.capture.trace import trace
@@ -29,7 +35,7 @@ from passes.plan import Plan
 from passes.program import Program
 from passes.proof.choose_sizes import Divides, NotShrunk, choose_sizes
 from passes.proof.extents import Sum, find_extents
-from passes.proof.proof import SMALL, WHOLE
+from passes.proof.proof import SMALL, WHOLE, Proof
 from passes.proof.shrink import Shrinker
 from passes.proof.shrink_plan import thin
 from passes.proof.transfer import differs
@@ -259,7 +265,7 @@ def test_ranks_that_do_not_meet_are_noticed() -> None:
     """Uneven shares: ranks run different texts, which must make the same calls."""
     *_, program = compiled("tp=4")
     assert len(program.modules) > 1
-    assert check_full_size(program) == len(program.modules)
+    assert check_full_size(program) == ()
     key, text = next(iter(program.modules.items()))
     wrong = {
         **program.modules,
@@ -267,6 +273,102 @@ def test_ranks_that_do_not_meet_are_noticed() -> None:
     }
     with pytest.raises(VerificationFailed):
         check_full_size(replace(program, modules=wrong))
+
+
+# --- what follows gradients ----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tied() -> tuple[nn.Module, dict[str, Tensor], Program]:
+    """A weight that two stages hold, shares of optimizers, one that is not trained."""
+    model, batch = build(Config(2, 8, 2, 4, 11), batch=4)
+    model.positions.weight.requires_grad_(False)
+    plan = Plan(Mesh.parse("pp=2,dp=2"), 2, zero=1)
+    program = autopar.compile_offline(model, batch, plan, costs=Costs())
+    assert program.parameters["tokens.weight"].stages == (0, 1)
+    return model, batch, program
+
+
+def test_weights_after_an_update_and_a_checkpoint_are_proved(tied) -> None:
+    proof, (_, _, program) = prove(*tied), tied
+    assert proof.passed and proof.size == WHOLE
+    # Each weight of each rank; of those that are trained two moments and a count.
+    held = [
+        4 if spec.trainable else 1
+        for rank in range(4)
+        for spec in program.parameters.values()
+        if set(spec.stages) & set(program.stages_of(rank))
+    ]
+    assert proof.restored == sum(held)
+    assert Proof.from_data(json.loads(json.dumps(proof.to_data()))) == proof
+
+
+def update_a_wrong_share(patch: pytest.MonkeyPatch) -> str:
+    def wrong(self: Updates, optimizer: torch.optim.Optimizer) -> None:
+        before(self, optimizer)
+        for name, p in self.parameters.items():
+            if name.endswith("up.bias") and p.grad is not None:
+                p.grad = p.grad.flip(0)
+
+    before = Updates.before
+    patch.setattr(Updates, "before", wrong)
+    return "up.bias after an update'"
+
+
+def update_twice_what_is_tied(patch: pytest.MonkeyPatch) -> str:
+    def wrong(self: Updates, optimizer: torch.optim.Optimizer) -> None:
+        before(self, optimizer)
+        p = self.parameters["tokens.weight"]
+        if optimizer.param_groups[0]["params"][0] is p:  # this rank's own
+            p.data.sub_(p.grad)
+
+    before = Updates.before
+    patch.setattr(Updates, "before", wrong)
+    return "tokens.weight after an update'"
+
+
+def count_replicas_twice(patch: pytest.MonkeyPatch) -> str:
+    patch.setattr(gradient_norm, "is_owner", lambda *_: True)
+    return "norm"
+
+
+def give_a_stale_copy(patch: pytest.MonkeyPatch) -> str:
+    def start(self: RankStep, *given: Any) -> None:
+        begin(self, *given)
+        first[id(self)] = take(self)
+
+    begin, take, first = RankStep.start, RankStep.state_dict, dict[int, Any]()
+    patch.setattr(RankStep, "start", start)
+    patch.setattr(RankStep, "state_dict", lambda self: first[id(self)])
+    return "after an update'"
+
+
+def save_no_moments(patch: pytest.MonkeyPatch) -> str:
+    def some(*given: Any) -> dict[Any, Any]:
+        found = targets(*given).items()
+        return {key: x for key, x in found if key[-1] != "exp_avg_sq"}
+
+    targets = checkpoint.optimizer_targets
+    patch.setattr(checkpoint, "optimizer_targets", some)
+    return "exp_avg_sq' back from a checkpoint"
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        update_a_wrong_share,
+        update_twice_what_is_tied,
+        count_replicas_twice,
+        give_a_stale_copy,
+        save_no_moments,
+    ],
+)
+def test_a_wrong_update_fails_the_proof(
+    tied, mutant: Callable[[pytest.MonkeyPatch], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says = mutant(monkeypatch)
+    with pytest.raises(VerificationFailed, match=says):
+        prove(*tied)
 
 
 # --- where users meet it -------------------------------------------------------------

@@ -25,7 +25,6 @@ from autopar.options import LAYOUTS, make_plan
 from autopar.planner.estimate_file import Findings
 from autopar.planner.planned import batch_for, read_decided
 from autopar.reports.inspection import (
-    proof_text,
     report_data,
     schedule_text,
     stage_table,
@@ -134,7 +133,7 @@ def compile_command(arguments: argparse.Namespace) -> int:
     print(stage_table(program), schedule_text(program), sep="\n\n", end="\n\n")
     for note in program.notes:
         print(f"note: {note}")
-    print(proof_text(program))
+    print(program.proof or "not proved")
     print(f"wrote {where} ({len(program.modules)} distinct modules)")
     if not loaded.on_meta:
         print(

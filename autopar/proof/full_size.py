@@ -8,6 +8,7 @@ stage sends must be what the next receives.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,6 +24,7 @@ from autopar.runtime.shards import local_shape
 from passes.errors import AutoparError
 from passes.mesh import Mesh
 from passes.program import Program, coords_text
+from passes.proof.proof import CutShort
 from passes.schedule.check_schedule import check
 
 META = torch.device("meta")
@@ -77,25 +79,25 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list | tuple) else value
 
 
-def check_full_size(program: Program) -> int:
-    """Returns how many distinct modules were run; of one that routes rows by their
-    values the rest is not, as shapes depend on these.
+def check_full_size(program: Program) -> tuple[CutShort, ...]:
+    """Returns the modules that did not run to their end: where one routes rows by their
+    values, shapes of the rest depend on these.
 
     Raises VerificationFailed.
     """
     check(program.schedule)
     modules: dict[tuple[int, str], list[Call]] = {}
     declared: dict[tuple[int, str], Mapping[str, Any]] = {}
-    run = 0
+    found: list[CutShort] = []
     for index, stage in enumerate(program.stages):
         for key, rank in _first_ranks(program, index).items():
             told = _run_module(program, index, rank)
-            modules[index, key], declared[index, key], complete = told
-            run += complete
+            modules[index, key], declared[index, key], cut_short = told
+            found += cut_short
         _check_meetings(program, index, modules)
         assert stage.modules, "a stage runs on some ranks"
     _check_messages(program, declared)
-    return run
+    return tuple(found)
 
 
 def _first_ranks(program: Program, stage: int) -> dict[str, int]:
@@ -115,8 +117,8 @@ def _first_ranks(program: Program, stage: int) -> dict[str, int]:
 
 def _run_module(
     program: Program, index: int, rank: int
-) -> tuple[list[Call], Mapping[str, Any], bool]:
-    """(calls, what the module declares, whether it ran to its end)."""
+) -> tuple[list[Call], Mapping[str, Any], list[CutShort]]:
+    """(calls, what the module declares, where it stopped before its end)."""
     comm = _Listener(program.mesh, program.plan.microbatches, rank)
     mine = set(program.stages_of(rank))
     held = {
@@ -150,12 +152,26 @@ def _run_module(
         problem = str(error).partition("\n")[0]
         if any(text in str(error) for text in UNKNOWN):
             key = program.module_of(rank, index)
-            return comm.calls, load_module(program.modules[key], key), False
+            place = _statement(error)
+            stopped = CutShort(index, key, comm.function, *place, problem)
+            return comm.calls, load_module(program.modules[key], key), [stopped]
         raise VerificationFailed(
             f"stage {index} does not run on rank {rank} at its own size: {problem}",
             fix=REPORT,
         ) from error
-    return comm.calls, stage.module, True
+    return comm.calls, stage.module, []
+
+
+def _statement(error: BaseException) -> tuple[str, str]:
+    """The statement of the emitted module that raised, and its place in the model."""
+    lines = [
+        frame.line or ""
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename.startswith("<autopar.emitted.")
+    ]
+    code, _, remark = lines[-1].partition("  # ") if lines else ("", "", "")
+    parts = [part for part in remark.split("  ") if not part.startswith("[")]
+    return code, " ".join(parts)
 
 
 def _play(comm: _Listener, stage: RunningStage, batch: Mapping[str, Tensor]) -> None:

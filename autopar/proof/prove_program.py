@@ -67,7 +67,8 @@ def prove_program(
     """Prove that a program computes what its captured model does.
 
     Two steps are compared, with drawn weights and batches: losses, every gradient, what
-    replicas hold, the norm of all gradients, and the loss without dropout.
+    replicas hold, the norm of all gradients, the loss without dropout, and the weights
+    after gradients were clipped and AdamW updated them; a checkpoint must come back.
     Raises VerificationFailed where it does not, NotProved where that cannot be told.
     """
     flops = _flops(program)
@@ -113,7 +114,7 @@ def _prove_small(
 ) -> Proof:
     small = make_small(program, model, batch, loss_fn)
     _check_transfer(program, small)
-    check_full_size(program)
+    cut_short = check_full_size(program)
     proof = _proof(SMALL, small, batch, seed)
     layers = {
         layer_number(small.few.path, name)
@@ -125,6 +126,7 @@ def _prove_small(
         sizes={str(large): n for large, n in small.sizes.items() if large != n},
         layers=(len(small.few.order), len(layers)),
         texts=len(program.modules),
+        cut_short=cut_short,
     )
 
 
@@ -146,6 +148,7 @@ def _proof(size: str, runnable: Runnable, batch: Mapping[str, Any], seed: int) -
         error=error,
         tolerance=TOLERANCE,
         compared=len(result.errors),
+        restored=result.restored,
     )
     result.check()
     return proof

@@ -321,8 +321,10 @@ def report(program: Program, every: bool = False) -> str:
 
 
 def proof_text(program: Program) -> str:
-    """One line: how it was proved."""
-    return str(program.proof) if program.proof else "not proved"
+    """How it was proved, and what of it at full size was not run to its end."""
+    if program.proof is None:
+        return "not proved"
+    return "\n".join([str(program.proof), *map(str, program.proof.cut_short)])
 
 
 def report_data(program: Program) -> dict[str, Any]:

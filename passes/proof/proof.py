@@ -10,13 +10,34 @@ WHOLE, SMALL = "whole", "small"
 
 
 @dataclass(frozen=True)
+class CutShort:
+    """A module that could not run to its end without numbers. function: where in it.
+    statement: which one wants values; source: of the model; why: torch's word."""
+
+    stage: int
+    module: str
+    function: str
+    statement: str
+    source: str
+    why: str
+
+    def __str__(self) -> str:
+        return (
+            f"stage {self.stage}, {self.module}: {self.function} stops at full size at "
+            f"{self.source}: '{self.statement}' ({self.why})"
+        )
+
+
+@dataclass(frozen=True)
 class Proof:
     """size: "whole", the program itself was run; "small", one that differs from it in
     its numbers alone. mesh, microbatches, ranks: of what was run. errors: the largest
     relative error of a loss, a gradient, or the norm of all, by its name, in float64;
-    tolerance: what rounding explains. compared: how many were. sizes: extents, large
+    tolerance: what rounding explains. compared: how many were. restored: how many
+    tensors of all ranks came back from a checkpoint, bitwise. sizes: extents, large
     -> small. layers: how many of how many were run. texts: the distinct modules that
-    were found to be small ones but for numbers.
+    were found to be small ones but for numbers. cut_short: those of them that did not
+    run to their end at their own size, of which the rest is proved small only.
     """
 
     size: str
@@ -32,6 +53,8 @@ class Proof:
     sizes: Mapping[str, int] = field(default_factory=dict)
     layers: tuple[int, int] = (0, 0)
     texts: int = 0
+    restored: int = 0
+    cut_short: tuple[CutShort, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -43,11 +66,14 @@ class Proof:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Proof:
         """Reads `to_data`. Raises TypeError, ValueError for other values."""
-        return cls(**{**data, "layers": tuple(data.get("layers", (0, 0)))})
+        layers = tuple(data.get("layers", (0, 0)))
+        cut_short = tuple(CutShort(**one) for one in data.get("cut_short", ()))
+        return cls(**{**data, "layers": layers, "cut_short": cut_short})
 
     def __str__(self) -> str:
         what = (
-            f"{self.compared} values of 2 steps, worst '{self.worst}' {self.error:.0e}"
+            f"{self.compared} values of 2 steps and an update, worst '{self.worst}' "
+            f"{self.error:.0e}; {self.restored} tensors saved and loaded"
         )
         if self.size == WHOLE:
             return f"proved on all {self.ranks} ranks: {what}"
@@ -55,5 +81,14 @@ class Proof:
         layers = f", {kept} of {every} layers" if every > kept else ""
         return (
             f"proved small ({self.mesh or 'one rank'}{layers}): {what}; "
-            f"{self.texts} modules are the same but for sizes"
+            f"{self.texts} modules are the same but for sizes{self._cut_short()}"
+        )
+
+    def _cut_short(self) -> str:
+        if not self.cut_short:
+            return ""
+        first = self.cut_short[0]
+        return (
+            f", of which {len(self.cut_short)} run at full size only up to what "
+            f"depends on values ({first.source})"
         )
