@@ -30,6 +30,7 @@ from autopar.store import load_plan, save_plan
 from examples.gpt import Config, build
 from passes.capture.trace import trace
 from passes.cost import Costs
+from passes.graph import Node
 from passes.mesh import Mesh
 from passes.plan import Plan
 from passes.program import Program
@@ -40,6 +41,7 @@ from passes.proof.shrink import Shrinker
 from passes.proof.shrink_plan import thin
 from passes.proof.transfer import differs
 from passes.stage.emit import emit
+from passes.stage.local_stage import LocalStage
 
 # Nothing is small enough to be run as it is, and nothing is too large to be refused.
 BIG = Config(layers=6, width=48, heads=6, context=40, vocab=64)
@@ -258,6 +260,30 @@ def test_what_cannot_be_proved_says_so() -> None:
     wrong = replace(program, modules={key: changed(text, "'tp', 1)", "'tp', 0)")})
     with pytest.raises(NotProved, match="stage 0 is not what it is with small sizes"):
         prove(model, batch, wrong)
+
+
+@pytest.mark.usefixtures("only_small")
+def test_a_dim_found_by_its_extent_is_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 positions a rank has 32, as many as a head is wide: at full size alone
+    shapes fit both ways."""
+
+    def by_extent(node: Node) -> Node:
+        if node.op != "aten.transpose.int":
+            return node
+        x, a, b = node.args
+        last = len(x.shape) - 1 - x.shape[::-1].index(x.shape[b])
+        return replace(node, args=(x, a, last))
+
+    def wrong(local: LocalStage, stages: int) -> str:
+        forward = tuple(map(by_extent, local.forward))
+        return emit(replace(local, forward=forward), stages)
+
+    monkeypatch.setattr("passes.pipeline.emit", wrong)
+    config = Config(layers=1, width=192, heads=6, context=64, vocab=64)
+    model, batch, program = compiled("cp=2", 1, config)
+    assert check_full_size(program) == ()
+    with pytest.raises(NotProved, match=r"is not what it is with small sizes.*transpo"):
+        prove(model, batch, program)
 
 
 @pytest.mark.slow

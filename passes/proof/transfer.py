@@ -5,6 +5,12 @@ numbers taken out, its variables named after where they were made (which layer, 
 from this one, and the how-manieth statement of it), and layers counted likewise: so
 layers that are alike have equal statements, however many there are. What the large text
 repeats more often than the small one must be whole chunks that the small one has too.
+
+Which extents of a rank happen to be equal (its share of the sequence and the width of a
+head) is not kept, and need not be. What a pass decides by it (which value, op, axis or
+dim) is in the text, of which sizes alone may differ; and where it takes one size for
+another that is equal, the number is the same. What runs looks at extents to refuse what
+does not fit, but for an extent of 1, which `choose_sizes` keeps.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from passes.proof.extents import MARGIN
+from passes.proof.find_dims import find_dims
 from passes.proof.read_text import Chunk, Numbers, collapse, read_functions
 
 SHOWN = 160  # characters of a statement in an error
@@ -70,12 +77,12 @@ def _compare(name: str, large: list[Chunk], small: list[Chunk]) -> Difference | 
         known.setdefault(chunk.texts, []).append(chunk.numbers)
     for chunk in large:
         alike = known[chunk.texts]
-        if any(_explained(chunk.numbers, own) for own in alike):
+        if any(_explained(chunk.texts, chunk.numbers, own) for own in alike):
             continue
         for text, ours, theirs in zip(
             chunk.texts, chunk.numbers, alike[0], strict=True
         ):
-            if not _explained((ours,), (theirs,)):
+            if not _explained((text,), (ours,), (theirs,)):
                 return Difference(name, f"{text} {ours}", f"{text} {theirs}")
     return None
 
@@ -88,13 +95,18 @@ def _first_difference(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
     return "".join(a[short : short + 1]), "".join(b[short : short + 1])
 
 
-def _explained(large: tuple[Numbers, ...], small: tuple[Numbers, ...]) -> bool:
+def _explained(
+    texts: tuple[str, ...], large: tuple[Numbers, ...], small: tuple[Numbers, ...]
+) -> bool:
     """Whether numbers are equal, or a size and a smaller one, or one of so many, or the
-    root of that (as scores of attention are scaled)."""
+    root of that (as scores of attention are scaled). Dims are equal."""
     return all(
-        _is_size(a, b)
-        for xs, ys in zip(large, small, strict=True)
-        for a, b in zip(xs, ys, strict=True)
+        xs == ys
+        or all(
+            a == b or (_is_size(a, b) and i not in find_dims(text))
+            for i, (a, b) in enumerate(zip(xs, ys, strict=True))
+        )
+        for text, xs, ys in zip(texts, large, small, strict=True)
     )
 
 
