@@ -120,13 +120,15 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def rank_memory(settings: list[dict[str, Any]]) -> list[tuple[dict[str, int], Program]]:
-    """Under each setting, the bytes that this rank holds and that are predicted."""
+def compiled(dropout: float = 0.0, **options: Any) -> tuple[float, Program]:
+    return dropout, gpt(4, dropout).compile("pp=2", 4, **options)
+
+
+def rank_memory(plans: list[tuple[float, Program]]) -> list[dict[str, int]]:
+    """The bytes that this rank holds, in a step of each program."""
     found = []
-    for options in settings:
-        options = dict(options)
-        case = gpt(4, options.pop("dropout", 0.0))
-        program = case.compile("pp=2", 4, **options)
+    for dropout, program in plans:
+        case = gpt(4, dropout)
         comm = ProcessComm(
             program.mesh,
             4,
@@ -136,7 +138,7 @@ def rank_memory(settings: list[dict[str, Any]]) -> list[tuple[dict[str, int], Pr
         own = local_parameters(program, comm, dict(case.model.named_parameters()))
         executor = Executor(program, comm, own, {})
         executor.step(case.batch)
-        found.append((measured(executor, case), program))
+        found.append(measured(executor, case))
     return found
 
 
@@ -170,9 +172,9 @@ def measured(executor: Executor, case: Case) -> dict[str, int]:
     ids=["few", "many"],
 )
 def test_memory_is_that_of_a_run(settings):
-    ranks = run_ranks(rank_memory, 2, settings)
-    for rank, results in enumerate(ranks):
-        for options, (alive, program) in zip(settings, results, strict=True):
+    plans = [compiled(**options) for options in settings]
+    for rank, results in enumerate(run_ranks(rank_memory, 2, plans)):
+        for options, (_, program), alive in zip(settings, plans, results, strict=True):
             predicted = program.memory[rank]
             for term, size in alive.items():
                 said = getattr(predicted, term)
