@@ -122,14 +122,15 @@ LOSSES = [
 ]
 
 
-@pytest.mark.matrix(quick=8)
+@pytest.mark.matrix(quick=4)
 @pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("mesh", ONE_QUICK)
 def test_a_loss_that_is_a_sum_over_samples(loss_fn, mesh):
     stack(loss_fn).double().verify(mesh, 2)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 4])
+@pytest.mark.matrix(quick=1)
+@pytest.mark.parametrize("microbatches", [4, 2, 1])
 def test_a_penalty_on_weights_counts_once(microbatches):
     case = stack(cross_entropy)
     model = case.model
@@ -173,6 +174,7 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 }
 
 
+@pytest.mark.matrix(quick=6)
 @pytest.mark.parametrize("what", FROZEN)
 @pytest.mark.parametrize("mesh", ONE_QUICK)
 def test_frozen_parameters_get_no_gradient(what, mesh):
@@ -200,7 +202,8 @@ def contrastive(logits: Tensor, batch: Batch) -> Tensor:
     return F.cross_entropy(z @ z.T, torch.arange(z.shape[0]))
 
 
-@pytest.mark.parametrize("loss_fn", [logarithm, ratio, contrastive])
+@pytest.mark.matrix(quick=1)
+@pytest.mark.parametrize("loss_fn", [contrastive, logarithm, ratio])
 def test_a_loss_that_is_no_sum_over_samples(loss_fn):
     """One microbatch on any mesh is fine; several are refused."""
     case = stack(loss_fn).double()

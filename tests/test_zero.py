@@ -34,7 +34,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.matrix(quick=6)
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
@@ -54,7 +54,7 @@ HYBRID = [
 ]
 
 
-@pytest.mark.matrix(quick=6)
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize(("model", "mesh", "microbatches"), HYBRID)
 def test_with_ranks_that_replicate_the_shares(model, mesh, microbatches, zero):
