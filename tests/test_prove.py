@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Case
 from plans import model_file, small_program
 from torch import Tensor, nn
 
@@ -179,6 +180,24 @@ def test_what_is_little_is_run_as_it_is() -> None:
     program = autopar.compile_offline(model, batch, plan, costs=Costs(), prove=True)
     assert program.proof is not None and program.proof.size == WHOLE
     assert program.proof.error < 1e-13
+
+
+class Normed(nn.Module):
+    """torch takes an eps for the norm that follows from the dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.RMSNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x)).pow(3).sum()
+
+
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+def test_a_norm_without_an_eps_is_proved_in_another_dtype(precision: str) -> None:
+    case = Case(Normed(), {"x": torch.randn(4, 8)})
+    program = case.compile("dp=2", precision=precision)
+    prove_program(program, *case[:2], case.trace(program.plan.dtype))
 
 
 @pytest.mark.slow

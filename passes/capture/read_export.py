@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from passes.arguments import arguments, call
 from passes.capture.user_frames import TORCH
 from passes.capture.values_read import UNKNOWN, Read, Unknown, has_shape, refuse_unknown
 from passes.errors import CaptureError
@@ -99,9 +101,8 @@ class ExportReader:
             else None
             for i, f in enumerate(fakes if many else (fakes,))
         )
-        self.builder.nodes.append(
-            Node(str(target), args, kwargs, outs, self.where(node))
-        )
+        made = Node(str(target), args, kwargs, outs, self.where(node))
+        self.builder.nodes.append(_with_eps(made))
         self.place = self.where(node).source
         self.note_flow(target, args, outs)
         if self.precision is not None:
@@ -191,6 +192,17 @@ class ExportReader:
         file, line = outside[-1] if len(outside) > 1 else ("", "")
         source = f"{os.path.basename(file)}:{line}" if file else self.elsewhere
         return self.wheres.setdefault((module, source), Where(module, source))
+
+
+def _with_eps(node: Node) -> Node:
+    """The node; a norm without an eps is given torch's, which follows from the dtype of
+    its input, so that it is the same where a program is proved in another one."""
+    if node.op != "aten.rms_norm.default" or arguments(node)["eps"] is not None:
+        return node
+    given = arguments(node)
+    dtype = torch.promote_types(given["input"].dtype, torch.float32)
+    args, kwargs = call(node.op, {**given, "eps": torch.finfo(dtype).eps})
+    return replace(node, args=args, kwargs=kwargs)
 
 
 def _plain(arg: Any) -> Any:
