@@ -200,7 +200,14 @@ def _expect(
             evaluated = run_graph(traced, values, None)[0]
         own = {name: in_double(x) for name, x in weights.items()}
         if number == STEPS - 1:
-            update = update_whole(own, found[1])
+            trained = {
+                spec.part.source
+                for spec in runnable.program.parameters.values()
+                if spec.trainable and spec.stages
+            }
+            update = update_whole(
+                own, {n: g for n, g in found[1].items() if n in trained}
+            )
         return Expected(
             own,
             {name: in_double(x) for name, x in inputs.items()},

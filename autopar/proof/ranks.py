@@ -93,7 +93,7 @@ def run_steps(
         own = Watch("buffer", executor.buffers)
         found = []
         for number, given in enumerate(steps):
-            _set_weights(program, comm, held, given.weights)
+            _set_weights(step, given.weights)
             comm.choices = given.choices
             loss = step(**_batch(program, given))
             scale = executor.loss_scale
@@ -111,7 +111,7 @@ def run_steps(
             for p in held.values():
                 p.grad = None
         for given, one in zip(steps, found, strict=True) if evaluate else ():
-            _set_weights(program, comm, held, given.weights)
+            _set_weights(step, given.weights)
             comm.choices = given.choices
             one.evaluated = step.evaluate(**_batch(program, given))
         own.check()
@@ -213,15 +213,12 @@ def _own(
 
 
 @torch.no_grad()
-def _set_weights(
-    program: Program,
-    comm: Comm,
-    held: Mapping[str, nn.Parameter],
-    wholes: Mapping[str, Tensor],
-) -> None:
-    """Writes into the rank's shards, as an optimizer does."""
-    for name, p in held.items():
-        p.copy_(_own(program, comm, name, wholes))
+def _set_weights(step: RankStep, wholes: Mapping[str, Tensor]) -> None:
+    """Writes into the rank's shards, as an optimizer does, and into what is whole."""
+    for name, p in step.named_parameters():
+        p.copy_(_own(step.program, step.comm, name, wholes))
+    for name, x in step.unused.items():
+        x.copy_(wholes.get(name, x))
 
 
 # --- what ranks found, joined -------------------------------------------------------
