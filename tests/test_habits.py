@@ -98,6 +98,9 @@ HABITS: dict[str, dict[str, Callable[[Block, Tensor], Tensor]]] = {
         "one type, in place": one_type_in_place,
         "as another": lambda m, x: F.gelu(x.ravel()).reshape_as(x),
         "straight through": lambda m, x: Binary.apply(x, x.flip(-1).tanh())[0],
+        "vmap": lambda m, x: torch.vmap(
+            torch.vmap(lambda y: F.gelu(y) * y.sigmoid().detach() + m.up.bias)
+        )(x),
         "batch norm": lambda m, x: m.norm(x.mT).mT,
         "dropout of constants": lambda m, x: x * F.dropout(torch.ones_like(x[0]), 0.2),
         "dropout of samples": lambda m, x: x * F.dropout(torch.ones_like(x), 0.2),

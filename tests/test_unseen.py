@@ -169,6 +169,12 @@ def without_gradient(x: Tensor) -> Tensor:
         return Square.apply(x.detach()) + x
 
 
+def mapped(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        mean = x.mean()
+    return x - mean
+
+
 # What stands between two layers: x [b, s, 32] -> the same.
 RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "square": Square.apply,
@@ -194,6 +200,7 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
     ),
     "the sign of a gradient": lambda x: Mapped.apply(x, lambda x: x * 1, torch.sign),
     "a loss of its own": lambda x: Penalty.apply(x, x.sum((1, 2))),
+    "no gradient within a vmap": torch.vmap(mapped),
     "a hook on a tensor": hooked,
     "a derivative": penalized,
 }

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from passes.arguments import arguments, call
+from passes.capture.inline_vmap import plain_region, regions
 from passes.capture.user_frames import TORCH
 from passes.capture.values_read import UNKNOWN, Read, Unknown, has_shape, refuse_unknown
 from passes.errors import CaptureError
@@ -54,8 +55,10 @@ class ExportReader:
 
     def read(self, module: fx.GraphModule) -> Any:
         result = None
-        for node in module.graph.nodes:
-            if node.op == "output":
+        for node in regions(list(module.graph.nodes)):
+            if isinstance(node, list):
+                self.inline_vmap(module, node)
+            elif node.op == "output":
                 result = fx.map_arg(node.args[0], self.values.__getitem__)
             elif node.op == "get_attr":
                 self.values[node] = getattr(module, str(node.target))
@@ -134,6 +137,23 @@ class ExportReader:
         result = self.read(body)
         self.detached = outside
         return result
+
+    def inline_vmap(self, module: fx.GraphModule, region: list[fx.Node]) -> None:
+        """Copy a torch.vmap in. Raises: CaptureError where it is of no plain operators,
+        such as regions without gradients."""
+        try:
+            reads, plain, made = plain_region(module, region)
+        except Exception as error:
+            raise CaptureError(
+                f"torch.vmap cannot be captured here: {type(error).__name__}: {error}",
+                source=self.where(region[0]).source,
+                fix="call what it maps on all samples at once, as operations broadcast "
+                "over dims before those that they work on; and x.detach() for no_grad",
+            ) from error
+        entering = plain.graph.find_nodes(op="placeholder")
+        for inner, node in zip(entering, reads, strict=True):
+            self.values[inner] = self.values[node]
+        self.values.update(zip(made, self.read(plain), strict=True))
 
     def inline_autocast(
         self,
