@@ -20,7 +20,7 @@ from autopar.runtime.agreement import Agreement
 from autopar.runtime.executor import Executor
 from autopar.runtime.first_rank import on_first_rank
 from autopar.runtime.initialize import local_state
-from autopar.runtime.join import await_here, default_device, join
+from autopar.runtime.join import await_here, default_device, join, read_device
 from autopar.runtime.match import check_model, check_same
 from autopar.runtime.process_groups import ProcessComm
 from passes.plan import AUTO, Plan, PlanError
@@ -103,8 +103,9 @@ class Step(RankStep):
         program: Program | None,
         prove: bool = True,
     ) -> None:
+        given = None if device is None else read_device(device)
         join(decided, timeout)
-        super().__init__(torch.device(device) if device else default_device())
+        super().__init__(given or default_device())
         self._model: nn.Module | None = model
         # A plan, or what one is chosen for once there is a batch.
         self._decided, self._loss_fn = decided, loss_fn

@@ -5,15 +5,18 @@ from __future__ import annotations
 import weakref
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from processes import output_of, run_ranks, torchrun_command
+from torch import nn
 
+import autopar
 from autopar.runtime import arrivals
 from autopar.runtime.comm import CommError
-from autopar.runtime.join import choose_backend, default_device
+from autopar.runtime.join import choose_backend, default_device, read_device
 from autopar.runtime.process_groups import ProcessComm
 from autopar.runtime.roll_call import RanksDisagree
 from passes.mesh import Mesh, MeshError
@@ -68,6 +71,17 @@ def test_a_machine_without_gpus_computes_on_the_cpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_backend() == "gloo"
     assert default_device() == torch.device("cpu")
+
+
+@pytest.mark.parametrize("device", ["nope", "cuda:99", 2.5, 7, "", "vulkan"])
+def test_a_device_that_is_not_there_is_refused(device: Any) -> None:
+    with pytest.raises(MeshError, match=r"^device=.* this process has cpu.*\n  fix  "):
+        autopar.compile(nn.Linear(2, 2), "dp=1", device=device)
+
+
+def test_a_device_that_is_there_is_taken() -> None:
+    for device in ("cpu", "meta", torch.device("cpu")):
+        assert read_device(device) == torch.device(device)
 
 
 def destroy() -> None:

@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from autopar.read_file import EnvironmentVariableError, read_variable
 from autopar.runtime.arrivals import await_all
 from passes.mesh import MeshError
 from passes.plan import Plan
-from passes.ranges import RANKS, Range
+from passes.ranges import RANKS, Range, shown
 
 COMPILE = "autopar.compile()"
 RANK, PORT = Range(0, RANKS.most - 1), Range(0, (1 << 16) - 1)
@@ -114,6 +115,28 @@ def choose_backend() -> str:
             )
         torch.cuda.set_device(rank)
     return "nccl"
+
+
+def read_device(device: Any) -> torch.device:
+    """A device that this process has. Raises: MeshError, which says which there are.
+
+    One without data, `meta`, is always there.
+    """
+    there = ["cpu"]
+    if (kind := torch.accelerator.current_accelerator()) is not None:
+        numbers = range(torch.accelerator.device_count())
+        there += [kind.type, *(f"{kind.type}:{i}" for i in numbers)] if numbers else []
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError, AssertionError):
+        found = None
+    if found is None or (found.type != "meta" and str(found) not in there):
+        raise MeshError(
+            f"device={shown(device)}, but this process has {', '.join(there)}",
+            fix="give one of these, or none: then it is this process's GPU, if there "
+            "is one",
+        )
+    return found
 
 
 def default_device() -> torch.device:
