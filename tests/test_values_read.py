@@ -4,6 +4,7 @@ computed, recurrent layers, writes under no_grad."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,45 @@ def lengths(m: Any, x: Tensor, ids: Tensor) -> Tensor:
     return torch.stack([y[:n].sum(0) for y, n in zip(x, sizes, strict=True)])[:, None]
 
 
+def chosen(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    weight, expert = m.router(x).softmax(-1).topk(2, -1)
+    return weight, expert
+
+
+def looped(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    rows = x.flatten(0, 1)
+    weight, which = chosen(m, rows)
+    y = torch.zeros_like(rows)
+    for e, expert in enumerate(m.experts):
+        row, place = torch.where(which == e)
+        y[row] += expert(rows[row]) * weight[row, place, None]
+    return y.view_as(x)
+
+
+def asked(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    _, which = chosen(m, x)
+    for e, expert in enumerate(m.experts):
+        if (mask := (which == e).any(-1)).any():
+            x = x + expert(x) * mask[..., None]
+    return x
+
+
+def all_rows(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    weight, which = chosen(m, x)
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        y = y + expert(x) * (weight * (which == e)).sum(-1, keepdim=True)
+    return y
+
+
+def looked_up(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    rows = x.flatten(0, 1)
+    weight, which = chosen(m, rows)
+    copies = rows.repeat_interleave(2, 0)[..., None]
+    y = torch.bmm(m.weights[which.flatten()], copies).view(-1, 2, WIDTH)
+    return (y * weight[..., None]).sum(1).view_as(x)
+
+
 # What forward does with x [b, s, 32] and ids [b, s] -> what the error says.
 WRONG: dict[str, tuple[Callable[..., Tensor], str]] = {
     "item": (lambda m, x, ids: x * ids.max().item(), rf"{NUMBERS}\.item"),
@@ -63,6 +103,8 @@ WRONG: dict[str, tuple[Callable[..., Tensor], str]] = {
     "lengths": (lengths, rf"{NUMBERS}\.item|{ROWS}x"),
     "ones": (lambda m, x, ids: x * torch.ones(ids.max().item()).sum(), NUMBERS),
     "mask": (lambda m, x, ids: x + x[ids > 3].sum(), rf"{ROWS}x\[\.\.\.\]"),
+    "experts": (looped, rf"{ROWS}(?s:.*)give no expert rows of its own"),
+    "used experts": (asked, rf"{NUMBERS}if(?s:.*)give no expert rows of its own"),
     "nonzero": (
         lambda m, x, ids: x + x.flatten(0, 1)[ids.flatten().nonzero()[:, 0]].mean(),
         rf"{ROWS}\.nonzero",
@@ -98,6 +140,8 @@ FIXED: dict[str, Callable[..., Tensor]] = {
     "item": lambda m, x, ids: x * ids[:, :1, None],
     "branch": lambda m, x, ids: torch.where((ids > 3)[..., None], x, 2 * x),
     "mask": masked,
+    "experts of all rows": all_rows,
+    "experts that are looked up": looked_up,
     "in place": lambda m, x, ids: x + (2 * x - x).detach(),
     "counted": guarded,
     "local": local,
@@ -119,6 +163,9 @@ class Between(nn.Module):
         self.rnn = nn.RNN(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True)
         self.state = nn.Parameter(torch.randn(2, 1, WIDTH // 2))
         self.stack = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.5, batch_first=True)
+        self.router = nn.Linear(WIDTH, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, False) for _ in range(4))
+        self.weights = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
         self.register_buffer("count", torch.zeros(4))
         self.fixed, self.what = table is FIXED, what
 
@@ -138,9 +185,10 @@ def between(table: dict[str, Any], what: str) -> Case:
 @pytest.mark.parametrize("what", WRONG)
 def test_what_a_graph_cannot_have_is_named_with_its_line(what):
     case = between(WRONG, what)
-    says = rf"{WRONG[what][1]}.*\n  at   .*test_values_read\.py:\d+"
-    with pytest.raises(CaptureError, match=rf"(?s){says}.*\n  fix  "):
+    with pytest.raises(CaptureError, match=WRONG[what][1]) as error:
         trace(case.model, case.batch)
+    at = r"\n  at   .*test_values_read\.py:\d+.*\n  fix  "
+    assert re.search(at, str(error.value))
 
 
 @pytest.mark.matrix(quick=2)
@@ -149,6 +197,15 @@ def test_as_the_fixes_have_it_models_compile(what):
     case = between(FIXED, what)
     for mesh, microbatches in (("dp=2", 2), ("pp=2,tp=2", 2)):
         case.verify(mesh, microbatches)
+
+
+def test_experts_in_other_words_compute_the_same():
+    model, batch = between(FIXED, "mask")[:2]
+    model.weights.data = torch.stack([e.weight for e in model.experts]).detach()
+    x = model.embed(batch["input_ids"])
+    want, *found = (f(model, x, None) for f in (looped, all_rows, looked_up))
+    for y in found:
+        torch.testing.assert_close(y, want)
 
 
 def test_numbers_that_stay_the_same_may_come_in_the_batch():

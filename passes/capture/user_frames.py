@@ -33,10 +33,23 @@ def raised_at(error: BaseException) -> str:
 
 def at_work() -> str:
     """`file:line` of the innermost frame of a user that is running, or ""."""
+    frame = _running()
+    if frame is None:
+        return ""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def words_at_work() -> tuple[str, ...]:
+    """The names that the function of that frame uses."""
+    frame = _running()
+    if frame is None:
+        return ()
+    code = frame.f_code
+    return (code.co_name, *code.co_names, *code.co_varnames)
+
+
+def _running() -> FrameType | None:
     frame: FrameType | None = inspect.currentframe()
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if is_users(file):
-            return f"{os.path.basename(file)}:{frame.f_lineno}"
+    while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    return ""
+    return frame

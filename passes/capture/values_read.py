@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from passes.capture.user_frames import at_work, raised_at
+from passes.capture.user_frames import at_work, raised_at, words_at_work
 from passes.errors import CaptureError
 
 # In errors of captures that need to know what is in a tensor.
@@ -48,6 +48,14 @@ WITHOUT_ROWS = (
     "torch.where(mask, x, 0), (x * mask).sum() / mask.sum()"
 )
 
+OF_EXPERTS = (
+    "give no expert rows of its own: in a loop over all, y = y + expert(x) * (weight * "
+    "(chosen == e)).sum(-1, keepdim=True) counts those by 0 that did not choose e, for "
+    "weight and chosen of topk; or look their weights up, which an axis ep can split: "
+    "torch.bmm(w[chosen.flatten()], x.repeat_interleave(k, 0)[..., None]), where w is "
+    "one parameter [experts, out, in], x [rows, in], and k are chosen of each row"
+)
+
 VALID = (
     "torch looks whether what a distribution is given is valid: give it "
     "validate_args=False"
@@ -70,11 +78,12 @@ LOOKS = {
 @dataclass(frozen=True)
 class Read:
     """A call whose result depends on values. name: of what is called. rows: whether it
-    is the number of rows that does."""
+    is the number of rows that does. experts: whether the code speaks of experts."""
 
     name: str
     source: str
     rows: bool = False
+    experts: bool = False
 
     def error(self, source: str = "") -> CaptureError:
         spoken = SPOKEN.get(self.name, f".{self.name}()")
@@ -90,6 +99,8 @@ class Read:
                 "known only when a program runs"
             )
         fix = WITHOUT_ROWS if self.rows else WITHOUT_NUMBERS
+        if self.experts:
+            fix = OF_EXPERTS
         return CaptureError(what, source=source or self.source, fix=fix)
 
 
@@ -103,9 +114,9 @@ def read_by(func: Any, args: Any, found: Any) -> Read | None:
 def _read_of(func: Any, found: Any) -> Read | None:
     name = getattr(func, "__name__", str(func))
     if isinstance(found, UNKNOWN):
-        return Read(name, at_work())
+        return _read_here(name, rows=False)
     if isinstance(found, Tensor):
-        return None if has_shape(found) else Read(name, at_work(), rows=True)
+        return None if has_shape(found) else _read_here(name, rows=True)
     if isinstance(found, list | tuple):
         reads = (_read_of(func, x) for x in found[:8])
         return next((r for r in reads if r is not None), None)
@@ -129,7 +140,13 @@ def tried_by(func: Any, args: Any, error: Exception) -> Read | None:
     if not reads_values(error) or _is_unknown(args):
         return None
     name = getattr(func, "__name__", str(func))
-    return Read(name, at_work(), rows="shape" in type(error).__name__.lower())
+    return _read_here(name, rows="shape" in type(error).__name__.lower())
+
+
+def _read_here(name: str, rows: bool) -> Read:
+    """The read by the line that is at work."""
+    experts = any("expert" in word.lower() for word in words_at_work())
+    return Read(name, at_work(), rows, experts)
 
 
 def reads_values(error: BaseException) -> bool:
