@@ -196,9 +196,13 @@ class RankStep:
         self._agree()("gather_for")
         program, held = self.program, dict(self.named_parameters())
         self.comm.open_groups(beside(program, rank) for rank in self.everyone())
-        WholeUpdates(program, self.comm, held, optimizer)
-        self._updates.whole.add(optimizer)
+        made = WholeUpdates(program, self.comm, held, optimizer)
+        self._updates.whole[optimizer] = made
         return optimizer
+
+    def gathers(self, optimizer: torch.optim.Optimizer) -> WholeUpdates | None:
+        """What gives an optimizer whole parameters, after `gather_for`."""
+        return self._updates.whole.get(optimizer)
 
     def owns(self, name: str) -> bool:
         """Whether this rank is the first of those that hold the same part of it."""

@@ -179,14 +179,22 @@ def test_another_optimizer_is_refused(tmp_path):
     assert len(update.state) == sum(p.requires_grad for p in other.parameters())
 
 
-def test_state_of_another_shape_is_refused(tmp_path):
-    step = one()
+def test_state_of_whole_parameters_is_kept_and_lists_are_refused(tmp_path):
+    step, other = one(), one()
     step(**build().batch)
-    update = torch.optim.Adafactor(step.parameters())
+    update, fresh = (torch.optim.Adafactor(s.parameters()) for s in (step, other))
     update.step()
+    step.save(tmp_path, update)
+    other.load(tmp_path, fresh)
+    for p, q in zip(step.parameters(), other.parameters(), strict=True):
+        for entry, value in update.state[p].items():
+            assert torch.equal(fresh.state[q][entry], value)
+    assert any("row_var" in state for state in fresh.state.values())
+    for state in update.state.values():
+        state["old"] = [1.0]
     with pytest.raises(AutoparError, match="neither of the parameter's shape"):
-        step.save(tmp_path, update)
-    assert latest(tmp_path) is None
+        step.save(tmp_path / "none", update)
+    assert latest(tmp_path / "none") is None
 
 
 def test_extra_must_be_plain(tmp_path):

@@ -22,7 +22,8 @@ STEPS, HALF = 4, 2
 
 
 class Lamb(torch.optim.Optimizer):
-    """Steps in proportion to the length of a parameter, with momentum (You 2020)."""
+    """Steps in proportion to the length of a parameter, with momentum (You 2020), and
+    less where rows had large gradients, which it stores by row."""
 
     def __init__(self, params: Iterable[Tensor], lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
@@ -37,7 +38,10 @@ class Lamb(torch.optim.Optimizer):
                 mean = state.setdefault("mean", torch.zeros_like(p))
                 state["step"] = state.get("step", 0) + 1
                 mean.lerp_(p.grad, 1 / state["step"])
-                p.sub_(mean, alpha=group["lr"] * float(p.norm() / mean.norm()))
+                rows = p.grad.flatten(1).norm(dim=1) if p.ndim > 1 else p.grad.abs()
+                rows = state.setdefault("rows", torch.zeros_like(rows)).add_(rows)
+                rate = group["lr"] / float(1 + rows.max())
+                p.sub_(mean, alpha=rate * float(p.norm() / mean.norm()))
 
 
 def lamb(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -135,6 +139,21 @@ def test_muon_is_that_of_one_device(tmp_path: Path) -> None:
         for name, value in want.items():
             moved = (value - start[name]).norm()
             assert (state[name] - value).norm() <= 0.02 * moved, name
+
+
+def test_what_looks_like_a_part_is_not_saved_as_one() -> None:
+    case = build("plain")
+    program = case.compile("")
+    step = autopar.compile(case.model, program.mesh, program=program, prove=False)
+    optimizer = step.build(**case.batch).gather_for(Lamb(step.parameters()))
+    gathers, (name, p) = step.gathers(optimizer), next(step.named_parameters())
+    assert gathers is not None
+    gathers._entries[name] = {"mean"}
+    state = {"mean": p, "rows": p[:, 0], "square": p}
+    with pytest.raises(AutoparError, match="would be taken"):
+        gathers.made_of_all(name, state)
+    del state["square"]
+    assert gathers.made_of_all(name, state) == {"rows"}
 
 
 def parts_apart(program: Program) -> str:

@@ -63,6 +63,7 @@ from autopar.checkpoints.optimizer_state import (
 from autopar.checkpoints.sole_writer import sole_writer
 from autopar.runtime.match import check_names
 from autopar.runtime.together import on_all, on_first
+from autopar.runtime.whole_updates import is_cut
 from passes.ranges import check_range
 
 if TYPE_CHECKING:
@@ -157,11 +158,16 @@ def _tied(step: RankStep) -> dict[str, str]:
 
 def _all_groups(step: RankStep, optimizer: Optimizer) -> list[Group]:
     """The groups of all ranks' parameters; checked, on all ranks."""
-    held = dict(step.named_parameters())
-    by_rank = on_all(step.comm, lambda: local_groups(optimizer, held))
+    by_rank = on_all(step.comm, lambda: _local_groups(step, optimizer))
     groups = merge_groups(by_rank, list(step.program.parameters))
     parts = {name: spec.part for name, spec in step.program.parameters.items()}
     return join_parts(groups, {name: part.source for name, part in parts.items()})
+
+
+def _local_groups(step: RankStep, optimizer: Optimizer) -> list[Group]:
+    held, program = dict(step.named_parameters()), step.program
+    cut = {name for name in held if is_cut(program, name)}
+    return local_groups(optimizer, held, cut, step.gathers(optimizer))
 
 
 def _options(groups: list[Group]) -> dict[Key, Any]:
@@ -252,8 +258,7 @@ def _restore(
         for key, value in found.items():
             if key[0] == "optimizer":
                 state.setdefault(str(key[2]), {})[str(key[3])] = value
-        local = local_groups(optimizer, dict(step.named_parameters()))
-        set_state(optimizer, local, groups, state)
+        set_state(optimizer, _local_groups(step, optimizer), groups, state)
     step.load_training_state(plain[TRAINING])
     return plain[EXTRA]
 

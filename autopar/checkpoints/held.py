@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from autopar.checkpoints.dcp import Key, Piece, State, Store, pack, read
 from autopar.runtime.shards import Box, boxes
+from autopar.runtime.whole_updates import is_cut, refuse_alike
 
 if TYPE_CHECKING:
     from autopar.rank_step import RankStep
@@ -105,6 +106,8 @@ def optimizer_targets(step: RankStep, held: Mapping[Key, Any]) -> Targets:
                 shard = torch.empty(p.shape, dtype=value.properties.dtype)
                 found[own] = _piece(step, name, shard, False)
             else:
+                if tuple(size) == tuple(p.shape) and is_cut(step.program, name):
+                    refuse_alike(entry, name, p)
                 whole = torch.empty(size, dtype=value.properties.dtype)
                 found[own] = Piece.whole(whole)
     return found

@@ -1,14 +1,15 @@
 """An optimizer's state and options by the model's own names, for any torch.optim one.
 
 State of a parameter's shape is split as the parameter is; the rest are numbers, which
-all ranks have alike. Options go by group, each with the names of its parameters, which
-on a pipeline no rank has all of.
+all ranks have alike, and what is made of whole parameters, as factors of variances.
+Options go by group, each with the names of its parameters, which on a pipeline no rank
+has all of.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from autopar.checkpoints.dcp import CheckpointError
 from autopar.runtime.updates import plain
+from autopar.runtime.whole_updates import WholeUpdates
 
 NAMES = ("params", "param_names")
 # Options of how something is computed, and not of what.
@@ -33,12 +35,16 @@ class Group:
 
 
 def local_groups(
-    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
+    optimizer: Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    cut: Collection[str],
+    whole: WholeUpdates | None,
 ) -> list[Group]:
     """The groups, with those of their parameters that this rank holds.
 
-    Raises: CheckpointError for a parameter that is none of the step's, or state that is
-    neither of its parameter's shape nor a number.
+    cut: the parameters that ranks have parts of. whole: what gathers them for each
+    update. Raises: CheckpointError for a parameter that is none of the step's, or state
+    that is neither of its parameter's shape nor a number, nor alike on all ranks.
     """
     by_id = {id(p): name for name, p in parameters.items()}
     groups = []
@@ -52,7 +58,12 @@ def local_groups(
                     fix="make the optimizer of step.parameters(), after step.build",
                 )
             names.append(by_id[id(p)])
-            _check_state(names[-1], p, optimizer.state.get(p, {}))
+            stored = optimizer.state.get(p, {})
+            if names[-1] not in cut:
+                alike = set(stored)
+            else:
+                alike = set() if whole is None else whole.made_of_all(names[-1], stored)
+            _check_state(names[-1], p, stored, alike)
         options = {k: v for k, v in group.items() if k not in NAMES}
         groups.append(Group(tuple(names), options))
     return groups
@@ -190,16 +201,23 @@ def set_state(
     optimizer.load_state_dict({"state": numbers, "param_groups": groups})
 
 
-def _check_state(name: str, p: Tensor, state: Mapping[str, Any]) -> None:
+def _check_state(
+    name: str, p: Tensor, state: Mapping[str, Any], alike: Collection[str]
+) -> None:
+    """alike: entries that are the same on all ranks."""
     for key, value in state.items():
-        alike = isinstance(value, Tensor) and value.shape in (p.shape, torch.Size())
-        if not (alike or isinstance(value, int | float)):
-            kind = f"{list(value.shape)}" if isinstance(value, Tensor) else type(value)
-            raise CheckpointError(
-                f"the optimizer's '{key}' of '{name}' is {kind}: neither of the "
-                f"parameter's shape {list(p.shape)} nor a number",
-                fix="use an optimizer that keeps state by element, as AdamW or SGD",
-            )
+        if isinstance(value, int | float):
+            continue
+        shape = value.shape if isinstance(value, Tensor) else None
+        if shape in (p.shape, torch.Size()) or (shape is not None and key in alike):
+            continue
+        kind = type(value) if shape is None else f"{list(shape)}"
+        raise CheckpointError(
+            f"the optimizer's '{key}' of '{name}' is {kind}: neither of the "
+            f"parameter's shape {list(p.shape)} nor a number",
+            fix="use an optimizer that keeps tensors or numbers of each parameter, and "
+            "step.gather_for(optimizer) for what it makes of a whole one",
+        )
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, finalize, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,7 +14,7 @@ from autopar.runtime.by_element import Reach, Undecided, reach_of
 from autopar.runtime.digest import digest_of_text
 from autopar.runtime.gradients import ShardGradient
 from autopar.runtime.roll_call import Facts
-from autopar.runtime.whole_updates import is_cut
+from autopar.runtime.whole_updates import WholeUpdates, is_cut
 from passes.errors import AutoparError
 from passes.program import Program
 
@@ -47,7 +47,7 @@ class Updates:
             for axis in spec.split_axes
         )
         # Optimizers that are given whole parameters.
-        self.whole: WeakSet[Optimizer] = WeakSet()
+        self.whole: WeakKeyDictionary[Optimizer, WholeUpdates] = WeakKeyDictionary()
         self._names = {id(p): name for name, p in parameters.items()}
         self._plain = dict(grads)
         # By name, a view of the gradient that knows that it is a part.

@@ -91,9 +91,7 @@ class WholeUpdates:
         states = [stored.get(p, {}) for p in held]
         # What was loaded is as large as the part that it is of.
         entries = self._entries.get(source) or {
-            entry
-            for entry, value in states[0].items()
-            if isinstance(value, Tensor) and value.shape == held[0].shape
+            entry for entry, value in states[0].items() if _is_like(value, held[0])
         }
         for entry in sorted(entries):
             whole = self._whole(names, [state[entry] for state in states])
@@ -106,11 +104,7 @@ class WholeUpdates:
             names = self.cut[source]
             leader = self.parameters[names[0]]
             whole, state = leader.data, dict(optimizer.state.get(leader, {}))
-            self._entries[source] = {
-                entry
-                for entry, value in state.items()
-                if isinstance(value, Tensor) and value.shape == whole.shape
-            }
+            self._entries[source] = {e for e, v in state.items() if _is_like(v, whole)}
             for name, (data, grad) in zip(names, aside, strict=True):
                 p = self.parameters[name]
                 data.copy_(self._part(name, whole))
@@ -124,6 +118,18 @@ class WholeUpdates:
                         value = value.clone()
                     optimizer.state[p][entry] = value
         self._aside.clear()
+
+    def made_of_all(self, name: str, state: Mapping[str, Any]) -> set[str]:
+        """What is stored of a parameter that is the same on all ranks: neither it nor
+        parts of it are split. Raises: AutoparError for what looks like a part."""
+        p, source = self.parameters[name], self.program.parameters[name].part.source
+        if source not in self._entries:
+            return {e for e, v in state.items() if not _is_like(v, p)}
+        alike = set(state) - self._entries[source]
+        for entry in sorted(alike):
+            if _is_like(state[entry], p):
+                refuse_alike(entry, name, p)
+        return alike
 
     def _whole(self, names: Sequence[str], parts: Sequence[Tensor]) -> Tensor:
         """A weight [...] from all ranks' parts of it, each element from its first."""
@@ -140,6 +146,20 @@ class WholeUpdates:
     def _part(self, name: str, whole: Tensor) -> Tensor:
         spec = self.program.parameters[name]
         return take_shard(whole, spec, self.program.mesh, self.comm.coords)
+
+
+def _is_like(value: Any, p: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == p.shape
+
+
+def refuse_alike(entry: str, name: str, p: Tensor) -> None:
+    """Raises: AutoparError for what is stored of a whole parameter, and would be taken
+    for this rank's part of it."""
+    raise AutoparError(
+        f"the optimizer's '{entry}' of '{name}' is of all of it, but {list(p.shape)} "
+        "as this rank's part is, for which it would be taken in a checkpoint",
+        fix="use a mesh that splits this parameter into other sizes",
+    )
 
 
 def beside(program: Program, rank: int) -> tuple[int, ...]:
