@@ -95,6 +95,20 @@ def test_every_row_takes_the_choice_of_its_place() -> None:
         assert torch.equal(got.view(4, 3), want)
 
 
+def test_what_is_ruled_out_is_chosen_by_nobody_or_missed_by_all() -> None:
+    """A router of groups gives -inf to experts of others; there may be fewer than k."""
+    scores = torch.tensor([[0.5, 0.25, 0.125, -torch.inf, -torch.inf]])
+    choices = Choices([])
+    for own, told, margin in (
+        ([0, 1], [1, 0], 0.0),
+        ([0, 1], [0, 2], 0.25),
+        ([0, 1], [0, 3], torch.inf),
+        ([0, 1, 2, 3], [2, 1, 0, 4], 0.0),
+    ):
+        choices.take(scores, torch.tensor([own]), torch.tensor([told]), (0,))
+        assert choices.margin == margin
+
+
 def test_models_that_choose_otherwise_than_they_did_are_told_apart() -> None:
     case = switch_gpt()
     routers = Choosing()

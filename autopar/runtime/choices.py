@@ -39,9 +39,10 @@ class Choices:
                 fix="verify it in float64, in which both choose alike",
             )
         otherwise = (own.sort(-1).values != rows.sort(-1).values).any(-1)
-        high, low = (scores.gather(-1, x).double().sum(-1) for x in (own, rows))
-        scale = scores.double().abs().amax(-1).clamp_min(1e-30)
-        margin = ((high - low) / scale).max().item() if len(high.flatten()) else 0.0
+        high, low = (scores.gather(-1, x).double().sort(-1).values for x in (own, rows))
+        short = torch.where(high == low, 0.0, high - low).sum(-1)  # -inf: ruled out
+        scale = scores.double().where(scores.isfinite(), 0.0).abs().amax(-1)
+        margin = (short / scale.clamp_min(1e-30)).max().item() if short.numel() else 0.0
         self.found[which] = int(otherwise.sum()), otherwise.numel(), margin
         return rows
 
