@@ -7,33 +7,53 @@ with drawn weights and a drawn batch, as initial ones hide faults.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import reduce
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from autopar.proof.expected import TOLERANCE, Expected, Gradients, expect, unmoved
+from autopar.proof.again import default_dtype
+from autopar.proof.differences import (
+    CHOICES,
+    CLIPPING,
+    EVALUATED,
+    NORM,
+    differences,
+    find_errors,
+    update_errors,
+    update_room,
+)
+from autopar.proof.drawn import is_finite
+from autopar.proof.expected import TOLERANCE, Expected, expect, unmoved
+from autopar.proof.in_double import program_in_double, tree_in_double
 from autopar.proof.ranks import (
-    NOISE,
     FoundStep,
     GivenStep,
     VerificationFailed,
     assemble,
     local_parameters,
     relative_error,
-    root_mean_square,
     run_all_ranks,
     run_steps,
 )
+from autopar.proof.verification import APART, AWAY, Verification
 from autopar.runtime.choices import Choices
 from autopar.runtime.match import check_model
+from passes.errors import AutoparError
 from passes.plan import SPLIT
 from passes.program import Program
 from passes.schedule.check_schedule import check
 
 __all__ = [
+    "APART",
+    "AWAY",
+    "CHOICES",
+    "CLIPPING",
+    "EVALUATED",
+    "NORM",
     "TOLERANCE",
     "Expected",
     "Verification",
@@ -48,97 +68,6 @@ __all__ = [
     "run_all_ranks",
     "verify",
 ]
-
-# Where the model itself, under autocast on one device, is further from its own
-# precision than the tolerance, these multiples of its distance are allowed: as two
-# roundings of one value, each can be as far off, and in opposite directions.
-APART, AWAY = 3.0, 2.0
-# The name of the margin by which routers preferred others than they were told.
-CHOICES = "choice of experts"
-# And of the norm of all gradients, and of the loss without dropout.
-NORM, EVALUATED = "norm of all gradients", "loss without dropout"
-CLIPPING = "norm that gradients are clipped by"
-
-
-@dataclass(frozen=True)
-class Verification:
-    """errors: "loss" or parameter -> norm of the difference over norm of the reference
-    (see `NOISE`); in mixed precision the reference is the model under autocast.
-
-    loss, reference_loss: of the same batch. tolerance: what rounding explains.
-    away, reference_away: in mixed precision, how far the program and the reference are
-    from the model in its own precision; else empty. rerouted: the share of rows that
-    took experts which the model chose, where they preferred others. drawn: what was
-    drawn for the comparison; the rest was taken as given. unmoved: parameters whose
-    gradient is 0 in the model itself, with which little is compared. restored: how many
-    tensors of all ranks came back from a checkpoint, bitwise.
-    """
-
-    loss: float
-    reference_loss: float
-    errors: Mapping[str, float]
-    tolerance: float
-    away: Mapping[str, float] = field(default_factory=dict)
-    reference_away: Mapping[str, float] = field(default_factory=dict)
-    rerouted: float = 0.0
-    drawn: tuple[str, ...] = ()
-    unmoved: tuple[str, ...] = ()
-    restored: int = 0
-
-    def limits(self, name: str) -> tuple[float, float]:
-        """What an error and a distance from the model's own precision may be."""
-        known = self.reference_away.get(name, 0.0)
-        return max(self.tolerance, APART * known), max(self.tolerance, AWAY * known)
-
-    def excess(self, name: str) -> float:
-        """The greater of the two over its limit: more than 1 fails."""
-        apart, away = self.limits(name)
-        if not apart:
-            return float("inf") if self.errors[name] else 0.0
-        return max(self.errors[name] / apart, self.away.get(name, 0.0) / away)
-
-    @property
-    def worst(self) -> tuple[str, float]:
-        name = max(self.errors, key=self.excess)
-        return name, self.errors[name]
-
-    @property
-    def passed(self) -> bool:
-        return all(self.excess(name) <= 1.0 for name in self.errors)
-
-    def worse(self, other: Verification) -> Verification:
-        """Of two steps, by name, where the program is further off; and this loss."""
-        worse = [
-            name
-            for name in other.errors
-            if name not in self.errors or other.excess(name) > self.excess(name)
-        ]
-
-        def join(
-            mine: Mapping[str, float], others: Mapping[str, float]
-        ) -> dict[str, float]:
-            return {**mine, **{n: others[n] for n in worse if n in others}}
-
-        return replace(
-            self,
-            errors=join(self.errors, other.errors),
-            tolerance=max(self.tolerance, other.tolerance),
-            away=join(self.away, other.away),
-            reference_away=join(self.reference_away, other.reference_away),
-            rerouted=max(self.rerouted, other.rerouted),
-            restored=self.restored + other.restored,
-        )
-
-    def check(self) -> Verification:
-        """Raises VerificationFailed that names the worst parameter."""
-        if not self.passed:
-            name, error = self.worst
-            raise VerificationFailed(
-                f"'{name}' differs from the untouched model by {error:.1e}, more than "
-                f"rounding explains ({self.limits(name)[0]:.0e})",
-                fix="report this model and mesh; another mesh may be right meanwhile",
-            )
-        return self
 
 
 def verify(
@@ -175,69 +104,122 @@ def prove(
 ) -> Verification:
     """Run all ranks beside what the model computed; the worst of all steps, by name.
 
+    If that is more than the tolerance explains, both run in float64 as well, where a
+    fault stays and rounding does not. And of the precision that they have, no more is
+    excused than what the model's own results move by when its ops round otherwise.
+
     Raises VerificationFailed, CommError, ScheduleError.
     """
     check(program.schedule)
-    told = [None if e.made is None else Choices(e.made) for e in expected]
+    buffers = {**buffers, **expected[0].buffers}
+    told = [None if e.exact is None else Choices(e.made) for e in expected]
+    found = _run(program, buffers, expected, told, seed)
+    proof = reduce(Verification.worse, map(_compare, found, expected, told))
+    proof = replace(proof, unmoved=unmoved(expected))
+    return (
+        proof if proof.passed else _look_again(program, buffers, expected, proof, seed)
+    )
+
+
+def _run(
+    program: Program,
+    buffers: Mapping[str, Tensor],
+    expected: Sequence[Expected],
+    told: Sequence[Choices | None],
+    seed: int,
+) -> list[FoundStep]:
     steps = [
         GivenStep(e.weights, e.batch, choices, e.update)
         for e, choices in zip(expected, told, strict=True)
     ]
-    buffers = {**buffers, **expected[0].buffers}
-    evaluate = all(e.evaluated is not None for e in expected)
-    made = run_steps(program, buffers, steps, seed, evaluate)
-    compared = map(_compare, made, expected, told)
-    worst = reduce(Verification.worse, compared)
-    return replace(worst, unmoved=unmoved(expected))
+    evaluate = all(e.found.evaluated is not None for e in expected)
+    return run_steps(program, buffers, steps, seed, evaluate)
 
 
-def _compare(made: FoundStep, expected: Expected, told: Choices | None) -> Verification:
+def _compare(
+    found: FoundStep, expected: Expected, told: Choices | None
+) -> Verification:
     """One step of all ranks, beside the model's."""
-    found, want = (made.loss, made.gradients), expected.found
-    ours, theirs = made.loss.item(), want[0].item()
-    errors = find_errors(found, want)
-    errors[NORM] = _error_of_norm(made.norm, want)
-    if made.evaluated is not None and expected.evaluated is not None:
-        errors[EVALUATED] = relative_error(made.evaluated, expected.evaluated)
-    if expected.update is not None:
-        errors[CLIPPING] = _apart(made.updated[0].norm, expected.update.norm)
-        for rank in made.updated:
-            for name, error in rank.errors.items():
-                after = f"{name} after an update"
-                errors[after] = max(error, errors.get(after, 0.0))
-    restored = sum(rank.restored for rank in made.updated)
+    want, exact = expected.found, expected.exact
     proof = Verification(
-        ours,
-        theirs,
-        errors,
+        found.loss.item(),
+        want.loss.item(),
+        {**differences(found, want), **update_errors(found, expected.update)},
         expected.tolerance,
         drawn=expected.drawn,
-        restored=restored,
+        restored=sum(rank.restored for rank in found.updated),
     )
-    if told is None or expected.exact is None:
+    if told is None or exact is None:
         return proof
-    exact = expected.exact
-    away, reference_away = find_errors(found, exact), find_errors(want, exact)
-    away[NORM] = _error_of_norm(made.norm, exact)
-    reference_away[NORM] = _error_of_norm(norm_of(want[1]), exact)
-    if told.found:
-        errors[CHOICES] = away[CHOICES] = told.margin
-        reference_away[CHOICES] = expected.margin
+    away, reference_away = differences(found, exact), differences(want, exact)
+    if found.margin is not None:
+        away[CHOICES], reference_away[CHOICES] = found.margin, exact.margin or 0.0
     return replace(proof, away=away, reference_away=reference_away, rerouted=told.share)
 
 
-def norm_of(gradients: Mapping[str, Tensor]) -> float:
-    """The 2-norm of all."""
-    return sum(g.double().square().sum().item() for g in gradients.values()) ** 0.5
+# --- rounding or a fault? -----------------------------------------------------------
 
 
-def _error_of_norm(norm: float, want: Gradients) -> float:
-    return _apart(norm, norm_of(want[1]))
+def _look_again(
+    program: Program,
+    buffers: Mapping[str, Tensor],
+    expected: Sequence[Expected],
+    proof: Verification,
+    seed: int,
+) -> Verification:
+    """The proof, with all in float64; and if that is right, beside what rounding does
+    to the model. All runs take the choices of its first."""
+    told = [Choices(e.made) for e in expected]
+    try:
+        with default_dtype(torch.float64):
+            double = program_in_double(program)
+            wide = [_in_double(e) for e in expected]
+            found = _run(double, tree_in_double(dict(buffers)), wide, told, seed)
+        in_double = reduce(Verification.worse, map(_compare_in_double, found, wide))
+        proof = replace(proof, in_double=in_double)
+        if not in_double.passed:
+            return proof
+        told = [Choices(e.made) for e in expected]
+        found = _run(program, buffers, expected, told, seed)
+        rounded = reduce(
+            Verification.worse, map(_compare_rounded, found, expected, told)
+        )
+    except VerificationFailed:
+        raise
+    except (AutoparError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        return replace(proof, untold=(str(error).splitlines() or [""])[0])
+    return replace(rounded, in_double=in_double, unmoved=proof.unmoved)
 
 
-def _apart(found: float, known: float) -> float:
-    """Relative."""
-    return abs(found - known) / known if known else abs(found)
+def _in_double(expected: Expected) -> Expected:
+    """Raises ValueError if the model gives no finite numbers there."""
+    exact = expected.again.exact
+    if not is_finite(exact.loss, exact.gradients):
+        raise ValueError("the model gives no finite numbers")
+    return replace(
+        expected,
+        weights=tree_in_double(dict(expected.weights)),
+        batch=tree_in_double(dict(expected.batch)),
+        found=exact,
+        tolerance=TOLERANCE[torch.float64],
+    )
+
+
+def _compare_in_double(found: FoundStep, wide: Expected) -> Verification:
+    moved = wide.again.scatter(double=True)
+    room = {**moved, **update_room(moved, wide.found, wide.update)}
+    return replace(_compare(found, wide, None), reference_away=room)
+
+
+def _compare_rounded(
+    found: FoundStep, expected: Expected, told: Choices
+) -> Verification:
+    proof = _compare(found, replace(expected, exact=expected.again.exact), told)
+    moved = expected.again.scatter(double=False)
+    known = proof.reference_away
+    room = {name: max(error, moved.get(name, 0.0)) for name, error in known.items()}
+    room |= update_room(room, expected.again.exact, expected.update)
+    return replace(proof, reference_away=room)
 
 
 def room_needed(program: Program) -> int:
@@ -248,17 +230,3 @@ def room_needed(program: Program) -> int:
     microbatches = plan.microbatches * prod(ranks)
     # At least: a rank's microbatch is split by other axes too, and recomputed.
     return microbatches * sum(stage.footprint.saved for stage in program.stages)
-
-
-def find_errors(found: Gradients, want: Gradients) -> dict[str, float]:
-    """By name, of the loss and of every gradient; 1 for one that should be there."""
-    loss, grads = found
-    noise = NOISE * root_mean_square(want[1].values())
-    errors = {"loss": relative_error(loss, want[0])}
-    for name, grad in want[1].items():
-        if name in grads:
-            least = noise * grad.numel() ** 0.5
-            errors[name] = relative_error(grads[name], grad, least)
-        elif bool(grad.any()):
-            errors[name] = 1.0
-    return errors

@@ -339,7 +339,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "precision bf16" in capsys.readouterr().out
     assert main(["verify", where]) == 0
     text = capsys.readouterr().out
-    assert "PASSED" in text and "of autocast" in text
+    assert "PASSED" in text and "under autocast" in text
     assert main(["verify", where, "--float64"]) == 0
     captured = capsys.readouterr()
     assert "tolerance 1e-10" in captured.out

@@ -23,18 +23,23 @@ def drawn_weights(
     own = {name: p.data for name, p in model.named_parameters()}
     specs = {name: (tuple(x.shape), x.dtype) for name, x in own.items()}
     drawn = draw_parameters(specs, seed, own)
-    kept = {name: b.data for name, b in model.named_buffers() if name in buffers}
+    placed = {name: x.to(own[name].device) for name, x in drawn.items()}
+    with with_values(model, {**placed, **buffers}):
+        yield
+
+
+@contextmanager
+def with_values(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Gives parameters and buffers these values; afterwards each has its own again."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    own = {name: x.data for name, x in named.items() if name in values}
     try:
-        for name, p in model.named_parameters():
-            p.data = drawn[name].to(own[name].device)
-        for name, b in model.named_buffers():
-            b.data = buffers.get(name, b.data)
+        for name in own:
+            named[name].data = values[name]
         yield
     finally:
-        for name, p in model.named_parameters():
-            p.data = own[name]
-        for name, b in model.named_buffers():
-            b.data = kept.get(name, b.data)
+        for name, x in own.items():
+            named[name].data = x
 
 
 def drawn_batch(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -21,6 +21,11 @@ def root_mean_square(tensors: Iterable[Tensor]) -> float:
     found = [(x.double().square().sum().item(), x.numel()) for x in tensors]
     count = sum(n for _, n in found)
     return (sum(squares for squares, _ in found) / max(count, 1)) ** 0.5
+
+
+def norm_of(gradients: Mapping[str, Tensor]) -> float:
+    """The 2-norm of all."""
+    return sum(g.double().square().sum().item() for g in gradients.values()) ** 0.5
 
 
 def relative_error(got: Tensor, want: Tensor, least: float = 0.0) -> float:

@@ -10,24 +10,26 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autopar.left_as_found import AsFound
+from autopar.proof.again import Again, Arithmetic
+from autopar.proof.differences import found_by_model
 from autopar.proof.draw_values import draw_buffers
-from autopar.proof.drawn import drawn_batch, drawn_weights, is_finite
+from autopar.proof.drawn import drawn_batch, drawn_weights, is_finite, with_values
 from autopar.proof.errors import root_mean_square
-from autopar.proof.ranks import NOISE
+from autopar.proof.in_double import tree_in_double
+from autopar.proof.ranks import NOISE, FoundStep
 from autopar.proof.update import Update
 from autopar.runtime.choices import Choices, Choosing
 from autopar.training.reference import OurDropout, reference_step
 from passes.capture.call_model import loss_of
 from passes.program import Program
 
-# Relative error that rounding explains, by dtype of the parameters.
+# Relative error that rounding explains without a second look, by dtype of the
+# parameters.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 # The same for what is computed in mixed precision: so many roundings of its dtype
 # (0.03 for bfloat16, 0.004 for float16).
 ROUNDINGS = 4
-
-# A loss, and gradients by the model's own names.
-Gradients = tuple[Tensor, Mapping[str, Tensor]]
 
 # What may be drawn.
 WEIGHTS, BATCH = "weights", "batch"
@@ -41,21 +43,19 @@ STEPS = 2  # of what is drawn: what one step leaves behind must not show in the 
 class Expected:
     """One step of the untouched model, to compare programs with.
 
-    found: what it computes; in mixed precision under autocast, with `made`, what its
-    routers chose. exact: of the model in its own precision, told so; `margin`: by how
-    much it preferred others. norm: of all gradients. evaluated: the loss without
-    dropout, where there is dropout. drawn: of weights and batch. buffers: those that
+    found: what it computes; in mixed precision under autocast. made: what its routers
+    chose. exact: of the model in its own precision, told so, where that is mixed.
+    again: tells rounding from faults. drawn: of weights and batch. buffers: those that
     were drawn, too. update: what follows the gradients, if that is compared too.
     """
 
     weights: Mapping[str, Tensor]
     batch: Mapping[str, Tensor]
-    found: Gradients
+    found: FoundStep
     tolerance: float
-    made: tuple[Tensor, ...] | None = None
-    exact: Gradients | None = None
-    margin: float = 0.0
-    evaluated: Tensor | None = None
+    again: Again
+    made: tuple[Tensor, ...] = ()
+    exact: FoundStep | None = None
     drawn: tuple[str, ...] = ()
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     update: Update | None = None
@@ -75,11 +75,12 @@ def expect(
     What has no gradient in any step (`unmoved`) is hardly compared: a query of a single
     key, an expert without tokens. So other values are drawn as long as that helps.
     """
+    as_found = AsFound.of(model, *([loss_fn] if loss_fn else []))
+    subject = Subject(program, model, loss_fn, tolerance, as_found)
     for what, gentle in ATTEMPTS if drawn else ():
         best: list[Expected] = []
         for first in range(seed, seed + TRIES * STEPS, STEPS):
-            draw = Draw(first, what, gentle)
-            made = _draw_steps(program, model, batch, loss_fn, seed, tolerance, draw)
+            made = _draw_steps(subject, batch, seed, Draw(first, what, gentle))
             if best and len(unmoved(made)) >= len(unmoved(best)):
                 break
             best = made
@@ -87,9 +88,20 @@ def expect(
                 break
         if best:
             return best
-    one = _expect(program, model, batch, loss_fn, seed << 32, tolerance, ())
+    one = _expect(subject, batch, seed << 32, ())
     assert one is not None, "what is given is compared as it is"
     return [one]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is run, and the model as it was found before."""
+
+    program: Program
+    model: nn.Module
+    loss_fn: Callable[..., Any] | None
+    tolerance: float | None
+    as_found: AsFound
 
 
 @dataclass(frozen=True)
@@ -102,15 +114,10 @@ class Draw:
 
 
 def _draw_steps(
-    program: Program,
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    loss_fn: Callable[..., Any] | None,
-    seed: int,
-    tolerance: float | None,
-    draw: Draw,
+    subject: Subject, batch: Mapping[str, Any], seed: int, draw: Draw
 ) -> list[Expected]:
     """Steps of the model on what is drawn; none if it cannot take one of them."""
+    model = subject.model
     buffers = draw_buffers(dict(model.named_buffers()), draw.seed)
     steps = []
     for number in range(STEPS):
@@ -118,10 +125,9 @@ def _draw_steps(
         if BATCH in draw.what:
             # Of the last batch each sample counts: what a rank does wrong must show.
             gentle = draw.gentle or number == STEPS - 1
-            given = drawn_batch(program, batch, own, gentle)
+            given = drawn_batch(subject.program, batch, own, gentle)
         with drawn_weights(model, own, buffers):
-            key = (seed << 32) + number
-            made = _expect(program, model, given, loss_fn, key, tolerance, draw.what)
+            made = _expect(subject, given, (seed << 32) + number, draw.what)
         if made is None:
             return []
         steps.append(replace(made, buffers=buffers))
@@ -133,7 +139,7 @@ def unmoved(steps: Sequence[Expected]) -> tuple[str, ...]:
     and no error would show: mostly 0."""
     dead: set[str] | None = None
     for step in steps:
-        gradients = step.found[1]
+        gradients = step.found.gradients
         least = step.tolerance * NOISE * root_mean_square(gradients.values())
         still = {
             name
@@ -145,44 +151,81 @@ def unmoved(steps: Sequence[Expected]) -> tuple[str, ...]:
 
 
 def _expect(
-    program: Program,
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    loss_fn: Callable[..., Any] | None,
-    key: int,
-    tolerance: float | None,
-    drawn: tuple[str, ...],
+    subject: Subject, batch: Mapping[str, Any], key: int, drawn: tuple[str, ...]
 ) -> Expected | None:
     """One step of the model; None if it cannot take what was drawn for it."""
-    precision = program.plan.dtype
-    routers = Choosing() if precision else None
+    model, precision = subject.model, subject.program.plan.dtype
+    routers = Choosing()
     try:
         with _Narrowest() as seen:
-            want = reference_step(model, batch, loss_fn, key, precision, routers)
+            want = reference_step(
+                model, batch, subject.loss_fn, key, precision, routers
+            )
     except (AssertionError, IndexError, RuntimeError, ValueError):
         if not drawn:
             raise
         return None
     if drawn and not is_finite(*want):
         return None
-    expected = Expected(
-        {name: p.detach() for name, p in model.named_parameters()},
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    values = {**weights, **{name: b.detach() for name, b in model.named_buffers()}}
+    made, allowed = tuple(routers.made), subject.tolerance
+    step = _Step(subject, batch, key, values, made)
+    return Expected(
+        weights,
         {k: v for k, v in batch.items() if isinstance(v, Tensor)},
-        want,
-        rounding(model, precision, seen.dtype) if tolerance is None else tolerance,
-        drawn=drawn,
+        found_by_model(*want, step.evaluated(batch, precision, Choosing())),
+        rounding(model, precision, seen.dtype) if allowed is None else allowed,
+        Again(step.run),
+        made,
+        step.told(batch, None) if precision else None,
+        drawn,
     )
-    if routers is not None:
-        told = Choices(routers.made)
-        choosing = Choosing(told)
-        exact = reference_step(model, batch, loss_fn, key, choosing=choosing)
-        made = tuple(routers.made)
-        return replace(expected, made=made, exact=exact, margin=told.margin)
-    if any("dropout" in text for text in program.modules.values()):
-        with OurDropout(None), torch.no_grad():
-            evaluated = loss_of(model, batch, loss_fn)
-        return replace(expected, evaluated=evaluated)
-    return expected
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step of the model, that can be run again with the choices that it made.
+    values: of parameters and buffers."""
+
+    subject: Subject
+    batch: Mapping[str, Any]
+    key: int
+    values: Mapping[str, Tensor]
+    made: tuple[Tensor, ...]
+
+    def run(self, arithmetic: Arithmetic) -> FoundStep:
+        """By an arithmetic; in float64 without autocast."""
+        given, own = dict(self.batch), dict(self.values)
+        precision = self.subject.program.plan.dtype
+        if arithmetic.double:
+            given, own, precision = tree_in_double(given), tree_in_double(own), None
+        self.subject.as_found.put_back()  # what forward keeps is of its precision
+        try:
+            with with_values(self.subject.model, own), arithmetic:
+                return self.told(given, precision)
+        finally:
+            self.subject.as_found.put_back()
+
+    def told(self, batch: Mapping[str, Any], dtype: torch.dtype | None) -> FoundStep:
+        """dtype: of autocast."""
+        subject, choices = self.subject, Choices(self.made)
+        found = reference_step(
+            subject.model, batch, subject.loss_fn, self.key, dtype, Choosing(choices)
+        )
+        margin = choices.margin if choices.found else None
+        without = self.evaluated(batch, dtype, Choosing(Choices(self.made)))
+        return found_by_model(*found, without, margin)
+
+    def evaluated(
+        self, batch: Mapping[str, Any], dtype: torch.dtype | None, choosing: Choosing
+    ) -> Tensor | None:
+        """The loss without dropout, where there is dropout."""
+        texts = self.subject.program.modules.values()
+        if dtype or not any("dropout" in text for text in texts):
+            return None
+        with OurDropout(None), choosing, torch.no_grad():
+            return loss_of(self.subject.model, batch, self.subject.loss_fn)
 
 
 class _Narrowest(TorchFunctionMode):

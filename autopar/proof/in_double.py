@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from passes.program import ParameterSpec, Program
 
@@ -23,6 +25,17 @@ COMPLEX = re.compile(r"torch\.complex64\b")
 
 def in_double(x: Tensor) -> Tensor:
     return x.to(DOUBLE.get(x.dtype, x.dtype))
+
+
+def tree_in_double(tree: Any) -> Any:
+    """Of nested containers, what is a tensor or a dtype in float64."""
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, torch.dtype):
+            return DOUBLE.get(x, x)
+        return in_double(x) if isinstance(x, Tensor) else x
+
+    return tree_map(leaf, tree)
 
 
 def program_in_double(program: Program) -> Program:

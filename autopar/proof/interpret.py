@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.proof.in_double import DOUBLE, in_double
+from autopar.proof.in_double import in_double, tree_in_double
 from autopar.training.reference import OurDropout
 from passes.capture.trace import Traced
 from passes.graph import Node, Value, resolve
@@ -58,7 +58,7 @@ def run_graph(
 
 def _run(node: Node, held: Mapping[str, Tensor], dropout: OurDropout) -> Any:
     node = node.substitute(lambda v: held[v.name])
-    args, kwargs = _in_double(node.args), _in_double(dict(node.kwargs))
+    args, kwargs = tree_in_double(node.args), tree_in_double(dict(node.kwargs))
     if "device" in kwargs:
         kwargs["device"] = "cpu"
     name = node.op.rpartition(".")[0]
@@ -70,16 +70,6 @@ def _run(node: Node, held: Mapping[str, Tensor], dropout: OurDropout) -> Any:
     if name == "aten.scaled_dot_product_attention":
         return dropout.attention(op, *args, **kwargs)
     return op(*args, **kwargs)
-
-
-def _in_double(tree: Any) -> Any:
-    if isinstance(tree, torch.dtype):
-        return DOUBLE.get(tree, tree)
-    if isinstance(tree, dict):
-        return {k: _in_double(v) for k, v in tree.items()}
-    if isinstance(tree, tuple | list):
-        return type(tree)(map(_in_double, tree))
-    return tree
 
 
 def _last_uses(traced: Traced) -> dict[int, Collection[str]]:

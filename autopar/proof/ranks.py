@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -50,13 +50,15 @@ class GivenStep:
 class FoundStep:
     """loss: of all samples. gradients: whole, by name. norm: of all of them, as ranks
     compute it to clip them. evaluated: the loss without dropout, where asked for.
-    updated: of each rank what became of an update, where asked for."""
+    updated: of each rank what became of an update, where asked for. margin: by how much
+    routers preferred others than they were told (`Choices`)."""
 
     loss: Tensor
     gradients: Mapping[str, Tensor]
     norm: float
     evaluated: Tensor | None = None
     updated: tuple[Updated, ...] = ()
+    margin: float | None = None
 
 
 @dataclass
@@ -112,7 +114,8 @@ def run_steps(
                 p.grad = None
         for given, one in zip(steps, found, strict=True) if evaluate else ():
             _set_weights(step, given.weights)
-            comm.choices = given.choices
+            told = given.choices
+            comm.choices = None if told is None else Choices(told.told)
             one.evaluated = step.evaluate(**_batch(program, given))
         own.check()
         return found
@@ -125,7 +128,12 @@ def run_steps(
         raise
     shared.check()
     check_owners(program)
-    return [_join(program, ranks) for ranks in zip(*by_rank, strict=True)]
+    joined = [_join(program, ranks) for ranks in zip(*by_rank, strict=True)]
+    told = [given.choices for given in steps]
+    return [
+        replace(found, margin=c.margin) if c is not None and c.found else found
+        for found, c in zip(joined, told, strict=True)
+    ]
 
 
 class Watch:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from autopar.reports.tables import Table
 from autopar.verify import APART, AWAY, Verification
 
-AWAY_COLUMNS = ("without rounding", "of autocast")
-MIXED = (
-    f"The untouched model runs under autocast. Its own distance from the model in full "
-    f"precision ('of autocast') may be exceeded {APART:g} times by the error, and "
-    f"{AWAY:g} times by the program's distance ('without rounding')."
+AWAY_COLUMNS = ("without rounding", "of the model")
+ROOM = (
+    f"Its own distance from the model in {{}} ('of the model') may be exceeded "
+    f"{APART:g} times by the error, and {AWAY:g} times by the program's distance "
+    f"('without rounding')."
 )
+MIXED = "The untouched model runs under autocast. " + ROOM.format("full precision")
 
 
 def verification_table(result: Verification, every: bool = False) -> Table:
@@ -30,7 +33,13 @@ def verification_table(result: Verification, every: bool = False) -> Table:
     )
     if result.drawn:
         note += f"; with drawn {' and '.join(result.drawn)}"
-    notes = [note, MIXED] if mixed else [note]
+    notes = [note]
+    if result.in_double is not None:
+        notes.append(_in_double(result.in_double))
+    elif result.untold:
+        notes.append(f"With all in float64 it could not be run: {result.untold}.")
+    elif mixed:
+        notes.append(MIXED)
     if result.unmoved:
         notes.append(
             f"Of the model itself {len(result.unmoved)} gradients are almost 0: "
@@ -49,7 +58,19 @@ def verification_table(result: Verification, every: bool = False) -> Table:
     )
 
 
-def verification_data(result: Verification) -> dict:
+def _in_double(result: Verification) -> str:
+    name, error = result.worst
+    said = (
+        "More than a tolerance explains. With all in float64 the worst is "
+        f"'{name}', {error:.1e}: "
+    )
+    if not result.passed:
+        return said + "a fault."
+    return said + "the rest is rounding. " + ROOM.format("float64, rounded otherwise,")
+
+
+def verification_data(result: Verification) -> dict[str, Any]:
+    double = result.in_double
     return {
         "passed": result.passed,
         "loss": result.loss,
@@ -61,4 +82,6 @@ def verification_data(result: Verification) -> dict:
         "rerouted": result.rerouted,
         "drawn": list(result.drawn),
         "unmoved": list(result.unmoved),
+        "in_double": None if double is None else verification_data(double),
+        "untold": result.untold,
     }

@@ -1,0 +1,112 @@
+"""What the untouched model computes, once more: in float64, and rounded otherwise.
+
+Rounding and faults look alike in one run. But a fault stays where all is in float64,
+and rounding is as large as the model's own results move when each op of it is rounded
+otherwise (Monte Carlo arithmetic: Denis 2015, arXiv 1509.01347).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from autopar.proof.chance import generator_of, uniform
+from autopar.proof.differences import differences
+from autopar.proof.in_double import in_double, tree_in_double
+from autopar.proof.ranks import FoundStep
+
+DRAWS = 3  # of roundings
+LUCK = 4  # times more is allowed for a single number, as it may be near by luck
+
+
+class Again:
+    """Runs of one step. run: of the model, by an arithmetic; in double: given float64
+    alone."""
+
+    def __init__(self, run: Callable[[Arithmetic], FoundStep]) -> None:
+        self._run = run
+        self.scatter = cache(self._scatter)
+
+    @cached_property
+    def exact(self) -> FoundStep:
+        """In float64."""
+        with default_dtype(torch.float64):
+            return self._run(Arithmetic(double=True))
+
+    def _scatter(self, double: bool) -> dict[str, float]:
+        """By name, how far from `exact` the model's results are, rounded otherwise, at
+        most: in float64, or in its own precision."""
+        farthest: dict[str, float] = {}
+        for draw in range(DRAWS):
+            dtype = torch.float64 if double else torch.get_default_dtype()
+            with default_dtype(dtype):
+                moved = self._run(Arithmetic(double, draw))
+            found = differences(moved, self.exact)
+            for name, error in found.items():
+                farthest[name] = max(farthest.get(name, 0.0), error)
+        return {name: self._luck(name) * error for name, error in farthest.items()}
+
+    def _luck(self, name: str) -> float:
+        known = self.exact.gradients
+        return 1 + LUCK / (known[name].numel() if name in known else 1) ** 0.5
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """In which integers are divided, and what is made of numbers."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Arithmetic(TorchDispatchMode):
+    """Computes as asked for, below what a model sees of torch.
+
+    double: in float64, whatever dtypes an op is given. draw: each op's results are
+    moved by up to half a unit in the last place, at random; None: they are not.
+    Integers among them stay, as what they stand for is mostly exact: masks, positions.
+    """
+
+    def __init__(self, double: bool, draw: int | None = None) -> None:
+        super().__init__()
+        self.double = double
+        self.generator = None if draw is None else generator_of(draw, "rounding")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = (args, kwargs or {})
+        if self.double:
+            if func is torch.ops.aten.lift_fresh.default:
+                # A number in the model's source: programs have it as it was captured.
+                x = args[0]
+                return in_double(x.float() if x.dtype is torch.float64 else x)
+            given = tree_in_double(given)
+        found = func(*given[0], **given[1])
+        if self.generator is None or func.is_view:
+            return found
+        if func._schema.is_mutable:
+            tree_map(lambda x: x.copy_(self._moved(x)) if _is_real(x) else x, found)
+            return found
+        return tree_map(lambda x: self._moved(x) if _is_real(x) else x, found)
+
+    def _moved(self, x: Tensor) -> Tensor:
+        assert self.generator is not None, "something is drawn"
+        chance = uniform(tuple(x.shape), self.generator) - 0.5
+        factors = 1.0 + torch.finfo(x.dtype).eps * chance.to(x.device)
+        moved = torch.where(x == x.round(), x.double(), x.double() * factors)
+        return torch.empty_like(x).copy_(moved)  # of the same strides
+
+
+def _is_real(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()

@@ -1,0 +1,83 @@
+"""Differences between what two computations of one step found, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from autopar.proof.errors import norm_of, relative_error, root_mean_square
+from autopar.proof.ranks import NOISE, FoundStep
+from autopar.proof.update import RATE, Update
+
+# The name of the margin by which routers preferred others than they were told.
+CHOICES = "choice of experts"
+# And of the norm of all gradients, and of the loss without dropout.
+NORM, EVALUATED = "norm of all gradients", "loss without dropout"
+CLIPPING = "norm that gradients are clipped by"
+
+# A loss, and gradients by the model's own names.
+Gradients = tuple[Tensor, Mapping[str, Tensor]]
+
+
+def differences(found: FoundStep, want: FoundStep) -> dict[str, float]:
+    """Relative errors of all that both have: losses, every gradient, the norm of them,
+    and the margin of choices, which is a share already."""
+    errors = find_errors((found.loss, found.gradients), (want.loss, want.gradients))
+    errors[NORM] = abs(found.norm - want.norm) / (want.norm or 1.0)
+    if found.evaluated is not None and want.evaluated is not None:
+        errors[EVALUATED] = relative_error(found.evaluated, want.evaluated)
+    if found.margin is not None:
+        errors[CHOICES] = abs(found.margin - (want.margin or 0.0))
+    return errors
+
+
+def find_errors(found: Gradients, want: Gradients) -> dict[str, float]:
+    """By name, of the loss and of every gradient; 1 for one that should be there."""
+    loss, grads = found
+    noise = NOISE * root_mean_square(want[1].values())
+    errors = {"loss": relative_error(loss, want[0])}
+    for name, grad in want[1].items():
+        if name in grads:
+            least = noise * grad.numel() ** 0.5
+            errors[name] = relative_error(grads[name], grad, least)
+        elif bool(grad.any()):
+            errors[name] = 1.0
+    return errors
+
+
+def found_by_model(
+    loss: Tensor,
+    gradients: Mapping[str, Tensor],
+    evaluated: Tensor | None = None,
+    margin: float | None = None,
+) -> FoundStep:
+    return FoundStep(loss, gradients, norm_of(gradients), evaluated, margin=margin)
+
+
+def update_errors(found: FoundStep, want: Update | None) -> dict[str, float]:
+    """Of the norm that gradients are clipped by, and of the weights of each rank."""
+    if want is None:
+        return {}
+    norm = found.updated[0].norm
+    errors = {CLIPPING: abs(norm - want.norm) / (want.norm or 1.0)}
+    for rank in found.updated:
+        for name, error in rank.errors.items():
+            after = f"{name} after an update"
+            errors[after] = max(error, errors.get(after, 0.0))
+    return errors
+
+
+def update_room(
+    moved: Mapping[str, float], exact: FoundStep, update: Update | None
+) -> dict[str, float]:
+    """What errors of an update may be, where gradients may be moved: AdamW's first step
+    is of RATE g / (|g| + eps), so at most RATE / eps times as far."""
+    if update is None:
+        return {}
+    room = {CLIPPING: moved[NORM]}
+    for name, gradient in exact.gradients.items():
+        far = (moved[name] + moved[NORM]) * gradient.norm().item()
+        scale = update.eps * update.weights[name].norm().item()
+        room[f"{name} after an update"] = RATE * far / scale if scale else 0.0
+    return room

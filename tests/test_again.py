@@ -1,0 +1,206 @@
+"""Rounding is told from faults: beyond a tolerance, a fault is what stays in float64,
+or is more than what rounding does to the model itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Case
+from torch import Tensor, nn
+
+from autopar.proof.again import Arithmetic, default_dtype
+from autopar.proof.prove_program import prove_program
+from autopar.reports.proof import verification_data, verification_table
+from autopar.verify import TOLERANCE, Verification, VerificationFailed, verify
+
+
+class Cancelling(nn.Module):
+    """A sum over samples far from 0, of which little is left: in float32 the fourth
+    digit is rounded away, in bfloat16 the first."""
+
+    def __init__(self, far: float) -> None:
+        super().__init__()
+        self.linear, self.far = nn.Linear(8, 8), far
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = (self.linear(x) + self.far).sum(0)
+        return (total - len(x) * self.far).square().sum()
+
+
+class Unit(nn.Module):
+    """Columns of length 1: nothing can change their length, and all gradients are 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(self.linear(x), dim=0).square().sum()
+
+
+class Advantages(nn.Module):
+    """GRPO: the advantages' mean is 0, and so is the loss, but not its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    def forward(self, ids: Tensor, rewards: Tensor) -> Tensor:
+        said = self.head(self.embed(ids)).log_softmax(-1).gather(-1, ids[..., None])
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        ratios = (said - said.detach()).exp().squeeze(-1)
+        return -(ratios * advantages[:, None]).mean()
+
+
+def unit() -> Case:
+    torch.manual_seed(0)
+    return Case(Unit(), {"x": torch.randn(8, 8)})
+
+
+def cancelling(far: float = 999.7, seed: int = 0) -> Case:
+    torch.manual_seed(seed)
+    return Case(Cancelling(far), {"x": torch.randn(24, 8)})
+
+
+def advantages() -> Case:
+    torch.manual_seed(0)
+    ids = torch.randint(11, (8, 4))
+    return Case(Advantages(), {"ids": ids, "rewards": torch.randn(8)})
+
+
+def checked(case: Case, old: str = "", new: str = "") -> Verification:
+    """Of the case on two ranks, with another text in the program."""
+    program = case.compile("dp=2")
+    texts = {k: text.replace(old, new) for k, text in program.modules.items()}
+    assert not old or texts != program.modules
+    return verify(replace(program, modules=texts), *case, seed=3, drawn=False)
+
+
+@pytest.mark.parametrize("build", [unit, cancelling, advantages])
+def test_rounding_is_no_fault(build):
+    """Of gradients of 0, of what cancels, and of a loss of 0."""
+    found = checked(build()).check()
+    assert found.in_double is not None and not found.untold
+    assert max(found.errors.values()) > found.tolerance
+    assert "all in float64" in str(verification_table(found))
+    assert verification_data(found)["in_double"]["passed"]
+    assert checked(build().double()).check().tolerance == TOLERANCE[torch.float64]
+
+
+def test_in_bfloat16_either_may_be_nearer_to_the_exact_result():
+    """A tolerance for all models would have to be that of the worst."""
+    found = []
+    for seed in range(4):
+        case = cancelling(far=4.0, seed=seed)
+        batch = {name: x.bfloat16() for name, x in case.batch.items()}
+        found.append(checked(Case(case.model.bfloat16(), batch)).check())
+    assert max(max(f.errors.values()) for f in found) > found[0].tolerance
+
+
+# --- faults ---------------------------------------------------------------------------
+
+# Where the program says -> what it says in place of that.
+BIAS = 'bias_grad_(g["linear.bias"], '
+SCALED = BIAS, f"{BIAS}(1 + 3e-5) * "
+UNBALANCED = "d_div.div_(expand)", "d_div.div_(expand).mul_(1 + 1e-9)"
+IN_HALF = "(lambda *at: F.linear(*at).to(torch.bfloat16).to(torch.float32))("
+ROUNDED = "F.linear(", IN_HALF
+
+
+def test_a_fault_within_the_rounding_of_float32_is_found_in_float64():
+    assert checked(cancelling()).check().errors["linear.bias"] > 3e-5
+    found = checked(cancelling(), *SCALED)
+    assert found.worst == ("linear.bias", pytest.approx(3e-5, rel=1e-3))
+    with pytest.raises(VerificationFailed, match="e-05 in float64, more than"):
+        found.check()
+
+
+def test_a_gradient_that_should_be_zero_is_found():
+    """A billionth of what cancels."""
+    found = checked(unit(), *UNBALANCED)
+    assert found.in_double is not None and not found.in_double.passed
+
+
+def test_rounding_that_is_not_in_the_model_is_found():
+    found = checked(cancelling(far=1.0), *ROUNDED)
+    assert found.in_double is not None and found.in_double.passed
+    with pytest.raises(VerificationFailed, match="not so in float64"):
+        found.check()
+
+
+def test_what_does_not_run_in_float64_is_not_excused():
+    found = checked(Case(Typed(), unit().batch))
+    assert not found.passed and found.in_double is None
+    with pytest.raises(VerificationFailed, match="not known: it wants float32"):
+        found.check()
+
+
+# --- how ------------------------------------------------------------------------------
+
+
+def test_proofs_tell_rounding_from_faults_too():
+    case = unit()
+    program = case.compile("dp=2")
+    proof = prove_program(program, case.model, case.batch, case.trace())
+    assert proof.passed
+
+
+class Typed(Unit):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype is not torch.float32:
+            raise ValueError("it wants float32")
+        return super().forward(x)
+
+
+def test_arithmetic_in_float64_whatever_the_model_says():
+    def compute(x: Tensor) -> Tensor:
+        steps = torch.arange(3) / 3 + torch.tensor(0.1) + torch.full((), 0.7)
+        return (x.to(torch.float32) * steps.float()).to(x.dtype)
+
+    x = torch.randn(3, 3)
+    with default_dtype(torch.float64), Arithmetic(double=True):
+        found = compute(x.double())
+    third = torch.arange(3, dtype=torch.float64) / 3
+    want = x.double() * (third + torch.tensor(0.1).double() + 0.7)
+    torch.testing.assert_close(found, want, rtol=1e-15, atol=0)
+    assert compute(x).dtype is torch.float32, "the default is again what it was"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_results_are_moved_by_half_a_unit_but_for_integers(dtype):
+    x, eps = torch.linspace(1.0, 2.0, 101, dtype=dtype), torch.finfo(dtype).eps
+    with Arithmetic(double=False, draw=0):
+        moved, kept = x + 0, x.round() + 0
+        inside = x.clone().mul_(1)
+        viewed = x.view(101)
+    for found in (moved, inside):
+        distance = (found.double() / x.double() - 1).abs()
+        assert 0 < distance.max() <= 2 * eps and found.dtype is dtype
+    assert torch.equal(kept, x.round()) and torch.equal(viewed, x)
+
+
+class Keeping(Cancelling):
+    """Keeps a table that it has computed, for the next time."""
+
+    table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(1, 9) / 7
+        return super().forward(x * self.table)
+
+
+def test_a_model_is_left_as_it_was():
+    case = cancelling()._replace(model=Keeping(999.7))
+
+    def looks() -> list[tuple[torch.dtype, int]]:
+        return [(p.dtype, p.data_ptr()) for p in case.model.parameters()]
+
+    before = looks()
+    program = case.compile("dp=2")
+    case.model.table = None
+    assert verify(program, *case, drawn=False).check().in_double is not None
+    assert looks() == before and case.model.table is None
