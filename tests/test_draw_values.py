@@ -190,6 +190,17 @@ def test_a_row_of_a_mask_sees_a_key(gentle):
 
 
 @pytest.mark.parametrize("gentle", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_step_leaves_out_another_number_of_labels_than_the_next(seed, gentle):
+    """So that a count of one step is not right in the next."""
+    ranges = {"labels": InputRange("label", 0, 5, (-100,))}
+    inputs = {"labels": ((4, 5), torch.int64)}
+    hidden = draw_batch(inputs, ranges, seed, gentle=gentle)["labels"] == -100
+    assert int(hidden.sum()) % 2 == seed % 2
+    assert int(hidden[:, 1:].sum()) % 2 == seed % 2, "of shifted labels too"
+
+
+@pytest.mark.parametrize("gentle", [True, False])
 def test_a_label_in_any_place_is_left_out(gentle):
     """What is always there is not looked at."""
     ranges = {"labels": InputRange("label", 0, 5, (-100,))}

@@ -91,13 +91,11 @@ def make_holes(
     share = share.reshape(-1, *[1] * (labels.ndim - 1))
     hidden = uniform(shape, generator) < share
     free = ~_one_of_each_row(shape, generator, first=1)
+    hidden &= free
     emptied = int(torch.randint(max(1, samples), (), generator=generator))
     if not gentle and samples >= 4 and labels.ndim > 1:
         hidden[emptied], free[emptied] = True, False
-        hidden = _of_parity(hidden, free, seed)
-        hidden[emptied] = True
-    else:
-        hidden = _of_parity(hidden, free, seed)
+    hidden = _of_parity(hidden, free, seed)
     which = draw_rows(shape, 0, len(holes), generator)
     return torch.where(hidden, torch.tensor(holes)[which], labels)
 
@@ -115,7 +113,7 @@ def draw_mask(
     free = ~_one_of_each_row(shape, generator)
     if gentle and shape:
         free[..., 0] = False
-    hidden = _of_parity(uniform(shape, generator) < HOLES, free, seed)
+    hidden = _of_parity((uniform(shape, generator) < HOLES) & free, free, seed)
     return torch.where(hidden, 1 - seen, seen)
 
 
@@ -132,9 +130,9 @@ def _one_of_each_row(
 
 
 def _of_parity(hidden: Tensor, free: Tensor, seed: int) -> Tensor:
-    """Those of `hidden` that are free: an even number for an even seed, else an odd,
-    with those that begin a row and without them, where there is room."""
-    hidden = hidden & free
+    """The hidden ones: an even number for an even seed, else an odd, with those that
+    begin a row and without them, where there is room among those that are free."""
+    hidden = hidden.clone()
     first = torch.zeros_like(hidden)
     if hidden.ndim > 1:
         first[..., 0] = True
