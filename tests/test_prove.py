@@ -21,7 +21,7 @@ from autopar.checkpoints import checkpoint
 from autopar.cli import main
 from autopar.models import example_batch, load_model
 from autopar.proof.full_size import check_full_size
-from autopar.proof.prove_program import NotProved, prove_program
+from autopar.proof.prove_program import NotProved, check_transfer, prove_program
 from autopar.proof.ranks import VerificationFailed
 from autopar.proof.small import make_small
 from autopar.rank_step import RankStep
@@ -230,6 +230,8 @@ def changed(text: str, old: str, new: str) -> str:
     ("old", "new"),
     [
         ("'tp', 1)", "'tp', 0)"),  # another dim
+        ("'tp', 1)", "'tp', 2)"),
+        (".transpose(1, 2)", ".transpose(1, 3)"),
         ("reduce_scatter(", "all_to_all("),
         ("+2.mlp.up.weight", "+1.mlp.up.weight"),  # of another layer
         (".add_(", ".sub_("),
@@ -242,19 +244,37 @@ def test_a_large_program_that_is_not_as_the_small_one_is_noticed(
     old: str, new: str
 ) -> None:
     model, batch, program = compiled("tp=2")
-    small = make_small(program, model, batch).program
-    (large,), (few,) = program.modules.values(), small.modules.values()
-    assert differs(large, few) is None
-    assert differs(changed(large, old, new), few) is not None
+    small = make_small(program, model, batch)
+    (large,), (few,) = program.modules.values(), small.program.modules.values()
+    assert differs(large, few, small.sizes) is None
+    assert differs(changed(large, old, new), few, small.sizes) is not None
+
+
+def test_parameters_for_others_and_other_factors_are_noticed() -> None:
+    model, batch, program = compiled("tp=2")
+    small = make_small(program, model, batch)
+    check_transfer(program, small)
+    (stage,) = program.stages
+    one, other = "blocks.+1.norm1.weight", "blocks.+2.norm1.weight"
+    names = {**stage.names, one: stage.names[other], other: stage.names[one]}
+    with pytest.raises(NotProved, match=r"'blocks.2.norm1.weight' does not rest"):
+        check_transfer(replace(program, stages=(replace(stage, names=names),)), small)
+    name = "blocks.0.attention.qkv.weight"
+    spec = program.parameters[name]
+    turned = replace(spec, factors=tuple(dim[::-1] for dim in spec.factors))
+    assert turned != spec
+    with pytest.raises(NotProved, match=f"'{name}' does not rest"):
+        parameters = {**program.parameters, name: turned}
+        check_transfer(replace(program, parameters=parameters), small)
 
 
 def test_a_layer_that_is_left_out_is_noticed() -> None:
     model, batch, program = compiled("")
-    small = make_small(program, model, batch).program
-    (large,), (few,) = program.modules.values(), small.modules.values()
+    small = make_small(program, model, batch)
+    (large,), (few,) = program.modules.values(), small.program.modules.values()
     lines = large.splitlines(keepends=True)
     wrong = [line for line in lines if "blocks.+3.norm2.bias" not in line]
-    assert differs("".join(wrong), few) is not None
+    assert differs("".join(wrong), few, small.sizes) is not None
 
 
 @pytest.mark.slow
@@ -270,6 +290,16 @@ def test_a_wrong_pass_fails_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     program = autopar.compile_offline(model, batch, plan, costs=Costs())
     with pytest.raises(VerificationFailed, match="more than rounding explains"):
         prove(model, batch, program)
+
+
+@pytest.mark.usefixtures("only_small")
+def test_an_extent_may_be_larger_in_the_small_program() -> None:
+    """8 is the head's extent and the batch's, of which three microbatches need 9."""
+    model, batch = build(BIG, batch=8)
+    plan = Plan(Mesh.parse("pp=2"), 4)
+    program = autopar.compile_offline(model, batch, plan, costs=Costs(), prove=False)
+    assert make_small(program, model, batch).sizes[8] == 9
+    assert prove(model, batch, program).size == SMALL
 
 
 @pytest.mark.usefixtures("only_small")

@@ -12,10 +12,12 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.profiler.echo import EchoComm
 from autopar.proof.ranks import VerificationFailed
@@ -73,6 +75,27 @@ class _Listener(EchoComm):
         call = Call(self.function, kind, axes, tuple(shape), str(x.dtype)[6:], told)
         self.calls.append(call)
         return super()._enter(kind, axes, x, open_dim, **detail)
+
+
+class _Fitting(TorchDispatchMode):
+    """Checks operands that the op itself does not: it would read beyond them."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.native_layer_norm_backward.default:
+            dy, x, shape, mean, rstd, weight, *_ = args
+            inner = tuple(x.shape[x.ndim - len(shape) :])
+            rows = x.numel() // max(1, prod(inner))
+            if (
+                (dy.shape, tuple(shape)) != (x.shape, inner)
+                or (mean.numel(), rstd.numel()) != (rows, rows)
+                or (weight is not None and tuple(weight.shape) != inner)
+            ):
+                raise RuntimeError(
+                    f"{func} takes {dy.shape} for {x.shape}, normalized over {shape}"
+                )
+        return func(*args, **(kwargs or {}))
 
 
 def _plain(value: Any) -> Any:
@@ -144,7 +167,7 @@ def _run_module(
     try:
         stage = Executor(program, comm, held, buffers).stages[index]
         comm.calls.clear()  # of all stages' setups
-        with torch.no_grad():
+        with torch.no_grad(), _Fitting():
             _play(comm, stage, batch)
     except AutoparError:
         raise

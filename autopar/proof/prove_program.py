@@ -9,7 +9,7 @@ small one but for its numbers (`passes.proof.transfer`), and run without numbers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -116,7 +116,7 @@ def _prove_small(
     seed: int,
 ) -> Proof:
     small = make_small(program, model, batch, loss_fn)
-    _check_transfer(program, small)
+    check_transfer(program, small)
     cut_short = check_full_size(program)
     proof = _proof(SMALL, small, batch, seed)
     layers = {
@@ -163,14 +163,27 @@ def run(runnable: Runnable, batch: Mapping[str, Any], seed: int = 0) -> Verifica
     batch: an example, of any sizes. Raises VerificationFailed where ranks do not get to
     an end, NotProved where the captured graph does not.
     """
-    traced = runnable.traced
-    buffers = draw_buffers(traced.graph.buffers, runnable.like, seed)
-    expected = [
-        _expect(runnable, buffers, batch, seed, number) for number in range(STEPS)
+    return run_program(runnable.program, expect(runnable, batch, seed), seed)
+
+
+def expect(
+    runnable: Runnable, batch: Mapping[str, Any], seed: int = 0
+) -> list[Expected]:
+    """Two steps of the captured graph, in float64. Raises NotProved."""
+    buffers = draw_buffers(runnable.traced.graph.buffers, runnable.like, seed)
+    held = tree_in_double(buffers)
+    return [
+        replace(_expect(runnable, buffers, batch, seed, number), buffers=held)
+        for number in range(STEPS)
     ]
-    program = program_in_double(runnable.program)
+
+
+def run_program(
+    program: Program, expected: Sequence[Expected], seed: int = 0
+) -> Verification:
+    """All ranks of a program in float64. Raises VerificationFailed."""
     try:
-        return run_beside(program, tree_in_double(buffers), expected, seed)
+        return run_beside(program_in_double(program), {}, expected, seed)
     except CommError as error:
         raise VerificationFailed(
             f"ranks do not get to the end of a step: {error}",
@@ -255,7 +268,8 @@ def _values(
         if isinstance(x, Tensor) and not x.is_meta
     }
     for draw in range(DRAWS):
-        chosen, gentle = seed + number + 7 * draw, bool(number or draw)
+        # Even numbers for one step, odd ones for the next: see `draw_batch`.
+        chosen, gentle = seed + number + STEPS * draw, bool(number or draw)
         weights = draw_parameters(params, chosen, runnable.like)
         yield weights, draw_batch(inputs, ranges, chosen, given, gentle=gentle)
     if runnable.sizes or not set(inputs) <= set(given):
@@ -281,7 +295,7 @@ def draw_buffers(
 # --- what it stands for -------------------------------------------------------
 
 
-def _check_transfer(program: Program, small: Runnable) -> None:
+def check_transfer(program: Program, small: Runnable) -> None:
     """Raises NotProved where the program is not the small one but for numbers."""
     few = small.few
     inside = min(1, len(few.stages) - 1)
@@ -297,7 +311,9 @@ def _check_transfer(program: Program, small: Runnable) -> None:
             for other in sorted(texts):
                 if (key, other) not in known:
                     known[key, other] = differs(
-                        program.modules[key], small.program.modules[other]
+                        program.modules[key],
+                        small.program.modules[other],
+                        small.sizes,
                     )
                 found = known[key, other]
                 if found is None:
@@ -306,5 +322,6 @@ def _check_transfer(program: Program, small: Runnable) -> None:
                 raise NotProved(
                     f"stage {number} is not what it is with small sizes, {found}",
                 )
-    if (odd := find_other_spec(program, small.program)) is not None:
+    odd = find_other_spec(program, small.program, small.sizes)
+    if odd is not None:
         raise NotProved(f"'{odd}' does not rest as it does with small sizes")

@@ -16,6 +16,13 @@ from zlib import crc32
 from passes.graph import LAYER
 
 Numbers = tuple[float, ...]
+
+
+class Whole(float):
+    """A number that is the extent of no operand, but of what ranks hold parts of: no
+    run on shapes alone tells whether it is right."""
+
+
 # The layer in which a variable was made, and which one of it.
 Place = tuple[str, str]
 # What repeats together is at most so long: a few layers of a pattern, with what is
@@ -44,6 +51,10 @@ WAITED = re.compile(r"    \[(.*?)\] = c\.wait\((\w+)\)")
 LISTS = re.compile(r"(?<![\w\]])\[([^\[\]#]*(?:\w\[[^\]]*\][^\[\]#]*)*)\]")
 KEY = re.compile(r'\w\["([^"]*)"\]')
 SOURCE = re.compile(r"\S+\.py:\d+")
+# Calls with extents of what ranks hold parts of.
+OF_PARTS = re.compile(
+    r"\bc\.(lookup|pick|attention|expert|route)\w*\((?P<operands>.*)\)(?:  # |$)"
+)
 
 
 @dataclass(frozen=True)
@@ -293,6 +304,8 @@ def _statement(
     code: str, layer: str, names: _Names, handed: Mapping[str, Place]
 ) -> Statement:
     numbers: list[float] = []
+    parts_from = found.start("operands") if (found := OF_PARTS.search(code)) else -1
+    end = len(code.partition("  # ")[0])
     parts = []
     here = layer  # outside of layers, from what was named before it
     for match in TOKEN.finditer(code):
@@ -305,7 +318,9 @@ def _statement(
         elif match["unnamed"] is not None and text not in names.made:
             parts.append("d#")
         elif match["number"] is not None:
-            numbers.append(float(text))
+            if match.start() < end:  # what remarks tell is not run
+                is_whole = 0 <= parts_from <= match.start()
+                numbers.append(Whole(text) if is_whole else float(text))
             parts.append("#")
         elif text in names.made:
             made, count = names.made[text]

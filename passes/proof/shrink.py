@@ -63,11 +63,12 @@ class Shrinker:
         )
 
     def tensor(self, name: str, large: Tensor) -> Tensor:
-        """The first of each factor of each dim."""
+        """The first of each factor of each dim; from the start again, where a factor is
+        larger than it was."""
         factors = self.extents.factors[name]
         x = large.reshape([n for dim in factors for n in dim])
         for d, n in enumerate([n for dim in factors for n in dim]):
-            x = x.narrow(d, 0, self.sizes[n])
+            x = x.index_select(d, torch.arange(self.sizes[n], device=x.device) % n)
         return x.reshape(self.shape(name)).clone()
 
     # --- nodes ----------------------------------------------------------------------

@@ -15,12 +15,12 @@ does not fit, but for an extent of 1, which `choose_sizes` keeps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from passes.proof.extents import MARGIN
 from passes.proof.find_dims import find_dims
-from passes.proof.read_text import Chunk, Numbers, collapse, read_functions
+from passes.proof.read_text import Chunk, Numbers, Whole, collapse, read_functions
+from passes.proof.same_specs import stands_for
 
 SHOWN = 160  # characters of a statement in an error
 
@@ -44,19 +44,22 @@ def _short(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
 
 
-def differs(large: str, small: str) -> Difference | None:
-    """None if a large module is the small one but for numbers and repeats."""
+def differs(large: str, small: str, sizes: Mapping[int, int]) -> Difference | None:
+    """None if a large module is the small one but for numbers and repeats. sizes:
+    extent -> small extent."""
     big, few = read_functions(large), read_functions(small)
     for name in [*big, *(n for n in few if n not in big)]:
         if name not in few or name not in big:
             return Difference(name, " ".join(name if name in big else ""), "")
-        found = _compare(name, big[name], few[name])
+        found = _compare(name, big[name], few[name], sizes)
         if found is not None:
             return found
     return None
 
 
-def _compare(name: str, large: list[Chunk], small: list[Chunk]) -> Difference | None:
+def _compare(
+    name: str, large: list[Chunk], small: list[Chunk], sizes: Mapping[int, int]
+) -> Difference | None:
     kinds: dict[tuple[str, ...], int] = {}
 
     def numbered(chunks: Iterable[Chunk]) -> list[int]:
@@ -77,12 +80,12 @@ def _compare(name: str, large: list[Chunk], small: list[Chunk]) -> Difference | 
         known.setdefault(chunk.texts, []).append(chunk.numbers)
     for chunk in large:
         alike = known[chunk.texts]
-        if any(_explained(chunk.texts, chunk.numbers, own) for own in alike):
+        if any(_explained(chunk.texts, chunk.numbers, own, sizes) for own in alike):
             continue
         for text, ours, theirs in zip(
             chunk.texts, chunk.numbers, alike[0], strict=True
         ):
-            if not _explained((text,), (ours,), (theirs,)):
+            if not _explained((text,), (ours,), (theirs,), sizes):
                 return Difference(name, f"{text} {ours}", f"{text} {theirs}")
     return None
 
@@ -96,27 +99,29 @@ def _first_difference(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
 
 
 def _explained(
-    texts: tuple[str, ...], large: tuple[Numbers, ...], small: tuple[Numbers, ...]
+    texts: tuple[str, ...],
+    large: tuple[Numbers, ...],
+    small: tuple[Numbers, ...],
+    sizes: Mapping[int, int],
 ) -> bool:
-    """Whether numbers are equal, or a size and a smaller one, or one of so many, or the
+    """Whether numbers are equal, or sizes of more than one, or one of so many, or the
     root of that (as scores of attention are scaled). Dims are equal."""
     return all(
         xs == ys
         or all(
-            a == b or (_is_size(a, b) and i not in find_dims(text))
+            a == b or (_is_size(a, b, sizes) and i not in find_dims(text))
             for i, (a, b) in enumerate(zip(xs, ys, strict=True))
         )
         for text, xs, ys in zip(texts, large, small, strict=True)
     )
 
 
-def _is_size(large: float, small: float) -> bool:
-    if large == small:
-        return True
+def _is_size(large: float, small: float, sizes: Mapping[int, int]) -> bool:
     if large == int(large) and small == int(small):
-        a, b = abs(large), abs(small)
-        return large * small >= 0 and (a > b or min(a, b) > MARGIN)
-    if not (0 < large < small <= 1):
+        if isinstance(large, Whole):
+            return stands_for(int(small), int(large), sizes)
+        return large * small > 0 and min(abs(large), abs(small)) > 1
+    if not (0 < large < 1 and 0 < small < 1):
         return False
     return any(
         all(abs(x**-n - round(x**-n)) < 1e-6 * x**-n for x in (large, small))
