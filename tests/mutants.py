@@ -1,18 +1,25 @@
 """Programs that are broken on purpose: a proof must notice each that computes anything
 else.
 
-`python tests/mutants.py` makes all of them, over all plans, and prints the table of
-what became of them; `python tests/mutants.py 3 7` those of plans 3 to 7.
+There are three ways to prove (`WAYS`): `verify` runs a program beside the model. The
+proof of a large one runs a small one beside the captured graph: so a fault that a pass
+makes is in both, and the small one's mutants must be noticed there. And a fault of the
+large one alone must be noticed as it is compared with the small one.
+
+`python tests/mutants.py` makes mutants of all kinds, over all plans, and prints the
+table of what became of them; `python tests/mutants.py 3 7` those of plans 3 to 7.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,25 +28,27 @@ from mutate_programs import OF_PROGRAMS
 from mutate_text import KINDS, places, with_line
 from torch import Tensor
 
+import autopar.proof.prove_program as prover
 from autopar.options import make_plan
 from autopar.proof.expected import TOLERANCE, Expected, expect
+from autopar.proof.full_size import check_full_size
+from autopar.proof.in_double import program_in_double
 from autopar.proof.ranks import (
     FoundStep,
     GivenStep,
-    VerificationFailed,
     relative_error,
     root_mean_square,
     run_steps,
 )
+from autopar.proof.small import Runnable, make_small, whole
 from autopar.reports.tables import Table
-from autopar.runtime.virtual import Deadlock, Mismatch
-from autopar.verify import prove
+from autopar.verify import Verification, prove
 from passes.cost import Costs
 from passes.mesh import TIME
 from passes.pipeline import compile_program
 from passes.program import Program
 
-EACH = 2  # mutants of each kind and plan
+EACH = 2  # mutants of each kind, plan and way
 ALONE = 0.3  # the chance that one rank alone runs a changed text
 SEEDS = (11, 12, 13)  # of draws that tell whether a survivor computes the same
 ROUNDED = 1e-6  # the same, in float32
@@ -63,32 +72,37 @@ def planned(build: str, mesh: str, **options: Any) -> Planned:
     return Planned(build, mesh, tuple(options.items()))
 
 
-MODELS: dict[str, Callable[[], Case]] = {
-    "gpt": lambda: plain_gpt(layers=2, heads=2, seq=4, vocab=11, batch=4),
-    "deep": lambda: plain_gpt(layers=4, heads=2, seq=4, vocab=11, batch=4),
-    "untied": lambda: plain_gpt(
-        layers=2, heads=2, seq=4, vocab=12, batch=4, tied=False
-    ),
-    "dropout": lambda: plain_gpt(
-        layers=2, heads=2, seq=4, vocab=11, batch=4, dropout=0.3
-    ),
-    "uneven": lambda: plain_gpt(layers=2, heads=3, seq=5, vocab=11, batch=4),
-    "long": lambda: plain_gpt(layers=1, heads=2, seq=8, vocab=11, batch=2),
-    "padded": lambda: llama(
-        layers=2, heads=4, kv_heads=2, seq=6, vocab=11, batch=4, padded=True
-    ),
-    "experts": lambda: switch_gpt(layers=1, experts=4, batch=4, seq=6),
-    "routed": lambda: mixture(
-        "mixtral",
-        {"batch": 4, "seq": 5, "vocab": 11},
-        num_hidden_layers=1,
-        vocab_size=11,
-    ),
-    "queries": lambda: llama(
-        layers=1, heads=4, kv_heads=2, seq=4, vocab=11, batch=4, padded=True
-    ),
-    "top2": lambda: switch_gpt(layers=1, experts=4, top_k=2, batch=4, seq=6),
+def routed(layers: int, seq: int, vocab: int, batch: int) -> Case:
+    tokens = {"batch": batch, "seq": seq, "vocab": vocab}
+    return mixture("mixtral", tokens, num_hidden_layers=layers, vocab_size=vocab)
+
+
+GPT = {"layers": 2, "heads": 2, "seq": 4, "vocab": 11, "batch": 4}
+LLAMA = {"layers": 2, "heads": 4, "kv_heads": 2, "seq": 6, "vocab": 11, "batch": 4}
+SWITCH = {"batch": 4, "seq": 6}
+
+MODELS: dict[str, tuple[Callable[..., Case], dict[str, int], dict[str, Any]]] = {
+    "gpt": (plain_gpt, GPT, {}),
+    "deep": (plain_gpt, {**GPT, "layers": 4}, {}),
+    "untied": (plain_gpt, {**GPT, "vocab": 12}, {"tied": False}),
+    "dropout": (plain_gpt, GPT, {"dropout": 0.3}),
+    "uneven": (plain_gpt, {**GPT, "heads": 3, "seq": 5}, {}),
+    "long": (plain_gpt, {**GPT, "layers": 1, "seq": 8, "batch": 2}, {}),
+    "padded": (llama, LLAMA, {"padded": True}),
+    "queries": (llama, {**LLAMA, "layers": 1, "seq": 4}, {"padded": True}),
+    "experts": (switch_gpt, SWITCH, {"layers": 1, "experts": 4}),
+    "top2": (switch_gpt, SWITCH, {"layers": 1, "experts": 4, "top_k": 2}),
+    "routed": (routed, {"layers": 1, "seq": 5, "vocab": 11, "batch": 4}, {}),
 }
+# How many times as much a large model has.
+LARGE = {"layers": 2, "heads": 3, "kv_heads": 3, "seq": 5, "vocab": 5, "batch": 3}
+
+
+def model(build: str, large: bool = False) -> Case:
+    make, sizes, options = MODELS[build]
+    times = LARGE if large else {}
+    return make(**{k: n * times.get(k, 1) for k, n in sizes.items()}, **options)
+
 
 PLANS = (
     planned("gpt", "tp=2"),
@@ -141,14 +155,122 @@ PLANS = (
 )
 
 
+# What is kept for the backward depends on how large it is.
+NOT_ALIKE = (planned("padded", "pp=2,cp=2", microbatches=2),)
+
+
 @lru_cache(maxsize=2)
 def prepared(plan: Planned) -> tuple[Case, Program, list[Expected]]:
     """The program, and what the untouched model computes."""
-    chosen = make_plan(plan.mesh, **dict(plan.options))
-    case = MODELS[plan.build]()
-    case = case if chosen.dtype else case.double()
-    program = compile_program(case.trace(chosen.dtype), chosen, Costs())
+    case, program = compiled(plan)
     return case, program, expect(program, *case)
+
+
+def compiled(plan: Planned, large: bool = False) -> tuple[Case, Program]:
+    chosen = make_plan(plan.mesh, **dict(plan.options))
+    case = model(plan.build, large)
+    case = case if chosen.dtype or large else case.double()
+    return case, compile_program(case.trace(chosen.dtype), chosen, Costs())
+
+
+# --- ways to prove ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A program, and a way to prove it.
+
+    prove: any program in its place; raises what it notices. run: two steps of any, with
+    what is drawn from a seed. same: how far two that compute the same may be apart.
+    """
+
+    program: Program
+    prove: Callable[[Program], object]
+    run: Callable[[Program, int], Sequence[FoundStep]]
+    same: float = SAME
+
+
+def by_verify(plan: Planned) -> Subject:
+    """Run beside the untouched model."""
+    case, original, known = prepared(plan)
+    buffers = dict(case.model.named_buffers())
+    precision = original.plan.dtype
+    same = SAME if precision is None else torch.finfo(precision).eps
+    if precision is None and known[0].tolerance > TOLERANCE[torch.float64]:
+        same = ROUNDED  # the model has norms in float32
+
+    @lru_cache
+    def drawn(seed: int) -> list[GivenStep]:
+        return given(expect(original, *case, seed))
+
+    return Subject(
+        original,
+        lambda program: prove(guarded(program), copied(buffers), own(known)),
+        lambda program, seed: run_steps(guarded(program), buffers, drawn(seed), seed),
+        same,
+    )
+
+
+def by_small(plan: Planned) -> Subject:
+    """Its small program, run beside the captured graph."""
+    case, program = compiled(plan)
+    small = make_small(program, *case)
+    known = prover.expect(small, case.batch)
+    return Subject(
+        small.program,
+        lambda program: prover.run_program(guarded(program), own(known)),
+        in_float64(small, case),
+    )
+
+
+def by_transfer(plan: Planned) -> Subject:
+    """A large program alone is wrong, and compared with the small one."""
+    case, program = compiled(plan, large=plan not in NOT_ALIKE)
+    small = make_small(program, *case)
+
+    def check(program: Program) -> None:
+        prover.check_transfer(program, small)
+        check_full_size(program)
+
+    traced = case.trace(program.plan.dtype)
+    runnable = whole(program, case.model, traced)
+    return Subject(program, check, in_float64(runnable, case))
+
+
+WAYS: dict[str, Callable[[Planned], Subject]] = {
+    "verify": by_verify,
+    "small": by_small,
+    "transfer": by_transfer,
+}
+
+
+def in_float64(
+    runnable: Runnable, case: Case
+) -> Callable[[Program, int], list[FoundStep]]:
+    @lru_cache
+    def drawn(seed: int) -> list[Expected]:
+        return prover.expect(runnable, case.batch, seed)
+
+    def run(program: Program, seed: int) -> list[FoundStep]:
+        program, steps = program_in_double(guarded(program)), drawn(seed)
+        return run_steps(program, copied(steps[0].buffers), given(steps), seed)
+
+    return run
+
+
+def own(expected: Sequence[Expected]) -> list[Expected]:
+    """The same, with tensors that a program may write into."""
+    return [
+        replace(e, batch=copied(e.batch), buffers=copied(e.buffers)) for e in expected
+    ]
+
+
+def given(expected: Sequence[Expected]) -> list[GivenStep]:
+    return [GivenStep(e.weights, copied(e.batch)) for e in expected]
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in tensors.items()}
 
 
 # --- mutants ------------------------------------------------------------------------
@@ -156,25 +278,23 @@ def prepared(plan: Planned) -> tuple[Case, Program, list[Expected]]:
 
 @dataclass(frozen=True)
 class Mutant:
-    plan: Planned
     kind: str
     what: str
     program: Program
 
     def __str__(self) -> str:
-        return f"{self.plan}\n  {self.kind}: {self.what}"
+        return f"{self.kind}: {self.what}"
 
 
-def mutants(plan: Planned, each: int = EACH) -> Iterator[Mutant]:
+def mutants(plan: Planned, program: Program, each: int = EACH) -> Iterator[Mutant]:
     """Of each kind so many, drawn by chance, but always the same."""
-    _, program, _ = prepared(plan)
     for kind, found in [*_of_text(program), *_of_program(program)]:
         chance = random.Random(f"{plan} {kind}")
         for what, changed in chance.sample(found, min(each, len(found))):
             made = changed() if callable(changed) else changed
             if callable(changed) and chance.random() < ALONE:
                 what, made = f"one rank: {what}", on_one_rank(program, made, chance)
-            yield Mutant(plan, kind, what, made)
+            yield Mutant(kind, what, made)
 
 
 def on_one_rank(program: Program, mutant: Program, chance: random.Random) -> Program:
@@ -183,7 +303,7 @@ def on_one_rank(program: Program, mutant: Program, chance: random.Random) -> Pro
         (number, coords)
         for number, stage in enumerate(program.stages)
         for coords, key in stage.modules.items()
-        if mutant.modules[key] != guarded(program.modules[key])
+        if mutant.modules[key] != program.modules[key]
     ]
     number, coords = chance.choice(places)
     stage = program.stages[number]
@@ -218,8 +338,9 @@ def _with_line(program: Program, old: str, new: str | None) -> Callable[[], Prog
 
     def change() -> Program:
         modules = program.modules.items()
-        texts = {k: guarded(with_line(t, old, new)) for k, t in modules}
-        return replace(program, modules=texts)
+        return replace(
+            program, modules={key: with_line(text, old, new) for key, text in modules}
+        )
 
     return change
 
@@ -251,65 +372,47 @@ def _guarded(call):
 """
 
 
-def guarded(text: str) -> str:
-    """The text, with its own checks before what does not check."""
-    text = text.replace(
-        "aten.native_layer_norm_backward.default", "_layer_norm_backward"
-    )
-    for name in ("kernels.attention_backward", "c.attention_backward"):
-        text = text.replace(f"{name}(", f"_guarded({name})(")
-    return text + GUARDS
+def guarded(program: Program) -> Program:
+    """The program, with its own checks before what does not check."""
+
+    def change(text: str) -> str:
+        text = text.replace(
+            "aten.native_layer_norm_backward.default", "_layer_norm_backward"
+        )
+        for name in ("kernels.attention_backward", "c.attention_backward"):
+            text = text.replace(f"{name}(", f"_guarded({name})(")
+        return text + GUARDS
+
+    modules = {key: change(text) for key, text in program.modules.items()}
+    return replace(program, modules=modules)
 
 
 # --- what becomes of them -----------------------------------------------------------
 
-KILLED = (
-    "an error", "a mismatch", "a deadlock", "replicas", "the loss", "a gradient",
-)  # fmt: skip
-EQUAL, HOLE = "computes the same", "A HOLE"
+KILLED, EQUAL, ALIVE = "killed", "same", "ALIVE"
 
 
-def fate(mutant: Mutant) -> str:
-    """By what a mutant is noticed; or that it computes the same; or neither."""
-    case, original, known = prepared(mutant.plan)
-    # Of its own, as it may write into them.
-    expected = [replace(e, batch=copied(e.batch)) for e in known]
-    program = replace(mutant.program, literals=copied(original.literals))
-    buffers = copied(dict(case.model.named_buffers()))
+def fate(subject: Subject, program: Program) -> str:
+    """Whether a mutant is noticed; or else computes the same; or not."""
+    literals = copied(subject.program.literals)  # its own: it may write into them
     try:
-        proof = prove(program, buffers, expected)
-    except Deadlock:
-        return "a deadlock"
-    except Mismatch:
-        return "a mismatch"
-    except VerificationFailed:
-        return "replicas"
+        proof = subject.prove(replace(program, literals=literals))
+        if isinstance(proof, Verification):
+            proof.check()
     except Exception:
-        return "an error"
-    if not proof.passed:
-        return "the loss" if proof.worst[0] == "loss" else "a gradient"
-    same = all(_same(mutant.program, original, case, seed) for seed in SEEDS)
-    return EQUAL if same else HOLE
+        return KILLED
+    return EQUAL if all(_same(subject, program, seed) for seed in SEEDS) else ALIVE
 
 
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x.clone() for name, x in tensors.items()}
-
-
-def _same(mutant: Program, original: Program, case: Case, seed: int) -> bool:
-    """Whether two programs compute the same for what is drawn from a seed."""
-    buffers = dict(case.model.named_buffers())
-    given = expect(original, *case, seed)
-    steps = [GivenStep(e.weights, e.batch) for e in given]
+def _same(subject: Subject, mutant: Program, seed: int) -> bool:
+    """Whether it computes the same for what is drawn from a seed."""
+    original = subject.program
     try:
-        one, other = (run_steps(p, buffers, steps, seed) for p in (mutant, original))
+        mutant = replace(mutant, literals=copied(original.literals))
+        one, other = (subject.run(p, seed) for p in (mutant, original))
     except Exception:
         return False
-    precision = original.plan.dtype
-    same = SAME if precision is None else torch.finfo(precision).eps
-    if precision is None and given[0].tolerance > TOLERANCE[torch.float64]:
-        same = ROUNDED  # the model has norms in float32
-    return all(_equal(a, b, same) for a, b in zip(one, other, strict=True))
+    return all(_equal(a, b, subject.same) for a, b in zip(one, other, strict=True))
 
 
 def _equal(one: FoundStep, other: FoundStep, same: float) -> bool:
@@ -321,32 +424,55 @@ def _equal(one: FoundStep, other: FoundStep, same: float) -> bool:
     )
 
 
-def table(fates: Counter[tuple[str, str]]) -> Table:
-    """Rows of kinds, columns of fates."""
-    columns = (*KILLED, EQUAL, HOLE)
-    kinds = dict.fromkeys(kind for kind, _ in fates)
-    rows = [(k, *(fates[k, c] or "" for c in columns)) for k in kinds]
-    total = [sum(fates[k, c] for k in kinds) for c in columns]
-    title = f"{sum(total)} mutants"
-    return Table(title, ("kind", *columns), (*rows, ("all", *total)))
+Fates = Counter[tuple[str, str, str]]  # kind, way, what became of it
 
 
-def main(first: int, last: int) -> int:
+def table(fates: Fates, ways: Sequence[str]) -> Table:
+    """Rows of kinds; of each way, how many there were, and what became of them."""
+    ends = (KILLED, EQUAL, ALIVE)
+    kinds = dict.fromkeys(kind for kind, _, _ in fates)
+
+    def row(name: str, own: Sequence[str]) -> tuple[Any, ...]:
+        counts = [[sum(fates[k, way, e] for k in own) for e in ends] for way in ways]
+        return (name, *(n for c in counts for n in (sum(c), *c)))
+
+    rows = [row(kind, [kind]) for kind in kinds]
+    columns = [f"{way}:{what}" for way in ways for what in ("mutants", *ends)]
+    title = f"{sum(fates.values())} mutants"
+    return Table(title, ("kind", *columns), (*rows, row("all", list(kinds))))
+
+
+def follow(
+    plan: Planned, way: str, each: int = EACH, every: int = 1
+) -> Iterator[tuple[Mutant, str]]:
+    """Mutants of one plan, and what becomes of them: of so many of each kind every so
+    manieth."""
+    subject = WAYS[way](plan)
+    subject.prove(subject.program)  # which is right
+    for mutant in islice(mutants(plan, subject.program, each), 0, None, every):
+        yield mutant, fate(subject, mutant.program)
+
+
+def main(ways: list[str], first: int, last: int, each: int = EACH) -> int:
+    """Prints the table, and which are not killed; how many are alive."""
     torch.set_num_threads(1)
-    fates: Counter[tuple[str, str]] = Counter()
+    fates: Fates = Counter()
     for plan in PLANS[first : last + 1]:
-        found: Counter[str] = Counter()
-        for mutant in mutants(plan):
-            end = fate(mutant)
-            found[end] += 1
-            fates[mutant.kind, end] += 1
-            if end in (EQUAL, HOLE):
-                print(f"{end}: {mutant.kind}: {mutant.what[:300]}", flush=True)
-        print(plan, dict(found), flush=True)
-    print(table(fates))
-    return sum(n for (_, end), n in fates.items() if end == HOLE)
+        for way in ways:
+            began, found = time.process_time(), Counter[str]()
+            for mutant, end in follow(plan, way, each):
+                found[end] += 1
+                fates[mutant.kind, way, end] += 1
+                if end != KILLED:
+                    print(f"{way}: {end}: {mutant}"[:400], flush=True)
+            spent = time.process_time() - began
+            print(f"{plan} by {way}: {dict(found)}, {spent:.0f} s", flush=True)
+    print(table(fates, ways))
+    return sum(n for (_, _, end), n in fates.items() if end == ALIVE)
 
 
 if __name__ == "__main__":
-    numbers = [int(argument) for argument in sys.argv[1:]] or [0, len(PLANS) - 1]
-    sys.exit(main(numbers[0], numbers[-1]) > 0)
+    ways = [w for w in sys.argv[1:] if w in WAYS] or list(WAYS)
+    numbers = [int(argument) for argument in sys.argv[1:] if argument not in WAYS]
+    first, last, each = numbers + [0, len(PLANS) - 1, EACH][len(numbers) :]
+    sys.exit(main(ways, first, last, each) > 0)

@@ -7,12 +7,12 @@ Each function takes a statement and yields what it could be instead, as lines of
 from __future__ import annotations
 
 import ast
-import copy
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+TABLE = re.compile(r"\b([a-z])\['([^']*)'\]")
 DIMS = re.compile(r"#.*?(\[[^\]]*\])")
 MOST_INT = 1 << 30  # above it, an integer is "to the end"
 
@@ -46,17 +46,11 @@ def places(text: str, axes: dict[str, int]) -> Iterator[Place]:
         if not isinstance(function, ast.FunctionDef):
             continue
         dims: dict[str, str] = {}
+        last = _last_reads(function)
         for i, statement in enumerate(function.body):
             if statement.lineno != statement.end_lineno:
                 continue
-            rest = function.body[i + 1 :]
-            later = {
-                name.id
-                for other in rest
-                if not isinstance(other, ast.Delete)
-                for name in ast.walk(other)
-                if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Load)
-            }
+            later = {name for name, at in last.items() if at > i}
             like: dict[str, list[str]] = {}
             for name, own in dims.items():
                 like[name] = [n for n, d in dims.items() if d == own and n != name]
@@ -71,6 +65,17 @@ def places(text: str, axes: dict[str, int]) -> Iterator[Place]:
             if isinstance(statement, ast.Delete):
                 for gone in statement.targets:
                     dims.pop(ast.unparse(gone), None)
+
+
+def _last_reads(function: ast.FunctionDef) -> dict[str, int]:
+    """Name -> the last statement that reads it."""
+    return {
+        name.id: i
+        for i, statement in enumerate(function.body)
+        if not isinstance(statement, ast.Delete)
+        for name in ast.walk(statement)
+        if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Load)
+    }
 
 
 def _parameters(tree: ast.Module) -> dict[str, str]:
@@ -89,18 +94,20 @@ def _parameters(tree: ast.Module) -> dict[str, str]:
 
 
 def replaced(place: Place, old: ast.AST, new: str) -> str:
-    """The statement with one of its expressions, by identity, written otherwise."""
-    number = next(i for i, n in enumerate(ast.walk(place.statement)) if n is old)
-    tree = copy.deepcopy(place.statement)
-    target = list(ast.walk(tree))[number]
+    """The line with one of the statement's expressions written otherwise."""
+    assert isinstance(old, ast.expr), "an expression"
+    start, end = (n - place.statement.col_offset for n in _extent(old))
+    return place.line[:start] + written(new) + place.line[end:]
 
-    class Replace(ast.NodeTransformer):
-        def visit(self, node: ast.AST) -> ast.AST:
-            if node is target:
-                return ast.parse(new, mode="eval").body
-            return self.generic_visit(node)
 
-    return ast.unparse(ast.fix_missing_locations(Replace().visit(tree)))
+def _extent(node: ast.expr) -> tuple[int, int]:
+    assert node.end_col_offset is not None, "it was read from a text"
+    return node.col_offset, node.end_col_offset
+
+
+def written(code: str) -> str:
+    """As emitted modules are: tables have their keys in double quotes."""
+    return TABLE.sub(r'\1["\2"]', code)
 
 
 def calls(place: Place, *names: str) -> Iterator[ast.Call]:
@@ -439,11 +446,11 @@ def bare(line: str) -> str:
 
 
 def with_line(text: str, old: str, new: str | None) -> str:
-    """The text with a line written otherwise, wherever it is."""
+    """The text with a line written otherwise, wherever it is; its comment stays."""
     lines = []
     for line in text.split("\n"):
         if bare(line) != old:
             lines.append(line)
         elif new is not None:
-            lines.append(line[: len(line) - len(line.lstrip())] + new)
+            lines.append(line.replace(old, written(new), 1))
     return "\n".join(lines)
