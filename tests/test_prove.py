@@ -448,6 +448,19 @@ def test_a_wrong_update_fails_the_proof(
         prove(*tied)
 
 
+@pytest.mark.slow
+def test_a_rank_that_runs_the_module_of_another_is_noticed() -> None:
+    *_, program = compiled("dp=2,tp=4")
+    (stage,) = program.stages
+    first, last = "dp=1,tp=0", "dp=1,tp=3"
+    one, other = stage.modules[first], stage.modules[last]
+    assert one != other, "shares are uneven"
+    modules = {**stage.modules, first: other, last: one}
+    wrong = replace(program, stages=(replace(stage, modules=modules),))
+    with pytest.raises(VerificationFailed, match="shares of other shapes"):
+        check_full_size(wrong)
+
+
 # --- where users meet it -------------------------------------------------------------
 
 

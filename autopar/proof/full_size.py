@@ -124,17 +124,31 @@ def check_full_size(program: Program) -> tuple[CutShort, ...]:
 
 
 def _first_ranks(program: Program, stage: int) -> dict[str, int]:
-    """Key of each module of a stage -> the first rank that runs it."""
+    """Key of each module of a stage -> the first rank that runs it; the others have
+    shares of its shapes. Raises VerificationFailed."""
     mesh = program.mesh
     place = program.schedule.stage_to_rank[stage]
+    specs = {
+        name: program.parameters[name]
+        for name in program.stages[stage].names.values()
+        if name in program.parameters
+    }
     found: dict[str, int] = {}
+    shapes: dict[str, list[tuple[int, ...]]] = {}
     for text, key in program.stages[stage].modules.items():
-        if key not in found:
-            coords = dict(part.split("=") for part in text.split(",") if part)
-            named = {axis: int(coords.get(axis, 0)) for axis, _ in mesh.axes}
-            if "pp" in named:
-                named["pp"] = place
-            found[key] = mesh.rank(named)
+        coords = dict(part.split("=") for part in text.split(",") if part)
+        named = {axis: int(coords.get(axis, 0)) for axis, _ in mesh.axes}
+        if "pp" in named:
+            named["pp"] = place
+        own = [local_shape(spec, mesh, named) for spec in specs.values()]
+        rank = mesh.rank(named)
+        if shapes.setdefault(key, own) != own:
+            raise VerificationFailed(
+                f"ranks {found[key]} and {rank} run one module of stage {stage}, with "
+                "shares of other shapes",
+                fix=REPORT,
+            )
+        found.setdefault(key, rank)
     return found
 
 
