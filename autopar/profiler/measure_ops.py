@@ -105,7 +105,7 @@ def make_job(
         parts["backward_weight"] = local.weight_half
     return Job(
         name,
-        emit(local, 1),
+        emit(local, 1, outlined=False),
         mesh,
         microbatches,
         tuple((at, v, known.get(v.name)) for at, those in held.items() for v in those),

@@ -31,7 +31,8 @@ def find_few_layers(model: nn.Module, program: Program) -> FewLayers:
         (sorted(facts[i].items(), key=str), _decided(plan, f"{path}.{i}"))
         for i in range(len(facts))
     ]
-    return choose_layers(path, kinds, by_stage, plan, KEPT)
+    kept = KEPT + (plan.zero == 3)
+    return choose_layers(path, kinds, by_stage, plan, kept)
 
 
 def _decided(plan: Plan, layer: str) -> object:

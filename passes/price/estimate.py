@@ -5,7 +5,6 @@ Stage accounts and the cluster's links come in; the pipeline's schedule is run o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -30,7 +29,6 @@ from passes.schedule.make_schedule import make_schedule
 from passes.schedule.order import read_order
 from passes.schedule.schedule import Schedule, add_communication
 from passes.schedule.simulate_schedule import Timeline
-from passes.stage.overlap import BUCKET
 
 # AdamW reads a parameter, its gradient and two moments, and writes three of them.
 OPTIMIZER_TRAFFIC = 7
@@ -74,10 +72,9 @@ class Estimate:
         return self.flops / (self.seconds * peak)
 
 
-def in_buckets(link: Link, kind: str, whole: float) -> float:
+def in_blocks(link: Link, kind: str, whole: float, blocks: int) -> float:
     """Seconds of what moves once a step, see `passes.stage.overlap`."""
-    count = max(1, math.ceil(whole / BUCKET))
-    return count * link.seconds(kind, whole / count)
+    return blocks * link.seconds(kind, whole / blocks)
 
 
 def step_parts(
@@ -112,9 +109,13 @@ def step_parts(
     for axis, own in shared(account, candidate) if candidate.zero in (1, 2) else ():
         link = cluster.link(candidate.mesh, (axis,))
         if candidate.zero == 1:
-            gradients = in_buckets(link, "reduce_scatter", own["trained"])
+            gradients = in_blocks(
+                link, "reduce_scatter", own["trained"], candidate.blocks
+            )
             found[f"gradients {axis}"] = gradients
-        found[f"parameters {axis}"] = in_buckets(link, "all_gather", own["read"])
+        read = own["read"]
+        parameters = in_blocks(link, "all_gather", read, candidate.blocks)
+        found[f"parameters {axis}"] = parameters
     device = cluster.device
     if device.ops.update and trained:
         update = account["seconds", UPDATE] * share / trained

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from passes.price.candidate import Candidate
 from passes.price.price import Account
 from passes.schedule.memory import OPTIMIZER_STATES
-from passes.stage.overlap import BUCKET
 
 TERMS = ("parameters", "trained", "read", "cast")
 
@@ -43,7 +42,8 @@ def rank_memory(
     cast_shares = sum(held["cast"] / parts for held, parts in shared if parts > 1)
     # What is gathered is the cast, if there is one.
     step = {1: read + trained, 2: read, 3: cast_shares}.get(candidate.shares, 0.0)
-    trains, reads = min(trained, BUCKET), min(read, BUCKET)
+    blocks = len(accounts) * candidate.blocks
+    trains, reads = trained / blocks, read / blocks
     least = min(parts for _, parts in shared if parts > 1) if trained else 1
     ends = {1: step + (2 + 1 / least) * trains, 2: step + reads}
     return {

@@ -26,7 +26,7 @@ OF_RANKS = {
 DIM = re.compile(r"^dims?\d?$|^(start|end)_dim$")
 CALLEE = re.compile(r"[\w.]+$")
 KEYWORD = re.compile(r"\s*(\w+)=")
-RANKS = "<c :>"  # how a statement calls the ranks that it talks to
+RANKS = "c."  # how a statement calls the ranks that it talks to
 
 
 @dataclass
@@ -50,7 +50,7 @@ def find_dims(text: str) -> frozenset[int]:
         if letter in "([":
             match = CALLEE.search(code[:at]) if letter == "(" else None
             callee = match[0] if match else ""
-            ranks = code[: at - len(callee)].endswith(RANKS)
+            ranks = callee.startswith(RANKS)
             opened.append(_Call(callee, ranks, 0, at + 1))
         elif letter in ")]" and opened:
             opened.pop()

@@ -15,7 +15,8 @@ from passes.shard.rest import find_casts, find_gathered, gather_again, gradient_
 from passes.stage.fuse import fuse_bias, spell_masks
 from passes.stage.local_stage import LocalStage
 from passes.stage.localize import Localizer
-from passes.stage.overlap import by_layer, by_size, gather_ahead, scatter_behind
+from passes.stage.outline import gather_runs
+from passes.stage.overlap import by_layer, gather_ahead, scatter_behind
 from passes.stage.recompute import recompute
 from passes.stage.reuse import reuse
 from passes.stage.split_backward import find_dependent, split_backward
@@ -147,9 +148,9 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
 
     def early(nodes: list[Node], keep: Collection[str]) -> list[Node]:
         nodes = gather_ahead(nodes, standing, by_layer, builder)
-        return reuse(scatter_behind(nodes, keep, by_layer, builder), keep)
+        return reuse(gather_runs(scatter_behind(nodes, keep, by_layer, builder)), keep)
 
-    ahead = gather_ahead(forward, standing, by_layer, builder)
+    ahead = gather_runs(gather_ahead(forward, standing, by_layer, builder))
     return LocalStage(
         stage=stage,
         setup=joint.setup,
@@ -157,7 +158,7 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
         forward=tuple(reuse(ahead, {*ends, *(v.name for v in saved)})),
         backward=tuple(early(backward, returned)),
         weight_half=tuple(early(weight_half, ())) if joint.halves else None,
-        epilogue=tuple(scatter_behind(joint.epilogue, (), by_size, builder)),
+        epilogue=tuple(scatter_behind(joint.epilogue, (), by_layer, builder)),
         **sources,
         d_sends=joint.d_sends,
         d_receives=joint.d_receives,

@@ -1,4 +1,4 @@
-"""emit: a rank's stage -> readable Python, one statement a node.
+"""emit: a rank's stage -> readable Python, one statement a node, equal layers in a loop.
 
 A comment at each statement shows the named dims and their split, and the line of the
 user's source. A value is deleted right after its last use.
@@ -7,14 +7,17 @@ user's source. A value is deleted right after its last use.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 
-import torch
-
-from passes.graph import Node, Value, resolve
+from passes.graph import LAYER, Node, Value
+from passes.stage.hand_over import HandOver, Part
 from passes.stage.local_stage import LocalStage
+from passes.stage.loops import Item, Loop, find_loops
+from passes.stage.outline import Outlined, outline
+from passes.stage.spell import as_tuple
+from passes.stage.split_backward import GRADIENT
+from passes.stage.write_function import Function
 
 HEADER = '''"""{title}
 
@@ -33,11 +36,14 @@ inf = float("inf")
 '''
 
 
-def emit(stage: LocalStage, stages: int) -> str:
+def emit(stage: LocalStage, stages: int, outlined: bool = True) -> str:
     """The text of a module with `setup`, `prologue`, `forward`, `backward` (or its
     halves, `backward_input` and `backward_weight`), and an `epilogue` where something
-    is left to do once a step."""
-    body = _Emitter(stage).text()
+    is left to do once a step.
+
+    outlined: whether what repeats is written once; else there is a statement a node.
+    """
+    body = _Emitter(stage, outlined).text()
     index = stage.stage.index
     first, last = index == 0, index == stages - 1
     kind = "The only" if stages == 1 else "First" if first else "Last" if last else "A"
@@ -46,303 +52,275 @@ def emit(stage: LocalStage, stages: int) -> str:
 
 
 class _Emitter:
-    def __init__(self, stage: LocalStage) -> None:
-        self.stage = stage
-        self.names: dict[str, str] = {}
-        self.taken = set(RESERVED)  # names that no other local may have
-        for v in (*stage.params, *stage.buffers):
-            self.names[v.name] = f'p["{v.name}"]'
-        for v in stage.grads.values():
-            self.names[v.name] = f'g["{v.name.removeprefix("grad.")}"]'
+    def __init__(self, stage: LocalStage, outlined: bool) -> None:
+        self.stage, self.outlined = stage, outlined
+        self.taken = {("b", v.name) for v in stage.inputs}
+        # How what is there anyway is read.
+        self.tables: dict[str, str] = {}
+        for v in (*stage.params, *stage.buffers, *stage.constants):
+            self.tables[v.name] = f'p["{v.name}"]'
+        for p in stage.params:
+            if p.name in stage.grads:
+                self.tables[stage.grads[p.name].name] = f'g["{p.name}"]'
         for v in stage.inputs:
-            self.names[v.name] = f'b["{v.name}"]'
-        for v in stage.constants:
-            self.names[v.name] = f'p["{v.name}"]'
-        self.kept: dict[str, set[str]] = {}
+            self.tables[v.name] = f'b["{v.name}"]'
 
     def text(self) -> str:
         s = self.stage
-        forward_reads = _reads([*s.forward, *s.whole_backward, *s.epilogue])
-        prologue_reads = _reads(s.prologue)
-        setup = [v for n in s.setup for v in n.results]
-        prologue = [v for n in s.prologue for v in n.results]
-        k = [v for v in setup if v.name in forward_reads | prologue_reads]
-        b = [v for v in prologue if v.name in forward_reads]
-        parts = [self.tables()]
-        parts.append(self.once("setup(c, p)", s.setup, k))
-        self.names.update((v.name, f'k["{v.name}"]') for v in k)
-        parts.append(self.once("prologue(c, p, k, b)", s.prologue, b))
-        self.names.update((v.name, f'b["{v.name}"]') for v in b)
-        parts += [self.forward(), *self.backward()]
+        nodes, functions, same = self.outline()
+        items = [self.find_loops(own) for own in nodes]
+        after = self.find_loops(s.epilogue)
+        self.name_families([*items, after])
+        later = _reads([*s.prologue, *s.forward, *s.whole_backward, *s.epilogue])
+        setup = self.once("setup(c, p)", "k", s.setup, later)
+        later = _reads([*s.forward, *s.whole_backward, *s.epilogue])
+        prologue = self.once("prologue(c, p, k, b)", "b", s.prologue, later)
+        wholes = {}
+        for v in s.wholes:  # what is gathered for a step, and its gradient
+            key = self.tables[v.name.removeprefix(GRADIENT)][3:-2]
+            self.tables[v.name] = f'g["{key}"]'
+            wholes[key] = v
+        parts = [tables(s, wholes), setup, prologue]
+        parts += [self.function(one, same) for one in functions]
+        parts += self.each_microbatch(items, same, [one.name for one in functions])
         if s.epilogue:
-            lines = self.statements(s.epilogue, [], set())
+            between = HandOver([Part(after)], self.tables)
+            lines = Function(s.texts, self.tables, between, 0).body(after, ())
             parts.append(_function("epilogue(c, p, g, k, b)", lines))
         return "\n\n".join(parts)
 
-    def tables(self) -> str:
-        """What the executor must know: local shapes of what comes in and goes out."""
+    def outline(self) -> tuple[list[Sequence[Node]], list[Outlined], dict[str, str]]:
+        """The nodes of each microbatch, function by function, see `outline`."""
         s = self.stage
+        results = [*s.sends, *([s.loss] if s.loss else []), *s.saved], s.kept, ()
+        nodes: list[Sequence[Node]] = [s.forward, s.backward]
+        nodes += [s.weight_half] if s.weight_half is not None else []
+        if not self.outlined:
+            return nodes, [], {}
+        d_receives = {v.name for v in s.d_receives if v is not None}
+        read = [d_receives | {v.name for v in own} for own in results]
+        found, functions, same = outline(list(zip(nodes, read, strict=False)))
+        return [*found], functions, same
 
-        def table(values: Iterable[Value | None]) -> str:
-            rows = [f"({v.shape}, {v.dtype})" if v else "None" for v in values]
-            return f"[{', '.join(rows)}]"
+    def find_loops(self, nodes: Sequence[Node]) -> Sequence[Item]:
+        return find_loops(nodes) if self.outlined else nodes
 
-        def entries(values: Iterable[Value]) -> str:
-            rows = [f'    "{v.name}": ({v.shape}, {v.dtype}),' for v in values]
-            return "\n".join(["{", *rows, "}"]) if rows else "{}"
-
-        trained = [p for p in s.params if p.name in s.grads]
-        whole = entries(replace(v, name=v.name.removeprefix("grad.")) for v in s.wholes)
-        lines = [
-            f"\nPARAMETERS = {entries(s.params)}",
-            f"BUFFERS = {entries([*s.buffers])}",
-            f"LITERALS = {[v.name for v in s.constants]}",
-            f"TRAINED = {[p.name for p in trained]}",
-            f"INPUTS = {[v.name for v in s.inputs]}",
-            f"RECEIVES = {table(s.receives)}",
-            f"SENDS = {table(s.sends)}",
-            f"D_SENDS = {table(s.d_sends)}",
-            f"D_RECEIVES = {table(s.d_receives)}",
-            f"WHOLE_GRADIENTS = {whole}",
-            f"FLOPS = {s.flops}",
-        ]
-        return "\n".join(lines)
-
-    # --- functions -----------------------------------------------------------------
-
-    def once(self, head: str, nodes: Sequence[Node], results: list[Value]) -> str:
-        """setup and prologue: a dict of what they make."""
-        lines = self.statements(nodes, [], {v.name for v in results})
-        found = ", ".join(f'"{v.name}": {self.name(v)}' for v in results)
-        for v in (x for n in nodes for x in n.results):
-            self.taken.discard(self.names.pop(v.name, ""))
-        return _function(head, [*lines, f"return {{{found}}}"])
-
-    def forward(self) -> str:
+    def name_families(self, parts: Sequence[Sequence[Item]]) -> None:
+        """Give keys with the number of a layer to what loops read of setup and
+        prologue, layer by layer."""
         s = self.stage
-        inputs = [self.name(v) for v in s.receives]
-        results = [*s.sends, *([s.loss] if s.loss else [])]
-        keep = {v.name for v in (*results, *s.saved)}
-        lines = self.statements(s.forward, list(s.receives), keep)
-        found = _tuple(self.name(v) for v in results)
-        saved = ", ".join(self.name(v) for v in s.saved)
-        head = f"forward({', '.join(['c', 'p', 'k', 'b', *inputs])})"
-        lines.append(f"return {found}, [{saved}]")
-        return _function(head, lines)
+        once = {v.name for n in (*s.setup, *s.prologue) for v in n.results}
+        self.keys: dict[str, str] = {}
+        stems: set[str] = set()
+        loops = [item for items in parts for item in items if isinstance(item, Loop)]
+        for loop in loops:
+            first, step = loop.index
+            for given in loop.given:
+                names = [v.name for v in given.values]
+                if not once.issuperset(names) or self.keys.keys() & names:
+                    continue
+                stem, count = names[0], 0
+                while stem in stems:
+                    count += 1
+                    stem = f"{names[0]}_{count}"
+                stems.add(stem)
+                own = (f"{stem}.{first + step * t}" for t in range(loop.count))
+                self.keys |= zip(names, own, strict=True)
 
-    def backward(self) -> list[str]:
-        """One function; or one for each half, where the backward is split."""
-        s = self.stage
-        saved, kept = list(s.saved), list(s.kept)
-        d_sends = [v for v in s.d_sends if v is not None]
-        d_receives = [v for v in s.d_receives if v is not None]
-        if s.weight_half is None:
-            return [self.half("backward", s.backward, saved, d_sends, d_receives)]
-        return [
-            self.half("backward_input", s.backward, saved, d_sends, d_receives, kept),
-            self.half("backward_weight", s.weight_half, kept, [], []),
-        ]
+    def once(self, head: str, table: str, nodes: Sequence[Node], later: set[str]) -> str:
+        """setup and prologue: a dict of what they make, by name, or by `name_families`;
+        else what a loop makes has the layer's number in its key."""
+        own = Part(self.find_loops(nodes))
+        keys: dict[str, str] = {}
+        for item in own.items:
+            if not isinstance(item, Loop):
+                continue
+            read = {inner.name for n, inner, _ in item.instances() if n in later}
+            first, step = item.index
+            for name, inner, t in item.instances():
+                if inner.name in read:
+                    key = f"{inner.name[:-1]}.{first + step * t}"
+                    keys[name] = self.keys.get(name, key)
+        made = {name: f'made["{key}"]' for name, key in keys.items()}
+        between = HandOver([own], self.tables | made)
+        function = Function(self.stage.texts, self.tables | made, between, 0)
+        ends = [v for n in nodes for v in n.results if v.name in later]
+        ends = [v for v in ends if v.name not in made]
+        lines = function.body(own.items, ends)
+        for v in ends:
+            keys[v.name] = self.keys.get(v.name) or self.key(table, v.name)
+        entries = [f'"{keys[v.name]}": {function.name(v)}' for v in ends]
+        if made:
+            lines, entries = ["made = {}", *lines], ["**made", *entries]
+        self.tables |= {name: f'{table}["{key}"]' for name, key in keys.items()}
+        return _function(head, [*lines, f"return {{{', '.join(entries)}}}"])
 
-    def half(
+    def key(self, table: str, name: str) -> str:
+        """One that does not tell how many layers there are."""
+        stem = re.sub(r"(_\d+)+$", "", name)
+        key, count = stem, 0
+        while (table, key) in self.taken:
+            count += 1
+            key = f"{stem}_{count}"
+        self.taken.add((table, key))
+        return key
+
+    def each_microbatch(
         self,
-        name: str,
-        nodes: Sequence[Node],
-        saved: list[Value],
-        inputs: list[Value],
-        results: list[Value],
-        kept: list[Value] | None = None,
-    ) -> str:
-        """A part of the backward, from what was saved for it.
-
-        kept: what it hands, beside its results, to the part that comes after it.
-        """
-        arguments = ["c", "p", "g", "k", "b", "saved", *map(self.name, inputs)]
-        lines = []
-        if saved:
-            names = ", ".join(self.name(v) for v in saved)
-            lines += [f"[{names}] = saved", "saved.clear()"]
-        keep = {v.name for v in (*results, *(kept or ()))}
-        lines += self.statements(nodes, [*saved, *inputs], keep)
-        found = _tuple(self.name(v) for v in results)
-        if kept is not None:
-            found += f", [{', '.join(self.name(v) for v in kept)}]"
-        return _function(f"{name}({', '.join(arguments)})", [*lines, f"return {found}"])
-
-    def statements(
-        self, nodes: Sequence[Node], entering: list[Value], keep: set[str]
+        items: Sequence[Sequence[Item]],
+        same: Mapping[str, str],
+        called: Sequence[str],
     ) -> list[str]:
-        """The nodes as text, with each local deleted after its last use."""
-        last: dict[str, int] = {v.name: -1 for v in entering}
-        for i, node in enumerate(nodes):
-            for v in (*node.operands, *node.results):
-                last[v.name] = i
-        lines = []
-        local = {v.name for v in entering} | {v.name for n in nodes for v in n.results}
-        unused = [v for v in entering if last[v.name] < 0 and v.name not in keep]
-        if unused:
-            lines.append(f"del {', '.join(self.name(v) for v in unused)}")
-        for i, node in enumerate(nodes):
-            lines.append(self.statement(node))
-            dead = [
-                v
-                for v in dict.fromkeys((*node.operands, *node.results))
-                if v.name in local and v.name not in keep and last[v.name] == i
-            ]
-            if dead:
-                lines.append(f"del {', '.join(self.name(v) for v in dead)}")
-        return lines
+        """forward, and backward or its two halves. called: names of functions."""
+        s = self.stage
+        d_receives = [v for v in s.d_receives if v is not None]
+        results = [[*s.sends, *([s.loss] if s.loss else [])], d_receives, []]
+        parts = [Part(own, r) for own, r in zip(items, results, strict=False)]
+        between = HandOver(parts, self.tables, same)
+        halves = ["backward_input", "backward_weight"]
+        names = ["forward", *(["backward"] if len(parts) == 2 else halves)]
+        entering = [s.receives, [v for v in s.d_sends if v is not None], ()]
+        handed: list[Sequence[Value]] = [(), s.saved, s.kept, ()]
+        texts = []
+        for i, (name, part) in enumerate(zip(names, parts, strict=True)):
+            function = Function(s.texts, self.tables, between, i, taken=called)
+            saved = [v for v in handed[i] if v.name in part.read]
+            rows = between.kept(i - 1, i) if i else []
+            lines = function.arrive(entering[i], saved, rows)
+            given = ["c", "p", "g", "k", "b", "saved"] if i else ["c", "p", "k", "b"]
+            given += map(function.name, entering[i])
+            last = i == len(parts) - 1
+            kept = [] if last else handed[i + 1]
+            kept = [v for v in kept if v.name in parts[i + 1].read]
+            lines += function.body(part.items, [*part.results, *kept])
+            found = as_tuple(function.name(v) for v in part.results)
+            if not last:
+                rows = between.kept(i, i + 1)
+                own = [*map(function.name, kept), *map(function.rows_name, rows)]
+                found += f", [{', '.join(own)}]"
+            lines.append(f"return {found}")
+            texts.append(_function(f"{name}({', '.join(given)})", lines))
+        return texts
 
-    def statement(self, node: Node) -> str:
-        call = self.call(node)
-        outs = ["_" if v is None else self.name(v) for v in node.outs]
-        while outs and outs[-1] == "_" and len(outs) > 1 and not _returns_many(node):
-            outs.pop()
-        left = ", ".join(outs)
-        if node.op == "comm.wait" or _returns_list(node):  # of one tensor too
-            left = f"[{left}]"
-        text = f"{left} = {call}" if outs else call
-        dims = [self.stage.texts.get(v.name, "") for v in node.results]
-        notes = [d for d in dict.fromkeys(dims) if d]
-        where = str(node.where)
-        comment = "  ".join([*notes, *([where] if where else [])])
-        return f"{text}  # {comment}" if comment else text
-
-    def call(self, node: Node) -> str:
-        args = [self.arg(a) for a in node.args]
-        kwargs = [f"{k}={self.arg(v)}" for k, v in node.kwargs.items()]
-        kind, _, name = node.op.partition(".")
-        if kind == "comm":
-            args = args[: COMM_ARGS.get(name, len(args))]
-            return f"c.{name}({', '.join([*args, *kwargs])})"
-        if kind == "autopar":
-            return f"kernels.{name}({', '.join([*args, *kwargs])})"
-        if not node.operands:
-            kwargs = [k for k in kwargs if not k.startswith("device=")]
-            kwargs.append("device=c.device")
-        if node.op in SPELLINGS:
-            return SPELLINGS[node.op](args, kwargs)
-        library = "" if kind == "aten" else "torch.ops."
-        return f"{library}{node.op}({', '.join([*args, *kwargs])})"
-
-    def arg(self, arg: Any) -> str:
-        if isinstance(arg, Value):
-            return self.name(arg)
-        if isinstance(arg, tuple | list):
-            return (
-                f"[{', '.join(map(self.arg, arg))}]" if _flat(arg) else self.nest(arg)
-            )
-        if isinstance(arg, float) and arg != arg:
-            return 'float("nan")'
-        if isinstance(arg, torch.dtype | torch.memory_format):
-            return str(arg)
-        return repr(arg)
-
-    def nest(self, arg: Any) -> str:
-        """Axis names and positions are tuples, and print as such."""
-        return _tuple(
-            self.nest(a) if isinstance(a, tuple | list) else self.arg(a) for a in arg
-        )
-
-    def name(self, v: Value) -> str:
-        """A Python name for a value, the same at every mention."""
-        if v.name not in self.names:
-            stem = re.sub(r"\W+", "_", v.name)
-            name, count = stem, 0
-            while name in self.taken:
-                count += 1
-                name = f"{stem}_{count}"
-            self.taken.add(name)
-            self.names[v.name] = name
-        return self.names[v.name]
+    def function(self, one: Outlined, same: Mapping[str, str]) -> str:
+        """What is called from several places, or for several layers."""
+        part = Part(one.nodes, one.results)
+        between = HandOver([part], {}, same)
+        writer = Function(self.stage.texts, {}, between, 0)
+        writer.arrive(one.args, (), ())
+        writer.device = f"{writer.name(one.args[0])}.device"
+        given = [*map(writer.name, one.args), *(n.name for n in one.numbers)]
+        lines = writer.body(one.nodes, (*one.results, *one.args))
+        found = ", ".join(map(writer.name, one.results))
+        lines += [f"return {found}"] if found else []
+        return _function(f"{one.name}({', '.join(given)})", lines)
 
 
-RESERVED = frozenset(
-    {"c", "p", "g", "k", "b", "saved", "torch", "F", "kernels", "aten"}
-)
-RESERVED |= {"inf", "del", "return", "lambda", "and", "or", "not", "is", "in", "_"}
+def tables(s: LocalStage, wholes: Mapping[str, Value]) -> str:
+    """What the executor must know: local shapes of what comes in and goes out.
 
-# How many of a collective's arguments its call takes; the others are for the compiler.
-COMM_ARGS = {
-    "shard": 3,
-    "all_gather": 4,
-    "lookup": 4,
-    "attention": 9,
-    "attention_backward": 12,
-}
+    wholes: key in g -> gradient of what is gathered for a step.
+    """
 
+    def table(values: Iterable[Value | None]) -> str:
+        rows = [f"({v.shape}, {v.dtype})" if v else "None" for v in values]
+        return f"[{', '.join(rows)}]"
 
-def _returns_many(node: Node) -> bool:
-    return len(node.outs) > 1
-
-
-def _returns_list(node: Node) -> bool:
-    """Whether a call gives a list: that of one tensor is unpacked too."""
-    if not node.op.startswith("aten."):
-        return False
-    returns = resolve(node.op)._schema.returns
-    return [str(one.type) for one in returns] == ["List[Tensor]"]
-
-
-def _flat(arg: Sequence[Any]) -> bool:
-    """Plain lists of numbers and values; axis names print as tuples."""
-    return not any(isinstance(a, str | tuple | list) for a in arg)
+    trained = [p.name for p in s.params if p.name in s.grads]
+    every = trained == [p.name for p in s.params]
+    lines = [
+        f"\nPARAMETERS = {_entries(s.params)}",
+        f"BUFFERS = {_entries(s.buffers)}",
+        f"LITERALS = {[v.name for v in s.constants]}",
+        f"TRAINED = {'[*PARAMETERS]' if every else trained}",
+        f"INPUTS = {[v.name for v in s.inputs]}",
+        f"RECEIVES = {table(s.receives)}",
+        f"SENDS = {table(s.sends)}",
+        f"D_SENDS = {table(s.d_sends)}",
+        f"D_RECEIVES = {table(s.d_receives)}",
+        f"WHOLE_GRADIENTS = {_families(wholes)}",
+        f"FLOPS = {s.flops}",
+    ]
+    return "\n".join(lines)
 
 
-def _tuple(items: Iterable[str]) -> str:
-    found = list(items)
-    return f"({found[0]},)" if len(found) == 1 else f"({', '.join(found)})"
+def _entries(values: Sequence[Value]) -> str:
+    """A table of shapes by name: layers that are alike by one comprehension."""
+    lines: list[str] = []
+    for (prefix, numbers), own in _alike(values):
+        rows = [f'"{name}": ({v.shape}, {v.dtype}),' for name, v in own]
+        if len(numbers) < 2:
+            lines += ["    " + row for row in rows]
+            continue
+        count = f"range({numbers[0]}, {numbers[-1] + 1})" if numbers[0] else ""
+        lines += [
+            "    **{",
+            f'        f"{prefix}.+{{i}}.{{name}}": row',
+            f"        for i in {count or f'range({numbers[-1] + 1})'}",
+            "        for name, row in {",
+            *("            " + row for row in rows),
+            "        }.items()",
+            "    },",
+        ]
+    return "\n".join(["{", *lines, "}"]) if lines else "{}"
 
 
-def _reads(nodes: Iterable[Node]) -> set[str]:
+def _families(values: Mapping[str, Value]) -> str:
+    """A table of shapes by key: those that differ in the number of a layer by one
+    comprehension."""
+    series: dict[tuple[str, str], list[int]] = {}
+    for key, v in values.items():
+        stem, _, number = key.rpartition(".")
+        known = series.setdefault((stem or key, f"({v.shape}, {v.dtype})"), [])
+        known += [int(number)] if stem else []
+    lines = []
+    for (stem, row), numbers in series.items():
+        if not numbers:
+            lines.append(f'    "{stem}": {row},')
+            continue
+        low, high = min(numbers), max(numbers) + 1
+        assert sorted(numbers) == list(range(low, high)), "keys count layers"
+        among = f"range({low}, {high})" if low else f"range({high})"
+        lines.append(f'    **{{f"{stem}.{{i}}": {row} for i in {among}}},')
+    return "\n".join(["{", *lines, "}"]) if lines else "{}"
+
+
+def _alike(
+    values: Sequence[Value],
+) -> list[tuple[tuple[str, list[int]], list[tuple[str, Value]]]]:
+    """((path of layers, their numbers), rows) of neighbours that have equal rows, named
+    within the layer; what is in no such layer is by itself."""
+    found: list[tuple[tuple[str, list[int]], list[tuple[str, Value]]]] = []
+    layers = groupby(values, key=lambda v: _layer(v.name))
+    for (path, number), group in layers:
+        own = list(group)
+        if number is None:
+            found.append((("", []), [(v.name, v) for v in own]))
+            continue
+        start = len(f"{path}.+{number}.")
+        rows = [(v.name[start:], v) for v in own]
+        if found and found[-1][0][0] == path and found[-1][0][1][-1] == number - 1:
+            before = [(name, v.shape, v.dtype) for name, v in found[-1][1]]
+            if before == [(name, v.shape, v.dtype) for name, v in rows]:
+                found[-1][0][1].append(number)
+                continue
+        found.append(((path, [number]), rows))
+    return [
+        (key, rows if len(key[1]) != 1 else [(v.name, v) for _, v in rows])
+        for key, rows in found
+    ]
+
+
+def _layer(name: str) -> tuple[str, int | None]:
+    match = LAYER.search(name)
+    if match is None or not match[1].startswith("+"):
+        return "", None
+    return name[: match.start() - 1], int(match[1])
+
+
+def _reads(nodes: Iterable) -> set[str]:
     return {v.name for n in nodes for v in n.operands}
 
 
 def _function(head: str, lines: list[str]) -> str:
     return "\n    ".join([f"def {head}:", *lines]) + "\n"
-
-
-def _method(name: str) -> Callable[[list[str], list[str]], str]:
-    def spell(args: list[str], kwargs: list[str]) -> str:
-        return f"{args[0]}.{name}({', '.join([*args[1:], *kwargs])})"
-
-    return spell
-
-
-def _plain(name: str) -> Callable[[list[str], list[str]], str]:
-    def spell(args: list[str], kwargs: list[str]) -> str:
-        return f"{name}({', '.join([*args, *kwargs])})"
-
-    return spell
-
-
-# Ops whose usual spelling reads better, and is called faster, than the operator's name.
-SPELLINGS: dict[str, Callable[[list[str], list[str]], str]] = {
-    "aten.reshape.default": _method("reshape"),
-    "aten.transpose.int": _method("transpose"),
-    "aten.permute.default": _method("permute"),
-    "aten.expand.default": _method("expand"),
-    "aten.detach.default": _method("detach"),
-    "aten.to.dtype": _method("to"),
-    "aten.add_.Tensor": _method("add_"),
-    "aten.sub_.Tensor": _method("sub_"),
-    "aten.mul_.Tensor": _method("mul_"),
-    "aten.div_.Tensor": _method("div_"),
-    "aten.neg_.default": _method("neg_"),
-    "aten.neg.default": _plain("torch.neg"),
-    "aten.add.Tensor": _plain("torch.add"),
-    "aten.sub.Tensor": _plain("torch.sub"),
-    "aten.mul.Tensor": _plain("torch.mul"),
-    "aten.div.Tensor": _plain("torch.div"),
-    "aten.matmul.default": _plain("torch.matmul"),
-    "aten.linear.default": _plain("F.linear"),
-    "aten.split.Tensor": _plain("torch.split"),
-    "aten.cat.default": _plain("torch.cat"),
-    "aten.amax.default": _plain("torch.amax"),
-    "aten.native_layer_norm.default": _plain("torch.native_layer_norm"),
-    "aten.log.default": _plain("torch.log"),
-    "aten.rsqrt.default": _plain("torch.rsqrt"),
-    # Pairs must lie next to each other, which gradients of views do not.
-    "aten.view_as_complex.default": lambda args, _: (
-        f"torch.view_as_complex({args[0]}.contiguous())"
-    ),
-}

@@ -7,7 +7,7 @@ of two blocks at most are there at once, forward and backward. All gradients tha
 block makes leave by one reduce-scatter, which is waited for a block later.
 
 After FSDP (Zhao 2023, arXiv:2304.11277, section 3.3). What is gathered or scattered
-once a step goes in buckets of bounded size instead of blocks.
+once a step goes in such blocks too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from passes.stage.reuse import find_owners
 from passes.stage.split_backward import GRADIENT
 
 SCATTER = "comm.reduce_scatter"
-BUCKET = 128 << 20  # bytes of whole parameters that one message a step is for
 
 # What a collective begins with in a message of its own, and what is under way then.
 STARTS = {
@@ -40,19 +39,6 @@ Blocks = Callable[[Sequence[Node]], list[list[Node]]]
 def by_layer(collectives: Sequence[Node]) -> list[list[Node]]:
     """Neighbours of the same layer."""
     return [list(own) for _, own in groupby(collectives, lambda n: n.where.layer)]
-
-
-def by_size(collectives: Sequence[Node]) -> list[list[Node]]:
-    """Neighbours, cut where whole parameters exceed `BUCKET`."""
-    found: list[list[Node]] = []
-    room = 0
-    for node in collectives:
-        room -= _whole(node).bytes
-        if room < 0:
-            found.append([])
-            room = BUCKET - _whole(node).bytes
-        found[-1].append(node)
-    return found
 
 
 def gather_ahead(

@@ -178,8 +178,10 @@ class Tape:
             first, *values = values
             second = values.pop(0) if values else self.zeros(v, node)
             own = self.emit("aten.add.Tensor", v, node, first, second)
+        # The sum belongs where the last of its parts is made.
+        where = self.nodes[-1].where if self.nodes else node.where
         for dy in values:
-            self.append(Node("autopar.add_", (own, dy), {}, (), node.where))
+            self.append(Node("autopar.add_", (own, dy), {}, (), where))
         for op, args, at in found.adders:
             self.append(Node(op, (own, *args), {}, (), at.where))
         return own

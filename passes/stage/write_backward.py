@@ -15,7 +15,7 @@ from passes.graph import Builder, Node, Value
 from passes.shard.rest import find_gathered
 from passes.shard.ring import ATTENTION
 from passes.stage.fuse import drop_identities
-from passes.stage.overlap import by_size, gather_ahead
+from passes.stage.overlap import by_layer, gather_ahead
 from passes.stage.split_backward import GRADIENT
 from passes.stage.tape import Tape, seed_of
 from passes.stage.traced_vjp import expand_forward, traced
@@ -166,7 +166,7 @@ class Writer:
         taken = self._take_out(casts)
         if gathers:
             whole = self._take_out(find_gathered(self.forward, standing))
-            taken += gather_ahead(whole, standing, by_size, self.tape.builder)
+            taken += gather_ahead(whole, standing, by_layer, self.tape.builder)
         return taken + self._take_out(self._read_after())
 
     def _read_after(self) -> set[str]:

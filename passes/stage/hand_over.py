@@ -1,0 +1,224 @@
+"""hand_over: what the functions of a module keep for those that run after them.
+
+Of what a loop makes, each reader gets the values that it reads in rows, one for each
+iteration: so a row is gone as soon as its reader has taken it, however many others
+there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from passes.graph import LAYER, Node, Value
+from passes.stage.loops import Carried, Item, Loop
+
+
+@dataclass(eq=False)
+class Rows:
+    """What one reader takes of a loop. values: of the loop's body, or what it carries.
+    source, reader: numbers of the parts that write and read them. iterations: of the
+    source that are read. shift: (iteration of the source that the reader's first one
+    takes, step); None: the reader is no loop."""
+
+    loop: Loop
+    source: int
+    reader: int
+    into: Loop | None
+    shift: tuple[int, int] | None
+    values: dict[str, Value] = field(default_factory=dict)
+    iterations: set[int] = field(default_factory=set)
+
+    def row(self, carried: bool) -> list[Value]:
+        """The values that are there when an iteration begins; or the others."""
+        names = {c.value.name for c in self.loop.carried}
+        return [v for v in self.values.values() if (v.name in names) == carried]
+
+    @property
+    def all(self) -> list[Value]:
+        return [*self.row(carried=True), *self.row(carried=False)]
+
+
+@dataclass
+class Part:
+    """One function of a module: what it runs, and what it returns."""
+
+    items: Sequence[Item]
+    results: Sequence[Value] = ()
+    made: set[str] = field(default_factory=set)
+    # Instances of values that loops make: (loop, value in its body, iteration).
+    instances: dict[str, tuple[Loop, Value, int]] = field(default_factory=dict)
+    # The same for what loops carry: a value may be that of several.
+    carried: dict[str, list[tuple[Loop, Value, int]]] = field(default_factory=dict)
+    # Values of this part or of an earlier one that are read by their own names.
+    read: dict[str, Value] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for item in self.items:
+            if isinstance(item, Node):
+                self.made.update(v.name for v in item.results)
+                continue
+            for name, inner, t in item.instances():
+                self.made.add(name)
+                self.instances[name] = item, inner, t
+            for one in item.carried:
+                for t, v in enumerate(_entering(item, one)):
+                    self.carried.setdefault(v.name, []).append((item, one.value, t))
+
+
+def _entering(loop: Loop, one: Carried) -> list[Value]:
+    """What each iteration is handed by the one before."""
+    (at,) = (
+        (o, j)
+        for o, node in enumerate(loop.body)
+        for j, v in enumerate(node.outs)
+        if v == one.next
+    )
+    found = [one.first]
+    for row in loop.rows[:-1]:
+        v = row[at[0]].outs[at[1]]
+        assert v is not None, "what is carried is made"
+        found.append(v)
+    return found
+
+
+class HandOver:
+    """Finds out what each part of a module has of which other.
+
+    tables: how values that are there anyway are read, by name. same: value -> the one
+    that it is called after.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        tables: Mapping[str, str],
+        same: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.parts, self.tables, self.same = parts, tables, same
+        self.rows: list[Rows] = []
+        # (part, id of a loop, name of what is given) -> where it is found.
+        self.found: dict[tuple[int, int, str], tuple[Rows, Value]] = {}
+        # (part, name of a value) -> where a straight reader finds it.
+        self.singles: dict[tuple[int, str], tuple[Rows, Value, int]] = {}
+        for number, part in enumerate(parts):
+            for item in part.items:
+                if isinstance(item, Node):
+                    for v in item.operands:
+                        self._read(number, v)
+                else:
+                    self._read_loop(number, item)
+            for v in part.results:
+                self._read(number, v)
+
+    def nickname(self, name: str) -> str:
+        """The name of a value, or the value of a cotangent, in the body of its loop."""
+        before = "d_" if name.startswith("d_") else ""
+        if layer := LAYER.search(name):
+            return before + name[layer.end() + 1 :]
+        own = name.removeprefix(before)
+        for part in self.parts:
+            if (found := part.instances.get(own)) is not None:
+                return before + found[1].name
+        return before + self.same.get(own, own)
+
+    def kept(self, source: int, reader: int) -> list[Rows]:
+        """Rows that a part hands on for later ones, this reader or those after it."""
+        return [r for r in self.rows if r.source <= source and r.reader >= reader]
+
+    def single(self, number: int, v: Value) -> tuple[Rows, Value, int] | None:
+        return self.singles.get((number, v.name))
+
+    def _read_loop(self, number: int, loop: Loop) -> None:
+        own = {v.name for node in loop.body for v in node.results}
+        own |= {c.value.name for c in loop.carried} | {g.value.name for g in loop.given}
+        for node in loop.body:
+            for v in node.operands:
+                if v.name not in own:
+                    self._read(number, v)
+        for one in loop.carried:
+            self._read(number, one.first)
+        for given in loop.given:
+            texts = [self.tables.get(v.name) for v in given.values]
+            if all(text is not None for text in texts):
+                continue
+            where = self._rows_of(number, loop, given.values)
+            if where is None:
+                for v in given.values:
+                    self._read(number, v)
+            else:
+                self.found[number, id(loop), given.value.name] = where
+
+    def _read(self, number: int, v: Value) -> None:
+        """Read by name; of what a loop makes, only the last iteration's still has one.
+        """
+        if v.name in self.tables:
+            return
+        for source in range(number, -1, -1):
+            part = self.parts[source]
+            if v.name in part.instances:
+                loop, inner, t = part.instances[v.name]
+                if t < loop.count - 1:
+                    rows = self._rows(loop, source, number, None, None)
+                    rows.values[inner.name] = inner
+                    rows.iterations.add(t)
+                    self.singles[number, v.name] = rows, inner, t
+                    return
+            if v.name in part.made:
+                break
+        for between in range(source, number + 1):
+            self.parts[between].read[v.name] = v
+
+    def _rows_of(
+        self, number: int, reader: Loop, values: Sequence[Value]
+    ) -> tuple[Rows, Value] | None:
+        """Where an earlier loop made what a loop is given."""
+        for source in range(number, -1, -1):
+            part = self.parts[source]
+            for loop, inner, first in self._identities(part, values[0]):
+                seconds = self._identities(part, values[1])
+                for other, same, second in seconds:
+                    if other is not loop or same != inner or loop is reader:
+                        continue
+                    shift = first, second - first
+                    ways = [
+                        (loop, inner, first + t * (second - first))
+                        for t in range(len(values))
+                    ]
+                    if shift[1] and all(
+                        any(_same(way, own) for own in self._identities(part, v))
+                        for v, way in zip(values, ways, strict=True)
+                    ):
+                        rows = self._rows(loop, source, number, reader, shift)
+                        rows.values[inner.name] = inner
+                        rows.iterations.update(t for _, _, t in ways)
+                        return rows, inner
+            if values[0].name in part.made:
+                return None
+        return None
+
+    @staticmethod
+    def _identities(part: Part, v: Value) -> Iterator[tuple[Loop, Value, int]]:
+        if v.name in part.instances:
+            yield part.instances[v.name]
+        yield from part.carried.get(v.name, ())
+
+    def _rows(
+        self,
+        loop: Loop,
+        source: int,
+        number: int,
+        reader: Loop | None,
+        shift: tuple[int, int] | None,
+    ) -> Rows:
+        for rows in self.rows:
+            same = rows.loop is loop and rows.into is reader and rows.shift == shift
+            if same and rows.reader == number:
+                return rows
+        self.rows.append(Rows(loop, source, number, reader, shift))
+        return self.rows[-1]
+
+
+def _same(a: tuple[Loop, Value, int], b: tuple[Loop, Value, int]) -> bool:
+    return a[0] is b[0] and a[1:] == b[1:]

@@ -1,0 +1,342 @@
+"""outline: what runs between two collectives becomes a function; equal runs are one.
+
+As compilers outline what repeats. A run ends where something is sent or waited for, and
+at the end of a layer. Gradients are added up outside of it, after it, as products in
+place; masks of dropout are drawn before it. So a function only computes: it knows no
+process group and writes over nothing that outlives it but what it is told to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from passes.graph import LAYER, Node, Value, Where
+from passes.stage.reuse import find_owners
+from passes.stage.split_backward import GRADIENT
+
+LEAST = 3  # nodes that are worth a function
+CALL = "call."
+
+
+@dataclass(frozen=True)
+class Outlined:
+    """A function: its arguments, which may be numbers, what it runs, what it returns."""
+
+    name: str
+    args: tuple[Value, ...]
+    numbers: tuple[Number, ...]
+    nodes: tuple[Node, ...]
+    results: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that a function takes as an argument."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Nodes of a part, and of what they make what others read."""
+
+    part: int
+    first: int
+    nodes: tuple[Node, ...]
+    read: frozenset[str]
+
+
+def gather_runs(nodes: Sequence[Node]) -> list[Node]:
+    """The nodes, with what a function cannot do before and after the run it is in.
+
+    nodes: before `reuse`, so that only nodes without results write over something,
+    their first operand.
+    """
+    owners = find_owners(nodes)
+    found: list[Node] = []
+    before: list[Node] = []
+    run: list[Node] = []
+    after: list[Node] = []
+
+    def end() -> None:
+        found.extend([*before, *run, *after])
+        for part in (before, run, after):
+            part.clear()
+
+    def root(v: Value) -> str:
+        return owners.get(v.name, v.name)
+
+    layer = None
+    for node in nodes:
+        drawn = node.op == "comm.dropout_mask"
+        own = node.where.layer
+        if not drawn and not is_sum(node) and not is_pure(node):
+            end()
+            found.append(node)
+            continue
+        if own != layer:
+            end()
+            layer = own
+        if drawn:
+            before.append(node)
+        elif is_sum(node):
+            after.append(node)
+        else:
+            writes = not node.results
+            if writes and root(node.operands[0]) in {
+                root(v) for n in after for v in n.operands
+            }:
+                end()
+            run.append(node)
+    end()
+    return found
+
+
+def is_sum(node: Node) -> bool:
+    """Whether it only adds to a parameter's gradient."""
+    into = not node.results and node.operands[0].name.startswith(GRADIENT)
+    return into and not node.op.startswith("comm.")
+
+
+def is_pure(node: Node) -> bool:
+    """Whether a function may run it: no collective, and of what lives longer nothing is
+    written."""
+    return not node.op.startswith("comm.") and not is_sum(node)
+
+
+def find_runs(
+    nodes: Sequence[Node], before: Collection[str] = ()
+) -> Iterator[tuple[int, int]]:
+    """(begin, end) of the nodes that a function is worth.
+
+    before: names of what an earlier part made: nodes that make it again are by
+    themselves.
+    """
+    begin = 0
+    kind: Any = None
+    for i, node in enumerate([*nodes, None]):
+        again = node is not None and any(v.name in before for v in node.results)
+        own = (node.where.layer, again) if node and is_pure(node) else None
+        if own != kind:
+            if kind is not None and i - begin >= LEAST and _given(nodes[begin:i]):
+                yield begin, i
+            begin, kind = i, own
+
+
+def outline(
+    parts: Sequence[tuple[Sequence[Node], Collection[str]]],
+) -> tuple[list[list[Node]], list[Outlined], dict[str, str]]:
+    """(the parts with calls in place of runs, the functions that these call, what
+    functions call the values that runs make, by name).
+
+    parts: nodes, and names of what of them is read elsewhere, in the order in which
+    they run.
+    """
+    runs: list[_Run] = []
+    made: set[str] = set()
+    for number, (nodes, kept) in enumerate(parts):
+        readers = [*kept]
+        last: dict[str, int] = {name: len(nodes) for name in readers}
+        for i, node in enumerate(nodes):
+            for v in node.operands:
+                last[v.name] = max(last.get(v.name, i), i)
+        for begin, end in find_runs(nodes, made):
+            own = tuple(nodes[begin:end])
+            read = {v.name for n in own for v in n.results if last.get(v.name, 0) >= end}
+            runs.append(_Run(number, begin, own, frozenset(read)))
+        made.update(v.name for n in nodes for v in n.results)
+    alike: dict[Any, list[_Run]] = {}
+    for run in runs:
+        alike.setdefault(_key(run), []).append(run)
+    names: set[str] = set()
+    functions: list[Outlined] = []
+    calls: dict[tuple[int, int], tuple[int, Node]] = {}
+    same: dict[str, str] = {}
+    for group in alike.values():
+        function, nodes_of = _function(group, names)
+        functions.append(function)
+        first = {at: name for name, at in _places(group[0]).items()}
+        for run in group:
+            made = {name: at for name, at in _places(run).items() if at in first}
+            same |= {n: first[at] for n, at in made.items() if isinstance(at, tuple)}
+        for run, call in zip(group, nodes_of, strict=True):
+            calls[run.part, run.first] = len(run.nodes), call
+    found = []
+    for number, (nodes, _) in enumerate(parts):
+        out, i = [], 0
+        while i < len(nodes):
+            length, node = calls.get((number, i), (1, nodes[i]))
+            out.append(node)
+            i += length
+        found.append(out)
+    return found, functions, same
+
+
+# --- equal runs ---------------------------------------------------------------------
+
+
+def _places(run: _Run) -> dict[str, Any]:
+    """Value -> where it comes from in the run: the how-manieth argument, or which
+    result of which node."""
+    places: dict[str, Any] = {}
+    args = 0
+    for o, node in enumerate(run.nodes):
+        for v in node.operands:
+            if v.name not in places:
+                places[v.name] = args
+                args += 1
+        places.update((v.name, (o, j)) for j, v in enumerate(node.outs) if v)
+    return places
+
+
+def _key(run: _Run) -> Any:
+    """Equal for runs that one function can do, if it is told the numbers."""
+    places = _places(run)
+
+    def shape(tree: Any) -> Any:
+        if isinstance(tree, Value):
+            return places[tree.name], tree.shape, tree.dtype
+        if isinstance(tree, (tuple, list)):
+            return tuple([shape(item) for item in tree])
+        if isinstance(tree, dict):
+            return tuple((k, shape(tree[k])) for k in sorted(tree))
+        if _is_number(tree):
+            return type(tree)
+        return tree
+
+    return tuple(
+        (node.op, shape(node.args), shape(dict(node.kwargs)), len(node.outs))
+        for node in run.nodes
+    )
+
+
+def _is_number(tree: Any) -> bool:
+    return isinstance(tree, (int, float)) and not isinstance(tree, bool)
+
+
+def _numbers(tree: Any) -> Iterator[int | float]:
+    if isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _numbers(item)
+    elif isinstance(tree, dict):
+        for k in sorted(tree):
+            yield from _numbers(tree[k])
+    elif _is_number(tree):
+        yield tree
+
+
+def _function(
+    group: Sequence[_Run], names: set[str]
+) -> tuple[Outlined, list[Node]]:
+    """The function that does equal runs, and the calls of it."""
+    first = group[0]
+    rows = [
+        [x for node in run.nodes for x in _numbers([node.args, dict(node.kwargs)])]
+        for run in group
+    ]
+    varying = [
+        i
+        for i, column in enumerate(zip(*rows, strict=True))
+        if any(x != column[0] and not (x != x and column[0] != column[0]) for x in column)
+    ]
+    numbers = tuple(Number(f"n{i}") for i in range(len(varying)))
+    told = dict(zip(varying, numbers, strict=True))
+    places = [_places(run) for run in group]
+    args = [_given(run.nodes) for run in group]
+    # What any of the runs has read of its results, all return.
+    wanted = {
+        own[name]
+        for run, own in zip(group, places, strict=True)
+        for name in run.read
+    }
+    nodes = _nodes(first, told, group)
+    outs = {
+        (o, j): v for o, node in enumerate(nodes) for j, v in enumerate(node.outs) if v
+    }
+    order = sorted(wanted)
+    name = _name(first, names)
+    results = tuple(outs[at] for at in order)
+    function = Outlined(name, tuple(args[0]), numbers, nodes, results)
+    calls = []
+    for run, own, row in zip(group, args, rows, strict=True):
+        made = {
+            (o, j): v
+            for o, node in enumerate(run.nodes)
+            for j, v in enumerate(node.outs)
+            if v and v.name in run.read
+        }
+        given = (*own, *(row[i] for i in varying))
+        returned = tuple(made.get(at) for at in order)
+        calls.append(Node(CALL + name, given, {}, returned, run.nodes[0].where))
+    return function, calls
+
+
+def _given(nodes: Sequence[Node]) -> list[Value]:
+    """What nodes read but do not make, in order."""
+    made: set[str] = set()
+    found: dict[str, Value] = {}
+    for node in nodes:
+        found.update((v.name, v) for v in node.operands if v.name not in made)
+        made.update(v.name for v in node.results)
+    return list(found.values())
+
+
+def _nodes(
+    run: _Run, told: Mapping[int, Number], group: Sequence[_Run]
+) -> tuple[Node, ...]:
+    """The nodes of a run, with what varies told, and all results that any run names."""
+    count = iter(range(1 << 30))
+
+    def tell(tree: Any) -> Any:
+        if isinstance(tree, Value):
+            return tree
+        if isinstance(tree, (tuple, list)):
+            return tuple([tell(item) for item in tree])
+        if isinstance(tree, dict):
+            return {k: tell(tree[k]) for k in sorted(tree)}
+        return told.get(next(count), tree) if _is_number(tree) else tree
+
+    found = []
+    for o, node in enumerate(run.nodes):
+        outs = list(node.outs)
+        for other in group:
+            for j, v in enumerate(other.nodes[o].outs):
+                if outs[j] is None and v is not None:
+                    outs[j] = v
+        args, kwargs = tell([node.args, dict(node.kwargs)])
+        module = LAYER.sub("*", node.where.module)
+        where = Where(module, node.where.source)
+        found.append(Node(node.op, args, kwargs, tuple(outs), where))
+    return tuple(found)
+
+
+def _name(run: _Run, names: set[str]) -> str:
+    """After the modules that the nodes come from, as far as these are one or two."""
+    modules: dict[str, None] = {}
+    for node in run.nodes:
+        path = node.where.module
+        layer = node.where.layer
+        inside = path[len(layer) :].strip(".") if layer else path.rpartition(".")[2]
+        modules[inside.partition(".")[0]] = None
+    own = [re.sub(r"\W+", "_", m) for m in modules if m]
+    layer = run.nodes[0].where.layer
+    if own and len(own) <= 2:
+        stem = "_".join(own)
+    elif layer:
+        stem = re.sub(r"\W+", "_", layer[: LAYER.search(layer).start() - 1].rpartition(".")[2])
+    else:
+        stem = own[-1] if own else "loss"
+    back = [v.name for n in run.nodes for v in n.results]
+    if sum(n.startswith("d_") for n in back) * 2 > len(back):
+        stem += "_backward"
+    if not stem.isidentifier():
+        stem = f"run_{stem}"
+    name, count = stem, 1
+    while name in names:
+        count += 1
+        name = f"{stem}_{count}"
+    names.add(name)
+    return name
