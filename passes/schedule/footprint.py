@@ -7,7 +7,7 @@ long as the view does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
 
@@ -20,6 +20,7 @@ from passes.shard.rest import find_made
 from passes.shard.ring import passed_round, ring_of, workspace
 from passes.stage.blocks import Beside
 from passes.stage.local_stage import LocalStage
+from passes.stage.outline import find_all_runs
 from passes.stage.reuse import find_owners
 
 
@@ -147,19 +148,21 @@ def footprints(local: LocalStage, besides: Sequence[Beside]) -> list[Footprint]:
     owners = find_owners(local.forward, {name: name for name in arrived})
     roots = {owners[v.name] for v in local.saved if v.name in owners}
     saved = sum(sizes[r] for r in roots)
-    forward = _peaks(local.forward, arrived, ends, owners, besides)
+    halves = local.forward, local.backward, local.weight_half or ()
+    runs = find_all_runs(halves)
+    forward = _peaks(local.forward, arrived, ends, owners, besides, runs[0])
     # The backward holds what was saved until the last reader of it, or of its views.
     held = {v.name: owners[v.name] for v in local.saved if v.name in owners}
     entering = {v.name: v.bytes for v in local.d_sends if v is not None}
     entering |= {r: sizes[r] for r in roots}
     results = {v.name for v in (*local.d_receives, *local.kept) if v is not None}
     owners = find_owners(local.backward, {n: n for n in entering} | held)
-    backward = _peaks(local.backward, entering, results, owners, besides)
+    backward = _peaks(local.backward, entering, results, owners, besides, runs[1])
     sizes = _sizes(local.backward) | entering
     held = {v.name: owners[v.name] for v in local.kept if v.name in owners}
     left = {root: sizes[root] for root in held.values()}
     owners = find_owners(local.weight_half or (), {n: n for n in left} | held)
-    weight = _peaks(local.weight_half or (), left, (), owners, besides)
+    weight = _peaks(local.weight_half or (), left, (), owners, besides, runs[2])
     kept = sum(left.values())
     step, edges = _whole(local)
     received, sent = (sum(v.bytes for v in vs) for vs in (local.receives, local.sends))
@@ -211,11 +214,13 @@ def _peaks(
     keep: Collection[str],
     owners: Mapping[str, str],
     besides: Sequence[Beside] = (_nothing,),
+    runs: Iterable[tuple[int, int]] = (),
 ) -> list[int]:
     """The most bytes alive at once, with each storage dropped after its last reader.
 
     entering: storages that are there already, and their bytes. owners: value -> its
     storage. besides: bytes at each node that no value stands for; a peak for each.
+    runs: of nodes that are a function.
     """
     sizes = _sizes(nodes) | entering
     last: dict[str, int] = dict.fromkeys(entering, -1)
@@ -226,6 +231,12 @@ def _peaks(
     for name in keep:
         if name in owners:
             last[owners[name]] = len(nodes)
+    # What a function is given is there until it returns.
+    for begin, end in runs:
+        given = {v.name for n in nodes[begin:end] for v in n.operands}
+        given -= {v.name for n in nodes[begin:end] for v in n.results}
+        for name in given & owners.keys():
+            last[owners[name]] = max(last[owners[name]], end - 1)
     alive = sum(size for name, size in entering.items() if last[name] >= 0)
     before, levels = alive, []
     dying: dict[int, list[str]] = {}

@@ -269,15 +269,15 @@ def _families(values: Mapping[str, Value]) -> str:
     """A table of shapes by key: those that differ in the number of a layer by one
     comprehension."""
     series: dict[tuple[str, str], list[int]] = {}
+    lines = []
     for key, v in values.items():
         stem, _, number = key.rpartition(".")
-        known = series.setdefault((stem or key, f"({v.shape}, {v.dtype})"), [])
-        known += [int(number)] if stem else []
-    lines = []
+        row = f"({v.shape}, {v.dtype})"
+        if stem:
+            series.setdefault((stem, row), []).append(int(number))
+        else:
+            lines.append(f'    "{key}": {row},')
     for (stem, row), numbers in series.items():
-        if not numbers:
-            lines.append(f'    "{stem}": {row},')
-            continue
         low, high = min(numbers), max(numbers) + 1
         assert sorted(numbers) == list(range(low, high)), "keys count layers"
         among = f"range({low}, {high})" if low else f"range({high})"

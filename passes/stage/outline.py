@@ -9,7 +9,7 @@ process group and writes over nothing that outlives it but what it is told to.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,6 +126,16 @@ def find_runs(
             begin, kind = i, own
 
 
+def find_all_runs(parts: Iterable[Sequence[Node]]) -> list[list[tuple[int, int]]]:
+    """The runs of each part, in the order in which they run."""
+    made: set[str] = set()
+    found = []
+    for nodes in parts:
+        found.append(list(find_runs(nodes, made)))
+        made.update(v.name for n in nodes for v in n.results)
+    return found
+
+
 def outline(
     parts: Sequence[tuple[Sequence[Node], Collection[str]]],
 ) -> tuple[list[list[Node]], list[Outlined], dict[str, str]]:
@@ -136,18 +146,17 @@ def outline(
     they run.
     """
     runs: list[_Run] = []
-    made: set[str] = set()
+    places = find_all_runs([nodes for nodes, _ in parts])
     for number, (nodes, kept) in enumerate(parts):
         readers = [*kept]
         last: dict[str, int] = {name: len(nodes) for name in readers}
         for i, node in enumerate(nodes):
             for v in node.operands:
                 last[v.name] = max(last.get(v.name, i), i)
-        for begin, end in find_runs(nodes, made):
+        for begin, end in places[number]:
             own = tuple(nodes[begin:end])
             read = {v.name for n in own for v in n.results if last.get(v.name, 0) >= end}
             runs.append(_Run(number, begin, own, frozenset(read)))
-        made.update(v.name for n in nodes for v in n.results)
     alike: dict[Any, list[_Run]] = {}
     for run in runs:
         alike.setdefault(_key(run), []).append(run)
