@@ -8,7 +8,6 @@ import re
 import pytest
 from models import plain_gpt
 
-from autopar.verify import verify
 from passes.program import Program
 
 

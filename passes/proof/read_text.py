@@ -25,6 +25,10 @@ TOKEN = re.compile(
 # Per-rank extents in collectives: as many as there are ranks.
 EXTENTS = re.compile(r"[(\[]#(?:, #)+,?[)\]]")
 LAYER = re.compile(r"(?:^|(?<=\.))(\+?\d+)(?=\.|$)")
+LOOP = re.compile(r"for i in .*?(\d+)\)")
+COUNTED = re.compile(
+    r"for i in |if i |.*\.pop\("
+)  # statements whose numbers are layers
 NUMBERS = re.compile(r"\d+")
 ENTRY = re.compile(r'"([^"]+)": (\w+)')
 KNOWN = ("c", "p", "g", "k", "b")  # arguments that mean the same everywhere
@@ -56,22 +60,20 @@ class Statement:
 
 @dataclass(frozen=True)
 class Module:
-    """Statements by function ("": declarations), and how many layers there are."""
+    """Statements by function ("": declarations), and where loops end."""
 
     functions: dict[str, list[Statement]]
-    layers: int
+    ends: tuple[int, ...]
 
 
 def read_module(text: str) -> Module:
     parts = re.split(r"^def (\w+)\((.*)\):\n", text, flags=re.MULTILINE)
-    numbers = [int(n) for n in re.findall(r"\.\+(\d+)\.", text)]
-    numbers += [int(n) - 1 for n in re.findall(r"for i in (?:range\()?.*?(\d+)\)", text)]
     keys: dict[str, str] = {}  # of k and b -> which of those
     functions = {"": list(_header(parts[0]))}
     for name, given, body in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
         reader = _Reader(given.split(", "), keys)
         functions[name] = [s for line in body.splitlines() for s in reader.line(line)]
-    return Module(functions, max(numbers, default=-1) + 1)
+    return Module(functions, tuple(map(int, LOOP.findall(text))))
 
 
 def _header(text: str) -> Iterator[Statement]:
@@ -85,7 +87,9 @@ class _Reader:
     """Reads one function. keys: what functions before it handed on."""
 
     def __init__(self, given: Sequence[str], keys: dict[str, str]) -> None:
-        self.names = {name: f"<{i}>" for i, name in enumerate(given) if name not in KNOWN}
+        self.names = {
+            name: f"<{i}>" for i, name in enumerate(given) if name not in KNOWN
+        }
         self.keys = keys
 
     def line(self, line: str) -> Iterator[Statement]:
@@ -111,15 +115,17 @@ class _Reader:
         numbers: list[Number] = []
         found = OF_PARTS.search(code)
         parts_from = found.start("operands") if found else len(code)
+        counted = COUNTED.match(code) is not None
         parts = [" " * depth]
         for match in TOKEN.finditer(code):
             kind, text = match.lastgroup, match[0]
             if match["key"] is not None:
-                name = self.keys.get(match["name"])
-                found = match["name"] if name is None else f"<{name}>"
-                parts.append(f"{match['table']}[{self._layers(found, numbers)}]")
+                place = self.keys.get(match["name"])
+                key = match["name"] if place is None else f"<{place}>"
+                parts.append(f"{match['table']}[{self._layers(key, numbers)}]")
             elif match["number"] is not None:
-                numbers.append(Number(float(text), whole=match.start() >= parts_from))
+                whole = match.start() >= parts_from
+                numbers.append(Number(float(text), counted, whole))
                 parts.append("#")
             elif match["unnamed"] is not None and text not in self.names:
                 parts.append("d#")

@@ -14,7 +14,7 @@ does not fit, but for an extent of 1, which `choose_sizes` keeps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -48,7 +48,8 @@ def differs(large: str, small: str, sizes: Mapping[int, int]) -> Difference | No
     """None if a large module is the small one but for numbers. sizes: extent -> small
     extent."""
     big, few = read_module(large), read_module(small)
-    more = big.layers - few.layers
+    # How many layers each loop has more.
+    more = {a - b for a, b in zip(big.ends, few.ends, strict=False)}
     for name in dict.fromkeys([*big.functions, *few.functions]):
         if name not in few.functions or name not in big.functions:
             return Difference(name, *(name * (name in m.functions) for m in (big, few)))
@@ -62,16 +63,16 @@ def _compare(
     name: str,
     large: Sequence[Statement],
     small: Sequence[Statement],
-    more: int,
+    more: Collection[int],
     sizes: Mapping[int, int],
 ) -> Difference | None:
-    """more: layers that the large one has more."""
+    """more: by how much numbers of layers may be larger."""
     for ours, theirs in zip_longest(large, small, fillvalue=Statement("", ())):
         if ours.text != theirs.text:
             return Difference(name, ours.text.strip(), theirs.text.strip())
         numbers = zip(ours.numbers, theirs.numbers, strict=True)
         for i, (a, b) in enumerate(numbers):
-            if a == b or (a.layer and a.value == b.value + more):
+            if a == b or (a.layer and a.value - b.value in more):
                 continue
             fixed = a.layer or i in find_dims(ours.text)
             if fixed or not _is_size(a, b.value, sizes):

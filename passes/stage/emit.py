@@ -127,7 +127,9 @@ class _Emitter:
                 own = (f"{stem}.{first + step * t}" for t in range(loop.count))
                 self.keys |= zip(names, own, strict=True)
 
-    def once(self, head: str, table: str, nodes: Sequence[Node], later: set[str]) -> str:
+    def once(
+        self, head: str, table: str, nodes: Sequence[Node], later: set[str]
+    ) -> str:
         """setup and prologue: a dict of what they make, by name, or by `name_families`;
         else what a loop makes has the layer's number in its key."""
         own = Part(self.find_loops(nodes))

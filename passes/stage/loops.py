@@ -16,6 +16,7 @@ from typing import Any
 
 from passes.graph import LAYER, Node, Value
 
+
 @dataclass(frozen=True)
 class Varying:
     """A constant that each iteration has its own of."""

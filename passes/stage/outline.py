@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from passes.graph import LAYER, Node, Value, Where
@@ -155,7 +155,9 @@ def outline(
                 last[v.name] = max(last.get(v.name, i), i)
         for begin, end in places[number]:
             own = tuple(nodes[begin:end])
-            read = {v.name for n in own for v in n.results if last.get(v.name, 0) >= end}
+            read = {
+                v.name for n in own for v in n.results if last.get(v.name, 0) >= end
+            }
             runs.append(_Run(number, begin, own, frozenset(read)))
     alike: dict[Any, list[_Run]] = {}
     for run in runs:
@@ -237,9 +239,7 @@ def _numbers(tree: Any) -> Iterator[int | float]:
         yield tree
 
 
-def _function(
-    group: Sequence[_Run], names: set[str]
-) -> tuple[Outlined, list[Node]]:
+def _function(group: Sequence[_Run], names: set[str]) -> tuple[Outlined, list[Node]]:
     """The function that does equal runs, and the calls of it."""
     first = group[0]
     rows = [
@@ -249,7 +249,9 @@ def _function(
     varying = [
         i
         for i, column in enumerate(zip(*rows, strict=True))
-        if any(x != column[0] and not (x != x and column[0] != column[0]) for x in column)
+        if any(
+            x != column[0] and not (x != x and column[0] != column[0]) for x in column
+        )
     ]
     numbers = tuple(Number(f"n{i}") for i in range(len(varying)))
     told = dict(zip(varying, numbers, strict=True))
@@ -257,9 +259,7 @@ def _function(
     args = [_given(run.nodes) for run in group]
     # What any of the runs has read of its results, all return.
     wanted = {
-        own[name]
-        for run, own in zip(group, places, strict=True)
-        for name in run.read
+        own[name] for run, own in zip(group, places, strict=True) for name in run.read
     }
     nodes = _nodes(first, told, group)
     outs = {
@@ -335,7 +335,9 @@ def _name(run: _Run, names: set[str]) -> str:
     if own and len(own) <= 2:
         stem = "_".join(own)
     elif layer:
-        stem = re.sub(r"\W+", "_", layer[: LAYER.search(layer).start() - 1].rpartition(".")[2])
+        stem = re.sub(
+            r"\W+", "_", layer[: LAYER.search(layer).start() - 1].rpartition(".")[2]
+        )
     else:
         stem = own[-1] if own else "loss"
     back = [v.name for n in run.nodes for v in n.results]

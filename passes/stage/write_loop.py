@@ -1,0 +1,279 @@
+"""write_loop: the statements of one loop of an emitted function."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from passes.graph import LAYER, Node
+from passes.stage.hand_over import Rows
+from passes.stage.loops import Carried, Loop, Varying, numbered, series
+from passes.stage.spell import constant
+
+if TYPE_CHECKING:
+    from passes.stage.write_function import Function
+
+
+class Index:
+    """The variable of a loop: what is a series in its iterations, as text."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.count = loop.count
+        self.first, self.step = loop.index
+
+    @property
+    def keys(self) -> list[int]:
+        """The number that each iteration goes by."""
+        return [self.first + self.step * t for t in range(self.count)]
+
+    @property
+    def range(self) -> str:
+        last = self.keys[-1]
+        low, high = min(self.first, last), max(self.first, last) + 1
+        text = f"range({low}, {high})" if low else f"range({high})"
+        if self.step == -1:
+            return f"reversed({text})"
+        if self.step == 1:
+            return text
+        return f"range({self.first}, {last + self.step}, {self.step})"
+
+    def of(self, first: int, step: int) -> str:
+        """first + step * iteration."""
+        if step % self.step:
+            apart = f"(i - {self.first})" if self.first else "i"
+            return f"{first} + {step} * ({apart} // {self.step})"
+        times = step // self.step
+        offset = first - times * self.first
+        if not times:
+            return str(offset)
+        scaled = {1: "i", -1: "-i"}.get(times, f"{times} * i")
+        if not offset:
+            return scaled
+        return f"{scaled} {'+' if offset > 0 else '-'} {abs(offset)}"
+
+    def choose(self, varying: Varying) -> str:
+        """A constant in its iteration."""
+        found = series(varying.values)
+        return self.of(*found) if found else self._one_of(map(constant, varying.values))
+
+    def text(self, texts: Sequence[str]) -> str:
+        """One of several expressions: by a number in it, if they differ in that."""
+        parts = numbered(texts)
+        if parts is None:
+            return self._one_of(texts)
+        own = (p if isinstance(p, str) else f"{{{self.of(*p)}}}" for p in parts)
+        return "".join(own).replace('["', '[f"')
+
+    def _one_of(self, texts: Iterable[str]) -> str:
+        pairs = zip(self.keys, texts, strict=True)
+        return f"{{{', '.join(f'{key}: {text}' for key, text in pairs)}}}[i]"
+
+    def remark(self, node: Node) -> str:
+        """Where a node of the body comes from, its layer as the variable."""
+        module = node.where.module
+        if (match := LAYER.search(module)) is None:
+            return str(node.where)
+        apart = int(match[1]) - self.first - self.step  # of the second iteration
+        number = "i" if not apart else f"(i{apart:+d})"
+        sign = "+" if match[1].startswith("+") else ""
+        there = f"{module[: match.start()]}{sign}{number}{module[match.end() :]}"
+        return str(node.where).replace(module, there)
+
+    def condition(self, iterations: Collection[int]) -> str:
+        """That an iteration is one of these; "" for all."""
+        own = sorted(self.first + self.step * t for t in iterations)
+        if len(own) == self.count:
+            return ""
+        if len(own) == 1:
+            return f"i == {own[0]}"
+        if own == list(range(own[0], own[-1] + 1)):
+            return f"i in range({own[0]}, {own[-1] + 1})"
+        return f"i in {set(own)}"
+
+
+class LoopWriter:
+    """Writes a loop, in the order in which its statements run.
+
+    function: what it is part of, whose names it takes and gives. after: names of what
+    is read after the loop.
+    """
+
+    def __init__(self, function: Function, loop: Loop, after: Collection[str]) -> None:
+        self.function, self.loop, self.after = function, loop, after
+        self.names = function.names
+        self.index = Index(loop)
+        self.before: list[str] = []
+        self.begin: list[str] = []
+        self.end: list[str] = []
+        self.made = {v.name for node in loop.body for v in node.results}
+        self.positions = {
+            v.name: o for o, node in enumerate(loop.body) for v in node.results
+        }
+        self.last = {
+            v.name: o for o, node in enumerate(loop.body) for v in node.operands
+        }
+        # The last iteration's values, by name in the body.
+        self.finals = {
+            inner.name: name
+            for name, inner, t in loop.instances()
+            if t == loop.count - 1
+        }
+        self.inside: set[str] = set()  # what is given or carried, as locals of the body
+
+    def write(self) -> tuple[list[str], set[str]]:
+        """(statements, names of what is there afterwards and read)."""
+        self.take_given()
+        self.name_handed()
+        kept = [r for r in self.function.between.rows if r.loop is self.loop]
+        self.before += [f"{self.function.rows_name(rows)} = {{}}" for rows in kept]
+        left = [one for one in self.loop.carried if not self.carry(one)]
+        body = self.body({name for rows in kept for name in rows.values})
+        for rows in kept:
+            self.keep(rows)
+        self.end += [f"{self.text(o.value)} = {self.text(o.next)}" for o in left]
+        self.end += delete(self.text(one.next) for one in left)
+        there = self.leave()
+        lines = [*self.begin, *body, *self.end]
+        lines = [*self.before, f"for i in {self.index.range}:", *indented(lines)]
+        still = {self.names[name] for name in there}
+        over = (self.names[one.value.name] for one in self.loop.carried)
+        return [*lines, *delete(name for name in over if name not in still)], there
+
+    def text(self, v: object) -> str:
+        return self.function.name(v)  # type: ignore[arg-type]
+
+    # --- what comes in -----------------------------------------------------------------
+
+    def take_given(self) -> None:
+        function, loop, index = self.function, self.loop, self.index
+        taken: dict[int, tuple[Rows, dict[str, str]]] = {}
+        listed = []
+        for given in loop.given:
+            kind = function.kind(loop, given)
+            if kind == "table":
+                texts = [function.tables[v.name] for v in given.values]
+                self.names[given.value.name] = index.text(texts)
+            elif kind == "listed":
+                listed.append(given)
+            else:
+                rows, inner = function.between.found[
+                    function.number, id(loop), given.value.name
+                ]
+                _, own = taken.setdefault(id(rows), (rows, {}))
+                if inner.name not in own:
+                    own[inner.name] = function.fresh(inner.name)
+                self.names[given.value.name] = own[inner.name]
+                self.inside.add(given.value.name)
+        for rows, own in taken.values():
+            assert rows.shift is not None, "a loop reads rows in order"
+            (first, step), (at, by) = rows.loop.index, rows.shift
+            key = index.of(first + step * at, step * by)
+            targets = ", ".join(own.get(v.name, "_") for v in rows.all)
+            self.begin.append(f"[{targets}] = {function.rows_name(rows)}.pop({key})")
+        if listed:
+            self.list_given(listed)
+
+    def list_given(self, listed: Sequence) -> None:
+        """Put what is given by no rule into a dict, row by row."""
+        function, index = self.function, self.index
+        name = function.fresh("given")
+        columns = ([self.text(v) for v in g.values] for g in listed)
+        rows = [f"[{', '.join(row)}]" for row in zip(*columns, strict=True)]
+        pairs = zip(index.keys, rows, strict=True)
+        entries = (f"{key}: {row}" for key, row in pairs)
+        self.before.append(f"{name} = {{{', '.join(entries)}}}")
+        gone = {v.name for g in listed for v in g.values} - set(self.after)
+        gone -= {one.first.name for one in self.loop.carried} | self.last.keys()
+        self.before += delete(sorted(self.names[n] for n in gone if n in self.names))
+        for n in gone:
+            self.names.pop(n, None)
+        own = ", ".join(self.text(g.value) for g in listed)
+        self.begin.append(f"[{own}] = {name}.pop({index.of(*self.loop.index)})")
+        self.inside.update(g.value.name for g in listed)
+
+    def carry(self, one: Carried) -> bool:
+        """Name what an iteration hands to the next; whether the next value can have the
+        name at once, as nobody reads the old one any more."""
+        loop, first = self.loop, self.text(one.first)
+        mine = first.isidentifier() and one.first.name in self.names
+        others = {*self.after, *self.last}
+        alone = sum(c.first == one.first for c in loop.carried) == 1
+        if mine and alone and one.first.name not in others:
+            self.names[one.value.name] = self.names.pop(one.first.name)
+        else:
+            self.before.append(f"{self.text(one.value)} = {first}")
+        self.inside.add(one.value.name)
+        alone = sum(c.next == one.next for c in loop.carried) == 1
+        read = self.last.get(one.value.name, -1)
+        if alone and read <= self.positions[one.next.name]:
+            self.names[one.next.name] = self.names[one.value.name]
+            return True
+        return False
+
+    # --- what it does ------------------------------------------------------------------
+
+    def name_handed(self) -> None:
+        """Name what the function returns by the layer's number."""
+        texts: dict[str, list[str]] = {}
+        for name, inner, _ in self.loop.instances():
+            if name in self.function.tables:
+                texts.setdefault(inner.name, []).append(self.function.tables[name])
+        self.names |= {name: self.index.text(own) for name, own in texts.items()}
+
+    def body(self, kept: Collection[str]) -> list[str]:
+        stays = {one.next.name for one in self.loop.carried}.union(kept)
+        lines = []
+        for o, node in enumerate(self.loop.body):
+            lines.append(self.function.statement(node, self.index))
+            results = {self.text(v) for v in node.results}
+            dead = []
+            for v in dict.fromkeys((*node.operands, *node.results)):
+                own = v.name in self.made or v.name in self.inside
+                ends = self.last.get(v.name, self.positions.get(v.name)) == o
+                if not own or not ends or v.name in stays:
+                    continue
+                if self.finals.get(v.name) in self.after:
+                    continue
+                if v.name in self.made or self.text(v) not in results:
+                    dead.append(self.text(v))
+            lines += delete(dead)
+        return lines
+
+    def keep(self, rows: Rows) -> None:
+        """Keep for another loop, or function, what it reads of an iteration."""
+        row = f"{self.function.rows_name(rows)}[{self.index.of(*self.loop.index)}]"
+        condition = self.index.condition(rows.iterations)
+        early, late = rows.row(carried=True), rows.row(carried=False)
+        if early:  # what is carried has its value only as long as nobody replaces it
+            values = ", ".join(map(self.text, early))
+            self.begin += only_if(condition, f"{row} = [{values}]")
+        if late:
+            values = ", ".join(map(self.text, late))
+            self.end += only_if(condition, f"{row} {'+=' if early else '='} [{values}]")
+
+    def leave(self) -> set[str]:
+        """Name what is read of the last iteration; returns the names of its values."""
+        there = set()
+        for inner, final in self.finals.items():
+            if final in self.after and final not in self.function.tables:
+                self.names[final] = self.names[inner]
+                there.add(final)
+        for one in self.loop.carried:
+            final = self.finals[one.next.name]
+            if final in there:
+                self.names[final] = self.names[one.value.name]
+        return there
+
+
+def indented(lines: Iterable[str]) -> list[str]:
+    return ["    " + line for line in lines]
+
+
+def only_if(condition: str, line: str) -> list[str]:
+    return [f"if {condition}:", *indented([line])] if condition else [line]
+
+
+def delete(names: Iterable[str]) -> list[str]:
+    """A statement that lets go of those that are names of locals."""
+    found = [name for name in dict.fromkeys(names) if name.isidentifier()]
+    return [f"del {', '.join(found)}"] if found else []
