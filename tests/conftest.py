@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import random
@@ -10,6 +11,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
+from passes.stage.emit import emit
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,6 +33,13 @@ def seeded() -> None:
     """A test draws the same numbers whichever tests ran before it."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def unrolled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emitted texts have a statement a node, which is easier to count."""
+    flat = functools.partial(emit, outlined=False)
+    monkeypatch.setattr("passes.pipeline.emit", flat)
 
 
 @pytest.fixture

@@ -18,6 +18,9 @@ from passes.program import Program
 CALL = re.compile(r"= c\.(all_reduce|all_gather|reduce_scatter|all_to_all)\(")
 
 
+pytestmark = pytest.mark.usefixtures("unrolled")
+
+
 def collectives(program: Program) -> list[str]:
     """`forward  all_gather  blocks.+0.mlp  [batch, seq, embed]`, in order.
 

@@ -176,6 +176,7 @@ CASTS = r'p\["[\w.+]+"\]\.to\(torch\.bfloat16\)'
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.usefixtures("unrolled")
 def test_each_parameter_is_cast_once_a_step(zero):
     case = plain_gpt(layers=2)  # tied: the table is read twice
     parts = functions(case.compile("dp=2", 2, precision="bf16", zero=zero))
@@ -195,6 +196,7 @@ def test_zero_3_gathers_the_cast_shard_again_in_the_backward():
         assert len(names) >= 4 and len(names) == len(set(names))
 
 
+@pytest.mark.usefixtures("unrolled")
 def test_gradients_of_weights_are_added_up_where_they_rest():
     """No buffer in low precision, and no second one in float32."""
     case = plain_gpt(layers=1)
@@ -225,6 +227,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.usefixtures("unrolled")
 def test_the_footprint_is_what_a_step_keeps(zero):
     """Against the tensors that an emitted prologue and forward return."""
     case = plain_gpt(layers=2)

@@ -51,6 +51,7 @@ def test_dropout_masks_are_drawn_again_alike() -> None:
     case.verify("pp=2,tp=2", 2, recompute="selective")
 
 
+@pytest.mark.usefixtures("unrolled")
 def test_selective_recompute_keeps_no_scores() -> None:
     """With dropout in it attention is spelled out, [b, h, s, s] many times."""
     case = plain_gpt(dropout=0.1)

@@ -308,6 +308,7 @@ def test_communication_is_what_ranks_do() -> None:
 
 
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=4"])
+@pytest.mark.usefixtures("unrolled")
 def test_what_a_forward_keeps_is_what_the_footprint_says(mesh) -> None:
     """To the byte: the result is laid out so that nobody has to copy it."""
     case = plain_gpt(layers=3, seq=64)

@@ -104,6 +104,7 @@ def test_only_schedules_in_halves_have_their_text_in_halves():
 @pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("build", [plain_gpt, gpt2, llama])
 @pytest.mark.parametrize("mesh", ["pp=2", "pp=2,tp=2"])
+@pytest.mark.usefixtures("unrolled")
 def test_gradients_of_weights_are_in_the_weight_half(build, mesh):
     """All of them, on the first stage too, and half of the products of matrices."""
     for text in build().compile(mesh, 2, schedule="zb-h1").modules.values():

@@ -294,6 +294,7 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.usefixtures("unrolled")
 def test_what_is_made_of_a_shared_parameter_is_derived_once_a_step(zero):
     model, batch = Masked().double(), {"x": torch.randn(4, 8).double()}
     plan = Plan(Mesh.parse("dp=2"), 2, zero=zero)

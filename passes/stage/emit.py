@@ -1,7 +1,8 @@
-"""emit: a rank's stage -> readable Python, one statement a node, equal layers in a loop.
+"""emit: a rank's stage -> readable Python.
 
-A comment at each statement shows the named dims and their split, and the line of the
-user's source. A value is deleted right after its last use.
+What runs between two collectives is a function, equal layers are a loop, and else there
+is one statement a node. A comment at each shows the named dims and their split, and the
+line of the user's source. A value is deleted right after its last use.
 """
 
 from __future__ import annotations
@@ -76,8 +77,10 @@ class _Emitter:
         later = _reads([*s.forward, *s.whole_backward, *s.epilogue])
         prologue = self.once("prologue(c, p, k, b)", "b", s.prologue, later)
         wholes = {}
-        for v in s.wholes:  # what is gathered for a step, and its gradient
-            key = self.tables[v.name.removeprefix(GRADIENT)][3:-2]
+        for v in s.wholes:  # named as what is gathered for a step, if that is read
+            name = v.name.removeprefix(GRADIENT)
+            read = self.tables.get(name)
+            key = read[3:-2] if read else self.key("b", name)
             self.tables[v.name] = f'g["{key}"]'
             wholes[key] = v
         parts = [tables(s, wholes), setup, prologue]

@@ -151,7 +151,7 @@ class HandOver:
                 self.found[number, id(loop), given.value.name] = where
 
     def _read(self, number: int, v: Value) -> None:
-        """Read by name; of what a loop makes, only the last iteration's still has one."""
+        """Read by name: of what a loop makes, the last iteration's still has one."""
         if v.name in self.tables:
             return
         for source in range(number, -1, -1):

@@ -23,7 +23,7 @@ CALL = "call."
 
 @dataclass(frozen=True)
 class Outlined:
-    """A function: its arguments, which may be numbers, what it runs, what it returns."""
+    """A function: its arguments, the numbers among them, what it runs and returns."""
 
     name: str
     args: tuple[Value, ...]
@@ -335,9 +335,8 @@ def _name(run: _Run, names: set[str]) -> str:
     if own and len(own) <= 2:
         stem = "_".join(own)
     elif layer:
-        stem = re.sub(
-            r"\W+", "_", layer[: LAYER.search(layer).start() - 1].rpartition(".")[2]
-        )
+        path = layer.rpartition(".")[0]
+        stem = re.sub(r"\W+", "_", path.rpartition(".")[2])
     else:
         stem = own[-1] if own else "loss"
     back = [v.name for n in run.nodes for v in n.results]

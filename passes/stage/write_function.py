@@ -20,8 +20,8 @@ class Function:
     """Writes a function, statement by statement.
 
     texts: value -> its named dims. tables: value -> how what is there anyway is read.
-    between, number: what this part has of others. device: where it makes tensors. taken: names that mean
-    something else.
+    between, number: what this part has of others. device: where it makes tensors.
+    taken: names that mean something else.
     """
 
     def __init__(

@@ -142,7 +142,7 @@ class LoopWriter:
     def text(self, v: object) -> str:
         return self.function.name(v)  # type: ignore[arg-type]
 
-    # --- what comes in -----------------------------------------------------------------
+    # --- what comes in -------------------------------------------------------------
 
     def take_given(self) -> None:
         function, loop, index = self.function, self.loop, self.index
@@ -210,7 +210,7 @@ class LoopWriter:
             return True
         return False
 
-    # --- what it does ------------------------------------------------------------------
+    # --- what it does --------------------------------------------------------------
 
     def name_handed(self) -> None:
         """Name what the function returns by the layer's number."""
