@@ -56,6 +56,9 @@ class _Emitter:
     def __init__(self, stage: LocalStage, outlined: bool) -> None:
         self.stage, self.outlined = stage, outlined
         self.taken = {("b", v.name) for v in stage.inputs}
+        # What setup and prologue make -> its key in k or b.
+        self.keys: dict[str, str] = {}
+        self.stems: set[str] = set()
         # How what is there anyway is read.
         self.tables: dict[str, str] = {}
         for v in (*stage.params, *stage.buffers, *stage.constants):
@@ -109,55 +112,78 @@ class _Emitter:
         return find_loops(nodes) if self.outlined else nodes
 
     def name_families(self, parts: Sequence[Sequence[Item]]) -> None:
-        """Give keys with the number of a layer to what loops read of setup and
-        prologue, layer by layer."""
+        """Give keys with the number of a layer to what loops make in setup and
+        prologue, and to what loops read of these, layer by layer."""
         s = self.stage
+        each = _reads([*s.forward, *s.whole_backward, *s.epilogue])
+        later = (s.setup, each | _reads(s.prologue)), (s.prologue, each)
+        for nodes, read in later:
+            for loop in _loops(self.find_loops(nodes)):
+                own = list(loop.instances())
+                wanted = {inner.name for name, inner, _ in own if name in read}
+                stems = {name: self.stem(name[:-1]) for name in sorted(wanted)}
+                first, step = loop.index
+                for name, inner, t in own:
+                    if inner.name in wanted:
+                        self.keys[name] = f"{stems[inner.name]}.{first + step * t}"
         once = {v.name for n in (*s.setup, *s.prologue) for v in n.results}
-        self.keys: dict[str, str] = {}
-        stems: set[str] = set()
-        loops = [item for items in parts for item in items if isinstance(item, Loop)]
-        for loop in loops:
-            first, step = loop.index
-            for given in loop.given:
-                names = [v.name for v in given.values]
-                if not once.issuperset(names) or self.keys.keys() & names:
-                    continue
-                stem, count = names[0], 0
-                while stem in stems:
-                    count += 1
-                    stem = f"{names[0]}_{count}"
-                stems.add(stem)
-                own = (f"{stem}.{first + step * t}" for t in range(loop.count))
-                self.keys |= zip(names, own, strict=True)
+        for items in parts:
+            for loop in _loops(items):
+                for given in loop.given:
+                    names = [v.name for v in given.values]
+                    if once.issuperset(names):
+                        self.name_family(names, *loop.index)
+
+    def name_family(self, names: Sequence[str], first: int, step: int) -> None:
+        """Give keys of one kind to what the iterations of a loop are given; those that
+        some have already say which."""
+        known = {
+            t: self.keys[name] for t, name in enumerate(names) if name in self.keys
+        }
+        stem = self.stem(names[0]) if not known else ""
+        if known:
+            t, key = next(iter(known.items()))
+            stem, _, number = key.rpartition(".")
+            first = int(number) - step * t
+        keys = [f"{stem}.{first + step * t}" for t in range(len(names))]
+        if all(keys[t] == key for t, key in known.items()):
+            new = [t for t in range(len(names)) if t not in known]
+            if not {keys[t] for t in new} & set(self.keys.values()):
+                self.keys |= {names[t]: keys[t] for t in new}
+
+    def stem(self, name: str) -> str:
+        """What keys begin with that differ in the number of a layer."""
+        stem = re.sub(r"(_\d+)+$", "", name)
+        found, count = stem, 0
+        while found in self.stems:
+            count += 1
+            found = f"{stem}_{count}"
+        self.stems.add(found)
+        return found
 
     def once(
         self, head: str, table: str, nodes: Sequence[Node], later: set[str]
     ) -> str:
-        """setup and prologue: a dict of what they make, by name, or by `name_families`;
-        else what a loop makes has the layer's number in its key."""
+        """setup and prologue: a dict of what they make, see `name_families`."""
         own = Part(self.find_loops(nodes))
-        keys: dict[str, str] = {}
-        for item in own.items:
-            if not isinstance(item, Loop):
-                continue
-            read = {inner.name for n, inner, _ in item.instances() if n in later}
-            first, step = item.index
-            for name, inner, t in item.instances():
-                if inner.name in read:
-                    key = f"{inner.name[:-1]}.{first + step * t}"
-                    keys[name] = self.keys.get(name, key)
-        made = {name: f'made["{key}"]' for name, key in keys.items()}
+        made = {
+            name: f'made["{self.keys[name]}"]'
+            for loop in _loops(own.items)
+            for name, _, _ in loop.instances()
+            if name in self.keys
+        }
         between = HandOver([own], self.tables | made)
         function = Function(self.stage.texts, self.tables | made, between, 0)
         ends = [v for n in nodes for v in n.results if v.name in later]
         ends = [v for v in ends if v.name not in made]
         lines = function.body(own.items, ends)
         for v in ends:
-            keys[v.name] = self.keys.get(v.name) or self.key(table, v.name)
-        entries = [f'"{keys[v.name]}": {function.name(v)}' for v in ends]
+            self.keys.setdefault(v.name, self.key(table, v.name))
+        entries = [f'"{self.keys[v.name]}": {function.name(v)}' for v in ends]
         if made:
             lines, entries = ["made = {}", *lines], ["**made", *entries]
-        self.tables |= {name: f'{table}["{key}"]' for name, key in keys.items()}
+        handed = [*made, *(v.name for v in ends)]
+        self.tables |= {name: f'{table}["{self.keys[name]}"]' for name in handed}
         return _function(head, [*lines, f"return {{{', '.join(entries)}}}"])
 
     def key(self, table: str, name: str) -> str:
@@ -321,6 +347,10 @@ def _layer(name: str) -> tuple[str, int | None]:
     if match is None or not match[1].startswith("+"):
         return "", None
     return name[: match.start() - 1], int(match[1])
+
+
+def _loops(items: Iterable[Item]) -> list[Loop]:
+    return [item for item in items if isinstance(item, Loop)]
 
 
 def _reads(nodes: Iterable) -> set[str]:
