@@ -26,12 +26,11 @@ from passes.mesh import Mesh, MeshError
 from passes.pipeline import compile_program
 from passes.plan import PlanError
 from passes.price.candidate import Candidate
-from passes.price.estimate import in_buckets
+from passes.price.estimate import in_blocks
 from passes.price.price import WEIGHT_GRADS
 from passes.program import Program
 from passes.search.candidates import SCHEDULES, candidates, meshes
 from passes.search.search import run_on_paper
-from passes.stage.overlap import BUCKET
 
 LAYERS, SAMPLES = 4, 16
 
@@ -157,12 +156,11 @@ def test_what_is_shared_out_moves_when_the_runtime_moves_it() -> None:
     }
 
 
-def test_what_moves_once_a_step_goes_in_buckets() -> None:
+def test_what_moves_once_a_step_goes_by_layer() -> None:
     link = cluster_of("16xA100-80GB").link(Mesh.parse("dp=16"), ("dp",))
-    one, many = (in_buckets(link, "all_gather", n * BUCKET) for n in (1, 3.5))
-    assert one == link.seconds("all_gather", BUCKET)
-    start = link.seconds("all_gather", 0)
-    assert many == pytest.approx(3.5 * (one - start) + 4 * start)
+    one, four = (in_blocks(link, "all_gather", 4e8, n) for n in (1, 4))
+    assert one == link.seconds("all_gather", 4e8)
+    assert four == pytest.approx(one + 3 * link.seconds("all_gather", 0))
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,8 @@ class _Emitter:
         parts += self.each_microbatch(items, same, [one.name for one in functions])
         if s.epilogue:
             between = HandOver([Part(after)], self.tables)
-            lines = Function(s.texts, self.tables, between, 0).body(after, ())
+            function = Function(s.texts, self.tables, between, 0, chains=self.outlined)
+            lines = function.body(after, ())
             parts.append(_function("epilogue(c, p, g, k, b)", lines))
         return "\n\n".join(parts)
 
@@ -173,7 +174,8 @@ class _Emitter:
             if name in self.keys
         }
         between = HandOver([own], self.tables | made)
-        function = Function(self.stage.texts, self.tables | made, between, 0)
+        names = self.tables | made
+        function = Function(self.stage.texts, names, between, 0, chains=self.outlined)
         ends = [v for n in nodes for v in n.results if v.name in later]
         ends = [v for v in ends if v.name not in made]
         lines = function.body(own.items, ends)
@@ -214,7 +216,9 @@ class _Emitter:
         handed: list[Sequence[Value]] = [(), s.saved, s.kept, ()]
         texts = []
         for i, (name, part) in enumerate(zip(names, parts, strict=True)):
-            function = Function(s.texts, self.tables, between, i, taken=called)
+            function = Function(
+                s.texts, self.tables, between, i, taken=called, chains=self.outlined
+            )
             saved = [v for v in handed[i] if v.name in part.read]
             rows = between.kept(i - 1, i) if i else []
             lines = function.arrive(entering[i], saved, rows)

@@ -86,6 +86,11 @@ def as_tuple(items: Iterable[str]) -> str:
     return f"({found[0]},)" if len(found) == 1 else f"({', '.join(found)})"
 
 
+def is_method(node: Node) -> bool:
+    """Whether it is a view of its first operand, spelled as a method of that."""
+    return node.op in VIEWS
+
+
 def _returns_list(node: Node) -> bool:
     """Whether a call gives a list: that of one tensor is unpacked too."""
     if not node.op.startswith("aten."):
@@ -93,6 +98,9 @@ def _returns_list(node: Node) -> bool:
     returns = resolve(node.op)._schema.returns
     return [str(one.type) for one in returns] == ["List[Tensor]"]
 
+
+VIEWS = frozenset({"aten.reshape.default", "aten.transpose.int"})
+VIEWS |= {"aten.permute.default", "aten.expand.default"}
 
 # How many of a collective's arguments its call takes; the others are for the compiler.
 COMM_ARGS = {

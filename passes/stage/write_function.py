@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import keyword
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from passes.graph import Node, Value
 from passes.stage.hand_over import HandOver, Rows
 from passes.stage.loops import Given, Item, Loop
-from passes.stage.spell import spell, targets
+from passes.stage.reuse import is_in_place
+from passes.stage.spell import is_method, spell, targets
 from passes.stage.write_loop import Index, LoopWriter, delete
 
 MEANT = ("c", "p", "g", "k", "b", "i", "saved", "made", "torch", "F", "kernels", "aten")
@@ -21,7 +24,8 @@ class Function:
 
     texts: value -> its named dims. tables: value -> how what is there anyway is read.
     between, number: what this part has of others. device: where it makes tensors.
-    taken: names that mean something else.
+    taken: names that mean something else. chains: whether views of views are one
+    statement.
     """
 
     def __init__(
@@ -32,8 +36,10 @@ class Function:
         number: int,
         device: str = "c.device",
         taken: Collection[str] = (),
+        chains: bool = True,
     ) -> None:
         self.texts, self.tables, self.device = texts, tables, device
+        self.chains = chains
         self.between, self.number = between, number
         self.names: dict[str, str] = {}
         self.taken = {*RESERVED, *taken}  # names that no other local may have
@@ -87,13 +93,21 @@ class Function:
         for i, read in enumerate(reads):
             last.update(dict.fromkeys(read, i))
         local = set(arrived)
+        links = _links(items, keep) if self.chains else set()
+        waiting: list[Node] = []  # views that the next view is a method of
         lines = delete(self.names[n] for n in arrived if last[n] < 0 and n not in keep)
         for i, item in enumerate(items):
             lines += self._take_singles(item, local)
+            if isinstance(item, Node) and i in links:
+                self.names[item.out.name] = spell(item, self.name, device=self.device)
+                waiting.append(item)
+                continue
             if isinstance(item, Node):
                 lines.append(self.statement(item))
                 local.update(v.name for v in item.results)
-                mentioned = [v.name for v in (*item.operands, *item.results)]
+                own = (v for n in (*waiting, item) for v in n.operands)
+                mentioned = [v.name for v in (*own, *item.results)]
+                waiting.clear()
             else:
                 after = {n for n, at in last.items() if at > i} | keep
                 text, made = LoopWriter(self, item, after).write()
@@ -168,3 +182,27 @@ class Function:
             return "rows"
         texts = [self.tables.get(v.name) for v in given.values]
         return "listed" if None in texts else "table"
+
+
+def _links(items: Sequence[Item], keep: Collection[str]) -> set[int]:
+    """Places of nodes that only the next one reads, as the tensor whose method it is:
+    a chain of views is one statement."""
+    readers = Counter(
+        name
+        for item in items
+        if isinstance(item, Node)
+        for name in (v.name for v in item.operands)
+    )
+    found = set()
+    for i, (node, following) in enumerate(pairwise(items)):
+        if not isinstance(node, Node) or not isinstance(following, Node):
+            continue
+        if not is_method(following) or len(node.outs) != 1 or len(node.results) != 1:
+            continue
+        if not node.op.startswith("aten.") or is_in_place(node):
+            continue
+        v = node.out
+        alone = v == following.operands[0] and readers[v.name] == 1
+        if alone and v.name not in keep:
+            found.add(i)
+    return found
