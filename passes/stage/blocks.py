@@ -18,6 +18,7 @@ from itertools import groupby
 from passes.graph import Node
 from passes.shard.rest import find_casts
 from passes.stage.local_stage import LocalStage
+from passes.stage.outline import find_runs
 
 Beside = Callable[[Sequence[Node]], Sequence[int]]  # nodes -> bytes at each of them
 
@@ -68,11 +69,14 @@ def _uses(
     of them."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
+    ends = list(range(len(nodes)))  # what a function is given stays until it returns
+    for begin, end in find_runs(nodes):
+        ends[begin:end] = [end - 1] * (end - begin)
     for i, node in enumerate(nodes):
         for v in node.operands:
             if v.name in sizes:
                 first.setdefault(v.name, i)
-                last[v.name] = i
+                last[v.name] = ends[i]
     uses = [
         _Use(i, last[n], sizes[n], nodes[i if by_first else last[n]].where.layer)
         for n, i in first.items()

@@ -274,6 +274,8 @@ class _Body:
         made: dict[str, tuple[int, int, int]],
     ) -> None:
         self.rows, self.made = rows, made
+        # Names of values in the body are those of no other loop.
+        self.tag = f"{next(iter(made))}@"
         self.carried: dict[tuple[str, str], Carried] = {}
         self.given: dict[tuple[str, ...], Given] = {}
 
@@ -308,14 +310,14 @@ class _Body:
             key = (first.name, source.name)
             if key not in self.carried:
                 d = "d_" if source.name.startswith("d_") else ""
-                inner = replace(source, name=f"{d}x@carried_{len(self.carried)}")
+                inner = replace(source, name=f"{d}x@{self.tag}{len(self.carried)}")
                 self.carried[key] = Carried(inner, first, source)
             return self.carried[key].value
         if all(v == first for v in column):
             return first
         names = tuple(v.name for v in column)
         if names not in self.given:
-            inner = replace(first, name=f"{first.name}@given_{len(self.given)}")
+            inner = replace(first, name=f"{first.name}@{self.tag}{len(self.given)}")
             self.given[names] = Given(inner, column)
         return self.given[names].value
 
