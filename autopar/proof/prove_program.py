@@ -33,12 +33,13 @@ from autopar.verify import prove as run_beside
 from passes.capture.trace import Traced
 from passes.errors import AutoparError
 from passes.graph import Value
+from passes.mesh import TIME
 from passes.program import Program
 from passes.proof.input_ranges import find_input_ranges
 from passes.proof.proof import SMALL, WHOLE, Proof
 from passes.proof.same_specs import find_other_spec
-from passes.proof.shrink_plan import layer_number
-from passes.proof.transfer import Difference, differs
+from passes.proof.shrink_plan import Layers, layer_number
+from passes.proof.transfer import Difference, Sizes, differs
 
 # Rounding of float64, through some thousand operations.
 TOLERANCE = 1e-9
@@ -299,23 +300,31 @@ def check_transfer(program: Program, small: Runnable) -> None:
     """Raises NotProved where the program is not the small one but for numbers."""
     few = small.few
     inside = min(1, len(few.stages) - 1)
-    known: dict[tuple[str, str], Difference | None] = {}
+    plans = program.plan, small.program.plan
+    names = (TIME, *(axis for axis, _ in program.mesh.axes))
+    axes = [(plans[0].size(a), plans[1].size(a)) for a in names]
+    sizes = Sizes.of(small.sizes, axes)
+    known: dict[tuple[str, str, Layers], Difference | None] = {}
     for number, stage in enumerate(program.stages):
         place = few.stages.index(number) if number in few.stages else None
         stands = [place] if place is not None else range(inside, len(few.stages) - 1)
+        numbers = {layer_number(few.path, name) for name in stage.layers}
         texts = {
-            key for i in stands for key in small.program.stages[i].modules.values()
+            (key, few.layers(i, len(numbers - {None})))
+            for i in stands
+            for key in small.program.stages[i].modules.values()
         }
         for key in set(stage.modules.values()):
             found = None
-            for other in sorted(texts):
-                if (key, other) not in known:
-                    known[key, other] = differs(
+            for other, layers in sorted(texts, key=str):
+                if (key, other, layers) not in known:
+                    known[key, other, layers] = differs(
                         program.modules[key],
                         small.program.modules[other],
-                        small.sizes,
+                        sizes,
+                        layers,
                     )
-                found = known[key, other]
+                found = known[key, other, layers]
                 if found is None:
                     break
             if found is not None or not texts:

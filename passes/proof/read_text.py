@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 TOKEN = re.compile(
     r"""(?P<key>\b(?P<table>[a-z]|made)\[f?"(?P<name>[^"]*)"\])  # p["blocks.+0.weight"]
@@ -25,10 +26,12 @@ TOKEN = re.compile(
 # Per-rank extents in collectives: as many as there are ranks.
 EXTENTS = re.compile(r"[(\[]#(?:, #)+,?[)\]]")
 LAYER = re.compile(r"(?:^|(?<=\.))(\+?\d+)(?=\.|$)")
-LOOP = re.compile(r"for i in .*?(\d+)\)")
-COUNTED = re.compile(
-    r"for i in |if i |.*\.pop\("
-)  # statements whose numbers are layers
+# Numbers of these are layers', where they are of a loop over layers; but for what is
+# added to the loop's variable, and a step.
+COUNTED = re.compile(r"(?P<loop>for i in |if i )|.*\.pop\(")
+COUNTED_AFTER = re.compile(r" for i in range\($")
+MASK = re.compile(r"c\.dropout_mask\([^,]*, (\d+ \* i \+ )?$")
+APART = re.compile(r"(?:\bi [+-] |range\([^,)]*,[^,)]*, )$")
 NUMBERS = re.compile(r"\d+")
 ENTRY = re.compile(r'"([^"]+)": (\w+)')
 KNOWN = ("c", "p", "g", "k", "b")  # arguments that mean the same everywhere
@@ -41,14 +44,20 @@ OF_PARTS = re.compile(
 )
 
 
+class Counts(Enum):
+    """SOME: layers, or other things that a small program has as many of. MASKS: those
+    of dropout before this one. OTHERS: what is as it is in the small program."""
+
+    SIZE, LAYERS, SOME, MASKS, OTHERS = range(5)
+
+
 @dataclass(frozen=True)
 class Number:
-    """A number of a statement. layer: it counts layers. whole: it is the extent of no
-    operand, but of what ranks hold parts of: no run on shapes alone tells whether it is
-    right."""
+    """A number of a statement. counts: what. whole: it is the extent of no operand, but
+    of what ranks hold parts of: no run on shapes alone tells whether it is right."""
 
     value: float
-    layer: bool = False
+    counts: Counts = Counts.SIZE
     whole: bool = False
 
 
@@ -58,45 +67,58 @@ class Statement:
     numbers: tuple[Number, ...]
 
 
-@dataclass(frozen=True)
-class Module:
-    """Statements by function ("": declarations), and where loops end."""
-
-    functions: dict[str, list[Statement]]
-    ends: tuple[int, ...]
-
-
-def read_module(text: str) -> Module:
+def read_module(text: str, path: str) -> dict[str, list[Statement]]:
+    """Statements by function ("": declarations). path: of the list of layers."""
     parts = re.split(r"^def (\w+)\((.*)\):\n", text, flags=re.MULTILINE)
     keys: dict[str, str] = {}  # of k and b -> which of those
-    functions = {"": list(_header(parts[0]))}
+    functions = {"": list(_header(parts[0], path))}
     for name, given, body in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
-        reader = _Reader(given.split(", "), keys)
-        functions[name] = [s for line in body.splitlines() for s in reader.line(line)]
-    return Module(functions, tuple(map(int, LOOP.findall(text))))
+        reader = _Reader(given.split(", "), keys, path)
+        functions[name] = list(reader.lines(body.splitlines()))
+    return functions
 
 
-def _header(text: str) -> Iterator[Statement]:
+def _header(text: str, path: str) -> Iterator[Statement]:
     body = text[text.index("PARAMETERS") :] if "PARAMETERS" in text else text
-    reader = _Reader([], {})
-    for line in body.splitlines():
-        yield from reader.line(line)
+    return _Reader([], {}, path).lines(body.splitlines())
+
+
+def _end(lines: Sequence[str], at: int) -> int:
+    """Where what is inside of a line's statement ends."""
+    depth = _depth(lines[at])
+    rest = range(at + 1, len(lines))
+    return next((i for i in rest if _depth(lines[i]) <= depth), len(lines))
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 class _Reader:
     """Reads one function. keys: what functions before it handed on."""
 
-    def __init__(self, given: Sequence[str], keys: dict[str, str]) -> None:
+    def __init__(self, given: Sequence[str], keys: dict[str, str], path: str) -> None:
         self.names = {
             name: f"<{i}>" for i, name in enumerate(given) if name not in KNOWN
         }
-        self.keys = keys
+        self.keys, self.path = keys, path
+        self.loop = Counts.OTHERS  # what the loop counts
+
+    def lines(self, lines: Sequence[str]) -> Iterator[Statement]:
+        layers = re.compile(rf"\b{re.escape(self.path)}\.\+[i({{]")
+        for at, line in enumerate(lines):
+            if line.strip().startswith("for i in "):
+                inside = lines[at + 1 : _end(lines, at)]
+                # Declarations name layers before they say which.
+                named = any(map(layers.search, (*lines[max(0, at - 1) : at], *inside)))
+                self.loop = Counts.LAYERS if named else Counts.OTHERS
+            yield from self.line(line)
 
     def line(self, line: str) -> Iterator[Statement]:
         code, _, comment = line.partition("  # ")
-        if not code.strip():
+        if not code.strip() or code.startswith("FLOPS"):
             return
-        depth = len(code) - len(code.lstrip())
+        depth = _depth(code)
         code = code.strip()
         if code.startswith("return {"):
             for key, name in ENTRY.findall(code):
@@ -115,22 +137,34 @@ class _Reader:
         numbers: list[Number] = []
         found = OF_PARTS.search(code)
         parts_from = found.start("operands") if found else len(code)
-        counted = COUNTED.match(code) is not None
+        counted = COUNTED.match(code)
+        counts = Counts.SIZE
+        if counted is not None:
+            counts = self.loop if counted["loop"] else Counts.SOME
         parts = [" " * depth]
         for match in TOKEN.finditer(code):
             kind, text = match.lastgroup, match[0]
             if match["key"] is not None:
                 place = self.keys.get(match["name"])
                 key = match["name"] if place is None else f"<{place}>"
-                parts.append(f"{match['table']}[{self._layers(key, numbers)}]")
+                table = match["table"]
+                some = Counts.OTHERS if table in ("p", "g") else Counts.SOME
+                parts.append(f"{table}[{self._layers(key, numbers, some)}]")
             elif match["number"] is not None:
                 whole = match.start() >= parts_from
-                numbers.append(Number(float(text), counted, whole))
+                own, before = counts, code[: match.start()]
+                if counted is not None and APART.search(before):
+                    own = Counts.OTHERS
+                elif COUNTED_AFTER.search(before):
+                    own = Counts.SOME
+                elif MASK.search(before):
+                    own = Counts.MASKS
+                numbers.append(Number(float(text), own, whole))
                 parts.append("#")
             elif match["unnamed"] is not None and text not in self.names:
                 parts.append("d#")
             elif kind == "text":
-                parts.append(self._layers(text, numbers))
+                parts.append(self._layers(text, numbers, Counts.OTHERS))
             else:
                 parts.append(self.names.get(text, text))
         joined = "".join(parts)
@@ -138,12 +172,16 @@ class _Reader:
             joined, numbers = _without_extents(joined, numbers)
         return Statement(joined, tuple(numbers))
 
-    @staticmethod
-    def _layers(name: str, numbers: list[Number]) -> str:
+    def _layers(self, name: str, numbers: list[Number], others: Counts) -> str:
         """The name of a parameter, with its layer's number taken out."""
+        first = len(self.path) + 1 + name.startswith('"')
 
         def take(match: re.Match[str]) -> str:
-            numbers.append(Number(float(match[1]), True))
+            ours = match.start() == first and name.lstrip('"').startswith(
+                f"{self.path}."
+            )
+            counts = Counts.LAYERS if ours and self.path else others
+            numbers.append(Number(float(match[1]), counts))
             return "#"
 
         return LAYER.sub(take, name)

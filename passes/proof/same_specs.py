@@ -4,7 +4,10 @@ of a small one."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+from itertools import combinations
+from math import prod
 
 from passes.graph import LAYER
 from passes.program import ParameterSpec, Program, StageSpec
@@ -21,12 +24,13 @@ def find_other_spec(
     Layers count as alike: which of them a parameter is in makes no difference. sizes:
     extent -> small extent.
     """
+    pairs = frozenset(sizes.items())
     known: dict[object, list[ParameterSpec]] = {}
     for name, spec in small.parameters.items():
         known.setdefault((_kind(name), _facts(spec)), []).append(spec)
     for name, spec in large.parameters.items():
         alike = known.get((_kind(name), _facts(spec)), ())
-        if not any(_has_factors(spec, own, sizes) for own in alike):
+        if not any(_has_factors(spec, own, pairs) for own in alike):
             return name
     for number, stage in enumerate(large.stages):
         if (odd := _other_name(large, number, stage)) is not None:
@@ -39,24 +43,36 @@ def find_other_spec(
     return None
 
 
-def stands_for(small: int, large: int, sizes: Mapping[int, int]) -> bool:
-    """Whether a number is a product of small extents where another is of large ones."""
-    if small == large or sizes.get(large) == small:
-        return True
-    return any(
-        stands_for(small // s, large // n, sizes)
-        for n, s in sizes.items()
-        if 1 < n < large and s > 1 and large % n == 0 and small % s == 0
+Pairs = frozenset[tuple[int, int]]  # of sizes, and what these are when small
+
+
+@lru_cache(maxsize=1 << 16)
+def stands_for(small: int, large: int, pairs: Pairs) -> bool:
+    """Whether a number is a product of small sizes where another is of large ones."""
+    return small == large or any(
+        stands_for(small // s, large // n, pairs)
+        for n, s in pairs
+        if n > 1 and s > 1 and large % n == 0 and small % s == 0
     )
 
 
-def _has_factors(
-    large: ParameterSpec, small: ParameterSpec, sizes: Mapping[int, int]
-) -> bool:
+def find_shares(sizes: Mapping[int, int], axes: Collection[tuple[int, int]]) -> Pairs:
+    """Extents, ranks, and what ranks have of extents. axes: ranks of each, and few."""
+    parts = [
+        (prod(n for n, _ in some), prod(n for _, n in some))
+        for count in range(len(axes) + 1)
+        for some in combinations(axes, count)
+    ]
+    shares = {(n // p, s // q) for n, s in sizes.items() for p, q in parts}
+    shares |= {(-(-n // p), -(-s // q)) for n, s in sizes.items() for p, q in parts}
+    return frozenset(shares.union(parts))
+
+
+def _has_factors(large: ParameterSpec, small: ParameterSpec, pairs: Pairs) -> bool:
     """Whether its factors, of which axes split some, are those in their order."""
     return all(
         len(ours) == len(theirs)
-        and all(stands_for(s, n, sizes) for n, s in zip(ours, theirs, strict=True))
+        and all(stands_for(s, n, pairs) for n, s in zip(ours, theirs, strict=True))
         for ours, theirs in zip(large.factors, small.factors, strict=True)
     )
 

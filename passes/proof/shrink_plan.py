@@ -23,6 +23,31 @@ FEW, CHAIN = 2, 3
 
 
 @dataclass(frozen=True)
+class Layers:
+    """Layers of a stage, and those of its small one. path: of their list, "" if none
+    is left out. kept: of each small one the number in the large one, each from its
+    stage's first. count: how many the large one has."""
+
+    path: str
+    kept: tuple[int, ...]
+    count: int
+
+    def stands_for(self, small: int, large: int) -> bool:
+        """Whether numbers are those of one layer, counted from the first or from the
+        last of a pattern; or where these end."""
+        few = len(self.kept)
+        apart = [*(n - i for i, n in enumerate(self.kept)), self.count - few]
+        at = max(0, min(small, few))
+        own = apart[at] if small >= 0 else 0
+        after = next((i for i in range(at, few + 1) if apart[i] != own), None)
+        if after is None or small <= apart.index(own):
+            return large - small == own
+        return large - small == apart[after] or (
+            large == small + own and at < after - 1
+        )
+
+
+@dataclass(frozen=True)
 class FewLayers:
     """Which layers of a repeating list are kept. path: of the list, "" if all are kept.
     stages: for each stage of the small pipeline, the stage of the large one that it
@@ -36,6 +61,11 @@ class FewLayers:
     def order(self) -> tuple[int, ...]:
         """The large number of each small layer."""
         return tuple(n for own in self.kept for n in own)
+
+    def layers(self, place: int, count: int) -> Layers:
+        """Those of a small stage, which stands for one that has so many."""
+        own = self.kept[place] if self.path else ()
+        return Layers(self.path, tuple(n - own[0] for n in own), count)
 
     @property
     def starts(self) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
 Emitted texts are compared function by function and statement by statement, see
 `read_text`: layers are loops there, so the large text has as many as the small one. The
-numbers in them are equal, or sizes and smaller ones; those of layers outside of loops
-are counted from the first or from the last. Dims are equal.
+numbers in them are equal, or sizes and smaller ones; those of layers, and where loops
+over layers begin and end, are counted from the first or from the last. Dims are equal.
 
 Which extents of a rank happen to be equal (its share of the sequence and the width of a
 head) is not kept, and need not be. What a pass decides by it (which value, op, axis or
@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from passes.proof.find_dims import find_dims
-from passes.proof.read_text import Number, Statement, read_module
-from passes.proof.same_specs import stands_for
+from passes.proof.read_text import Counts, Number, Statement, read_module
+from passes.proof.same_specs import Pairs, find_shares, stands_for
+from passes.proof.shrink_plan import Layers
 
 SHOWN = 160  # characters of a statement in an error
 
@@ -44,16 +45,26 @@ def _short(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
 
 
-def differs(large: str, small: str, sizes: Mapping[int, int]) -> Difference | None:
-    """None if a large module is the small one but for numbers. sizes: extent -> small
-    extent."""
-    big, few = read_module(large), read_module(small)
-    # How many layers each loop has more.
-    more = {a - b for a, b in zip(big.ends, few.ends, strict=False)}
-    for name in dict.fromkeys([*big.functions, *few.functions]):
-        if name not in few.functions or name not in big.functions:
-            return Difference(name, *(name * (name in m.functions) for m in (big, few)))
-        found = _compare(name, big.functions[name], few.functions[name], more, sizes)
+@dataclass(frozen=True)
+class Sizes:
+    """Extents, and what stands for them in the small program; with shares of ranks."""
+
+    extents: Pairs
+    shares: Pairs
+
+    @classmethod
+    def of(cls, extents: Mapping[int, int], axes: Collection[tuple[int, int]]) -> Sizes:
+        """axes: ranks of each, and how many these are in the small program."""
+        return cls(frozenset(extents.items()), find_shares(extents, axes))
+
+
+def differs(large: str, small: str, sizes: Sizes, layers: Layers) -> Difference | None:
+    """None if a large module is the small one but for numbers."""
+    big, few = (read_module(text, layers.path) for text in (large, small))
+    for name in dict.fromkeys([*big, *few]):
+        if name not in few or name not in big:
+            return Difference(name, *(name * (name in m) for m in (big, few)))
+        found = _compare(name, big[name], few[name], layers, sizes)
         if found is not None:
             return found
     return None
@@ -63,35 +74,46 @@ def _compare(
     name: str,
     large: Sequence[Statement],
     small: Sequence[Statement],
-    more: Collection[int],
-    sizes: Mapping[int, int],
+    layers: Layers,
+    sizes: Sizes,
 ) -> Difference | None:
-    """more: by how much numbers of layers may be larger."""
     for ours, theirs in zip_longest(large, small, fillvalue=Statement("", ())):
         if ours.text != theirs.text:
             return Difference(name, ours.text.strip(), theirs.text.strip())
         numbers = zip(ours.numbers, theirs.numbers, strict=True)
         for i, (a, b) in enumerate(numbers):
-            if a == b or (a.layer and a.value - b.value in more):
-                continue
-            fixed = a.layer or i in find_dims(ours.text)
-            if fixed or not _is_size(a, b.value, sizes):
+            if not _alike(a, b, i in find_dims(ours.text), layers, sizes):
                 told = (f"{s.text} {n.value:g}" for s, n in ((ours, a), (theirs, b)))
                 return Difference(name, *told)
     return None
 
 
-def _is_size(number: Number, small: float, sizes: Mapping[int, int]) -> bool:
-    """Whether numbers are sizes of more than one, or one of so many, or the root of
-    that (as scores of attention are scaled)."""
+def _alike(a: Number, b: Number, dim: bool, layers: Layers, sizes: Sizes) -> bool:
+    if b.counts is Counts.LAYERS:
+        return layers.stands_for(int(b.value), int(a.value))
+    if a == b:
+        return True
+    if b.counts is Counts.SOME:
+        return layers.stands_for(int(b.value), int(a.value))
+    if b.counts is Counts.MASKS:
+        return a.value > b.value
+    return b.counts is Counts.SIZE and not dim and _is_size(a, b.value, sizes)
+
+
+def _is_size(number: Number, small: float, sizes: Sizes) -> bool:
+    """Whether numbers are sizes, or one of so many, or the root of that (as scores of
+    attention are scaled)."""
     large = number.value
     if large == int(large) and small == int(small):
         if number.whole:
-            return stands_for(int(small), int(large), sizes)
-        return large * small > 0 and min(abs(large), abs(small)) > 1
+            return stands_for(int(small), int(large), sizes.extents)
+        if large < 0 and small < 0:  # rarely an extent, and no shape depends on others
+            return stands_for(-int(small), -int(large), sizes.shares)
+        return min(large, small) > 1
     if not (0 < large < 1 and 0 < small < 1):
         return False
     return any(
         all(abs(x**-n - round(x**-n)) < 1e-6 * x**-n for x in (large, small))
+        and stands_for(round(small**-n), round(large**-n), sizes.shares)
         for n in (1, 2)
     )
