@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from models import Case, llama, mixture, plain_gpt, switch_gpt
 from mutate_programs import OF_PROGRAMS
-from mutate_text import KINDS, places, with_line
+from mutate_text import KINDS, Place, places, with_line
 from torch import Tensor
 
 import autopar.proof.prove_program as prover
@@ -319,13 +319,13 @@ def _of_text(program: Program) -> Iterator[tuple[str, list]]:
     if program.plan.microbatches > 1:
         sizes[TIME] = program.plan.microbatches
     known = {
-        place.line: place
+        (place.function, place.line): place
         for text in program.modules.values()
         for place in places(text, sizes)
     }
     for kind, mutate in KINDS.items():
         found = [
-            (f"{place.line}  ->  {new}", _with_line(program, place.line, new))
+            (f"{place.line}  ->  {new}", _with_line(program, place, new))
             for place in known.values()
             for new in mutate(place)
             if new != place.line
@@ -333,14 +333,17 @@ def _of_text(program: Program) -> Iterator[tuple[str, list]]:
         yield kind, found
 
 
-def _with_line(program: Program, old: str, new: str | None) -> Callable[[], Program]:
-    """In each module that has the line."""
+def _with_line(
+    program: Program, place: Place, new: str | None
+) -> Callable[[], Program]:
+    """In each module that has the line in this function."""
 
     def change() -> Program:
-        modules = program.modules.items()
-        return replace(
-            program, modules={key: with_line(text, old, new) for key, text in modules}
-        )
+        modules = {
+            key: with_line(text, place.function, place.line, new)
+            for key, text in program.modules.items()
+        }
+        return replace(program, modules=modules)
 
     return change
 

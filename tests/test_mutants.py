@@ -45,8 +45,8 @@ def test_a_mutant_differs_in_one_statement():
     plan = PLANS[0]
     program = prepared(plan)[1]
     text = next(iter(program.modules.values()))
-    old = "saved.clear()"
-    assert with_line(text, old, "pass").count("    pass\n") == 1
-    assert len(with_line(text, old, None).split("\n")) == len(text.split("\n")) - 1
+    old = ("backward", "saved.clear()")
+    assert with_line(text, *old, "pass").count("    pass\n") == 1
+    assert len(with_line(text, *old, None).split("\n")) == len(text.split("\n")) - 1
     for mutant in mutants(plan, program, each=1):
         assert mutant.program != program, str(mutant)
