@@ -92,7 +92,7 @@ def test_memory_on_paper_is_that_of_the_program(
         for term in ("parameters", "gradients", "optimizer", "buffers"):
             assert terms[term] == pytest.approx(getattr(held, term))
         # Blocks that are gathered and scattered as they come are counted on average.
-        rough = 0.07 if candidate.zero > 1 else 0.02
+        rough = {0: 0.02, 1: 0.03}.get(candidate.zero, 0.07)
         assert sum(terms.values()) == pytest.approx(held.total, rel=rough)
 
 
@@ -131,7 +131,7 @@ def test_shares_are_gathered_in_half_the_bits_and_scattered_in_all() -> None:
         for p in ("model", "bf16")
     }
     link = cluster.link(shared.mesh, ("dp",))
-    fixed = link.seconds("all_gather", 0)
+    fixed = shared.blocks * link.seconds("all_gather", 0)
     low, wide = (parts[p]["parameters dp"] - fixed for p in ("bf16", "model"))
     assert 0.5 <= low / wide < 0.55  # norms are in float32
     assert parts["bf16"]["gradients dp"] == parts["model"]["gradients dp"]

@@ -275,7 +275,8 @@ class _Body:
     ) -> None:
         self.rows, self.made = rows, made
         # Names of values in the body are those of no other loop.
-        self.tag = f"{next(iter(made))}@"
+        (first, *_) = (*rows[0][0].results, *rows[0][0].operands)
+        self.tag = f"{first.name}@"
         self.carried: dict[tuple[str, str], Carried] = {}
         self.given: dict[tuple[str, ...], Given] = {}
 

@@ -1,0 +1,163 @@
+"""What repeats is written once, and computes what it does node by node, to the bit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from models import Case, gpt2, llama, mixture, plain_gpt
+from torch import Tensor, nn
+
+from autopar.proof.ranks import run_all_ranks
+from passes.graph import Node, Value, Where
+from passes.program import Program
+from passes.stage.emit import emit
+from passes.stage.loops import Loop, Varying, find_loops
+
+
+def lines(program: Program) -> int:
+    """Of the longest text."""
+    return max(len(text.splitlines()) for text in program.modules.values())
+
+
+PLANS = {
+    "tp": ("tp=2", {}),
+    "halves": ("pp=2", {"schedule": "zb-h1"}),
+    "zero 1": ("dp=2", {"zero": 1}),
+    "zero 3": ("dp=2", {"zero": 3, "recompute": "full"}),
+    "bf16": ("dp=2", {"zero": 2, "precision": "bf16"}),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_text_is_as_long_for_any_number_of_layers(plan: str) -> None:
+    mesh, options = PLANS[plan]
+    low, high = (
+        plain_gpt(layers=n, dropout=0.1).compile(mesh, 2, **options) for n in (8, 14)
+    )
+    assert lines(low) == lines(high) < 560
+
+
+LOOP = re.compile(r"^    for i in .*:$", re.MULTILINE)
+
+
+def both(
+    case: Case, mesh: str, monkeypatch: pytest.MonkeyPatch, **options: object
+) -> tuple[Program, Program]:
+    """As it is, and with a statement a node."""
+    program = case.compile(mesh, 2, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr("passes.pipeline.emit", partial(emit, outlined=False))
+        return program, case.compile(mesh, 2, **options)
+
+
+CASES: dict[str, tuple[Callable[[], Case], str, dict[str, object]]] = {
+    "some layers again": (
+        partial(plain_gpt, layers=6, dropout=0.1),
+        "dp=2",
+        {"zero": 3, "recompute_layers": {f"blocks.{i}": "full" for i in range(3)}},
+    ),
+    "halves": (partial(gpt2, layers=5), "pp=2", {"schedule": "zb-h1"}),
+    "experts": (partial(mixture, "mixtral", num_hidden_layers=4), "ep=2", {}),
+    "once a step": (partial(llama, layers=4), "dp=2", {"zero": 1, "precision": "bf16"}),
+    "alternate": (lambda: alternating(8), "tp=2", {"recompute": "full"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_computes_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, mesh, options = CASES[name]
+    case = build()
+    ours, flat = both(case, mesh, monkeypatch, **options)
+    repeats = [LOOP.search(next(iter(p.modules.values()))) for p in (ours, flat)]
+    assert repeats[0] and not repeats[1]
+    loss, grads = run_all_ranks(ours, case.model, case.batch)
+    loss_too, grads_too = run_all_ranks(flat, case.model, case.batch)
+    assert torch.equal(loss, loss_too) and grads.keys() == grads_too.keys()
+    assert all(torch.equal(grads[name], grads_too[name]) for name in grads)
+
+
+class Layer(nn.Module):
+    def __init__(self, scale: float, wide: bool) -> None:
+        super().__init__()
+        width = 16 if wide else 12
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(torch.relu(self.up(x)))
+
+
+class Layers(nn.Module):
+    def __init__(self, layers: list[Layer]) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(12, 8), nn.ModuleList(layers)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def alternating(count: int) -> Case:
+    torch.manual_seed(0)
+    layers = [Layer(0.5, wide=i % 2 == 0) for i in range(count)]
+    return Case(Layers(layers), {"ids": torch.randint(12, (4, 6))})
+
+
+def test_layers_that_differ_in_a_number_are_one_function() -> None:
+    layers = [Layer(0.1 * (i + 1), wide=True) for i in range(8)]
+    case = Case(Layers(layers), {"ids": torch.randint(12, (4, 6))})
+    program = case.compile("tp=2")
+    (text, *_) = program.modules.values()
+    assert "for i in range(1, 8):" in text  # the first one is given shares of no rank
+    assert "7: 0.8}[i]" in text and text.count("def down(") == 1
+    case.verify("tp=2")
+
+
+def test_layers_in_turn_repeat_in_pairs() -> None:
+    (text, *_) = alternating(8).compile("tp=2").modules.values()
+    assert "for i in range(1, 7, 2):" in text
+
+
+# --- loops --------------------------------------------------------------------------
+
+
+def value(name: str) -> Value:
+    return Value(name, (2, 3), torch.float32)
+
+
+def layer(i: int, x: Value, out: Value, scale: float = 2.0) -> list[Node]:
+    w, y = value(f"blocks.+{i}.w"), value(f"y_{i}")
+    where = Where(f"blocks.+{i}")
+    return [
+        Node("aten.mul.Tensor", (x, w), {}, (y,), where),
+        Node("aten.add.Tensor", (y, scale), {}, (out,), where),
+    ]
+
+
+def test_a_loop_carries_gives_and_varies() -> None:
+    xs = [value(f"x_{i}") for i in range(5)]
+    nodes = [n for i in range(4) for n in layer(i, xs[i], xs[i + 1], scale=i / 2)]
+    (loop,) = find_loops(nodes)
+    assert isinstance(loop, Loop) and loop.count == 4 and loop.index == (0, 1)
+    assert loop.unrolled() == nodes
+    (carried,), (given,) = loop.carried, loop.given
+    assert carried.first == xs[0] and carried.next == loop.body[1].out
+    assert [v.name for v in given.values] == [f"blocks.+{i}.w" for i in range(4)]
+    assert loop.body[1].args[1] == Varying((0.0, 0.5, 1.0, 1.5))
+
+
+def test_what_reads_further_back_than_the_row_before_is_no_loop() -> None:
+    xs = [value(f"x_{i}") for i in range(6)]
+    nodes = [n for i in range(4) for n in layer(i, xs[max(0, i - 1)], xs[i + 1])]
+    assert [n for item in find_loops(nodes) for n in flat(item)] == nodes
+    assert all(i.count < 3 for i in find_loops(nodes) if isinstance(i, Loop))
+
+
+def flat(item: Node | Loop) -> list[Node]:
+    return item.unrolled() if isinstance(item, Loop) else [item]
