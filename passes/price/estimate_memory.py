@@ -42,8 +42,7 @@ def rank_memory(
     cast_shares = sum(held["cast"] / parts for held, parts in shared if parts > 1)
     # What is gathered is the cast, if there is one.
     step = {1: read + trained, 2: read, 3: cast_shares}.get(candidate.shares, 0.0)
-    blocks = len(accounts) * candidate.blocks
-    trains, reads = trained / blocks, read / blocks
+    trains, reads = trained / candidate.blocks, read / candidate.blocks
     least = min(parts for _, parts in shared if parts > 1) if trained else 1
     ends = {1: step + (2 + 1 / least) * trains, 2: step + reads}
     return {
