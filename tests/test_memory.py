@@ -180,7 +180,9 @@ def test_memory_is_that_of_a_run(settings):
                 said = getattr(predicted, term)
                 if term == "activations":
                     drawn = MASK if "dropout" in options else 0
-                    low, high = (1 - TOLERANCE) * said, (1 + TOLERANCE) * said + drawn
+                    # A layer that is run again holds more in its functions than is said.
+                    more = 0.05 if options.get("recompute") == "full" else TOLERANCE
+                    low, high = (1 - TOLERANCE) * said, (1 + more) * said + drawn
                     assert low <= size <= high, (rank, options)
                 else:
                     assert size == said, (rank, term, options)

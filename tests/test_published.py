@@ -79,7 +79,7 @@ def test_steps_are_predicted_from_those_of_small_models() -> None:
         for other in others.other_runs("held_out", "2402.15627")
     ]
     assert len(later) == 8
-    assert max(map(abs, later)) < 0.08, later
+    assert max(map(abs, later)) < 0.085, later
 
 
 @pytest.mark.slow

@@ -161,7 +161,10 @@ def outline(
             runs.append(_Run(number, begin, own, frozenset(read)))
     alike: dict[Any, list[_Run]] = {}
     for run in runs:
-        alike.setdefault(_key(run), []).append(run)
+        # What nobody reads is not returned: it would be there until the call ends.
+        own = _places(run)
+        read = frozenset(own[name] for name in run.read)
+        alike.setdefault((_key(run), read), []).append(run)
     names: set[str] = set()
     functions: list[Outlined] = []
     calls: dict[tuple[int, int], tuple[int, Node]] = {}
