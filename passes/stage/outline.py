@@ -162,9 +162,9 @@ def outline(
     alike: dict[Any, list[_Run]] = {}
     for run in runs:
         # What nobody reads is not returned: it would be there until the call ends.
-        own = _places(run)
-        read = frozenset(own[name] for name in run.read)
-        alike.setdefault((_key(run), read), []).append(run)
+        made = _places(run)
+        returned = frozenset(made[name] for name in run.read)
+        alike.setdefault((_key(run), returned), []).append(run)
     names: set[str] = set()
     functions: list[Outlined] = []
     calls: dict[tuple[int, int], tuple[int, Node]] = {}
