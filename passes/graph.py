@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import prod
@@ -250,6 +250,15 @@ def short(op: str) -> str:
 def resolve(op: str) -> Any:
     """The torch operator that `aten.<name>.<overload>` names."""
     return operator.attrgetter(op)(torch.ops)
+
+
+def unused(stem: str, taken: Collection[str]) -> str:
+    """`stem`, or `stem_1`, `stem_2` ... if it is taken."""
+    name, count = stem, 0
+    while name in taken:
+        count += 1
+        name = f"{stem}_{count}"
+    return name
 
 
 @dataclass

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
-from passes.graph import LAYER, Node, Value
+from passes.graph import LAYER, Node, Value, unused
 from passes.stage.hand_over import HandOver, Part
 from passes.stage.local_stage import LocalStage
 from passes.stage.loops import Item, Loop, find_loops
@@ -55,7 +55,11 @@ def emit(stage: LocalStage, stages: int, outlined: bool = True) -> str:
 class _Emitter:
     def __init__(self, stage: LocalStage, outlined: bool) -> None:
         self.stage, self.outlined = stage, outlined
-        self.taken = {("b", v.name) for v in stage.inputs}
+        # Keys of k and b.
+        self.taken: dict[str, set[str]] = {
+            "k": set(),
+            "b": {v.name for v in stage.inputs},
+        }
         # What setup and prologue make -> its key in k or b.
         self.keys: dict[str, str] = {}
         self.stems: set[str] = set()
@@ -154,11 +158,7 @@ class _Emitter:
 
     def stem(self, name: str) -> str:
         """What keys begin with that differ in the number of a layer."""
-        stem = re.sub(r"(_\d+)+$", "", name)
-        found, count = stem, 0
-        while found in self.stems:
-            count += 1
-            found = f"{stem}_{count}"
+        found = unused(re.sub(r"(_\d+)+$", "", name), self.stems)
         self.stems.add(found)
         return found
 
@@ -190,12 +190,9 @@ class _Emitter:
 
     def key(self, table: str, name: str) -> str:
         """One that does not tell how many layers there are."""
-        stem = re.sub(r"(_\d+)+$", "", name)
-        key, count = stem, 0
-        while (table, key) in self.taken:
-            count += 1
-            key = f"{stem}_{count}"
-        self.taken.add((table, key))
+        taken = self.taken[table]
+        key = unused(re.sub(r"(_\d+)+$", "", name), taken)
+        taken.add(key)
         return key
 
     def each_microbatch(

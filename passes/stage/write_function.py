@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from passes.graph import Node, Value
+from passes.graph import Node, Value, unused
 from passes.stage.hand_over import HandOver, Rows
 from passes.stage.loops import Given, Item, Loop
 from passes.stage.reuse import is_in_place
@@ -59,11 +59,7 @@ class Function:
         return self.names[v.name]
 
     def fresh(self, wanted: str) -> str:
-        stem = re.sub(r"\W+", "_", wanted.partition("@")[0])
-        name, count = stem, 0
-        while name in self.taken:
-            count += 1
-            name = f"{stem}_{count}"
+        name = unused(re.sub(r"\W+", "_", wanted.partition("@")[0]), self.taken)
         self.taken.add(name)
         return name
 

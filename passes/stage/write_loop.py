@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from passes.graph import LAYER, Node
+from passes.graph import LAYER, Node, Value
 from passes.stage.hand_over import Rows
-from passes.stage.loops import Carried, Loop, Varying, numbered, series
+from passes.stage.loops import Carried, Given, Loop, Varying, numbered, series
 from passes.stage.spell import constant
 
 if TYPE_CHECKING:
@@ -139,8 +139,8 @@ class LoopWriter:
         over = (self.names[one.value.name] for one in self.loop.carried)
         return [*lines, *delete(name for name in over if name not in still)], there
 
-    def text(self, v: object) -> str:
-        return self.function.name(v)  # type: ignore[arg-type]
+    def text(self, v: Value) -> str:
+        return self.function.name(v)
 
     # --- what comes in -------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class LoopWriter:
         if listed:
             self.list_given(listed)
 
-    def list_given(self, listed: Sequence) -> None:
+    def list_given(self, listed: Sequence[Given]) -> None:
         """Put what is given by no rule into a dict, row by row."""
         function, index = self.function, self.index
         name = function.fresh("given")
