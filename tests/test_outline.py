@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from autopar.proof.ranks import run_all_ranks
 from passes.graph import Node, Value, Where
 from passes.program import Program
 from passes.stage.emit import emit
+from passes.stage.hand_over import HandOver, Part
 from passes.stage.loops import Loop, Varying, find_loops
+from passes.stage.write_function import Function
 
 
 def lines(program: Program) -> int:
@@ -157,6 +160,30 @@ def test_what_reads_further_back_than_the_row_before_is_no_loop() -> None:
     nodes = [n for i in range(4) for n in layer(i, xs[max(0, i - 1)], xs[i + 1])]
     assert [n for item in find_loops(nodes) for n in flat(item)] == nodes
     assert all(i.count < 3 for i in find_loops(nodes) if isinstance(i, Loop))
+
+
+def test_a_view_that_a_loop_reads_too_is_a_statement() -> None:
+    """Written into the next view alone it would be gone before the loop begins."""
+    xs = [value(f"x_{i}") for i in range(5)]
+    start, twice = value("start"), value("twice")
+    nodes = [
+        Node("aten.reshape.default", (start, [2, 3]), {}, (xs[0],)),
+        Node("aten.reshape.default", (xs[0], [2, 3]), {}, (twice,)),
+        *(n for i in range(4) for n in layer(i, xs[i], xs[i + 1])),
+        Node("aten.sub.Tensor", (xs[4], twice), {}, (value("out"),)),
+    ]
+    part = Part(find_loops(nodes), [value("out")])
+    tables = {f"blocks.+{i}.w": f'p["{i}"]' for i in range(4)}
+    writer = Function({}, tables, HandOver([part], tables), 0)
+    head = writer.arrive([start], (), ())
+    body = [*head, *writer.body(part.items, part.results), "return out"]
+    scope: dict[str, Any] = {}
+    exec("\n    ".join(["def run(start, p):", *body]), {"torch": torch}, scope)
+    given = torch.randn(2, 3), {str(i): torch.randn(2, 3) for i in range(4)}
+    x = given[0]
+    for w in given[1].values():
+        x = x * w + 2
+    assert torch.equal(scope["run"](given[0].clone(), given[1]), x - given[0])
 
 
 def flat(item: Node | Loop) -> list[Node]:

@@ -89,7 +89,13 @@ class Function:
         for i, read in enumerate(reads):
             last.update(dict.fromkeys(read, i))
         local = set(arrived)
-        links = _links(items, keep) if self.chains else set()
+        among_loops = [
+            n
+            for item, r in zip(items, reads, strict=True)
+            if isinstance(item, Loop)
+            for n in r
+        ]
+        links = _links(items, {*keep, *among_loops}) if self.chains else set()
         waiting: list[Node] = []  # views that the next view is a method of
         lines = delete(self.names[n] for n in arrived if last[n] < 0 and n not in keep)
         for i, item in enumerate(items):
@@ -182,7 +188,7 @@ class Function:
 
 def _links(items: Sequence[Item], keep: Collection[str]) -> set[int]:
     """Places of nodes that only the next one reads, as the tensor whose method it is:
-    a chain of views is one statement."""
+    a chain of views is one statement. keep: names of what others than nodes read."""
     readers = Counter(
         name
         for item in items
