@@ -186,5 +186,24 @@ def test_a_view_that_a_loop_reads_too_is_a_statement() -> None:
     assert torch.equal(scope["run"](given[0].clone(), given[1]), x - given[0])
 
 
+def test_what_a_copied_tensor_is_made_of_is_let_go_of_first() -> None:
+    parts = [value(f"part_{i}") for i in range(3)]
+    stacked, turned, out = (Value(n, (3, 2, 3), torch.float32) for n in "abc")
+    nodes = [
+        Node("aten.stack.default", (parts,), {}, (stacked,)),
+        Node("aten.permute.default", (stacked, [1, 0, 2]), {}, (turned,)),
+        Node("aten.reshape.default", (turned, [2, 9]), {}, (out,)),
+    ]
+    part = Part(nodes, [out])
+    writer = Function({}, {}, HandOver([part], {}), 0)
+    writer.arrive(parts, (), ())
+    assert writer.body(nodes, [out]) == [
+        "a = aten.stack.default([part_0, part_1, part_2])",
+        "del part_0, part_1, part_2",
+        "c = a.permute([1, 0, 2]).reshape([2, 9])",
+        "del a",
+    ]
+
+
 def flat(item: Node | Loop) -> list[Node]:
     return item.unrolled() if isinstance(item, Loop) else [item]

@@ -11,7 +11,7 @@ from itertools import pairwise
 from passes.graph import Node, Value, unused
 from passes.stage.hand_over import HandOver, Rows
 from passes.stage.loops import Given, Item, Loop
-from passes.stage.reuse import is_in_place
+from passes.stage.reuse import is_in_place, may_alias
 from passes.stage.spell import is_method, spell, targets
 from passes.stage.write_loop import Index, LoopWriter, delete
 
@@ -188,14 +188,18 @@ class Function:
 
 def _links(items: Sequence[Item], keep: Collection[str]) -> set[int]:
     """Places of nodes that only the next one reads, as the tensor whose method it is:
-    a chain of views is one statement. keep: names of what others than nodes read."""
+    a chain of views is one statement. keep: names of what others than nodes read.
+
+    What is read to make a tensor is let go of before a view copies that tensor.
+    """
     readers = Counter(
         name
         for item in items
         if isinstance(item, Node)
         for name in (v.name for v in item.operands)
     )
-    found = set()
+    found: set[int] = set()
+    head, turned = 0, False  # of the chain that ends here
     for i, (node, following) in enumerate(pairwise(items)):
         if not isinstance(node, Node) or not isinstance(following, Node):
             continue
@@ -205,6 +209,13 @@ def _links(items: Sequence[Item], keep: Collection[str]) -> set[int]:
             continue
         v = node.out
         alone = v == following.operands[0] and readers[v.name] == 1
-        if alone and v.name not in keep:
-            found.add(i)
+        if not alone or v.name in keep:
+            continue
+        if i - 1 not in found:
+            head, turned = i, False
+        found.add(i)
+        first, reshapes = items[head], following.op == "aten.reshape.default"
+        if turned and reshapes and isinstance(first, Node) and not may_alias(first):
+            found.discard(head)
+        turned |= not reshapes
     return found
