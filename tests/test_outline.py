@@ -188,7 +188,9 @@ def test_a_view_that_a_loop_reads_too_is_a_statement() -> None:
 
 def test_what_a_copied_tensor_is_made_of_is_let_go_of_first() -> None:
     parts = [value(f"part_{i}") for i in range(3)]
-    stacked, turned, out = (Value(n, (3, 2, 3), torch.float32) for n in "abc")
+    stacked, turned, out = (
+        Value(n, (3, 2, 3), torch.float32) for n in ("stacked", "turned", "out")
+    )
     nodes = [
         Node("aten.stack.default", (parts,), {}, (stacked,)),
         Node("aten.permute.default", (stacked, [1, 0, 2]), {}, (turned,)),
@@ -198,10 +200,10 @@ def test_what_a_copied_tensor_is_made_of_is_let_go_of_first() -> None:
     writer = Function({}, {}, HandOver([part], {}), 0)
     writer.arrive(parts, (), ())
     assert writer.body(nodes, [out]) == [
-        "a = aten.stack.default([part_0, part_1, part_2])",
+        "stacked = aten.stack.default([part_0, part_1, part_2])",
         "del part_0, part_1, part_2",
-        "c = a.permute([1, 0, 2]).reshape([2, 9])",
-        "del a",
+        "out = stacked.permute([1, 0, 2]).reshape([2, 9])",
+        "del stacked",
     ]
 
 
