@@ -233,17 +233,21 @@ class Executor:
                     held.append(n)
                 elif p.grad is not None and p.grad.is_set_to(self.grads[n]):
                     p.grad = self.grads[n].clone()  # frozen since: it stays as it is
-            for n in set(bucket.names) - set(held):
-                self.grads[n].zero_()
-            for n in held:
-                grad = self.parameters[n].grad
-                assert grad is not None
-                if grad.data_ptr() != self.grads[n].data_ptr():
-                    self.grads[n].copy_(grad)
-            if held and bool(bucket.flat.any()):
-                before[i] = bucket.flat.clone()
+            if held and (kept := self._set_aside(bucket, held)) is not None:
+                before[i] = kept
             bucket.flat.zero_()
         return before
+
+    def _set_aside(self, bucket: Bucket, held: Sequence[str]) -> Tensor | None:
+        """A bucket's gradients as the user has them, None if they are all 0."""
+        for n in set(bucket.names) - set(held):
+            self.grads[n].zero_()
+        for n in held:
+            grad = self.parameters[n].grad
+            assert grad is not None
+            if grad.data_ptr() != self.grads[n].data_ptr():
+                self.grads[n].copy_(grad)
+        return bucket.flat.clone() if bool(bucket.flat.any()) else None
 
     def _scatter_gradients(self) -> None:
         """Gradients that were whole for the step become shares in the buffers."""

@@ -29,10 +29,10 @@ def gradient_norm(
     gradients: this rank's shards, by name, on any device.
     """
     total = torch.zeros((), dtype=torch.float64, device=comm.device)
-    for name, grad in gradients.items():
-        if is_owner(program, comm, name):
-            norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
-            total += norm.to(total.device) ** 2
+    own = [grad for name, grad in gradients.items() if is_owner(program, comm, name)]
+    if own:  # by a few kernels for all of them
+        norms = torch.stack(torch._foreach_norm(own, 2, dtype=torch.float64))
+        total += norms.square_().sum().to(total.device)
     comm.reduce_ranks_(total, tuple(range(program.mesh.size)))
     return total.sqrt()
 
@@ -67,6 +67,9 @@ def clip_(
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     inside = {flat.untyped_storage().data_ptr() for flat in flats}
     loose = [g for g in grads.values() if g.untyped_storage().data_ptr() not in inside]
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for grad in (*flats, *loose):
-        grad.mul_(scale.to(grad))
+        alike.setdefault((grad.dtype, grad.device), []).append(grad)
+    for (dtype, device), own in alike.items():
+        torch._foreach_mul_(own, scale.to(device, dtype))
     return norm

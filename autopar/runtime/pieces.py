@@ -22,11 +22,15 @@ def padded(x: Tensor, dim: int, extent: int) -> Tensor:
 
 def packed(x: Tensor, dim: int, layout: Sequence[Pieces]) -> tuple[Tensor, list[int]]:
     """x cut along dim into shares, one after the other in a flat buffer (which may be
-    x itself), and the number of elements of each."""
+    x itself), and the number of elements of each. Even shares take one copy, if any."""
     unit = prod(x.shape[:dim]) * prod(x.shape[dim + 1 :])
     counts = [unit * extent(share) for share in layout]
-    if prod(x.shape[:dim]) == 1 and in_order(layout):
-        return x.contiguous().view(-1), counts
+    if in_order(layout):
+        if len(set(map(extent, layout))) == 1:
+            rows = x.unflatten(dim, (len(layout), x.shape[dim] // len(layout)))
+            return rows.movedim(dim, 0).reshape(-1).contiguous(), counts
+        if prod(x.shape[:dim]) == 1:
+            return x.contiguous().view(-1), counts
     flat = x.new_empty(x.numel())
     for share, room in zip(layout, flat.split(counts), strict=True):
         lengths = [length for _, length in share]

@@ -140,19 +140,23 @@ def _train(
     done = resume(step, optimizer, rates, options)
     first = step.comm.rank == 0
     beside = Reference(loaded, stored, options) if first and options.reference else None
-    progress = Progress(options) if first else None
+    progress = Progress(options, done, feed.tokens) if first else None
     for warning in stored.warnings if first else ():
         print(f"warning: {warning}", file=sys.stderr)
     if first and done:
         print(f"going on after step {done}", file=sys.stderr)
+    following = feed.batch(done)
     for i in range(done, options.steps):
-        batch = feed.batch(i)
-        began = time.perf_counter()
+        batch = following
         loss = train_step(step, optimizer, batch, options.clip)
-        elapsed = time.perf_counter() - began
+        following = feed.batch(i + 1)  # while a GPU computes
         if progress:
-            expected = beside.step(i, batch) if beside else None
-            progress.show(i + 1, loss, expected, feed.tokens / elapsed)
+            expected = None
+            if beside:
+                began = time.perf_counter()
+                expected = beside.step(i, batch)
+                progress.began += time.perf_counter() - began
+            progress.show(i + 1, loss, expected)
         rates.step()
         if is_due(i + 1, options):
             save(i + 1, step, optimizer, rates, options)
@@ -163,14 +167,14 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     batch: Mapping[str, Tensor],
     clip: float,
-) -> float:
-    """One update of the weights; returns the loss before it."""
+) -> Tensor:
+    """One update of the weights; returns the loss before it, and waits for no GPU."""
     optimizer.zero_grad()
     loss = step(**batch)
     if clip:
         step.clip_grad_norm_(clip)
     optimizer.step()
-    return loss.item()
+    return loss
 
 
 @dataclass(frozen=True)
@@ -269,21 +273,37 @@ class Reference:
 
 
 class Progress:
-    """One live line on a terminal; else a line every PAUSE seconds, or JSON lines."""
+    """One live line on a terminal; else a line every PAUSE seconds, or JSON lines.
 
-    PAUSE = 2.0
+    Only for a line a loss is read, which waits for a GPU. done: steps made before.
+    tokens: in a step; how many a second, since the line before.
+    """
 
-    def __init__(self, options: RunOptions) -> None:
-        self.options = options
+    LIVE, PAUSE = 0.1, 2.0
+
+    def __init__(self, options: RunOptions, done: int, tokens: int) -> None:
+        self.options, self.tokens = options, tokens
         self.live = sys.stdout.isatty() and not options.as_json
+        self.pause = 0.0 if options.as_json else self.LIVE if self.live else self.PAUSE
         self.printed = float("-inf")
+        self.began, self.shown = time.perf_counter(), done
 
-    def show(
-        self, step: int, loss: float, reference: float | None, tokens_per_second: float
+    def show(self, step: int, loss: Tensor, reference: float | None) -> None:
+        last = step == self.options.steps
+        if not last and time.monotonic() - self.printed < self.pause:
+            return
+        self.printed, value = time.monotonic(), loss.item()
+        tokens = self.tokens * (step - self.shown)
+        speed = tokens / (time.perf_counter() - self.began)
+        self._print(step, value, reference, speed)
+        self.began, self.shown = time.perf_counter(), step
+
+    def _print(
+        self, step: int, loss: float, reference: float | None, speed: float
     ) -> None:
         last = step == self.options.steps
         if self.options.as_json:
-            row = {"step": step, "loss": loss, "tokens_per_second": tokens_per_second}
+            row = {"step": step, "loss": loss, "tokens_per_second": speed}
             if reference is not None:
                 row["reference_loss"] = reference
             print(json.dumps(row), flush=True)
@@ -291,9 +311,8 @@ class Progress:
         text = f"step {step}/{self.options.steps}  loss {loss:.5f}"
         if reference is not None:
             text += f"  single device {reference:.5f}"
-        text += f"  {tokens_per_second:,.0f} tokens/s"
+        text += f"  {speed:,.0f} tokens/s"
         if self.live:
             print(f"\r{text:<78}", end="\n" if last else "", flush=True)
-        elif last or time.monotonic() - self.printed >= self.PAUSE:
-            self.printed = time.monotonic()
+        else:
             print(text, flush=True)
