@@ -3,6 +3,7 @@ or is more than what rounding does to the model itself."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,11 @@ import torch.nn.functional as F
 from models import Case
 from torch import Tensor, nn
 
-from autopar.proof.again import Arithmetic, default_dtype
+from autopar.proof.again import SELECTING, Arithmetic, default_dtype
+from autopar.proof.differences import update_errors
 from autopar.proof.prove_program import prove_program
+from autopar.proof.ranks import FoundStep
+from autopar.proof.update import Update, Updated
 from autopar.reports.proof import verification_data, verification_table
 from autopar.verify import TOLERANCE, Verification, VerificationFailed, verify
 
@@ -71,12 +75,15 @@ def advantages() -> Case:
     return Case(Advantages(), {"ids": ids, "rewards": torch.randn(8)})
 
 
-def checked(case: Case, old: str = "", new: str = "") -> Verification:
+def checked(
+    case: Case, old: str = "", new: str = "", tolerance: float | None = None
+) -> Verification:
     """Of the case on two ranks, with another text in the program."""
     program = case.compile("dp=2")
     texts = {k: text.replace(old, new) for k, text in program.modules.items()}
     assert not old or texts != program.modules
-    return verify(replace(program, modules=texts), *case, seed=3, drawn=False)
+    changed = replace(program, modules=texts)
+    return verify(changed, *case, seed=3, tolerance=tolerance, drawn=False)
 
 
 @pytest.mark.parametrize("build", [unit, cancelling, advantages])
@@ -134,8 +141,48 @@ def test_rounding_that_is_not_in_the_model_is_found():
 def test_what_does_not_run_in_float64_is_not_excused():
     found = checked(Case(Typed(), unit().batch))
     assert not found.passed and found.in_double is None
-    with pytest.raises(VerificationFailed, match="not known: it wants float32"):
+    with pytest.raises(VerificationFailed, match="from a fault: it wants float32"):
         found.check()
+
+
+class Fragile(Unit):
+    """Without bounds where the same is rounded twice, and not alike."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return (y.square().sum() / (y.exp() == y.exp())).mean()
+
+
+def test_what_other_rounding_makes_infinite_is_not_excused():
+    found = checked(Case(Fragile(), unit().batch), tolerance=0.0)
+    assert found.in_double is None
+    with pytest.raises(VerificationFailed, match="gives no finite numbers"):
+        found.check()
+
+
+def test_a_rank_without_numbers_is_not_hidden_by_the_next():
+    ranks = tuple(Updated({"w": error}, 1.0, 0) for error in (0.1, math.nan, 0.1))
+    found = FoundStep(torch.ones(()), {}, 1.0, updated=ranks)
+    errors = update_errors(found, Update(1.0, 1.0, 1.0, {}))
+    assert math.isnan(errors["w after an update"])
+
+
+class Normed(nn.Module):
+    """Of numbers so small that eps counts, of which torch has one for each dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8, bias=False), nn.RMSNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.rms_norm(1e-4 * self.linear(x), (8,))
+        return F.dropout(self.norm(1e-4 * y), 0.2).square().sum()
+
+
+def test_a_norm_has_the_eps_of_the_models_own_dtype():
+    case = Case(Normed(), unit().batch)
+    found = checked(case, tolerance=0.0).check()
+    assert found.in_double is not None
 
 
 # --- how ------------------------------------------------------------------------------
@@ -180,6 +227,19 @@ def test_results_are_moved_by_half_a_unit_but_for_integers(dtype):
         distance = (found.double() / x.double() - 1).abs()
         assert 0 < distance.max() <= 2 * eps and found.dtype is dtype
     assert torch.equal(kept, x.round()) and torch.equal(viewed, x)
+
+
+def test_what_is_selected_is_not_moved():
+    """A maximum's derivative goes to what equals it: if nothing does, it is NaN."""
+    x = torch.randn(8, 8, requires_grad=True)
+    with Arithmetic(double=False, draw=0):
+        most = x.amax(-1)
+        (gradient,) = torch.autograd.grad(most.sum(), x)
+    assert torch.equal(gradient, (x == most[:, None]).float())
+
+
+def test_ops_that_select_are_torchs():
+    assert all(hasattr(torch.ops.aten, name) for name in SELECTING)
 
 
 class Keeping(Cancelling):

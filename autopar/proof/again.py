@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property
+from math import isfinite
 from typing import Any
 
 import torch
@@ -24,6 +25,19 @@ from autopar.proof.ranks import FoundStep
 
 DRAWS = 3  # of roundings
 LUCK = 4  # times more is allowed for a single number, as it may be near by luck
+# Ops whose results are among their operands: nothing is rounded, and who compares the
+# two finds them equal, as the derivative of a maximum does.
+SELECTING = frozenset(
+    (
+        *("amax", "amin", "aminmax", "max", "min", "maximum", "minimum"),
+        *("fmax", "fmin", "cummax", "cummin", "clamp", "clamp_min", "clamp_max"),
+        *("relu", "threshold", "where", "masked_fill", "constant_pad_nd"),
+        *("topk", "sort", "kthvalue", "mode", "median", "nanmedian"),
+        *("gather", "index", "index_select", "take", "embedding"),
+        *("cat", "stack", "clone", "flip", "roll", "repeat", "tril", "triu"),
+        *("select_backward", "slice_backward"),
+    )
+)
 
 
 class Again:
@@ -42,13 +56,18 @@ class Again:
 
     def _scatter(self, double: bool) -> dict[str, float]:
         """By name, how far from `exact` the model's results are, rounded otherwise, at
-        most: in float64, or in its own precision."""
+        most: in float64, or in its own precision.
+
+        Raises ValueError where they are no finite numbers: nothing is known then.
+        """
         farthest: dict[str, float] = {}
         for draw in range(DRAWS):
             dtype = torch.float64 if double else torch.get_default_dtype()
             with default_dtype(dtype):
                 moved = self._run(Arithmetic(double, draw))
             found = differences(moved, self.exact)
+            if not all(map(isfinite, found.values())):
+                raise ValueError("rounded otherwise, the model gives no finite numbers")
             for name, error in found.items():
                 farthest[name] = max(farthest.get(name, 0.0), error)
         return {name: self._luck(name) * error for name, error in farthest.items()}
@@ -73,8 +92,9 @@ class Arithmetic(TorchDispatchMode):
     """Computes as asked for, below what a model sees of torch.
 
     double: in float64, whatever dtypes an op is given. draw: each op's results are
-    moved by up to half a unit in the last place, at random; None: they are not.
-    Integers among them stay, as what they stand for is mostly exact: masks, positions.
+    moved by up to half a unit in the last place, at random; None: they are not. Those
+    that were only selected stay, and integers, which mostly stand for what is exact:
+    masks, positions.
     """
 
     def __init__(self, double: bool, draw: int | None = None) -> None:
@@ -93,7 +113,8 @@ class Arithmetic(TorchDispatchMode):
                 return in_double(x.float() if x.dtype is torch.float64 else x)
             given = tree_in_double(given)
         found = func(*given[0], **given[1])
-        if self.generator is None or func.is_view:
+        name = func.overloadpacket.__name__.removesuffix("_")
+        if self.generator is None or func.is_view or name in SELECTING:
             return found
         if func._schema.is_mutable:
             tree_map(lambda x: x.copy_(self._moved(x)) if _is_real(x) else x, found)

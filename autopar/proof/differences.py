@@ -64,7 +64,8 @@ def update_errors(found: FoundStep, want: Update | None) -> dict[str, float]:
     for rank in found.updated:
         for name, error in rank.errors.items():
             after = f"{name} after an update"
-            errors[after] = max(error, errors.get(after, 0.0))
+            known = errors.get(after, 0.0)
+            errors[after] = max(known, error, key=lambda x: (x != x, x))
     return errors
 
 

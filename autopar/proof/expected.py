@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -157,7 +158,7 @@ def _expect(
     model, precision = subject.model, subject.program.plan.dtype
     routers = Choosing()
     try:
-        with _Narrowest() as seen:
+        with _Seen() as seen:
             want = reference_step(
                 model, batch, subject.loss_fn, key, precision, routers
             )
@@ -170,12 +171,12 @@ def _expect(
     weights = {name: p.detach() for name, p in model.named_parameters()}
     values = {**weights, **{name: b.detach() for name, b in model.named_buffers()}}
     made, allowed = tuple(routers.made), subject.tolerance
-    step = _Step(subject, batch, key, values, made)
+    step = _Step(subject, batch, key, values, made, tuple(seen.epsilons))
     return Expected(
         weights,
         {k: v for k, v in batch.items() if isinstance(v, Tensor)},
         found_by_model(*want, step.evaluated(batch, precision, Choosing())),
-        rounding(model, precision, seen.dtype) if allowed is None else allowed,
+        rounding(model, precision, seen.narrowest) if allowed is None else allowed,
         Again(step.run),
         made,
         step.told(batch, None) if precision else None,
@@ -186,13 +187,14 @@ def _expect(
 @dataclass(frozen=True)
 class _Step:
     """One step of the model, that can be run again with the choices that it made.
-    values: of parameters and buffers."""
+    values: of parameters and buffers. epsilons: see `_Epsilons`."""
 
     subject: Subject
     batch: Mapping[str, Any]
     key: int
     values: Mapping[str, Tensor]
     made: tuple[Tensor, ...]
+    epsilons: tuple[float, ...]
 
     def run(self, arithmetic: Arithmetic) -> FoundStep:
         """By an arithmetic; in float64 without autocast."""
@@ -210,9 +212,11 @@ class _Step:
     def told(self, batch: Mapping[str, Any], dtype: torch.dtype | None) -> FoundStep:
         """dtype: of autocast."""
         subject, choices = self.subject, Choices(self.made)
-        found = reference_step(
-            subject.model, batch, subject.loss_fn, self.key, dtype, Choosing(choices)
-        )
+        model, loss_fn = subject.model, subject.loss_fn
+        with _Epsilons(self.epsilons):
+            found = reference_step(
+                model, batch, loss_fn, self.key, dtype, Choosing(choices)
+            )
         margin = choices.margin if choices.found else None
         without = self.evaluated(batch, dtype, Choosing(Choices(self.made)))
         return found_by_model(*found, without, margin)
@@ -224,27 +228,62 @@ class _Step:
         texts = self.subject.program.modules.values()
         if dtype or not any("dropout" in text for text in texts):
             return None
-        with OurDropout(None), choosing, torch.no_grad():
+        given = _Epsilons(self.epsilons)
+        with OurDropout(None), given, choosing, torch.no_grad():
             return loss_of(self.subject.model, batch, self.subject.loss_fn)
 
 
-class _Narrowest(TorchFunctionMode):
+class _Seen(TorchFunctionMode):
     """Notes in which precision, at least, a model computes what it differentiates: one
-    in float64 may have norms or a router in float32."""
+    in float64 may have norms or a router in float32. And the eps of each norm that is
+    given none, in order: torch has another one for each dtype."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.dtype = torch.float64
+        self.narrowest = torch.float64
+        self.epsilons: list[float] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        given = kwargs or {}
+        if func in NORMS and _has_no_eps(*args, **given):
+            dtype = (args[0] if args else given["input"]).dtype
+            dtype = torch.promote_types(dtype, torch.float32)
+            self.epsilons.append(torch.finfo(dtype).eps)
+        found = func(*args, **given)
         for x in found if isinstance(found, tuple | list) else (found,):
             is_real = isinstance(x, Tensor) and x.is_floating_point()
-            if is_real and x.requires_grad and x.itemsize < self.dtype.itemsize:
-                self.dtype = x.dtype
+            if is_real and x.requires_grad and x.itemsize < self.narrowest.itemsize:
+                self.narrowest = x.dtype
         return found
+
+
+class _Epsilons(TorchFunctionMode):
+    """Gives norms without an eps those that were noted, whatever is computed in now."""
+
+    def __init__(self, noted: tuple[float, ...]) -> None:
+        super().__init__()
+        self.noted = list(noted)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = kwargs or {}
+        if func in NORMS and _has_no_eps(*args, **given):
+            if not self.noted:
+                raise ValueError("the model has more norms than before")
+            args, given = args[:3], {**given, "eps": self.noted.pop(0)}
+        return func(*args, **given)
+
+
+NORMS = (torch.rms_norm, F.rms_norm)
+
+
+def _has_no_eps(
+    input: Tensor, normalized_shape: Any, weight: Any = None, eps: float | None = None
+) -> bool:
+    return eps is None
 
 
 def rounding(

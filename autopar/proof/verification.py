@@ -104,7 +104,7 @@ class Verification:
             elif double is not None:
                 failed, where = double, " in float64"
             elif self.untold:
-                but = f"; what it would be in float64 is not known: {self.untold}"
+                but = f"; rounding cannot be told from a fault: {self.untold}"
             raise VerificationFailed(
                 f"'{name}' differs from the untouched model by {error:.1e}{where}, "
                 f"more than rounding explains ({failed.limits(name)[0]:.0e}){but}",
