@@ -30,7 +30,7 @@ from passes.dims.origins import is_real_or_complex
 from passes.graph import Node, Value
 from passes.mesh import Mesh
 from passes.price.measured import Timed
-from passes.shard.collectives import collective
+from passes.shard.collectives import SPEAKS, collective
 from passes.stage.emit import emit
 from passes.stage.local_stage import LocalStage
 
@@ -114,7 +114,7 @@ def make_job(
 
 
 def _kind(node: Node) -> Kind | None:
-    if collective(node) or node.op == "comm.wait":
+    if collective(node) or node.op in SPEAKS:
         return None
     return Kind(signature(node), traffic(node), flops(node))
 

@@ -230,14 +230,18 @@ def _play(comm: _Listener, stage: RunningStage, batch: Mapping[str, Tensor]) -> 
     made = call("prologue", comm, own, stage.constants, wanted)
     held = {**wanted, **made}
     _, saved = call("forward", comm, own, stage.constants, held, *given("RECEIVES"))
+    stage.batch = held
     whole = (comm, own, stage.grads, stage.constants, held)
-    if "backward" in module:
-        call("backward", *whole, saved, *given("D_SENDS"))
-    else:
+    halves = "backward" not in module
+    if halves:
         _, kept = call("backward_input", *whole, saved, *given("D_SENDS"))
+    stage.begin_epilogue(comm)
+    comm.on_ready = stage.go_on
+    if halves:
         call("backward_weight", *whole, kept)
-    if "epilogue" in module:
-        call("epilogue", *whole)
+    else:
+        call("backward", *whole, saved, *given("D_SENDS"))
+    stage.end_epilogue()
 
 
 def _check_meetings(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -59,6 +59,8 @@ class Comm(Routing, ABC):
         super().__init__(mesh, rank, microbatches, device)
         self.log: defaultdict[tuple[str, tuple[str, ...]], Traffic]
         self.log = defaultdict(Traffic)
+        # Told in the last microbatch which gradients are ready.
+        self.on_ready: Callable[[Sequence[Tensor]], None] | None = None
 
     # Collectives. The result never shares memory with x, unless `inplace`.
 
@@ -75,7 +77,7 @@ class Comm(Routing, ABC):
         if not (inplace and x.is_contiguous()):
             x = x.clone(memory_format=torch.contiguous_format)
         if len(ranks) > 1:
-            self._reduce_(x, ranks, op)
+            self._start_reduce_(x, ranks, op).wait()
         return x
 
     def all_gather(
@@ -212,18 +214,26 @@ class Comm(Routing, ABC):
         """The wholes of `start_gather`, or my shares of `start_scatter`."""
         return transit.unpack(transit.receipt.wait())
 
+    def ready(self, gradients: Sequence[Tensor]) -> None:
+        """This microbatch will not add to some gradients any more."""
+        if self.on_ready is not None:
+            self.on_ready(gradients)
+
     def loss_scale(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """What a backward starts with, and gradients are multiples of until its end."""
         return torch.full(tuple(shape), self.scale, dtype=dtype, device=self.device)
 
     def reduce_ranks_(self, flat: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """Sum a contiguous buffer [...] in place over ranks, ascending, me included."""
+        return self.start_reduce_ranks_(flat, ranks).wait()
+
+    def start_reduce_ranks_(self, flat: Tensor, ranks: tuple[int, ...]) -> Receipt:
+        """Begin `reduce_ranks_`; nobody may read or write the buffer until the wait."""
         self._enter("reduce_ranks_", (), flat)
         if not flat.is_contiguous():
             raise ValueError("reduce_ranks_ works in place: give a contiguous buffer")
-        if len(ranks) > 1:
-            self._reduce_(flat, ranks, "sum")
-        return flat
+        alone = len(ranks) == 1
+        return Arrived(flat) if alone else self._start_reduce_(flat, ranks, "sum")
 
     def shift(self, x: Tensor, axis: str, numel: int) -> Receipt:
         """Start sending x [n] to the next rank of the axis, and the last rank's to the
@@ -316,8 +326,8 @@ class Comm(Routing, ABC):
     # What an engine provides. Tensors are contiguous, groups have two ranks or more.
 
     @abstractmethod
-    def _reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> None:
-        """Reduce x [...] in place over the group."""
+    def _start_reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> Receipt:
+        """Begin to reduce x [...] in place over the group; the wait returns x."""
 
     @abstractmethod
     def _gather(self, x: Tensor, ranks: tuple[int, ...]) -> Tensor:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import linecache
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
+from math import prod
 from types import CodeType
 from typing import Any
 
@@ -25,17 +27,26 @@ from passes.program import Program
 from passes.schedule.messages import AHEAD, proofs
 from passes.schedule.schedule import Action, Kind
 
+# Bytes of gradients that are worth a message (Li 2020, arXiv:2006.15704, figure 7).
+BUCKET = 25 << 20
+
 
 @dataclass
 class Bucket:
     """Gradients that are reduced together: views into one flat buffer.
 
     ranks: those over whose values the buffer is a pending sum (this one included).
+    told: how often a step says of one of them that it is ready; 0: nobody does, and
+    they are reduced after the last action. missing: how often it still has to.
+    reducing: what is under way.
     """
 
     ranks: tuple[int, ...]
     flat: Tensor
     names: list[str]
+    told: int
+    missing: int = 0
+    reducing: Receipt | None = None
 
 
 @dataclass
@@ -50,6 +61,34 @@ class RunningStage:
     # By microbatch: from forward to backward, and from its input to its weight half.
     saved: dict[int, list[Tensor]] = field(default_factory=dict)
     kept: dict[int, list[Tensor]] = field(default_factory=dict)
+    # What is done once a step after the backwards; it waits for these to be ready.
+    epilogue: Iterator[list[Tensor]] | None = None
+    awaited: list[Tensor] = field(default_factory=list)
+    ready: set[int] = field(default_factory=set)
+
+    def begin_epilogue(self, comm: Comm) -> None:
+        """In the last backward; `go_on` runs it."""
+        if "epilogue" in self.module:
+            self.ready.clear()
+            of_step = self.tensors, self.grads, self.constants, self.batch
+            self.epilogue = self.module["epilogue"](comm, *of_step)
+            self.awaited = next(self.epilogue)
+
+    def go_on(self, gradients: Sequence[Tensor]) -> None:
+        """Scatter whole gradients, as far as all of a block are ready."""
+        self.ready.update(map(id, gradients))
+        while self.awaited and self.ready.issuperset(map(id, self.awaited)):
+            self.awaited = []  # what runs now says itself what is ready
+            self.awaited = next(self.epilogue or iter(()), [])
+
+    def end_epilogue(self) -> None:
+        """What was scattered last."""
+        assert not self.awaited, "all gradients are ready"
+        for _ in self.epilogue or ():
+            pass
+        self.epilogue = None
+        for name in self.module["WHOLE_GRADIENTS"]:
+            del self.grads[name]
 
 
 def load_module(text: str, name: str) -> dict[str, Any]:
@@ -94,6 +133,13 @@ class Executor:
         self.grads: dict[str, Tensor] = {}
         self.buckets = self._make_buckets()
         self.stages = {i: self._start(i) for i in program.stages_of(comm.rank)}
+        self._bucket_of = {
+            id(self.grads[name]): bucket
+            for bucket in self.buckets
+            for name in bucket.names
+        }
+        # After it, nothing is added to the gradients of a stage any more.
+        self._last = {a.stage: a for a in self.actions if a.kind in (Kind.B, Kind.W)}
         # Where a stage computes with a parameter: its tensors and its name there.
         self._bound = [
             (stage.tensors, own, name, self.parameters[name])
@@ -110,25 +156,51 @@ class Executor:
     # --- before the first step -----------------------------------------------------
 
     def _make_buckets(self) -> list[Bucket]:
-        """Lay out gradients that are reduced over the same ranks in one buffer."""
+        """Lay out gradients that are reduced over the same ranks in one buffer; of
+        those that a stage says are ready, in some, the last layers' first."""
         members: dict[Any, list[str]] = defaultdict(list)
-        for name, p in self.parameters.items():
+        mine = self.program.stages_of(self.comm.rank)
+        for name, p in reversed(self.parameters.items()):
             if not p.requires_grad:
                 continue
             ranks = self.program.gradient_ranks(name, self.comm.rank)
-            members[ranks, str(p.dtype)].append(name)
+            within = {self.program.mesh.coords(r).get("pp", 0) for r in ranks} == {
+                self.pp
+            }
+            stages = self.program.parameters[name].stages if within else ()
+            ready = tuple(s for s in stages if s in mine) if len(ranks) > 1 else ()
+            members[ranks, str(p.dtype), ready].append(name)
         buckets = []
-        for (ranks, _), names in sorted(members.items()):
-            first = self.parameters[names[0]]
-            total = sum(self.parameters[n].numel() for n in names)
-            flat = torch.zeros(total, dtype=first.dtype, device=first.device)
-            start = 0
-            for n in names:
-                p = self.parameters[n]
-                self.grads[n] = flat[start : start + p.numel()].view(p.shape)
-                start += p.numel()
-            buckets.append(Bucket(ranks, flat, names))
+        for (ranks, _, ready), names in sorted(members.items()):
+            for own in self._parts(names) if ready else [names[::-1]]:
+                buckets.append(self._bucket(ranks, own, len(own) * len(ready)))
         return buckets
+
+    def _parts(self, names: Sequence[str]) -> Iterator[list[str]]:
+        """Neighbours of some size each, the same on all ranks of a stage."""
+        found: list[str] = []
+        size = 0
+        for name in names:
+            spec = self.program.parameters[name]
+            parts = prod(self.program.mesh.axis_size(a) for a in spec.split_axes)
+            found.append(name)
+            size += prod(spec.shape) * self.parameters[name].itemsize // parts
+            if size >= BUCKET:
+                yield found
+                found, size = [], 0
+        if found:
+            yield found
+
+    def _bucket(self, ranks: tuple[int, ...], names: list[str], told: int) -> Bucket:
+        first = self.parameters[names[0]]
+        total = sum(self.parameters[n].numel() for n in names)
+        flat = torch.zeros(total, dtype=first.dtype, device=first.device)
+        start = 0
+        for n in names:
+            p = self.parameters[n]
+            self.grads[n] = flat[start : start + p.numel()].view(p.shape)
+            start += p.numel()
+        return Bucket(ranks, flat, names, told)
 
     def _start(self, index: int) -> RunningStage:
         program = self.program
@@ -164,9 +236,7 @@ class Executor:
         if self.loss_scale:
             self.comm.scale = self.loss_scale.scale
         self._play(self.actions, batch)
-        self._scatter_gradients()
-        for bucket in self.buckets:
-            self.comm.reduce_ranks_(bucket.flat, bucket.ranks)
+        self._end_reductions()
         self.steps += 1
         if self.loss_scale is None:
             self._end_gradients(before)
@@ -236,6 +306,7 @@ class Executor:
             if held and (kept := self._set_aside(bucket, held)) is not None:
                 before[i] = kept
             bucket.flat.zero_()
+            bucket.missing = bucket.told
         return before
 
     def _set_aside(self, bucket: Bucket, held: Sequence[str]) -> Tensor | None:
@@ -249,16 +320,48 @@ class Executor:
                 self.grads[n].copy_(grad)
         return bucket.flat.clone() if bool(bucket.flat.any()) else None
 
-    def _scatter_gradients(self) -> None:
-        """Gradients that were whole for the step become shares in the buffers."""
+    @contextmanager
+    def _reducing(self, action: Action) -> Iterator[None]:
+        """The context of a backward: in the last one gradients leave as they are
+        ready."""
+        if self._last[action.stage] == action:
+            stage = self.stages[action.stage]
+            self.comm.on_ready = partial(self._ready, stage)
+            stage.begin_epilogue(self.comm)
+        try:
+            yield
+        finally:
+            self.comm.on_ready = None
+
+    def _ready(self, stage: RunningStage, gradients: Sequence[Tensor]) -> None:
+        """A stage will not add to them any more in this step."""
+        stage.go_on(gradients)
+        for grad in gradients:
+            bucket = self._bucket_of.get(id(grad))
+            if bucket is not None and bucket.told:
+                bucket.missing -= 1
+                if not bucket.missing:
+                    self._start_reduction(bucket)
+
+    def _start_reduction(self, bucket: Bucket) -> None:
+        reducing = self.comm.start_reduce_ranks_(bucket.flat, bucket.ranks)
+        bucket.reducing = reducing
+
+    def _end_reductions(self) -> None:
+        """Wait for gradients that are under way, and reduce those of several stages."""
         for stage in self.stages.values():
-            if "epilogue" in stage.module:
-                stage.module["epilogue"](
-                    self.comm, stage.tensors, stage.grads, stage.constants, stage.batch
-                )
-            for name in stage.module["WHOLE_GRADIENTS"]:
-                del stage.grads[name]
+            self.comm.on_ready = partial(self._ready, stage)
+            stage.end_epilogue()
+        self.comm.on_ready = None
         self._free_batch()
+        for bucket in self.buckets:
+            if len(bucket.ranks) > 1 and not bucket.told:
+                self._start_reduction(bucket)
+        for bucket in self.buckets:
+            assert bucket.reducing or len(bucket.ranks) == 1, "all gradients are ready"
+            if bucket.reducing:
+                bucket.reducing.wait()
+                bucket.reducing = None
 
     def _end_gradients(
         self, before: dict[int, Tensor], overflowed: bool = False
@@ -288,10 +391,14 @@ class Executor:
             self._send(action)
         elif kind is Kind.F:
             self._forward(action)
-        elif kind is Kind.W:
-            self._weight_half(action)
-        else:
+        elif kind is Kind.I:
             self._backward(action)
+        else:
+            with self._reducing(action):
+                if kind is Kind.B:
+                    self._backward(action)
+                else:
+                    self._weight_half(action)
 
     def _forward(self, action: Action) -> None:
         stage, i = self.stages[action.stage], action.microbatch

@@ -122,8 +122,9 @@ class ProcessComm(Comm):
         if self.device.type == "cpu" and dist.is_initialized():
             dist.destroy_process_group()
 
-    def _reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> None:
-        dist.all_reduce(x, _REDUCE_OPS[op], self._group(ranks))
+    def _start_reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> Receipt:
+        group = self._group(ranks)
+        return _Transfer(dist.all_reduce(x, _REDUCE_OPS[op], group, async_op=True), x)
 
     def _gather(self, x: Tensor, ranks: tuple[int, ...]) -> Tensor:
         out = x.new_empty(len(ranks), *x.shape)

@@ -118,13 +118,13 @@ class VirtualComm(Comm):
         )
         return pickle.loads(pickled)
 
-    def _reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> None:
+    def _start_reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> Receipt:
         def reduce(rows: list[Tensor]) -> list[Tensor]:
             summed = op == "sum"
             total = sum_in_order(rows) if summed else torch.stack(rows).amax(0)
             return [total] * len(rows)  # to be read only
 
-        x.copy_(self._meet(ranks, x, reduce))
+        return _Reducing(self._join(ranks, x, reduce), x)
 
     def _gather(self, x: Tensor, ranks: tuple[int, ...]) -> Tensor:
         return self._meet(ranks, x, _stacked)
@@ -250,6 +250,21 @@ class _Joined(Receipt):
 
     def __str__(self) -> str:
         return str(self.call)
+
+
+class _Reducing(Receipt):
+    """One rank's part in a reduction that is written over what it brought."""
+
+    def __init__(self, joined: _Joined, x: Tensor) -> None:
+        self.joined, self.x, self.version = joined, x, x._version
+
+    def wait(self) -> Tensor:
+        if self.x._version != self.version:
+            world, rank = self.joined.world, self.joined.rank
+            text = "a tensor was changed while it was being reduced"
+            line = f"{world.name(rank)}  {self.joined}"
+            world.baton.stop(Mismatch(_listed(text, [line])))
+        return self.x.copy_(self.joined.wait())
 
 
 class _Message(Receipt):

@@ -29,7 +29,7 @@ from passes.price.price_memory import (
 )
 from passes.program import dtype_name
 from passes.schedule.footprint import Footprint
-from passes.shard.collectives import collective, given
+from passes.shard.collectives import SPEAKS, collective, given
 from passes.shard.ring import passed_round, ring_of
 from passes.stage.local_stage import LocalStage
 
@@ -184,7 +184,7 @@ def price(local: LocalStage, device: Device) -> Account:
                 kind, axes = found_kind
                 add(("calls", part, kind, *axes), 1)
                 add(("bytes", part, kind, *axes), _whole(node))
-            elif node.op != "comm.wait":
+            elif node.op not in SPEAKS:
                 took, how = device.ops.seconds(node)
                 add(("flops", part), flops(node))
                 if how != TABLE:

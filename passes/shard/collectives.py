@@ -21,6 +21,10 @@ KINDS = {
 }
 
 
+# What only speaks of others that are under way, or may be.
+SPEAKS = ("comm.wait", "comm.ready", "comm.pause")
+
+
 def collective(node: Node) -> tuple[str, tuple[str, ...]] | None:
     """("all_gather", its axes); None for what sends nothing."""
     kind = KINDS.get(node.op)

@@ -11,12 +11,19 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from passes.graph import Builder, Node, Value
+from passes.mesh import TIME
 from passes.shard.rest import find_casts, find_gathered, gather_again, gradient_dtypes
 from passes.stage.fuse import fuse_bias, spell_masks
 from passes.stage.local_stage import LocalStage
 from passes.stage.localize import Localizer
 from passes.stage.outline import gather_runs
-from passes.stage.overlap import by_layer, gather_ahead, scatter_behind
+from passes.stage.overlap import (
+    await_gradients,
+    by_layer,
+    gather_ahead,
+    scatter_behind,
+    tell_ready,
+)
 from passes.stage.recompute import recompute
 from passes.stage.reuse import reuse
 from passes.stage.split_backward import find_dependent, split_backward
@@ -151,14 +158,18 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
         return reuse(gather_runs(scatter_behind(nodes, keep, by_layer, builder)), keep)
 
     ahead = gather_runs(gather_ahead(forward, standing, by_layer, builder))
+    parts = [early(backward, returned)]
+    parts += [early(weight_half, ())] if joint.halves else []
+    epilogue = scatter_behind(joint.epilogue, (), by_layer, builder)
+    parts[-1], epilogue = _tell_ready(joint, parts, epilogue)
     return LocalStage(
         stage=stage,
         setup=joint.setup,
         prologue=joint.prologue,
         forward=tuple(reuse(ahead, {*ends, *(v.name for v in saved)})),
-        backward=tuple(early(backward, returned)),
-        weight_half=tuple(early(weight_half, ())) if joint.halves else None,
-        epilogue=tuple(scatter_behind(joint.epilogue, (), by_layer, builder)),
+        backward=tuple(parts[0]),
+        weight_half=tuple(parts[1]) if joint.halves else None,
+        epilogue=tuple(epilogue),
         **sources,
         d_sends=joint.d_sends,
         d_receives=joint.d_receives,
@@ -167,6 +178,26 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
         kept=kept,
         grads=joint.grads,
     )
+
+
+def _tell_ready(
+    joint: Joint, parts: Sequence[Sequence[Node]], epilogue: Sequence[Node]
+) -> tuple[list[Node], list[Node]]:
+    """The last part of the backward, and the epilogue, which say what of gradients that
+    are scattered or reduced once a step is ready: those of what is gathered for a step,
+    and those that are pending on an axis of space."""
+    held, shardings = {v.name for v in joint.sources["params"]}, joint.stage.shardings
+    wholes = {g.name: g for name, g in joint.grads.items() if name not in held}
+    pending = {
+        g.name: g
+        for name, g in joint.grads.items()
+        if name in held and shardings[name].varying - {TIME}
+    }
+    late = {n.operands[0].name for n in epilogue if not n.results}
+    before = {name: v for name, v in pending.items() if name not in late}
+    after = {name: v for name, v in pending.items() if name in late}
+    epilogue = await_gradients(tell_ready([epilogue], after), wholes)
+    return tell_ready(parts, wholes | before), epilogue
 
 
 def _localized(

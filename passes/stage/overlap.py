@@ -7,7 +7,9 @@ of two blocks at most are there at once, forward and backward. All gradients tha
 block makes leave by one reduce-scatter, which is waited for a block later.
 
 After FSDP (Zhao 2023, arXiv:2304.11277, section 3.3). What is gathered or scattered
-once a step goes in such blocks too.
+once a step goes in such blocks too. Of gradients that are reduced once a step a text
+says, block by block, when a microbatch has added to them: in the last one they leave
+while it computes on (Li 2020, arXiv:2006.15704, section 3.2.3).
 """
 
 from __future__ import annotations
@@ -32,6 +34,10 @@ STARTS = {
 # those of rows, which a scatter of activations may have in zigzag.
 HANDS_ON = (SCATTER, "aten.reshape.default", "aten.to.dtype")
 ADDS = "autopar.add_"
+
+READY = "comm.ready"
+# Where what runs once a step goes on as soon as some gradients are ready.
+PAUSE = "comm.pause"
 
 Blocks = Callable[[Sequence[Node]], list[list[Node]]]
 
@@ -176,6 +182,65 @@ def _first_scatters(
             continue
         follows.update((v.name, number) for v in node.results)
     return scatters, tails
+
+
+def tell_ready(
+    parts: Sequence[Sequence[Node]], gradients: Mapping[str, Value]
+) -> list[Node]:
+    """The last of the parts that add to gradients, with nodes in it that say, by block,
+    to which of them nothing will be added any more.
+
+    gradients: by name. What other parts add to is ready when the last one begins.
+    """
+    *before, nodes = parts
+    last: dict[str, tuple[int, str]] = dict.fromkeys(gradients, (-1, ""))
+    for early, part in [*((True, p) for p in before), (False, nodes)]:
+        for i, node in enumerate(part):
+            if not node.results and node.operands[0].name in last:
+                last[node.operands[0].name] = (-1 if early else i), node.where.layer
+    told: dict[int, list[Node]] = {}
+    order = sorted(last.items(), key=lambda item: item[1][0])
+    for (layer, _), group in groupby(order, lambda item: (item[1][1], item[1][0] < 0)):
+        own = list(group)
+        values = tuple(gradients[name] for name, _ in own)
+        at = own[-1][1][0]
+        told.setdefault(at, []).append(Node(READY, (values,), {}, (), Where(layer)))
+    found = told.get(-1, [])
+    for i, node in enumerate(nodes):
+        found += [node, *told.get(i, ())]
+    return found
+
+
+def await_gradients(nodes: Sequence[Node], gradients: Collection[str]) -> list[Node]:
+    """What is scattered once a step, with pauses in it: before each block one until its
+    gradients are ready, and one before the last of them is waited for.
+
+    gradients: names of those that are scattered.
+    """
+    blocks = _split_after(nodes, STARTS[SCATTER][0])
+    awaited: set[str] = set()
+    found: list[Node] = []
+    for number, block in enumerate(blocks):
+        reads = [[v for v in n.operands if v.name in gradients] for n in block]
+        new = {v.name: v for own in reads for v in own if v.name not in awaited}
+        awaited |= new.keys()
+        first = next((i for i, own in enumerate(reads) if own), 0)
+        if new or (block and number == len(blocks) - 1):
+            where = Where(block[first].where.layer)
+            pause = Node(PAUSE, (tuple(new.values()),), {}, (), where)
+            block = [*block[:first], pause, *block[first:]]
+        found += block
+    return found
+
+
+def _split_after(nodes: Sequence[Node], op: str) -> list[list[Node]]:
+    """Parts of which each but the last ends with such a node."""
+    found: list[list[Node]] = [[]]
+    for node in nodes:
+        found[-1].append(node)
+        if node.op == op:
+            found.append([])
+    return found
 
 
 def _final(nodes: Sequence[Node], keep: Collection[str]) -> set[int]:

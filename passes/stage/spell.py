@@ -24,6 +24,8 @@ def spell(
     args = [speller.arg(a) for a in node.args]
     kwargs = [f"{k}={speller.arg(v)}" for k, v in node.kwargs.items()]
     kind, _, op = node.op.partition(".")
+    if node.op == "comm.pause":
+        return f"yield {args[0]}"
     if kind == "comm":
         args = args[: COMM_ARGS.get(op, len(args))]
         return f"c.{op}({', '.join([*args, *kwargs])})"

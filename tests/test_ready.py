@@ -1,0 +1,92 @@
+"""Gradients leave while the last microbatch's backward computes on."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from models import Case, plain_gpt
+from torch import Tensor
+
+from autopar.runtime.comm import Comm
+from autopar.runtime.executor import Executor
+from autopar.runtime.virtual import Mismatch, run_virtual
+from autopar.verify import local_parameters
+from passes.program import Program
+
+LEAVES = ("start_reduce_ranks_", "start_scatter")
+Seen = tuple[list[str], dict[str, Tensor]]
+
+
+def step(case: Case, program: Program) -> list[Seen]:
+    """Of each rank what it calls from its last backward to the reduction of the loss,
+    and the gradients."""
+
+    def body(comm: Comm) -> Seen:
+        seen: list[str] = []
+
+        def call(name: str, made: object, *args: object) -> object:
+            if comm.on_ready:
+                seen.append(name)
+            return made(*args)  # type: ignore[operator]
+
+        for name in ("ready", *LEAVES):
+            setattr(comm, name, partial(call, name, getattr(comm, name)))
+        held = local_parameters(program, comm, dict(case.model.named_parameters()))
+        executor = Executor(program, comm, held, dict(case.model.named_buffers()))
+        executor.step(case.batch)
+        return seen, executor.grads
+
+    return run_virtual(program.mesh, program.plan.microbatches, body)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "schedule"),
+    [("dp=2", 0, "1f1b"), ("dp=2", 1, "1f1b"), ("dp=2,pp=2", 0, "zb-h1")],
+)
+def test_a_block_leaves_before_the_next_is_ready(mesh, zero, schedule, monkeypatch):
+    case = plain_gpt(layers=4, tied=False)
+    program = case.compile(mesh, 2, zero=zero, schedule=schedule)
+    at_once = [gradients for _, gradients in step(case, program)]
+    monkeypatch.setattr("autopar.runtime.executor.BUCKET", 1)
+    leaves = LEAVES[zero]
+    for (seen, gradients), expected in zip(step(case, program), at_once, strict=True):
+        blocks = seen.count("ready")
+        assert blocks == (6 if mesh == "dp=2" else 3), "layers, and ends of the model"
+        first, last = seen.index(leaves), len(seen) - 1 - seen[::-1].index("ready")
+        assert 0 < first < last, "the first leaves when it is ready, not at the end"
+        between = seen[seen.index("ready") : last]
+        assert all(
+            leaves in seen[i:j]
+            for i, j in zip(*(_places(between, at) for at in (0, 1)), strict=False)
+        ), "each before the next"
+        assert gradients.keys() == expected.keys()
+        assert all(torch.equal(g, expected[name]) for name, g in gradients.items())
+
+
+def _places(seen: list[str], skip: int) -> list[int]:
+    return [i for i, name in enumerate(seen) if name == "ready"][skip:]
+
+
+def test_a_gradient_that_nobody_says_is_ready_is_a_bug():
+    """Not one that leaves late without a word."""
+    case = plain_gpt(layers=1)
+    program = case.compile("dp=2")
+    for key, text in program.modules.items():
+        kept = [line for line in text.splitlines() if "c.ready([" not in line]
+        program.modules[key] = "\n".join(kept)  # type: ignore[index]
+    with pytest.raises(Exception, match="all gradients are ready"):
+        step(case, program)
+
+
+def test_what_changes_while_it_is_reduced_is_found():
+    def body(comm: Comm) -> None:
+        x = torch.ones(3)
+        reducing = comm.start_reduce_ranks_(x, (0, 1))
+        x += 1
+        reducing.wait()
+
+    program = plain_gpt(layers=1).compile("dp=2")
+    with pytest.raises(Mismatch, match="changed while it was being reduced"):
+        run_virtual(program.mesh, 1, body)
