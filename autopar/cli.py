@@ -12,6 +12,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 import autopar
 from autopar.batches import with_samples
 from autopar.checkpoints.checkpoint_files import is_checkpoint
@@ -24,6 +26,7 @@ from autopar.commands.cli_simulate import add_simulate
 from autopar.commands.demo import demo
 from autopar.commands.option_types import number, path, text
 from autopar.compiler import compile_offline, proved
+from autopar.machine.backend import resolve_backend
 from autopar.machine.machine import host_memory
 from autopar.models import (
     load_model,
@@ -34,11 +37,13 @@ from autopar.reports.checkpoint_report import checkpoint_data, checkpoint_table
 from autopar.reports.inspection import report, report_data
 from autopar.reports.proof import verification_data, verification_table
 from autopar.runtime.emitted import listing
+from autopar.runtime.inductor import Kept
 from autopar.runtime.match import check_model
-from autopar.store import StoredPlan
+from autopar.store import COMPILED, StoredPlan
 from autopar.training.run import RunOptions, run, vocab_of
 from autopar.verify import room_needed, verify
 from passes.errors import AutoparError
+from passes.plan import AUTO, BACKENDS
 
 # A process that ends has no use for the cycles that Python looks for before (a second).
 atexit.register(gc.freeze)
@@ -130,8 +135,17 @@ def _add_verify(commands: Any) -> None:
         action="store_true",
         help="with the model's own weights and batch; else with drawn ones",
     )
+    _add_backend(add)
     add.add_argument("--all", action="store_true", help="one row for each parameter")
     add.add_argument("--json", action="store_true")
+
+
+def _add_backend(add: Any) -> None:
+    add.add_argument(
+        "--backend",
+        choices=(AUTO, *BACKENDS),
+        help="what runs functions; else as the plan has it",
+    )
 
 
 def _add_run(commands: Any) -> None:
@@ -184,6 +198,7 @@ def _add_run(commands: Any) -> None:
     add.add_argument(
         "--unproved", action="store_true", help="run a plan that nobody proved"
     )
+    _add_backend(add)
     add.add_argument("--json", action="store_true", help="one object for each step")
 
 
@@ -250,7 +265,17 @@ def verify_command(arguments: argparse.Namespace) -> int:
         model = model.double()
         program = compile_offline(model, batch, program.plan)
     drawn = not arguments.as_given
-    result = verify(program, model, batch, seed=stored.seed, drawn=drawn)
+    asked = arguments.backend or program.plan.backend
+    backend, note = resolve_backend(asked, torch.device("cpu"))
+    if note:
+        print(f"note: {note}", file=sys.stderr)
+    compiled = Kept(stored.directory / COMPILED) if backend == "inductor" else None
+    result = verify(
+        *(program, model, batch),
+        seed=stored.seed,
+        drawn=drawn,
+        compiled=compiled,
+    )
     if arguments.json:
         print(json.dumps(verification_data(result), indent=1))
     else:

@@ -48,6 +48,9 @@ class Options(TypedDict, total=False):
     `autopar.runtime.offload`.
     precision: "bf16" or "fp16" is what `with torch.autocast` would be around the model,
     its parameters staying as they are; see `passes.capture.lower_precision`.
+    backend: "inductor" runs what is between two collectives as compiled code, "eager"
+    as Python; "auto", if not given: on a GPU compiled, if triton is installed, on a CPU
+    as Python.
     hints: `{"*.mlp.fc.weight": "ffn/tp"}`, see `passes.shard.hints`.
     """
 
@@ -62,6 +65,7 @@ class Options(TypedDict, total=False):
     zero: int
     offload: bool
     precision: str
+    backend: str
     hints: Mapping[str, str] | None
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from autopar.checkpoints.state import remember
 from autopar.compiler import compile_offline, proved
+from autopar.machine.backend import resolve_backend
 from autopar.options import Options, check_arguments, make_plan
 from autopar.planner.asked import Asked, wanted
 from autopar.planner.choose import choose_plan
@@ -19,10 +22,12 @@ from autopar.rank_step import RankStep
 from autopar.runtime.agreement import Agreement
 from autopar.runtime.executor import Executor
 from autopar.runtime.first_rank import on_first_rank
+from autopar.runtime.inductor import Kept
 from autopar.runtime.initialize import local_state
 from autopar.runtime.join import await_here, default_device, join, read_device
 from autopar.runtime.match import check_model, check_same
 from autopar.runtime.process_groups import ProcessComm
+from autopar.runtime.rehearse import rehearse
 from passes.plan import AUTO, Plan, PlanError
 from passes.program import Program
 
@@ -46,6 +51,7 @@ def compile(
     device: torch.device | str | None = None,
     timeout: timedelta = TIMEOUT,
     prove: bool = True,
+    cache_dir: str | os.PathLike[str] | None = None,
     **options: Unpack[Options],
 ) -> Step:
     """Compile an unmodified model into a training step over a mesh of devices.
@@ -63,6 +69,8 @@ def compile(
     device: to compute on; if not given this process's GPU, if there is one.
     prove: that the plan computes what the model does, before anything runs, see
     `autopar.proof.prove_program`; without it, each run warns that nobody did.
+    cache_dir: where code that Inductor compiled is kept; if not given, in a directory
+    for temporary files.
     options: `microbatches=4`, `zero=3` ...: see `autopar.options.Options`.
 
     Raises: AutoparError.
@@ -80,7 +88,9 @@ def compile(
         )
     else:
         decided = plan
-    step = Step(model, decided, loss_fn, seed, device, timeout, program, prove)
+    step = Step(
+        model, decided, loss_fn, seed, device, timeout, program, prove, cache_dir
+    )
     if example_inputs is not None:
         step.build(**example_inputs)
     return step
@@ -102,6 +112,7 @@ class Step(RankStep):
         timeout: timedelta,
         program: Program | None,
         prove: bool = True,
+        cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         given = None if device is None else read_device(device)
         join(decided, timeout)
@@ -111,6 +122,7 @@ class Step(RankStep):
         self._decided, self._loss_fn = decided, loss_fn
         self._seed, self._timeout = seed, timeout
         self._given, self._prove = program, prove
+        self._cache_dir = None if cache_dir is None else Path(cache_dir)
 
     def __call__(self, **batch: Any) -> Tensor:
         """Loss of the global batch, the same on every rank; gradients are in `.grad`.
@@ -150,12 +162,19 @@ class Step(RankStep):
         parameters, buffers = local_state(
             program, self._model, comm.rank, self.device, self._seed
         )
-        executor = Executor(program, comm, parameters, buffers, self._seed)
+        backend, note = resolve_backend(program.plan.backend, self.device)
+        compiled = (
+            Kept(self._cache_dir, f"rank {comm.rank}")
+            if backend == "inductor"
+            else None
+        )
+        executor = Executor(program, comm, parameters, buffers, self._seed, compiled)
+        rehearse(executor)
         names, unused = remember(self._model, program, buffers)
         self.start(executor, names, unused, dict(self._model.named_parameters()), fixed)
         notes = program.notes if program.proof else (*program.notes, UNPROVED)
-        for note in notes if comm.rank == 0 else ():
-            LOG.warning(note)
+        for line in filter(None, (*notes, note)) if comm.rank == 0 else ():
+            LOG.warning(line)
         self._model = None  # the whole weights are free to go
         return self
 

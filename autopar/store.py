@@ -4,6 +4,8 @@
     plan/plan.json           the decisions: readable, and editable for `--plan`
     plan/program.json        what follows from them: stages, parameters, schedule
     plan/modules/<key>.py    what the ranks run, each distinct text once
+    plan/compiled            code that Inductor made of the modules, for one machine and
+                             version: see autopar.runtime.inductor
     plan/estimate.json       of a plan that `autopar plan` made: see autopar.planned
 
 Nothing is pickled, and no text is taken for code before its checksum was compared.
@@ -34,6 +36,7 @@ from passes.proof.proof import Proof
 from passes.read_program import read_program
 
 FORMAT = 1
+COMPILED = "compiled"
 AGAIN = "compile it again"
 MANIFEST, PLAN, PROGRAM = "manifest.json", "plan.json", "program.json"
 LISTED = (PLAN, PROGRAM, ESTIMATE)
@@ -164,6 +167,8 @@ def _replace(target: Path, new: Path) -> None:
     except OSError:
         old.rename(target)
         raise
+    if (old / COMPILED).is_dir():  # functions that are the same again find theirs
+        (old / COMPILED).rename(target / COMPILED)
     shutil.rmtree(old)
 
 

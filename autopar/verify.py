@@ -41,6 +41,7 @@ from autopar.proof.ranks import (
 )
 from autopar.proof.verification import APART, AWAY, Verification
 from autopar.runtime.choices import Choices
+from autopar.runtime.inductor import Kept
 from autopar.runtime.match import check_model
 from passes.errors import AutoparError
 from passes.plan import SPLIT
@@ -78,6 +79,7 @@ def verify(
     seed: int = 0,
     tolerance: float | None = None,
     drawn: bool = True,
+    compiled: Kept | None = None,
 ) -> Verification:
     """Compare all ranks with the model. The model needs real weights.
 
@@ -86,6 +88,9 @@ def verify(
     Where the untouched model cannot run on a drawn batch, or gives no finite numbers,
     the batch is taken as given, and then the weights too. Else one step as given.
 
+    compiled: where functions that Inductor compiled are kept; None: they run as they
+    are written.
+
     A plan in mixed precision is compared with the model under autocast, and both with
     the model as it is. All three take the choices of the model under autocast: a router
     that rounds otherwise may prefer other experts, and is right to. By how much they
@@ -93,7 +98,7 @@ def verify(
     """
     check_model(program, model)
     expected = expect(program, model, batch, loss_fn, seed, tolerance, drawn)
-    return prove(program, dict(model.named_buffers()), expected, seed)
+    return prove(program, dict(model.named_buffers()), expected, seed, compiled)
 
 
 def prove(
@@ -101,6 +106,7 @@ def prove(
     buffers: Mapping[str, Tensor],
     expected: Sequence[Expected],
     seed: int = 0,
+    compiled: Kept | None = None,
 ) -> Verification:
     """Run all ranks beside what the model computed; the worst of all steps, by name.
 
@@ -113,12 +119,12 @@ def prove(
     check(program.schedule)
     buffers = {**buffers, **expected[0].buffers}
     told = [None if e.exact is None else Choices(e.made) for e in expected]
-    found = _run(program, buffers, expected, told, seed)
+    found = _run(program, buffers, expected, told, seed, compiled)
     proof = reduce(Verification.worse, map(_compare, found, expected, told))
     proof = replace(proof, unmoved=unmoved(expected))
-    return (
-        proof if proof.passed else _look_again(program, buffers, expected, proof, seed)
-    )
+    if proof.passed:
+        return proof
+    return _look_again(program, buffers, expected, proof, seed, compiled)
 
 
 def _run(
@@ -127,13 +133,14 @@ def _run(
     expected: Sequence[Expected],
     told: Sequence[Choices | None],
     seed: int,
+    compiled: Kept | None,
 ) -> list[FoundStep]:
     steps = [
         GivenStep(e.weights, e.batch, choices, e.update)
         for e, choices in zip(expected, told, strict=True)
     ]
     evaluate = all(e.found.evaluated is not None for e in expected)
-    return run_steps(program, buffers, steps, seed, evaluate)
+    return run_steps(program, buffers, steps, seed, evaluate, compiled)
 
 
 def _compare(
@@ -166,6 +173,7 @@ def _look_again(
     expected: Sequence[Expected],
     proof: Verification,
     seed: int,
+    compiled: Kept | None,
 ) -> Verification:
     """The proof, with all in float64; and if that is right, beside what rounding does
     to the model. All runs take the choices of its first."""
@@ -174,13 +182,14 @@ def _look_again(
         with default_dtype(torch.float64):
             double = program_in_double(program)
             wide = [_in_double(e) for e in expected]
-            found = _run(double, tree_in_double(dict(buffers)), wide, told, seed)
+            wide_buffers = tree_in_double(dict(buffers))
+            found = _run(double, wide_buffers, wide, told, seed, compiled)
         in_double = reduce(Verification.worse, map(_compare_in_double, found, wide))
         proof = replace(proof, in_double=in_double)
         if not in_double.passed:
             return proof
         told = [Choices(e.made) for e in expected]
-        found = _run(program, buffers, expected, told, seed)
+        found = _run(program, buffers, expected, told, seed, compiled)
         rounded = reduce(
             Verification.worse, map(_compare_rounded, found, expected, told)
         )

@@ -56,6 +56,11 @@ RECOMPUTE = ("none", "selective", "full")
 # layer; both within the plan's memory.
 AUTO = "auto"
 
+# What runs the functions of an emitted module: Python as it is written, or code that
+# Inductor makes of them, see `autopar.runtime.inductor`; "auto": what is faster on the
+# device at hand.
+BACKENDS = ("eager", "inductor")
+
 # Stages of ZeRO: see `passes.shard.rest`.
 ZERO = (0, 1, 2, 3)
 
@@ -98,6 +103,7 @@ class Plan:
     offload: whether an optimizer updates copies on the CPU, see
     `autopar.runtime.offload`.
     precision: "model", "bf16" or "fp16", see `PRECISION`.
+    backend: "eager", "inductor" or "auto", see `BACKENDS`; the text is the same.
     """
 
     mesh: Mesh
@@ -116,6 +122,7 @@ class Plan:
     recompute_layers: Mapping[str, str] = field(default_factory=dict)
     memory: int = 0
     precision: str = "model"
+    backend: str = AUTO
 
     def __post_init__(self) -> None:
         for name in ("microbatches", "stages_per_rank", "zero", "memory"):
@@ -143,6 +150,11 @@ class Plan:
             raise PlanError(
                 f"precision={self.precision!r}",
                 fix=f"use one of {', '.join(map(repr, PRECISION))}",
+            )
+        if self.backend not in (*BACKENDS, AUTO):
+            raise PlanError(
+                f"backend={self.backend!r}",
+                fix=f"use one of {', '.join(map(repr, (*BACKENDS, AUTO)))}",
             )
         self._check_shares()
 

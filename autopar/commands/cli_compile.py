@@ -34,6 +34,7 @@ from passes.errors import HintError
 from passes.mesh import Mesh
 from passes.plan import (
     AUTO,
+    BACKENDS,
     CONTEXT_PARALLEL,
     PRECISION,
     RECOMPUTE,
@@ -92,6 +93,12 @@ def add_compile(commands: Any, model_help: str) -> None:
         "--offload", action="store_true", help="optimizer and its state on the CPU"
     )
     add.add_argument("--precision", default="model", choices=tuple(PRECISION))
+    add.add_argument(
+        "--backend",
+        default=AUTO,
+        choices=(AUTO, *BACKENDS),
+        help="what runs functions: auto is what is faster on the device",
+    )
     add.add_argument(
         "--hint", type=text, action="append", default=[], metavar="PATTERN=DIM/AXIS"
     )
@@ -170,6 +177,7 @@ def _plan(arguments: argparse.Namespace) -> tuple[Plan, Findings | None]:
         zero=arguments.zero,
         offload=arguments.offload,
         precision=arguments.precision,
+        backend=arguments.backend,
         hints=dict(map(_hint, arguments.hint)),
     )
     return plan, None

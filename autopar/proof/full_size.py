@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.profiler.echo import EchoComm
 from autopar.proof.ranks import VerificationFailed
-from autopar.runtime.executor import Executor, RunningStage, load_module
+from autopar.runtime.executor import Executor, load_module
+from autopar.runtime.rehearse import play
 from autopar.runtime.shards import local_shape
 from passes.errors import AutoparError
 from passes.mesh import Mesh
@@ -59,6 +60,9 @@ class _Listener(EchoComm):
         super().__init__(mesh, microbatches, META, rank)
         self.calls: list[Call] = []
         self.function = ""
+
+    def enter_function(self, name: str) -> None:
+        self.function = name
 
     def _enter(
         self,
@@ -182,7 +186,7 @@ def _run_module(
         stage = Executor(program, comm, held, buffers).stages[index]
         comm.calls.clear()  # of all stages' setups
         with torch.no_grad(), _Fitting():
-            _play(comm, stage, batch)
+            play(comm, stage, batch, comm.enter_function)
     except AutoparError:
         raise
     except (RuntimeError, NameError, ValueError, TypeError, KeyError) as error:
@@ -209,39 +213,6 @@ def _statement(error: BaseException) -> tuple[str, str]:
     code, _, remark = lines[-1].partition("  # ") if lines else ("", "", "")
     parts = [part for part in remark.split("  ") if not part.startswith("[")]
     return code, " ".join(parts)
-
-
-def _play(comm: _Listener, stage: RunningStage, batch: Mapping[str, Tensor]) -> None:
-    """Each function of a module once, as the executor calls them."""
-    module = stage.module
-
-    def call(name: str, *args: Any) -> Any:
-        comm.function = name
-        return module[name](*args)
-
-    def given(table: str) -> list[Tensor]:
-        rows = [row for row in module[table] if row]
-        return [torch.empty(shape, dtype=dtype, device=META) for shape, dtype in rows]
-
-    for name, (shape, dtype) in module["WHOLE_GRADIENTS"].items():
-        stage.grads[name] = torch.zeros(shape, dtype=dtype, device=META)
-    wanted = {name: batch[name] for name in module["INPUTS"]}
-    own = stage.tensors
-    made = call("prologue", comm, own, stage.constants, wanted)
-    held = {**wanted, **made}
-    _, saved = call("forward", comm, own, stage.constants, held, *given("RECEIVES"))
-    stage.batch = held
-    whole = (comm, own, stage.grads, stage.constants, held)
-    halves = "backward" not in module
-    if halves:
-        _, kept = call("backward_input", *whole, saved, *given("D_SENDS"))
-    stage.begin_epilogue(comm)
-    comm.on_ready = stage.go_on
-    if halves:
-        call("backward_weight", *whole, kept)
-    else:
-        call("backward", *whole, saved, *given("D_SENDS"))
-    stage.end_epilogue()
 
 
 def _check_meetings(

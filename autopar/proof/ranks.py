@@ -23,6 +23,7 @@ from autopar.runtime.choices import Choices
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import Executor
 from autopar.runtime.gradient_norm import gradient_norm
+from autopar.runtime.inductor import Kept
 from autopar.runtime.shards import owns, put_shard, take_shard
 from autopar.runtime.virtual import RankError, run_virtual
 from passes.program import Program
@@ -76,11 +77,13 @@ def run_steps(
     steps: Sequence[GivenStep],
     seed: int = 0,
     evaluate: bool = False,
+    compiled: Kept | None = None,
 ) -> list[FoundStep]:
     """Runs steps of one executor on each rank, with weights of each step's own.
 
     What a step leaves behind must not show in the next: gradients, residuals, what was
     computed ahead of the first. evaluate: afterwards, without dropout, each batch too.
+    compiled: see `Executor`.
     Raises VerificationFailed when ranks that should agree do not; CommError.
     """
 
@@ -90,7 +93,7 @@ def run_steps(
     shared.add("literal", program.literals)
 
     def body(comm: Comm) -> list[_OfRank]:
-        step = _start(program, comm, steps[0].weights, buffers, seed)
+        step = _start(program, comm, steps[0].weights, buffers, seed, compiled)
         held, executor = dict(step.named_parameters()), step.executor
         own = Watch("buffer", executor.buffers)
         found = []
@@ -162,6 +165,7 @@ def _start(
     wholes: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     seed: int,
+    compiled: Kept | None,
 ) -> RankStep:
     """The step of a rank, which has a copy of its own of everything."""
     held = local_parameters(program, comm, wholes)
@@ -170,7 +174,8 @@ def _start(
     unused = {n: x.detach().clone() for n, x in {**apart, **own}.items()}
     step = RankStep(comm.device)
     names = [*program.sources, *program.aliases, *unused]
-    step.start(Executor(program, comm, held, own, seed), names, unused)
+    executor = Executor(program, comm, held, own, seed, compiled)
+    step.start(executor, names, unused)
     return step
 
 

@@ -33,6 +33,13 @@ LEGEND = "F forward, B backward (drawn as two forwards), . idle"
 
 # --- named dims --------------------------------------------------------------------
 
+# What runs functions, by the plan's choice.
+BACKEND = {
+    "auto": "functions run as Python or compiled, as is faster on the device",
+    "eager": "functions run as the modules have them, as Python",
+    "inductor": "functions run as code that Inductor makes of them on the device",
+}
+
 
 def pattern(spec: ParameterSpec) -> str:
     """`embed (3 heads/tp head_dim)`: a dim without a name shows its extent."""
@@ -142,6 +149,7 @@ def stage_table(program: Program) -> Table:
             "time: estimated, one microbatch forward and backward; the slowest stage "
             f"is {uneven:.1%} above the average.",
             *_precision(program),
+            f"backend {program.plan.backend}: {BACKEND[program.plan.backend]}.",
         ),
     )
 
@@ -336,6 +344,7 @@ def report_data(program: Program) -> dict[str, Any]:
         "zero": program.plan.zero,
         "zigzag": list(program.plan.zigzag),
         "offload": program.plan.offload,
+        "backend": program.plan.backend,
         "labels": {axis: dict(own) for axis, own in program.plan.labels.items()},
         "shares": [asdict(share) for share in shares(program)],
         "precision": program.plan.precision,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from autopar.runtime.changed import check_data, kind_of
 from autopar.runtime.comm import Comm
+from autopar.runtime.inductor import Kept, compile_functions
 from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.receipts import Receipt
 from passes.program import Program
@@ -111,7 +112,8 @@ class Executor:
     """Runs a program on the rank of `comm`.
 
     parameters: the rank's shards by the model's names; gradients appear in `.grad`.
-    buffers: whole, by name.
+    buffers: whole, by name. compiled: where functions compiled by Inductor are kept;
+    None: they run as they are written.
     """
 
     def __init__(
@@ -121,8 +123,9 @@ class Executor:
         parameters: Mapping[str, nn.Parameter],
         buffers: Mapping[str, Tensor],
         seed: int = 0,
+        compiled: Kept | None = None,
     ) -> None:
-        self.program, self.comm = program, comm
+        self.program, self.comm, self.compiled = program, comm, compiled
         comm.zigzag = frozenset(program.plan.zigzag)
         self.parameters, self.buffers = dict(parameters), dict(buffers)
         self.seed, self.steps = seed, 0
@@ -206,6 +209,8 @@ class Executor:
         program = self.program
         key = program.module_of(self.comm.rank, index)
         module = load_module(program.modules[key], f"autopar.emitted.{key}")
+        if self.compiled is not None:
+            compile_functions(module, program.modules[key], self.compiled)
         names = program.stages[index].names
         tensors: dict[str, Tensor] = {}
         for own, name in names.items():

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from autopar.planner.planned import compiled, compiled_once, mesh_of
 from autopar.runtime.alarm import Alarm, guarded
 from autopar.runtime.join import check_launch, choose_backend
 from autopar.step import Step
-from autopar.store import StoredPlan
+from autopar.store import COMPILED, StoredPlan
 from autopar.training.data import Data, open_data
 from autopar.training.reference import reference_step
 from autopar.training.resume import (
@@ -53,7 +53,8 @@ class RunOptions:
     timeout: seconds that a rank waits for another one. warmup: steps in which the
     learning rate rises to lr. save: a directory for checkpoints, one every `save_every`
     steps (0: none but the last), of which the newest `keep` stay. resume: go on from
-    the newest one there, if any. unproved: run a plan that nobody proved.
+    the newest one there, if any. unproved: run a plan that nobody proved. backend: what
+    runs functions, in place of the plan's, see `passes.plan.BACKENDS`.
     """
 
     steps: int = 20
@@ -70,6 +71,7 @@ class RunOptions:
     keep: int = 2
     resume: bool = False
     unproved: bool = False
+    backend: str | None = None
 
     def __post_init__(self) -> None:
         for name in RANGED:
@@ -116,6 +118,8 @@ def train(stored: StoredPlan, options: RunOptions) -> None:
             fix=f"compile it again: autopar compile {stored.model_spec} --plan "
             f"{stored.directory} -o {stored.directory}; or run it with --unproved",
         )
+    if options.backend is not None:
+        program = replace(program, plan=replace(program.plan, backend=options.backend))
     loaded = load_model(stored.model_spec, seed=stored.seed)
     step = autopar.compile(
         loaded.model,
@@ -124,6 +128,7 @@ def train(stored: StoredPlan, options: RunOptions) -> None:
         prove=not options.unproved,
         seed=stored.seed,
         timeout=timedelta(seconds=options.timeout),
+        cache_dir=stored.directory / COMPILED,
     )
     feed = Feed.open(program, loaded, options)
     step.build(**feed.batch(0))

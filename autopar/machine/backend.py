@@ -1,0 +1,53 @@
+"""What runs the functions of emitted modules: Python, or code that Inductor made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from importlib.util import find_spec
+
+import torch
+
+from passes.errors import AutoparError
+from passes.plan import AUTO
+
+
+class BackendError(AutoparError):
+    """A backend that is asked for by name, and that cannot compile here."""
+
+
+def resolve_backend(asked: str, device: torch.device) -> tuple[str, str]:
+    """What runs functions, "eager" or "inductor", and a note for the user or "".
+
+    asked: one of these, or "auto": on a GPU Inductor, if its compiler is there; on a
+    CPU as they are written.
+    Raises: BackendError.
+    """
+    missing = missing_compiler(device)
+    if asked != AUTO:
+        if asked == "inductor" and missing:
+            raise BackendError(
+                f"backend 'inductor' has no compiler for {device.type}: {missing} is "
+                "not installed",
+                fix="install it, or use backend 'eager'",
+            )
+        return asked, ""
+    if device.type != "cuda":
+        return "eager", ""
+    if missing:
+        return "eager", (
+            f"functions run as they are written, and not compiled by Inductor: "
+            f"{missing} is not installed"
+        )
+    return "inductor", ""
+
+
+def missing_compiler(device: torch.device) -> str:
+    """What Inductor needs to compile for a device and is not installed; "" if nothing.
+
+    For a CPU a C++ compiler, the one that CXX names or g++; for a GPU triton.
+    """
+    if device.type != "cpu":
+        return "" if find_spec("triton") else "the Python package triton"
+    named = os.environ.get("CXX") or "g++"
+    return "" if shutil.which(named) else f"the C++ compiler {named}"

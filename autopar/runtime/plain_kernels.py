@@ -1,0 +1,37 @@
+"""The kernels as Inductor takes them: what it fuses by itself is not done in blocks.
+
+A block of rows at a time saves memory where each op writes its result out. Fused, the
+formula alone reads its operands once and keeps nothing in between.
+"""
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.kernels import (
+    add_,
+    affine,
+    attention,
+    attention_backward,
+    masked_scale,
+)
+
+__all__ = [
+    "add_",
+    "affine",
+    "attention",
+    "attention_backward",
+    "masked_scale",
+    "sum_exp",
+    "sum_exp_backward",
+]
+
+
+def sum_exp(x: Tensor, m: Tensor) -> Tensor:
+    """As `autopar.runtime.kernels.sum_exp`: x [..., V], m [...] -> [...]."""
+    return (x - m[..., None]).exp().sum(-1)
+
+
+def sum_exp_backward(dy: Tensor, x: Tensor, m: Tensor) -> Tensor:
+    """As `autopar.runtime.kernels.sum_exp_backward`: gradient for x, in its dtype."""
+    shifted = (x - m[..., None]).exp()
+    return torch.mul(shifted, dy[..., None]).to(x.dtype)

@@ -1,0 +1,131 @@
+"""Functions that Inductor compiled: the same loss and gradients, compiled once."""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+
+import pytest
+import torch
+
+import autopar
+from autopar.examples.gpt import tiny
+from autopar.machine.backend import BackendError, resolve_backend
+from autopar.runtime import inductor, kernels, plain_kernels
+from autopar.runtime.executor import load_module
+from autopar.runtime.inductor import CompiledFunction, Kept, compile_functions
+from autopar.verify import verify
+from passes.plan import PlanError
+
+CPU = torch.device("cpu")
+TEXT = """
+def double(x, y):
+    z = x.add_(y)  # [rows]  model.py:7  block
+    return z
+
+
+def strange(x):
+    if bool(x.any()):  # model.py:9
+        x = x + 1
+    return x
+"""
+
+
+@pytest.fixture(scope="session")
+def kept(tmp_path_factory):
+    """Where all tests keep what they compile."""
+    # Whether g++ knows the processor takes it 10 s to find out.
+    import_module("torch._inductor.config").cpp.vec_isa_ok = True
+    return tmp_path_factory.mktemp("compiled")
+
+
+def _functions(folder):
+    module = load_module(TEXT, "emitted")
+    compile_functions(module, TEXT, Kept(folder))
+    return module
+
+
+def test_an_unknown_backend_is_an_error_with_the_choices():
+    with pytest.raises(PlanError, match="backend='tvm'") as error:
+        autopar.Plan(autopar.Mesh.parse(""), backend="tvm")
+    assert "'eager', 'inductor', 'auto'" in str(error.value)
+
+
+def test_a_backend_without_a_compiler_is_an_error_if_asked_for_by_name(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BackendError, match="C\\+\\+ compiler no-such-compiler"):
+        resolve_backend("inductor", CPU)
+    assert resolve_backend("auto", CPU) == ("eager", "")
+    monkeypatch.setattr("autopar.machine.backend.find_spec", lambda name: None)
+    backend, note = resolve_backend("auto", torch.device("cuda"))
+    assert backend == "eager"
+    assert "triton is not installed" in note
+
+
+@pytest.mark.slow
+def test_a_function_that_inductor_refuses_runs_as_it_is_written(tmp_path, caplog):
+    strange = _functions(tmp_path)["strange"]
+    for _ in range(2):
+        assert strange(torch.ones(2)).tolist() == [2.0, 2.0]
+    (line,) = strange.kept.refused
+    assert line in caplog.text
+    assert "refuses strange (model.py:9), which runs as it is written" in line
+
+
+def test_arguments_that_share_memory_are_not_written_by_compiled_code(tmp_path):
+    """A kernel might read what another one has written over."""
+    double = _functions(tmp_path)["double"]  # of rows that are views of one tensor
+    base = torch.ones(2, 2)
+    assert double.writes
+    signature = inductor._signature((base[0], base[1]))
+    double.ready[signature] = lambda *args: pytest.fail("compiled code wrote")
+    assert double(base[0], base[1]).tolist() == [2.0, 2.0]
+    with pytest.raises(pytest.fail.Exception):
+        double(base[0], torch.ones(2))
+
+
+def test_plain_kernels_compute_what_the_kernels_do():
+    x, m = torch.randn(3, 5, dtype=torch.bfloat16), torch.randn(3)
+    for name in ("sum_exp", "sum_exp_backward"):
+        args = (x, m) if name == "sum_exp" else (torch.randn(3), x, m)
+        plain, blocked = (getattr(k, name)(*args) for k in (plain_kernels, kernels))
+        torch.testing.assert_close(plain, blocked)
+        assert plain.dtype is blocked.dtype
+
+
+@pytest.mark.slow
+def test_one_function_of_many_calls_is_compiled_once_and_found_again(kept, caplog):
+    caplog.set_level(logging.WARNING, "autopar")
+    double, x = _functions(kept)["double"], torch.ones(3)
+    assert double(x, torch.ones(3)) is not None
+    assert x.tolist() == [2.0, 2.0, 2.0]
+    assert double(x, x.clone()).tolist() == [4.0, 4.0, 4.0]
+    assert isinstance(double, CompiledFunction)
+    assert len([r for r in caplog.records if "compiles" in r.message]) == 1
+    inductor._in_memory.clear()
+    caplog.clear()
+    assert _functions(kept)["double"](torch.ones(3), torch.ones(3)).sum() == 6
+    assert not caplog.records
+
+
+def test_compiled_code_of_another_version_is_made_again_and_said(tmp_path, caplog):
+    _functions(tmp_path)["strange"](torch.ones(2))
+    (tmp_path / "versions.json").write_text('{"torch": "1.0"}')
+    (tmp_path / "left").touch()
+    _functions(tmp_path)["strange"](torch.ones(2))
+    (line,) = [r.message for r in caplog.records if "is of" in r.message]
+    assert "torch 1.0, " in line
+    assert f"this is autopar {autopar.__version__}, torch {torch.__version__}" in line
+    assert not (tmp_path / "left").exists()
+
+
+@pytest.mark.slow
+def test_loss_and_gradients_are_those_of_the_model(kept):
+    model, batch = tiny()
+    plan = autopar.Plan(autopar.Mesh.parse("tp=2"), backend="inductor")
+    program = autopar.compile_offline(model, batch, plan)
+    compiled = Kept(kept)
+    proof = verify(program, model, batch, compiled=compiled).check()
+    assert compiled.compiled
+    assert not compiled.refused
+    assert verify(program, model, batch).check().worst != proof.worst
