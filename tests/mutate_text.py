@@ -241,7 +241,10 @@ def _returned(statement: ast.stmt) -> list[ast.expr]:
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:
-    """As ast.walk, but not into texts with expressions: these have no offsets."""
+    """As ast.walk, but not into texts with expressions: these have no offsets; nor into
+    what tells when to go on, which changes no value."""
+    if isinstance(node, ast.Yield):
+        return
     yield node
     for child in () if isinstance(node, ast.JoinedStr) else ast.iter_child_nodes(node):
         yield from walk(child)

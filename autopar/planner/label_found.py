@@ -18,7 +18,7 @@ from passes.price.cluster import Cluster
 from passes.price.estimate import Estimate, estimate
 from passes.price.price_layers import cut_layers, price_cut
 from passes.search.label_axes import Labelled, LabelsDoNotFit
-from passes.search.search import HALVES, Found, layer_mesh, simplest_first, stages_of
+from passes.search.search import Found, layer_mesh, simplest_first, stages_of
 from passes.shard.query_groups import PAIR
 
 MOST = 2  # of the best plans are labelled, that differ by more than ZeRO
@@ -98,7 +98,7 @@ def _priced(
     )
     named = whole.shared if candidate.zero else whole.named
     cut = cut_layers(named, plan, whole.starts)
-    halves = candidate.schedule in HALVES
+    halves = candidate.halves
     prices = price_cut(cut, candidate.recompute, cluster.device, halves)
     accounts = stages_of(candidate.layers, prices)
     return estimate(accounts, candidate, cluster)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -14,7 +15,7 @@ from passes.mesh import Mesh
 from passes.price.cluster import Cluster, Device
 from passes.price.estimate import BEFORE, OPTIMIZER_TRAFFIC, Estimate, schedule_of
 from passes.price.measured import between
-from passes.price.stage_seconds import StageSeconds
+from passes.price.stage_seconds import StageSeconds, exposed
 from passes.program import ParameterSpec, Program
 from passes.schedule.crowd import ALONE, Crowd
 from passes.schedule.footprint import Communication
@@ -138,18 +139,34 @@ def _compiled_rank(
     program: Program, rank: int, messages: list[Communication], cluster: Cluster
 ) -> RankWork:
     own = [i for i, r in enumerate(program.schedule.stage_to_rank) if r == rank]
-    works = [
-        _message(program, c, cluster, 1)
-        for c in messages
-        if c.stage in own and c.part == "step"
-    ]
+    before, after = list[Work](), list[Work]()
+    for stage in own:
+        once = [c for c in messages if c.stage == stage and c.part == "step"]
+        gathers = [c for c in once if c.kind == "all_gather"]
+        before += [_message(program, c, cluster, 1) for c in gathers]
+        leaving = [c for c in once if c not in gathers and "pp" not in c.axes]
+        after += _beside_backward(program, stage, leaving, cluster)
+        tied = [c for c in once if c not in gathers and "pp" in c.axes]
+        after += [_message(program, c, cluster, 1) for c in tied]
     held = program.memory[rank]
-    update = Work("optimizer", _update(program, rank, cluster.device), COMPUTE)
-    return RankWork(
-        before=tuple(w for w in works if w.what.startswith("all_gather")),
-        after=(*(w for w in works if not w.what.startswith("all_gather")), update),
-        rest=held.total - held.activations,
-    )
+    after.append(Work("optimizer", _update(program, rank, cluster.device), COMPUTE))
+    rest = held.total - held.activations
+    return RankWork(tuple(before), tuple(after), rest)
+
+
+def _beside_backward(
+    program: Program, stage: int, leaving: list[Communication], cluster: Cluster
+) -> list[Work]:
+    """What a rank waits for of gradients that leave in the last backward of a stage."""
+    spec = program.stages[stage]
+    works = [_message(program, c, cluster, 1) for c in leaving]
+    moving = sum(w.seconds for w in works)
+    if not moving:
+        return works
+    halves = program.schedule.splits_backward
+    backward = spec.seconds.weight_half + (0 if halves else spec.seconds.input_half)
+    waited = exposed(moving, backward, max(1, len(spec.layers)), cluster)
+    return [replace(w, seconds=w.seconds * waited / moving) for w in works]
 
 
 def _update(program: Program, rank: int, device: Device) -> float:

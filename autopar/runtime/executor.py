@@ -37,16 +37,16 @@ class Bucket:
     """Gradients that are reduced together: views into one flat buffer.
 
     ranks: those over whose values the buffer is a pending sum (this one included).
-    told: how often a step says of one of them that it is ready; 0: nobody does, and
-    they are reduced after the last action. missing: how often it still has to.
-    reducing: what is under way.
+    told: (stage, id of a gradient), for each that a stage says is ready; none: they are
+    reduced after the last action. missing: those still to come. reducing: what is under
+    way.
     """
 
     ranks: tuple[int, ...]
     flat: Tensor
     names: list[str]
-    told: int
-    missing: int = 0
+    told: frozenset[tuple[int, int]]
+    missing: set[tuple[int, int]] = field(default_factory=set)
     reducing: Receipt | None = None
 
 
@@ -176,7 +176,7 @@ class Executor:
         buckets = []
         for (ranks, _, ready), names in sorted(members.items()):
             for own in self._parts(names) if ready else [names[::-1]]:
-                buckets.append(self._bucket(ranks, own, len(own) * len(ready)))
+                buckets.append(self._bucket(ranks, own, ready))
         return buckets
 
     def _parts(self, names: Sequence[str]) -> Iterator[list[str]]:
@@ -194,7 +194,9 @@ class Executor:
         if found:
             yield found
 
-    def _bucket(self, ranks: tuple[int, ...], names: list[str], told: int) -> Bucket:
+    def _bucket(
+        self, ranks: tuple[int, ...], names: list[str], stages: Sequence[int]
+    ) -> Bucket:
         first = self.parameters[names[0]]
         total = sum(self.parameters[n].numel() for n in names)
         flat = torch.zeros(total, dtype=first.dtype, device=first.device)
@@ -203,6 +205,7 @@ class Executor:
             p = self.parameters[n]
             self.grads[n] = flat[start : start + p.numel()].view(p.shape)
             start += p.numel()
+        told = frozenset((s, id(self.grads[n])) for s in stages for n in names)
         return Bucket(ranks, flat, names, told)
 
     def _start(self, index: int) -> RunningStage:
@@ -311,7 +314,7 @@ class Executor:
             if held and (kept := self._set_aside(bucket, held)) is not None:
                 before[i] = kept
             bucket.flat.zero_()
-            bucket.missing = bucket.told
+            bucket.missing = set(bucket.told)
         return before
 
     def _set_aside(self, bucket: Bucket, held: Sequence[str]) -> Tensor | None:
@@ -330,21 +333,20 @@ class Executor:
         """The context of a backward: in the last one gradients leave as they are
         ready."""
         if self._last[action.stage] == action:
-            stage = self.stages[action.stage]
-            self.comm.on_ready = partial(self._ready, stage)
-            stage.begin_epilogue(self.comm)
+            self.comm.on_ready = partial(self._ready, action.stage)
+            self.stages[action.stage].begin_epilogue(self.comm)
         try:
             yield
         finally:
             self.comm.on_ready = None
 
-    def _ready(self, stage: RunningStage, gradients: Sequence[Tensor]) -> None:
+    def _ready(self, stage: int, gradients: Sequence[Tensor]) -> None:
         """A stage will not add to them any more in this step."""
-        stage.go_on(gradients)
+        self.stages[stage].go_on(gradients)
         for grad in gradients:
             bucket = self._bucket_of.get(id(grad))
             if bucket is not None and bucket.told:
-                bucket.missing -= 1
+                bucket.missing.remove((stage, id(grad)))
                 if not bucket.missing:
                     self._start_reduction(bucket)
 
@@ -354,8 +356,8 @@ class Executor:
 
     def _end_reductions(self) -> None:
         """Wait for gradients that are under way, and reduce those of several stages."""
-        for stage in self.stages.values():
-            self.comm.on_ready = partial(self._ready, stage)
+        for index, stage in self.stages.items():
+            self.comm.on_ready = partial(self._ready, index)
             stage.end_epilogue()
         self.comm.on_ready = None
         self._free_batch()

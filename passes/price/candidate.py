@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from passes.mesh import Mesh
+from passes.plan import AUTO
 from passes.schedule.make_schedule import place_stages
 from passes.schedule.order import read_order
+
+HALVES = ("zb-h1", "zb-h2", "zb-v", AUTO)  # of the backward
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,11 @@ class Candidate:
             args = ranks, self.microbatches, self.stages_per_rank
             return read_order(self.order, *args).stage_to_rank
         return place_stages(self.schedule, ranks, self.stages_per_rank)
+
+    @property
+    def halves(self) -> bool:
+        """Whether its backwards are split."""
+        return self.schedule in HALVES
 
     @cached_property
     def blocks(self) -> int:

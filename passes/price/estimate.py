@@ -18,6 +18,8 @@ from passes.price.price import FORWARD, STEP, TIED, UPDATE, Account, once_a_rank
 from passes.price.sources import Sources, find_sources
 from passes.price.stage_seconds import (
     StageSeconds,
+    exposed,
+    last_backward,
     neighbour,
     shared,
     stage_seconds,
@@ -77,10 +79,22 @@ def in_blocks(link: Link, kind: str, whole: float, blocks: int) -> float:
     return blocks * link.seconds(kind, whole / blocks)
 
 
+def leaves(term: str) -> bool:
+    """Whether it moves while the last backward computes: no weight of several stages
+    does."""
+    return term.startswith("gradients ") and "pp" not in term
+
+
 def step_parts(
-    account: Account, candidate: Candidate, cluster: Cluster
+    account: Account,
+    candidate: Candidate,
+    cluster: Cluster,
+    took: StageSeconds | None = None,
 ) -> dict[str, float]:
-    """What a rank does once a step, beside microbatches: term -> seconds."""
+    """What a rank does once a step, beside microbatches: term -> seconds.
+
+    took: of a microbatch, beside the last of which gradients leave; None: after it.
+    """
     crowded = 1 / min(1.0, cluster.cores_each)  # all ranks are busy
     found = {"once a step": crowded * account["seconds", STEP]}
     for kind, axes, _, amount in account.exchanges(STEP):
@@ -116,6 +130,11 @@ def step_parts(
         read = own["read"]
         parameters = in_blocks(link, "all_gather", read, candidate.blocks)
         found[f"parameters {axis}"] = parameters
+    leaving = {t: s for t, s in found.items() if leaves(t)}
+    if took is not None and (moving := sum(leaving.values())):
+        beside = last_backward(took, candidate.halves)
+        waited = exposed(moving, beside, candidate.blocks, cluster)
+        found |= {term: s * waited / moving for term, s in leaving.items()}
     device = cluster.device
     if device.ops.update and trained:
         update = account["seconds", UPDATE] * share / trained
@@ -144,7 +163,8 @@ def estimate(
 def step_seconds(
     accounts: Sequence[Account], candidate: Candidate, cluster: Cluster
 ) -> float:
-    """The seconds of `estimate`, without what it finds out beside."""
+    """The seconds of `estimate`, without what it finds out beside, and where gradients
+    leave after the last backward, as others' code may do."""
     took = [stage_seconds(a, candidate, cluster) for a in accounts]
     timeline = _timeline(took, candidate, cluster.crowd(candidate.mesh))
     ranks = once_a_rank(accounts, timeline.schedule.stage_to_rank)
@@ -201,8 +221,11 @@ def _sum_up(
         most = peak_bytes(schedule, rank, footprints)
         memory.append(rank_memory(own, candidate, most))
         once: dict[str, float] = {}
-        for account in own:
-            for term, seconds in step_parts(account, candidate, cluster).items():
+        stages = [
+            t for t, r in zip(took, schedule.stage_to_rank, strict=True) if r == rank
+        ]
+        for account, t in zip(own, stages, strict=True):
+            for term, seconds in step_parts(account, candidate, cluster, t).items():
                 once[term] = once.get(term, 0.0) + seconds
         steps.append(once)
     slowest = max(

@@ -1,8 +1,8 @@
 """What one microbatch takes on a stage of a candidate, with what it waits for.
 
 Collectives are exposed: a rank waits for each of them, as the runtime does, except for
-what ZeRO-3 gathers and ZeRO-2 and 3 scatter of parameters: that moves while another
-block computes, and slows it a little.
+what ZeRO-3 gathers and ZeRO-2 and 3 scatter of parameters, and for gradients that leave
+once a step: that moves while another block computes, and slows it a little.
 """
 
 from __future__ import annotations
@@ -58,13 +58,8 @@ def stage_seconds(
         took[part] += sum(s for key, s in waits.items() if key[0] == part)
         took[part] = max(took[part], _dispatching(account, part, cluster))
         moving = share * gather_seconds(account, candidate, cluster, part)
-        # They move while another block computes; nothing else does for one of them.
-        exposed = max(moving - computing, moving / candidate.blocks)
-        # Copies that a core has to make need one beside that which computes.
-        both = (computing + moving) / max(1.0, cluster.cores_each)
-        exposed = max(exposed, both - computing)
         if moving > 0:
-            waited = exposed + BESIDE * (moving - exposed)
+            waited = exposed(moving, computing, candidate.blocks, cluster)
             kind = "all_gather" if candidate.shares == 3 else "reduce_scatter"
             over = tuple(axis for axis, _ in shared(account, candidate))
             key = (part, kind, *over)
@@ -81,6 +76,24 @@ def stage_seconds(
         waits,
         footprint_of(account, candidate.shares, candidate.data_parallel > 1),
     )
+
+
+def exposed(moving: float, computing: float, blocks: int, cluster: Cluster) -> float:
+    """Seconds that collectives add to computing, which move by block beside it.
+
+    moving, computing: seconds of each by itself.
+    """
+    # They move while another block computes; nothing else does for one of them.
+    found = max(moving - computing, moving / blocks)
+    # Copies that a core has to make need one beside that which computes.
+    both = (computing + moving) / max(1.0, cluster.cores_each)
+    found = max(found, both - computing)
+    return found + BESIDE * (moving - found)
+
+
+def last_backward(took: StageSeconds, halves: bool) -> float:
+    """Seconds in which gradients become ready. halves: whether backwards are split."""
+    return took.weight if halves else took.backward + took.weight
 
 
 def _dispatching(account: Account, part: str, cluster: Cluster) -> float:

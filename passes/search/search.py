@@ -28,7 +28,6 @@ from passes.search.candidates import ALIKE, Space, candidates
 from passes.search.finalists import best_cuts, made_schedules, other_contexts
 from passes.shard.query_groups import PAIR
 
-HALVES = ("zb-h1", "zb-h2", "zb-v", AUTO)  # of the backward
 SHORTLIST = 12
 # A plan that takes less than this share of the memory by formula does fit, and gains
 # nothing by recomputation.
@@ -146,7 +145,7 @@ def _prices_of(candidate: Candidate, prices: Prices) -> LayerPrices:
     return prices(
         layer_mesh(candidate.mesh),
         candidate.recompute,
-        candidate.schedule in HALVES,
+        candidate.halves,
         candidate.samples,
         candidate.zero > 0,
         candidate.context_parallel,
@@ -271,9 +270,11 @@ def rough_seconds(
     every = ends + (ranks - 2) * sum(map(_total, inner)) * (ranks > 2)
     crowd = cluster.crowd(candidate.mesh)
     seconds = max(seconds, m * every * crowd.processes / crowd.cores)
+    known = {
+        a: t for own in zip(kinds, took, strict=True) for a, t in zip(*own, strict=True)
+    }
     once = {
-        a: sum(step_parts(a, candidate, cluster).values())
-        for a in dict.fromkeys(a for own in kinds for a in own)
+        a: sum(step_parts(a, candidate, cluster, t).values()) for a, t in known.items()
     }
     return seconds + max(sum(once[a] for a in own) for own in kinds)
 
