@@ -35,11 +35,8 @@ from passes.graph import Node
 from passes.mesh import Mesh
 from passes.plan import Plan
 from passes.program import Program
-from passes.proof.choose_sizes import Divides, NotShrunk, choose_sizes
-from passes.proof.extents import Sum, find_extents
 from passes.proof.proof import SMALL, WHOLE, Proof
-from passes.proof.shrink import Shrinker
-from passes.proof.shrink_plan import thin
+from passes.proof.same_specs import find_other_spec
 from passes.proof.transfer import Sizes, differs
 from passes.stage.emit import emit
 from passes.stage.local_stage import LocalStage
@@ -65,82 +62,6 @@ def compiled(
 
 def prove(model: nn.Module, batch: dict[str, Tensor], program: Program):
     return prove_program(program, model, batch, trace(model, batch))
-
-
-# --- small sizes ---------------------------------------------------------------------
-
-
-def test_small_sizes_divide_as_the_large_ones_do() -> None:
-    sizes = [8, 12, 768, 1021, 4096]
-    splits = {n: frozenset({("tp",)}) for n in sizes}
-    found = choose_sizes(sizes, (), frozenset(), splits, {"tp": 8}, {"tp": 2})
-    assert list(found.values()) == sorted(set(found.values())), "which are the larger"
-    for large, small in found.items():
-        assert small <= large and small < 40
-        assert Divides.of(large, 8) == Divides.of(small, 2)
-
-
-def test_small_sizes_keep_sums() -> None:
-    pieces = Sum((96,), ((8, 4), (64,)))
-    shifted = Sum((1025,), ((1024,),), 1)
-    sizes = [4, 8, 64, 96, 1024, 1025]
-    found = choose_sizes(sizes, (pieces, shifted), frozenset(), {}, {}, {})
-    assert found[96] == found[8] * found[4] + found[64]
-    assert found[1025] == found[1024] + 1
-    assert found[4] == 4, "what is small stays"
-
-
-def test_sizes_that_contradict_each_other_are_refused() -> None:
-    twice = Sum((10,), ((10,), (7,)))
-    with pytest.raises(NotShrunk, match="no small sizes stand for 7, 10"):
-        choose_sizes([7, 10], (twice,), frozenset(), {}, {}, {})
-
-
-def test_a_pattern_of_layers_is_kept_with_its_ends() -> None:
-    assert thin("aaaaaaa", 3) == [0, 1, 2]
-    assert thin("abababababx", 2) == [0, 1, 2, 3, 10]
-    assert thin("abc", 2) == [0, 1, 2]
-
-
-class Pieces(nn.Module):
-    """Uneven pieces, a shift, a table that is larger than the sequence, a window."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.places = nn.Embedding(701, 240), nn.Embedding(642, 240)
-        self.cut, self.out = nn.Linear(240, 400 + 80), nn.Linear(200, 701)
-        self.register_buffer("seen", torch.ones(640, 640).tril().bool())
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        seq = ids.shape[1]
-        positions = torch.arange(seq) + 2
-        x = self.cut(self.table(ids) + self.places(positions))
-        q, k, v = x.split([200, 200, 80], -1)
-        near = (positions[:, None] - positions) < 160
-        scores = (q @ k.transpose(1, 2)).masked_fill(
-            ~(self.seen[:seq, :seq] & near), -1e9
-        )
-        mixed = scores.softmax(-1) @ torch.cat([v, q[..., 120:], x[..., 80:120]], -1)
-        logits = self.out(mixed)[:, :-1]
-        return nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels[:, 1:].flatten()
-        )
-
-
-def test_a_captured_graph_shrinks_as_a_whole() -> None:
-    ids = torch.randint(701, (4, 470))
-    traced = trace(Pieces(), {"ids": ids, "labels": ids})
-    extents = find_extents(traced)
-    sizes = choose_sizes(extents.sizes, extents.sums, extents.fixed, {}, {}, {})
-    small = Shrinker(extents, sizes).graph(traced).graph
-    shapes = {v.name: v.shape for v in small.sources}
-    assert sum(v.numel for v in small.params) < 4000
-    rows, seq = shapes["places.weight"][0], shapes["ids"][1]
-    assert rows >= seq + 2, "positions are rows of their table"
-    (q, k, v) = next(n for n in small.nodes if "split" in n.op).outs
-    assert q.shape == k.shape and v.shape[-1] != q.shape[-1]
-    window = next(n for n in small.nodes if n.op == "aten.lt.Scalar").args[1]
-    assert window <= seq, "the window hides what it hid"
 
 
 # --- the whole way -------------------------------------------------------------------
@@ -241,6 +162,7 @@ def changed(text: str, old: str, new: str) -> str:
         ("1e-05", "1e-03"),
         ("    kernels.bias_grad_(", "    id("),
         (", True, ", ", False, "),  # not causal
+        (", 3, 8])", ", 3, 9])"),  # no size
     ],
 )
 def test_a_large_program_that_is_not_as_the_small_one_is_noticed(
@@ -270,6 +192,33 @@ def test_parameters_for_others_and_other_factors_are_noticed() -> None:
     with pytest.raises(NotProved, match=f"'{name}' does not rest"):
         parameters = {**program.parameters, name: turned}
         check_transfer(replace(program, parameters=parameters), small)
+
+
+def test_factors_are_told_by_their_extents_where_small_ones_are_equal() -> None:
+    *_, program = compiled("tp=2")
+    name, sizes = "blocks.0.attention.qkv.bias", {3: 3, 6: 4, 8: 4}
+    spec = program.parameters[name]
+    assert spec.factors == ((3, 6, 8),)
+
+    def other(large: tuple[int, ...]) -> str | None:
+        few, many = (
+            replace(program, parameters={name: replace(spec, factors=(own,))})
+            for own in ((3, 4, 4), large)
+        )
+        return find_other_spec(many, few, sizes, {name: ((3, 6, 8),)})
+
+    assert other((3, 6, 8)) is None
+    assert other((3, 8, 6)) == name
+
+
+def test_a_stage_of_no_layers_stands_for_itself() -> None:
+    config = Config(layers=8, width=48, heads=6, context=40, vocab=64)
+    options = {"cuts": ("blocks.4", "")}
+    model, batch, program = compiled("pp=3", 4, config, **options)
+    assert program.stages[-1].layers == ("",)
+    small = make_small(program, model, batch)
+    assert small.few.kept == ((0, 1, 2), (4, 5, 6), ())
+    check_transfer(program, small)
 
 
 def test_a_layer_that_is_left_out_is_noticed() -> None:

@@ -22,10 +22,10 @@ def find_few_layers(model: nn.Module, program: Program) -> FewLayers:
     if not path:
         return whole
     layers = model.get_submodule(path)
-    by_stage = [
-        sorted({n for m in s.layers if (n := layer_number(path, m)) is not None})
-        for s in program.stages
-    ]
+    numbers = [[layer_number(path, m) for m in s.layers if m] for s in program.stages]
+    if any(own and set(own) == {None} for own in numbers):
+        return whole  # a stage of other layers alone
+    by_stage = [sorted({n for n in own if n is not None}) for own in numbers]
     facts = without_index([find_facts(layer) for layer in layers.children()])
     kinds = [
         (sorted(facts[i].items(), key=str), _decided(plan, f"{path}.{i}"))

@@ -303,7 +303,7 @@ def check_transfer(program: Program, small: Runnable) -> None:
     plans = program.plan, small.program.plan
     names = (TIME, *(axis for axis, _ in program.mesh.axes))
     axes = [(plans[0].size(a), plans[1].size(a)) for a in names]
-    sizes = Sizes.of(small.sizes, axes)
+    sizes = Sizes.of(small.sizes, axes, small.positions)
     known: dict[tuple[str, str, Layers], Difference | None] = {}
     for number, stage in enumerate(program.stages):
         place = few.stages.index(number) if number in few.stages else None
@@ -331,6 +331,6 @@ def check_transfer(program: Program, small: Runnable) -> None:
                 raise NotProved(
                     f"stage {number} is not what it is with small sizes, {found}",
                 )
-    odd = find_other_spec(program, small.program, small.sizes)
+    odd = find_other_spec(program, small.program, small.sizes, small.factors)
     if odd is not None:
         raise NotProved(f"'{odd}' does not rest as it does with small sizes")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from passes.pipeline import compile_program
 from passes.plan import Plan
 from passes.program import Program
 from passes.proof.choose_sizes import choose_sizes
-from passes.proof.extents import find_extents
+from passes.proof.extents import Product, find_extents
 from passes.proof.shrink import Shrinker
 from passes.proof.shrink_plan import FewLayers, find_splits, shrink_plan, small_sizes
 from passes.shard.propagate import propagate
@@ -31,13 +31,17 @@ from passes.shard.propagate import propagate
 class Runnable:
     """A captured model, its program, and what its parameters and buffers are like: real
     values of their shapes, on the CPU, of those that are known. few: the layers that
-    are left. sizes: extent -> small extent; empty if all are as they were."""
+    are left. sizes: extent -> small extent; empty if all are as they were. positions:
+    where dims are cut, large and small. factors: of each parameter what extents each
+    dim is a product of, before it was made small."""
 
     traced: Traced
     program: Program
     like: Mapping[str, Tensor]
     few: FewLayers
     sizes: Mapping[int, int]
+    positions: frozenset[tuple[int, int]] = frozenset()
+    factors: Mapping[str, tuple[Product, ...]] = field(default_factory=dict)
 
 
 def whole(program: Program, model: nn.Module, traced: Traced) -> Runnable:
@@ -78,7 +82,8 @@ def make_small(
     held = {v.name for v in (*small.graph.params, *small.graph.buffers)}
     with torch.no_grad():
         like = {k: shrinker.tensor(k, x).cpu() for k, x in like.items() if k in held}
-    return Runnable(small, made, like, few, sizes)
+    factors = {v.name: extents.factors[v.name] for v in small.graph.params}
+    return Runnable(small, made, like, few, sizes, extents.positions(sizes), factors)
 
 
 def _stages(plan: Plan, few: FewLayers) -> dict[str, int]:

@@ -52,12 +52,12 @@ def choose_sizes(
     Raises NotShrunk.
     """
     allowed = {
-        n: _Candidates(n, splits.get(n, frozenset()), large, small, n in fixed)
+        n: Candidates(n, splits.get(n, frozenset()), large, small, n in fixed)
         for n in sizes
     }
     # Extents of one size may mean different things, and want what no order allows.
-    for distance in (1, 0, None):
-        found = _Solver(list(sizes), sums, allowed, distance).solve()
+    for ordered in (True, False):
+        found = _Solver(list(sizes), sums, allowed, ordered).solve()
         if found is not None:
             return found
     raise NotShrunk(
@@ -66,7 +66,7 @@ def choose_sizes(
     )
 
 
-class _Candidates:
+class Candidates:
     """What a size may become."""
 
     def __init__(
@@ -93,7 +93,11 @@ class _Candidates:
     def __contains__(self, n: int) -> bool:
         if self.fixed:
             return n == self.size
-        return n >= 2 and all(Divides.of(n, parts) == how for parts, how in self.wanted)
+        return n >= 2 and self.fits(n)
+
+    def fits(self, n: int) -> bool:
+        """Whether it divides as the size does, over all axes that split it."""
+        return all(Divides.of(n, parts) == how for parts, how in self.wanted)
 
     def above(self, least: int) -> Iterator[int]:
         if self.fixed:
@@ -104,17 +108,21 @@ class _Candidates:
 
 
 class _Solver:
-    """Depth-first over the sizes, ascending; sums with one unknown decide it."""
+    """Depth-first over the sizes, ascending; sums with one unknown decide it.
+
+    ordered: what is larger stays larger. Else that is only tried first, then what no
+    other size has become, and last what one has: few sizes become equal, not all.
+    """
 
     def __init__(
         self,
         sizes: list[int],
         sums: Sequence[Sum],
-        allowed: Mapping[int, _Candidates],
-        distance: int | None,
+        allowed: Mapping[int, Candidates],
+        ordered: bool,
     ) -> None:
         self.sizes, self.sums, self.allowed = sizes, sums, allowed
-        self.distance, self.tries = distance, 0
+        self.ordered, self.tries = ordered, 0
 
     def solve(self) -> dict[int, int] | None:
         start = {n: n for n in self.sizes if self.allowed[n].fixed}
@@ -130,20 +138,24 @@ class _Solver:
         free = next((n for n in self.sizes if n not in known), None)
         if free is None:
             return known
-        for candidate in self.allowed[free].above(self._least(free, known)):
+        for candidate in self._candidates(free, known):
             found = self._extend({**known, free: candidate})
             if found is not None or self.tries > TRIES:
                 return found
         return None
 
-    def _least(self, size: int, known: Mapping[int, int]) -> int:
-        below = [n for n in known if n < size]
-        if not below or self.distance is None:
-            return 2
-        nearest = max(below, key=lambda n: (known[n], n))
-        gap = size - nearest
-        near = gap <= MARGIN and self.distance
-        return known[nearest] + (gap if near else self.distance)
+    def _candidates(self, size: int, known: Mapping[int, int]) -> list[int]:
+        allowed, below = self.allowed[size], [n for n in known if n < size]
+        least = 2
+        if below:
+            nearest = max(below, key=lambda n: (known[n], n))
+            gap = size - nearest
+            least = known[nearest] + (gap if gap <= MARGIN else 1)
+        found = list(allowed.above(least))
+        if not self.ordered:
+            rest, others = {*allowed.above(2)} - {*found}, {*known.values()}
+            found += sorted(rest, key=lambda n: (n in others, n))
+        return found
 
     def _settle(self, known: dict[int, int]) -> bool:
         """Work out what sums decide; False if one cannot hold."""
@@ -183,7 +195,5 @@ class _Solver:
 
     def _ordered(self, known: Mapping[int, int]) -> bool:
         """Whether larger sizes are larger."""
-        if self.distance is None:
-            return True
         chosen = [known[n] for n in self.sizes if n in known and n]
-        return all(b - a >= self.distance for a, b in pairwise(chosen))
+        return not self.ordered or all(a < b for a, b in pairwise(chosen))

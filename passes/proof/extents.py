@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 from passes.capture.trace import Traced
@@ -63,6 +64,14 @@ class Extents:
         for cut in self.segments.values():
             found.update(n for parts in cut.values() for p in parts for n in p)
         return sorted(found)
+
+    def positions(self, sizes: Mapping[int, int]) -> frozenset[tuple[int, int]]:
+        """Where ops cut dims, and where they do with small sizes."""
+        cuts = {parts for cut in self.segments.values() for parts in cut.values()}
+        return frozenset(
+            (sum(map(prod, parts)), sum(prod(sizes[n] for n in p) for p in parts))
+            for parts in cuts
+        )
 
 
 # Ops that are captured but gone once a graph is normal, in the notation of rules.

@@ -4,33 +4,41 @@ of a small one."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, zip_longest
 from math import prod
 
 from passes.graph import LAYER
 from passes.program import ParameterSpec, Program, StageSpec
+from passes.proof.extents import Product
 
+Factors = tuple[Product, ...]
 UNNAMED = re.compile(r"^d\d+$")
 
 
 def find_other_spec(
-    large: Program, small: Program, sizes: Mapping[int, int]
+    large: Program,
+    small: Program,
+    sizes: Mapping[int, int],
+    factors: Mapping[str, Sequence[Product]],
 ) -> str | None:
     """The name of a parameter that is not as any of its kind in the small program, or
     a word for what else is different; None if there is none.
 
     Layers count as alike: which of them a parameter is in makes no difference. sizes:
-    extent -> small extent.
+    extent -> small extent. factors: parameters as named in the small program -> for
+    each dim what extents it is a product of in the large one.
     """
     pairs = frozenset(sizes.items())
-    known: dict[object, list[ParameterSpec]] = {}
+    known: dict[object, list[tuple[Factors, Factors | None]]] = {}
     for name, spec in small.parameters.items():
-        known.setdefault((_kind(name), _facts(spec)), []).append(spec)
+        grown = _grow(spec.factors, factors.get(name, ()), sizes)
+        alike = known.setdefault((_kind(name), _facts(spec)), [])
+        alike.append((spec.factors, grown))
     for name, spec in large.parameters.items():
-        alike = known.get((_kind(name), _facts(spec)), ())
-        if not any(_has_factors(spec, own, pairs) for own in alike):
+        alike = known.get((_kind(name), _facts(spec)), [])
+        if not any(_has_factors(spec.factors, *own, pairs) for own in alike):
             return name
     for number, stage in enumerate(large.stages):
         if (odd := _other_name(large, number, stage)) is not None:
@@ -44,6 +52,7 @@ def find_other_spec(
 
 
 Pairs = frozenset[tuple[int, int]]  # of sizes, and what these are when small
+NO_PAIRS: Pairs = frozenset()
 
 
 @lru_cache(maxsize=1 << 16)
@@ -56,24 +65,54 @@ def stands_for(small: int, large: int, pairs: Pairs) -> bool:
     )
 
 
-def find_shares(sizes: Mapping[int, int], axes: Collection[tuple[int, int]]) -> Pairs:
+def find_shares(sizes: Pairs, axes: Collection[tuple[int, int]]) -> Pairs:
     """Extents, ranks, and what ranks have of extents. axes: ranks of each, and few."""
     parts = [
         (prod(n for n, _ in some), prod(n for _, n in some))
         for count in range(len(axes) + 1)
         for some in combinations(axes, count)
     ]
-    shares = {(n // p, s // q) for n, s in sizes.items() for p, q in parts}
-    shares |= {(-(-n // p), -(-s // q)) for n, s in sizes.items() for p, q in parts}
+    # Where shares differ by one, other ranks have the larger ones of several extents.
+    shares = {
+        (large, small)
+        for n, s in sizes
+        for p, q in parts
+        for large in {n // p, -(-n // p)}
+        for small in {s // q, -(-s // q)}
+        if (n % p == 0) == (s % q == 0)
+    }
     return frozenset(shares.union(parts))
 
 
-def _has_factors(large: ParameterSpec, small: ParameterSpec, pairs: Pairs) -> bool:
-    """Whether its factors, of which axes split some, are those in their order."""
+def _grow(
+    factors: Factors, dims: Sequence[Product], sizes: Mapping[int, int]
+) -> Factors | None:
+    """What small factors are of in the large program, by the extents of each dim there;
+    None where these do not tell, as of a part of a parameter."""
+    found = []
+    for own, extents in zip_longest(factors, dims, fillvalue=()):
+        left, large = list(extents), []
+        for factor in own:
+            here: list[int] = []
+            while left and prod(sizes[n] for n in here) < factor:
+                here.append(left.pop(0))
+            if prod(sizes[n] for n in here) != factor:
+                return None
+            large.append(prod(here))
+        found.append(tuple(large))
+    return tuple(found)
+
+
+def _has_factors(
+    large: Factors, small: Factors, grown: Factors | None, pairs: Pairs
+) -> bool:
+    """Whether factors, of which axes split some, are those of the small parameter."""
+    if grown is not None:
+        return large == grown
     return all(
         len(ours) == len(theirs)
         and all(stands_for(s, n, pairs) for n, s in zip(ours, theirs, strict=True))
-        for ours, theirs in zip(large.factors, small.factors, strict=True)
+        for ours, theirs in zip(large, small, strict=True)
     )
 
 

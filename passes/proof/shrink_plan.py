@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import accumulate
 from math import prod
 from typing import TypeVar
 
 from passes.graph import LAYER
 from passes.mesh import TIME, Mesh
 from passes.plan import Plan
-from passes.proof.choose_sizes import Divides, Split
-from passes.proof.extents import MARGIN
+from passes.proof.choose_sizes import Candidates, Split
 from passes.shard.propagate import Sharded
 
 T = TypeVar("T")
@@ -20,6 +21,7 @@ T = TypeVar("T")
 # Ranks of a larger axis. Neighbours on a ring, and stages inside of a pipeline, are
 # more than the ends: there it takes three.
 FEW, CHAIN = 2, 3
+TRIES = 1000  # small meshes that are looked at
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,11 @@ class FewLayers:
 
     @property
     def starts(self) -> tuple[str, ...]:
-        """The layers that begin the stages but the first, by their small names."""
-        count, found = 0, []
-        for own in self.kept[:-1]:
-            count += len(own)
-            found.append(f"{self.path}.{count}")
-        return tuple(found)
+        """The layers that begin the stages but the first, by their small names; "" for
+        what comes after them."""
+        counts = accumulate(map(len, self.kept[:-1]))
+        every = len(self.order)
+        return tuple(f"{self.path}.{n}" if n < every else "" for n in counts)
 
     def small_name(self, text: str) -> str | None:
         """A pattern of layers with small numbers; None if it is of dropped ones."""
@@ -108,10 +109,7 @@ def small_sizes(
     elif "pp" in sizes:
         sizes["pp"] = plan.mesh.axis_size("pp")
     sizes[TIME] = _microbatches(plan, sizes.get("pp", 1))
-    for extent, found in sorted(splits.items()):
-        for axes in found:
-            _fit(plan, sizes, extent, axes)
-    return sizes
+    return _fit(plan, sizes, splits)
 
 
 def _few(plan: Plan, axis: str) -> int:
@@ -120,21 +118,44 @@ def _few(plan: Plan, axis: str) -> int:
     return size if size <= CHAIN else CHAIN if axis == "pp" or is_ring else FEW
 
 
-def _fit(plan: Plan, sizes: dict[str, int], extent: int, axes: Split) -> None:
-    """Enlarge the innermost axis until a small extent can divide as it does."""
-    large = prod(plan.size(a) for a in axes)
-    inner = axes[-1]
+def _fit(
+    plan: Plan, least: dict[str, int], splits: Mapping[int, frozenset[Split]]
+) -> dict[str, int]:
+    """The fewest ranks, and at least so many, over which each extent can divide as it
+    does, over all of its axes at once; the least, if there are none."""
+    axes = list(least)
+    large = {axis: plan.size(axis) for axis in axes}
+    waiting = [(prod(least.values()), *least.values())]
+    known = {*waiting}
+    for _ in range(TRIES):
+        if not waiting:
+            break
+        sizes = dict(zip(axes, heappop(waiting)[1:], strict=True))
+        odd = next(
+            (n for n in sorted(splits) if not _divides(n, splits[n], large, sizes)),
+            None,
+        )
+        if odd is None:
+            return sizes
+        for axis in {axis for split in splits[odd] for axis in split}:
+            more = {**sizes, axis: sizes[axis] + 1}
+            one = (prod(more.values()), *more.values())
+            if more[axis] <= large[axis] and one not in known:
+                known.add(one)
+                heappush(waiting, one)
+    return least
 
-    def divides(n: int) -> bool:
-        return Divides.of(n, prod(sizes[a] for a in axes)) == Divides.of(extent, large)
 
-    own = [extent] if extent <= MARGIN else range(2, 8 * large)
-    first = sizes[inner]
-    for ranks in range(first, plan.size(inner) + 1):
-        sizes[inner] = ranks
-        if any(map(divides, own)):
-            return
-    sizes[inner] = first
+def _divides(
+    extent: int,
+    splits: frozenset[Split],
+    large: Mapping[str, int],
+    small: Mapping[str, int],
+) -> bool:
+    """Whether a small extent divides as it does; one that is too small to be made
+    smaller must itself."""
+    own = Candidates(extent, splits, large, small, fixed=False)
+    return own.fits(extent) if own.fixed else any(True for _ in own.above(2))
 
 
 def _microbatches(plan: Plan, pp: int) -> int:
@@ -225,25 +246,36 @@ def choose_layers(
 ) -> FewLayers:
     """Which layers and which stages stand for all.
 
-    kinds: of each layer of the list. by_stage: the layers of each stage. Kept whole
-    where a stage has no layer of the list, or shares one with another.
+    kinds: of each layer of the list. by_stage: the layers of each stage, of which the
+    first and the last may have none. Kept whole where stages share one.
     """
-    ranks = plan.mesh.axis_size("pp")
     every = FewLayers("", tuple(range(len(by_stage))), ())
     flat = [n for own in by_stage for n in own]
-    if flat != list(range(len(kinds))) or not all(by_stage):
+    if flat != list(range(len(kinds))) or not all(by_stage[1:-1]):
         return every
     found = [thin([kinds[n] for n in own], keep) for own in by_stage]
     kept = [
         tuple(own[i] for i in few) for own, few in zip(by_stage, found, strict=True)
     ]
-    chosen = list(range(len(by_stage)))
-    if ranks > CHAIN:
-        # The stages inside that have most kinds of layers stand for the others.
-        count = CHAIN * plan.stages_per_rank
-        inside = sorted(chosen[1:-1], key=lambda s: -len(kept[s]))[: count - 2]
-        chosen = [chosen[0], *sorted(inside), chosen[-1]]
+    chosen = _choose_stages([[kinds[n] for n in own] for own in kept], plan)
     return FewLayers(path, tuple(chosen), tuple(kept[s] for s in chosen))
+
+
+def _choose_stages(kinds: Sequence[Sequence[object]], plan: Plan) -> list[int]:
+    """The first, the last, and one inside of each kind, on as few ranks as have them.
+
+    kinds: of each stage those of the layers that it keeps.
+    """
+    ranks, last = plan.mesh.axis_size("pp"), len(kinds) - 1
+    inside = range(1, last)
+    new = [s for s in inside if kinds[s] not in kinds[1:s]]
+    new += [s for s in inside if s not in new]
+    for few in range(min(CHAIN, ranks), ranks):
+        count = few * plan.stages_per_rank - 2
+        rest = new[count:]
+        if all(kinds[s] in [kinds[own] for own in new[:count]] for s in rest):
+            return [0, *sorted(new[:count]), last]
+    return list(range(len(kinds)))
 
 
 def layer_number(path: str, module: str) -> int | None:

@@ -20,7 +20,7 @@ from itertools import zip_longest
 
 from passes.proof.find_dims import find_dims
 from passes.proof.read_text import Counts, Number, Statement, read_module
-from passes.proof.same_specs import Pairs, find_shares, stands_for
+from passes.proof.same_specs import NO_PAIRS, Pairs, find_shares, stands_for
 from passes.proof.shrink_plan import Layers
 
 SHOWN = 160  # characters of a statement in an error
@@ -53,9 +53,16 @@ class Sizes:
     shares: Pairs
 
     @classmethod
-    def of(cls, extents: Mapping[int, int], axes: Collection[tuple[int, int]]) -> Sizes:
-        """axes: ranks of each, and how many these are in the small program."""
-        return cls(frozenset(extents.items()), find_shares(extents, axes))
+    def of(
+        cls,
+        extents: Mapping[int, int],
+        axes: Collection[tuple[int, int]],
+        positions: Pairs = NO_PAIRS,
+    ) -> Sizes:
+        """axes: ranks of each, and how many these are in the small program. positions:
+        where dims are cut."""
+        own = frozenset(extents.items())
+        return cls(own, find_shares(own | positions, axes))
 
 
 def differs(large: str, small: str, sizes: Sizes, layers: Layers) -> Difference | None:
@@ -105,11 +112,8 @@ def _is_size(number: Number, small: float, sizes: Sizes) -> bool:
     attention are scaled)."""
     large = number.value
     if large == int(large) and small == int(small):
-        if number.whole:
-            return stands_for(int(small), int(large), sizes.extents)
-        if large < 0 and small < 0:  # rarely an extent, and no shape depends on others
-            return stands_for(-int(small), -int(large), sizes.shares)
-        return min(large, small) > 1
+        pairs = sizes.extents if number.whole else sizes.shares
+        return large * small > 0 and stands_for(abs(int(small)), abs(int(large)), pairs)
     if not (0 < large < 1 and 0 < small < 1):
         return False
     return any(

@@ -170,7 +170,8 @@ class Chain:
         return [places[end] for end in ends]
 
     def ends_of(self, cuts: Sequence[str]) -> list[int]:
-        """Positions of the cuts that a plan names."""
+        """Positions of the cuts that a plan names: by the value that crosses, or the
+        layer that begins; "" after the last."""
         stages = self.lowered.plan.stages
         if len(cuts) != stages - 1:
             raise StageError(
@@ -185,6 +186,7 @@ class Chain:
                 if self.is_narrow(i)
                 and (self.main_value(i).name == name or self.begins(i, name))
             ]
+            found = found if name else found[-1:]
             if not found or (ends and found[0] <= ends[-1]):
                 known = dict.fromkeys(
                     self.main_value(i).name for i in self.candidates(len(self.nodes))

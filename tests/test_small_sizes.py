@@ -1,0 +1,118 @@
+"""Small sizes, ranks and layers that keep what may matter of the large ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from passes.capture.trace import trace
+from passes.mesh import Mesh
+from passes.plan import Plan
+from passes.proof.choose_sizes import Divides, NotShrunk, choose_sizes
+from passes.proof.extents import Sum, find_extents
+from passes.proof.shrink import Shrinker
+from passes.proof.shrink_plan import choose_layers, small_sizes, thin
+
+
+def test_small_sizes_divide_as_the_large_ones_do() -> None:
+    sizes = [8, 12, 768, 1021, 4096]
+    splits = {n: frozenset({("tp",)}) for n in sizes}
+    found = choose_sizes(sizes, (), frozenset(), splits, {"tp": 8}, {"tp": 2})
+    assert list(found.values()) == sorted(set(found.values())), "which are the larger"
+    for large, small in found.items():
+        assert small <= large and small < 40
+        assert Divides.of(large, 8) == Divides.of(small, 2)
+
+
+def test_small_sizes_keep_sums() -> None:
+    pieces = Sum((96,), ((8, 4), (64,)))
+    shifted = Sum((1025,), ((1024,),), 1)
+    sizes = [4, 8, 64, 96, 1024, 1025]
+    found = choose_sizes(sizes, (pieces, shifted), frozenset(), {}, {}, {})
+    assert found[96] == found[8] * found[4] + found[64]
+    assert found[1025] == found[1024] + 1
+    assert found[4] == 4, "what is small stays"
+
+
+def test_sizes_that_contradict_each_other_are_refused() -> None:
+    twice = Sum((10,), ((10,), (7,)))
+    with pytest.raises(NotShrunk, match="no small sizes stand for 7, 10"):
+        choose_sizes([7, 10], (twice,), frozenset(), {}, {}, {})
+
+
+def test_few_sizes_become_equal_where_some_must() -> None:
+    """Of 6 heads on 4 ranks, as on 2: these are 3, which is another extent."""
+    splits = {6: frozenset({("tp",)})}
+    sizes = [3, 6, 8, 12, 20]
+    found = choose_sizes(sizes, (), frozenset({3}), splits, {"tp": 4}, {"tp": 2})
+    assert (found[3], found[6]) == (3, 3)
+    assert len(set(found.values())) == 4, "all others differ"
+
+
+def test_there_are_ranks_for_all_that_splits_an_extent() -> None:
+    """8 is a share of 1 on 8 ranks, of 2 on 4: so on some there must be more."""
+    splits = {8: frozenset({("dp",), ("tp",), ("tp", "dp")})}
+    plan = Plan(Mesh.parse("dp=8,tp=4"), 1)
+    few = small_sizes(plan, None, splits)
+    large = {axis: plan.size(axis) for axis in few}
+    assert choose_sizes([8], (), frozenset(), splits, large, few) == {8: few["dp"]}
+    assert few["tp"] < few["dp"] < 8
+
+
+def test_stages_of_each_kind_are_kept() -> None:
+    plan = Plan(Mesh.parse("pp=4"), 8)
+    by_stage = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], []]
+    few = choose_layers("h", "a" * 12, by_stage, plan, 3)
+    assert few.stages == (0, 1, 3) and few.kept == ((0, 1, 2), (4, 5, 6), ())
+    assert few.starts == ("h.3", "")
+    by_stage = [[0, 1], [2, 3, 4], [5], [6]]
+    few = choose_layers("h", "a" * 7, by_stage, plan, 3)
+    assert few.stages == (0, 1, 2, 3), "one with fewer layers is of another kind"
+
+
+def test_a_pattern_of_layers_is_kept_with_its_ends() -> None:
+    assert thin("aaaaaaa", 3) == [0, 1, 2]
+    assert thin("abababababx", 2) == [0, 1, 2, 3, 10]
+    assert thin("abc", 2) == [0, 1, 2]
+
+
+class Pieces(nn.Module):
+    """Uneven pieces, a shift, a table that is larger than the sequence, a window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places = nn.Embedding(701, 240), nn.Embedding(642, 240)
+        self.cut, self.out = nn.Linear(240, 400 + 80), nn.Linear(200, 701)
+        self.register_buffer("seen", torch.ones(640, 640).tril().bool())
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        seq = ids.shape[1]
+        positions = torch.arange(seq) + 2
+        x = self.cut(self.table(ids) + self.places(positions))
+        q, k, v = x.split([200, 200, 80], -1)
+        near = (positions[:, None] - positions) < 160
+        scores = (q @ k.transpose(1, 2)).masked_fill(
+            ~(self.seen[:seq, :seq] & near), -1e9
+        )
+        mixed = scores.softmax(-1) @ torch.cat([v, q[..., 120:], x[..., 80:120]], -1)
+        logits = self.out(mixed)[:, :-1]
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels[:, 1:].flatten()
+        )
+
+
+def test_a_captured_graph_shrinks_as_a_whole() -> None:
+    ids = torch.randint(701, (4, 470))
+    traced = trace(Pieces(), {"ids": ids, "labels": ids})
+    extents = find_extents(traced)
+    sizes = choose_sizes(extents.sizes, extents.sums, extents.fixed, {}, {}, {})
+    small = Shrinker(extents, sizes).graph(traced).graph
+    shapes = {v.name: v.shape for v in small.sources}
+    assert sum(v.numel for v in small.params) < 4000
+    rows, seq = shapes["places.weight"][0], shapes["ids"][1]
+    assert rows >= seq + 2, "positions are rows of their table"
+    (q, k, v) = next(n for n in small.nodes if "split" in n.op).outs
+    assert q.shape == k.shape and v.shape[-1] != q.shape[-1]
+    window = next(n for n in small.nodes if n.op == "aten.lt.Scalar").args[1]
+    assert window <= seq, "the window hides what it hid"
