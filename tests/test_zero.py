@@ -173,6 +173,12 @@ def test_frozen_parameters_are_shared_out_too():
     verify(program, *case).check()
 
 
+def test_of_equal_layers_one_in_the_middle_may_be_frozen_in_part():
+    case = plain_gpt(layers=3, batch=4).double()
+    case.model.get_parameter("blocks.1.mlp.up.bias").requires_grad_(False)
+    case.verify("dp=2", 2, zero=1)
+
+
 # --- while ranks run ---------------------------------------------------------------
 
 

@@ -299,7 +299,7 @@ def _entries(values: Sequence[Value]) -> str:
 
 def _families(values: Mapping[str, Value]) -> str:
     """A table of shapes by key: those that differ in the number of a layer by one
-    comprehension."""
+    comprehension, but for layers between them that are frozen."""
     series: dict[tuple[str, str], list[int]] = {}
     lines = []
     for key, v in values.items():
@@ -310,10 +310,11 @@ def _families(values: Mapping[str, Value]) -> str:
         else:
             lines.append(f'    "{key}": {row},')
     for (stem, row), numbers in series.items():
-        low, high = min(numbers), max(numbers) + 1
-        assert sorted(numbers) == list(range(low, high)), "keys count layers"
-        among = f"range({low}, {high})" if low else f"range({high})"
-        lines.append(f'    **{{f"{stem}.{{i}}": {row} for i in {among}}},')
+        for _, run in groupby(enumerate(sorted(numbers)), lambda at: at[1] - at[0]):
+            counted = [number for _, number in run]
+            low, high = counted[0], counted[-1] + 1
+            among = f"range({low}, {high})" if low else f"range({high})"
+            lines.append(f'    **{{f"{stem}.{{i}}": {row} for i in {among}}},')
     return "\n".join(["{", *lines, "}"]) if lines else "{}"
 
 
