@@ -59,6 +59,18 @@ class Advantages(nn.Module):
         return -(ratios * advantages[:, None]).mean()
 
 
+class Kinked(nn.Module):
+    """A unit that is on, but for the rounding of two equal sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.on = nn.Linear(8, 8), nn.Parameter(torch.tensor(4e-6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        unit = F.relu(self.on + (x.square().sum() - (x * x).sum()))
+        return unit + self.linear(x).square().mean()
+
+
 def unit() -> Case:
     torch.manual_seed(0)
     return Case(Unit(), {"x": torch.randn(8, 8)})
@@ -105,6 +117,18 @@ def test_in_bfloat16_either_may_be_nearer_to_the_exact_result():
         batch = {name: x.bfloat16() for name, x in case.batch.items()}
         found.append(checked(Case(case.model.bfloat16(), batch)).check())
     assert max(max(f.errors.values()) for f in found) > found[0].tolerance
+
+
+# In place of relu: of a number that is smaller, in float32 alone.
+OFF = "(lambda x: torch.relu(x - 1e-5 * (x.itemsize == 4)))("
+
+
+@pytest.mark.parametrize(("draws", "passes"), [((3,), False), ((3, 8, 32), True)])
+def test_a_unit_may_be_off_if_rounding_turns_it_off(draws, passes, monkeypatch):
+    """Which hardly any draw may show."""
+    monkeypatch.setattr("autopar.verify.DRAWS", draws)
+    found = checked(Case(Kinked(), unit().batch), "aten.relu.default(", OFF)
+    assert found.errors["on"] == 1.0 and found.passed == passes
 
 
 # --- faults ---------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cached_property
 from math import isfinite
 from typing import Any
 
@@ -23,7 +23,9 @@ from autopar.proof.differences import differences
 from autopar.proof.in_double import in_double, tree_in_double
 from autopar.proof.ranks import FoundStep
 
-DRAWS = 3  # of roundings
+# Of roundings; more of them where fewer explain too little: a unit of ReLU that is 0
+# but for rounding has a gradient or none, and some draws must have seen either.
+DRAWS = (3, 8, 32)
 LUCK = 4  # times more is allowed for a single number, as it may be near by luck
 # Ops whose results are among their operands: nothing is rounded, and who compares the
 # two finds them equal, as the derivative of a maximum does.
@@ -46,7 +48,7 @@ class Again:
 
     def __init__(self, run: Callable[[Arithmetic], FoundStep]) -> None:
         self._run = run
-        self.scatter = cache(self._scatter)
+        self._drawn: dict[bool, list[dict[str, float]]] = {False: [], True: []}
 
     @cached_property
     def exact(self) -> FoundStep:
@@ -54,23 +56,25 @@ class Again:
         with default_dtype(torch.float64):
             return self._run(Arithmetic(double=True))
 
-    def _scatter(self, double: bool) -> dict[str, float]:
+    def scatter(self, double: bool, draws: int = DRAWS[0]) -> dict[str, float]:
         """By name, how far from `exact` the model's results are, rounded otherwise, at
         most: in float64, or in its own precision.
 
         Raises ValueError where they are no finite numbers: nothing is known then.
         """
-        farthest: dict[str, float] = {}
-        for draw in range(DRAWS):
+        found = self._drawn[double]
+        while len(found) < draws:
             dtype = torch.float64 if double else torch.get_default_dtype()
             with default_dtype(dtype):
-                moved = self._run(Arithmetic(double, draw))
-            found = differences(moved, self.exact)
-            if not all(map(isfinite, found.values())):
+                moved = self._run(Arithmetic(double, len(found)))
+            errors = differences(moved, self.exact)
+            if not all(map(isfinite, errors.values())):
                 raise ValueError("rounded otherwise, the model gives no finite numbers")
-            for name, error in found.items():
-                farthest[name] = max(farthest.get(name, 0.0), error)
-        return {name: self._luck(name) * error for name, error in farthest.items()}
+            found.append(errors)
+        return {
+            name: self._luck(name) * max(one[name] for one in found)
+            for name in found[0]
+        }
 
     def _luck(self, name: str) -> float:
         known = self.exact.gradients
