@@ -550,12 +550,13 @@ def residual_stale(place: Place) -> Iterator[str | None]:
 
 def batch_stale(place: Place) -> Iterator[str | None]:
     """What prologue made of an earlier batch."""
-    if not isinstance(place.statement, ast.Return) or place.function != "prologue":
+    if not isinstance(place.statement, ast.Assign) or place.function != "prologue":
         return
-    assert isinstance(place.statement.value, ast.Dict)
-    for node in place.statement.value.values:
-        name = ast.unparse(node)
-        yield replaced(place, node, f'c.__dict__.setdefault("old {name}", {name})')
+    target, value = place.statement.targets[0], place.statement.value
+    if isinstance(target, ast.Subscript):
+        name, made = ast.unparse(target).replace('"', "'"), ast.unparse(value)
+        key = f'f"old {name} {{i}}"' if place.loop else f'"old {name}"'
+        yield replaced(place, value, f"c.__dict__.setdefault({key}, {made})")
 
 
 def message_wrong(place: Place) -> Iterator[str | None]:

@@ -123,7 +123,11 @@ def test_weight_gradients_are_priced_by_what_is_multiplied() -> None:
     assert any(name in text for name in names), "else the prices above say nothing"
 
 
-def test_shares_are_gathered_in_half_the_bits_and_scattered_in_all() -> None:
+def test_shares_are_gathered_in_half_the_bits_and_scattered_in_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    all_of_it = "passes.price.estimate.exposed"
+    monkeypatch.setattr(all_of_it, lambda moving, *beside: moving)
     cluster = cluster_of("4xA100-80GB")
     shared = replace(even("dp=4"), zero=1)
     parts = {

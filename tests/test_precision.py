@@ -27,7 +27,7 @@ from autopar.reports.inspection import (
     stage_table,
 )
 from autopar.runtime.comm import Comm
-from autopar.runtime.executor import Executor
+from autopar.runtime.executor import Batch, Executor
 from autopar.runtime.virtual import run_virtual
 from autopar.store import load_plan
 from autopar.training.reference import reference_step
@@ -238,8 +238,10 @@ def test_the_footprint_is_what_a_step_keeps(zero):
         executor = Executor(program, comm, local_parameters(program, comm, wholes), {})
         stage = executor.stages[0]
         held = (comm, stage.tensors, stage.constants)
-        made = stage.module["prologue"](*held, case.batch)
-        _, saved = stage.module["forward"](*held, {**case.batch, **made})
+        batch = Batch(case.batch)
+        batch.begin(stage.module["prologue"], *held)
+        _, saved = stage.module["forward"](*held, batch)
+        made = {name: batch[name] for name in batch.keys() - case.batch.keys()}
         outside = (stage.tensors, stage.constants, made, case.batch)
         there = storages(x for values in outside for x in values.values())
         kept = storages(saved).items() - there.items()

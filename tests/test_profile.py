@@ -37,7 +37,7 @@ from passes.dims.name_dims import name_dims
 from passes.price.cluster import Cluster
 from passes.price.measured import MEASURED, Messages, Ops, Timed
 from passes.price.price_layers import cut_layers
-from passes.shard.collectives import collective
+from passes.shard.collectives import SPEAKS, collective
 from passes.stage.differentiate import differentiate
 from passes.stage.local_stage import LocalStage
 
@@ -93,7 +93,7 @@ def test_every_statement_has_its_time(build, mesh, halves, options, monkeypatch)
     found = run(case, local, mesh)
     parts = {"forward": local.forward, "backward": local.whole_backward}
     nodes = [n for part in parts.values() for n in part]
-    computing = [n for n in nodes if not collective(n) and n.op != "comm.wait"]
+    computing = [n for n in nodes if not collective(n) and n.op not in SPEAKS]
     assert set(found.timed) == set(map(signature, computing))
     assert sum(found.parts.values()) == len(nodes)
     # Two readings around the whole: it takes a second too, which all have a share of.

@@ -1,7 +1,8 @@
-"""Gradients leave while the last microbatch's backward computes on."""
+"""Gradients leave in the last backward, and parameters come in the first forward."""
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from models import Case, plain_gpt
 from torch import Tensor
 
 from autopar.runtime.comm import Comm
-from autopar.runtime.executor import Executor
+from autopar.runtime.executor import Batch, Executor
 from autopar.runtime.virtual import Mismatch, run_virtual
 from autopar.verify import local_parameters
 from passes.program import Program
@@ -67,6 +68,29 @@ def test_a_block_leaves_before_the_next_is_ready(mesh, zero, schedule, monkeypat
 
 def _places(seen: list[str], skip: int) -> list[int]:
     return [i for i, name in enumerate(seen) if name == "ready"][skip:]
+
+
+def test_parameters_come_as_they_are_read():
+    """One block is on its way when a step begins; the next, when somebody reads it."""
+    case = plain_gpt(layers=4, tied=False)
+    program = case.compile("dp=2", 2, zero=1)
+
+    def body(comm: Comm) -> list[int]:
+        held = local_parameters(program, comm, dict(case.model.named_parameters()))
+        stage = Executor(program, comm, held, {}).stages[0]
+        batch, traffic = Batch(case.batch), comm.log["all_gather", ("dp",)]
+        batch.begin(stage.module["prologue"], comm, stage.tensors, stage.constants)
+        started = [traffic.calls]
+        first = next(key for key in keys if key not in batch)
+        assert batch[first].shape
+        started.append(traffic.calls)
+        with pytest.raises(KeyError):
+            batch["what nobody makes"]
+        return [*started, traffic.calls]
+
+    text = program.modules[program.module_of(0, 0)]
+    keys = re.findall(r'b\["(.+?)"\]', text.partition("def forward")[2])
+    assert run_virtual(program.mesh, 2, body) == [[1, 2, 6]] * 2
 
 
 def test_a_gradient_that_nobody_says_is_ready_is_a_bug():

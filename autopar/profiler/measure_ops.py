@@ -134,7 +134,8 @@ class _Running:
         self.plain = load_module(job.text, "autopar.measured.plain")
         self.marked = load_module(marked(job.text), "autopar.measured.marked")
         self.k = self.plain["setup"](self.comm, self.p)
-        self.b |= self.plain["prologue"](self.comm, self.p, self.k, self.b)
+        for _ in self.plain["prologue"](self.comm, self.p, self.k, self.b) or ():
+            pass
 
     def microbatch(self, module: Mapping[str, Any]) -> None:
         """Forward and backward, as the executor calls them."""

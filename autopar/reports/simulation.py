@@ -143,9 +143,14 @@ def _compiled_rank(
     for stage in own:
         once = [c for c in messages if c.stage == stage and c.part == "step"]
         gathers = [c for c in once if c.kind == "all_gather"]
-        before += [_message(program, c, cluster, 1) for c in gathers]
+        seconds, halves = (
+            program.stages[stage].seconds,
+            program.schedule.splits_backward,
+        )
+        before += _beside(program, stage, gathers, seconds.forward, cluster)
         leaving = [c for c in once if c not in gathers and "pp" not in c.axes]
-        after += _beside_backward(program, stage, leaving, cluster)
+        backward = seconds.weight_half + (0 if halves else seconds.input_half)
+        after += _beside(program, stage, leaving, backward, cluster)
         tied = [c for c in once if c not in gathers and "pp" in c.axes]
         after += [_message(program, c, cluster, 1) for c in tied]
     held = program.memory[rank]
@@ -154,18 +159,20 @@ def _compiled_rank(
     return RankWork(tuple(before), tuple(after), rest)
 
 
-def _beside_backward(
-    program: Program, stage: int, leaving: list[Communication], cluster: Cluster
+def _beside(
+    program: Program,
+    stage: int,
+    messages: list[Communication],
+    computing: float,
+    cluster: Cluster,
 ) -> list[Work]:
-    """What a rank waits for of gradients that leave in the last backward of a stage."""
-    spec = program.stages[stage]
-    works = [_message(program, c, cluster, 1) for c in leaving]
+    """What a rank waits for of messages by block, while a stage computes so long."""
+    works = [_message(program, c, cluster, 1) for c in messages]
     moving = sum(w.seconds for w in works)
     if not moving:
         return works
-    halves = program.schedule.splits_backward
-    backward = spec.seconds.weight_half + (0 if halves else spec.seconds.input_half)
-    waited = exposed(moving, backward, max(1, len(spec.layers)), cluster)
+    blocks = max(1, len(program.stages[stage].layers))
+    waited = exposed(moving, computing, blocks, cluster)
     return [replace(w, seconds=w.seconds * waited / moving) for w in works]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import linecache
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -50,6 +50,33 @@ class Bucket:
     reducing: Receipt | None = None
 
 
+class Batch(dict[str, Tensor]):
+    """The fields of a batch, and what a prologue makes of them and of parameters.
+
+    It does as much as somebody reads: what is gathered is on its way until then.
+    """
+
+    rest: Iterator[object] = iter(())
+
+    def begin(self, prologue: Callable[..., Any], *args: object) -> None:
+        """args: of the prologue, before the batch."""
+        self.rest = prologue(*args, self) or iter(())
+        next(self.rest, None)
+
+    def __missing__(self, key: str) -> Tensor:
+        for _ in self.rest:
+            if key in self:
+                break
+        if key not in self:
+            raise KeyError(key)
+        return self[key]
+
+    def end(self) -> None:
+        """Do what nobody has read so far."""
+        for _ in self.rest:
+            pass
+
+
 @dataclass
 class RunningStage:
     """One stage on this rank: its module and what it keeps between actions."""
@@ -58,7 +85,7 @@ class RunningStage:
     tensors: dict[str, Tensor]
     grads: dict[str, Tensor]
     constants: dict[str, Tensor] = field(default_factory=dict)
-    batch: dict[str, Tensor] = field(default_factory=dict)
+    batch: Batch = field(default_factory=Batch)
     # By microbatch: from forward to backward, and from its input to its weight half.
     saved: dict[int, list[Tensor]] = field(default_factory=dict)
     kept: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -278,23 +305,23 @@ class Executor:
     def _play(self, actions: Sequence[Action], batch: Mapping[str, Tensor]) -> None:
         """Run the actions in turn."""
         for stage in self.stages.values():
-            wanted = {k: batch[k] for k in stage.module["INPUTS"]}
-            made = stage.module["prologue"](
-                self.comm, stage.tensors, stage.constants, wanted
-            )
-            stage.batch = {**wanted, **made}
+            stage.batch = Batch((k, batch[k]) for k in stage.module["INPUTS"])
+            of_step = self.comm, stage.tensors, stage.constants
+            stage.batch.begin(stage.module["prologue"], *of_step)
         receives = [a for a in actions if a.kind.is_recv]
         for action in actions:
             while receives and len(self._arriving) < AHEAD:
                 self._post(receives.pop(0))
             self._run(action)
+        for stage in self.stages.values():
+            stage.batch.end()
         self.comm.flush()
         self._leaving.clear()
 
     def _free_batch(self) -> None:
         """Let go of what prologues made, parameters that they gathered included."""
         for stage in self.stages.values():
-            stage.batch = {}
+            stage.batch = Batch()
 
     def _begin_gradients(self) -> dict[int, Tensor]:
         """Clear the buffers; what the user wants added to is kept aside."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from autopar.profiler.echo import EchoComm
 from autopar.runtime.comm import Comm
-from autopar.runtime.executor import Executor, RunningStage
+from autopar.runtime.executor import Batch, Executor, RunningStage
 
 
 @torch.no_grad()
@@ -33,7 +34,7 @@ def rehearse(executor: Executor) -> None:
         text = program.modules[program.module_of(comm.rank, index)]
         if not kept.knows(text, comm.device):
             play(alone, stage, batch)
-            stage.batch = {}
+            stage.batch = Batch()
             kept.remember(text, comm.device)
     for bucket in executor.buckets:
         bucket.flat.zero_()
@@ -61,10 +62,9 @@ def play(
     for name, row in module["WHOLE_GRADIENTS"].items():
         stage.grads[name] = made(*row)
     own = stage.tensors
-    held = {name: batch[name] for name in module["INPUTS"]}
-    held |= call("prologue", comm, own, stage.constants, held)
+    held = stage.batch = Batch((name, batch[name]) for name in module["INPUTS"])
+    held.begin(partial(call, "prologue"), comm, own, stage.constants)
     _, saved = call("forward", comm, own, stage.constants, held, *given("RECEIVES"))
-    stage.batch = held
     whole = (comm, own, stage.grads, stage.constants, held)
     halves = "backward" not in module
     if halves:
@@ -75,4 +75,5 @@ def play(
         call("backward_weight", *whole, kept)
     else:
         call("backward", *whole, saved, *given("D_SENDS"))
+    held.end()
     stage.end_epilogue()

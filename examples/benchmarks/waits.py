@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 from unittest import mock
 
 import torch
@@ -34,7 +35,7 @@ sys.path.insert(0, str(ROOT))  # the examples are found from any directory
 import autopar  # noqa: E402
 from autopar.reports.simulation import simulate_program  # noqa: E402
 from autopar.runtime.comm import Comm  # noqa: E402
-from autopar.runtime.executor import Executor  # noqa: E402
+from autopar.runtime.executor import Batch, Executor  # noqa: E402
 from autopar.runtime.packing import Layout  # noqa: E402
 from autopar.runtime.receipts import Receipt  # noqa: E402
 from examples.gpt import GPT, Config  # noqa: E402
@@ -97,7 +98,8 @@ class Wire:
 
 
 def at_once(executor: Executor) -> None:
-    """Let all gradients leave after the last backward, as before."""
+    """Let all gradients leave after the last backward, and all parameters come before
+    the first forward."""
     comm, held = executor.comm, list[tuple[Callable[..., None], list[Tensor]]]()
     ready, end = comm.ready, executor._end_reductions
 
@@ -114,6 +116,18 @@ def at_once(executor: Executor) -> None:
         end()
         comm.ready = keep  # type: ignore[assignment, method-assign]
 
+    def play(*args: Any) -> None:
+        begin = Batch.begin
+
+        def begin_and_end(batch: Batch, *args: Any) -> None:
+            begin(batch, *args)
+            batch.end()
+
+        with mock.patch.object(Batch, "begin", begin_and_end):
+            run(*args)
+
+    run = executor._play
+    executor._play = play  # type: ignore[method-assign]
     comm.ready = keep  # type: ignore[assignment, method-assign]
     executor._end_reductions = leave  # type: ignore[method-assign]
 
@@ -144,7 +158,9 @@ def gradients(zero: int, config: Config, link: float) -> Change:
 
     paper = on_paper(steps[0].program, Cluster(DEVICE, ranks, (level,)))
     before, now = (partial(run, step) for step in steps)
-    name = f"gradients, zero={zero}: by block in the last backward"
+    name = "gradients leave beside the last backward, zero=0"
+    if zero:
+        name = "and parameters come beside the first forward, zero=1"
     return Change(name, before, now, paper if link else None)
 
 
@@ -223,7 +239,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--link", type=float, default=5e8, help="bytes per second")
+    parser.add_argument("--link", type=float, default=1e8, help="bytes per second")
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     dist.init_process_group("gloo")

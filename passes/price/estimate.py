@@ -79,10 +79,11 @@ def in_blocks(link: Link, kind: str, whole: float, blocks: int) -> float:
     return blocks * link.seconds(kind, whole / blocks)
 
 
-def leaves(term: str) -> bool:
-    """Whether it moves while the last backward computes: no weight of several stages
-    does."""
-    return term.startswith("gradients ") and "pp" not in term
+def moves_beside(term: str) -> str:
+    """What moves while a microbatch computes: "gradients" beside the last backward, but
+    for a weight of several stages; "parameters" beside the first forward."""
+    what, _, axes = term.partition(" ")
+    return what if what in ("gradients", "parameters") and axes != "pp" else ""
 
 
 def step_parts(
@@ -93,7 +94,8 @@ def step_parts(
 ) -> dict[str, float]:
     """What a rank does once a step, beside microbatches: term -> seconds.
 
-    took: of a microbatch, beside the last of which gradients leave; None: after it.
+    took: of a microbatch, beside the first of which parameters come, and beside the
+    last gradients leave; None: before and after.
     """
     crowded = 1 / min(1.0, cluster.cores_each)  # all ranks are busy
     found = {"once a step": crowded * account["seconds", STEP]}
@@ -130,11 +132,13 @@ def step_parts(
         read = own["read"]
         parameters = in_blocks(link, "all_gather", read, candidate.blocks)
         found[f"parameters {axis}"] = parameters
-    leaving = {t: s for t, s in found.items() if leaves(t)}
-    if took is not None and (moving := sum(leaving.values())):
-        beside = last_backward(took, candidate.halves)
-        waited = exposed(moving, beside, candidate.blocks, cluster)
-        found |= {term: s * waited / moving for term, s in leaving.items()}
+    if took is not None:
+        backward = last_backward(took, candidate.halves)
+        for what, beside in (("gradients", backward), ("parameters", took.forward)):
+            own = {t: s for t, s in found.items() if moves_beside(t) == what}
+            if moving := sum(own.values()):
+                waited = exposed(moving, beside, candidate.blocks, cluster)
+                found |= {term: s * waited / moving for term, s in own.items()}
     device = cluster.device
     if device.ops.update and trained:
         update = account["seconds", UPDATE] * share / trained
@@ -163,8 +167,8 @@ def estimate(
 def step_seconds(
     accounts: Sequence[Account], candidate: Candidate, cluster: Cluster
 ) -> float:
-    """The seconds of `estimate`, without what it finds out beside, and where gradients
-    leave after the last backward, as others' code may do."""
+    """The seconds of `estimate`, without what it finds out beside, and where nothing
+    moves beside the first and the last microbatch, as in others' code."""
     took = [stage_seconds(a, candidate, cluster) for a in accounts]
     timeline = _timeline(took, candidate, cluster.crowd(candidate.mesh))
     ranks = once_a_rank(accounts, timeline.schedule.stage_to_rank)

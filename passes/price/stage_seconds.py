@@ -1,8 +1,9 @@
 """What one microbatch takes on a stage of a candidate, with what it waits for.
 
 Collectives are exposed: a rank waits for each of them, as the runtime does, except for
-what ZeRO-3 gathers and ZeRO-2 and 3 scatter of parameters, and for gradients that leave
-once a step: that moves while another block computes, and slows it a little.
+what ZeRO-3 gathers and ZeRO-2 and 3 scatter of parameters, and for parameters that come
+and gradients that leave once a step: that moves while another block computes, and slows
+it a little.
 """
 
 from __future__ import annotations

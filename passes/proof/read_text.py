@@ -35,6 +35,7 @@ APART = re.compile(r"(?:\bi [+-] |range\([^,)]*,[^,)]*, )$")
 NUMBERS = re.compile(r"\d+")
 ENTRY = re.compile(r'"([^"]+)": (\w+)')
 KNOWN = ("c", "p", "g", "k", "b")  # arguments that mean the same everywhere
+ENTRY_OF = re.compile(r'\b(?:b|made)\[f?"([^"]*)"\]')
 TARGET = re.compile(r"[\[\]\w, ]+$")
 
 
@@ -126,6 +127,10 @@ class _Reader:
                 yield self.statement(f"hand on {name}", depth)
             return
         left, equals, _ = code.partition(" = ")
+        if equals and ENTRY_OF.search(left):
+            for match in ENTRY_OF.finditer(left):
+                self.keys.setdefault(match[1], f"{len(self.keys)}")
+            left = ENTRY_OF.sub("_", left)
         if equals and TARGET.match(left):
             for name in re.findall(r"[A-Za-z_]\w*", left):
                 self.names.setdefault(name, f"<{len(self.names)}>")

@@ -21,6 +21,7 @@ from passes.stage.overlap import (
     await_gradients,
     by_layer,
     gather_ahead,
+    pause_before_waits,
     scatter_behind,
     tell_ready,
 )
@@ -165,7 +166,7 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
     return LocalStage(
         stage=stage,
         setup=joint.setup,
-        prologue=joint.prologue,
+        prologue=tuple(pause_before_waits(joint.prologue)),
         forward=tuple(reuse(ahead, {*ends, *(v.name for v in saved)})),
         backward=tuple(parts[0]),
         weight_half=tuple(parts[1]) if joint.halves else None,

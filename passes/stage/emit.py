@@ -165,20 +165,30 @@ class _Emitter:
     def once(
         self, head: str, table: str, nodes: Sequence[Node], later: set[str]
     ) -> str:
-        """setup and prologue: a dict of what they make, see `name_families`."""
+        """setup makes a dict, and prologue fills that of the batch: see
+        `name_families`."""
         own = Part(self.find_loops(nodes))
+        # What a prologue makes may be read before all of it is there.
+        into = "made" if table == "k" else table
         made = {
-            name: f'made["{self.keys[name]}"]'
+            name: f'{into}["{self.keys[name]}"]'
             for loop in _loops(own.items)
             for name, _, _ in loop.instances()
             if name in self.keys
         }
+        ends = [v for n in nodes for v in n.results if v.name in later]
+        for v in ends if table == "b" else ():
+            if v.name not in self.keys:
+                self.keys[v.name] = self.key(table, v.name)
+            made[v.name] = f'b["{self.keys[v.name]}"]'
         between = HandOver([own], self.tables | made)
         names = self.tables | made
         function = Function(self.stage.texts, names, between, 0, chains=self.outlined)
-        ends = [v for n in nodes for v in n.results if v.name in later]
-        ends = [v for v in ends if v.name not in made]
         lines = function.body(own.items, ends)
+        if table == "b":
+            self.tables |= made
+            return _function(head, lines or ["pass"])
+        ends = [v for v in ends if v.name not in made]
         for v in ends:
             self.keys.setdefault(v.name, self.key(table, v.name))
         entries = [f'"{self.keys[v.name]}": {function.name(v)}' for v in ends]

@@ -16,9 +16,9 @@ class LocalStage:
     """What one rank runs of a stage. Shapes are the rank's own.
 
     setup, prologue, forward: as in `Stage`. backward: from the cotangents of `sends` to
-    those of `receives`. epilogue: once a step, after all backwards. saved: what forward
-    keeps for backward. grads: parameter, or what is gathered for the whole step, -> the
-    buffer that its gradient is added to.
+    those of `receives`. epilogue: once a step, after the backwards; block by block, as
+    gradients are ready. saved: what forward keeps for backward. grads: parameter, or
+    what is gathered for the whole step, -> the buffer that its gradient is added to.
     weight_half: None, or the part of the backward that can run later than the rest,
     which is `backward` then; kept: what it needs of the forward and of that.
     """

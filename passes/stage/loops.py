@@ -275,7 +275,7 @@ class _Body:
     ) -> None:
         self.rows, self.made = rows, made
         # Names of values in the body are those of no other loop.
-        (first, *_) = (*rows[0][0].results, *rows[0][0].operands)
+        first = next(v for n in rows[0] for v in (*n.results, *n.operands))
         self.tag = f"{first.name}@"
         self.carried: dict[tuple[str, str], Carried] = {}
         self.given: dict[tuple[str, ...], Given] = {}

@@ -36,7 +36,8 @@ HANDS_ON = (SCATTER, "aten.reshape.default", "aten.to.dtype")
 ADDS = "autopar.add_"
 
 READY = "comm.ready"
-# Where what runs once a step goes on as soon as some gradients are ready.
+# Where what runs once a step goes on as soon as some gradients are ready, or somebody
+# reads what comes after.
 PAUSE = "comm.pause"
 
 Blocks = Callable[[Sequence[Node]], list[list[Node]]]
@@ -230,6 +231,18 @@ def await_gradients(nodes: Sequence[Node], gradients: Collection[str]) -> list[N
             pause = Node(PAUSE, (tuple(new.values()),), {}, (), where)
             block = [*block[:first], pause, *block[first:]]
         found += block
+    return found
+
+
+def pause_before_waits(nodes: Sequence[Node]) -> list[Node]:
+    """What is gathered once a step, with a pause before what is waited for: it goes on
+    when somebody reads what comes after."""
+    found: list[Node] = []
+    for node in nodes:
+        first = not found or found[-1].op != "comm.wait"
+        if node.op == "comm.wait" and first:
+            found.append(Node(PAUSE, ((),), {}, (), Where(node.where.layer)))
+        found.append(node)
     return found
 
 
