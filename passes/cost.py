@@ -85,13 +85,14 @@ def flops(node: Node) -> int:
 
 
 def _attention_flops(node: Node) -> int:
-    """Of all keys: a ring has a share of them at a time. Not discounted for causality,
-    as in the published formulas."""
+    """Of all keys, or of a window of them: a ring has a share of them at a time. Not
+    discounted for causality, as in the published formulas."""
     is_backward = node.op.endswith("_backward")
     q, k, v = node.operands[1:4] if is_backward else node.operands[:3]
     columns = k.shape[-2]
     if node.op.startswith("comm."):
         columns = prod(extent for extent, _ in node.args[-3])
+    columns = min(columns, node.kwargs.get("window", columns))
     rows = q.numel // q.shape[-1]
     scores, values = PRODUCTS_OF_ATTENTION[node.op]
     return 2 * rows * columns * (scores * q.shape[-1] + values * v.shape[-1])

@@ -1,4 +1,5 @@
-"""A mask that is too large to be made is told to be causal by some of its rows."""
+"""A mask that is too large to be made is told to be causal, or that of a sliding
+window, by some of its rows."""
 
 from __future__ import annotations
 
@@ -23,6 +24,10 @@ MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "strict": lambda r, c: c < r,
     "one more": lambda r, c: c <= r + 1,
     "window": lambda r, c: (c <= r) & (c > r - 40),
+    "window of distances": lambda r, c: (r - c >= 0) & (r - c <= 39),
+    "window of one": lambda r, c: c == r,
+    "window ahead": lambda r, c: (c >= r) & (c < r + 40),
+    "window and first": lambda r, c: (c <= r) & ((c > r - 40) | (c < 2)),
     "prefix": lambda r, c: (c <= r) | (c < 50),
     "late rows see all": lambda r, c: (c <= r) | (r > 70),
     "one row sees all": lambda r, c: (c <= r) | ((r > 40) & (r < 42)),
@@ -56,4 +61,7 @@ def test_rows_tell_what_the_whole_mask_does(
     monkeypatch.setattr(causal_masks, "SMALL", SEQ)
     graph = normalize(trace(Masked(name), {"x": torch.randn(1, SEQ, 8)})).graph
     (attention,) = [n for n in graph.nodes if n.op == "autopar.attention"]
-    assert (attention.args[3] is None) == attention.args[4] == causal
+    window = {"window": 40, "window of distances": 40, "window of one": 1}.get(name)
+    told = causal or (window is not None and "of one" not in name)
+    assert (attention.args[3] is None) == attention.args[4] == told
+    assert attention.kwargs == ({"window": window} if told and window else {})

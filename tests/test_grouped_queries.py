@@ -299,9 +299,11 @@ def test_a_part_of_a_mesh_has_no_axis_that_shares_keys() -> None:
 # --- what kernels copy ---------------------------------------------------------------
 
 
-def test_copies_inside_of_kernels_are_predicted() -> None:
-    q, dy = torch.randn(2, BATCH, GROUPS * SHARED, 64, 32)
-    k, v = torch.randn(2, BATCH, GROUPS, 64, 32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_inside_of_kernels_are_predicted(dtype: torch.dtype) -> None:
+    """In float32 there are none."""
+    q, dy = torch.randn(2, BATCH, GROUPS * SHARED, 64, 32, dtype=dtype)
+    k, v = torch.randn(2, BATCH, GROUPS, 64, 32, dtype=dtype)
 
     def added(run: Callable[[], tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...], int]:
         with LiveBytes() as live:
@@ -319,6 +321,7 @@ def test_copies_inside_of_kernels_are_predicted() -> None:
     assert forward == pytest.approx(said[0] + out.nbytes + lse.nbytes, rel=0.01)
     own = sum(x.nbytes for x in grads)
     assert 0.8 * backward < said[1] + own <= 1.25 * backward
+    assert bool(said[0]) == (dtype == torch.bfloat16)
 
 
 def node_workspace(op: str, *operands: Tensor) -> int:

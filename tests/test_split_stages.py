@@ -239,3 +239,16 @@ def test_layers_of_unlike_width() -> None:
     ]
     assert found == [[64], [64], [80], [64]]
     case.verify("pp=4,dp=2", 2, zero=1)
+
+
+@pytest.mark.parametrize("mesh", ["cp=2", "pp=2,tp=2"])
+def test_what_layers_make_of_the_same_positions_is_made_once(mesh: str) -> None:
+    """Each layer of Llama takes its view, and share, of the rotations."""
+    few, many = (llama(layers=n).compile(mesh, 2) for n in (4, 8))
+    for program in (few, many):
+        for text in texts(program):
+            setup = text.partition("def setup")[2].partition("def ")[0]
+            lines = [line.partition(" = ")[2] for line in setup.splitlines()]
+            made = [line.partition("#")[0] for line in lines if line]
+            assert len(made) == len(set(made)) > 3
+    assert [t.count("\n") for t in texts(few)] == [t.count("\n") for t in texts(many)]

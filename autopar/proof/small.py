@@ -31,9 +31,10 @@ from passes.shard.propagate import propagate
 class Runnable:
     """A captured model, its program, and what its parameters and buffers are like: real
     values of their shapes, on the CPU, of those that are known. few: the layers that
-    are left. sizes: extent -> small extent; empty if all are as they were. positions:
-    where dims are cut, large and small. factors: of each parameter what extents each
-    dim is a product of, before it was made small."""
+    are left. sizes: extent, or number that positions are compared with -> small one;
+    empty if all are as they were. positions: where dims are cut, large and small.
+    factors: of each parameter what extents each dim is a product of, before it was made
+    small."""
 
     traced: Traced
     program: Program
@@ -83,7 +84,9 @@ def make_small(
     with torch.no_grad():
         like = {k: shrinker.tensor(k, x).cpu() for k, x in like.items() if k in held}
     factors = {v.name: extents.factors[v.name] for v in small.graph.params}
-    return Runnable(small, made, like, few, sizes, extents.positions(sizes), factors)
+    positions = extents.positions(sizes)
+    sizes = {**shrinker.compared, **sizes}
+    return Runnable(small, made, like, few, sizes, positions, factors)
 
 
 def _stages(plan: Plan, few: FewLayers) -> dict[str, int]:

@@ -101,9 +101,17 @@ def attention_backward(
     return dq, _sum_groups(dk, k.shape[1]), _sum_groups(dv, k.shape[1])
 
 
+def in_window(rows: Tensor, keys: Tensor, window: int) -> Tensor:
+    """Which of the keys at some positions [T] the rows at others [S] see, of the last
+    `window` up to their own: bool [S,T]."""
+    apart = rows[:, None] - keys
+    return (apart >= 0).logical_and_(apart < window)
+
+
 @dataclass(frozen=True)
 class _Call:
-    """One attention; what `_prepare` returns has a head of k and v per head of q."""
+    """One attention; what `_prepare` returns has a head of k and v per head of q,
+    unless its kernel takes groups."""
 
     q: Tensor
     k: Tensor
@@ -135,8 +143,9 @@ def _prepare(call: _Call) -> tuple[str, _Call]:
     if mask is not None:
         mask = _additive(mask, q)
         mask = _aligned(mask, q, k) if kernel == "efficient" else mask
-    k, v = (_dense(_spread_groups(x, q.shape[1])) for x in (k, v))
-    return kernel, replace(call, q=_dense(q), k=k, v=v, mask=mask)
+    if not _takes_groups(kernel, q.dtype):
+        k, v = (_spread_groups(x, q.shape[1]) for x in (k, v))
+    return kernel, replace(call, q=_dense(q), k=_dense(k), v=_dense(v), mask=mask)
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, masked: bool, is_causal: bool) -> str:
@@ -162,6 +171,15 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, masked: bool, is_causal: bool) -> s
     if aligned and (ampere or q.dtype != torch.bfloat16):
         return "efficient"
     return "explicit"
+
+
+def _takes_groups(kernel: str, dtype: torch.dtype) -> bool:
+    """Whether a kernel reads a head of keys for several of queries.
+
+    That of the CPU adds up their gradients in the dtype of the keys, which in half
+    precision doubles the rounding error of 8 heads.
+    """
+    return kernel == "flash" or (kernel == "cpu" and dtype.itemsize > 2)
 
 
 def _additive(mask: Tensor, q: Tensor) -> Tensor:

@@ -255,10 +255,12 @@ class Comm(Routing, ABC):
         rows: ring.Split,
         keys: ring.Split,
         axis: str | None,
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """My rows q [B,H,S,E]; k [B,G,T,E] and v [B,G,T,V], of all keys or, on a ring
-        along `axis`, of my own -> out [B,H,S,V], lse [B,H,S]."""
-        scoring = ring.Scoring(mask, is_causal, scale)
+        along `axis`, of my own -> out [B,H,S,V], lse [B,H,S]. window: of the keys that
+        are causal for a row it sees the last so many."""
+        scoring = ring.Scoring(mask, is_causal, scale, window)
         return ring.forward(self, (q, k, v), scoring, rows, keys, axis)
 
     def attention_backward(
@@ -275,9 +277,10 @@ class Comm(Routing, ABC):
         rows: ring.Split,
         keys: ring.Split,
         axis: str | None,
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dy [B,H,S,V] -> the gradients of q, k and v; none for the mask."""
-        scoring = ring.Scoring(mask, is_causal, scale)
+        scoring = ring.Scoring(mask, is_causal, scale, window)
         found = (out, lse)
         return ring.backward(self, dy, (q, k, v), found, scoring, rows, keys, axis)
 

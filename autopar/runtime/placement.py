@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.runtime import kernels
+from autopar.runtime.attention import in_window
 from autopar.runtime.choices import Choices
 from passes.mesh import TIME, Axes, Mesh, as_axes
 from passes.shard.shares import Pieces, extent, shares, within
@@ -148,14 +149,18 @@ class Placement:
         return rows
 
     def causal_mask(
-        self, position: tuple[tuple[int, tuple[str, ...]], ...], columns: int
+        self,
+        position: tuple[tuple[int, tuple[str, ...]], ...],
+        columns: int,
+        window: int | None = None,
     ) -> Tensor:
         """Which keys my rows of a sequence may see: bool [my rows, columns].
 
         position: the factors of the dim of rows: (global extent, axes that split it).
+        window: keys up to its own that a row sees at most.
         """
-        rows = self._positions(position)
-        return rows[:, None] >= torch.arange(columns, device=self.device)
+        rows, keys = self._positions(position), torch.arange(columns)
+        return in_window(rows, keys.to(self.device), window or columns)
 
     # Rows and entries of a sharded dim. Indices are global and int64; sizes are those
     # of the dim before it was split. What another rank holds counts as zero here.

@@ -18,8 +18,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from autopar.runtime.attention import Gradients, attention_backward, attention_over_part
-from passes.shard.shares import Pieces, Tile, causal_tiles, extent
+from autopar.runtime.attention import (
+    Gradients,
+    attention_backward,
+    attention_over_part,
+    in_window,
+)
+from passes.shard.shares import Pieces, Tile, causal_tiles, extent, window_tiles
 
 if TYPE_CHECKING:
     from autopar.runtime.comm import Comm, Receipt
@@ -30,11 +35,13 @@ Split = tuple[tuple[int, tuple[str, ...]], ...]
 @dataclass(frozen=True)
 class Scoring:
     """What turns queries and keys into scores. mask: [..., my rows, all keys], either
-    of which may be 1, as `attention` takes it; not with is_causal."""
+    of which may be 1, as `attention` takes it; not with is_causal. window: of the keys
+    that are causal for a row it sees the last so many."""
 
     mask: Tensor | None
     is_causal: bool
     scale: float | None
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ def forward(
                 q[:, :, at],
                 visit.k[:, :, to],
                 visit.v[:, :, to],
-                _mask(scoring, visit, at, to),
+                _mask(scoring, visit, tile),
                 tile.causal,
                 scoring.scale,
             )
@@ -132,7 +139,7 @@ def _add_gradients(
         visit.v[:, :, to],
         out,
         lse,
-        _mask(scoring, visit, at, to),
+        _mask(scoring, visit, tile),
         tile.causal,
         scoring.scale,
         partial=True,
@@ -192,6 +199,8 @@ def _pieces(comm: Comm, split: Split) -> Pieces:
 
 def _tiles(scoring: Scoring, rows: Pieces, visit: Visit) -> Sequence[Tile]:
     """What of the scores is to be computed, while these keys are here."""
+    if scoring.window is not None:
+        return window_tiles(rows, visit.pieces, scoring.window)
     if scoring.is_causal:
         return causal_tiles(rows, visit.pieces)
     return (Tile(0, extent(rows), 0, extent(visit.pieces)),)
@@ -201,9 +210,16 @@ def _keys(tile: Tile) -> slice:
     return slice(tile.key, tile.key + tile.keys)
 
 
-def _mask(scoring: Scoring, visit: Visit, rows: slice, keys: slice) -> Tensor | None:
+def _mask(scoring: Scoring, visit: Visit, tile: Tile) -> Tensor | None:
     """The part of the mask of some of my rows and some of the keys that are here."""
+    if scoring.window is not None:
+        if tile.ahead is None:
+            return None
+        positions = torch.arange(max(tile.rows, tile.keys), device=visit.k.device)
+        rows, keys = positions[: tile.rows] + tile.ahead, positions[: tile.keys]
+        return in_window(rows, keys, scoring.window)
     mask = scoring.mask
+    rows, keys = slice(tile.row, tile.row + tile.rows), _keys(tile)
     if mask is None:
         return None
     if mask.shape[-1] > 1:

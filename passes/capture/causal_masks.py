@@ -1,4 +1,4 @@
-"""Whether a mask that is too large to be made is the causal one: row by row."""
+"""What of a causal mask another mask shows: one too large to be made, row by row."""
 
 from __future__ import annotations
 
@@ -24,20 +24,32 @@ VIEWS = frozenset({"aten.reshape", "aten.expand"})
 SMALL = 2**20  # elements of what is evaluated whole
 
 
-def is_causal_mask(rewriter: Rewriter, mask: Value) -> bool:
-    """Whether each row of a bool mask [..., rows, columns] shows the columns up to its
-    own number, for any size."""
+def causal_window(rewriter: Rewriter, mask: Value) -> int | None:
+    """How many columns up to its own number each row of a bool mask [..., rows,
+    columns] shows, at most: all rows of a causal mask, fewer of a sliding window. None
+    for another mask."""
     rows, columns = mask.shape[-2:] if len(mask.shape) > 1 else (0, 1)
     if mask.dtype != torch.bool or rows != columns or mask.numel != rows * columns:
-        return False
+        return None
+    if (known := rewriter.constant(mask)) is not None:
+        known = known.reshape(rows, columns)
+        window = int(known[-1].sum())
+        shown = torch.ones_like(known).tril().triu(1 - window)
+        return window if window and torch.equal(known, shown) else None
     numbers: set[int] = set()
     if not _is_of_positions(rewriter, mask, numbers):
-        return False
-    for row in _telling(numbers, rows):
+        return None
+    window = rows
+    for row in reversed(_telling(numbers, rows)):
         found = _row(rewriter, mask, row, rows)
-        if found is None or not torch.equal(found, torch.arange(columns) <= row):
-            return False
-    return True
+        if found is None:
+            return None
+        if row == rows - 1:
+            window = int(found.sum())
+        apart = row - torch.arange(columns)
+        if not torch.equal(found, (apart >= 0) & (apart < window)):
+            return None
+    return window or None
 
 
 def _telling(numbers: set[int], rows: int) -> list[int]:

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 
 from passes.arguments import arguments
-from passes.capture.causal_masks import is_causal_mask
+from passes.capture.causal_masks import causal_window
 from passes.capture.rewrite import Rewriter
 from passes.capture.spell_groups import without_copies
 from passes.graph import Node, Value, Where
 
 
 def attention(rewriter: Rewriter, node: Node) -> Value:
-    """SDPA: a causal mask becomes the flag; with dropout it is spelled out."""
+    """SDPA: a causal mask becomes the flag, one of a sliding window a number with it;
+    with dropout it is spelled out."""
     given = arguments(node)
     is_causal, scale = bool(given["is_causal"]), given["scale"]
     q, k, v, mask = _with_heads(rewriter, given, node)
@@ -25,15 +26,16 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
         scale = 1.0 / math.sqrt(q.shape[-1])
     if (expanded := rewriter.producer(mask, "aten.expand")) is not None:
         mask = expanded.operands[0]  # it broadcasts as it is
-    known = rewriter.constant(mask) if mask is not None else None
-    if known is not None and known.dtype == torch.bool:
-        square = known.shape[-2] == known.shape[-1]
-        if bool(known.all()):
+    seen: dict[str, Any] = {}
+    if mask is not None and mask.dtype == torch.bool:
+        known = rewriter.constant(mask)
+        window = causal_window(rewriter, mask)
+        if known is not None and bool(known.all()):
             mask = None
-        elif square and torch.equal(known, torch.ones_like(known).tril()):
+        elif window == mask.shape[-1]:
             mask, is_causal = None, True
-    elif mask is not None and known is None and is_causal_mask(rewriter, mask):
-        mask, is_causal = None, True
+        elif window is not None and given["dropout_p"] == 0.0:
+            mask, is_causal, seen = None, True, {"window": window}
     if given["dropout_p"] > 0.0:
         y = _explicit_attention(
             rewriter, node, (q, k, v), mask, is_causal, scale, given["dropout_p"]
@@ -42,7 +44,7 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
         k, v = without_copies(rewriter, k, v)
         args = (q, k, v, mask, is_causal, scale)
         place: dict[str, Any] = {"shape": shape, "dtype": q.dtype, "where": node.where}
-        y = rewriter.emit("autopar.attention", *args, **place)
+        y = rewriter.emit("autopar.attention", *args, **seen, **place)
     return rewriter.reshape(y, node.out.shape, node.where)
 
 

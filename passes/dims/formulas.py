@@ -43,17 +43,20 @@ def attention(
     mask: Tensor | None,
     is_causal: bool,
     scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """softmax(q k^T scale + mask) v -> [b,h,s,v].
 
     q [b,h,s,e], k [b,g,t,e], v [b,g,t,v], where g divides h. A causal mask is
-    aligned at the top left; a row that attends to nothing gives 0.
+    aligned at the top left; a row that attends to nothing gives 0. window: of these
+    keys a row sees so many, its own being the last.
     """
     copies = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
     scores = q @ k.transpose(-2, -1) * scale
     if is_causal:
         causal = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        causal = causal if window is None else causal.triu(1 - window)
         scores = scores.masked_fill(~causal, -math.inf)
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, -math.inf)
@@ -91,10 +94,19 @@ def _expert_linear_from(
 
 
 def _attention_from(
-    start: int, q: Tensor, k: Tensor, v: Tensor, mask: Any, _: bool, scale: float
+    start: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    _: bool,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     rows, columns = torch.arange(q.shape[2]) + start, torch.arange(k.shape[2])
-    return attention(q, k, v, rows[:, None] >= columns, False, scale)
+    apart = rows[:, None] - columns
+    seen = (apart >= 0) & (apart < (window or len(columns)))
+    return attention(q, k, v, seen, False, scale)
 
 
 def _pick_from(start: int, x: Tensor, index: Tensor, *_: Any) -> Tensor:

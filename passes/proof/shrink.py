@@ -30,6 +30,7 @@ class Shrinker:
 
     def __init__(self, extents: Extents, sizes: Mapping[int, int]) -> None:
         self.extents, self.sizes = extents, sizes
+        self.compared: dict[int, int] = {}  # with positions, and what these became
 
     def graph(self, traced: Traced) -> Traced:
         """The captured model with small sizes. Raises NotShrunk where an op does not
@@ -92,16 +93,19 @@ class Shrinker:
         """A number that is compared with positions: its place among the sizes."""
         if abs(n) <= SMALL_NUMBER:
             return n
-        sign, n = (1, n) if n > 0 else (-1, -n)
+        self.compared[abs(n)] = self._place(abs(n))
+        return self.compared[abs(n)] * (1 if n > 0 else -1)
+
+    def _place(self, n: int) -> int:
         known = sorted(self.sizes)
         if n in self.sizes:
-            return sign * self.sizes[n]
+            return self.sizes[n]
         below = max((k for k in known if k < n), default=0)
         above = min((k for k in known if k > n), default=0)
         if not above:
-            return sign * (self.sizes.get(below, 0) + n - below)
+            return self.sizes.get(below, 0) + n - below
         low, high = self.sizes.get(below, 0), self.sizes[above]
-        return sign * (low + (n - below) * (high - low) // (above - below))
+        return low + (n - below) * (high - low) // (above - below)
 
     def _cut(self, node: Node, new: Node) -> Node:
         found = cut_of(node)

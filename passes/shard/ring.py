@@ -128,15 +128,17 @@ def workspace(node: Node) -> int:
     """Bytes that attention needs while it runs.
 
     On a ring: keys and values at work and under way; gradients of them at work, on the
-    way to the next rank, and from the one before. Where queries share keys: copies, as
-    kernels take a head of keys for each of queries, and give as many gradients.
+    way to the next rank, and from the one before. Where queries share keys in half
+    precision: copies, as some kernels take a head of keys for each of queries, and give
+    as many gradients.
     """
     if node.op not in KERNELS:
         return 0
     k, v = _keys_and_values(node)
     is_backward = node.op.endswith("_backward")
     shared = node.args[1 if is_backward else 0].shape[1] // max(k.shape[1], 1)
-    needed = 0 if shared == 1 else (k.bytes + v.bytes) * shared * (1 + is_backward)
+    copies = shared > 1 and k.dtype.itemsize == 2
+    needed = copies * (k.bytes + v.bytes) * shared * (1 + is_backward)
     if ring_of(node) is not None:
         needed += 2 * (k.bytes + v.bytes)
         if is_backward:

@@ -14,6 +14,7 @@ from itertools import pairwise
 from passes.mesh import balanced, start
 
 Pieces = tuple[tuple[int, int], ...]
+LEAST_ROWS = 128  # of a tile in a sliding window
 
 
 @cache
@@ -69,13 +70,15 @@ def extent(pieces: Pieces) -> int:
 @dataclass(frozen=True)
 class Tile:
     """Rows [row, row + rows) of a share of queries see keys [key, key + keys) of a
-    share of keys: all of them; or, if `causal`, each those up to its own position."""
+    share of keys: all of them; or, if `causal`, each those up to its own position.
+    ahead: the first row's position less the first key's, where a window shows some."""
 
     row: int
     rows: int
     key: int
     keys: int
     causal: bool = False
+    ahead: int | None = None
 
 
 @cache
@@ -95,6 +98,30 @@ def causal_tiles(rows: Pieces, keys: Pieces) -> tuple[Tile, ...]:
             found.append(Tile(after - length, length, passed, length, causal=True))
         _append_full(found, Tile(after, total - after, passed, length))
         passed += length
+    return tuple(found)
+
+
+@cache
+def window_tiles(rows: Pieces, keys: Pieces, window: int) -> tuple[Tile, ...]:
+    """What of a sliding window lies in these rows and these keys: few rows at a time,
+    so that what is computed in vain is a quarter of the window."""
+    height = max(window // 4, LEAST_ROWS)
+    found: list[Tile] = []
+    row = 0
+    for begin, length in rows:
+        for first in range(begin, begin + length, height):
+            count = min(height, begin + length - first)
+            passed = 0
+            for start_, size in keys:
+                low = max(start_, first - window + 1)
+                high = min(start_ + size, first + count)
+                if low < high:
+                    full = high <= first + 1 and low > first + count - 1 - window
+                    ahead = None if full else first - low
+                    at = passed + low - start_
+                    found.append(Tile(row, count, at, high - low, ahead=ahead))
+                passed += size
+            row += count
     return tuple(found)
 
 

@@ -55,9 +55,10 @@ def spell_masks(nodes: list[Node]) -> list[Node]:
             q, k, v, _, _, scale, position, *_ = node.args
             shape = (q.shape[2], k.shape[2])
             mask = Value(f"{node.out.name}_mask", shape, torch.bool)
-            drawn = Node("comm.causal_mask", (position, k.shape[2]), {}, (mask,))
+            args = (position, k.shape[2])
+            drawn = Node("comm.causal_mask", args, node.kwargs, (mask,))
             args = (q, k, v, mask, False, scale)
-            used = replace(node, op="autopar.attention", args=args)
+            used = replace(node, op="autopar.attention", args=args, kwargs={})
         else:
             found.append(node)
             continue

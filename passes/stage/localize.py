@@ -134,12 +134,13 @@ def _choose(at: Localizer, node: Node, local: Node) -> Node:
 
 def _attention(at: Localizer, node: Node, local: Node) -> Node:
     """Attention of some of the rows, under a causal mask, goes by their positions; so
-    does attention to some of the keys, which are passed round: see
-    `passes.shard.ring`."""
+    does attention to a window of the keys, or to some of them, which are passed round:
+    see `passes.shard.ring`."""
     q, k, is_causal = node.args[0], node.args[1], node.args[4]
     rows, keys = at.position(q, 2), at.position(k, 2)
     axes = [axis for _, split in keys for axis in split]
-    if not axes and not (is_causal and any(split for _, split in rows)):
+    apart = is_causal and any(split for _, split in rows)
+    if not axes and not apart and "window" not in node.kwargs:
         return local
     assert len(axes) < 2, f"{node}: keys are passed round on one axis, not on {axes}"
     ring, ranks = (axes[0], at.sizes[axes[0]]) if axes else (None, 1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from passes.cost import NOTHING, Costs, Seconds
 from passes.dims.name_dims import Dims
@@ -154,9 +155,7 @@ class _Cutter:
         self.taken = {v.name for v in self.renamed.values()}
         for v in receives:
             self._rename(v, "x")
-        parts: dict[str, list[Node]] = {"setup": [], "prologue": [], "forward": []}
-        for node in nodes:
-            parts[self._part(node)].append(self._rename_node(node))
+        parts = self._parts(nodes)
         dims, shardings = self.lowered.dims, self.lowered.shardings
         old = {v.name: name for name, v in self.renamed.items()}
         traced = self.lowered.traced
@@ -211,6 +210,28 @@ class _Cutter:
                 chosen[id(node)] = node
                 waiting.append(node)
         return sorted(chosen.values(), key=lambda n: self.position[id(n)])
+
+    def _parts(self, nodes: Sequence[Node]) -> dict[str, list[Node]]:
+        """What runs when. Of what is not run for each microbatch, equal nodes are one:
+        layers that make the same of the same positions share it."""
+        parts: dict[str, list[Node]] = {"setup": [], "prologue": [], "forward": []}
+        known: dict[Any, Node] = {}
+        same: dict[str, Value] = {}
+        dims, shardings = self.lowered.dims, self.lowered.shardings
+        for node in nodes:
+            part = self._part(node)
+            own = self._rename_node(node).substitute(lambda v: same.get(v.name, v))
+            if part != "forward":
+                lies = [(dims[v.name], shardings[v.name]) for v in node.results]
+                there = [v is not None for v in node.outs]
+                key = repr((own.op, own.args, dict(own.kwargs), there, lies))
+                first = known.setdefault(key, own)
+                if first is not own:
+                    names = (v.name for v in own.results)
+                    same.update(zip(names, first.results, strict=True))
+                    continue
+            parts[part].append(own)
+        return parts
 
     def _part(self, node: Node) -> str:
         """When a node runs: with the constants, with the batch, or in the loop."""

@@ -127,7 +127,8 @@ def attention(
     q, k, v, *others = node.args
     dq, dk, dv = (tape.fresh(x) for x in (q, k, v))
     args = (dys[0], q, k, v, *node.outs, *others)
-    tape.append(Node(f"{node.op}_backward", args, {}, (dq, dk, dv), node.where))
+    op = f"{node.op}_backward"
+    tape.append(Node(op, args, node.kwargs, (dq, dk, dv), node.where))
     return [dq, dk, dv] + [None] * (len(node.operands) - 3)
 
 
