@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
+from draws import Model
 
 import autopar
-from autopar.examples.gpt import tiny
+from autopar.examples.gpt import Config, build
 from autopar.machine.backend import BackendError, resolve_backend
+from autopar.options import make_plan
 from autopar.runtime import inductor, kernels, plain_kernels
 from autopar.runtime.executor import load_module
 from autopar.runtime.inductor import CompiledFunction, Kept, compile_functions
 from autopar.verify import verify
+from passes.cost import Costs
 from passes.plan import PlanError
 
 CPU = torch.device("cpu")
@@ -34,8 +38,9 @@ def strange(x):
 @pytest.fixture(scope="session")
 def kept(tmp_path_factory):
     """Where all tests keep what they compile."""
-    # Whether g++ knows the processor takes it 10 s to find out.
-    import_module("torch._inductor.config").cpp.vec_isa_ok = True
+    # Code without vector instructions is compiled sooner, by a third.
+    config = import_module("torch._inductor.config")
+    config.cpp.vec_isa_ok, config.cpp.simdlen = True, 1
     return tmp_path_factory.mktemp("compiled")
 
 
@@ -76,19 +81,29 @@ def test_arguments_that_share_memory_are_not_written_by_compiled_code(tmp_path):
     """A kernel might read what another one has written over."""
     double = _functions(tmp_path)["double"]  # of rows that are views of one tensor
     base = torch.ones(2, 2)
-    assert double.writes
+    _, _, written = double.traced((base[0], base[1]))
+    assert written == [0]
     signature = inductor._signature((base[0], base[1]))
-    double.ready[signature] = lambda *args: pytest.fail("compiled code wrote")
+    code = inductor.Compiled(lambda *args: pytest.fail("compiled code wrote"), (0,))
+    double.ready[signature] = code
     assert double(base[0], base[1]).tolist() == [2.0, 2.0]
+    assert "double (model.py:7) writes over an argument" in double.kept.refused[0]
     with pytest.raises(pytest.fail.Exception):
         double(base[0], torch.ones(2))
 
 
 def test_plain_kernels_compute_what_the_kernels_do():
     x, m = torch.randn(3, 5, dtype=torch.bfloat16), torch.randn(3)
-    for name in ("sum_exp", "sum_exp_backward"):
-        args = (x, m) if name == "sum_exp" else (torch.randn(3), x, m)
-        plain, blocked = (getattr(k, name)(*args) for k in (plain_kernels, kernels))
+    calls = {
+        "sum_exp": (x, m),
+        "sum_exp_backward": (torch.randn(3), x, m),
+        "bias_grad_": (torch.zeros(5), torch.randn(2, 3, 5)),
+    }
+    for name, args in calls.items():
+        plain, blocked = (
+            getattr(k, name)(*[a.clone() for a in args])
+            for k in (plain_kernels, kernels)
+        )
         torch.testing.assert_close(plain, blocked)
         assert plain.dtype is blocked.dtype
 
@@ -121,11 +136,40 @@ def test_compiled_code_of_another_version_is_made_again_and_said(tmp_path, caplo
 
 @pytest.mark.slow
 def test_loss_and_gradients_are_those_of_the_model(kept):
-    model, batch = tiny()
-    plan = autopar.Plan(autopar.Mesh.parse("tp=2"), backend="inductor")
+    model, batch = build(Config(layers=2, width=32, heads=2, context=16, vocab=64), 4)
+    plan = autopar.Plan(autopar.Mesh.parse("pp=1"), 2, backend="inductor")
     program = autopar.compile_offline(model, batch, plan)
     compiled = Kept(kept)
     proof = verify(program, model, batch, compiled=compiled).check()
     assert compiled.compiled
     assert not compiled.refused
     assert verify(program, model, batch).check().worst != proof.worst
+
+
+TECHNIQUES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
+    "tp-dropout": ("plain_gpt", {"dropout": 0.2}, "tp=2", {}),
+    "1f1b": ("plain_gpt", {}, "pp=2", {"microbatches": 2}),
+    "zero-bubble": ("plain_gpt", {}, "pp=2", {"schedule": "zb-h1", "microbatches": 2}),
+    "zero-3": ("plain_gpt", {}, "dp=2", {"zero": 3}),
+    "ring": ("gpt2", {"padded": True}, "cp=2", {"context_parallel": "ring"}),
+    "experts": ("switch_gpt", {"top_k": 2}, "ep=2", {}),
+    "recompute": ("plain_gpt", {"dropout": 0.2}, "", {"recompute": "full"}),
+    "bf16": ("plain_gpt", {}, "tp=2", {"precision": "bf16"}),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_each_technique_is_exact_with_compiled_functions(kept, name):
+    kind, sizes, mesh, options = TECHNIQUES[name]
+    case = Model(kind, tuple({"layers": 2, **sizes}.items()), 0.0).build()
+    if name == "bf16":  # autocast leaves float64 as it is
+        case.model.float()
+    plan = make_plan(mesh, **options)
+    program = autopar.compile_offline(
+        case.model, case.batch, plan, case.loss_fn, costs=Costs()
+    )
+    compiled = Kept(kept)
+    verify(program, case.model, case.batch, case.loss_fn, compiled=compiled).check()
+    assert not compiled.refused
+    assert compiled.compiled

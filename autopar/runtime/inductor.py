@@ -27,8 +27,9 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -50,10 +51,8 @@ ENTRIES = frozenset({"setup", "prologue", "forward", "backward", "epilogue"})
 ENTRIES |= {"backward_input", "backward_weight"}
 STAMP, CODE = "versions.json", "inductor"
 PAUSE = 5.0  # seconds between lines of progress
-WRITES = re.compile(r"\w_\(")  # a call that writes over its operand
 PLACE = re.compile(r"  # .*?(\S+\.py:\d+)")
 Signature = tuple[Any, ...]
-Run = Callable[..., Any]
 
 
 def compile_functions(module: dict[str, Any], text: str, kept: Kept) -> None:
@@ -69,64 +68,71 @@ def compile_functions(module: dict[str, Any], text: str, kept: Kept) -> None:
     for node in found:
         end = node.body[-1]
         if isinstance(end, ast.Return):
-            source = ast.get_source_segment(text, node) or ""
-            single = not isinstance(end.value, ast.Tuple)
-            plain = module[node.name]
-            module[node.name] = CompiledFunction(plain, source, single, kept)
+            place = PLACE.search(ast.get_source_segment(text, node) or "")
+            module[node.name] = CompiledFunction(
+                module[node.name],
+                ast.unparse(node),
+                place[1] if place else "of no line of the model",
+                not isinstance(end.value, ast.Tuple),
+                kept,
+            )
 
 
 class CompiledFunction:
     """An emitted function that is compiled when it is called.
 
-    plain: as it is written, which runs where Inductor refuses it. source: its text.
-    single: whether it returns a tensor, and not several.
+    plain: as it is written, which runs where Inductor refuses it. source: its text
+    without comments. place: the line of the model that it begins with. single: whether
+    it returns a tensor, and not several.
     """
 
     def __init__(
-        self, plain: FunctionType, source: str, single: bool, kept: Kept
+        self, plain: FunctionType, source: str, place: str, single: bool, kept: Kept
     ) -> None:
-        self.plain, self.source, self.single, self.kept = plain, source, single, kept
-        self.name = plain.__name__
-        self.writes = bool(WRITES.search(source))
-        self.ready: dict[Signature, Run] = {}
+        self.plain, self.source, self.place = plain, source, place
+        self.single, self.kept, self.name = single, kept, plain.__name__
+        self.ready: dict[Signature, Compiled | None] = {}
 
     def __call__(self, *args: Any) -> Any:
         signature = _signature(args)
-        run = self.ready.get(signature) or self._prepare(signature, args)
-        if run is self.plain or (self.writes and _share_memory(args)):
+        if signature not in self.ready:
+            self._prepare(signature, args)
+        compiled = self.ready.get(signature)
+        if compiled is None:
             return self.plain(*args)
-        found = run(*[a for a in args if isinstance(a, Tensor)])
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        if compiled.writes and _share_memory(tensors, compiled.writes):
+            self.kept.refuse(
+                f"{self.name} ({self.place}) writes over an argument that shares its "
+                "memory with another one, and runs as it is written"
+            )
+            return self.plain(*args)
+        found = compiled.run(*tensors)
         return found[0] if self.single else found
 
-    def _prepare(self, signature: Signature, args: tuple[Any, ...]) -> Run:
-        shapes = _shapes(signature)
-        run: Run
-        if any(_shapes(known) != shapes for known in self.ready):
+    def _prepare(self, signature: Signature, args: tuple[Any, ...]) -> None:
+        if any(_differ(known, signature) for known in self.ready):
             self.kept.refuse(
                 f"{self.name} ({self.place}) is given other shapes in each step, and "
                 "runs as it is written: Inductor compiles it for one"
             )
-            return self.plain
+            return
         try:
-            run = self.kept.take(self, signature, args)
+            compiled = self.kept.take(self, signature, args)
         except Exception as error:
             line = (str(error).strip().splitlines() or [""])[0]
             self.kept.refuse(
                 f"Inductor refuses {self.name} ({self.place}), which runs as it is "
                 f"written: {type(error).__name__}: {line}"
             )
-            run = self.plain
-        self.ready[signature] = run
-        return run
+            compiled = None
+        self.ready[signature] = compiled
 
-    @property
-    def place(self) -> str:
-        """The line of the model that it begins with."""
-        found = PLACE.search(self.source)
-        return found[1] if found else "of no line of the model"
-
-    def traced(self, args: tuple[Any, ...]) -> torch.fx.GraphModule:
-        """Its ATen operations on tensors alone, what else it is given being fixed."""
+    def traced(
+        self, args: tuple[Any, ...]
+    ) -> tuple[torch.fx.GraphModule, list[Tensor], list[int]]:
+        """(its ATen operations on tensors alone, what else it is given being fixed;
+        tensors without data as it is given; numbers of those that it writes over)."""
         names = {**self.plain.__globals__, "kernels": plain_kernels}
         plain = FunctionType(self.plain.__code__, names, self.name)
 
@@ -144,12 +150,14 @@ class CompiledFunction:
                 for x in args
                 if isinstance(x, Tensor)
             ]
+            before = [x._version for x in fakes]
             graph = make_fx(on_tensors)(*fakes)
+        known = zip(fakes, before, strict=True)
+        written = [i for i, (x, version) in enumerate(known) if x._version != version]
         for node in graph.graph.nodes:
             if "val" in node.meta:  # by which Inductor finds the mode
                 node.meta["example_value"] = node.meta["val"]
-        graph.meta["fakes"] = fakes
-        return graph
+        return graph, fakes, written
 
 
 def _signature(args: tuple[Any, ...]) -> Signature:
@@ -164,19 +172,31 @@ def _signature(args: tuple[Any, ...]) -> Signature:
     )
 
 
-def _shapes(signature: Signature) -> list[Any]:
-    """Those of tensors; a mask may be there or not."""
-    return [one[0] for one in signature if len(one) == 4]
+def _differ(one: Signature, other: Signature) -> bool:
+    """Whether an argument has two shapes; a mask may be there or not."""
+    pairs = zip(one, other, strict=True)
+    return any(len(a) == len(b) == 4 and a[0] != b[0] for a, b in pairs)
 
 
-def _share_memory(args: tuple[Any, ...]) -> bool:
-    owners = [a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)]
-    return len(set(owners)) < len(owners)
+def _share_memory(tensors: list[Tensor], written: Sequence[int]) -> bool:
+    """Whether one of those written shares memory with any other one."""
+    owners = [x.untyped_storage().data_ptr() for x in tensors]
+    return any(owners.count(owners[i]) > 1 for i in written)
 
 
 # --- what is kept -------------------------------------------------------------------
 
-_in_memory: dict[str, Run] = {}  # of this process, by key
+
+@dataclass(frozen=True)
+class Compiled:
+    """What Inductor made of a function. writes: numbers of the tensors among its
+    arguments that it writes over."""
+
+    run: Callable[..., Any]
+    writes: tuple[int, ...]
+
+
+_in_memory: dict[str, Compiled] = {}  # of this process, by key
 
 
 class Kept:
@@ -191,6 +211,7 @@ class Kept:
         self.compiled = 0  # functions
         self.refused: list[str] = []  # lines on functions that run as they are written
         self._told: set[str] = set()
+        self._taken: list[str] = []  # keys, since the last module was remembered
         self._since = time.monotonic()
         self._checked = False
 
@@ -209,7 +230,7 @@ class Kept:
 
     def take(
         self, function: CompiledFunction, signature: Signature, args: tuple[Any, ...]
-    ) -> Run:
+    ) -> Compiled:
         """A function as compiled before, here or elsewhere, or now. Raises whatever
         Inductor raises."""
         device = next((a.device for a in args if isinstance(a, Tensor)), None)
@@ -220,21 +241,43 @@ class Kept:
                 _in_memory[key] = self._load(i, folder / key) or self._compile(
                     i, folder / key, function, args
                 )
+        self._taken.append(key)
         return _in_memory[key]
 
-    def knows(self, text: str, device: torch.device) -> bool:
-        """Whether all functions of a module were compiled, see `remember`."""
-        return (self._folder() / f"{_key(text, (), device)}.done").is_file()
+    def preload(self, text: str, device: torch.device) -> bool:
+        """Load what a module's functions were compiled to, see `remember`. Returns
+        whether that is known."""
+        folder = self._folder()
+        try:
+            keys = json.loads((folder / _listed(text, device)).read_text())
+        except (OSError, ValueError):
+            return False
+        with _inductor(folder, device) as inductor:
+            for key in keys:
+                found = _in_memory.get(key) or self._load(inductor, folder / key)
+                if found is not None:
+                    _in_memory[key] = found
+        return True
 
     def remember(self, text: str, device: torch.device) -> None:
         """All functions of a module are compiled now, or refused."""
-        (self._folder() / f"{_key(text, (), device)}.done").touch()
+        path = self._folder() / _listed(text, device)
+        scratch = path.with_suffix(f".{os.getpid()}")
+        scratch.write_text(json.dumps(self._taken))
+        scratch.replace(path)
+        self._taken = []
 
-    def _load(self, inductor: Any, path: Path) -> Run | None:
+    def _load(self, inductor: Any, path: Path) -> Compiled | None:
         if not path.is_file():
             return None
+        # It was made for this processor: there is no need to compile a file to see
+        # whether g++ knows its instructions.
+        known = import_module("torch._inductor.config").patch("cpp.vec_isa_ok", True)
         try:
-            return inductor.CompiledArtifact.load(path=str(path), format="binary")
+            writes = json.loads(_writes_of(path).read_text())
+            with known:
+                run = inductor.CompiledArtifact.load(path=str(path), format="binary")
+            return Compiled(run, tuple(writes))
         except Exception as error:
             self.say_once(
                 f"compiled code in {path.parent} cannot be read, and is compiled "
@@ -249,11 +292,11 @@ class Kept:
         path: Path,
         function: CompiledFunction,
         args: tuple[Any, ...],
-    ) -> Run:
+    ) -> Compiled:
         self._progress(function, path.parent)
-        graph = function.traced(args)
-        fakes = graph.meta.pop("fakes")
+        graph, fakes, written = function.traced(args)
         made = inductor.standalone_compile(graph, fakes, dynamic_shapes="from_graph")
+        _writes_of(path).write_text(json.dumps(written))
         try:
             made.save(path=str(path), format="binary")
         except Exception as error:
@@ -261,7 +304,7 @@ class Kept:
                 f"{function.name} ({function.place}) is compiled again by each "
                 f"process, as it cannot be kept: {type(error).__name__}: {error}"
             )
-        return made
+        return Compiled(made, tuple(written))
 
     def _progress(self, function: CompiledFunction, folder: Path) -> None:
         self.compiled += 1
@@ -334,6 +377,16 @@ def _key(source: str, signature: Signature, device: torch.device) -> str:
     config = import_module("torch._inductor.config")
     made_of = (source, signature, _own_code(), _processor(device), config.get_hash())
     return hashlib.sha256(repr(made_of).encode()).hexdigest()[:24]
+
+
+def _writes_of(path: Path) -> Path:
+    """The file beside compiled code that says over what it writes."""
+    return path.with_suffix(".writes")
+
+
+def _listed(text: str, device: torch.device) -> str:
+    """The file that has the keys of a module's functions."""
+    return f"{_key(text, (), device)}.json"
 
 
 @cache

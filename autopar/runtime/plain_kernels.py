@@ -4,26 +4,17 @@ A block of rows at a time saves memory where each op writes its result out. Fuse
 formula alone reads its operands once and keeps nothing in between.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from autopar.runtime.kernels import (
-    add_,
-    affine,
-    attention,
-    attention_backward,
-    masked_scale,
-)
+from autopar.runtime import kernels
 
-__all__ = [
-    "add_",
-    "affine",
-    "attention",
-    "attention_backward",
-    "masked_scale",
-    "sum_exp",
-    "sum_exp_backward",
-]
+
+def __getattr__(name: str) -> Any:
+    """The others are plain enough."""
+    return getattr(kernels, name)
 
 
 def sum_exp(x: Tensor, m: Tensor) -> Tensor:
@@ -35,3 +26,8 @@ def sum_exp_backward(dy: Tensor, x: Tensor, m: Tensor) -> Tensor:
     """As `autopar.runtime.kernels.sum_exp_backward`: gradient for x, in its dtype."""
     shifted = (x - m[..., None]).exp()
     return torch.mul(shifted, dy[..., None]).to(x.dtype)
+
+
+def bias_grad_(grad: Tensor, dy: Tensor) -> Tensor:
+    """As `autopar.runtime.kernels.bias_grad_`: grad [N] += dy [..., N] summed."""
+    return grad.add_(dy.flatten(0, -2).sum(0, dtype=grad.dtype))

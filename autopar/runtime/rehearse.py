@@ -32,7 +32,7 @@ def rehearse(executor: Executor) -> None:
     }
     for index, stage in executor.stages.items():
         text = program.modules[program.module_of(comm.rank, index)]
-        if not kept.knows(text, comm.device):
+        if not kept.preload(text, comm.device):
             play(alone, stage, batch)
             stage.batch = Batch()
             kept.remember(text, comm.device)

@@ -1,0 +1,203 @@
+"""Kernels and bytes of a layer, compiled by Inductor, beside torch.compile's own.
+
+Counts what Inductor's scheduler has after fusion: kernels, products and other calls,
+and the bytes that they read and write; nothing is run, and no GPU is needed. Of a
+GPT's layer on one rank: forward, and backward with gradients added up over
+microbatches, which torch.compile leaves to autograd, a sum in place for each parameter.
+
+    python examples/benchmarks/compiled_layer.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+import autopar
+from autopar.proof.ranks import local_parameters
+from autopar.runtime.comm import Comm
+from autopar.runtime.executor import Executor
+from autopar.runtime.inductor import CompiledFunction, Kept
+from autopar.runtime.virtual import run_virtual
+from examples.gpt import GPT, Block, Config
+from passes.cost import Costs
+
+
+@dataclass
+class Count:
+    """kernels: calls of compiled or library code. bytes: that they read and write."""
+
+    kernels: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Count) -> Count:
+        return Count(self.kernels + other.kernels, self.bytes + other.bytes)
+
+    def __sub__(self, other: Count) -> Count:
+        return Count(self.kernels - other.kernels, self.bytes - other.bytes)
+
+
+# Ops that neither compute nor move anything.
+FREE = frozenset({"view", "_unsafe_view", "reshape", "detach", "alias", "transpose"})
+FREE |= {"permute", "unbind", "split", "t", "expand", "slice", "select", "squeeze"}
+FREE |= {"unsqueeze", "as_strided", "empty", "new_empty", "empty_like"}
+
+
+class _Outside(TorchDispatchMode):
+    """Counts what runs between compiled functions: each op is a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = Count()
+
+    def counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            with self:
+                return function(*args)
+
+        return counted
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ not in FREE:
+            tensors = _tensors([args, kwargs, found])
+            self.count.kernels += 1
+            self.count.bytes += sum(x.nbytes for x in tensors)
+        return found
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for one in tree:
+            yield from _tensors(one)
+    elif isinstance(tree, dict):
+        yield from _tensors(list(tree.values()))
+
+
+@contextmanager
+def counted_graphs() -> Iterator[list[Count]]:
+    """Of each graph that Inductor compiles meanwhile, in their order."""
+    lowering = import_module("torch._inductor.graph").GraphLowering
+    before: Callable[[Any], Any] = lowering.compile_to_module
+    found: list[Count] = []
+
+    def compile_to_module(graph: Any) -> Any:
+        module = before(graph)
+        nodes = [n for n in graph.scheduler.nodes if "Nop" not in type(n).__name__]
+        found.append(Count(len(nodes), int(graph.count_bytes()[0])))
+        return module
+
+    lowering.compile_to_module = compile_to_module
+    try:
+        yield found
+    finally:
+        lowering.compile_to_module = before
+
+
+class Counting(Kept):
+    """Counts what each call of a function runs; graphs: what was compiled so far."""
+
+    def __init__(self, directory: Path, graphs: list[Count]) -> None:
+        super().__init__(directory)
+        self.graphs, self.count = graphs, Count()
+        self.known: dict[Any, Count] = {}
+
+    def take(self, function: CompiledFunction, signature: Any, args: Any) -> Any:
+        with _disable_current_modes():
+            compiled = super().take(function, signature, args)
+        made = function.source, signature
+        if made not in self.known:
+            self.known[made] = self.graphs[-1]
+        own = self.known[made]
+
+        def counted(*tensors: Tensor) -> Any:
+            self.count += own
+            with _disable_current_modes():
+                return compiled.run(*tensors)
+
+        return replace(compiled, run=counted)
+
+
+def ours(config: Config, batch: Mapping[str, Tensor], kept: Counting) -> Count:
+    """Of a microbatch, forward and backward, on one rank."""
+    torch.manual_seed(0)
+    model = GPT(config)
+    plan = autopar.Plan(autopar.Mesh.parse(""))
+    program = autopar.compile_offline(model, batch, plan, costs=Costs())
+    kept.count = Count()
+
+    def body(comm: Comm) -> Count:
+        held = local_parameters(program, comm, dict(model.named_parameters()))
+        executor = Executor(program, comm, held, {}, compiled=kept)
+        (stage,) = executor.stages.values()
+        outside = _Outside()
+        for name in ("forward", "backward"):
+            stage.module[name] = outside.counting(stage.module[name])
+        executor.step(batch)
+        return outside.count + kept.count
+
+    (found,) = run_virtual(program.mesh, 1, body)
+    if kept.refused:
+        raise RuntimeError("\n".join(kept.refused))
+    return found
+
+
+def theirs(config: Config, samples: int) -> tuple[Count, Count]:
+    """torch.compile of a layer, and what autograd adds of gradients after it."""
+    torch.manual_seed(0)
+    block = Block(config)
+    x = torch.randn(samples, config.context, config.width, requires_grad=True)
+    with counted_graphs() as graphs:
+        y = torch.compile(block, fullgraph=True, dynamic=False)(x)
+        y.backward(torch.ones_like(y))
+    added = sum((Count(1, 3 * p.nbytes) for p in block.parameters()), Count())
+    return sum(graphs, Count()), added
+
+
+def measure(config: Config, samples: int) -> tuple[Count, Count, Count]:
+    """(ours, theirs without and with sums of gradients), of a layer."""
+    tokens = torch.zeros(samples, config.context, dtype=torch.int64)
+    batch = {"ids": tokens, "labels": tokens}
+    import_module("torch._inductor.config").force_disable_caches = False
+    with tempfile.TemporaryDirectory() as folder, counted_graphs() as graphs:
+        kept = Counting(Path(folder), graphs)
+        counts = [ours(replace(config, layers=n), batch, kept) for n in (2, 3)]
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/theirs"
+        alone, added = theirs(config, samples)
+    return counts[1] - counts[0], alone, alone + added
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--samples", type=int, default=4)
+    a = parser.parse_args()
+    config = Config(2, a.width, a.width // 32, a.seq, 128)
+    rows = measure(config, a.samples)
+    names = "functions compiled", "torch.compile", "the same, gradients added up"
+    for name, count in zip(names, rows, strict=True):
+        times = rows[0].bytes / count.bytes
+        print(
+            f"{name:30} {count.kernels:4} kernels {count.bytes / 1e6:8.2f} MB; "
+            f"ours has {times:.3f} times the bytes"
+        )
+
+
+if __name__ == "__main__":
+    main()
