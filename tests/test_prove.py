@@ -31,6 +31,7 @@ from autopar.store import load_plan, save_plan
 from examples.gpt import Config, build
 from passes.capture.trace import trace
 from passes.cost import Costs
+from passes.errors import AutoparError
 from passes.graph import Node
 from passes.mesh import Mesh
 from passes.plan import Plan
@@ -304,6 +305,22 @@ def test_ranks_that_do_not_meet_are_noticed() -> None:
     }
     with pytest.raises(VerificationFailed):
         check_full_size(replace(program, modules=wrong))
+
+
+def test_masks_and_declarations_that_fit_no_model_are_noticed() -> None:
+    config = Config(3, 16, 2, 8, 19, 0.2)
+    *_, program = compiled("", 1, config, recompute="full")
+    assert check_full_size(program) == ()
+    [(key, text)] = program.modules.items()
+    for old, new, says in (
+        ("3 * i + 2", "3 * i + 1", "draws masks"),  # of what is computed again
+        ("3 * i + 3", "4 * i + 3", "draws masks"),
+        ("keep_0 = c.dropout_mask(0.2, 0", "keep_0 = c.dropout_mask(0.2, 1", "draws"),
+        ('"norm.weight": ((16,)', '"norm.weight": ((17,)', "was compiled for"),
+    ):
+        modules = {key: changed(text, old, new)}
+        with pytest.raises(AutoparError, match=says):
+            check_full_size(replace(program, modules=modules))
 
 
 # --- what follows gradients ----------------------------------------------------------

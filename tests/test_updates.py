@@ -437,3 +437,26 @@ def test_on_one_rank_all_is_as_torch_has_it() -> None:
     norm = nn.utils.clip_grad_norm_(step.parameters(), 0.1)
     assert norm > 0.1
     torch.optim.Adafactor(step.parameters()).step()
+
+
+class Averaged(nn.Module):
+    """One of its parameters is read, but has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.mean = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.norm(self.linear(x)) * self.mean.detach()).pow(3).sum()
+
+
+def test_what_has_no_gradient_does_not_decay() -> None:
+    torch.manual_seed(0)
+    model, batch = Averaged(), {"x": torch.randn(4, 6)}
+    step = autopar.compile(model, "", example_inputs=batch)
+    step(**batch)
+    assert {n for n, p in step.named_parameters() if p.grad is None} == {"mean"}
+    torch.optim.AdamW(step.parameters(), weight_decay=0.5).step()
+    assert torch.equal(step.state_dict()["mean"], model.mean)
+    assert not torch.equal(step.state_dict()["linear.bias"], model.linear.bias)

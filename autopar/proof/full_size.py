@@ -59,10 +59,15 @@ class _Listener(EchoComm):
     def __init__(self, mesh: Mesh, microbatches: int, rank: int) -> None:
         super().__init__(mesh, microbatches, META, rank)
         self.calls: list[Call] = []
+        self.masks: dict[str, list[int]] = {}  # function -> those of dropout, in order
         self.function = ""
 
     def enter_function(self, name: str) -> None:
         self.function = name
+
+    def dropout_mask(self, p: float, number: int, position: Any) -> Tensor | None:
+        self.masks.setdefault(self.function, []).append(number)
+        return super().dropout_mask(p, number, position)
 
     def _enter(
         self,
@@ -116,15 +121,40 @@ def check_full_size(program: Program) -> tuple[CutShort, ...]:
     modules: dict[tuple[int, str], list[Call]] = {}
     declared: dict[tuple[int, str], Mapping[str, Any]] = {}
     found: list[CutShort] = []
+    masks: int | None = 0
     for index, stage in enumerate(program.stages):
+        first = masks
         for key, rank in _first_ranks(program, index).items():
-            told = _run_module(program, index, rank)
-            modules[index, key], declared[index, key], cut_short = told
+            comm, declared[index, key], cut_short = _run_module(program, index, rank)
+            modules[index, key] = comm.calls
             found += cut_short
+            masks = _check_masks(comm.masks, index, first)
+            masks = None if cut_short else masks
         _check_meetings(program, index, modules)
         assert stage.modules, "a stage runs on some ranks"
     _check_messages(program, declared)
     return tuple(found)
+
+
+def _check_masks(
+    drawn: Mapping[str, list[int]], stage: int, first: int | None
+) -> int | None:
+    """Masks of dropout are those of the model: a stage draws the next ones, in turn,
+    and may draw some of those before it, of what it computes for itself. What is
+    computed again has one of these, each once. first: of this stage, None if it is not
+    known. Returns the first of the next stage."""
+    own = drawn.get("forward", [])
+    new = own if first is None else [n for n in own if n >= first]
+    start = new[0] if first is None and new else first or 0
+    told = new == [*range(start, start + len(new))]
+    again = [n for name, found in drawn.items() if name != "forward" for n in found]
+    if not told or len({*again}) < len(again) or not {*again} <= {*own}:
+        raise VerificationFailed(
+            f"stage {stage} draws masks {own} of dropout, and again {again}, which are "
+            "not the model's",
+            fix=REPORT,
+        )
+    return start + len(new)
 
 
 def _first_ranks(program: Program, stage: int) -> dict[str, int]:
@@ -158,8 +188,8 @@ def _first_ranks(program: Program, stage: int) -> dict[str, int]:
 
 def _run_module(
     program: Program, index: int, rank: int
-) -> tuple[list[Call], Mapping[str, Any], list[CutShort]]:
-    """(calls, what the module declares, where it stopped before its end)."""
+) -> tuple[_Listener, Mapping[str, Any], list[CutShort]]:
+    """(what it told others, what the module declares, where it stopped too early)."""
     comm = _Listener(program.mesh, program.plan.microbatches, rank)
     mine = set(program.stages_of(rank))
     held = {
@@ -195,12 +225,12 @@ def _run_module(
             key = program.module_of(rank, index)
             place = _statement(error)
             stopped = CutShort(index, key, comm.function, *place, problem)
-            return comm.calls, load_module(program.modules[key], key), [stopped]
+            return comm, load_module(program.modules[key], key), [stopped]
         raise VerificationFailed(
             f"stage {index} does not run on rank {rank} at its own size: {problem}",
             fix=REPORT,
         ) from error
-    return comm.calls, stage.module, []
+    return comm, stage.module, []
 
 
 def _statement(error: BaseException) -> tuple[str, str]:

@@ -23,8 +23,8 @@ def kind_of(x: Tensor) -> Kind:
     return tuple(x.shape), x.dtype, x.device
 
 
-def check_data(name: str, p: Tensor, kind: Kind) -> None:
-    """Whether a parameter has data of the kind that it had. Raises: ParameterError."""
+def check_kind(name: str, p: Tensor, kind: Kind) -> None:
+    """Raises ParameterError if it is not what it was compiled for."""
     if kind_of(p) != kind:
         now, before = (
             f"{dtype_name(dtype)}{list(shape)} on {device}"
@@ -35,6 +35,11 @@ def check_data(name: str, p: Tensor, kind: Kind) -> None:
             fix="give it a tensor like itself, or load whole tensors by "
             "step.load_state_dict(state)",
         )
+
+
+def check_data(name: str, p: Tensor, kind: Kind) -> None:
+    """Whether a parameter has data of the kind that it had. Raises: ParameterError."""
+    check_kind(name, p, kind)
     if not p.is_contiguous():
         raise ParameterError(
             f"'{name}' was given data that is not contiguous",

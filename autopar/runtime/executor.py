@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.changed import check_data, kind_of
+from autopar.runtime.changed import check_data, check_kind, kind_of
 from autopar.runtime.comm import Comm
 from autopar.runtime.inductor import Kept, compile_functions
 from autopar.runtime.loss_scale import LossScale
@@ -246,6 +246,11 @@ class Executor:
         for own, name in names.items():
             held = self.parameters.get(name)
             tensors[own] = self.buffers[name] if held is None else held.detach()
+        declared = {**module["PARAMETERS"], **module["BUFFERS"]}
+        assert declared.keys() == names.keys(), "a module declares all it reads"
+        for own, (shape, dtype) in declared.items():
+            kind = tuple(shape), dtype, tensors[own].device
+            check_kind(names[own], tensors[own], kind)
         for name in module["LITERALS"]:
             tensors[name] = program.literals[name].to(self.comm.device)
         grads = {n: self.grads[names[n]] for n in module["TRAINED"]}

@@ -36,7 +36,7 @@ class Traced:
 
     aliases: other names of a tied parameter -> the name it has in the graph.
     literals: the values of `graph.constants`.
-    trainable: names of the parameters that want a gradient.
+    trainable: names of the parameters that want a gradient, and have one.
     autocast: value -> the dtype that torch.autocast had for products where it was made;
     of values made outside of autocast, nothing.
     parts: of parameters that are not the model's own, but parts of them.
@@ -299,4 +299,18 @@ def _read(
         reader.outputs,
     )
     graph = functionalize(graph.verify(), reader.memory)
+    trainable -= _without_gradient(graph)
     return Traced(graph, aliases, literals, frozenset(trainable), reader.autocast)
+
+
+def _without_gradient(graph: Graph) -> set[str]:
+    """Parameters that are read, but of which the loss has no gradient: behind a detach,
+    or only by what gives no real numbers. To torch it is None, and no optimizer touches
+    them; 0 would be another thing, as to weight decay."""
+    reached = {v.name for v in graph.outputs}
+    for node in reversed(graph.nodes):
+        kinds = {v.dtype for v in node.results if v.name in reached}
+        real = any(kind.is_floating_point or kind.is_complex for kind in kinds)
+        if node.op != "aten.detach.default" and real:
+            reached.update(v.name for v in node.operands)
+    return {v.name for v in graph.params} - reached

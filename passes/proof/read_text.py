@@ -32,6 +32,7 @@ COUNTED = re.compile(r"(?P<loop>for i in |if i )|.*\.pop\(")
 COUNTED_AFTER = re.compile(r" for i in range\($")
 MASK = re.compile(r"c\.dropout_mask\([^,]*, (\d+ \* i \+ )?$")
 APART = re.compile(r"(?:\bi [+-] |range\([^,)]*,[^,)]*, )$")
+ONE_LAYER = re.compile(r"^if i == (\d+):")  # of as many as there are
 NUMBERS = re.compile(r"\d+")
 ENTRY = re.compile(r'"([^"]+)": (\w+)')
 KNOWN = ("c", "p", "g", "k", "b")  # arguments that mean the same everywhere
@@ -120,7 +121,7 @@ class _Reader:
         if not code.strip() or code.startswith("FLOPS"):
             return
         depth = _depth(code)
-        code = code.strip()
+        code = ONE_LAYER.sub(_as_range, code.strip())
         if code.startswith("return {"):
             for key, name in ENTRY.findall(code):
                 self.keys[key] = f"{len(self.keys)}"
@@ -190,6 +191,11 @@ class _Reader:
             return "#"
 
         return LAYER.sub(take, name)
+
+
+def _as_range(match: re.Match[str]) -> str:
+    first = int(match[1])
+    return f"if i in range({first}, {first + 1}):"
 
 
 def _remark(comment: str) -> str:
