@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from mutants import ALIVE, KINDS, PLANS, WAYS, follow, main, mutants, planned, prepared
+from mutant_plans import PLANS, planned, prepared
+from mutants import ALIVE, KINDS, WAYS, follow, main, mutants
 from mutate_programs import OF_PROGRAMS
-from mutate_text import with_line
+from statements import with_line
 
 V_SHAPED = planned("deep", "pp=2", microbatches=4, schedule="zb-v", stages_per_rank=2)
 SAMPLE = (  # of the plans, and every how many of their mutants
