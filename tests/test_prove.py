@@ -38,6 +38,7 @@ from passes.plan import Plan
 from passes.program import Program
 from passes.proof.proof import SMALL, WHOLE, Proof
 from passes.proof.same_specs import find_other_spec
+from passes.proof.shrink_plan import Layers
 from passes.proof.transfer import Sizes, differs
 from passes.stage.emit import emit
 from passes.stage.local_stage import LocalStage
@@ -193,6 +194,16 @@ def test_parameters_for_others_and_other_factors_are_noticed() -> None:
     with pytest.raises(NotProved, match=f"'{name}' does not rest"):
         parameters = {**program.parameters, name: turned}
         check_transfer(replace(program, parameters=parameters), small)
+
+
+def test_keys_that_count_layers_from_one_end_with_the_last() -> None:
+    def text(end: int) -> str:
+        keys = f'f"reshape.{{i}}": ((8,), torch.float32) for i in range(1, {end})'
+        return f"PARAMETERS = {{}}\nWHOLE_GRADIENTS = {{\n    **{{{keys}}},\n}}\n"
+
+    known = Sizes.of({8: 8}, [(2, 2)]), Layers("blocks", (0, 1, 2), 4)
+    assert differs(text(5), text(4), *known) is None
+    assert differs(text(6), text(4), *known) is not None
 
 
 def test_factors_are_told_by_their_extents_where_small_ones_are_equal() -> None:

@@ -29,7 +29,7 @@ LAYER = re.compile(r"(?:^|(?<=\.))(\+?\d+)(?=\.|$)")
 # Numbers of these are layers', where they are of a loop over layers; but for what is
 # added to the loop's variable, and a step.
 COUNTED = re.compile(r"(?P<loop>for i in |if i )|.*\.pop\(")
-COUNTED_AFTER = re.compile(r" for i in range\($")
+COUNTED_AFTER = re.compile(r" for i in range\((?:\d+, )?$")
 MASK = re.compile(r"c\.dropout_mask\([^,]*, (\d+ \* i \+ )?$")
 APART = re.compile(r"(?:\bi [+-] |range\([^,)]*,[^,)]*, )$")
 ONE_LAYER = re.compile(r"^if i == (\d+):")  # of as many as there are
