@@ -18,6 +18,7 @@ from autopar.runtime import inductor, kernels, plain_kernels
 from autopar.runtime.executor import load_module
 from autopar.runtime.inductor import CompiledFunction, Kept, compile_functions
 from autopar.verify import verify
+from examples.benchmarks.compiled_layer import measure
 from passes.cost import Costs
 from passes.plan import PlanError
 
@@ -173,3 +174,10 @@ def test_each_technique_is_exact_with_compiled_functions(kept, name):
     verify(program, case.model, case.batch, case.loss_fn, compiled=compiled).check()
     assert not compiled.refused
     assert compiled.compiled
+
+
+@pytest.mark.nightly
+def test_a_layer_takes_no_more_kernels_and_bytes_than_by_torch_compile():
+    ours, _, theirs = measure(Config(2, 256, 8, 128, 128), 4)
+    assert ours.kernels <= theirs.kernels
+    assert ours.bytes <= 1.02 * theirs.bytes

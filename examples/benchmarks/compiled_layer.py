@@ -26,9 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import autopar
 from autopar.proof.ranks import local_parameters
+from autopar.runtime import inductor
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import Executor
-from autopar.runtime.inductor import CompiledFunction, Kept
+from autopar.runtime.inductor import Compiled, CompiledFunction, Kept
 from autopar.runtime.virtual import run_virtual
 from examples.gpt import GPT, Block, Config
 from passes.cost import Costs
@@ -53,6 +54,8 @@ FREE = frozenset({"view", "_unsafe_view", "reshape", "detach", "alias", "transpo
 FREE |= {"permute", "unbind", "split", "t", "expand", "slice", "select", "squeeze"}
 FREE |= {"unsqueeze", "as_strided", "empty", "new_empty", "empty_like"}
 
+SHAPED = frozenset({"new_ones", "new_zeros"})  # which read nothing of their operand
+
 
 class _Outside(TorchDispatchMode):
     """Counts what runs between compiled functions: each op is a kernel."""
@@ -73,7 +76,8 @@ class _Outside(TorchDispatchMode):
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ not in FREE:
-            tensors = _tensors([args, kwargs, found])
+            made_of = [] if func.overloadpacket.__name__ in SHAPED else [args, kwargs]
+            tensors = _tensors([made_of, found])
             self.count.kernels += 1
             self.count.bytes += sum(x.nbytes for x in tensors)
         return found
@@ -116,14 +120,16 @@ class Counting(Kept):
         super().__init__(directory)
         self.graphs, self.count = graphs, Count()
         self.known: dict[Any, Count] = {}
+        self.made: dict[Any, Compiled] = {}
 
     def take(self, function: CompiledFunction, signature: Any, args: Any) -> Any:
-        with _disable_current_modes():
-            compiled = super().take(function, signature, args)
         made = function.source, signature
         if made not in self.known:
-            self.known[made] = self.graphs[-1]
-        own = self.known[made]
+            seen = len(self.graphs)
+            with _disable_current_modes():
+                self.made[made] = super().take(function, signature, args)
+            (self.known[made],) = self.graphs[seen:]
+        own, compiled = self.known[made], self.made[made]
 
         def counted(*tensors: Tensor) -> Any:
             self.count += own
@@ -173,10 +179,12 @@ def measure(config: Config, samples: int) -> tuple[Count, Count, Count]:
     """(ours, theirs without and with sums of gradients), of a layer."""
     tokens = torch.zeros(samples, config.context, dtype=torch.int64)
     batch = {"ids": tokens, "labels": tokens}
-    import_module("torch._inductor.config").force_disable_caches = False
     with tempfile.TemporaryDirectory() as folder, counted_graphs() as graphs:
-        kept = Counting(Path(folder), graphs)
-        counts = [ours(replace(config, layers=n), batch, kept) for n in (2, 3)]
+        counts = []
+        for layers in (2, 3):  # nothing compiled before is found, as it counts nothing
+            inductor._in_memory.clear()
+            kept = Counting(Path(folder, str(layers)), graphs)
+            counts.append(ours(replace(config, layers=layers), batch, kept))
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/theirs"
         alone, added = theirs(config, samples)
     return counts[1] - counts[0], alone, alone + added
