@@ -157,7 +157,7 @@ def test_a_loop_carries_gives_and_varies() -> None:
 
 def test_what_reads_further_back_than_the_row_before_is_no_loop() -> None:
     xs = [value(f"x_{i}") for i in range(6)]
-    nodes = [n for i in range(4) for n in layer(i, xs[max(0, i - 1)], xs[i + 1])]
+    nodes = [n for i in range(4) for n in layer(i, xs[max(0, i - 2)], xs[i + 1])]
     assert [n for item in find_loops(nodes) for n in flat(item)] == nodes
     assert all(i.count < 3 for i in find_loops(nodes) if isinstance(i, Loop))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from hf import SEQ, VOCAB, tiny
 from models import Case
 from plans import model_file, small_program
 from torch import Tensor, nn
@@ -204,6 +205,59 @@ def test_keys_that_count_layers_from_one_end_with_the_last() -> None:
     known = Sizes.of({8: 8}, [(2, 2)]), Layers("blocks", (0, 1, 2), 4)
     assert differs(text(5), text(4), *known) is None
     assert differs(text(6), text(4), *known) is not None
+
+
+@pytest.mark.parametrize(
+    ("statement", "large", "small", "wrong"),
+    [
+        # A gradient that is whole for a step, outside of a loop, is told by its layer.
+        ('yield [g["gathered.{}"]]', (4,), (3,), (2,)),
+        # A piece of a parameter is named by where it lies.
+        ('x = p["blocks.+0.qkv[{}:{}].weight"]', (24, 40), (12, 20), (24, 41)),
+        # As many as there are heads, from 1 on.
+        ("x = aten.arange.start({}, {}, dtype=torch.int32)", (1, 9), (1, 5), (1, 10)),
+    ],
+)
+def test_numbers_in_texts_are_told_for_what_they_are(
+    statement: str,
+    large: tuple[int, ...],
+    small: tuple[int, ...],
+    wrong: tuple[int, ...],
+) -> None:
+    def text(numbers: tuple[int, ...]) -> str:
+        wholes = '{**{f"gathered.{i}": ((8,), torch.float32) for i in range(1, 5)}}'
+        head = f"PARAMETERS = {{}}\nWHOLE_GRADIENTS = {wholes}\n"
+        return f"{head}\ndef epilogue(c, p):\n    {statement.format(*numbers)}\n"
+
+    # Layers 0 to 4, of which 0, 1, 4 are kept; keys count from 1.
+    sizes = Sizes.of({8: 4, 16: 8, 24: 12}, [(2, 2)])
+    known = sizes, Layers("blocks", (0, 1, 3, 4), 5)
+    assert differs(text(large), text(small), *known) is None
+    assert differs(text(wrong), text(small), *known) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("only_small")
+@pytest.mark.parametrize(
+    ("family", "mesh", "options"),
+    [
+        ("llama", "dp=2", {"zero": 3}),
+        ("gpt_neox", "dp=2", {"zero": 3}),
+        ("falcon", "tp=2", {}),
+        ("bloom", "tp=2", {}),
+    ],
+)
+def test_deep_models_of_others_are_proved_small(
+    family: str, mesh: str, options: dict
+) -> None:
+    """Parallel residuals, pieces of fused weights, positions that count from 1."""
+    model = tiny(family, num_hidden_layers=8, num_attention_heads=8, hidden_size=64)
+    ids = torch.randint(1, VOCAB, (8, SEQ))
+    batch = {"input_ids": ids, "labels": ids}
+    plan = Plan(Mesh.parse(mesh), 2, **options)
+    program = autopar.compile_offline(model, batch, plan, costs=Costs())
+    proof = prove(model, batch, program)
+    assert proof.size == SMALL and proof.passed
 
 
 def test_factors_are_told_by_their_extents_where_small_ones_are_equal() -> None:

@@ -9,8 +9,8 @@ there are; those outside of loops are counted from the first or from the last.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 TOKEN = re.compile(
@@ -25,7 +25,8 @@ TOKEN = re.compile(
 )
 # Per-rank extents in collectives: as many as there are ranks.
 EXTENTS = re.compile(r"[(\[]#(?:, #)+,?[)\]]")
-LAYER = re.compile(r"(?:^|(?<=\.))(\+?\d+)(?=\.|$)")
+# In the name of a parameter: the number of a layer, or where a piece of one lies.
+LAYER = re.compile(r"(?:^|(?<=\.))(\+?\d+)(?=\.|$)|\[(?P<start>\d+):(?P<end>\d+)\]")
 # Numbers of these are layers', where they are of a loop over layers; but for what is
 # added to the loop's variable, and a step.
 COUNTED = re.compile(r"(?P<loop>for i in |if i )|.*\.pop\(")
@@ -37,6 +38,7 @@ NUMBERS = re.compile(r"\d+")
 ENTRY = re.compile(r'"([^"]+)": (\w+)')
 KNOWN = ("c", "p", "g", "k", "b")  # arguments that mean the same everywhere
 ENTRY_OF = re.compile(r'\b(?:b|made)\[f?"([^"]*)"\]')
+WHOLE = re.compile(r'"(\w+)\.(?:\{i\}|\d+)"')
 TARGET = re.compile(r"[\[\]\w, ]+$")
 
 
@@ -74,8 +76,9 @@ def read_module(text: str, path: str) -> dict[str, list[Statement]]:
     parts = re.split(r"^def (\w+)\((.*)\):\n", text, flags=re.MULTILINE)
     keys: dict[str, str] = {}  # of k and b -> which of those
     functions = {"": list(_header(parts[0], path))}
+    wholes = frozenset(WHOLE.findall(parts[0].partition("WHOLE_GRADIENTS")[2]))
     for name, given, body in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
-        reader = _Reader(given.split(", "), keys, path)
+        reader = _Reader(given.split(", "), keys, path, wholes)
         functions[name] = list(reader.lines(body.splitlines()))
     return functions
 
@@ -97,13 +100,20 @@ def _depth(line: str) -> int:
 
 
 class _Reader:
-    """Reads one function. keys: what functions before it handed on."""
+    """Reads one function. keys: what functions before it handed on. wholes: what keys
+    of whole gradients begin with, before the number of a layer."""
 
-    def __init__(self, given: Sequence[str], keys: dict[str, str], path: str) -> None:
+    def __init__(
+        self,
+        given: Sequence[str],
+        keys: dict[str, str],
+        path: str,
+        wholes: Collection[str] = (),
+    ) -> None:
         self.names = {
             name: f"<{i}>" for i, name in enumerate(given) if name not in KNOWN
         }
-        self.keys, self.path = keys, path
+        self.keys, self.path, self.wholes = keys, path, wholes
         self.loop = Counts.OTHERS  # what the loop counts
 
     def lines(self, lines: Sequence[str]) -> Iterator[Statement]:
@@ -154,7 +164,8 @@ class _Reader:
                 place = self.keys.get(match["name"])
                 key = match["name"] if place is None else f"<{place}>"
                 table = match["table"]
-                some = Counts.OTHERS if table in ("p", "g") else Counts.SOME
+                named = table == "p" or key.rpartition(".")[0] not in self.wholes
+                some = Counts.OTHERS if named and table in ("p", "g") else Counts.SOME
                 parts.append(f"{table}[{self._layers(key, numbers, some)}]")
             elif match["number"] is not None:
                 whole = match.start() >= parts_from
@@ -174,6 +185,9 @@ class _Reader:
             else:
                 parts.append(self.names.get(text, text))
         joined = "".join(parts)
+        if "aten.arange.start" in code:  # a count, as of others
+            first, end, *rest = numbers
+            numbers = [first, replace(end, value=end.value - first.value), *rest]
         if "c." in joined:
             joined, numbers = _without_extents(joined, numbers)
         return Statement(joined, tuple(numbers))
@@ -183,6 +197,9 @@ class _Reader:
         first = len(self.path) + 1 + name.startswith('"')
 
         def take(match: re.Match[str]) -> str:
+            if match["end"] is not None:  # pieces are named one after the other
+                numbers.append(Number(float(match["end"]) - float(match["start"])))
+                return "[#]"
             ours = match.start() == first and name.lstrip('"').startswith(
                 f"{self.path}."
             )

@@ -14,6 +14,7 @@ from passes.program import ParameterSpec, Program, StageSpec
 from passes.proof.extents import Product
 
 Factors = tuple[Product, ...]
+PIECE = re.compile(r"\[\d+:\d+\]")
 UNNAMED = re.compile(r"^d\d+$")
 
 
@@ -138,7 +139,8 @@ def _other_name(program: Program, number: int, stage: StageSpec) -> str | None:
 
 
 def _kind(name: str) -> str:
-    return LAYER.sub("*", name)
+    """Without the numbers of layers, and of where pieces of a parameter lie."""
+    return PIECE.sub("[:]", LAYER.sub("*", name))
 
 
 def _facts(spec: ParameterSpec) -> object:

@@ -31,9 +31,11 @@ class Rows:
     iterations: set[int] = field(default_factory=set)
 
     def row(self, carried: bool) -> list[Value]:
-        """The values that are there when an iteration begins; or the others."""
-        names = {c.value.name for c in self.loop.carried}
-        return [v for v in self.values.values() if (v.name in names) == carried]
+        """The values that are there when an iteration begins, in order; or the others,
+        as they are made."""
+        there = (c.value for c in self.loop.carried)
+        made = (v for node in self.loop.body for v in node.results)
+        return [v for v in (there if carried else made) if v.name in self.values]
 
     @property
     def all(self) -> list[Value]:

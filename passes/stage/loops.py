@@ -87,12 +87,10 @@ def find_loops(nodes: Sequence[Node]) -> list[Item]:
     """The nodes in order, with those that repeat by layer as loops."""
     found: list[Item] = []
     start = 0
-    for begin, period, end in _stretches(nodes):
+    for first, period, end in _stretches(nodes):
+        begin = _turned(nodes, first, period, end)
         while begin + 2 * period <= end:
-            rows = tuple(
-                tuple(nodes[i : i + period])
-                for i in range(begin, end - period + 1, period)
-            )
+            rows = _rows(nodes, begin, period, end)
             loop, later = _loop(rows), _loop(rows[1:])
             if loop is None or (later is not None and later.count > loop.count):
                 begin += period
@@ -204,6 +202,47 @@ def _held(v: Value) -> bool:
     return LAYER.search(v.name) is not None
 
 
+def _rows(
+    nodes: Sequence[Node], begin: int, period: int, end: int
+) -> tuple[tuple[Node, ...], ...]:
+    places = range(begin, end - period + 1, period)
+    return tuple(tuple(nodes[i : i + period]) for i in places)
+
+
+def _turned(nodes: Sequence[Node], begin: int, period: int, end: int) -> int:
+    """Where rows are to begin: there, or later by less than a row, so that what a row
+    reads is of one layer, and made in no row but the one before.
+
+    What is gathered ahead and scattered behind runs at the edges of other layers.
+    """
+    places = range(begin, min(begin + period, end - 2 * period + 1))
+    return min(
+        places,
+        key=lambda at: (not _fits(nodes, at, period, end), _strange(nodes, at, period)),
+        default=begin,
+    )
+
+
+def _fits(nodes: Sequence[Node], at: int, period: int, end: int) -> bool:
+    """Whether the first few rows are a loop, or those after the first one."""
+    rows = _rows(nodes, at, period, min(end, at + 5 * period))
+    fitting = _fitting(rows, _made(rows))
+    return fitting == len(rows) or _fitting(rows[1:], _made(rows[1:])) == len(rows) - 1
+
+
+def _strange(nodes: Sequence[Node], at: int, period: int) -> int:
+    """How many nodes of a row read what other rows have not made, for another layer
+    than most."""
+    rows = nodes[at : at + 2 * period]
+    made = {v.name for n in rows for v in n.results}
+    layers = Counter(
+        n.where.layer
+        for n in rows[period:]
+        if any(v.name not in made and not _held(v) for v in n.operands)
+    )
+    return layers.total() - max(layers.values(), default=0)
+
+
 # --- one loop -----------------------------------------------------------------------
 
 
@@ -211,18 +250,23 @@ def _loop(rows: tuple[tuple[Node, ...], ...]) -> Loop | None:
     """The loop that the first rows make, as many as fit together; None if not two."""
     if len(rows) < 2:
         return None
-    made = {
+    made = _made(rows)
+    count = _fitting(rows, made)
+    if count < 2:
+        return None
+    rows = rows[:count]
+    return _Body(rows, made).loop()
+
+
+def _made(rows: tuple[tuple[Node, ...], ...]) -> dict[str, tuple[int, int, int]]:
+    """Value -> its row, node there, and result of that."""
+    return {
         v.name: (t, o, j)
         for t, row in enumerate(rows)
         for o, node in enumerate(row)
         for j, v in enumerate(node.outs)
         if v is not None
     }
-    count = _fitting(rows, made)
-    if count < 2:
-        return None
-    rows = rows[:count]
-    return _Body(rows, made).loop()
 
 
 def _fitting(
