@@ -156,10 +156,12 @@ def test_a_loop_carries_gives_and_varies() -> None:
 
 
 def test_what_reads_further_back_than_the_row_before_is_no_loop() -> None:
-    xs = [value(f"x_{i}") for i in range(6)]
-    nodes = [n for i in range(4) for n in layer(i, xs[max(0, i - 2)], xs[i + 1])]
-    assert [n for item in find_loops(nodes) for n in flat(item)] == nodes
-    assert all(i.count < 3 for i in find_loops(nodes) if isinstance(i, Loop))
+    """Rows that read what is made outside of their loop may be one."""
+    xs = [value(f"x_{i}") for i in range(8)]
+    nodes = [n for i in range(6) for n in layer(i, xs[max(0, i - 2)], xs[i + 1])]
+    found = find_loops(nodes)
+    assert [n for item in found for n in flat(item)] == nodes
+    assert all(i.count < 4 for i in found if isinstance(i, Loop))
 
 
 def test_a_view_that_a_loop_reads_too_is_a_statement() -> None:

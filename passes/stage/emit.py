@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from passes.graph import LAYER, Node, Value, unused
-from passes.stage.hand_over import HandOver, Part
+from passes.stage.hand_over import HandOver, Part, split_readers
 from passes.stage.local_stage import LocalStage
 from passes.stage.loops import Item, Loop, find_loops
 from passes.stage.outline import Outlined, outline
@@ -76,7 +76,7 @@ class _Emitter:
     def text(self) -> str:
         s = self.stage
         nodes, functions, same = self.outline()
-        items = [self.find_loops(own) for own in nodes]
+        items = split_readers([self.find_loops(own) for own in nodes])
         after = self.find_loops(s.epilogue)
         self.name_families([*items, after])
         later = _reads([*s.prologue, *s.forward, *s.whole_backward, *s.epilogue])

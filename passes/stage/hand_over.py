@@ -7,12 +7,13 @@ there are.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from passes.graph import LAYER, Node, Value
-from passes.stage.loops import Carried, Item, Loop
+from passes.stage.loops import Carried, Item, Loop, without_ends
 
 
 @dataclass(eq=False)
@@ -67,6 +68,44 @@ class Part:
             for one in item.carried:
                 for t, v in enumerate(_entering(item, one)):
                     self.carried.setdefault(v.name, []).append((item, one.value, t))
+
+
+def split_readers(parts: Sequence[Sequence[Item]]) -> list[Sequence[Item]]:
+    """The parts, with loops only of iterations that read what iterations of earlier
+    loops made: the first and last ones often read what was made outside of these."""
+    found: list[Sequence[Item]] = []
+    for items in parts:
+        own: list[Item] = []
+        before = [*map(Part, found)]
+        for item in items:
+            if isinstance(item, Loop):
+                ends = _reading_rows(item, [*before, Part(own)])
+                own += without_ends(item, *ends)
+            else:
+                own.append(item)
+        found.append(own)
+    return found
+
+
+def _reading_rows(loop: Loop, before: Sequence[Part]) -> tuple[int, int]:
+    """From which iteration to which all that is given is made by one loop each; all, if
+    there are not two of these."""
+    begin, end = 0, loop.count
+    for given in loop.given:
+        makers = [
+            {
+                (id(maker), inner.name)
+                for part in before
+                for maker, inner, _ in HandOver.identities(part, v)
+            }
+            for v in given.values
+        ]
+        usual = Counter(one for own in makers for one in own).most_common(1)
+        if not usual:
+            continue
+        those = [t for t, own in enumerate(makers) if usual[0][0] in own]
+        begin, end = max(begin, those[0]), min(end, those[-1] + 1)
+    return (begin, end) if end - begin > 1 else (0, loop.count)
 
 
 def _entering(loop: Loop, one: Carried) -> list[Value]:
@@ -177,8 +216,8 @@ class HandOver:
         """Where an earlier loop made what a loop is given."""
         for source in range(number, -1, -1):
             part = self.parts[source]
-            for loop, inner, first in self._identities(part, values[0]):
-                seconds = self._identities(part, values[1])
+            for loop, inner, first in self.identities(part, values[0]):
+                seconds = self.identities(part, values[1])
                 for other, same, second in seconds:
                     if other is not loop or same != inner or loop is reader:
                         continue
@@ -188,7 +227,7 @@ class HandOver:
                         for t in range(len(values))
                     ]
                     if shift[1] and all(
-                        any(_same(way, own) for own in self._identities(part, v))
+                        any(_same(way, own) for own in self.identities(part, v))
                         for v, way in zip(values, ways, strict=True)
                     ):
                         rows = self._rows(loop, source, number, reader, shift)
@@ -200,7 +239,7 @@ class HandOver:
         return None
 
     @staticmethod
-    def _identities(part: Part, v: Value) -> Iterator[tuple[Loop, Value, int]]:
+    def identities(part: Part, v: Value) -> Iterator[tuple[Loop, Value, int]]:
         if v.name in part.instances:
             yield part.instances[v.name]
         yield from part.carried.get(v.name, ())

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from passes.graph import LAYER, Node, Value
@@ -98,6 +99,15 @@ def find_loops(nodes: Sequence[Node]) -> list[Item]:
             found += [*nodes[start:begin], loop]
             start = begin = begin + loop.count * period
     return [*found, *nodes[start:]]
+
+
+def without_ends(loop: Loop, first: int, last: int) -> list[Item]:
+    """The loop of some of the iterations, with the others before and after it."""
+    inner = _loop(loop.rows[first:last])
+    if inner is None or inner.count < last - first:
+        return [loop]
+    before, after = loop.rows[:first], loop.rows[last:]
+    return [*chain(*before), inner, *chain(*after)]
 
 
 # --- stretches of equal nodes -------------------------------------------------------
