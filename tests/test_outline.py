@@ -211,3 +211,18 @@ def test_what_a_copied_tensor_is_made_of_is_let_go_of_first() -> None:
 
 def flat(item: Node | Loop) -> list[Node]:
     return item.unrolled() if isinstance(item, Loop) else [item]
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_rows_begin_where_one_reads_the_row_before(count: int) -> None:
+    """What is added to a layer's gradient, a layer late, is of the layer before."""
+    xs = [value(f"x_{i}") for i in range(count + 2)]
+    nodes = []
+    for i in range(count):
+        late = Where(f"blocks.+{i}")
+        own = layer(i, xs[i + 1], xs[i + 2])
+        sent = value(f"sent_{i}")
+        nodes += [Node("aten.sub.Tensor", (xs[i], xs[i + 1]), {}, (sent,), late), *own]
+    items = find_loops(nodes)
+    assert [n for item in items for n in flat(item)] == nodes
+    assert max(i.count for i in items if isinstance(i, Loop)) >= count - 1

@@ -236,8 +236,10 @@ def _turned(nodes: Sequence[Node], begin: int, period: int, end: int) -> int:
 def _fits(nodes: Sequence[Node], at: int, period: int, end: int) -> bool:
     """Whether the first few rows are a loop, or those after the first one."""
     rows = _rows(nodes, at, period, min(end, at + 5 * period))
-    fitting = _fitting(rows, _made(rows))
-    return fitting == len(rows) or _fitting(rows[1:], _made(rows[1:])) == len(rows) - 1
+    return any(
+        len(own) > 1 and _fitting(own, _made(own)) == len(own)
+        for own in (rows, rows[1:])
+    )
 
 
 def _strange(nodes: Sequence[Node], at: int, period: int) -> int:
