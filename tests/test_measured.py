@@ -144,7 +144,8 @@ def test_an_estimate_tells_what_it_is_made_of() -> None:
     assert set(compute) == {BETWEEN, TABLE} or set(compute) == {BEYOND, TABLE}
     assert sum(compute.values()) == approx(1) == approx(sum(messages.values()))
     assert messages[BETWEEN] > 0.9  # the gradients' 9 s
-    assert found.parts["gradients dp"] == 9.0
+    hidden = 9.0 - found.parts["gradients dp"]  # beside the last backward
+    assert 0 < hidden < 0.01
     text = how_priced(found, replace(CPU, profile="here"))
     assert text.startswith("priced by the profile of here; computing: ")
     assert "of the table of hardware" in text

@@ -75,7 +75,8 @@ def test_memory_on_paper_is_that_of_the_program(name, mesh, zero, precision) -> 
 
 
 def test_ranks_with_other_experts_reduce_none_of_them() -> None:
-    """Over ep go the gradients of what is not experts, and only those."""
+    """Over ep go the gradients of what is not experts, and only those, of which some
+    are not waited for."""
     mesh, cluster = Mesh.parse("ep=2"), cluster_of("2xA100-80GB")
     shared = candidate("ep=2", 1)
     (account,) = accounts_of(shared, make_prices(of("mixtral"), cluster))
@@ -85,7 +86,7 @@ def test_ranks_with_other_experts_reduce_none_of_them() -> None:
     link = cluster.link(mesh, ("ep",))
     parts = on_paper("mixtral", "ep=2", 1).parts
     moved = in_blocks(link, "reduce_scatter", others, shared.blocks)
-    assert parts["gradients ep"] == moved
+    assert moved / 4 < parts["gradients ep"] < moved
 
 
 @pytest.mark.slow
