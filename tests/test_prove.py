@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import autopar
 import autopar.proof.prove_program as prover
+from autopar import rank_step
 from autopar.checkpoints import checkpoint
 from autopar.cli import main
 from autopar.models import example_batch, load_model
@@ -26,7 +27,7 @@ from autopar.proof.prove_program import NotProved, check_transfer, prove_program
 from autopar.proof.ranks import VerificationFailed
 from autopar.proof.small import make_small
 from autopar.rank_step import RankStep
-from autopar.runtime import gradient_norm
+from autopar.runtime import gradient_norm, shards
 from autopar.runtime.updates import Updates
 from autopar.store import load_plan, save_plan
 from examples.gpt import Config, build
@@ -36,7 +37,7 @@ from passes.errors import AutoparError
 from passes.graph import Node
 from passes.mesh import Mesh
 from passes.plan import Plan
-from passes.program import Program
+from passes.program import ParameterSpec, Program
 from passes.proof.proof import SMALL, WHOLE, Proof
 from passes.proof.same_specs import find_other_spec
 from passes.proof.shrink_plan import Layers
@@ -427,7 +428,7 @@ def update_a_wrong_share(patch: pytest.MonkeyPatch) -> str:
 
     before = Updates.before
     patch.setattr(Updates, "before", wrong)
-    return "up.bias after an update'"
+    return "up.bias (after an update|in a checkpoint)'"
 
 
 def update_twice_what_is_tied(patch: pytest.MonkeyPatch) -> str:
@@ -439,7 +440,7 @@ def update_twice_what_is_tied(patch: pytest.MonkeyPatch) -> str:
 
     before = Updates.before
     patch.setattr(Updates, "before", wrong)
-    return "tokens.weight after an update'"
+    return "tokens.weight (after an update|in a checkpoint)'"
 
 
 def count_replicas_twice(patch: pytest.MonkeyPatch) -> str:
@@ -468,6 +469,50 @@ def save_no_moments(patch: pytest.MonkeyPatch) -> str:
     return "exp_avg_sq' back from a checkpoint"
 
 
+def save_moments_of_another_rank(patch: pytest.MonkeyPatch) -> str:
+    """Written and read where the other rank's belong: each gets its own back."""
+
+    def wrong(of: Callable[..., dict[Any, Any]]) -> Callable[..., dict[Any, Any]]:
+        def found(*given: Any) -> dict[Any, Any]:
+            return {key: moved(key, x) for key, x in of(*given).items()}
+
+        return found
+
+    def moved(key: tuple[Any, ...], x: Any) -> Any:
+        if "up.bias" not in key[2] or key[3] == "step":
+            return x
+        if isinstance(x, list):
+            return [moved(key, piece) for piece in x]
+        (box,) = x.boxes
+        start = (x.shape[0] - box.size[0] - box.start[0],)
+        return replace(x, boxes=(replace(box, start=start),))
+
+    for name in ("optimizer_pieces", "optimizer_targets"):
+        patch.setattr(checkpoint, name, wrong(getattr(checkpoint, name)))
+    return "up.bias in a checkpoint'"
+
+
+def shift_a_share(patch: pytest.MonkeyPatch) -> str:
+    def wrong(spec: ParameterSpec, *place: Any) -> list[tuple[int, int]]:
+        found = spans(spec, *place)
+        if spec.part.source.endswith("up.bias"):
+            found = [(max(0, begin - 1), length) for begin, length in found]
+        return found
+
+    spans = shards.spans
+    patch.setattr(shards, "spans", wrong)
+    return "up.bias' back from a checkpoint"
+
+
+def own_nothing(patch: pytest.MonkeyPatch) -> str:
+    def wrong(*given: Any) -> bool:
+        return "up.bias" not in given[-1] and is_owner(*given)
+
+    is_owner = rank_step.is_owner
+    patch.setattr(rank_step, "is_owner", wrong)
+    return "missing: .*up.bias"
+
+
 @pytest.mark.parametrize(
     "mutant",
     [
@@ -476,6 +521,9 @@ def save_no_moments(patch: pytest.MonkeyPatch) -> str:
         count_replicas_twice,
         give_a_stale_copy,
         save_no_moments,
+        save_moments_of_another_rank,
+        shift_a_share,
+        own_nothing,
     ],
 )
 def test_a_wrong_update_fails_the_proof(

@@ -6,8 +6,14 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from autopar.proof.errors import norm_of, relative_error, root_mean_square
-from autopar.proof.ranks import NOISE, FoundStep
+from autopar.proof.errors import (
+    NOISE,
+    norm_of,
+    relative_error,
+    root_mean_square,
+    worse,
+)
+from autopar.proof.ranks import FoundStep
 from autopar.proof.update import RATE, Update
 
 # The name of the margin by which routers preferred others than they were told.
@@ -56,7 +62,8 @@ def found_by_model(
 
 
 def update_errors(found: FoundStep, want: Update | None) -> dict[str, float]:
-    """Of the norm that gradients are clipped by, and of the weights of each rank."""
+    """Of the norm that gradients are clipped by, of the weights of each rank, and of
+    what a checkpoint holds."""
     if want is None:
         return {}
     norm = found.updated[0].norm
@@ -64,8 +71,8 @@ def update_errors(found: FoundStep, want: Update | None) -> dict[str, float]:
     for rank in found.updated:
         for name, error in rank.errors.items():
             after = f"{name} after an update"
-            known = errors.get(after, 0.0)
-            errors[after] = max(known, error, key=lambda x: (x != x, x))
+            errors[after] = worse(errors.get(after, 0.0), error)
+        errors |= {f"{n} in a checkpoint": error for n, error in rank.saved.items()}
     return errors
 
 
@@ -78,7 +85,9 @@ def update_room(
         return {}
     room = {CLIPPING: moved[NORM]}
     for name, gradient in exact.gradients.items():
-        far = (moved[name] + moved[NORM]) * gradient.norm().item()
+        share = moved[name] + moved[NORM]
         scale = update.eps * update.weights[name].norm().item()
-        room[f"{name} after an update"] = RATE * far / scale if scale else 0.0
+        after = RATE * share * gradient.norm().item() / scale if scale else 0.0
+        room[f"{name} after an update"] = after
+        room[f"{name} in a checkpoint"] = max(after, share)
     return room

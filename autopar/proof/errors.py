@@ -10,6 +10,10 @@ from torch import Tensor
 from passes.errors import AutoparError
 
 ANOTHER_MESH = "report this model and mesh; another mesh may be right meanwhile"
+# A gradient this small, as a share of the model's typical one, is compared as if it
+# were this large: a key's bias has none at all, as softmax does not see what it adds,
+# and what is computed for it is rounding.
+NOISE = 0.1
 
 
 class VerificationFailed(AutoparError):
@@ -34,3 +38,8 @@ def relative_error(got: Tensor, want: Tensor, least: float = 0.0) -> float:
     scale = max(norm(want.double()).item(), least)
     difference = norm(got.double() - want.double()).item()
     return difference / scale if scale else difference
+
+
+def worse(error: float, other: float) -> float:
+    """The greater of the two; what is no number is."""
+    return max(error, other, key=lambda x: (x != x, x))

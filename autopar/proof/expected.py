@@ -16,9 +16,9 @@ from autopar.proof.again import Again, Arithmetic
 from autopar.proof.differences import found_by_model
 from autopar.proof.draw_values import draw_buffers
 from autopar.proof.drawn import drawn_batch, drawn_weights, is_finite, with_values
-from autopar.proof.errors import root_mean_square
+from autopar.proof.errors import NOISE, root_mean_square
 from autopar.proof.in_double import tree_in_double
-from autopar.proof.ranks import NOISE, FoundStep
+from autopar.proof.ranks import FoundStep
 from autopar.proof.update import Update
 from autopar.runtime.choices import Choices, Choosing
 from autopar.training.reference import OurDropout, reference_step

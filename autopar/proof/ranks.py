@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from autopar.checkpoints.memory import Memory
 from autopar.proof.errors import (
     ANOTHER_MESH,
+    NOISE,
     VerificationFailed,
     relative_error,
     root_mean_square,
@@ -28,10 +29,6 @@ from autopar.runtime.shards import owns, put_shard, take_shard
 from autopar.runtime.virtual import RankError, run_virtual
 from passes.program import Program
 
-# A gradient this small, as a share of the model's typical one, is compared as if it
-# were this large: a key's bias has none at all, as softmax does not see what it adds,
-# and what is computed for it is rounding.
-NOISE = 0.1
 NONE: Mapping[str, Tensor] = MappingProxyType({})
 AGREE = 1e-6  # relative, of gradients that ranks should have alike
 

@@ -8,45 +8,54 @@ noise from 0: so its epsilon is here as large as gradients are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from autopar.checkpoints.checkpoint import load_from_memory, save_in_memory
+from autopar.checkpoints.dcp import Piece, State, read_alone
 from autopar.checkpoints.memory import Memory
 from autopar.proof.errors import (
     ANOTHER_MESH,
+    NOISE,
     VerificationFailed,
     relative_error,
     root_mean_square,
+    worse,
 )
 from autopar.rank_step import RankStep
 from autopar.runtime.digest import digest
 
 RATE, DECAY = 0.1, 0.1
 CLIPPED = 0.5  # to this share of their norm
+# What AdamW stores, made as far apart as gradients are.
+MOMENTS = {"exp_avg": Tensor.double, "exp_avg_sq": Tensor.sqrt}
 
 
 @dataclass(frozen=True)
 class Update:
     """max_norm: what gradients are clipped to. eps: of AdamW. norm: of the model's
-    gradients before. weights: the model's after, whole, by name."""
+    gradients before. weights: the model's after, whole, by name. moments: what AdamW
+    stores, by entry, for those that are trained."""
 
     max_norm: float
     eps: float
     norm: float
     weights: Mapping[str, Tensor]
+    moments: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Updated:
     """errors: by name, of what the state dict has after an update. norm: as clipping
-    gave it. restored: how many tensors came back from a checkpoint."""
+    gave it. saved: errors of what a checkpoint holds, as one rank reads it. restored:
+    how many tensors came back from it."""
 
     errors: Mapping[str, float]
     norm: float
     restored: int
+    saved: Mapping[str, float] = field(default_factory=dict)
 
 
 def update_whole(
@@ -60,9 +69,14 @@ def update_whole(
     count = sum(g.numel() for g in gradients.values())
     max_norm = CLIPPED * typical * count**0.5
     norm = nn.utils.clip_grad_norm_(held.values(), max_norm)
-    _optimizer(held.values(), typical).step()
+    optimizer = _optimizer(held.values(), typical)
+    optimizer.step()
     after = {name: p.detach() for name, p in held.items()}
-    return Update(max_norm, typical, norm.item(), after)
+    stored = {name: optimizer.state[held[name]] for name in gradients}
+    moments = {
+        entry: {name: own[entry] for name, own in stored.items()} for entry in MOMENTS
+    }
+    return Update(max_norm, typical, norm.item(), after, moments)
 
 
 def update_rank(step: RankStep, update: Update, memory: Memory) -> Updated:
@@ -79,9 +93,29 @@ def update_rank(step: RankStep, update: Update, memory: Memory) -> Updated:
         name: relative_error(state[name], want) if name in state else 1.0
         for name, want in update.weights.items()
     }
-    return Updated(
-        errors, norm.item(), _save_and_load(step, optimizer, update.eps, memory)
-    )
+    restored = _save_and_load(step, optimizer, update.eps, memory)
+    saved = _saved_errors(step, update, memory) if step.comm.rank == 0 else {}
+    return Updated(errors, norm.item(), restored, saved)
+
+
+def _saved_errors(step: RankStep, update: Update, memory: Memory) -> dict[str, float]:
+    """By name, of what is saved, read whole. A rank that writes where another should,
+    and reads there too, gets back all that it had."""
+    aliases, errors = step.program.aliases, dict.fromkeys(update.weights, 0.0)
+    for entry, wanted in {"": update.weights, **update.moments}.items():
+        linear = MOMENTS.get(entry, Tensor.double)
+        pieces = {name: Piece.whole(torch.zeros_like(x)) for name, x in wanted.items()}
+        state: State = {}
+        for name, piece in pieces.items():
+            own = aliases.get(name, name)
+            of_state = "optimizer", "state", own, entry
+            state[of_state if entry else ("model", own)] = [piece]
+        read_alone(memory, state)
+        noise = NOISE * root_mean_square(map(linear, wanted.values())) if entry else 0.0
+        for name, want in wanted.items():
+            got, least = linear(pieces[name].values), noise * want.numel() ** 0.5
+            errors[name] = worse(errors[name], relative_error(got, linear(want), least))
+    return errors
 
 
 def _save_and_load(
