@@ -14,7 +14,7 @@ from math import isfinite
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, finfo
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -128,7 +128,7 @@ class Arithmetic(TorchDispatchMode):
     def _moved(self, x: Tensor) -> Tensor:
         assert self.generator is not None, "something is drawn"
         chance = uniform(tuple(x.shape), self.generator) - 0.5
-        factors = 1.0 + torch.finfo(x.dtype).eps * chance.to(x.device)
+        factors = 1.0 + finfo(x.dtype).eps * chance.to(x.device)
         moved = torch.where(x == x.round(), x.double(), x.double() * factors)
         return torch.empty_like(x).copy_(moved)  # of the same strides
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, finfo, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.left_as_found import AsFound
@@ -171,7 +171,7 @@ def _expect(
     weights = {name: p.detach() for name, p in model.named_parameters()}
     values = {**weights, **{name: b.detach() for name, b in model.named_buffers()}}
     made, allowed = tuple(routers.made), subject.tolerance
-    step = _Step(subject, batch, key, values, made, tuple(seen.epsilons))
+    step = _Step(subject, batch, key, values, made, tuple(seen.told))
     return Expected(
         weights,
         {k: v for k, v in batch.items() if isinstance(v, Tensor)},
@@ -187,14 +187,14 @@ def _expect(
 @dataclass(frozen=True)
 class _Step:
     """One step of the model, that can be run again with the choices that it made.
-    values: of parameters and buffers. epsilons: see `_Epsilons`."""
+    values: of parameters and buffers. limits: see `_Limits`."""
 
     subject: Subject
     batch: Mapping[str, Any]
     key: int
     values: Mapping[str, Tensor]
     made: tuple[Tensor, ...]
-    epsilons: tuple[float, ...]
+    limits: tuple[finfo, ...]
 
     def run(self, arithmetic: Arithmetic) -> FoundStep:
         """By an arithmetic; in float64 without autocast."""
@@ -213,7 +213,7 @@ class _Step:
         """dtype: of autocast."""
         subject, choices = self.subject, Choices(self.made)
         model, loss_fn = subject.model, subject.loss_fn
-        with _Epsilons(self.epsilons):
+        with _Limits(self.limits):
             found = reference_step(
                 model, batch, loss_fn, self.key, dtype, Choosing(choices)
             )
@@ -228,20 +228,37 @@ class _Step:
         texts = self.subject.program.modules.values()
         if dtype or not any("dropout" in text for text in texts):
             return None
-        given = _Epsilons(self.epsilons)
-        with OurDropout(None), given, choosing, torch.no_grad():
+        limits = _Limits(self.limits)
+        with OurDropout(None), limits, choosing, torch.no_grad():
             return loss_of(self.subject.model, batch, self.subject.loss_fn)
 
 
-class _Seen(TorchFunctionMode):
-    """Notes in which precision, at least, a model computes what it differentiates: one
-    in float64 may have norms or a router in float32. And the eps of each norm that is
-    given none, in order: torch has another one for each dtype."""
+class _Limits(TorchFunctionMode):
+    """Tells a model the limits of dtypes that it asks for, and norms without an eps,
+    which have another one for each. given: in order, of which dtypes, whatever is
+    computed in now; None: of the dtype that it is. told: the same, as noted."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: Sequence[finfo] | None = None) -> None:
         super().__init__()
-        self.narrowest = torch.float64
-        self.epsilons: list[float] = []
+        self.given = None if given is None else list(given)
+        self.told: list[finfo] = []
+
+    def __enter__(self) -> Any:
+        vars(torch)["finfo"] = self.limits
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        vars(torch)["finfo"] = finfo
+        super().__exit__(*error)
+
+    def limits(self, *dtype: Any, **named: Any) -> finfo:
+        if self.given is None:
+            self.told.append(finfo(*dtype, **named))
+        elif not self.given:
+            raise ValueError("the model asks for more limits of dtypes than before")
+        else:
+            self.told.append(self.given.pop(0))
+        return self.told[-1]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -249,32 +266,28 @@ class _Seen(TorchFunctionMode):
         given = kwargs or {}
         if func in NORMS and _has_no_eps(*args, **given):
             dtype = (args[0] if args else given["input"]).dtype
-            dtype = torch.promote_types(dtype, torch.float32)
-            self.epsilons.append(torch.finfo(dtype).eps)
-        found = func(*args, **given)
+            limits = self.limits(torch.promote_types(dtype, torch.float32))
+            args, given = args[:3], {**given, "eps": limits.eps}
+        return func(*args, **given)
+
+
+class _Seen(_Limits):
+    """Notes in which precision, at least, a model computes what it differentiates: one
+    in float64 may have norms or a router in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrowest = torch.float64
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs)
         for x in found if isinstance(found, tuple | list) else (found,):
             is_real = isinstance(x, Tensor) and x.is_floating_point()
             if is_real and x.requires_grad and x.itemsize < self.narrowest.itemsize:
                 self.narrowest = x.dtype
         return found
-
-
-class _Epsilons(TorchFunctionMode):
-    """Gives norms without an eps those that were noted, whatever is computed in now."""
-
-    def __init__(self, noted: tuple[float, ...]) -> None:
-        super().__init__()
-        self.noted = list(noted)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        given = kwargs or {}
-        if func in NORMS and _has_no_eps(*args, **given):
-            if not self.noted:
-                raise ValueError("the model has more norms than before")
-            args, given = args[:3], {**given, "eps": self.noted.pop(0)}
-        return func(*args, **given)
 
 
 NORMS = (torch.rms_norm, F.rms_norm)
@@ -294,4 +307,4 @@ def rounding(
     dtype = next(p.dtype for p in model.parameters())
     if precision is None or dtype is torch.float64:  # autocast leaves float64 alone
         return max(TOLERANCE.get(d, 2e-2) for d in (dtype, narrowest))
-    return ROUNDINGS * torch.finfo(precision).eps
+    return ROUNDINGS * finfo(precision).eps
