@@ -208,6 +208,27 @@ def test_keys_that_count_layers_from_one_end_with_the_last() -> None:
     assert differs(text(6), text(4), *known) is not None
 
 
+def test_layers_outside_of_loops_have_their_turn() -> None:
+    def text(count: int, outside: int = 1) -> str:
+        return f"""PARAMETERS = {{
+    **{{f"blocks.+{{i}}.weight": ((8,), torch.float32) for i in range({count})}},
+}}
+
+def backward(c, p, g, k, b, saved):
+    for i in reversed(range(2, {count})):
+        kernels.add_(g[f"blocks.+{{i}}.weight"], saved[0])
+    kernels.add_(g["blocks.+{outside}.weight"], saved[0])
+    kernels.add_(g["blocks.+0.weight"], saved[0])
+"""
+
+    known = Sizes.of({8: 8}, [(2, 2)]), Layers("blocks", (0, 1, 2, 3), 8)
+    assert differs(text(8), text(4), *known) is None
+    found = differs(text(8, outside=5), text(4), *known)  # as far from the last
+    assert "in backward: 'g[\"weight\"] of layers [7, 6, 5, 4, 3, 2, 5, 0]'" in str(
+        found
+    )
+
+
 @pytest.mark.parametrize(
     ("statement", "large", "small", "wrong"),
     [

@@ -3,7 +3,8 @@
 Emitted texts are compared function by function and statement by statement, see
 `read_text`: layers are loops there, so the large text has as many as the small one. The
 numbers in them are equal, or sizes and smaller ones; those of layers, and where loops
-over layers begin and end, are counted from the first or from the last. Dims are equal.
+over layers begin and end, are counted from the first or from the last, and each layer
+has its turn (`layer_uses`). Dims are equal.
 
 Which extents of a rank happen to be equal (its share of the sequence and the width of a
 head) is not kept, and need not be. What a pass decides by it (which value, op, axis or
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from passes.proof.find_dims import find_dims
+from passes.proof.layer_uses import find_out_of_turn
 from passes.proof.read_text import Counts, Number, Statement, read_module
 from passes.proof.same_specs import NO_PAIRS, Pairs, find_shares, stands_for
 from passes.proof.shrink_plan import Layers
@@ -74,7 +76,11 @@ def differs(large: str, small: str, sizes: Sizes, layers: Layers) -> Difference 
         found = _compare(name, big[name], few[name], layers, sizes)
         if found is not None:
             return found
-    return None
+    odd = find_out_of_turn(large, small, layers.path) if layers.path else None
+    if odd is None:
+        return None
+    own, other = (f"{odd.name} of layers {n}" for n in (odd.large, odd.small))
+    return Difference(odd.function, own, other)
 
 
 def _compare(
