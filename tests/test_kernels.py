@@ -1,19 +1,22 @@
 """The kernels against torch's autograd."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar.runtime import attention as attention_module
+from autopar.runtime import experts
+from autopar.runtime.experts import expert_linear, expert_weight_grad_
 from autopar.runtime.kernels import (
     attention,
     attention_backward,
     bias_grad_,
     embedding_grad_,
-    expert_linear,
-    expert_weight_grad_,
     linear_weight_grad_,
     matmul_weight_grad_,
     sum_exp,
@@ -270,18 +273,111 @@ def test_gradients_may_be_wider_than_activations():
 # --- Experts -----------------------------------------------------------------------
 
 
-def test_each_row_meets_the_weight_of_its_expert():
-    x = torch.randn(12, 5, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(4, 5, 3, dtype=torch.float64, requires_grad=True)
-    expert = torch.randint(-1, 5, (12,))  # -1 and 4 are others' experts
+@pytest.fixture
+def grouped(monkeypatch):
+    """Grouped products on the CPU, where torch has them, though they wait there."""
+    monkeypatch.setattr(experts, "has_grouped_products", lambda device, dtype: True)
+    calls = []
+
+    def counted(a, b, offs):
+        calls.append(offs)
+        return multiply(a, b, offs=offs)
+
+    multiply = F.grouped_mm
+    monkeypatch.setattr(F, "grouped_mm", counted)
+    return calls
+
+
+def _experts(dtype, k, n):
+    """x [rows, k], experts of rows, weight [4, k, n], dy [rows, n], and what comes of
+    them: y, and the gradients of x and the weight."""
+    x = torch.randn(40, k, dtype=dtype, requires_grad=True)
+    weight = torch.randn(4, k, n, dtype=dtype, requires_grad=True)
+    expert = torch.randint(-1, 5, (40,))  # -1 and 4 are others' experts
+    expert[expert == 2] = 3  # one has no rows
     mine = (expert >= 0) & (expert < 4)
-    want = (x[:, None] @ weight[expert.clamp(0, 3)])[:, 0] * mine[:, None]
-    dy = torch.randn_like(want)
-    want.backward(dy)
-    assert x.grad is not None and weight.grad is not None
-    assert_close(expert_linear(x.detach(), expert, weight.detach()), want.detach())
-    back = expert_linear(dy, expert, weight.detach().mT)
-    assert_close(back, x.grad)
-    grad = torch.ones(4, 3, 5, dtype=torch.float64)
-    expert_weight_grad_(grad, dy, x.detach(), expert)
-    assert_close(grad - 1, weight.grad.mT)
+    y = (x[:, None] @ weight[expert.clamp(0, 3)])[:, 0] * mine[:, None]
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    wanted = (y.detach(), x.grad, weight.grad)
+    return (x.detach(), expert, weight.detach(), dy), wanted
+
+
+def _check_experts(given, wanted):
+    x, expert, weight, dy = given
+    y, dx, dw = wanted
+    assert_close(expert_linear(x, expert, weight), y)
+    assert_close(expert_linear(dy, expert, weight.mT), dx)
+    grad = torch.ones_like(weight.mT)
+    assert_close(expert_weight_grad_(grad, dy, x, expert) - 1, dw.mT)
+    none = expert_linear(x[:0], expert[:0], weight)
+    assert none.shape == (0, weight.shape[2])
+
+
+@dtypes
+def test_each_row_meets_the_weight_of_its_expert(dtype):
+    _check_experts(*_experts(dtype, 5, 3))
+
+
+def test_products_of_all_experts_at_once(grouped):
+    _check_experts(*_experts(torch.float32, 8, 12))
+    assert len(grouped) == 3
+
+
+def test_products_whose_rows_are_not_aligned_go_one_by_one(grouped):
+    _check_experts(*_experts(torch.float32, 8, 5))
+    given, wanted = _experts(torch.float32, 8, 12)
+    x, expert, weight, dy = given
+    moved = torch.empty(weight.numel() + 1)[1:].view_as(weight).copy_(weight)
+    _check_experts((x, expert, moved, dy), wanted)
+    assert len(grouped) == 1  # of aligned operands: x and dy, for the weight's gradient
+
+
+def test_an_expert_without_rows_gets_no_gradient(monkeypatch, grouped):
+    """Whatever a kernel leaves there, see pytorch/pytorch issue 172439; nor do rows of
+    others' experts get anything."""
+
+    def careless(a, b, offs):
+        found = multiply(a, b, offs)
+        ends = offs.tolist()
+        if found.ndim == 3:
+            found[[i for i in range(4) if ends[i] == [0, *ends][i]]] = torch.nan
+        else:
+            found[ends[-1] :] = torch.nan
+        return found
+
+    multiply = F.grouped_mm
+    monkeypatch.setattr(F, "grouped_mm", careless)
+    _check_experts(*_experts(torch.float32, 8, 12))
+    assert len(grouped) == 3
+
+
+@pytest.mark.usefixtures("grouped")
+def test_products_at_once_wait_for_no_number_of_the_device():
+    """Tensors without data have none to give."""
+    with FakeTensorMode():
+        low = partial(torch.empty, dtype=torch.bfloat16)
+        x, dy, weight = low(40, 8), low(40, 16), low(4, 8, 16)
+        expert = torch.zeros(40, dtype=torch.int64)
+        assert expert_linear(x, expert, weight).shape == (40, 16)
+        assert expert_weight_grad_(weight.mT, dy, x, expert).shape == (4, 16, 8)
+        with pytest.raises(DataDependentOutputException):
+            expert_linear(x[:, 1:], expert, weight[:, 1:])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_host_waits_for_no_product_of_experts():
+    device = torch.device("cuda")
+    if not experts.has_grouped_products(device, torch.bfloat16):
+        pytest.skip("this GPU multiplies groups one by one")
+    (x, expert, weight, dy), (y, dx, dw) = _experts(torch.bfloat16, 16, 24)
+    x, expert, weight, dy = (t.to(device) for t in (x, expert, weight, dy))
+    grad = torch.zeros_like(weight.mT)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [expert_linear(x, expert, weight), expert_linear(dy, expert, weight.mT)]
+        expert_weight_grad_(grad, dy, x, expert)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for got, want in zip([*found, grad.mT], [y, dx, dw], strict=True):
+        assert_close(got.cpu(), want)

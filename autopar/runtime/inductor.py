@@ -43,7 +43,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import autopar
-from autopar.runtime import attention, kernels, plain_kernels
+from autopar.runtime import attention, experts, kernels, placement, plain_kernels
 
 LOG = logging.getLogger("autopar")
 # What the executor calls of a module, with tables and collectives.
@@ -392,7 +392,7 @@ def _listed(text: str, device: torch.device) -> str:
 @cache
 def _own_code() -> str:
     """Of the kernels that functions call, and that are compiled into them."""
-    files = (attention, kernels, plain_kernels)
+    files = (attention, experts, kernels, placement, plain_kernels)
     texts = [Path(one.__file__ or "").read_bytes() for one in files]
     return hashlib.sha256(b"".join(texts)).hexdigest()
 

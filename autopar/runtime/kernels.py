@@ -23,8 +23,6 @@ __all__ = [
     "check_indices",
     "dropout_mask",
     "embedding_grad_",
-    "expert_linear",
-    "expert_weight_grad_",
     "linear_weight_grad_",
     "masked_scale",
     "matmul_weight_grad_",
@@ -222,39 +220,6 @@ def check_indices(index: Tensor, n: int, ignored: int | None = None) -> None:
             )
     elif not index.is_meta:
         torch._assert_async(~outside.any(), f"an index is not in 0 to {n - 1}")
-
-
-def expert_linear(x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
-    """Each row times its expert's matrix: x [rows, K], expert [rows], weight [E, K, N]
-    -> [rows, N]; zeros where the expert is not in 0 .. E-1.
-
-    Rows of one expert are brought together, so it takes E products, and no more memory
-    than x and the result once more.
-    """
-    y = x.new_zeros(len(x), weight.shape[2])
-    for rows, one in zip(_rows_of_experts(expert, len(weight)), weight, strict=True):
-        if len(rows):
-            y.index_copy_(0, rows, x[rows] @ one)
-    return y
-
-
-def expert_weight_grad_(grad: Tensor, dy: Tensor, x: Tensor, expert: Tensor) -> Tensor:
-    """grad[expert] += dy^T x: grad [E, N, K], dy [rows, N], x [rows, K], expert [rows].
-
-    Rows whose expert is not in 0 .. E-1 count for none.
-    """
-    for rows, one in zip(_rows_of_experts(expert, len(grad)), grad, strict=True):
-        if len(rows):
-            linear_weight_grad_(one, dy[rows], x[rows])
-    return grad
-
-
-def _rows_of_experts(expert: Tensor, experts: int) -> tuple[Tensor, ...]:
-    """For each expert its rows in ascending order; waits for the device once."""
-    inside = expert.where((expert >= 0) & (expert < experts), experts)
-    order = inside.argsort(stable=True)
-    counts: list[int] = inside.bincount(minlength=experts + 1).tolist()
-    return order.split(counts)[:experts]
 
 
 def _rows(x: Tensor) -> Tensor:

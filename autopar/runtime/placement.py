@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.runtime import experts as products
 from autopar.runtime import kernels
 from autopar.runtime.attention import in_window
 from autopar.runtime.choices import Choices
@@ -258,7 +259,7 @@ class Placement:
         [rows, n], a pending sum over axes: zeros in rows of others' experts."""
         kernels.check_indices(expert, experts)
         mine = self._expert(expert, experts, axes)
-        return kernels.expert_linear(x, mine, weight.mT)
+        return products.expert_linear(x, mine, weight.mT)
 
     def expert_linear_transposed(
         self,
@@ -270,7 +271,7 @@ class Placement:
     ) -> Tensor:
         """The gradient of `expert_linear` for x: dy [rows, n] -> [rows, k]."""
         mine = self._expert(expert, experts, axes)
-        return kernels.expert_linear(dy, mine, weight)
+        return products.expert_linear(dy, mine, weight)
 
     def expert_weight_grad_(
         self,
@@ -284,7 +285,7 @@ class Placement:
         """Add the gradient of `expert_linear` for its weight into grad [my experts, n,
         k]: dy [rows, n], x [rows, k]."""
         mine = self._expert(expert, experts, axes)
-        return kernels.expert_weight_grad_(grad, dy, x, mine)
+        return products.expert_weight_grad_(grad, dy, x, mine)
 
     def _expert(self, expert: Tensor, experts: int, axes: tuple[str, ...]) -> Tensor:
         """expert [rows] -> which of my own it is, -1 for another rank's."""

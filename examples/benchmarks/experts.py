@@ -6,15 +6,25 @@ Of the program that a plan is compiled to, for each layer and microbatch of so m
 samples a rank: MB sent in the forward and the backward, and calls. Routed rows go to
 the rank of their expert and home, here with tokens that choose evenly; gathered, each
 product with experts has the rows of all ranks. Nothing runs, and no weight exists.
+
+    python examples/benchmarks/experts.py --products
+
+What the products of one layer take on the device at hand, forward and backward: a
+product for each expert, or one kernel for all (`autopar.runtime.experts`), in turns;
+and their paired ratio. On a GPU an error says if the kernel's host waits for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
+from unittest.mock import patch
 
+import torch
 from tabulate import tabulate
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +33,8 @@ sys.path.insert(0, str(ROOT))  # the examples are found from any directory
 from autopar.compiler import compile_offline  # noqa: E402
 from autopar.models import example_batch, load_model  # noqa: E402
 from autopar.options import make_plan  # noqa: E402
+from autopar.profiler.measure_ops import clock_of  # noqa: E402
+from autopar.runtime.experts import expert_linear, expert_weight_grad_  # noqa: E402
 from passes.cost import Costs  # noqa: E402
 from passes.plan import Plan  # noqa: E402
 from passes.schedule.footprint import Communication  # noqa: E402
@@ -57,12 +69,70 @@ def measure(spec: str, layers: int, plan: Plan, samples: int, seq: int) -> list[
     return [*moved, sum(c.calls for c in found if c.part in parts)]
 
 
+def products(
+    rows: int, experts: int, width: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[], None]:
+    """One layer's product with experts [width, width], forward and backward."""
+    given = {"dtype": dtype, "device": device}
+    x, dy = torch.randn(rows, width, **given), torch.randn(rows, width, **given)
+    weight = torch.randn(experts, width, width, **given)
+    expert = torch.randint(experts, (rows,), device=device)
+    grad = torch.zeros_like(weight)
+
+    def run() -> None:
+        expert_linear(x, expert, weight.mT)
+        expert_linear(dy, expert, weight)
+        expert_weight_grad_(grad, dy, x, expert)
+
+    return run
+
+
+def compare(run: Callable[[], None], device: torch.device, rounds: int) -> list[float]:
+    """Milliseconds one by one and at once, and the median of their ratio."""
+    clock = clock_of(device)
+    took: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(rounds + 1):
+        for at_once, seconds in took.items():
+            choice = "autopar.runtime.experts.has_grouped_products"
+            with patch(choice, lambda device, dtype, is_so=at_once: is_so):
+                begin = clock()
+                if device.type == "cuda":
+                    torch.cuda.set_sync_debug_mode("error" if at_once else "default")
+                run()
+                if device.type == "cuda":
+                    torch.cuda.set_sync_debug_mode("default")
+                if number:  # the first round allocates
+                    seconds.append(clock() - begin)
+    apart, at_once = took.values()
+    ratio = median(a / b for a, b in zip(apart, at_once, strict=True))
+    return [1e3 * median(apart), 1e3 * median(at_once), ratio]
+
+
+@torch.no_grad()
+def compare_products(rows: int, rounds: int) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = []
+    for experts in (8, 64):
+        for width in (256, 1024):
+            run = products(rows, experts, width, torch.bfloat16, device)
+            found.append([experts, width, *compare(run, device, rounds)])
+    print(f"{rows} rows in bfloat16, on {device.type}\n")
+    head = ("experts", "width", "ms one by one", "ms at once", "ratio")
+    print(tabulate(found, head, floatfmt=("", "", ".2f", ".2f", ".2f")))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", nargs="?", default="hf:mixtral")
     for name, usual in (("ep", 8), ("samples", 1), ("seq", 4096)):
         parser.add_argument(f"--{name}", type=int, default=usual)
+    parser.add_argument("--products", action="store_true", help="time them here")
+    for name, usual in (("rows", 2048), ("rounds", 9)):
+        parser.add_argument(f"--{name}", type=int, default=usual)
     given = parser.parse_args()
+    if given.products:
+        compare_products(given.rows, given.rounds)
+        return
     routed = make_plan(f"ep={given.ep}")
     rows = []
     for name, plan in (("routed", routed), ("gathered", gathered(routed))):
