@@ -48,6 +48,8 @@ class Options(TypedDict, total=False):
     `autopar.runtime.offload`.
     precision: "bf16" or "fp16" is what `with torch.autocast` would be around the model,
     its parameters staying as they are; see `passes.capture.lower_precision`.
+    tf32: let GPUs multiply what is float32 by their TF32 tensor cores, with 10 bits of
+    mantissa; torch's settings are put back after each step.
     backend: "inductor" runs what is between two collectives as compiled code, "eager"
     as Python; "auto", if not given: on a GPU compiled, if triton is installed, on a CPU
     as Python.
@@ -65,6 +67,7 @@ class Options(TypedDict, total=False):
     zero: int
     offload: bool
     precision: str
+    tf32: bool
     backend: str
     hints: Mapping[str, str] | None
 
@@ -102,7 +105,7 @@ def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
             fix=f"the options are {', '.join(Options.__annotations__)}",
         )
     decisions: dict[str, Any] = dict(options)
-    for name in ("offload", "sequence_parallel"):
+    for name in ("offload", "sequence_parallel", "tf32"):
         if not isinstance(decisions.get(name, True), bool):
             raise PlanError(f"{name}={shown(decisions[name])}", fix="use True or False")
     split = dict(SPLIT)

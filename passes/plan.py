@@ -103,6 +103,8 @@ class Plan:
     offload: whether an optimizer updates copies on the CPU, see
     `autopar.runtime.offload`.
     precision: "model", "bf16" or "fp16", see `PRECISION`.
+    tf32: whether GPUs multiply float32 by their TF32 tensor cores, see
+    `autopar.runtime.tf32`; False: as torch is set.
     backend: "eager", "inductor" or "auto", see `BACKENDS`; the text is the same.
     """
 
@@ -122,6 +124,7 @@ class Plan:
     recompute_layers: Mapping[str, str] = field(default_factory=dict)
     memory: int = 0
     precision: str = "model"
+    tf32: bool = False
     backend: str = AUTO
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ from passes.pipeline import compile_program
 from passes.plan import PlanError
 from passes.price.candidate import Candidate
 from passes.price.estimate import in_blocks
+from passes.price.measured import Ops, Timed
 from passes.price.price import WEIGHT_GRADS
 from passes.program import Program
 from passes.search.candidates import SCHEDULES, candidates, meshes
@@ -41,8 +42,8 @@ def case() -> Case:
 
 
 @cache
-def of(precision: str = "model") -> Sketch:
-    return sketch(case().model, case().batch, precision=precision)
+def of(precision: str = "model", tf32: bool = False) -> Sketch:
+    return sketch(case().model, case().batch, precision=precision, tf32=tf32)
 
 
 def compiled(candidate: Candidate, precision: str = "model") -> Program:
@@ -106,14 +107,34 @@ def test_products_of_half_the_bits_take_half_the_time(precision: str) -> None:
     )
     assert low.flops == pytest.approx(wide.flops, rel=0.05)
     for part in ("forward", "backward", "weight"):
-        # Norms and the loss stay in float32; A100s are twice as fast in 16 bits.
-        before, after = (work(p, part) for p in ("model", precision))
+        # Norms and the loss stay in float32; A100s are twice as fast in 16 bits as in
+        # TF32, and that 8 times as fast as without tensor cores.
+        slow = work("model", False, part)
+        before, after = (work(p, True, part) for p in ("model", precision))
+        assert before == slow / 8
         assert before == 0 or 0.5 <= after / before < 0.65
 
 
-def work(precision: str, part: str) -> float:
-    prices = make_prices(of(precision), cluster_of("1xA100-80GB"))
+def work(precision: str, tf32: bool, part: str) -> float:
+    prices = make_prices(of(precision, tf32), cluster_of("1xA100-80GB"))
     return prices(Mesh(()), "none", False, 1).whole["work", part]
+
+
+def test_what_was_measured_without_tf32_is_no_price_of_it() -> None:
+    shapes = "(f32[64,64], f32[64,64])"
+    timed = {
+        f"aten.mm.default{shapes}": Timed(1.0, 3 * 4 * 64**2, 2 * 64**3),
+        f"aten.add.Tensor{shapes}": Timed(1.0, 3 * 4 * 64**2, 64**2),
+        f"aten.mm.default{shapes.replace('f32', 'bf16')}": Timed(1.0, 1.0, 2.0),
+    }
+    device = replace(cluster_of("1xA100-80GB").device, ops=Ops(timed))
+    _, *others = timed.items()
+    assert device.multiplying(True).ops == Ops(dict(others))
+    assert device.multiplying(True).peak("float32") == 8 * device.peak("float32")
+    assert device.multiplying(False) == device
+    assert cluster_of("1xV100").device.multiplying(True).flops == (
+        cluster_of("1xV100").device.flops
+    )
 
 
 def test_weight_gradients_are_priced_by_what_is_multiplied() -> None:

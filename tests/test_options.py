@@ -32,6 +32,7 @@ def test_every_option_changes_the_plan():
         "zero": 3,
         "offload": True,
         "precision": "bf16",
+        "tf32": True,
         "backend": "inductor",
         "hints": {"*.weight": "ffn/tp"},
     }

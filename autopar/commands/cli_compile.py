@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.commands.cli_plan import add_labels, labelled
+from autopar.commands.cli_plan import add_labels, add_tf32, labelled
 from autopar.commands.option_types import number, path, size, text, text_or_nothing
 from autopar.compiler import compile_offline
 from autopar.models import (
@@ -93,6 +93,7 @@ def add_compile(commands: Any, model_help: str) -> None:
         "--offload", action="store_true", help="optimizer and its state on the CPU"
     )
     add.add_argument("--precision", default="model", choices=tuple(PRECISION))
+    add_tf32(add, False)
     add.add_argument(
         "--backend",
         default=AUTO,
@@ -177,6 +178,7 @@ def _plan(arguments: argparse.Namespace) -> tuple[Plan, Findings | None]:
         zero=arguments.zero,
         offload=arguments.offload,
         precision=arguments.precision,
+        tf32=arguments.tf32,
         backend=arguments.backend,
         hints=dict(map(_hint, arguments.hint)),
     )

@@ -33,7 +33,7 @@ from autopar.store import checksum
 from passes.mesh import Mesh
 from passes.plan import CONTEXT_PARALLEL, PRECISION, RECOMPUTE, Plan
 from passes.price.candidate import Candidate
-from passes.price.cluster import Cluster, ClusterError
+from passes.price.cluster import TF32, Cluster, ClusterError
 from passes.schedule.make_schedule import SCHEDULES
 from passes.search.candidates import ALIKE
 from passes.search.search import Found
@@ -79,6 +79,7 @@ def add_plan(commands: Any, model_help: str) -> None:
 def _add_decisions(add: Any) -> None:
     """Options that decide a part of the plan; what is left out is searched for."""
     add.add_argument("--precision", choices=tuple(PRECISION))
+    add_tf32(add, None)
     add.add_argument("--microbatches", type=number("microbatches"), metavar="N")
     add.add_argument("--schedule", choices=tuple(SCHEDULES))
     add.add_argument("--stages-per-rank", type=number("stages_per_rank"), metavar="N")
@@ -93,8 +94,13 @@ def _add_decisions(add: Any) -> None:
     )
 
 
+def add_tf32(add: Any, usual: bool | None) -> None:
+    told = "GPUs multiply float32 by TF32 tensor cores"
+    add.add_argument("--tf32", action="store_true", default=usual, help=told)
+
+
 DECISIONS = (
-    *("precision", "microbatches", "schedule", "stages_per_rank", "recompute"),
+    *("precision", "tf32", "microbatches", "schedule", "stages_per_rank", "recompute"),
     *("zero", "context_parallel", "sequence_parallel"),
 )
 
@@ -250,18 +256,23 @@ def _samples(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
 
 def precision_notes(of: Sketch, cluster: Cluster) -> tuple[str, ...]:
     """What products compute in, or that half the bits would be faster."""
+    tf32 = of.options.get("tf32", False)
+    told = ("tf32",) if tf32 else ()
     chosen = of.options.get("precision")
     if chosen is not None:
-        return (f"precision {chosen}",)
+        return (f"precision {chosen}", *told)
     wide = any(v.dtype == torch.float32 for v in of.named.graph.params)
-    flops = cluster.device.flops
-    faster = flops.get("bfloat16", 0.0) / flops["float32"]
-    if not wide or faster <= 1:
-        return ()
-    return (
-        f"the model is in float32: with --precision bf16 products are up to "
-        f"{faster:.3g} times as fast",
-    )
+    device = cluster.device.multiplying(tf32)
+    ways = {"--precision bf16": "bfloat16", **({} if tf32 else {"--tf32": TF32})}
+    faster = {
+        way: f"{device.flops[dtype] / device.flops['float32']:.3g}"
+        for way, dtype in ways.items()
+        if device.flops.get(dtype, 0.0) > device.flops["float32"]
+    }
+    if not wide or not faster:
+        return told
+    texts = [f"with {way} up to {times} times as fast" for way, times in faster.items()]
+    return (*told, f"the model is in float32: products are {', '.join(texts)}")
 
 
 def plans_table(

@@ -7,7 +7,7 @@ cores = 0                      # that processes of all devices share; 0: their o
 name = "A100-80GB"             # of the table; what follows overrules it
 memory = "72GB"                # what a rank may use
 bytes_per_second = "2TB"       # of its own memory
-flops = { bfloat16 = "312T", float32 = "156T" }
+flops = { bfloat16 = "312T", float32 = "19.5T", tf32 = "156T" }
 fused = false                  # elementwise ops in a row run as one kernel
 dispatch = 0                   # seconds of the host for each op
 

@@ -15,7 +15,7 @@ from autopar.machine.machine import cores as usable_cores
 from autopar.machine.machine import host_memory
 from autopar.read_file import read_variable
 from autopar.runtime.launch import rank_threads
-from passes.price.cluster import Cluster, ClusterError, Device, Level
+from passes.price.cluster import TF32, Cluster, ClusterError, Device, Level
 from passes.ranges import RANKS, shown
 
 GB, TERA = 1e9, 1e12
@@ -26,25 +26,27 @@ def _gpu(
     gigabytes: float,
     terabytes_per_second: float,
     half: float,
-    tf32: float,
+    tf32: float | None,
+    float32: float,
     float64: float,
-    bfloat16: bool = True,
 ) -> Device:
-    """half: TFLOP/s in 16 bits."""
-    flops = {"float32": tf32 * TERA, "float16": half * TERA, "float64": float64 * TERA}
-    if bfloat16:
-        flops["bfloat16"] = half * TERA
+    """half: TFLOP/s in 16 bits. tf32: None before Ampere, which has no bfloat16
+    either."""
+    peaks = {"float32": float32, "float16": half, "float64": float64}
+    if tf32 is not None:
+        peaks |= {"bfloat16": half, TF32: tf32}
+    flops = {dtype: peak * TERA for dtype, peak in peaks.items()}
     return Device(name, gigabytes * GB, terabytes_per_second * 1e12, flops)
 
 
 # NVIDIA data sheets: V100 (2020), A100 (2021), H100 (2023), H200 (2024), L4 (2023).
 DEVICES = {
-    "V100": _gpu("V100", 32, 0.9, 125, 15.7, 7.8, bfloat16=False),
-    "A100-40GB": _gpu("A100-40GB", 40, 1.555, 312, 156, 19.5),
-    "A100-80GB": _gpu("A100-80GB", 80, 2.039, 312, 156, 19.5),
-    "H100": _gpu("H100", 80, 3.35, 989.5, 494.7, 67),
-    "H200": _gpu("H200", 141, 4.8, 989.5, 494.7, 67),
-    "L4": _gpu("L4", 24, 0.3, 121, 60, 0.49),
+    "V100": _gpu("V100", 32, 0.9, 125, None, 15.7, 7.8),
+    "A100-40GB": _gpu("A100-40GB", 40, 1.555, 312, 156, 19.5, 19.5),
+    "A100-80GB": _gpu("A100-80GB", 80, 2.039, 312, 156, 19.5, 19.5),
+    "H100": _gpu("H100", 80, 3.35, 989.5, 494.7, 67, 67),
+    "H200": _gpu("H200", 141, 4.8, 989.5, 494.7, 67, 67),
+    "L4": _gpu("L4", 24, 0.3, 121, 60, 30.3, 0.49),
     "CPU": Device(
         "CPU", 8 * GB, 10 * GB, {"float32": 5e10, "float64": 2.5e10}, launch=5e-6
     ),

@@ -17,7 +17,7 @@ from passes.price.cluster import Cluster
 from passes.ranges import RANKS, shown
 
 # Options that hold for all plans, and are no decisions of a search.
-OF_ALL = ("precision", "sequence_parallel", "memory", "backend")
+OF_ALL = ("precision", "tf32", "sequence_parallel", "memory", "backend")
 # Options that the planner has no prices for.
 UNPRICED = ("hints", "offload", "cp_layout")
 # What a search chooses among -> the field of `passes.search.candidates.Space`.

@@ -155,11 +155,13 @@ def stage_table(program: Program) -> Table:
 
 
 def _precision(program: Program) -> tuple[str, ...]:
+    tf32 = ("tf32: GPUs multiply float32 in TF32.",) if program.plan.tf32 else ()
     low = program.plan.dtype
     if low is None:
-        return ()
+        return tf32
     scaled = ", the loss scaled" if program.plan.scales_loss else ""
     return (
+        *tf32,
         f"precision {program.plan.precision}: products compute in {dtype_name(low)}"
         f"{scaled}; parameters and their gradients stay as they are.",
     )
@@ -348,6 +350,7 @@ def report_data(program: Program) -> dict[str, Any]:
         "labels": {axis: dict(own) for axis, own in program.plan.labels.items()},
         "shares": [asdict(share) for share in shares(program)],
         "precision": program.plan.precision,
+        "tf32": program.plan.tf32,
         "parameters": [_parameter_data(n, p) for n, p in program.parameters.items()],
         "aliases": dict(program.aliases),
         "stages": [_stage_data(program, i) for i in range(len(program.stages))],

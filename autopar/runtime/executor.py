@@ -9,7 +9,7 @@ from __future__ import annotations
 import linecache
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from math import prod
@@ -24,6 +24,7 @@ from autopar.runtime.comm import Comm
 from autopar.runtime.inductor import Kept, compile_functions
 from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.receipts import Receipt
+from autopar.runtime.tf32 import in_tf32
 from passes.program import Program
 from passes.schedule.messages import AHEAD, proofs
 from passes.schedule.schedule import Action, Kind
@@ -299,6 +300,10 @@ class Executor:
         self._free_batch()
         return self._loss()[0]
 
+    def multiplying(self) -> AbstractContextManager[None]:
+        """Products as the plan has them."""
+        return in_tf32(self.program.plan.tf32 and self.comm.device.type == "cuda")
+
     def rebind(self) -> None:
         """Compute with the memory that parameters have now, where `p.data = ...` gave
         them other. Raises: ParameterError, if it is none to compute with."""
@@ -314,10 +319,11 @@ class Executor:
             of_step = self.comm, stage.tensors, stage.constants
             stage.batch.begin(stage.module["prologue"], *of_step)
         receives = [a for a in actions if a.kind.is_recv]
-        for action in actions:
-            while receives and len(self._arriving) < AHEAD:
-                self._post(receives.pop(0))
-            self._run(action)
+        with self.multiplying():
+            for action in actions:
+                while receives and len(self._arriving) < AHEAD:
+                    self._post(receives.pop(0))
+                self._run(action)
         for stage in self.stages.values():
             stage.batch.end()
         self.comm.flush()

@@ -399,7 +399,8 @@ def _own_code() -> str:
 
 def _processor(device: torch.device) -> tuple[Any, ...]:
     if device.type == "cuda":
-        return (torch.cuda.get_device_name(device),)
+        tf32 = torch.backends.cuda.matmul.fp32_precision
+        return torch.cuda.get_device_name(device), tf32
     return torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
 
 

@@ -32,10 +32,11 @@ def rehearse(executor: Executor) -> None:
     }
     for index, stage in executor.stages.items():
         text = program.modules[program.module_of(comm.rank, index)]
-        if not kept.preload(text, comm.device):
-            play(alone, stage, batch)
-            stage.batch = Batch()
-            kept.remember(text, comm.device)
+        with executor.multiplying():  # which compiled code is made for
+            if not kept.preload(text, comm.device):
+                play(alone, stage, batch)
+                stage.batch = Batch()
+                kept.remember(text, comm.device)
     for bucket in executor.buckets:
         bucket.flat.zero_()
 

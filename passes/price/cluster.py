@@ -14,7 +14,7 @@ from functools import cache, cached_property
 
 from passes.errors import AutoparError
 from passes.mesh import Mesh
-from passes.price.measured import TABLE, Messages, Ops
+from passes.price.measured import TABLE, Messages, Ops, without_products
 from passes.ranges import RANKS, shown
 from passes.schedule.crowd import ALONE, Crowd
 
@@ -23,15 +23,18 @@ class ClusterError(AutoparError):
     """A description of a machine that is wrong or incomplete."""
 
 
+TF32 = "tf32"  # float32 as tensor cores multiply it, where that is asked for
+
+
 @dataclass(frozen=True)
 class Device:
     """One accelerator, or one process of a CPU.
 
     memory: bytes that a rank may use. bytes_per_second: of its own memory. flops: dtype
-    (as torch names it) -> peak floating point operations a second; a dtype that is not
-    there runs as float32. efficiency: the share of the peak that a large product
-    reaches, and bandwidth_efficiency that a large copy reaches; launch: seconds that an
-    op takes at least. fused: whether elementwise ops in a row run as one kernel.
+    (as torch names it, or `TF32`) -> peak floating point operations a second; a dtype
+    that is not there runs as float32. efficiency: the share of the peak that a large
+    product reaches, and bandwidth_efficiency that a large copy reaches; launch: seconds
+    that an op takes at least. fused: whether elementwise ops in a row run as one.
     dispatch: seconds of the host for each op; where ops take less, the device waits.
     ops: what ops were measured to take; the rest is for those that were not.
     """
@@ -62,6 +65,17 @@ class Device:
             )
         for dtype, peak in self.flops.items():
             _positive(f"flops of {dtype} of device {self.name}", peak)
+
+    def multiplying(self, tf32: bool) -> Device:
+        """The device as a plan uses it: with float32 products in TF32, or as they are.
+
+        What was measured of these products was so without TF32.
+        """
+        if not tf32 or TF32 not in self.flops:
+            return self
+        ops = replace(self.ops, timed=without_products(self.ops.timed, "f32"))
+        flops = {**self.flops, "float32": self.flops[TF32]}
+        return replace(self, flops=flops, ops=ops)
 
     def peak(self, dtype: str) -> float:
         return self.flops.get(dtype, self.flops["float32"])

@@ -104,6 +104,16 @@ def kind_of(signature: str) -> str:
     return f"{signature.partition('(')[0]} {found[1] if found else ''}".rstrip()
 
 
+def without_products(timed: Mapping[str, Timed], floats: str) -> dict[str, Timed]:
+    """What was measured, but for products of floats of a type, as `f32`: what does more
+    operations than it moves bytes."""
+    return {
+        key: found
+        for key, found in timed.items()
+        if found.flops <= found.bytes or not kind_of(key).endswith(f" {floats}")
+    }
+
+
 def fit_line(points: Sequence[Timed]) -> Line:
     """The line of least squared relative error without a negative term.
 

@@ -272,7 +272,7 @@ def label_axes(
             setting = Setting(
                 propagate(named, here),
                 axis,
-                cluster.device,
+                cluster.device.multiplying(plan.tf32),
                 cluster.link(plan.mesh, (axis,)),
                 saved,
                 min(plan.microbatches, ranks),
