@@ -152,7 +152,6 @@ class Step(RankStep):
             program.plan.microbatches,
             groups=program.groups,
             rank_groups=program.reduction_groups(),
-            messages=program.messages(),
             device=self.device,
             timeout=self._timeout,
         )

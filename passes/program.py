@@ -6,7 +6,6 @@ import base64
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -163,18 +162,6 @@ class Program:
         }
         found.add(tuple(range(self.mesh.size)))
         return sorted(group for group in found if len(group) > 1)
-
-    def messages(self) -> list[tuple[int, int]]:
-        """Every (sender, receiver) of activations and their gradients, in order."""
-        hops = {(a, b) for a, b in pairwise(self.schedule.stage_to_rank) if a != b}
-        hops |= {(b, a) for a, b in hops}
-        coords = [self.mesh.coords(rank) for rank in range(self.mesh.size)]
-        return sorted(
-            (rank, self.mesh.rank({**here, "pp": b}))
-            for rank, here in enumerate(coords)
-            for a, b in hops
-            if here["pp"] == a
-        )
 
     @property
     def batch_extent(self) -> int:

@@ -25,7 +25,7 @@ ENOUGH = 1 << 18  # bytes of a message from which on one of them is a sample
 LEAST = 1e-6  # seconds of a message, where noise hides it
 WIDTH = 256  # of the matrices that are multiplied between messages
 BESIDE = 1 << 20  # elements that are read and written there, so that caches are cold
-AXIS = "pp"  # groups lie along it: where NCCL has lanes for each direction
+AXIS = "pp"  # groups lie along it: NCCL carries messages along that one
 
 Run = Callable[[], None]  # of one message, or of two, one after the other
 

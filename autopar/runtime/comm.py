@@ -45,6 +45,9 @@ from autopar.runtime.routing import Routing
 from passes.mesh import Axes, Mesh, as_axes, balanced
 from passes.shard.shares import extent
 
+Outgoing = tuple[Tensor, int, int]  # a tensor, to which rank, its tag
+Incoming = tuple[Sequence[int], torch.dtype, int, int]  # its shape; from which rank
+
 
 class CommError(RuntimeError):
     """Ranks that do not fit together: a missing group, a mismatch, a deadlock."""
@@ -59,6 +62,8 @@ class Comm(Routing, ABC):
         super().__init__(mesh, rank, microbatches, device)
         self.log: defaultdict[tuple[str, tuple[str, ...]], Traffic]
         self.log = defaultdict(Traffic)
+        # Whether messages begin in the one order of `passes.schedule.exchanges`.
+        self.in_turn = False
         # Told in the last microbatch which gradients are ready.
         self.on_ready: Callable[[Sequence[Tensor]], None] | None = None
 
@@ -299,6 +304,14 @@ class Comm(Routing, ABC):
         x = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         self._peer("recv", from_rank, x)
         return self._recv(x, from_rank, tag)
+
+    def exchange(
+        self, sends: Sequence[Outgoing], receives: Sequence[Incoming]
+    ) -> tuple[list[Receipt], list[Receipt]]:
+        """Begin several of both, see `send` and `recv`; what begins together on one
+        rank begins together on the others."""
+        coming = [self.recv(*one) for one in receives]
+        return [self.send(*one) for one in sends], coming
 
     @abstractmethod
     def flush(self) -> None:

@@ -1,7 +1,7 @@
 """The executor: runs one rank's part of a program, action by action.
 
 It interprets the rank's list of the schedule, the same list that the checker and the
-simulator read. Messages are posted before they are needed and waited for when they are.
+simulator read. Messages begin before they are needed and are waited for when they are.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import islice
 from math import prod
 from types import CodeType
 from typing import Any
@@ -20,13 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.changed import check_data, check_kind, kind_of
-from autopar.runtime.comm import Comm
+from autopar.runtime.comm import Comm, Incoming, Outgoing
 from autopar.runtime.inductor import Kept, compile_functions
 from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.receipts import Receipt
 from autopar.runtime.tf32 import in_tf32
 from passes.program import Program
-from passes.schedule.messages import AHEAD, proofs
+from passes.schedule.exchanges import Exchange, exchanges, in_turn, of_kinds
+from passes.schedule.messages import apart, proofs
 from passes.schedule.schedule import Action, Kind
 
 # Bytes of gradients that are worth a message (Li 2020, arXiv:2006.15704, figure 7).
@@ -161,6 +163,7 @@ class Executor:
         self.pp = comm.coords.get("pp", 0)
         self.actions = program.schedule.ranks[self.pp]
         self._proofs = proofs(program.schedule, self.pp)
+        self._order = exchanges(program.schedule)[self.pp] if comm.in_turn else ()
         self.grads: dict[str, Tensor] = {}
         self.buckets = self._make_buckets()
         self.stages = {i: self._start(i) for i in program.stages_of(comm.rank)}
@@ -318,11 +321,10 @@ class Executor:
             stage.batch = Batch((k, batch[k]) for k in stage.module["INPUTS"])
             of_step = self.comm, stage.tensors, stage.constants
             stage.batch.begin(stage.module["prologue"], *of_step)
-        receives = [a for a in actions if a.kind.is_recv]
         with self.multiplying():
-            for action in actions:
-                while receives and len(self._arriving) < AHEAD:
-                    self._post(receives.pop(0))
+            for action, begins in self._with_messages(actions):
+                for messages in begins:
+                    self._exchange(messages)
                 self._run(action)
         for stage in self.stages.values():
             stage.batch.end()
@@ -432,13 +434,11 @@ class Executor:
             for send in self._proofs.get(action, ()):
                 for receipt in self._leaving.pop(send, ()):
                     receipt.wait()
-        elif kind.is_send:
-            self._send(action)
         elif kind is Kind.F:
             self._forward(action)
         elif kind is Kind.I:
             self._backward(action)
-        else:
+        elif not kind.is_send:
             with self._reducing(action):
                 if kind is Kind.B:
                     self._backward(action)
@@ -500,23 +500,42 @@ class Executor:
         else:
             self._outputs[f"send {what}", stage, i] = made
 
-    def _post(self, action: Action) -> None:
+    def _with_messages(
+        self, actions: Sequence[Action]
+    ) -> Iterator[tuple[Action, list[Exchange]]]:
+        """Each action, and the messages that begin before it."""
+        if not self.comm.in_turn:
+            return apart(actions)
+        return in_turn(actions, of_kinds(self._order, {a.kind for a in actions}))
+
+    def _exchange(self, messages: Exchange) -> None:
+        """Begin messages, together."""
+        sends = {a: self._outgoing(a) for a in messages if a.kind.is_send}
+        receives = {a: self._incoming(a) for a in messages if a.kind.is_recv}
+        leaving, arriving = self.comm.exchange(
+            [one for rows in sends.values() for one in rows],
+            [one for rows in receives.values() for one in rows],
+        )
+        gone, come = iter(leaving), iter(arriving)
+        for send, out in sends.items():
+            self._leaving[send] = list(islice(gone, len(out)))
+        for recv, into in receives.items():
+            self._arriving[recv] = list(islice(come, len(into)))
+
+    def _incoming(self, action: Action) -> list[Incoming]:
         table = "RECEIVES" if action.kind is Kind.RECV_F else "D_SENDS"
+        rows = (row for row in self.stages[action.stage].module[table] if row)
         peer = self._peer(action)
-        self._arriving[action] = [
-            self.comm.recv(shape, dtype, peer, self._tag(action.partner, n))
-            for n, (shape, dtype) in enumerate(
-                row for row in self.stages[action.stage].module[table] if row
-            )
+        return [
+            (shape, dtype, peer, self._tag(action.partner, n))
+            for n, (shape, dtype) in enumerate(rows)
         ]
 
-    def _send(self, action: Action) -> None:
+    def _outgoing(self, action: Action) -> list[Outgoing]:
         what = "send x" if action.kind is Kind.SEND_F else "send dy"
         tensors = self._outputs.pop((what, action.stage, action.microbatch))
         peer = self._peer(action)
-        self._leaving[action] = [
-            self.comm.send(x, peer, self._tag(action, n)) for n, x in enumerate(tensors)
-        ]
+        return [(x, peer, self._tag(action, n)) for n, x in enumerate(tensors)]
 
     def _peer(self, action: Action) -> int:
         mesh = self.program.mesh

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.runtime.comm import Comm, CommError
-from autopar.runtime.lanes import Lanes, open_lanes
+from autopar.runtime.comm import Comm, CommError, Incoming, Outgoing
 from autopar.runtime.receipts import Meeting, Receipt, let_go
+from autopar.runtime.turns import Message, Turns
 from passes.mesh import Mesh
 
 # Renamed in torch 2.13, where the old names warn.
@@ -36,9 +36,13 @@ class ProcessComm(Comm):
     Construct it on all ranks, with the same arguments, after `init_process_group`; a
     mesh of one rank needs none. It makes one process group for each set of ranks in
     `groups` (axes, as they are used) and in `rank_groups` (ascending ranks); and, where
-    NCCL carries them, for each (sender, receiver) of `messages`, see
-    `autopar.runtime.lanes`. They belong to torch.distributed: `destroy_process_group`
-    ends them, whoever still holds this.
+    messages go `in_turn`, for those of each pipeline, whose collectives have their own.
+    They belong to torch.distributed: `destroy_process_group` ends them, whoever still
+    holds this.
+
+    in_turn: whether messages between pipeline stages are calls of one communicator, in
+    the order of `passes.schedule.exchanges`; None: where NCCL carries them. gloo tells
+    messages apart by their tags, and each goes when it can.
 
     timeout: as given to `init_process_group`, which does not hand it on to subgroups.
     A rank that died, or one that is late by more than this, raises in the others.
@@ -51,9 +55,9 @@ class ProcessComm(Comm):
         *,
         groups: Iterable[tuple[str, ...]] = (),
         rank_groups: Iterable[tuple[int, ...]] = (),
-        messages: Iterable[tuple[int, int]] = (),
         device: torch.device | None = None,
         timeout: timedelta | None = None,
+        in_turn: bool | None = None,
     ) -> None:
         started = dist.is_initialized()
         world = dist.get_world_size() if started else 1
@@ -68,10 +72,10 @@ class ProcessComm(Comm):
         wanted = {mesh.group(r, axes) for axes in groups for r in range(mesh.size)}
         self._timeout = timeout
         self._groups = _new_groups(rank, world, wanted | set(rank_groups), timeout)
-        # gloo tells messages apart by their tags.
-        self._lanes: Lanes | None = None
-        if self.device.type != "cpu":
-            self._lanes = open_lanes(rank, messages, self.device, timeout)
+        self.in_turn = self.device.type != "cpu" if in_turn is None else in_turn
+        self._turns: Turns | None = None
+        if self.in_turn:
+            self._turns = Turns(mesh, rank, self.device, timeout)
         self._sends: deque[_Transfer] = deque()
         # On the CPU, whatever carries tensors: nobody waits for a GPU to begin. Nothing
         # else goes through this group.
@@ -186,33 +190,53 @@ class ProcessComm(Comm):
         adds in rank order. NCCL's own needs even counts."""
         return x.device.type == "cpu" or min(counts) != max(counts)
 
+    def exchange(
+        self, sends: Sequence[Outgoing], receives: Sequence[Incoming]
+    ) -> tuple[list[Receipt], list[Receipt]]:
+        if self._turns is None:
+            return super().exchange(sends, receives)
+        messages: list[Message] = []
+        for x, peer, tag in sends:
+            self._peer("send", peer, x)
+            messages.append((dist.isend, x.contiguous(), peer, tag))
+        for shape, dtype, peer, tag in receives:
+            x = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+            self._peer("recv", peer, x)
+            messages.append((dist.irecv, x, peer, tag))
+        started = self._start(messages)
+        leaving, coming = started[: len(sends)], started[len(sends) :]
+        self._sends.extend(leaving)
+        return [*leaving], [*coming]
+
     def _send(self, x: Tensor, to_rank: int, tag: int) -> Receipt:
-        self._let_go()
-        lane = self._lane(self.rank, to_rank)
-        transfer = _Transfer(dist.isend(x, to_rank, lane, tag), x)
+        (transfer,) = self._start([(dist.isend, x, to_rank, tag)])
         self._sends.append(transfer)
         return transfer
 
     def _recv(self, x: Tensor, from_rank: int, tag: int) -> Receipt:
+        (transfer,) = self._start([(dist.irecv, x, from_rank, tag)])
+        return transfer
+
+    def _start(self, messages: Sequence[Message]) -> list[_Transfer]:
+        """Raises: CommError, if no communicator is for these."""
         self._let_go()
-        lane = self._lane(from_rank, self.rank)
-        return _Transfer(dist.irecv(x, from_rank, lane, tag), x)
+        if self._turns is None:
+            return [_Transfer(call(x, to, tag=tag), x) for call, x, to, tag in messages]
+        works = self._turns.start(messages)
+        if works is None:
+            peers = sorted({peer for _, _, peer, _ in messages})
+            raise CommError(
+                f"rank {self.rank} has no process group for messages with ranks {peers}"
+                "\n  fix  lay them along an axis pp of the mesh, and call "
+                "destroy_process_group only at the end"
+            )
+        pairs = zip(works, messages, strict=True)
+        return [_Transfer(work, message[1]) for work, message in pairs]
 
     def _let_go(self) -> None:
         """Of the tensors that were sent."""
         while self._sends and self._sends[0].done():
             self._sends.popleft()
-
-    def _lane(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
-        if self._lanes is None:
-            return None
-        try:
-            return self._lanes[sender, receiver]
-        except KeyError:
-            raise CommError(
-                f"there is no lane for messages from rank {sender} to rank {receiver}"
-                f"\n  fix  name the pair in `messages`"
-            ) from None
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         try:

@@ -45,6 +45,16 @@ def proofs(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
     return dict(found)
 
 
+def apart(
+    actions: Sequence[Action],
+) -> Iterator[tuple[Action, list[tuple[Action, ...]]]]:
+    """Each action, with what begins before it, message by message: receives as they are
+    posted, and the send that it is. Of carriers that tell messages apart by tags."""
+    for action, coming in posted(actions):
+        sends = [action] if action.kind.is_send else []
+        yield action, [(message,) for message in (*coming, *sends)]
+
+
 def posted(actions: Sequence[Action]) -> Iterator[tuple[Action, list[Action]]]:
     """Each action, with the receives that are posted before it."""
     coming = deque(a for a in actions if a.kind.is_recv)
