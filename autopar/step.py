@@ -22,11 +22,11 @@ from autopar.rank_step import RankStep
 from autopar.runtime.agreement import Agreement
 from autopar.runtime.executor import Executor
 from autopar.runtime.first_rank import on_first_rank
+from autopar.runtime.host_comm import engine
 from autopar.runtime.inductor import Kept
 from autopar.runtime.initialize import local_state
 from autopar.runtime.join import await_here, default_device, join, read_device
 from autopar.runtime.match import check_model, check_same
-from autopar.runtime.process_groups import ProcessComm
 from autopar.runtime.rehearse import rehearse
 from passes.plan import AUTO, Plan, PlanError
 from passes.program import Program
@@ -147,7 +147,7 @@ class Step(RankStep):
         else:
             program = on_first_rank(lambda: self._compile(batch))
         check_model(program, self._model)
-        comm = ProcessComm(
+        comm = engine(self.device)(
             program.mesh,
             program.plan.microbatches,
             groups=program.groups,

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from processes import run_ranks
 
 from autopar.runtime.comm import CommError
+from autopar.runtime.host_comm import HostComm
 from autopar.runtime.kernels import positions
 from autopar.runtime.process_groups import ProcessComm
 from autopar.runtime.virtual import run_virtual
@@ -293,8 +294,8 @@ def test_virtual_ranks(mesh, zigzag, check):
     run_virtual(Mesh.parse(mesh), 1, check_one)
 
 
-def check_all(mesh):
-    return check_all_of(ProcessComm(Mesh.parse(mesh), groups=AXES))
+def check_all(mesh, engine=ProcessComm):
+    return check_all_of(engine(Mesh.parse(mesh), groups=AXES))
 
 
 def check_all_of(comm):
@@ -311,6 +312,13 @@ def test_real_ranks(mesh):
     """Every check on gloo, where the ranks make just the calls that virtual ones do."""
     calls = run_ranks(check_all, Mesh.parse(mesh).size, mesh)
     assert calls == run_virtual(Mesh.parse(mesh), 1, check_all_of)
+
+
+@pytest.mark.slow
+def test_tensors_that_move_by_way_of_the_host():
+    """On the CPU too each is copied before it is sent, and after it has arrived."""
+    calls = run_ranks(check_all, 2, "tp=2,dp=1", HostComm)
+    assert calls == run_virtual(Mesh.parse("tp=2,dp=1"), 1, check_all_of)
 
 
 def some_step(comm, bits):
