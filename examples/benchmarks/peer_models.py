@@ -54,7 +54,7 @@ class Stage(nn.Module):
 
     def __init__(self, model: GPT, index: int, count: int) -> None:
         super().__init__()
-        share = model.config.layers // count
+        self.count, share = count, model.config.layers // count
         self.blocks = model.blocks[index * share : (index + 1) * share]
         self.first, self.last = index == 0, index == count - 1
         if self.first:

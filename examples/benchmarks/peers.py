@@ -1,160 +1,229 @@
 """Training the same GPT with autopar and with what a user would pick instead.
 
-    python examples/benchmarks/peers.py --config mid --rounds 5
+    python examples/benchmarks/peers.py --config small --only '*-2/*' --rounds 5
 
-Every run is a process group of its own, fp32 on gloo with one thread a rank, and must
-give the losses of a single process. A speed-up is the peer's seconds over ours in the
-same round, so that a slow minute of the machine weighs on both; the table shows the
-median over the rounds. `memory` is our peak bytes over the peer's.
+Each rank is a process, fp32 on gloo with one thread. What does the same on as many
+ranks (see `ROWS` of `peer_runs.py`) is started one after another, and then makes a step
+each in turn, so that a slow minute of the machine weighs on all: ratios are medians of
+those in a round. Every loss must be that of the untouched model in a single process.
+
+First steps are counted from the start of the processes: `cold` with nothing on disk,
+`warm` with what that start has left there, caches of torch.compile and plans and code
+of ours. MiB are the most bytes of tensors alive at once on a rank.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from statistics import median
 
-from tabulate import tabulate
+import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the examples are found from any directory
 
-from examples.benchmarks.peer_runs import CONFIGS, RUNS  # noqa: E402
-from examples.benchmarks.processes import run as start  # noqa: E402
+from examples.benchmarks.peer_runs import CONFIGS, ROWS  # noqa: E402
+from examples.benchmarks.peer_tables import best_table, drawing, run_table  # noqa: E402
+from examples.benchmarks.processes import environments, start  # noqa: E402
 
 MODULE = "examples.benchmarks.peer_runs"
+REFERENCE = "single/torch-eager"
 TOLERANCE = 1e-4  # of a loss, fp32 sums in another order
-TIMEOUT = 1800  # seconds a run
-
-# (peer, ours), neighbours in time
-PAIRS = (
-    ("ddp2", "ours-dp2"),
-    ("fsdp2", "ours-zero3"),
-    ("pipelining2", "ours-pp2"),
-    ("dtensor2", "ours-tp2"),
-    ("dtensor2-sp", "ours-tp2-sp"),
-    ("pipelining2-dtensor2-sp", "ours-pp2-tp2-sp"),
-)
+TIMEOUT = 900  # seconds of a step, compilation included
+WARM = 1  # steps after the first that are not counted
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
-    """Medians of a run: seconds a step, CPU seconds of all ranks; bytes of one."""
+    """Of a run, seconds of its first steps, and of the step in each round: of the wall,
+    and of all its ranks' CPUs. peak: bytes of one rank. off: of its losses, at most."""
 
-    run: str
-    wall: float
-    cpu: float
-    peak: int
-    losses: list[float]
-
-
-def launch(run: str, config: str, steps: int) -> Result:
-    """Run once in new processes. Raises RuntimeError with the end of its output."""
-    ranks = RUNS[run].ranks
-    command = [sys.executable, "-m"]
-    if ranks > 1:
-        command += ["torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(ranks), "-m"]
-    command += [MODULE, run, "--config", config, "--steps", str(steps)]
-    printed = start(command, TIMEOUT)
-    lines = [line for line in printed.splitlines() if line.startswith('{"run"')]
-    if not lines:
-        raise RuntimeError(f"{run} printed no result:\n{printed[-4000:]}")
-    return Result(**json.loads(lines[-1]))
+    cold: float
+    warm: float
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    peak: int = 0
+    off: float = 0.0
 
 
-def check_losses(result: Result, reference: Result) -> float:
-    """The largest difference to the single process; above TOLERANCE, RuntimeError."""
-    pairs = zip(result.losses, reference.losses, strict=True)
-    difference = max(abs(mine - exact) for mine, exact in pairs)
-    if not difference < TOLERANCE:  # nor nan
-        raise RuntimeError(
-            f"{result.run} computes something else: its losses differ by {difference}\n"
-            f"  {result.run}: {result.losses}\n  single: {reference.losses}"
-        )
-    return difference
+class Run:
+    """The processes of a run, which make steps as they are told."""
+
+    def __init__(
+        self, name: str, config: str, kept: Path, losses: Sequence[float] | None = None
+    ) -> None:
+        self.name, self.config, self.kept = name, config, kept
+        self.expected, self.losses = losses, list[float]()
+        # Ranks that share two cores gain nothing by processes that compile for them.
+        self.caches = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        self.caches["TORCHINDUCTOR_CACHE_DIR"] = str(kept / "torch")
+
+    @contextmanager
+    def started(self) -> Iterator[float]:
+        """The context in which it runs, with the seconds until its first step."""
+        self.losses.clear()
+        ranks = ROWS[self.name.split("/")[0]].ranks
+        command = [sys.executable, "-m", MODULE, self.name, self.config, str(self.kept)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with tempfile.TemporaryFile("w+") as self.said, ExitStack() as stack:
+            began = time.perf_counter()
+            self.processes = [
+                stack.enter_context(
+                    start(command, self.caches | own, stderr=self.said, **pipes)
+                )
+                for own in environments(ranks)
+            ]
+            self("step")
+            yield time.perf_counter() - began
+            for process in self.processes:
+                process.stdin.close()
+            for process in self.processes:
+                process.wait(TIMEOUT)
+
+    def __call__(self, word: str) -> list[dict]:
+        """What each rank answers. Raises: RuntimeError for one that does not, and for
+        a loss that is not the single process's."""
+        for process in self.processes:
+            print(word, file=process.stdin, flush=True)
+        late = threading.Timer(TIMEOUT, self._kill)
+        late.start()
+        try:
+            found = [json.loads(self._line(p.stdout)) for p in self.processes]
+        finally:
+            late.cancel()
+        (loss, *_) = (rank["loss"] for rank in found if rank["loss"] is not None)
+        self.losses.append(loss)
+        if not self.off() < TOLERANCE:  # nor nan
+            raise RuntimeError(
+                f"{self.name} computes something else: its losses are {self.losses}, "
+                f"a single process's {self.expected}"
+            )
+        return found
+
+    def off(self) -> float:
+        """How far losses are from those expected, at most."""
+        pairs = zip(self.losses, self.expected or self.losses, strict=False)
+        return max(abs(mine - exact) for mine, exact in pairs)
+
+    def _line(self, printed: Iterator[str]) -> str:
+        for line in printed:
+            if line.startswith("{"):
+                return line
+        self.said.seek(0)
+        raise RuntimeError(f"{self.name} ended:\n{self.said.read()[-4000:]}")
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            process.kill()
 
 
-def play_round(
-    number: int, runs: Sequence[str], config: str, steps: int
-) -> list[Result]:
-    """Each run once: the single process first, then the pairs, who begins in turns."""
-    results = [launch("single", config, steps)]
-    for pair in PAIRS:
-        for run in pair if number % 2 == 0 else reversed(pair):
-            if run in runs:
-                results.append(launch(run, config, steps))
-                check_losses(results[-1], results[0])
-    for result in results:
-        print(f"round {number}  {result.run:24} {result.wall:8.4f} s", file=sys.stderr)
-    return results
+def measure(
+    names: Sequence[str], config: str, rounds: int, folder: Path
+) -> dict[str, Result]:
+    """All runs, those of a row together."""
+    reference = Run(REFERENCE, config, folder / "reference")
+    with reference.started():
+        for _ in range(WARM + rounds + 1):
+            reference("step")
+    found = {}
+    for row in dict.fromkeys(name.split("/")[0] for name in names):
+        own = [name for name in names if name.startswith(f"{row}/")]
+        found |= measure_row(own, config, rounds, folder, reference.losses)
+    return found
 
 
-def table(rounds: Sequence[Sequence[Result]]) -> str:
-    """One line a run, ours with its ratios to the peer above it."""
-    by_run: dict[str, list[Result]] = {}
-    for result in (result for results in rounds for result in results):
-        by_run.setdefault(result.run, []).append(result)
-    peer_of = {ours: peer for peer, ours in PAIRS}
-    lines = []
-    for run in sorted(by_run, key=list(RUNS).index):
-        mine, peers = by_run[run], by_run.get(peer_of.get(run, ""), [])
-        worst = max(
-            check_losses(result, reference)
-            for result, reference in zip(mine, by_run["single"], strict=True)
-        )
-        lines.append(
-            {
-                "run": run,
-                "ranks": RUNS[run].ranks,
-                "s/step": median(result.wall for result in mine),
-                "CPU s/step": median(result.cpu for result in mine),
-                "MiB/rank": mine[0].peak / 2**20,
-                "speed-up": paired(peers, mine, lambda result: result.wall),
-                "by CPU s": paired(peers, mine, lambda result: result.cpu),
-                "memory": paired(mine, peers, lambda result: result.peak),
-                "loss off by": f"{worst:.0e}",
-            }
-        )
-    return tabulate(lines, headers="keys", floatfmt=".3f", disable_numparse=[8])
+def measure_row(
+    names: Sequence[str],
+    config: str,
+    rounds: int,
+    folder: Path,
+    losses: Sequence[float],
+) -> dict[str, Result]:
+    """The runs, started and then in turn; who begins changes with the round."""
+    runs = {name: Run(name, config, folder / name, losses) for name in names}
+    found: dict[str, Result] = {}
+    with ExitStack() as stack:
+        for name, run in runs.items():
+            found[name] = Result(*launch(run, stack))
+            say(name, f"first steps {found[name].cold:.1f} {found[name].warm:.1f} s")
+        for number in range(-WARM, rounds):
+            for name in list(names)[:: 1 if number % 2 else -1]:
+                ranks = runs[name]("step")
+                if number >= 0:
+                    found[name].wall.append(ranks[0]["wall"])
+                    found[name].cpu.append(sum(rank["cpu"] for rank in ranks))
+        for name, run in runs.items():
+            found[name].peak = max(rank["peak"] for rank in run("peak"))
+            found[name].off = run.off()
+            say(name, f"{median(found[name].wall):.3f} s a step")
+    return found
 
 
-def paired(
-    left: Sequence[Result], right: Sequence[Result], of: Callable[[Result], float]
-) -> float | None:
-    """The median of left over right of the same round, None where one is missing."""
-    if not (left and right):
-        return None
-    return median(of(a) / of(b) for a, b in zip(left, right, strict=True))
+def launch(run: Run, stack: ExitStack) -> tuple[float, float]:
+    """Start a run, to end with the stack; seconds to its first step, cold and warm."""
+    with ExitStack() as own:
+        cold = own.enter_context(run.started())
+        if not any(path.is_file() for path in run.kept.rglob("*")):
+            # Another start would be like this one.
+            stack.enter_context(own.pop_all())
+            return cold, cold
+    return cold, stack.enter_context(run.started())
+
+
+def say(name: str, text: str) -> None:
+    print(f"{name:26} {text}", file=sys.stderr, flush=True)
 
 
 def selected(patterns: str) -> list[str]:
     """The runs that one of the comma-separated shell patterns names."""
-    chosen = [
-        run for run in RUNS if any(fnmatch(run, glob) for glob in patterns.split(","))
-    ]
-    if not chosen:
-        raise SystemExit(f"--only {patterns}: none of {', '.join(RUNS)}")
-    return chosen
+    every = [f"{row}/{run}" for row, of in ROWS.items() for run in of.runs]
+    globs = patterns.split(",")
+    if chosen := [run for run in every if any(fnmatch(run, glob) for glob in globs)]:
+        return chosen
+    raise SystemExit(f"--only {patterns}: none of {', '.join(every)}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", choices=CONFIGS, default="small")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8, help="timed steps a run")
-    parser.add_argument("--only", default="*", help="runs, such as 'ddp*,ours-dp2'")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="*", help="runs, as 'ddp-2/*,pp-4/ours-*'")
+    parser.add_argument("--json", type=Path, help="a file for all that was measured")
+    parser.add_argument("--svg", type=Path, help="a file for a picture of it")
     options = parser.parse_args()
-    runs = selected(options.only)
-    rounds = [
-        play_round(number, runs, options.config, options.steps)
-        for number in range(options.rounds)
-    ]
-    print(CONFIGS[options.config], f"{options.rounds} rounds of {options.steps} steps")
-    print(table(rounds))
+    with tempfile.TemporaryDirectory() as folder:
+        names = selected(options.only)
+        found = measure(names, options.config, options.rounds, Path(folder))
+    runs = {name: asdict(result) for name, result in found.items()}
+    if options.json:
+        runs = kept_in(options.json, options.config, runs)
+    print(CONFIGS[options.config], f"{options.rounds} rounds")
+    print(run_table(runs), best_table(runs, options.config), sep="\n\n")
+    if options.svg:
+        options.svg.write_text(drawing(runs, options.config), encoding="utf-8")
+
+
+def kept_in(file: Path, config: str, runs: dict[str, dict]) -> dict[str, dict]:
+    """Write what was measured, beside what the file has of other runs; gives all."""
+    known = json.loads(file.read_text()) if file.exists() else {}
+    if known.get("config") == config:
+        order = [*known["runs"], *runs]
+        runs = {name: (known["runs"] | runs)[name] for name in order}
+    made = {"config": config, "torch": torch.__version__, "cores": os.cpu_count()}
+    file.write_text(json.dumps(made | {"runs": runs}, indent=1) + "\n")
+    return runs
 
 
 if __name__ == "__main__":

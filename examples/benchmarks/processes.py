@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from autopar.runtime.launch import running
 
@@ -21,20 +25,40 @@ ENVIRONMENT = {
 }
 
 
+def start(
+    command: Sequence[str],
+    variables: Mapping[str, str] = MappingProxyType({}),
+    **options: Any,
+) -> AbstractContextManager[subprocess.Popen[str]]:
+    """A context in which a command is at work within the checkout.
+
+    variables: more of its environment. options: of `subprocess.Popen`.
+    """
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    found = {"PYTHONPATH": os.pathsep.join(paths)}
+    env = {**os.environ, **ENVIRONMENT, **found, **variables}
+    return running(command, cwd=ROOT, env=env, text=True, **options)
+
+
+def environments(ranks: int) -> list[dict[str, str]]:
+    """What each of so many ranks of this machine finds in its environment, as torchrun
+    would set it; nothing where there is one."""
+    if ranks == 1:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return [common | {"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(ranks)]
+
+
 def run(command: Sequence[str], timeout: float) -> str:
-    """What a command prints, run within the checkout. timeout: in seconds.
+    """What a command prints. timeout: in seconds.
 
     Raises: RuntimeError with the end of what it says of its failure; TimeoutExpired.
     """
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with running(
-        command,
-        cwd=ROOT,
-        env=os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with start(command, **pipes) as process:
         printed, said = process.communicate(timeout=timeout)
     if process.returncode:
         raise RuntimeError(
