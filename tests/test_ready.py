@@ -20,7 +20,7 @@ LEAVES = ("start_reduce_ranks_", "start_scatter")
 Seen = tuple[list[str], dict[str, Tensor]]
 
 
-def step(case: Case, program: Program) -> list[Seen]:
+def step(case: Case, program: Program, overlaps: bool = True) -> list[Seen]:
     """Of each rank what it calls from its last backward to the reduction of the loss,
     and the gradients."""
 
@@ -36,6 +36,7 @@ def step(case: Case, program: Program) -> list[Seen]:
             setattr(comm, name, partial(call, name, getattr(comm, name)))
         held = local_parameters(program, comm, dict(case.model.named_parameters()))
         executor = Executor(program, comm, held, dict(case.model.named_buffers()))
+        executor.overlaps = overlaps
         executor.step(case.batch)
         return seen, executor.grads
 
@@ -49,12 +50,15 @@ def step(case: Case, program: Program) -> list[Seen]:
 def test_a_block_leaves_before_the_next_is_ready(mesh, zero, schedule, monkeypatch):
     case = plain_gpt(layers=4, tied=False)
     program = case.compile(mesh, 2, zero=zero, schedule=schedule)
-    at_once = [gradients for _, gradients in step(case, program)]
+    at_once = step(case, program, overlaps=False)
     monkeypatch.setattr("autopar.runtime.executor.BUCKET", 1)
     leaves = LEAVES[zero]
-    for (seen, gradients), expected in zip(step(case, program), at_once, strict=True):
+    for (seen, gradients), (late, expected) in zip(
+        step(case, program), at_once, strict=True
+    ):
         blocks = seen.count("ready")
         assert blocks == (6 if mesh == "dp=2" else 3), "layers, and ends of the model"
+        assert late.index(leaves) >= blocks, "all are ready"
         first, last = seen.index(leaves), len(seen) - 1 - seen[::-1].index("ready")
         assert 0 < first < last, "the first leaves when it is ready, not at the end"
         between = seen[seen.index("ready") : last]

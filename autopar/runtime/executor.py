@@ -143,7 +143,8 @@ class Executor:
 
     parameters: the rank's shards by the model's names; gradients appear in `.grad`.
     buffers: whole, by name. compiled: where functions compiled by Inductor are kept;
-    None: they run as they are written.
+    None: they run as they are written. overlaps, an attribute: whether parameters come
+    and gradients leave while stages compute; without it, before and after they do.
     """
 
     def __init__(
@@ -164,6 +165,8 @@ class Executor:
         self.actions = program.schedule.ranks[self.pp]
         self._proofs = proofs(program.schedule, self.pp)
         self._order = exchanges(program.schedule)[self.pp] if comm.in_turn else ()
+        self.overlaps = True
+        self._late: defaultdict[int, list[Sequence[Tensor]]] = defaultdict(list)
         self.grads: dict[str, Tensor] = {}
         self.buckets = self._make_buckets()
         self.stages = {i: self._start(i) for i in program.stages_of(comm.rank)}
@@ -321,6 +324,8 @@ class Executor:
             stage.batch = Batch((k, batch[k]) for k in stage.module["INPUTS"])
             of_step = self.comm, stage.tensors, stage.constants
             stage.batch.begin(stage.module["prologue"], *of_step)
+            if not self.overlaps:
+                stage.batch.end()
         with self.multiplying():
             for action, begins in self._with_messages(actions):
                 for messages in begins:
@@ -373,7 +378,9 @@ class Executor:
         """The context of a backward: in the last one gradients leave as they are
         ready."""
         if self._last[action.stage] == action:
-            self.comm.on_ready = partial(self._ready, action.stage)
+            late = self._late[action.stage].append
+            ready = partial(self._ready, action.stage)
+            self.comm.on_ready = ready if self.overlaps else late
             self.stages[action.stage].begin_epilogue(self.comm)
         try:
             yield
@@ -398,6 +405,8 @@ class Executor:
         """Wait for gradients that are under way, and reduce those of several stages."""
         for index, stage in self.stages.items():
             self.comm.on_ready = partial(self._ready, index)
+            for gradients in self._late.pop(index, ()):
+                self._ready(index, gradients)
             stage.end_epilogue()
         self.comm.on_ready = None
         self._free_batch()

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 from unittest import mock
 
 import torch
@@ -35,7 +34,6 @@ sys.path.insert(0, str(ROOT))  # the examples are found from any directory
 import autopar  # noqa: E402
 from autopar.reports.simulation import simulate_program  # noqa: E402
 from autopar.runtime.comm import Comm  # noqa: E402
-from autopar.runtime.executor import Batch, Executor  # noqa: E402
 from autopar.runtime.packing import Layout  # noqa: E402
 from autopar.runtime.receipts import Receipt  # noqa: E402
 from examples.gpt import GPT, Config  # noqa: E402
@@ -97,41 +95,6 @@ class Wire:
 # --- gradients ------------------------------------------------------------------------
 
 
-def at_once(executor: Executor) -> None:
-    """Let all gradients leave after the last backward, and all parameters come before
-    the first forward."""
-    comm, held = executor.comm, list[tuple[Callable[..., None], list[Tensor]]]()
-    ready, end = comm.ready, executor._end_reductions
-
-    def keep(gradients: list[Tensor]) -> None:
-        if comm.on_ready is not None:
-            held.append((comm.on_ready, gradients))
-
-    def leave() -> None:
-        comm.ready = ready  # type: ignore[method-assign]
-        for on_ready, gradients in held:
-            comm.on_ready = on_ready
-            on_ready(gradients)
-        held.clear()
-        end()
-        comm.ready = keep  # type: ignore[assignment, method-assign]
-
-    def play(*args: Any) -> None:
-        begin = Batch.begin
-
-        def begin_and_end(batch: Batch, *args: Any) -> None:
-            begin(batch, *args)
-            batch.end()
-
-        with mock.patch.object(Batch, "begin", begin_and_end):
-            run(*args)
-
-    run = executor._play
-    executor._play = play  # type: ignore[method-assign]
-    comm.ready = keep  # type: ignore[assignment, method-assign]
-    executor._end_reductions = leave  # type: ignore[method-assign]
-
-
 def gradients(zero: int, config: Config, link: float) -> Change:
     text = torch.randint(config.vocab, (4, config.context + 1))
     batch = {"ids": text[:, :-1].clone(), "labels": text[:, 1:].clone()}
@@ -147,8 +110,7 @@ def gradients(zero: int, config: Config, link: float) -> Change:
         )
         if link:
             Wire(step.comm, level)
-        if as_before:
-            at_once(step.executor)
+        step.executor.overlaps = not as_before
         steps.append(step)
 
     def run(step: autopar.Step) -> None:
