@@ -16,6 +16,7 @@ from passes.shard.shares import Pieces
 
 __all__ = [
     "add_",
+    "add_each_",
     "affine",
     "attention",
     "attention_backward",
@@ -243,3 +244,8 @@ def masked_scale(x: Tensor, keep: Tensor | None, scale: float) -> Tensor:
 def add_(x: Tensor, y: Tensor) -> Tensor:
     """x += y."""
     return x.add_(y)
+
+
+def add_each_(sums: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
+    """x += y for each pair, of any shapes, by a few kernels in all on a GPU."""
+    torch._foreach_add_(sums, terms)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from passes.graph import Builder, Node, Value
 from passes.mesh import TIME
 from passes.shard.rest import find_casts, find_gathered, gather_again, gradient_dtypes
-from passes.stage.fuse import fuse_bias, spell_masks
+from passes.stage.fuse import add_together, fuse_bias, spell_masks
 from passes.stage.local_stage import LocalStage
 from passes.stage.localize import Localizer
 from passes.stage.outline import gather_runs
@@ -168,9 +168,9 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
         setup=joint.setup,
         prologue=tuple(pause_before_waits(joint.prologue)),
         forward=tuple(reuse(ahead, {*ends, *(v.name for v in saved)})),
-        backward=tuple(parts[0]),
-        weight_half=tuple(parts[1]) if joint.halves else None,
-        epilogue=tuple(epilogue),
+        backward=tuple(add_together(parts[0])),
+        weight_half=tuple(add_together(parts[1])) if joint.halves else None,
+        epilogue=tuple(add_together(epilogue)),
         **sources,
         d_sends=joint.d_sends,
         d_receives=joint.d_receives,

@@ -1,18 +1,21 @@
 """fuse: a rank's nodes as the operations that it runs.
 
-Masks get values of their own, a bias joins the product before it, and what does nothing
-at run time is left out.
+Masks get values of their own, a bias joins the product before it, sums of gradients
+join each other, and what does nothing at run time is left out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from passes.graph import Node, Value
+from passes.graph import Node, Value, Where
 from passes.shard.ring import ATTENTION
+from passes.stage.outline import is_sum
+from passes.stage.reuse import ADD, ADD_EACH
 
 # What does nothing at run time: R -> V, and a gradient that ends.
 IDENTITIES = ("comm.enter", "aten.detach.default")
@@ -94,3 +97,32 @@ def fuse_bias(nodes: list[Node]) -> list[Node]:
         found[made[y.name]] = None
         found[i] = replace(node, op=op, args=(*product.operands, b))
     return [n for n in found if n is not None]
+
+
+def add_together(nodes: Sequence[Node]) -> list[Node]:
+    """Neighbours that add to gradients of a layer's parameters -> one node, which is a
+    few kernels on a GPU for all of them."""
+    found: list[Node] = []
+    adds: dict[str, Node] = {}  # by what they add to
+
+    def end() -> None:
+        own = list(adds.values())
+        if len(own) > 1:
+            sums, terms = zip(*(n.args for n in own), strict=True)
+            where = Where(own[0].where.layer)
+            own = [Node(ADD_EACH, (sums, terms), {}, (), where)]
+        found.extend(own)
+        adds.clear()
+
+    for node in nodes:
+        layers = {n.where.layer for n in adds.values()}
+        if node.op != ADD or not is_sum(node):
+            end()
+            found.append(node)
+            continue
+        into = node.operands[0].name
+        if into in adds or layers - {node.where.layer}:
+            end()
+        adds[into] = node
+    end()
+    return found

@@ -19,7 +19,7 @@ from itertools import groupby
 
 from passes.graph import Builder, Node, Value, Where
 from passes.shard.rest import GATHER, find_gathered
-from passes.stage.reuse import find_owners
+from passes.stage.reuse import ADD, find_owners
 from passes.stage.split_backward import GRADIENT
 
 SCATTER = "comm.reduce_scatter"
@@ -33,7 +33,6 @@ STARTS = {
 # What leads from a scattered gradient to a parameter's: shares in one piece, unlike
 # those of rows, which a scatter of activations may have in zigzag.
 HANDS_ON = (SCATTER, "aten.reshape.default", "aten.to.dtype")
-ADDS = "autopar.add_"
 
 READY = "comm.ready"
 # Where what runs once a step goes on as soon as some gradients are ready, or somebody
@@ -266,7 +265,7 @@ def _final(nodes: Sequence[Node], keep: Collection[str]) -> set[int]:
             final = unread and node.op in HANDS_ON
         else:
             into_gradient = node.operands[0].name.startswith(GRADIENT)
-            final = into_gradient and node.op == ADDS
+            final = into_gradient and node.op == ADD
         if final:
             found.add(id(node))
         else:

@@ -28,6 +28,8 @@ IN_PLACE = {
     "aten.log.default": "aten.log_.default",
 }
 WRITES = frozenset(IN_PLACE.values())
+# To add to an operand, and to several.
+ADD, ADD_EACH = "autopar.add_", "autopar.add_each_"
 # Views in which places overlap.
 SPREAD = ("aten.expand", "aten.unfold", "aten.as_strided")
 COMMUTES = ("aten.add.Tensor", "aten.mul.Tensor")
@@ -132,6 +134,29 @@ def may_alias(node: Node) -> bool:
     ):
         return True
     return node.op.startswith("aten.") and _says_alias(node.op)
+
+
+def takes_memory(node: Node) -> bool:
+    """Whether running the node may take memory: not for a view, or over an operand."""
+    if is_in_place(node) or node.op in (ADD, ADD_EACH):
+        return False
+    if node.op == "aten.reshape.default":
+        return not _splits_only(node.operands[0].shape, node.out.shape)
+    kind = node.op.rpartition(".")[0]
+    copies = node.op.startswith("comm.") or kind in ("aten.to", "aten.contiguous")
+    return copies or not may_alias(node)
+
+
+def _splits_only(shape: Sequence[int], into: Sequence[int]) -> bool:
+    """Whether each dim becomes one or several: then no strides make it a copy."""
+    rest = list(into)
+    for n in shape:
+        extent = 1
+        while rest and (extent < n or (rest[0] == 1 and n != 1)):
+            extent *= rest.pop(0)
+        if extent != n:
+            return False
+    return all(n == 1 for n in rest)
 
 
 @cache

@@ -11,9 +11,9 @@ from itertools import pairwise
 from passes.graph import Node, Value, unused
 from passes.stage.hand_over import HandOver, Rows
 from passes.stage.loops import Given, Item, Loop
-from passes.stage.reuse import is_in_place, may_alias
+from passes.stage.reuse import is_in_place, may_alias, takes_memory
 from passes.stage.spell import is_method, spell, targets
-from passes.stage.write_loop import Index, LoopWriter, delete
+from passes.stage.write_loop import Index, LoopWriter, Statements
 
 MEANT = ("c", "p", "g", "k", "b", "i", "saved", "made", "torch", "F", "kernels", "aten")
 RESERVED = frozenset({*MEANT, *keyword.kwlist, "inf", "range", "reversed", "_"})
@@ -97,15 +97,17 @@ class Function:
         ]
         links = _links(items, {*keep, *among_loops}) if self.chains else set()
         waiting: list[Node] = []  # views that the next view is a method of
-        lines = delete(self.names[n] for n in arrived if last[n] < 0 and n not in keep)
+        body = Statements()
+        body.let_go(self.names[n] for n in arrived if last[n] < 0 and n not in keep)
         for i, item in enumerate(items):
-            lines += self._take_singles(item, local)
+            body.add(self._take_singles(item, local), takes=False)
             if isinstance(item, Node) and i in links:
                 self.names[item.out.name] = spell(item, self.name, device=self.device)
                 waiting.append(item)
                 continue
             if isinstance(item, Node):
-                lines.append(self.statement(item))
+                takes = any(map(takes_memory, (*waiting, item)))
+                body.add([self.statement(item)], takes)
                 local.update(v.name for v in item.results)
                 own = (v for n in (*waiting, item) for v in n.operands)
                 mentioned = [v.name for v in (*own, *item.results)]
@@ -113,7 +115,7 @@ class Function:
             else:
                 after = {n for n, at in last.items() if at > i} | keep
                 text, made = LoopWriter(self, item, after).write()
-                lines += text
+                body.add(text)
                 local |= made
                 mentioned = [*reads[i], *made]
             dead = [
@@ -122,8 +124,8 @@ class Function:
                 if n in local and n in self.names
                 if last.get(n, i) <= i and n not in keep
             ]
-            lines += delete(dead)
-        return lines
+            body.let_go(dead)
+        return body.lines  # the rest goes when the function returns
 
     def _reads(self, item: Item) -> dict[str, Value]:
         """What an item reads by name."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from passes.graph import LAYER, Node, Value
 from passes.stage.hand_over import Rows
 from passes.stage.loops import Carried, Given, Loop, Varying, numbered, series
+from passes.stage.reuse import takes_memory
 from passes.stage.spell import constant
 
 if TYPE_CHECKING:
@@ -222,10 +223,12 @@ class LoopWriter:
 
     def body(self, kept: Collection[str]) -> list[str]:
         stays = {one.next.name for one in self.loop.carried}.union(kept)
-        lines = []
+        body = Statements()
         for o, node in enumerate(self.loop.body):
-            lines.append(self.function.statement(node, self.index))
+            line = self.function.statement(node, self.index)
+            body.add([line], takes_memory(node))
             results = {self.text(v) for v in node.results}
+            body.again(results)
             dead = []
             for v in dict.fromkeys((*node.operands, *node.results)):
                 own = v.name in self.made or v.name in self.inside
@@ -236,8 +239,8 @@ class LoopWriter:
                     continue
                 if v.name in self.made or self.text(v) not in results:
                     dead.append(self.text(v))
-            lines += delete(dead)
-        return lines
+            body.let_go(dead)
+        return body.end()
 
     def keep(self, rows: Rows) -> None:
         """Keep for another loop, or function, what it reads of an iteration."""
@@ -271,6 +274,33 @@ def indented(lines: Iterable[str]) -> list[str]:
 
 def only_if(condition: str, line: str) -> list[str]:
     return [f"if {condition}:", *indented([line])] if condition else [line]
+
+
+class Statements:
+    """Statements of a body. What they let go of goes before the next one that may take
+    memory: so one `del` does for several."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._dead: list[str] = []
+
+    def add(self, lines: Iterable[str], takes: bool = True) -> None:
+        """takes: whether they may take memory."""
+        if takes:
+            self.end()
+        self.lines += lines
+
+    def let_go(self, names: Iterable[str]) -> None:
+        self._dead += names
+
+    def again(self, names: Collection[str]) -> None:
+        """Names that stand for something else from now on."""
+        self._dead = [name for name in self._dead if name not in names]
+
+    def end(self) -> list[str]:
+        self.lines += delete(self._dead)
+        self._dead.clear()
+        return self.lines
 
 
 def delete(names: Iterable[str]) -> list[str]:
