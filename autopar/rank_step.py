@@ -80,8 +80,10 @@ class RankStep:
         self.comm, self._executor = comm, executor
         self._agreement = Agreement(comm, program)
         self._host = Host(executor.parameters) if program.plan.offload else None
-        held = executor if self._host is None else self._host
-        self._updates = Updates(program, held.parameters, held.grads, originals)
+        parameters, grads = executor.parameters, executor.gradients.by_name
+        if self._host is not None:
+            parameters, grads = self._host.parameters, self._host.grads
+        self._updates = Updates(program, parameters, grads, originals)
         self._originals = Originals(originals, comm.coords)
         self.names, self.unused, self._fixed = names, unused, fixed
 
@@ -185,7 +187,11 @@ class RankStep:
         ranks hold it. Follows torch.nn.utils.clip_grad_norm_.
         """
         grads = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
-        flats = [b.flat for b in self.executor.buckets] if self._host is None else []
+        flats = (
+            [b.flat for b in self.executor.gradients.buckets]
+            if self._host is None
+            else []
+        )
         with self._agree().on_clip(checked_norm(max_norm)):
             return clip_(self.program, self.comm, max_norm, grads, flats)
 

@@ -15,8 +15,8 @@ from autopar.examples.gpt import Config, build
 from autopar.machine.backend import BackendError, resolve_backend
 from autopar.options import make_plan
 from autopar.runtime import inductor, kernels, plain_kernels
-from autopar.runtime.executor import load_module
 from autopar.runtime.inductor import CompiledFunction, Kept, compile_functions
+from autopar.runtime.running_stage import load_module
 from autopar.verify import verify
 from examples.benchmarks.compiled_layer import measure
 from passes.cost import Costs

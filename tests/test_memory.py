@@ -145,7 +145,7 @@ def rank_memory(plans: list[tuple[float, Program]]) -> list[dict[str, int]]:
 def measured(executor: Executor, case: Case) -> dict[str, int]:
     """Bytes of each term of RankMemory on this rank."""
     parameters = list(executor.parameters.values())
-    gradients = sum(bucket.flat.nbytes for bucket in executor.buckets)
+    gradients = sum(bucket.flat.nbytes for bucket in executor.gradients.buckets)
     optimizer = AdamW(parameters)
     optimizer.step()
     states = [x for state in optimizer.state.values() for x in state.values()]

@@ -27,7 +27,8 @@ from autopar.reports.inspection import (
     stage_table,
 )
 from autopar.runtime.comm import Comm
-from autopar.runtime.executor import Batch, Executor
+from autopar.runtime.executor import Executor
+from autopar.runtime.running_stage import Batch
 from autopar.runtime.virtual import run_virtual
 from autopar.store import load_plan
 from autopar.training.reference import reference_step

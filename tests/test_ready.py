@@ -11,7 +11,8 @@ from models import Case, plain_gpt
 from torch import Tensor
 
 from autopar.runtime.comm import Comm
-from autopar.runtime.executor import Batch, Executor
+from autopar.runtime.executor import Executor
+from autopar.runtime.running_stage import Batch
 from autopar.runtime.virtual import Mismatch, run_virtual
 from autopar.verify import local_parameters
 from passes.program import Program
@@ -38,7 +39,7 @@ def step(case: Case, program: Program, overlaps: bool = True) -> list[Seen]:
         executor = Executor(program, comm, held, dict(case.model.named_buffers()))
         executor.overlaps = overlaps
         executor.step(case.batch)
-        return seen, executor.grads
+        return seen, executor.gradients.by_name
 
     return run_virtual(program.mesh, program.plan.microbatches, body)
 
@@ -51,7 +52,7 @@ def test_a_block_leaves_before_the_next_is_ready(mesh, zero, schedule, monkeypat
     case = plain_gpt(layers=4, tied=False)
     program = case.compile(mesh, 2, zero=zero, schedule=schedule)
     at_once = step(case, program, overlaps=False)
-    monkeypatch.setattr("autopar.runtime.executor.BUCKET", 1)
+    monkeypatch.setattr("autopar.runtime.gradient_buckets.BUCKET", 1)
     leaves = LEAVES[zero]
     for (seen, gradients), (late, expected) in zip(
         step(case, program), at_once, strict=True

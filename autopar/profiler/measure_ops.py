@@ -24,7 +24,7 @@ from torch import Tensor
 
 from autopar.profiler.echo import EchoComm
 from autopar.reports.tables import seconds
-from autopar.runtime.executor import load_module
+from autopar.runtime.running_stage import load_module
 from passes.cost import flops, signature, traffic
 from passes.dims.origins import is_real_or_complex
 from passes.graph import Node, Value

@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.profiler.echo import EchoComm
 from autopar.proof.ranks import VerificationFailed
-from autopar.runtime.executor import Executor, load_module
+from autopar.runtime.executor import Executor
 from autopar.runtime.rehearse import play
+from autopar.runtime.running_stage import load_module
 from autopar.runtime.shards import local_shape
 from passes.errors import AutoparError
 from passes.mesh import Mesh

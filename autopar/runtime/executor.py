@@ -6,136 +6,26 @@ simulator read. Messages begin before they are needed and are waited for when th
 
 from __future__ import annotations
 
-import linecache
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
-from math import prod
-from types import CodeType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autopar.runtime.changed import check_data, check_kind, kind_of
 from autopar.runtime.comm import Comm, Incoming, Outgoing
+from autopar.runtime.gradient_buckets import Gradients
 from autopar.runtime.inductor import Kept, compile_functions
 from autopar.runtime.loss_scale import LossScale
 from autopar.runtime.receipts import Receipt
+from autopar.runtime.running_stage import Batch, RunningStage, load_module
 from autopar.runtime.tf32 import in_tf32
 from passes.program import Program
 from passes.schedule.exchanges import Exchange, exchanges, in_turn, of_kinds
 from passes.schedule.messages import apart, proofs
 from passes.schedule.schedule import Action, Kind
-
-# Bytes of gradients that are worth a message (Li 2020, arXiv:2006.15704, figure 7).
-BUCKET = 25 << 20
-
-
-@dataclass
-class Bucket:
-    """Gradients that are reduced together: views into one flat buffer.
-
-    ranks: those over whose values the buffer is a pending sum (this one included).
-    told: (stage, id of a gradient), for each that a stage says is ready; none: they are
-    reduced after the last action. missing: those still to come. reducing: what is under
-    way.
-    """
-
-    ranks: tuple[int, ...]
-    flat: Tensor
-    names: list[str]
-    told: frozenset[tuple[int, int]]
-    missing: set[tuple[int, int]] = field(default_factory=set)
-    reducing: Receipt | None = None
-
-
-class Batch(dict[str, Tensor]):
-    """The fields of a batch, and what a prologue makes of them and of parameters.
-
-    It does as much as somebody reads: what is gathered is on its way until then.
-    """
-
-    rest: Iterator[object] = iter(())
-
-    def begin(self, prologue: Callable[..., Any], *args: object) -> None:
-        """args: of the prologue, before the batch."""
-        self.rest = prologue(*args, self) or iter(())
-        next(self.rest, None)
-
-    def __missing__(self, key: str) -> Tensor:
-        for _ in self.rest:
-            if key in self:
-                break
-        if key not in self:
-            raise KeyError(key)
-        return self[key]
-
-    def end(self) -> None:
-        """Do what nobody has read so far."""
-        for _ in self.rest:
-            pass
-
-
-@dataclass
-class RunningStage:
-    """One stage on this rank: its module and what it keeps between actions."""
-
-    module: dict[str, Any]
-    tensors: dict[str, Tensor]
-    grads: dict[str, Tensor]
-    constants: dict[str, Tensor] = field(default_factory=dict)
-    batch: Batch = field(default_factory=Batch)
-    # By microbatch: from forward to backward, and from its input to its weight half.
-    saved: dict[int, list[Tensor]] = field(default_factory=dict)
-    kept: dict[int, list[Tensor]] = field(default_factory=dict)
-    # What is done once a step after the backwards; it waits for these to be ready.
-    epilogue: Iterator[list[Tensor]] | None = None
-    awaited: list[Tensor] = field(default_factory=list)
-    ready: set[int] = field(default_factory=set)
-
-    def begin_epilogue(self, comm: Comm) -> None:
-        """In the last backward; `go_on` runs it."""
-        if "epilogue" in self.module:
-            self.ready.clear()
-            of_step = self.tensors, self.grads, self.constants, self.batch
-            self.epilogue = self.module["epilogue"](comm, *of_step)
-            self.awaited = next(self.epilogue)
-
-    def go_on(self, gradients: Sequence[Tensor]) -> None:
-        """Scatter whole gradients, as far as all of a block are ready."""
-        self.ready.update(map(id, gradients))
-        while self.awaited and self.ready.issuperset(map(id, self.awaited)):
-            self.awaited = []  # what runs now says itself what is ready
-            self.awaited = next(self.epilogue or iter(()), [])
-
-    def end_epilogue(self) -> None:
-        """What was scattered last."""
-        assert not self.awaited, "all gradients are ready"
-        for _ in self.epilogue or ():
-            pass
-        self.epilogue = None
-        for name in self.module["WHOLE_GRADIENTS"]:
-            del self.grads[name]
-
-
-def load_module(text: str, name: str) -> dict[str, Any]:
-    """Run an emitted module's text; returns its names."""
-    found: dict[str, Any] = {"__name__": name}
-    file = f"<{name}>"
-    # Tracebacks show the line, and with it where in the model that is.
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
-    exec(_compiled(text, file), found)
-    return found
-
-
-@lru_cache(maxsize=64)
-def _compiled(text: str, file: str) -> CodeType:
-    """One for all virtual ranks that run the text, whichever step or proof it is in."""
-    return compile(text, file, "exec")
 
 
 class Executor:
@@ -167,14 +57,8 @@ class Executor:
         self._order = exchanges(program.schedule)[self.pp] if comm.in_turn else ()
         self.overlaps = True
         self._late: defaultdict[int, list[Sequence[Tensor]]] = defaultdict(list)
-        self.grads: dict[str, Tensor] = {}
-        self.buckets = self._make_buckets()
+        self.gradients = Gradients(program, comm, self.parameters)
         self.stages = {i: self._start(i) for i in program.stages_of(comm.rank)}
-        self._bucket_of = {
-            id(self.grads[name]): bucket
-            for bucket in self.buckets
-            for name in bucket.names
-        }
         # After it, nothing is added to the gradients of a stage any more.
         self._last = {a.stage: a for a in self.actions if a.kind in (Kind.B, Kind.W)}
         # Where a stage computes with a parameter: its tensors and its name there.
@@ -191,56 +75,6 @@ class Executor:
         self._losses: list[Tensor] = []
 
     # --- before the first step -----------------------------------------------------
-
-    def _make_buckets(self) -> list[Bucket]:
-        """Lay out gradients that are reduced over the same ranks in one buffer; of
-        those that a stage says are ready, in some, the last layers' first."""
-        members: dict[Any, list[str]] = defaultdict(list)
-        mine = self.program.stages_of(self.comm.rank)
-        for name, p in reversed(self.parameters.items()):
-            if not p.requires_grad:
-                continue
-            ranks = self.program.gradient_ranks(name, self.comm.rank)
-            within = {self.program.mesh.coords(r).get("pp", 0) for r in ranks} == {
-                self.pp
-            }
-            stages = self.program.parameters[name].stages if within else ()
-            ready = tuple(s for s in stages if s in mine) if len(ranks) > 1 else ()
-            members[ranks, str(p.dtype), ready].append(name)
-        buckets = []
-        for (ranks, _, ready), names in sorted(members.items()):
-            for own in self._parts(names) if ready else [names[::-1]]:
-                buckets.append(self._bucket(ranks, own, ready))
-        return buckets
-
-    def _parts(self, names: Sequence[str]) -> Iterator[list[str]]:
-        """Neighbours of some size each, the same on all ranks of a stage."""
-        found: list[str] = []
-        size = 0
-        for name in names:
-            spec = self.program.parameters[name]
-            parts = prod(self.program.mesh.axis_size(a) for a in spec.split_axes)
-            found.append(name)
-            size += prod(spec.shape) * self.parameters[name].itemsize // parts
-            if size >= BUCKET:
-                yield found
-                found, size = [], 0
-        if found:
-            yield found
-
-    def _bucket(
-        self, ranks: tuple[int, ...], names: list[str], stages: Sequence[int]
-    ) -> Bucket:
-        first = self.parameters[names[0]]
-        total = sum(self.parameters[n].numel() for n in names)
-        flat = torch.zeros(total, dtype=first.dtype, device=first.device)
-        start = 0
-        for n in names:
-            p = self.parameters[n]
-            self.grads[n] = flat[start : start + p.numel()].view(p.shape)
-            start += p.numel()
-        told = frozenset((s, id(self.grads[n])) for s in stages for n in names)
-        return Bucket(ranks, flat, names, told)
 
     def _start(self, index: int) -> RunningStage:
         program = self.program
@@ -260,7 +94,7 @@ class Executor:
             check_kind(names[own], tensors[own], kind)
         for name in module["LITERALS"]:
             tensors[name] = program.literals[name].to(self.comm.device)
-        grads = {n: self.grads[names[n]] for n in module["TRAINED"]}
+        grads = {n: self.gradients.by_name[names[n]] for n in module["TRAINED"]}
         return RunningStage(module, tensors, grads)
 
     @torch.no_grad()
@@ -278,7 +112,7 @@ class Executor:
         Gradients are added to what is in `.grad`, as by `loss.backward()`. Where the
         loss is scaled and they overflow, all are None, so that optimizers do nothing.
         """
-        before = self._begin_gradients()
+        self._begin_gradients()
         self.comm.key = (self.seed << 32) + self.steps
         if self.loss_scale:
             self.comm.scale = self.loss_scale.scale
@@ -286,12 +120,13 @@ class Executor:
         self._end_reductions()
         self.steps += 1
         if self.loss_scale is None:
-            self._end_gradients(before)
+            self.gradients.hand_over()
             return self._loss()[0]
-        loss, count = self._loss(self.loss_scale.unscale_(b.flat for b in self.buckets))
+        flats = (bucket.flat for bucket in self.gradients.buckets)
+        loss, count = self._loss(self.loss_scale.unscale_(flats))
         overflowed = bool(count)  # on this rank or another
         self.loss_scale.update(overflowed)
-        self._end_gradients(before, overflowed)
+        self.gradients.hand_over(overflowed)
         return loss
 
     @torch.no_grad()
@@ -341,37 +176,13 @@ class Executor:
         for stage in self.stages.values():
             stage.batch = Batch()
 
-    def _begin_gradients(self) -> dict[int, Tensor]:
-        """Clear the buffers; what the user wants added to is kept aside."""
+    def _begin_gradients(self) -> None:
+        """Clear them, those of what is gathered for a step included."""
         for stage in self.stages.values():
             for name, (shape, dtype) in stage.module["WHOLE_GRADIENTS"].items():
                 whole = torch.zeros(shape, dtype=dtype, device=self.comm.device)
                 stage.grads[name] = whole
-        before = {}
-        for i, bucket in enumerate(self.buckets):
-            held = []
-            for n in bucket.names:
-                p = self.parameters[n]
-                if p.requires_grad and p.grad is not None:
-                    held.append(n)
-                elif p.grad is not None and p.grad.is_set_to(self.grads[n]):
-                    p.grad = self.grads[n].clone()  # frozen since: it stays as it is
-            if held and (kept := self._set_aside(bucket, held)) is not None:
-                before[i] = kept
-            bucket.flat.zero_()
-            bucket.missing = set(bucket.told)
-        return before
-
-    def _set_aside(self, bucket: Bucket, held: Sequence[str]) -> Tensor | None:
-        """A bucket's gradients as the user has them, None if they are all 0."""
-        for n in set(bucket.names) - set(held):
-            self.grads[n].zero_()
-        for n in held:
-            grad = self.parameters[n].grad
-            assert grad is not None
-            if grad.data_ptr() != self.grads[n].data_ptr():
-                self.grads[n].copy_(grad)
-        return bucket.flat.clone() if bool(bucket.flat.any()) else None
+        self.gradients.begin()
 
     @contextmanager
     def _reducing(self, action: Action) -> Iterator[None]:
@@ -390,19 +201,10 @@ class Executor:
     def _ready(self, stage: int, gradients: Sequence[Tensor]) -> None:
         """A stage will not add to them any more in this step."""
         self.stages[stage].go_on(gradients)
-        for grad in gradients:
-            bucket = self._bucket_of.get(id(grad))
-            if bucket is not None and bucket.told:
-                bucket.missing.remove((stage, id(grad)))
-                if not bucket.missing:
-                    self._start_reduction(bucket)
-
-    def _start_reduction(self, bucket: Bucket) -> None:
-        reducing = self.comm.start_reduce_ranks_(bucket.flat, bucket.ranks)
-        bucket.reducing = reducing
+        self.gradients.ready(stage, gradients)
 
     def _end_reductions(self) -> None:
-        """Wait for gradients that are under way, and reduce those of several stages."""
+        """Scatter and reduce what is left, and wait for all of it."""
         for index, stage in self.stages.items():
             self.comm.on_ready = partial(self._ready, index)
             for gradients in self._late.pop(index, ()):
@@ -410,23 +212,7 @@ class Executor:
             stage.end_epilogue()
         self.comm.on_ready = None
         self._free_batch()
-        for bucket in self.buckets:
-            if len(bucket.ranks) > 1 and not bucket.told:
-                self._start_reduction(bucket)
-        for bucket in self.buckets:
-            assert bucket.reducing or len(bucket.ranks) == 1, "all gradients are ready"
-            if bucket.reducing:
-                bucket.reducing.wait()
-                bucket.reducing = None
-
-    def _end_gradients(
-        self, before: dict[int, Tensor], overflowed: bool = False
-    ) -> None:
-        for i, old in before.items():
-            self.buckets[i].flat.add_(old)
-        for name, grad in self.grads.items():
-            if (p := self.parameters[name]).requires_grad:
-                p.grad = None if overflowed else grad
+        self.gradients.end_reductions()
 
     # --- actions -------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from autopar.profiler.echo import EchoComm
 from autopar.runtime.comm import Comm
-from autopar.runtime.executor import Batch, Executor, RunningStage
+from autopar.runtime.executor import Executor
+from autopar.runtime.running_stage import Batch, RunningStage
 
 
 @torch.no_grad()
@@ -37,7 +38,7 @@ def rehearse(executor: Executor) -> None:
                 play(alone, stage, batch)
                 stage.batch = Batch()
                 kept.remember(text, comm.device)
-    for bucket in executor.buckets:
+    for bucket in executor.gradients.buckets:
         bucket.flat.zero_()
 
 
