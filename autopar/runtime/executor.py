@@ -6,6 +6,7 @@ simulator read. Messages begin before they are needed and are waited for when th
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
