@@ -28,6 +28,7 @@ from autopar.commands.option_types import number, path, text
 from autopar.compiler import compile_offline, proved
 from autopar.machine.backend import resolve_backend
 from autopar.machine.machine import host_memory
+from autopar.machine.profile_file import read_profile
 from autopar.models import (
     load_model,
     random_batch,
@@ -266,7 +267,8 @@ def verify_command(arguments: argparse.Namespace) -> int:
         program = compile_offline(model, batch, program.plan)
     drawn = not arguments.as_given
     asked = arguments.backend or program.plan.backend
-    backend, note = resolve_backend(asked, torch.device("cpu"))
+    measured = read_profile().backends
+    backend, note = resolve_backend(asked, torch.device("cpu"), measured)
     if note:
         print(f"note: {note}", file=sys.stderr)
     compiled = Kept(stored.directory / COMPILED) if backend == "inductor" else None

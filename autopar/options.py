@@ -51,8 +51,8 @@ class Options(TypedDict, total=False):
     tf32: let GPUs multiply what is float32 by their TF32 tensor cores, with 10 bits of
     mantissa; torch's settings are put back after each step.
     backend: "inductor" runs what is between two collectives as compiled code, "eager"
-    as Python; "auto", if not given: on a GPU compiled, if triton is installed, on a CPU
-    as Python.
+    as Python; "auto", if not given: what `autopar profile MODEL` measured to be faster
+    here; if it did not, on a GPU compiled, if triton is installed, on a CPU as Python.
     hints: `{"*.mlp.fc.weight": "ffn/tp"}`, see `passes.shard.hints`.
     """
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from autopar.checkpoints.state import remember
 from autopar.compiler import compile_offline, proved
 from autopar.machine.backend import resolve_backend
+from autopar.machine.profile_file import read_profile
 from autopar.options import Options, check_arguments, make_plan
 from autopar.planner.asked import Asked, wanted
 from autopar.planner.choose import choose_plan
@@ -161,7 +162,9 @@ class Step(RankStep):
         parameters, buffers = local_state(
             program, self._model, comm.rank, self.device, self._seed
         )
-        backend, note = resolve_backend(program.plan.backend, self.device)
+        # What the first rank measured: replicas compute alike.
+        measured = comm.broadcast_object(dict(read_profile().backends))
+        backend, note = resolve_backend(program.plan.backend, self.device, measured)
         compiled = (
             Kept(self._cache_dir, f"rank {comm.rank}")
             if backend == "inductor"

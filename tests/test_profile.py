@@ -15,6 +15,7 @@ from processes import run_ranks
 
 from autopar.cli import main, parser
 from autopar.commands.cli_profile import launches
+from autopar.machine.backend import resolve_backend
 from autopar.machine.machine import busy, cores, machine_text
 from autopar.machine.measured_cluster import measured_cluster, named_cluster
 from autopar.machine.profile_file import (
@@ -27,9 +28,10 @@ from autopar.machine.profile_file import (
 from autopar.options import make_plan
 from autopar.planner.asked import wanted
 from autopar.profiler import measure_ops
+from autopar.profiler.measure_compiled import measure_compiled
 from autopar.profiler.measure_messages import geometries, measure_messages
 from autopar.profiler.measure_ops import JobTimes, make_job, run_job
-from autopar.profiler.profile import Workload
+from autopar.profiler.profile import Workload, alone
 from autopar.profiler.profile import measure_ops as measure_ops_of
 from passes.capture.normalize import normalize
 from passes.cost import Seconds, signature
@@ -48,6 +50,7 @@ CPU = torch.device("cpu")
 def own_cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CXX", "no-such-compiler")  # or backends are measured, for long
     return tmp_path / "cache" / "autopar"
 
 
@@ -139,7 +142,12 @@ OPS = Ops(
     {"aten.add.Tensor(f32[2])": Timed(1e-6, 24, 2)}, ((64.0, 1e-6), (128.0, 2e-6))
 )
 MESSAGES = Messages({("send", 2, 1): ((8.0, 1e-4), (16.0, 2e-4))})
-PROFILE = Profile({2: OPS}, {2: MESSAGES}, {"aten.add": Seconds(1.0, 2.0, 0.0)})
+PROFILE = Profile(
+    {2: OPS},
+    {2: MESSAGES},
+    {"aten.add": Seconds(1.0, 2.0, 0.0)},
+    {"cpu": (3.0, 2.0)},
+)
 
 
 def test_a_profile_is_read_as_it_was_written(own_cache) -> None:
@@ -293,6 +301,37 @@ def test_profile_then_plan_then_explain(tmp_path, capsys, monkeypatch) -> None:
 def test_what_cannot_be_measured_is_an_error(asked, text, capsys) -> None:
     assert main(["profile", *asked]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_auto_is_the_backend_that_was_measured_to_be_faster(monkeypatch, capsys):
+    compiled, eager = {"cpu": (2.0, 1.0)}, {"cpu": (1.0, 2.0), "cuda": (1.0, 1.0)}
+    monkeypatch.setattr("autopar.machine.backend.missing_compiler", lambda device: "")
+    assert resolve_backend("auto", CPU, eager) == ("eager", "")
+    assert resolve_backend("auto", CPU, compiled) == ("inductor", "")
+    assert resolve_backend("eager", CPU, compiled) == ("eager", "")
+    assert resolve_backend("auto", torch.device("cuda"), compiled) == ("inductor", "")
+    assert resolve_backend("auto", torch.device("cuda"), eager) == ("eager", "")
+    missing = "the C++ compiler g++"
+    monkeypatch.setattr(
+        "autopar.machine.backend.missing_compiler", lambda device: missing
+    )
+    backend, note = resolve_backend("auto", CPU, compiled)
+    assert backend == "eager" and missing in note
+    save_profile(Profile(backends=compiled))
+    assert main(["profile", "--show"]) == 0
+    assert "cpu" in capsys.readouterr().out
+
+
+def test_backends_are_measured_by_turns_if_compiling_is_not_too_long(
+    tmp_path, monkeypatch
+):
+    job = alone(Workload(model_file(tmp_path), seq=16, samples=2))
+    assert "def blocks(" in job.text
+    assert measure_compiled(job, CPU, 3, budget=0.0) is None
+    compiled = "autopar.profiler.measure_compiled.compile_functions"
+    monkeypatch.setattr(compiled, lambda module, text, kept: None)  # both as Python
+    eager, inductor = measure_compiled(job, CPU, 3)
+    assert 0.2 < eager / inductor < 5
 
 
 def test_what_does_not_fit_is_not_run(tmp_path, monkeypatch, caplog) -> None:

@@ -163,9 +163,21 @@ def _as_rank(arguments: argparse.Namespace) -> int:
 def report(profile: Profile) -> str:
     tables = [_ops_table(at_once, profile) for at_once in sorted(profile.ops)]
     tables += [_messages_table(ranks, profile) for ranks in sorted(profile.messages)]
+    if profile.backends:
+        tables.append(_backends_table(profile))
     if not tables:
         return f"nothing was measured on this machine: {machine_text()}"
     return "\n\n".join([machine_text(), *map(str, tables)])
+
+
+def _backends_table(profile: Profile) -> Table:
+    rows = tuple(
+        (device, seconds(eager), seconds(inductor), f"{eager / inductor:.2f}")
+        for device, (eager, inductor) in sorted(profile.backends.items())
+    )
+    told = "by which --backend auto chooses"
+    head = ("device", "eager", "inductor", "ratio")
+    return Table("a few layers, forward and backward", head, rows, (told,))
 
 
 def _ops_table(at_once: int, profile: Profile) -> Table:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 from importlib.util import find_spec
+from types import MappingProxyType
 
 import torch
 
+from autopar.machine.profile_file import Backends
 from passes.errors import AutoparError
 from passes.plan import AUTO
 
@@ -16,11 +18,14 @@ class BackendError(AutoparError):
     """A backend that is asked for by name, and that cannot compile here."""
 
 
-def resolve_backend(asked: str, device: torch.device) -> tuple[str, str]:
+def resolve_backend(
+    asked: str, device: torch.device, measured: Backends = MappingProxyType({})
+) -> tuple[str, str]:
     """What runs functions, "eager" or "inductor", and a note for the user or "".
 
-    asked: one of these, or "auto": on a GPU Inductor, if its compiler is there; on a
-    CPU as they are written.
+    asked: one of these, or "auto": what was measured to be faster; what was not is
+    compiled on a GPU, if there is a compiler, and runs as it is written on a CPU.
+    measured: of this machine, see `autopar.machine.profile_file`.
     Raises: BackendError.
     """
     missing = missing_compiler(device)
@@ -32,7 +37,11 @@ def resolve_backend(asked: str, device: torch.device) -> tuple[str, str]:
                 fix="install it, or use backend 'eager'",
             )
         return asked, ""
-    if device.type != "cuda":
+    faster = device.type == "cuda"
+    if device.type in measured:
+        eager, inductor = measured[device.type]
+        faster = inductor < eager
+    if not faster:
         return "eager", ""
     if missing:
         return "eager", (

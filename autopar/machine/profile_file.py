@@ -4,11 +4,12 @@
   "ops": {"2": {"timed": {"aten.add.Tensor(...)": [seconds, bytes, flops]},
                 "update": [[bytes, seconds], ...]}},
   "messages": {"4": [["all_reduce", 2, 1, [[bytes, seconds], ...]], ...]},
-  "halves": {"aten.linear.default(...)": [forward, input half, weight half]}}}}
+  "halves": {"aten.linear.default(...)": [forward, input half, weight half]},
+  "backends": {"cpu": [eager, inductor]}}}}
 
 ops: by how many ranks compute at once. messages: by how many ranks there are; the
 collective, ranks of a group, and how far apart they are. halves: of ops by themselves,
-by which stages are cut.
+by which stages are cut. backends: seconds of a few layers, by the kind of device.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from passes.errors import AutoparError
 from passes.price.measured import Messages, Ops, Point, Timed
 
 FORMAT = 1
+Backends = Mapping[str, tuple[float, float]]  # kind of device -> eager, inductor
 LOG = logging.getLogger("autopar")
 
 
@@ -43,6 +45,7 @@ class Profile:
     ops: Mapping[int, Ops] = field(default_factory=dict)
     messages: Mapping[int, Messages] = field(default_factory=dict)
     halves: Mapping[str, Seconds] = field(default_factory=dict)
+    backends: Backends = field(default_factory=dict)
 
     def with_more(self, other: Profile) -> Profile:
         """Both; where the same was measured, the other's."""
@@ -54,6 +57,7 @@ class Profile:
             ops,
             {**self.messages, **other.messages},
             {**self.halves, **other.halves},
+            {**self.backends, **other.backends},
         )
 
 
@@ -164,6 +168,7 @@ def profile_data(profile: Profile) -> dict[str, Any]:
             for ranks, m in profile.messages.items()
         },
         "halves": {key: list(astuple(s)) for key, s in profile.halves.items()},
+        "backends": {kind: list(took) for kind, took in profile.backends.items()},
     }
 
 
@@ -186,7 +191,14 @@ def _profile(data: Any) -> Profile:
         for ranks, rows in data["messages"].items()
     }
     halves = {key: Seconds(*_numbers(s, 3)) for key, s in data["halves"].items()}
-    return Profile(ops, messages, halves)
+    found = data.get("backends", {})  # profiles of before have none
+    backends = {str(kind): _two(row) for kind, row in found.items()}
+    return Profile(ops, messages, halves, backends)
+
+
+def _two(row: Any) -> tuple[float, float]:
+    one, other = _numbers(row, 2)
+    return one, other
 
 
 def _points(rows: list[Any]) -> tuple[Point, ...]:

@@ -90,8 +90,10 @@ def make_job(
     mesh: Mesh = NO_MESH,
     microbatches: int = 1,
     known: Mapping[str, Tensor] = MappingProxyType({}),
+    outlined: bool = False,
 ) -> Job:
-    """known: values of inputs and constants, by name; the others are drawn."""
+    """known: values of inputs and constants, by name; the others are drawn. outlined:
+    as it runs, see `emit`; its statements cannot be timed."""
     held = {
         "p": (*local.params, *local.buffers, *local.constants),
         "b": local.inputs,
@@ -105,7 +107,7 @@ def make_job(
         parts["backward_weight"] = local.weight_half
     return Job(
         name,
-        emit(local, 1, outlined=False),
+        emit(local, 1, outlined),
         mesh,
         microbatches,
         tuple((at, v, known.get(v.name)) for at, those in held.items() for v in those),
@@ -119,7 +121,7 @@ def _kind(node: Node) -> Kind | None:
     return Kind(signature(node), traffic(node), flops(node))
 
 
-class _Running:
+class Running:
     """A job with its tensors, ready to run."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
@@ -132,7 +134,6 @@ class _Running:
         self.p, self.b, self.g = held["p"], held["b"], held["g"]
         self.xs, self.dys = tuple(held["x"].values()), tuple(held["dy"].values())
         self.plain = load_module(job.text, "autopar.measured.plain")
-        self.marked = load_module(marked(job.text), "autopar.measured.marked")
         self.k = self.plain["setup"](self.comm, self.p)
         for _ in self.plain["prologue"](self.comm, self.p, self.k, self.b) or ():
             pass
@@ -151,16 +152,17 @@ class _Running:
 @torch.no_grad()
 def run_job(job: Job, device: torch.device, repeats: int) -> JobTimes:
     """Time each statement, each by the median of its runs, and the whole as well."""
-    running, clock = _Running(job, device), clock_of(device)
+    running, clock = Running(job, device), clock_of(device)
     overhead = _overhead(clock)
     marks: list[float] = []
-    running.marked[MARK] = lambda: marks.append(clock())
+    timed = load_module(marked(job.text), "autopar.measured.marked")
+    timed[MARK] = lambda: marks.append(clock())
     running.microbatch(running.plain)  # what is allocated once
     rows: list[list[float]] = []
     wholes = []
     for _ in range(repeats):
         marks.clear()
-        running.microbatch(running.marked)
+        running.microbatch(timed)
         rows.append(marks[:])
         begin = clock()
         running.microbatch(running.plain)

@@ -17,17 +17,20 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from autopar.machine.backend import missing_compiler
 from autopar.machine.hardware import this_cluster
 from autopar.machine.machine import busy
-from autopar.machine.profile_file import Profile
+from autopar.machine.profile_file import Backends, Profile
 from autopar.models import load_model
 from autopar.options import make_plan
 from autopar.planner.choose import SAMPLES
 from autopar.planner.planned import batch_for
 from autopar.planner.planner import make_space, sketch
+from autopar.profiler.measure_compiled import measure_compiled
 from autopar.profiler.measure_messages import measure_messages
 from autopar.profiler.measure_ops import Job, make_job, run_job
 from autopar.profiler.measure_update import measure_update
+from autopar.reports.tables import seconds
 from autopar.runtime.join import default_device
 from passes.price.measured import Ops, Point, Timed
 from passes.price.price_layers import cut_layers
@@ -39,6 +42,7 @@ from passes.stage.local_stage import LocalStage
 
 LOG = logging.getLogger("autopar")
 REPEATS = 5
+FEW = 4  # samples that backends are compared with
 SHARE = 0.5  # of a rank's memory that a measurement may take
 T = TypeVar("T")
 Watch = Callable[[str], None]
@@ -67,7 +71,40 @@ def measure_here(load: Workload, told: Watch = lambda line: None) -> Profile:
         told(f"messages between {world} ranks")
         messages[world] = measure_messages(world, device, load.seconds)
     ops = Ops(measure_ops(load, device, told), _measure_update(device))
-    return Profile({busy(world): ops}, messages)
+    backends = _from_first(
+        measure_backends(load, device, told) if load.model and _rank() == 0 else {}
+    )
+    return Profile({busy(world): ops}, messages, backends=backends)
+
+
+def measure_backends(load: Workload, device: torch.device, told: Watch) -> Backends:
+    """Of one rank by itself, if Inductor can compile there."""
+    if missing := missing_compiler(device):
+        told(f"functions are not compiled here: {missing} is not installed")
+        return {}
+    job = alone(load)
+    took = measure_compiled(job, device, REPEATS)
+    if took is None:
+        told(f"{job.name}: compiling takes too long to be measured")
+        return {}
+    eager, inductor = map(seconds, took)
+    told(f"{job.name}: as Python {eager}, compiled by Inductor {inductor}")
+    return {device.type: took}
+
+
+def alone(load: Workload) -> Job:
+    """A forward and backward of few layers and samples on one rank, as it would run."""
+    loaded = load_model(load.model, seed=load.seed, device="meta")
+    batch = batch_for(loaded, SAMPLES, load.seq)
+    of = sketch(loaded.model, batch)
+    samples = min(load.samples, FEW)
+    plan = make_plan("", microbatches=max(1, of.batch // samples))
+    sizes = {axis: plan.size(axis) for axis in plan.axes}
+    whole = cut_layers(of.named, plan, ("",)).whole
+    local = differentiate(whole, sizes, dict.fromkeys(sizes, 0))
+    known = {**batch, **of.named.traced.literals}
+    name = f"{samples} samples on one rank"
+    return make_job(name, local, plan.mesh, plan.microbatches, known, outlined=True)
 
 
 def measure_ops(load: Workload, device: torch.device, told: Watch) -> dict[str, Timed]:

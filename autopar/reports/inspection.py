@@ -35,7 +35,7 @@ LEGEND = "F forward, B backward (drawn as two forwards), . idle"
 
 # What runs functions, by the plan's choice.
 BACKEND = {
-    "auto": "functions run as Python or compiled, as is faster on the device",
+    "auto": "functions run as Python or compiled, as the device was measured",
     "eager": "functions run as the modules have them, as Python",
     "inductor": "functions run as code that Inductor makes of them on the device",
 }

@@ -1,0 +1,59 @@
+"""What a backend gains here: a few layers as Python, and as Inductor compiles them."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from autopar.profiler.measure_ops import Job, Running, clock_of
+from autopar.runtime.executor import load_module
+from autopar.runtime.inductor import Kept, compile_functions
+
+BUDGET = 120.0  # seconds after which no more functions are compiled
+
+
+@torch.no_grad()
+def measure_compiled(
+    job: Job, device: torch.device, repeats: int, budget: float = BUDGET
+) -> tuple[float, float] | None:
+    """Seconds of a forward and backward as Python, and with compiled functions; medians
+    of runs in turns. None if compiling takes more than so many seconds."""
+    running, clock = Running(job, device), clock_of(device)
+    with tempfile.TemporaryDirectory() as folder:
+        kept = _Bounded(Path(folder), budget)
+        compiled = load_module(job.text, "autopar.measured.compiled")
+        compile_functions(compiled, job.text, kept)
+        took: dict[str, list[float]] = {"eager": [], "inductor": []}
+        for number in range(repeats + 1):
+            for module, found in zip(
+                (running.plain, compiled), took.values(), strict=True
+            ):
+                begin = clock()
+                running.microbatch(module)
+                if kept.late:
+                    return None
+                if number:  # the first run compiles
+                    found.append(clock() - begin)
+    return median(took["eager"]), median(took["inductor"])
+
+
+class _Bounded(Kept):
+    """What is compiled within a budget of seconds, of which nobody is told."""
+
+    def __init__(self, directory: Path, budget: float) -> None:
+        super().__init__(directory)
+        self.late, self._until = False, time.monotonic() + budget
+
+    def say(self, line: str) -> None:
+        """One who profiles asked for none of it."""
+
+    def take(self, *args: Any) -> Any:
+        self.late = self.late or time.monotonic() > self._until
+        if self.late:
+            raise TimeoutError
+        return super().take(*args)
