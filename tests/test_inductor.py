@@ -149,7 +149,14 @@ def test_loss_and_gradients_are_those_of_the_model(kept):
 
 TECHNIQUES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "tp-dropout": ("plain_gpt", {"dropout": 0.2}, "tp=2", {}),
+    "without-sp": ("plain_gpt", {}, "tp=2", {"sequence_parallel": False}),
     "1f1b": ("plain_gpt", {}, "pp=2", {"microbatches": 2}),
+    "interleaved": (
+        "plain_gpt",
+        {},
+        "pp=2",
+        {"schedule": "interleaved", "stages_per_rank": 2, "microbatches": 2},
+    ),
     "zero-bubble": ("plain_gpt", {}, "pp=2", {"schedule": "zb-h1", "microbatches": 2}),
     "zero-3": ("plain_gpt", {}, "dp=2", {"zero": 3}),
     "ring": ("gpt2", {"padded": True}, "cp=2", {"context_parallel": "ring"}),
@@ -173,7 +180,7 @@ def test_each_technique_is_exact_with_compiled_functions(kept, name):
     compiled = Kept(kept)
     verify(program, case.model, case.batch, case.loss_fn, compiled=compiled).check()
     assert not compiled.refused
-    assert compiled.compiled
+    assert compiled.taken, "here or for another technique"
 
 
 @pytest.mark.nightly

@@ -44,6 +44,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import autopar
 from autopar.runtime import attention, experts, kernels, placement, plain_kernels
+from autopar.uncollected import uncollected
 
 LOG = logging.getLogger("autopar")
 # What the executor calls of a module, with tables and collectives.
@@ -203,7 +204,8 @@ class Kept:
     """A directory of compiled code, which all processes of a run may share.
 
     directory: made when something is compiled; None: a directory of this user's, for
-    temporary files. who: whose lines these are, which the log tells the user.
+    temporary files. who: whose lines these are, which the log tells the user. taken:
+    keys of what functions run, since a module was remembered last.
     """
 
     def __init__(self, directory: Path | None = None, who: str = "") -> None:
@@ -211,7 +213,7 @@ class Kept:
         self.compiled = 0  # functions
         self.refused: list[str] = []  # lines on functions that run as they are written
         self._told: set[str] = set()
-        self._taken: list[str] = []  # keys, since the last module was remembered
+        self.taken: list[str] = []  # keys, since the last module was remembered
         self._since = time.monotonic()
         self._checked = False
 
@@ -241,9 +243,10 @@ class Kept:
                 _in_memory[key] = self._load(i, folder / key) or self._compile(
                     i, folder / key, function, args
                 )
-        self._taken.append(key)
+        self.taken.append(key)
         return _in_memory[key]
 
+    @uncollected()  # imports of Inductor, of which a quarter would be that
     def preload(self, text: str, device: torch.device) -> bool:
         """Load what a module's functions were compiled to, see `remember`. Returns
         whether that is known."""
@@ -263,9 +266,9 @@ class Kept:
         """All functions of a module are compiled now, or refused."""
         path = self._folder() / _listed(text, device)
         scratch = path.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps(self._taken))
+        scratch.write_text(json.dumps(self.taken))
         scratch.replace(path)
-        self._taken = []
+        self.taken = []
 
     def _load(self, inductor: Any, path: Path) -> Compiled | None:
         if not path.is_file():
