@@ -273,6 +273,12 @@ class Plan:
         return self.mesh.axis_size("pp") * self.stages_per_rank
 
     @property
+    def needs_costs(self) -> bool:
+        """Whether anything is decided by seconds: where stages are cut, in which order
+        they run, what of a layer is computed again."""
+        return self.stages > 1 or self.recompute == AUTO
+
+    @property
     def placement(self) -> tuple[int, ...]:
         """The pipeline rank of each stage; none before a schedule is made."""
         if self.schedule == AUTO:

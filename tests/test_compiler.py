@@ -60,6 +60,19 @@ def test_costs_are_measured_once(own_cache, monkeypatch) -> None:
     assert measured == []
 
 
+def test_where_they_decide_nothing_costs_are_estimated(own_cache, monkeypatch) -> None:
+    measured = []
+
+    def count(node: Node, *flows: object) -> object:
+        measured.append(node.op)
+        return measure(node, *flows)
+
+    monkeypatch.setattr("autopar.profiler.stage_costs.measure", count)
+    (stage,) = compile_small("dp=2").stages
+    assert len(measured) == 2, "a product, and what moves data"
+    assert stage.seconds.total > 0
+
+
 def test_a_damaged_cache_is_measured_anew(own_cache) -> None:
     compile_small()
     (file,) = own_cache.glob("profile-*.json")

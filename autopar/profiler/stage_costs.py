@@ -36,7 +36,8 @@ LOG = logging.getLogger(__name__)
 
 
 def stage_costs(lowered: Lowered) -> Costs:
-    """Costs of the graph's nodes, at the shapes of the first rank."""
+    """Costs of the graph's nodes, at the shapes of the first rank; if nothing is
+    decided by them, by the rates of the largest ones."""
     plan = lowered.plan
     sizes = {axis: plan.size(axis) for axis in plan.axes}
     local = Localizer(
@@ -53,10 +54,11 @@ def stage_costs(lowered: Lowered) -> Costs:
             nodes[signature(mine)] = mine
         nodes.setdefault(signature(mine), mine)
     held = read_profile().halves
+    wanted = nodes if plan.needs_costs else _telling(nodes)
     with _one_thread():
         new = {
             key: seconds
-            for key, node in nodes.items()
+            for key, node in wanted.items()
             if key not in held and (seconds := measure(node, flows)) is not None
         }
     if new:
@@ -75,6 +77,20 @@ def _is_measurable(node: Node) -> bool:
     return not (node.op.startswith("comm.") or traffic(node) > LARGEST)
 
 
+def _telling(nodes: dict[str, Node]) -> dict[str, Node]:
+    """The one that computes most, and of those that only move data the largest."""
+    if not nodes:
+        return {}
+    most = max(nodes, key=lambda key: flops(nodes[key]))
+    moving = [key for key in nodes if key != most and not _is_bound_by_work(nodes[key])]
+    found = [most, *sorted(moving, key=lambda key: -traffic(nodes[key]))[:1]]
+    return {key: nodes[key] for key in found}
+
+
+def _is_bound_by_work(node: Node) -> bool:
+    return flops(node) > 8 * traffic(node)
+
+
 def _rates(nodes: dict[str, Node], known: dict[str, Seconds]) -> tuple[float, float]:
     """FLOP/s and bytes/s of the best measured ops, for those that were not."""
     default = Costs()
@@ -82,7 +98,7 @@ def _rates(nodes: dict[str, Node], known: dict[str, Seconds]) -> tuple[float, fl
     for key, measured in known.items():
         node = nodes[key]
         work, seconds = flops(node), max(measured.total, 1e-9)
-        if work > 1e7 and work > 8 * traffic(node):
+        if work > 1e7 and _is_bound_by_work(node):
             speeds.append(3 * work / seconds)
         elif traffic(node) > 1e6:
             bandwidths.append(3 * traffic(node) / seconds)
