@@ -85,7 +85,7 @@ def flops(node: Node) -> int:
 
 
 def _attention_flops(node: Node) -> int:
-    """Of all keys, or of a window of them: a ring has a share of them at a time. Not
+    """Counts all keys, or a window of them: a ring has a share of them at a time. Not
     discounted for causality, as in the published formulas."""
     is_backward = node.op.endswith("_backward")
     q, k, v = node.operands[1:4] if is_backward else node.operands[:3]
@@ -202,7 +202,7 @@ class Costs:
         return Seconds(busy, backward - weight, weight)
 
     def gather(self, node: Node, zero: int) -> Seconds:
-        """Of a parameter that ranks share out, for one microbatch, by the stage of
+        """Returns the seconds to gather a parameter for one microbatch, by the stage of
         ZeRO: with 3 it is gathered forward and backward, and from 2 on its gradient is
         scattered; the rest is done once a step."""
         once = sum(v.bytes for v in node.results) / self.link_bytes_per_second

@@ -126,7 +126,7 @@ class Program:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the model's own parameters that stages compute with."""
+        """Returns the shapes of the model's own parameters that stages compute with."""
         first = ((n, self.parameters[own[0]]) for n, own in self.sources.items())
         return {name: spec.part.shape for name, spec in first}
 

@@ -183,7 +183,7 @@ def _packed(plain: Mapping[Key, Any]) -> State:
 
 
 def _own_checksums(folder: Path, rank: int) -> dict[str, str]:
-    """Of the files that this rank wrote; rank 0 wrote the metadata too."""
+    """Returns checksums of the files this rank wrote; rank 0 wrote the metadata too."""
     paths = list(folder.glob(f"__{rank}_*"))
     if rank == 0:
         paths.append(folder / METADATA)

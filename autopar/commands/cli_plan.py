@@ -117,7 +117,7 @@ def read_asked(arguments: argparse.Namespace) -> Asked:
 
 
 def _has_names(mesh: str | None) -> bool:
-    """Of axes: on a command line these are ours, or a slip of the pen."""
+    """Whether it names axes: on a command line these are ours, or a slip of the pen."""
     return mesh is not None and "=" in mesh
 
 
@@ -243,7 +243,7 @@ def _check_alone(arguments: argparse.Namespace) -> None:
 
 
 def _samples(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
-    """Of a step: as asked for, else as many as the batch has that a model brings."""
+    """Returns a step's samples: as asked for, else those of a model's own batch."""
     if loaded.batch is not None and arguments.seq is not None:
         raise ModelError(f"'{loaded.spec}' brings its own batch", fix="leave out --seq")
     if arguments.global_batch is not None:

@@ -62,7 +62,7 @@ def measured_cluster(devices: int, path: Path | None = None) -> Cluster:
 
 
 def _peaks(device: Device, ops: Ops) -> Mapping[str, float]:
-    """Of a GPU its maker's; a CPU has what its fastest op reached, other types in
+    """Returns a GPU's peaks as its maker has them, a CPU's by its fastest op, others in
     proportion."""
     if device.name != "CPU":
         return device.flops

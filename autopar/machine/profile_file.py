@@ -141,7 +141,7 @@ def save_profile(more: Profile, path: Path | None = None) -> Path:
 
 
 def _profiles(path: Path) -> dict[str, Profile]:
-    """Of all machines of a file. Raises: OSError, ProfileError."""
+    """Reads the profiles of all machines in a file. Raises: OSError, ProfileError."""
     data = path.read_bytes()
     fix = "delete it, and measure again: autopar profile MODEL --ranks N"
     try:
@@ -173,7 +173,7 @@ def profile_data(profile: Profile) -> dict[str, Any]:
 
 
 def _profile(data: Any) -> Profile:
-    """Of `profile_data`. Raises: ValueError, TypeError, KeyError, AttributeError."""
+    """Reads `profile_data`. Raises: ValueError, TypeError, KeyError, AttributeError."""
     ops = {
         int(busy): Ops(
             {key: Timed(*_numbers(row, 3)) for key, row in found["timed"].items()},

@@ -88,7 +88,7 @@ def is_planned(directory: Path) -> bool:
 
 
 def mesh_of(directory: Path) -> Mesh:
-    """Of a directory that is planned or compiled."""
+    """Returns the mesh of a directory that is planned or compiled."""
     if is_planned(directory):
         return read_decided(directory).plan.mesh
     return load_plan(directory).program.mesh

@@ -213,7 +213,7 @@ def clock_of(device: torch.device) -> Callable[[], float]:
 
 
 def _overhead(clock: Callable[[], float]) -> float:
-    """Of reading the clock."""
+    """Returns the seconds that reading the clock takes."""
     marks: list[float] = []
     mark = lambda: marks.append(clock())  # noqa: E731
     for _ in range(200):

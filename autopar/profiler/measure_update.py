@@ -22,7 +22,7 @@ def measure_update(device: torch.device) -> tuple[Point, ...]:
 
 
 def _seconds(size: int, device: torch.device) -> float:
-    """Of one parameter among others like it; gradients are cleared before the step, as
+    """Times a parameter among others like it; gradients are cleared before the step, as
     the executor does."""
     count, elements = max(1, min(MANY, MOST // size)), size // 4
     flat = torch.full((count * elements,), 1e-3, device=device)

@@ -78,7 +78,7 @@ def measure_here(load: Workload, told: Watch = lambda line: None) -> Profile:
 
 
 def measure_backends(load: Workload, device: torch.device, told: Watch) -> Backends:
-    """Of one rank by itself, if Inductor can compile there."""
+    """Times both backends on one rank by itself, if Inductor can compile there."""
     if missing := missing_compiler(device):
         told(f"functions are not compiled here: {missing} is not installed")
         return {}

@@ -62,7 +62,7 @@ def found_by_model(
 
 
 def update_errors(found: FoundStep, want: Update | None) -> dict[str, float]:
-    """Of the norm that gradients are clipped by, of the weights of each rank, and of
+    """Returns errors of the norm for clipping, of the weights of each rank, and of
     what a checkpoint holds."""
     if want is None:
         return {}

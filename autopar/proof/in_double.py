@@ -28,7 +28,7 @@ def in_double(x: Tensor) -> Tensor:
 
 
 def tree_in_double(tree: Any) -> Any:
-    """Of nested containers, what is a tensor or a dtype in float64."""
+    """Turns what is a tensor or a dtype in nested containers into float64."""
 
     def leaf(x: Any) -> Any:
         if isinstance(x, torch.dtype):

@@ -93,7 +93,7 @@ def prove_program(
 
 
 def _flops(program: Program) -> int:
-    """Of one forward of the whole batch, on all ranks."""
+    """Counts operations of one forward of the whole batch, on all ranks."""
     ranks = program.mesh.size // program.mesh.axis_size("pp")
     once = sum(stage.flops for stage in program.stages)
     return once * ranks * program.plan.microbatches

@@ -72,7 +72,7 @@ class Verification:
         return all(self.excess(name) <= 1.0 for name in self.errors)
 
     def worse(self, other: Verification) -> Verification:
-        """Of two steps, by name, where the program is further off; and this loss."""
+        """Returns the larger of two steps' errors, by name, with this loss."""
         worse = [
             name
             for name in other.errors

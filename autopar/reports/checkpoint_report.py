@@ -13,7 +13,7 @@ from passes.program import dtype_name
 
 
 def checkpoint_data(directory: str | Path) -> dict[str, Any]:
-    """Of a checkpoint, or the newest in a directory. Raises CheckpointError.
+    """Reads a checkpoint, or the newest in a directory. Raises CheckpointError.
 
     tensors: of the model, each with the optimizer's state of it. parts: boxes that it
     was written as.

@@ -265,7 +265,7 @@ def messages_of_a_step(program: Program) -> list[Communication]:
 
 
 def _reductions(program: Program, stage: int) -> list[Communication]:
-    """Of gradients, at the end of a step: one for each set of axes and dtype."""
+    """Lists gradients' reductions after a step: one for each set of axes and dtype."""
     coords = program.mesh.coords(_first_rank(program, stage))
     total: Counter[tuple[tuple[str, ...], str]] = Counter()
     for spec in program.parameters.values():

@@ -12,7 +12,7 @@ from passes.schedule.memory import RankMemory
 
 
 def memory_table(program: Program) -> Table:
-    """Of the first rank of each pipeline rank: what it holds at its most."""
+    """Lists what the first rank of each pipeline rank holds at its peak."""
     terms = [f.name for f in fields(RankMemory)]
     rows = tuple(
         (

@@ -42,7 +42,7 @@ class Share:
 
 
 def shares(program: Program) -> list[Share]:
-    """Of the first rank of each stage, which has the largest part of what is uneven."""
+    """Reads each stage's first rank, which has the largest part of what is uneven."""
     mesh, rest = program.mesh, program.plan.rest_axes
     found = []
     for stage, spec in enumerate(program.stages):

@@ -120,7 +120,7 @@ def _compiled_stage(
 
 
 def _message(program: Program, c: Communication, cluster: Cluster, times: int) -> Work:
-    """Of one microbatch, of `times` in a step; c: of all of them."""
+    """Prices one microbatch's message, of `times` in a step; c: of all of them."""
     link = cluster.link(program.mesh, c.axes)
     calls, given = c.calls / times, c.bytes / times
     whole = given * (link.ranks if c.kind == "all_gather" else 1)
@@ -193,6 +193,6 @@ def _update(program: Program, rank: int, device: Device) -> float:
 
 
 def _bytes(spec: ParameterSpec, mesh: Mesh, coords: Mapping[str, int]) -> int:
-    """Of what a rank keeps of a parameter."""
+    """Counts the bytes that a rank keeps of a parameter."""
     itemsize: int = getattr(torch, spec.dtype).itemsize
     return itemsize * prod(local_shape(spec, mesh, coords))

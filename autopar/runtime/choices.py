@@ -48,7 +48,7 @@ class Choices:
 
     @property
     def share(self) -> float:
-        """Of all rows, those that were told otherwise than they would have chosen."""
+        """Returns the share of rows told otherwise than they would have chosen."""
         otherwise, rows = (sum(n[i] for n in self.found.values()) for i in (0, 1))
         return otherwise / max(1, rows)
 

@@ -98,6 +98,6 @@ def _by_expert(expert: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _groups(ends: Tensor) -> list[slice]:
-    """Of each expert its rows, in their order; waits for the device."""
+    """Returns each expert's rows, in their order; waits for the device."""
     found = ends.tolist()
     return [slice(a, b) for a, b in zip([0, *found[:-1]], found, strict=True)]

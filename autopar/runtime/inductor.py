@@ -394,7 +394,7 @@ def _listed(text: str, device: torch.device) -> str:
 
 @cache
 def _own_code() -> str:
-    """Of the kernels that functions call, and that are compiled into them."""
+    """Returns a digest of the kernels that functions call and are compiled with."""
     files = (attention, experts, kernels, placement, plain_kernels)
     texts = [Path(one.__file__ or "").read_bytes() for one in files]
     return hashlib.sha256(b"".join(texts)).hexdigest()
@@ -409,7 +409,7 @@ def _processor(device: torch.device) -> tuple[Any, ...]:
 
 @contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Of the processes that share a directory: the others find what the first made."""
+    """Lets processes that share a directory in by turns: others find what one made."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

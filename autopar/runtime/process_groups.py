@@ -234,7 +234,7 @@ class ProcessComm(Comm):
         return [_Transfer(work, message[1]) for work, message in pairs]
 
     def _let_go(self) -> None:
-        """Of the tensors that were sent."""
+        """Lets go of the tensors that were sent."""
         while self._sends and self._sends[0].done():
             self._sends.popleft()
 

@@ -92,7 +92,7 @@ def _maybe(text: str) -> float | None:
 
 
 def footprints(row: Row) -> list[Footprint]:
-    """Of each stage, with one layer less on the first and the last.
+    """Returns each stage's footprint, with one layer less on the first and the last.
 
     A layer keeps s b h (34 + 5 a s / h) bytes (Korthikanti 2022, equation 1); from the
     input half to the weight half the operands of its four products: inputs of

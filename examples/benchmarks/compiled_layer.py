@@ -95,7 +95,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def counted_graphs() -> Iterator[list[Count]]:
-    """Of each graph that Inductor compiles meanwhile, in their order."""
+    """Counts each graph that Inductor compiles meanwhile, in their order."""
     lowering = import_module("torch._inductor.graph").GraphLowering
     before: Callable[[Any], Any] = lowering.compile_to_module
     found: list[Count] = []
@@ -140,7 +140,7 @@ class Counting(Kept):
 
 
 def ours(config: Config, batch: Mapping[str, Tensor], kept: Counting) -> Count:
-    """Of a microbatch, forward and backward, on one rank."""
+    """Counts a microbatch's kernels and bytes, forward and backward, on one rank."""
     torch.manual_seed(0)
     model = GPT(config)
     plan = autopar.Plan(autopar.Mesh.parse(""))

@@ -170,7 +170,7 @@ _programs: dict[int, Program] = {}  # of the model of this process
 
 
 def measure(step: Step) -> dict[str, float]:
-    """Of some steps: median seconds, and the most bytes alive."""
+    """Times some steps: median seconds, and the most bytes alive."""
     device = here()
     for _ in range(WARM):
         step()

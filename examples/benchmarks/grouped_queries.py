@@ -48,7 +48,7 @@ def captured(layers: int, kv_heads: int) -> Traced:
 
 
 def pair(plan: Plan, kv_heads: int) -> tuple[Program, Program]:
-    """Of two layers, and of one."""
+    """Compiles two layers, and one."""
     two, one = (
         compile_program(captured(layers, kv_heads), plan, Costs()) for layers in (2, 1)
     )

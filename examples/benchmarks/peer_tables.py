@@ -68,7 +68,7 @@ def run_table(runs: Runs) -> str:
 
 
 def bests(runs: Runs, config: str) -> list[Best]:
-    """Of each row in which there are both."""
+    """Returns the best of both sides in each row that has both."""
     found = []
     for row, own in rows_of(runs):
         sides = [

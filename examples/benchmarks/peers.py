@@ -47,7 +47,7 @@ WARM = 1  # steps after the first that are not counted
 
 @dataclass
 class Result:
-    """Of a run, seconds of its first steps, and of the step in each round: of the wall,
+    """A run's seconds of its first steps, and of the step in each round: of the wall,
     and of all its ranks' CPUs. peak: bytes of one rank. off: of its losses, at most."""
 
     cold: float

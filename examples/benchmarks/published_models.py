@@ -53,7 +53,7 @@ def gpt(
 
 
 def _loss(out: tuple[Tensor, None], batch: Mapping[str, Tensor]) -> Tensor:
-    """Of logits in 32 bits, as Megatron takes it."""
+    """Takes the loss of logits in 32 bits, as Megatron does."""
     logits = out[0].float().flatten(0, 1)
     return functional.cross_entropy(logits, batch["labels"].flatten())
 

@@ -13,7 +13,7 @@ from passes.search.search import complexity
 
 @dataclass(frozen=True)
 class Picked:
-    """Of the runs of a model on so many nodes: what we pick, what it loses to the best
+    """A model's runs on so many nodes: what we pick, what it loses to the best
     that was measured, and how well the order is predicted: rank correlation of all,
     and of those at least half as fast as the best."""
 

@@ -243,7 +243,7 @@ def links() -> Links:
 
 
 def collectives(kind: str, tried: Links) -> list[tuple[float, float]]:
-    """Of each measured collective of a kind the seconds, predicted and measured."""
+    """Lists seconds of each measured collective of a kind, predicted and measured."""
     found = []
     for row in read("ultrascale_collectives"):
         if row["kind"] != kind:

@@ -86,6 +86,6 @@ def _run(row: Row) -> ZeroRun:
 
 
 def flops(layers: int, hidden: int, vocab: int, samples: int) -> float:
-    """Of a device, by equation 3 of arXiv:2104.04473: layers computed once more."""
+    """Counts operations by equation 3 of arXiv:2104.04473: layers computed twice."""
     beside = SEQ / (6 * hidden) + vocab / (16 * layers * hidden)
     return 96.0 * samples * SEQ * layers * hidden**2 * (1 + beside)

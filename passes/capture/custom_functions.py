@@ -309,7 +309,7 @@ def _both_gradients(
 
 
 def _gradients(made: Any, xs: list[Tensor], scale: float) -> list[Tensor]:
-    """Of what a Function made by xs, for drawn cotangents of a scale."""
+    """Returns gradients by xs of what a Function made, for drawn cotangents."""
     drawn = torch.Generator().manual_seed(1)
     many = made if isinstance(made, tuple) else (made,)
     ys = [y for y in many if isinstance(y, Tensor)]

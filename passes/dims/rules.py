@@ -175,7 +175,7 @@ def _einsum(node: Node) -> str | None:
 
 
 def _matmul(node: Node) -> str:
-    """Of matrices, or of a vector on one side, or on both."""
+    """Writes the rule of matrices, or of a vector on one side, or on both."""
     left, right = (len(v.shape) for v in node.operands)
     if right == 1:
         return "... k+, k+ -> ..." if left > 1 else "k+, k+ -> "
@@ -284,7 +284,7 @@ def _gather(node: Node) -> str:
 
 
 def _max(node: Node) -> str:
-    """Of all, along a dim (with indices), or of two tensors."""
+    """Writes the rule for all, along a dim (with indices), or of two tensors."""
     if node.op.endswith(".other"):
         return "..., ... -> ..."
     if node.op == "aten.max.default":

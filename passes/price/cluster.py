@@ -149,7 +149,7 @@ class Cluster:
 
     @property
     def cores_each(self) -> float:
-        """Of a device's process, while all of them are busy."""
+        """Returns the cores that each device's process has while all are busy."""
         return self.cores / self.devices if self.cores else math.inf
 
     def crowd(self, mesh: Mesh) -> Crowd:
@@ -223,7 +223,7 @@ class Link:
     step: float = 0.0
 
     def seconds(self, kind: str, whole: float) -> float:
-        """Of one collective.
+        """Returns the seconds that one collective takes.
 
         whole: bytes of the tensor that is reduced or gathered; for `all_to_all` and
         `send`, of what each rank gives.

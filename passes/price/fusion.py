@@ -32,7 +32,7 @@ ROWWISE = frozenset(
 def fused_traffic(
     nodes: Sequence[Node], kept: Collection[str]
 ) -> list[tuple[int, bool]]:
-    """Of each node the bytes that it reads and writes, and whether it is a kernel of
+    """Returns the bytes that each node reads and writes, and whether it is a kernel of
     its own or the first op of one.
 
     kept: names of the values that live on after the last node.

@@ -62,7 +62,7 @@ class Ops:
     update: tuple[Point, ...] = ()
 
     def seconds(self, node: Node) -> tuple[float, str]:
-        """Of one node, and how it was found; nothing, by `TABLE`, if no op of its kind
+        """Returns a node's seconds, and their source: 0 and `TABLE` if no such op
         was measured, with floats of its type.
 
         Between sizes: the point nearest to it, times what a line through all points of
@@ -161,7 +161,7 @@ class Messages:
     def seconds(
         self, kind: str, ranks: int, stride: int, bytes: float
     ) -> tuple[float, str]:
-        """Of one message, and how it was found; nothing, by `TABLE`, if no such group
+        """Returns a message's seconds and their source: 0 and `TABLE`, if no such group
         was measured. Messages of a pipeline are of pairs, whatever its length."""
         size = 2 if kind == "send" else ranks
         points = self.points.get((kind, size, stride))

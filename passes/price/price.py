@@ -224,7 +224,7 @@ def retimed(account: Account, device: Device) -> Account:
 def _moves(
     nodes: Sequence[Node], kept: Collection[str], device: Device
 ) -> list[tuple[int, bool]]:
-    """Of each node its bytes, and whether a kernel begins there."""
+    """Returns each node's bytes, and whether a kernel begins there."""
     if device.fused and not device.ops.timed:
         return fused_traffic(nodes, kept)
     return [(moved := traffic(node), moved > 0) for node in nodes]

@@ -16,7 +16,7 @@ Sources = Mapping[str, Mapping[str, float]]
 def find_sources(
     accounts: Sequence[Account], mesh: Mesh, microbatches: int, cluster: Cluster
 ) -> Sources:
-    """Of a step's seconds: "compute" or "messages" -> how they were found, see
+    """Splits a step's seconds: "compute" or "messages" -> how they were found, see
     `passes.price.measured` -> the share of all stages' sum. Nothing of what takes no
     time."""
     compute, messages = dict.fromkeys(SOURCES, 0.0), dict.fromkeys(SOURCES, 0.0)

@@ -26,7 +26,7 @@ NOTHING = Footprint(0, 0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Of one microbatch on one stage: forward, and the halves of the backward, with
+    """What one microbatch takes on a stage: forward, and halves of the backward, with
     what it waits for others in them; waits: (part, collective, axes) -> seconds."""
 
     forward: float

@@ -103,7 +103,7 @@ class Symbols:
         return self._symbol(dim.name, self._sizes[dim.name].index(dim.size))
 
     def shape(self, dims: Dims, sharding: Sharding | None = None) -> tuple[Expr, ...]:
-        """Of a value, on one rank if its sharding is given."""
+        """Returns a value's extents, on one rank if its sharding is given."""
         slots = sharding.slots if sharding else [[()] * len(f) for f in dims]
         return tuple(
             prod(
@@ -259,7 +259,7 @@ def _parameters(sketch: Sketch, run: int | None) -> Expr:
 def _flops(
     sketch: Sketch, run: int | None, times: int, again: Callable[[Dims], bool]
 ) -> Expr:
-    """Of the products of a run; once more for those that make what is not kept."""
+    """Counts a run's products; twice those that make what is not kept."""
     found = Integer(0)
     named, symbols = sketch.named, Symbols(sketch.named)
     for node in named.graph.nodes:

@@ -44,7 +44,7 @@ class _Origin:
 
 @dataclass
 class _Uses:
-    """Of one field. rows: (lowest, one after the highest) of each table or loss.
+    """A field's range. rows: (lowest, one after the highest) of each table or loss.
     ignored: of each loss, the label that it leaves out. strict: there is a table that
     takes values as they come. compared: constants. is_mask: it becomes a truth value.
     """

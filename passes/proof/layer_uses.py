@@ -76,7 +76,7 @@ def _in_turn(layers: Sequence[int], step: int, times: int) -> Iterator[int]:
 
 @lru_cache(maxsize=64)
 def find_uses(text: str, path: str) -> Uses:
-    """Of an emitted module. path: of the list of layers."""
+    """Finds an emitted module's uses of layers. path: of the list of layers."""
     own = re.compile(rf"^{re.escape(path)}\.\+(\d+)\.(.*)$")
     layers: dict[str, list[int]] = {}
     functions: dict[str, Mapping[Kind, Sequence[int]]] = {}

@@ -156,7 +156,7 @@ class _Search:
         raise out_of_memory(rank, need, need.total - self.plan.memory)
 
     def options(self, stage: Stage, schedule: Schedule) -> list[list[Option]]:
-        """Of each layer of a stage, what each policy takes on its rank."""
+        """Returns what each policy takes, for each layer of a stage, on its rank."""
         actions = schedule.ranks[schedule.stage_to_rank[stage.index]]
         flying = peak_in_flight(a for a in actions if a.stage == stage.index)
         tried = [self.uniform(stage, policy) for policy in RECOMPUTE]
@@ -173,7 +173,7 @@ class _Search:
     def memory(
         self, schedule: Schedule, rank: int, own: Sequence[Stage], choice: Choice
     ) -> RankMemory:
-        """Of a rank, exactly."""
+        """Returns the peak of a rank's memory, exactly, in bytes."""
         locals_ = [self.local(stage, choice) for stage in own]
         footprints = {x.stage.index: footprint(x) for x in locals_}
         activations = peak_bytes(schedule, rank, footprints)

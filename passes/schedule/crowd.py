@@ -28,7 +28,7 @@ class Crowd:
     processes: int = 1
 
     def speed(self, busy: int) -> float:
-        """Of each, while so many pipeline ranks are busy: 1 with a core for each."""
+        """Returns the speed of each of the busy ranks: 1 with a core for each."""
         return min(1.0, self.cores / (self.processes * busy)) if busy else 1.0
 
 

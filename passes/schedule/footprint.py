@@ -173,7 +173,7 @@ def footprints(local: LocalStage, besides: Sequence[Beside]) -> list[Footprint]:
 
 
 def saved_by_layer(local: LocalStage) -> dict[str, int]:
-    """Of the bytes that a forward keeps, those that each layer makes ("": none)."""
+    """Returns the kept bytes that each layer's forward makes ("": none)."""
     owners = find_owners(local.forward, {v.name: v.name for v in local.receives})
     roots = {owners[v.name] for v in local.saved if v.name in owners}
     found: dict[str, int] = {}

@@ -45,7 +45,7 @@ class RankMemory:
 def resting(
     locals_: Sequence[LocalStage], trainable: Collection[str], offload: bool
 ) -> RankMemory:
-    """Of the stages of one rank; a weight that several of them use rests once.
+    """Returns what a rank's stages hold between steps; a weight of several rests once.
 
     offload: the optimizer's state is not on the device.
     """
@@ -71,7 +71,7 @@ def rank_memory(
     trainable: Collection[str],
     offload: bool = False,
 ) -> tuple[RankMemory, ...]:
-    """Of each pipeline rank. locals_, footprints: of each stage."""
+    """Returns the memory of each pipeline rank. locals_, footprints: of each stage."""
     found = []
     for rank in range(len(schedule.ranks)):
         own = [locals_[s] for s, r in enumerate(schedule.stage_to_rank) if r == rank]

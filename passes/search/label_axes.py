@@ -58,7 +58,7 @@ class Runs:
         return None if number is None else number // self.period
 
     def number(self, module: str) -> int | None:
-        """Of the layer."""
+        """Returns the number of the layer that a module path lies in."""
         own = module.removeprefix(self.path + ".").partition(".")[0]
         inside = module.startswith(self.path + ".") and own.isdigit()
         return int(own) if inside else None
@@ -211,7 +211,7 @@ class Axis:
         return self.runs.of(name.partition(":")[0])
 
     def _texts(self, choices: Mapping[int, int]) -> dict[str, str | None]:
-        """Of the ops whose label is a decision."""
+        """Returns the labels of the ops for which these are a decision."""
         found = {}
         for i, spot in choices.items():
             first = self.costs.nodes[i].results[0].name

@@ -76,7 +76,7 @@ class LabelCosts:
     # --- what may be chosen ---------------------------------------------------------
 
     def _choices(self, i: int) -> list[Choice]:
-        """Of a node; None comes first."""
+        """Lists a node's choices; None comes first."""
         node, axis = self.nodes[i], self.axis
         origin = self.named.origins[node.results[0].name]
         given = self.setting.sharded.labels[i]
@@ -141,7 +141,7 @@ class LabelCosts:
             yield Amounts((i,), torch.tensor(rows, dtype=torch.float64))
 
     def _seconds(self, i: int, choice: Choice) -> float:
-        """Of the part of an op that the axis's first rank computes."""
+        """Returns the seconds of what the axis's first rank computes of an op."""
         node, sharded, label = self.nodes[i], self.setting.sharded, choice.label
         operands = label.operands if isinstance(label, Factor) else ()
         results = label.outs if isinstance(label, Factor) else ()

@@ -131,12 +131,12 @@ def run_on_paper(candidate: Candidate, prices: Prices, cluster: Cluster) -> Esti
 
 
 def accounts_of(candidate: Candidate, prices: Prices) -> list[Account]:
-    """Of each stage, of one microbatch."""
+    """Returns what one microbatch costs on each stage."""
     return stages_of(candidate.layers, _prices_of(candidate, prices))
 
 
 def stages_of(layers: Sequence[int], prices: LayerPrices) -> list[Account]:
-    """Of stages of so many layers."""
+    """Returns what one microbatch costs on stages of so many layers."""
     last = len(layers) - 1
     return [prices.stage(i == 0, runs, i == last) for i, runs in enumerate(layers)]
 
@@ -250,7 +250,7 @@ def rough_seconds(
     cluster: Cluster,
     took: Sequence[Sequence[StageSeconds]] | None = None,
 ) -> float:
-    """Of a step, by formula. kinds: the stages of the first, an inner and the last
+    """Estimates a step by formula. kinds: stages of the first, an inner and the last
     pipeline rank, of those that there are. took: their seconds, if they are known."""
     took = took or [[stage_seconds(a, candidate, cluster) for a in x] for x in kinds]
     ranks, m = candidate.mesh.axis_size("pp"), candidate.microbatches
@@ -280,7 +280,7 @@ def rough_seconds(
 
 
 def in_flight(candidate: Candidate) -> int:
-    """Of a stage's microbatches, at most, on all stages of a rank together."""
+    """Counts microbatches in flight at most, on all stages of a rank together."""
     ranks, m = candidate.mesh.axis_size("pp"), candidate.microbatches
     v = candidate.stages_per_rank
     most = {

@@ -132,7 +132,7 @@ class ValueCosts:
         return V if partial else R
 
     def _seconds(self, kind: str, have: State, to: State) -> float:
-        """Of one collective; see `passes.price.cluster.Link` for what counts."""
+        """Returns a collective's seconds; see `passes.price.cluster.Link`."""
         ends = (have, to) if kind == "all_to_all" else (R,)
         amount = max(self.setting.bytes_of(self.v, end) for end in ends)
         return self.setting.link.seconds(kind, amount)

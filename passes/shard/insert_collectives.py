@@ -214,7 +214,7 @@ class _Lowering(MoveEmitter):
         return bool(self.leaving(have, need)) or (flows and changes)
 
     def local_bytes(self, v: Value, lies: Sharding) -> int:
-        """Of a value on the first rank."""
+        """Returns the bytes of a value on the first rank."""
         first = dict.fromkeys(self.sizes, 0)
         shape = lies.local_shape(self.dims[v.name], self.sizes, first)
         return prod(shape) * v.dtype.itemsize

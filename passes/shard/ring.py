@@ -79,7 +79,7 @@ def _refusal(axis: str, what: str, source: str) -> ShardingConflict:
 
 
 def _not_fused(axis: str, graph: Graph) -> ShardingConflict:
-    """Of a graph without fused attention: of one that is written out in pieces, or has
+    """Says that a graph has no fused attention: where one is written out, or has
     dropout, which takes it apart, the place is told."""
     what = (
         f"'{axis}' cannot pass keys and values round: the model has no fused attention"

@@ -25,7 +25,7 @@ Beside = Callable[[Sequence[Node]], Sequence[int]]  # nodes -> bytes at each of 
 
 @dataclass(frozen=True)
 class _Use:
-    """Of a parameter or its gradient: the nodes at which it is used first and last."""
+    """The nodes at which a parameter or its gradient is used first and last."""
 
     first: int
     last: int

@@ -54,7 +54,7 @@ class LocalStage:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Of all parts, in the order in which these run."""
+        """Returns the nodes of all parts, in the order in which these run."""
         once = (*self.setup, *self.prologue)
         return (*once, *self.forward, *self.whole_backward, *self.epilogue)
 
@@ -71,5 +71,5 @@ class LocalStage:
 
     @property
     def flops(self) -> int:
-        """Of one forward of one microbatch."""
+        """Counts the operations of one microbatch's forward."""
         return sum(flops(n) for n in self.forward)

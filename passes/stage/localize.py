@@ -78,7 +78,7 @@ def _split(_: Localizer, node: Node, local: Node) -> Node:
 
 
 def _conv1d(_: Localizer, node: Node, local: Node) -> Node:
-    """Of a filter for each channel, a rank has as many groups as it has channels."""
+    """Gives a rank as many groups as it has channels, if each has its own filter."""
     if len(node.args) < 7 or node.args[6] != node.out.shape[1]:
         return local
     return replace(local, args=(*local.args[:6], local.out.shape[1]))

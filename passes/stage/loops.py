@@ -134,7 +134,7 @@ def _stretches(nodes: Sequence[Node]) -> list[tuple[int, int, int]]:
 def _longest(
     nodes: Sequence[Node], keys: Sequence[int], first: int, last: int
 ) -> tuple[int, int, int] | None:
-    """Of the stretches between two places, the one that saves most."""
+    """Returns the stretch between two places that saves most."""
     seen: dict[int, int] = {}
     apart: Counter[int] = Counter()
     for i in range(first, last):
@@ -313,7 +313,7 @@ def _way(at: tuple[int, int, int] | None, t: int) -> tuple[int, int, int] | None
 
 
 def _number(row: Iterable[Node]) -> int:
-    """Of the layer that a row is about."""
+    """Returns the number of the layer that a row is about."""
     for node in row:
         for text in (node.where.module, *(v.name for v in node.operands)):
             if match := LAYER.search(text):

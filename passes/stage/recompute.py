@@ -70,7 +70,7 @@ def _only(node: Node, names: Collection[str]) -> Node:
 def _dropped(
     forward: Sequence[Node], keep: Collection[str], chosen: Callable[[str, Value], bool]
 ) -> set[str]:
-    """Of what is chosen, the values that are read in the layer that makes them only."""
+    """Returns the chosen values that only the layer that makes them reads."""
     layers = {v.name: n.where.layer for n in forward for v in n.results}
     crossing = {
         v.name

@@ -57,7 +57,7 @@ class Stage:
 
     @property
     def seconds(self) -> Seconds:
-        """Of one microbatch."""
+        """Returns the seconds of one microbatch."""
         return sum(self.costs.values(), NOTHING)
 
     @property

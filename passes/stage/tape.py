@@ -57,7 +57,7 @@ class Tape:
         return self._casts.get(v.name, v.name) in self.grads
 
     def dtype(self, v: Value) -> torch.dtype:
-        """Of the value's cotangent."""
+        """Returns the dtype of the value's cotangent."""
         return self._dtypes.get(v.name, v.dtype)
 
     # --- writing nodes -------------------------------------------------------------
