@@ -54,10 +54,26 @@ def test_there_are_ranks_for_all_that_splits_an_extent() -> None:
     """8 is a share of 1 on 8 ranks, of 2 on 4: so on some there must be more."""
     splits = {8: frozenset({("dp",), ("tp",), ("tp", "dp")})}
     plan = Plan(Mesh.parse("dp=8,tp=4"), 1)
-    few = small_sizes(plan, None, splits)
+    few = next(small_sizes(plan, None, splits))
     large = {axis: plan.size(axis) for axis in few}
     assert choose_sizes([8], (), frozenset(), splits, large, few) == {8: few["dp"]}
     assert few["tp"] < few["dp"] < 8
+
+
+def test_extents_that_follow_from_each_other_may_need_more_ranks() -> None:
+    """Twice 32 is no odd number, but none that 3 divides."""
+    halves, heads = Sum((64,), ((32,), (32,))), Sum((18,), ((16,), (2,)))
+    sizes, products = [2, 16, 18, 32, 64], {(18, 64)}
+    splits = {n: frozenset({("dp",)}) for n in (16, 18, 32, 64, 18 * 64)}
+    plan = Plan(Mesh.parse("dp=5"), 1)
+    meshes = list(small_sizes(plan, None, splits))
+    assert [few["dp"] for few in meshes] == [2, 3, 4, 5]
+    given = sizes, (halves, heads), frozenset(), splits, {"dp": 5}
+    with pytest.raises(NotShrunk):
+        choose_sizes(*given, meshes[0], products)
+    found = choose_sizes(*given, meshes[1], products)
+    assert all(found[n] % 3 for n in (16, 18, 32, 64))
+    assert found[18] * found[64] % 3, "what is split as one extent"
 
 
 def test_stages_of_each_kind_are_kept() -> None:

@@ -9,15 +9,17 @@ stage sends must be what the next receives.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from autopar.profiler.echo import EchoComm
 from autopar.proof.ranks import VerificationFailed
@@ -30,6 +32,7 @@ from passes.mesh import Mesh
 from passes.program import Program, coords_text
 from passes.proof.proof import CutShort
 from passes.schedule.check_schedule import check
+from passes.shard.shares import extent
 
 META = torch.device("meta")
 REPORT = "report this model and mesh; another mesh may be right meanwhile"
@@ -68,7 +71,11 @@ class _Listener(EchoComm):
 
     def dropout_mask(self, p: float, number: int, position: Any) -> Tensor | None:
         self.masks.setdefault(self.function, []).append(number)
-        return super().dropout_mask(p, number, position)
+        shape = [
+            prod(extent(self.pieces(n, axes)) for n, axes in factors)
+            for factors in position
+        ]
+        return torch.empty(shape, dtype=torch.bool, device=META)
 
     def _enter(
         self,
@@ -215,6 +222,7 @@ def _run_module(
     }
     try:
         stage = Executor(program, comm, held, buffers).stages[index]
+        _remember_shapes(stage.module)
         comm.calls.clear()  # of all stages' setups
         with torch.no_grad(), _Fitting():
             play(comm, stage, batch, comm.enter_function)
@@ -232,6 +240,37 @@ def _run_module(
             fix=REPORT,
         ) from error
     return comm, stage.module, []
+
+
+def _remember_shapes(module: dict[str, Any]) -> None:
+    """Lets a function that the module outlines run once for operands of some shapes:
+    of layers that are alike the first."""
+
+    def remembered(function: FunctionType) -> Callable[..., Any]:
+        known: dict[object, Any] = {}
+
+        def call(*args: Any) -> Any:
+            key = tuple(_shape(x) if isinstance(x, Tensor) else repr(x) for x in args)
+            if key not in known:
+                known[key] = function(*args)
+            return tree_map(_like, known[key])
+
+        return call
+
+    for name, function in module.items():
+        if isinstance(function, FunctionType):
+            outlined = function.__code__.co_varnames[0] != "c"
+            module[name] = remembered(function) if outlined else function
+
+
+def _shape(x: Tensor) -> object:
+    return x.shape, x.stride(), x.dtype
+
+
+def _like(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=META)
 
 
 def _statement(error: BaseException) -> tuple[str, str]:

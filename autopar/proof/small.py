@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
+from math import prod
 from typing import Any
 
 import torch
@@ -20,11 +22,13 @@ from passes.mesh import TIME
 from passes.pipeline import compile_program
 from passes.plan import Plan
 from passes.program import Program
-from passes.proof.choose_sizes import choose_sizes
-from passes.proof.extents import Product, find_extents
+from passes.proof.choose_sizes import NotShrunk, Split, choose_sizes
+from passes.proof.extents import Extents, Product, find_extents
 from passes.proof.shrink import Shrinker
 from passes.proof.shrink_plan import FewLayers, find_splits, shrink_plan, small_sizes
 from passes.shard.propagate import propagate
+
+MESHES = 8  # that are looked at for small extents
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,8 @@ class Runnable:
     """A captured model, its program, and what its parameters and buffers are like: real
     values of their shapes, on the CPU, of those that are known. few: the layers that
     are left. sizes: extent, or number that positions are compared with -> small one;
-    empty if all are as they were. positions: where dims are cut, large and small.
+    empty if all are as they were. positions: where dims are cut, and products
+    that are split as one, large and small.
     factors: of each parameter what extents each dim is a product of, before it was made
     small."""
 
@@ -71,12 +76,8 @@ def make_small(
     splits = _find_splits(
         traced, shrink_plan(plan, few, {**large, **_stages(plan, few)})
     )
-    axes = small_sizes(plan, few, splits)
     extents = find_extents(traced)
-    large = {axis: plan.size(axis) for axis in axes}
-    sizes = choose_sizes(
-        extents.sizes, extents.sums, extents.fixed, splits, large, axes
-    )
+    axes, sizes = _choose(plan, few, splits, extents)
     shrinker = Shrinker(extents, sizes)
     small = shrinker.graph(traced)
     made = compile_program(small, shrink_plan(plan, few, axes), Costs())
@@ -84,9 +85,29 @@ def make_small(
     with torch.no_grad():
         like = {k: shrinker.tensor(k, x).cpu() for k, x in like.items() if k in held}
     factors = {v.name: extents.factors[v.name] for v in small.graph.params}
-    positions = extents.positions(sizes)
+    positions = extents.positions(sizes) | {
+        (prod(product), prod(sizes[n] for n in product))
+        for product in extents.products(splits)
+    }
     sizes = {**shrinker.compared, **sizes}
     return Runnable(small, made, like, few, sizes, positions, factors)
+
+
+def _choose(
+    plan: Plan, few: FewLayers, splits: Mapping[int, frozenset[Split]], extents: Extents
+) -> tuple[dict[str, int], dict[int, int]]:
+    """(ranks of each axis, small extents): on the fewest ranks for which there are
+    some. Raises NotShrunk."""
+    products, problem = extents.products(splits), None
+    for axes in islice(small_sizes(plan, few, splits), MESHES):
+        large = {axis: plan.size(axis) for axis in axes}
+        given = extents.sizes, extents.sums, extents.fixed, splits, large, axes
+        try:
+            return axes, choose_sizes(*given, products)
+        except NotShrunk as error:
+            problem = problem or error
+    assert problem is not None, "there is a small mesh"
+    raise problem
 
 
 def _stages(plan: Plan, few: FewLayers) -> dict[str, int]:

@@ -7,13 +7,13 @@ which is the larger, and every sum that ops make of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
 from passes.errors import AutoparError
-from passes.proof.extents import MARGIN, Sum
+from passes.proof.extents import MARGIN, Product, Sum
 
 # Axes that split an extent, outermost first.
 Split = tuple[str, ...]
@@ -44,20 +44,23 @@ def choose_sizes(
     splits: Mapping[int, frozenset[Split]],
     large: Mapping[str, int],
     small: Mapping[str, int],
+    products: Collection[Product] = (),
 ) -> dict[int, int]:
     """Size -> small size.
 
     sizes: ascending. splits: size -> the axes that split an extent of it, somewhere.
-    large, small: axis -> its ranks in the plan, and in the small one.
+    large, small: axis -> its ranks in the plan, and in the small one. products: sizes
+    that are split as one extent.
     Raises NotShrunk.
     """
     allowed = {
         n: Candidates(n, splits.get(n, frozenset()), large, small, n in fixed)
         for n in sizes
     }
+    whole = {p: Candidates(prod(p), splits[prod(p)], large, small) for p in products}
     # Extents of one size may mean different things, and want what no order allows.
     for ordered in (True, False):
-        found = _Solver(list(sizes), sums, allowed, ordered).solve()
+        found = _Solver(list(sizes), sums, allowed, whole, ordered).solve()
         if found is not None:
             return found
     raise NotShrunk(
@@ -75,7 +78,7 @@ class Candidates:
         splits: frozenset[Split],
         large: Mapping[str, int],
         small: Mapping[str, int],
-        fixed: bool,
+        fixed: bool = False,
     ) -> None:
         self.size, self.fixed = size, fixed or size <= MARGIN
         # Nested axes divide what those before them left.
@@ -119,10 +122,11 @@ class _Solver:
         sizes: list[int],
         sums: Sequence[Sum],
         allowed: Mapping[int, Candidates],
+        products: Mapping[Product, Candidates],
         ordered: bool,
     ) -> None:
         self.sizes, self.sums, self.allowed = sizes, sums, allowed
-        self.ordered, self.tries = ordered, 0
+        self.products, self.ordered, self.tries = products, ordered, 0
 
     def solve(self) -> dict[int, int] | None:
         start = {n: n for n in self.sizes if self.allowed[n].fixed}
@@ -134,6 +138,12 @@ class _Solver:
             return None
         known = dict(known)
         if not self._settle(known) or not self._ordered(known):
+            return None
+        if not all(
+            how.fits(prod(known[n] for n in product))
+            for product, how in self.products.items()
+            if all(n in known for n in product)
+        ):
             return None
         free = next((n for n in self.sizes if n not in known), None)
         if free is None:

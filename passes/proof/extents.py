@@ -9,7 +9,7 @@ whole is the sum of its segments.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -64,6 +64,19 @@ class Extents:
         for cut in self.segments.values():
             found.update(n for parts in cut.values() for p in parts for n in p)
         return sorted(found)
+
+    def products(self, split: Collection[int]) -> set[Product]:
+        """Neighbouring factors of a dim that are split as one extent, of these sizes,
+        which no factor has."""
+        own = set(split) - {*self.sizes}
+        return {
+            dim[begin:end]
+            for dims in self.factors.values()
+            for dim in dims
+            for begin in range(len(dim))
+            for end in range(begin + 2, len(dim) + 1)
+            if prod(dim[begin:end]) in own
+        }
 
     def positions(self, sizes: Mapping[int, int]) -> frozenset[tuple[int, int]]:
         """Where ops cut dims, and where they do with small sizes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import accumulate
@@ -96,8 +96,9 @@ def small_mesh(plan: Plan, sizes: Mapping[str, int]) -> Mesh:
 
 def small_sizes(
     plan: Plan, few: FewLayers | None, splits: Mapping[int, frozenset[Split]]
-) -> dict[str, int]:
-    """Axis -> its ranks in the small plan; of time its microbatches.
+) -> Iterator[dict[str, int]]:
+    """Axis -> its ranks in a small plan; of time its microbatches. The smallest first,
+    for what extents are together may need more ranks than each of them does.
 
     splits: size -> the axes that split an extent of it. An extent that gives less than
     one to each rank still does; one that is too small to be made smaller divides as it
@@ -109,7 +110,7 @@ def small_sizes(
     elif "pp" in sizes:
         sizes["pp"] = plan.mesh.axis_size("pp")
     sizes[TIME] = _microbatches(plan, sizes.get("pp", 1))
-    return _fit(plan, sizes, splits)
+    yield from _fit(plan, sizes, splits)
 
 
 def _few(plan: Plan, axis: str) -> int:
@@ -120,13 +121,14 @@ def _few(plan: Plan, axis: str) -> int:
 
 def _fit(
     plan: Plan, least: dict[str, int], splits: Mapping[int, frozenset[Split]]
-) -> dict[str, int]:
-    """The fewest ranks, and at least so many, over which each extent can divide as it
-    does, over all of its axes at once; the least, if there are none."""
+) -> Iterator[dict[str, int]]:
+    """Ranks, at least so many, over which each extent can divide as it does, over all
+    of its axes at once: the fewest, then more; the least, if there are none."""
     axes = list(least)
     large = {axis: plan.size(axis) for axis in axes}
     waiting = [(prod(least.values()), *least.values())]
-    known = {*waiting}
+    known, found = {*waiting}, False
+    splitting = {axis for own in splits.values() for split in own for axis in split}
     for _ in range(TRIES):
         if not waiting:
             break
@@ -136,14 +138,17 @@ def _fit(
             None,
         )
         if odd is None:
-            return sizes
-        for axis in {axis for split in splits[odd] for axis in split}:
+            found = True
+            yield sizes
+        more_of = {a for s in splits[odd] for a in s} if odd is not None else splitting
+        for axis in more_of:
             more = {**sizes, axis: sizes[axis] + 1}
             one = (prod(more.values()), *more.values())
             if more[axis] <= large[axis] and one not in known:
                 known.add(one)
                 heappush(waiting, one)
-    return least
+    if not found:
+        yield least
 
 
 def _divides(
