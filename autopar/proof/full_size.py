@@ -9,11 +9,10 @@ stage sends must be what the next receives.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -94,25 +93,70 @@ class _Listener(EchoComm):
         return super()._enter(kind, axes, x, open_dim, **detail)
 
 
-class _Fitting(TorchDispatchMode):
-    """Checks operands that the op itself does not: it would read beyond them."""
+class _Shapes(TorchDispatchMode):
+    """Lets an op run once for operands of some shapes: of layers that are alike the
+    first. Checks operands that the op itself does not: it would read beyond them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[object, Any] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten.native_layer_norm_backward.default:
-            dy, x, shape, mean, rstd, weight, *_ = args
-            inner = tuple(x.shape[x.ndim - len(shape) :])
-            rows = x.numel() // max(1, prod(inner))
-            if (
-                (dy.shape, tuple(shape)) != (x.shape, inner)
-                or (mean.numel(), rstd.numel()) != (rows, rows)
-                or (weight is not None and tuple(weight.shape) != inner)
-            ):
-                raise RuntimeError(
-                    f"{func} takes {dy.shape} for {x.shape}, normalized over {shape}"
-                )
-        return func(*args, **(kwargs or {}))
+        given = kwargs or {}
+        writes = func._schema.is_mutable
+        if func.is_view or (writes and not _is_in_place(func)):
+            return func(*args, **given)
+        key = func, _shape(args), _shape(tuple(given.items()))
+        if key not in self.known:
+            if func is torch.ops.aten.native_layer_norm_backward.default:
+                _check_layer_norm(func, *args)
+            self.known[key] = func(*args, **given)
+        elif writes:
+            return args[0]
+        return tree_map(_like, self.known[key])
+
+
+def _is_in_place(func: Any) -> bool:
+    """Whether an op writes into its first operand, which keeps its shape."""
+    name = func.overloadpacket.__name__
+    return name.endswith("_") and name not in ("resize_", "set_")
+
+
+def _shape(x: Any) -> object:
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype
+    return tuple(map(_shape, x)) if isinstance(x, list | tuple) else (type(x), x)
+
+
+def _like(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=META)
+
+
+def _check_layer_norm(
+    func: Any,
+    dy: Tensor,
+    x: Tensor,
+    shape: list[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    *_: Any,
+) -> None:
+    """Raises RuntimeError."""
+    inner = tuple(x.shape[x.ndim - len(shape) :])
+    rows = x.numel() // max(1, prod(inner))
+    if (
+        (dy.shape, tuple(shape)) != (x.shape, inner)
+        or (mean.numel(), rstd.numel()) != (rows, rows)
+        or (weight is not None and tuple(weight.shape) != inner)
+    ):
+        raise RuntimeError(
+            f"{func} takes {dy.shape} for {x.shape}, normalized over {shape}"
+        )
 
 
 def _plain(value: Any) -> Any:
@@ -130,10 +174,12 @@ def check_full_size(program: Program) -> tuple[CutShort, ...]:
     declared: dict[tuple[int, str], Mapping[str, Any]] = {}
     found: list[CutShort] = []
     masks: int | None = 0
+    shapes = _Shapes()
     for index, stage in enumerate(program.stages):
         first = masks
         for key, rank in _first_ranks(program, index).items():
-            comm, declared[index, key], cut_short = _run_module(program, index, rank)
+            ran = _run_module(program, index, rank, shapes)
+            comm, declared[index, key], cut_short = ran
             modules[index, key] = comm.calls
             found += cut_short
             masks = _check_masks(comm.masks, index, first)
@@ -195,7 +241,7 @@ def _first_ranks(program: Program, stage: int) -> dict[str, int]:
 
 
 def _run_module(
-    program: Program, index: int, rank: int
+    program: Program, index: int, rank: int, shapes: _Shapes
 ) -> tuple[_Listener, Mapping[str, Any], list[CutShort]]:
     """(what it told others, what the module declares, where it stopped too early)."""
     comm = _Listener(program.mesh, program.plan.microbatches, rank)
@@ -222,9 +268,8 @@ def _run_module(
     }
     try:
         stage = Executor(program, comm, held, buffers).stages[index]
-        _remember_shapes(stage.module)
         comm.calls.clear()  # of all stages' setups
-        with torch.no_grad(), _Fitting():
+        with torch.no_grad(), shapes:
             play(comm, stage, batch, comm.enter_function)
     except AutoparError:
         raise
@@ -240,37 +285,6 @@ def _run_module(
             fix=REPORT,
         ) from error
     return comm, stage.module, []
-
-
-def _remember_shapes(module: dict[str, Any]) -> None:
-    """Lets a function that the module outlines run once for operands of some shapes:
-    of layers that are alike the first."""
-
-    def remembered(function: FunctionType) -> Callable[..., Any]:
-        known: dict[object, Any] = {}
-
-        def call(*args: Any) -> Any:
-            key = tuple(_shape(x) if isinstance(x, Tensor) else repr(x) for x in args)
-            if key not in known:
-                known[key] = function(*args)
-            return tree_map(_like, known[key])
-
-        return call
-
-    for name, function in module.items():
-        if isinstance(function, FunctionType):
-            outlined = function.__code__.co_varnames[0] != "c"
-            module[name] = remembered(function) if outlined else function
-
-
-def _shape(x: Tensor) -> object:
-    return x.shape, x.stride(), x.dtype
-
-
-def _like(x: Any) -> Any:
-    if not isinstance(x, Tensor):
-        return x
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=META)
 
 
 def _statement(error: BaseException) -> tuple[str, str]:
