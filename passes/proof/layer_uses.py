@@ -7,9 +7,8 @@ all of them, and as often in a large module as in the small one.
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType
@@ -17,6 +16,11 @@ from typing import Any
 
 import torch
 
+from passes.proof.read_text import end_of
+
+FUNCTION = re.compile(r"^def (\w+)\(.*\):\n", re.MULTILINE)
+UNDER = re.compile(r"\s*(for i in|if) (.*):$")
+KEY = re.compile(r"(\w+)\[(f?)\"([^\"]*)\"\]")  # p["blocks.+0.weight"]
 # A key of what layers hand on: a name, and which one it is.
 NUMBERED = re.compile(r"^(\w+)\.(\d+)$")
 
@@ -78,83 +82,54 @@ def _in_turn(layers: Sequence[int], step: int, times: int) -> Iterator[int]:
 def find_uses(text: str, path: str) -> Uses:
     """Finds an emitted module's uses of layers. path: of the list of layers."""
     own = re.compile(rf"^{re.escape(path)}\.\+(\d+)\.(.*)$")
+    head, *parts = FUNCTION.split(text)
     layers: dict[str, list[int]] = {}
+    for match in map(own.match, _declared(head)):
+        if match is not None:
+            layers.setdefault(match[2], []).append(int(match[1]))
+    layers[""] = sorted({n for numbers in layers.values() for n in numbers})
     functions: dict[str, Mapping[Kind, Sequence[int]]] = {}
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.FunctionDef):
-            functions[node.name] = _functions_uses(node, own)
-        elif (
-            isinstance(node, ast.Assign)
-            and ast.unparse(node.targets[0]) == "PARAMETERS"
-        ):
-            for match in map(own.match, eval(_code(node.value), {"torch": torch})):
-                if match is not None:
-                    layers.setdefault(match[2], []).append(int(match[1]))
-    layers[""] = sorted({n for own in layers.values() for n in own})
+    for name, body in zip(parts[::2], parts[1::2], strict=True):
+        found: dict[Kind, list[int]] = {}
+        for table, key in _keys(body.splitlines(), {}):
+            if (match := own.match(key)) is not None:
+                found.setdefault((table, match[2]), []).append(int(match[1]))
+            elif (match := NUMBERED.match(key)) is not None:
+                found.setdefault((table, match[1]), []).append(int(match[2]))
+        functions[name] = found
     return Uses(layers, functions)
 
 
-def _functions_uses(
-    node: ast.FunctionDef, own: re.Pattern[str]
-) -> dict[Kind, list[int]]:
-    found: dict[Kind, list[int]] = {}
-    for table, key in _keys(_read(node.body), {}):
-        if (match := own.match(key)) is not None:
-            found.setdefault((table, match[2]), []).append(int(match[1]))
-        elif (match := NUMBERED.match(key)) is not None:
-            found.setdefault((table, match[1]), []).append(int(match[2]))
-    return found
+def _declared(head: str) -> Collection[str]:
+    """The names of parameters, of the table of their shapes."""
+    (table,) = re.findall(r"^PARAMETERS = (\{.*?\})$", head, re.DOTALL | re.MULTILINE)
+    names: Mapping[str, Any] = eval(table, {"torch": torch})
+    return names
 
 
-# --- what is run, in order ------------------------------------------------------------
+def _keys(lines: Sequence[str], names: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """(table, key) of all that is taken and written, in the order of a run."""
+    at = 0
+    while at < len(lines):
+        if (under := UNDER.match(lines[at])) is None:
+            for table, key in _in_line(lines[at]):
+                yield table, key if isinstance(key, str) else eval(key, {}, names)
+            at += 1
+            continue
+        end = end_of(lines, at)
+        value, inside = eval(_code(under[2]), {}, names), lines[at + 1 : end]
+        for own in [{"i": i} for i in value] if under[1] == "for i in" else [names]:
+            if under[1] != "if" or value:
+                yield from _keys(inside, own)
+        at = end
 
 
-@dataclass(frozen=True)
-class _Key:
-    """`table[key]`, where the key is text."""
-
-    table: str
-    key: CodeType
+@lru_cache(maxsize=1 << 12)
+def _in_line(line: str) -> list[tuple[str, str | CodeType]]:
+    found = KEY.findall(line.partition("  # ")[0])
+    return [(table, _code(f'f"{key}"') if f else key) for table, f, key in found]
 
 
-@dataclass(frozen=True)
-class _Under:
-    """What is done for each i of these, or only under a condition."""
-
-    over: CodeType
-    inside: tuple[_Key | _Under, ...]
-    each: bool
-
-
-def _read(nodes: Iterable[ast.AST]) -> tuple[_Key | _Under, ...]:
-    found: list[_Key | _Under] = []
-    for node in nodes:
-        if isinstance(node, ast.For):
-            found.append(_Under(_code(node.iter), _read(node.body), each=True))
-        elif isinstance(node, ast.If):
-            found.append(_Under(_code(node.test), _read(node.body), each=False))
-        elif isinstance(node, ast.Subscript) and isinstance(
-            node.slice, ast.Constant | ast.JoinedStr
-        ):
-            found.append(_Key(ast.unparse(node.value), _code(node.slice)))
-        else:
-            found += _read(ast.iter_child_nodes(node))
-    return tuple(found)
-
-
-def _keys(
-    found: Sequence[_Key | _Under], names: Mapping[str, Any]
-) -> Iterator[tuple[str, str]]:
-    for one in found:
-        value = eval(one.key if isinstance(one, _Key) else one.over, {}, names)
-        if isinstance(one, _Key):
-            yield one.table, str(value)
-        elif not one.each:
-            yield from _keys(one.inside if value else (), names)
-        else:
-            for i in value:
-                yield from _keys(one.inside, {"i": i})
-
-
-def _code(node: ast.expr) -> CodeType:
-    return compile(ast.Expression(node), "<emitted>", "eval")
+@lru_cache(maxsize=1 << 12)
+def _code(text: str) -> CodeType:
+    return compile(text, "<emitted>", "eval")

@@ -88,7 +88,7 @@ def _header(text: str, path: str) -> Iterator[Statement]:
     return _Reader([], {}, path).lines(body.splitlines())
 
 
-def _end(lines: Sequence[str], at: int) -> int:
+def end_of(lines: Sequence[str], at: int) -> int:
     """Where what is inside of a line's statement ends."""
     depth = _depth(lines[at])
     rest = range(at + 1, len(lines))
@@ -120,7 +120,7 @@ class _Reader:
         layers = re.compile(rf"\b{re.escape(self.path)}\.\+[i({{]")
         for at, line in enumerate(lines):
             if line.strip().startswith("for i in "):
-                inside = lines[at + 1 : _end(lines, at)]
+                inside = lines[at + 1 : end_of(lines, at)]
                 # Declarations name layers before they say which.
                 named = any(map(layers.search, (*lines[max(0, at - 1) : at], *inside)))
                 self.loop = Counts.LAYERS if named else Counts.OTHERS
