@@ -9,9 +9,10 @@ there are; those outside of loops are counted from the first or from the last.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 
 TOKEN = re.compile(
     r"""(?P<key>\b(?P<table>[a-z]|made)\[f?"(?P<name>[^"]*)"\])  # p["blocks.+0.weight"]
@@ -20,7 +21,7 @@ TOKEN = re.compile(
       | (?P<dotted>\.[A-Za-z_]\w*)
       | (?P<unnamed>\bd\d+\b)                                # a dim without a name
       | (?P<word>[A-Za-z_]\w*)
-      | (?P<rest>.)""",
+      | (?P<rest>[^\w"'.-]+|.)""",
     re.VERBOSE,
 )
 # Per-rank extents in collectives: as many as there are ranks.
@@ -71,7 +72,8 @@ class Statement:
     numbers: tuple[Number, ...]
 
 
-def read_module(text: str, path: str) -> dict[str, list[Statement]]:
+@lru_cache(maxsize=64)
+def read_module(text: str, path: str) -> Mapping[str, Sequence[Statement]]:
     """Statements by function ("": declarations). path: of the list of layers."""
     parts = re.split(r"^def (\w+)\((.*)\):\n", text, flags=re.MULTILINE)
     keys: dict[str, str] = {}  # of k and b -> which of those
