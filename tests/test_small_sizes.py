@@ -94,7 +94,8 @@ def test_a_pattern_of_layers_is_kept_with_its_ends() -> None:
 
 
 class Pieces(nn.Module):
-    """Uneven pieces, a shift, a table that is larger than the sequence, a window."""
+    """Uneven pieces, one of nothing, a shift, a table that is larger than the sequence,
+    a window."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,6 +108,8 @@ class Pieces(nn.Module):
         positions = torch.arange(seq) + 2
         x = self.cut(self.table(ids) + self.places(positions))
         q, k, v = x.split([200, 200, 80], -1)
+        rest = x.flatten(0, 1)[:, 480:]
+        v = torch.cat([v.flatten(0, 1), rest], -1).view_as(v)
         near = (positions[:, None] - positions) < 160
         scores = (q @ k.transpose(1, 2)).masked_fill(
             ~(self.seen[:seq, :seq] & near), -1e9

@@ -224,7 +224,9 @@ class _Search:
 
     def _unite(self, node: Node) -> None:
         name = node.op.rpartition(".")[0]
-        empty = any(0 in v.shape for v in (*node.operands, *node.results))
+        # A cut may leave nothing: of a head that rotates as a whole what does not.
+        results = () if cut_of(node) is not None else node.results
+        empty = any(0 in v.shape for v in (*node.operands, *results))
         if empty and name != "aten.cat":
             return  # as a cache that nothing is in yet
         if name in RESHAPES:
@@ -295,7 +297,7 @@ class _Search:
             step = step_of(node)
             if len(inside) == 1 and step == 1:
                 self.atoms.unify(inside[0], there[dim])
-            elif step == 1 and there[dim]:
+            elif step == 1 and small.shape[dim] > 1:
                 self.sums.append((there[dim], inside, 0))
             places = dims
         else:
