@@ -114,7 +114,7 @@ class _Shapes(TorchDispatchMode):
                 _check_layer_norm(func, *args)
             self.known[key] = func(*args, **given)
         elif writes:
-            return args[0]
+            return args[0] if func._schema.returns else None
         return tree_map(_like, self.known[key])
 
 
