@@ -241,6 +241,16 @@ def test_a_mixture_runs_on_what_is_drawn():
     assert bool(loss.isfinite())
 
 
+@pytest.mark.parametrize("gentle", [True, False])
+def test_shares_of_labels_are_not_left_out_alike(gentle):
+    """A rank could take its own share for that of another."""
+    ranges = {"labels": InputRange("label", 0, 5, (-100,))}
+    inputs = {"labels": ((4, 4), torch.int64)}
+    for seed in range(200):
+        hidden = draw_batch(inputs, ranges, seed, gentle=gentle)["labels"] == -100
+        assert not torch.equal(hidden[:, :2], hidden[:, 2:])
+
+
 @pytest.mark.parametrize("shape", [(4, 4), (8,), (1, 5)])
 def test_consecutive_draws_have_other_counts(shape):
     """A count of an earlier batch would do for this one."""

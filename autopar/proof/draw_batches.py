@@ -82,7 +82,8 @@ def make_holes(
     gentle: none of which nothing is left, as a loss may divide by how many there are.
 
     Draws of consecutive seeds leave out other numbers of them, with those that begin a
-    row and without: one count must not stand for another.
+    row and without: one count must not stand for another. Of one of the last two
+    samples a single one, so that no two shares of it, on however many ranks, are alike.
     """
     if not labels.ndim:
         return labels
@@ -95,6 +96,13 @@ def make_holes(
     emptied = int(torch.randint(max(1, samples), (), generator=generator))
     if not gentle and samples >= 4 and labels.ndim > 1:
         hidden[emptied], free[emptied] = True, False
+    if samples > 1 and labels.ndim > 1:
+        single = samples - 1 if bool(free[-1].any()) else samples - 2
+        places = free[single].clone()
+        places[..., 0] = False
+        if bool(places.any()):
+            hidden[single] = False
+            hidden[single].view(-1)[int(places.int().argmax())] = True
     hidden = _of_parity(hidden, free, seed)
     which = draw_rows(shape, 0, len(holes), generator)
     return torch.where(hidden, torch.tensor(holes)[which], labels)
