@@ -307,18 +307,15 @@ def check_all_of(comm):
 
 
 @pytest.mark.matrix(quick=1)
-@pytest.mark.parametrize("mesh", MESHES)
-def test_real_ranks(mesh):
+@pytest.mark.parametrize(
+    ("mesh", "engine"),
+    # By way of the host, each tensor is copied on the CPU too.
+    [*zip(MESHES, [HostComm, ProcessComm, ProcessComm], strict=True)],
+)
+def test_real_ranks(mesh, engine):
     """Every check on gloo, where the ranks make just the calls that virtual ones do."""
-    calls = run_ranks(check_all, Mesh.parse(mesh).size, mesh)
+    calls = run_ranks(check_all, Mesh.parse(mesh).size, mesh, engine)
     assert calls == run_virtual(Mesh.parse(mesh), 1, check_all_of)
-
-
-@pytest.mark.slow
-def test_tensors_that_move_by_way_of_the_host():
-    """On the CPU too each is copied before it is sent, and after it has arrived."""
-    calls = run_ranks(check_all, 2, "tp=2,dp=1", HostComm)
-    assert calls == run_virtual(Mesh.parse("tp=2,dp=1"), 1, check_all_of)
 
 
 def some_step(comm, bits):

@@ -131,17 +131,16 @@ class Run:
 
 def measure(
     names: Sequence[str], config: str, rounds: int, folder: Path
-) -> dict[str, Result]:
-    """All runs, those of a row together."""
+) -> Iterator[dict[str, dict]]:
+    """All runs, a row of them after the other."""
     reference = Run(REFERENCE, config, folder / "reference")
     with reference.started():
         for _ in range(WARM + rounds + 1):
             reference("step")
-    found = {}
     for row in dict.fromkeys(name.split("/")[0] for name in names):
         own = [name for name in names if name.startswith(f"{row}/")]
-        found |= measure_row(own, config, rounds, folder, reference.losses)
-    return found
+        found = measure_row(own, config, rounds, folder, reference.losses)
+        yield {name: asdict(result) for name, result in found.items()}
 
 
 def measure_row(
@@ -200,30 +199,33 @@ def main() -> None:
     parser.add_argument("--config", choices=CONFIGS, default="small")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="*", help="runs, as 'ddp-2/*,pp-4/ours-*'")
-    parser.add_argument("--json", type=Path, help="a file for all that was measured")
+    parser.add_argument(
+        "--json", type=Path, help="what was measured, rows of before too"
+    )
     parser.add_argument("--svg", type=Path, help="a file for a picture of it")
     options = parser.parse_args()
+    names, runs = selected(options.only), known(options.json, options.config)
     with tempfile.TemporaryDirectory() as folder:
-        names = selected(options.only)
-        found = measure(names, options.config, options.rounds, Path(folder))
-    runs = {name: asdict(result) for name, result in found.items()}
-    if options.json:
-        runs = kept_in(options.json, options.config, runs)
+        for row in measure(names, options.config, options.rounds, Path(folder)):
+            of = next(iter(row)).split("/")[0]
+            runs = {n: run for n, run in runs.items() if n.split("/")[0] != of} | row
+            if options.json:
+                options.json.write_text(report(runs, options.config), encoding="utf-8")
     print(CONFIGS[options.config], f"{options.rounds} rounds")
     print(run_table(runs), best_table(runs, options.config), sep="\n\n")
     if options.svg:
         options.svg.write_text(drawing(runs, options.config), encoding="utf-8")
 
 
-def kept_in(file: Path, config: str, runs: dict[str, dict]) -> dict[str, dict]:
-    """Write what was measured, beside what the file has of other runs; gives all."""
-    known = json.loads(file.read_text()) if file.exists() else {}
-    if known.get("config") == config:
-        order = [*known["runs"], *runs]
-        runs = {name: (known["runs"] | runs)[name] for name in order}
+def known(file: Path | None, config: str) -> dict[str, dict]:
+    """What a file has of runs measured before."""
+    found = json.loads(file.read_text()) if file and file.exists() else {}
+    return found["runs"] if found.get("config") == config else {}
+
+
+def report(runs: dict[str, dict], config: str) -> str:
     made = {"config": config, "torch": torch.__version__, "cores": os.cpu_count()}
-    file.write_text(json.dumps(made | {"runs": runs}, indent=1) + "\n")
-    return runs
+    return json.dumps(made | {"runs": runs}, indent=1) + "\n"
 
 
 if __name__ == "__main__":
