@@ -42,8 +42,9 @@ BUDGET = 450.0  # seconds of all
 KERNELS = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", "."]
 KERNELS += ["-p", "no:cacheprovider", "tests/test_kernels.py"]
 KERNELS_SECONDS = 90.0
-_FORKS = mp.get_context("forkserver")  # of a process that has imported it all
-_FORKS.set_forkserver_preload(
+# A fork of a process that may have looked for GPUs cannot use them.
+_PROCESSES = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+_PROCESSES.set_forkserver_preload(
     ["examples.benchmarks.gpu_runs", "torch._dynamo", "torch.export._trace"]
 )
 
@@ -79,8 +80,8 @@ def run(job: Job, seconds: float) -> Done:
     readers: list[Connection] = []
     processes = []
     for own in environments(job.ranks):
-        reader, writer = _FORKS.Pipe(duplex=False)
-        process = _FORKS.Process(target=serve, args=(writer, own, job.what))
+        reader, writer = _PROCESSES.Pipe(duplex=False)
+        process = _PROCESSES.Process(target=serve, args=(writer, own, job.what))
         process.start()
         writer.close()  # so that our end sees when the process is gone
         readers.append(reader)
@@ -95,6 +96,7 @@ def run(job: Job, seconds: float) -> Done:
             except EOFError:
                 readers.remove(reader)
                 continue
+            print(row, file=sys.stderr, flush=True)
             if "failed" in row:
                 found.why = f"it failed: {row['failed']}"
             else:
