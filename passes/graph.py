@@ -267,6 +267,7 @@ class Builder:
 
     taken: set[str]
     nodes: list[Node] = field(default_factory=list)
+    _counts: dict[str, int] = field(default_factory=dict)  # the last one of each stem
 
     @classmethod
     def beside(cls, sources: Iterable[Value]) -> Builder:
@@ -274,11 +275,14 @@ class Builder:
 
     def name(self, wanted: str) -> str:
         """`wanted`, or `wanted_1`, `wanted_2` ... if it is taken."""
-        candidate, count = wanted, 0
-        stem = re.sub(r"_\d+$", "", wanted)
-        while candidate in self.taken:
-            count += 1
-            candidate = f"{stem}_{count}"
+        candidate = wanted
+        if wanted in self.taken:
+            stem = re.sub(r"_\d+$", "", wanted)
+            count = self._counts.get(stem, 0)
+            while candidate in self.taken:
+                count += 1
+                candidate = f"{stem}_{count}"
+            self._counts[stem] = count
         self.taken.add(candidate)
         return candidate
 
