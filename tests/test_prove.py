@@ -211,7 +211,13 @@ def test_keys_that_count_layers_from_one_end_with_the_last() -> None:
 def test_layers_outside_of_loops_have_their_turn() -> None:
     def text(count: int, outside: int = 1) -> str:
         return f"""PARAMETERS = {{
-    **{{f"blocks.+{{i}}.weight": ((8,), torch.float32) for i in range({count})}},
+    **{{
+        f"blocks.+{{i}}.{{name}}": row
+        for i in range({count})
+        for name, row in {{
+            "weight": ((8,), torch.float32),
+        }}.items()
+    }},
 }}
 
 def backward(c, p, g, k, b, saved):

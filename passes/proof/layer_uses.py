@@ -7,20 +7,25 @@ all of them, and as often in a large module as in the small one.
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import CodeType
 from typing import Any
-
-import torch
 
 from passes.proof.read_text import end_of
 
 FUNCTION = re.compile(r"^def (\w+)\(.*\):\n", re.MULTILINE)
 UNDER = re.compile(r"\s*(for i in|if) (.*):$")
 KEY = re.compile(r"(\w+)\[(f?)\"([^\"]*)\"\]")  # p["blocks.+0.weight"]
+OF_TWO: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
 # A key of what layers hand on: a name, and which one it is.
 NUMBERED = re.compile(r"^(\w+)\.(\d+)$")
 
@@ -100,11 +105,18 @@ def find_uses(text: str, path: str) -> Uses:
     return Uses(layers, functions)
 
 
-def _declared(head: str) -> Collection[str]:
+def _declared(head: str) -> Iterator[str]:
     """The names of parameters, of the table of their shapes."""
-    (table,) = re.findall(r"^PARAMETERS = (\{.*?\})$", head, re.DOTALL | re.MULTILINE)
-    names: Mapping[str, Any] = eval(table, {"torch": torch})
-    return names
+    (text,) = re.findall(r"^PARAMETERS = (\{.*?\})$", head, re.DOTALL | re.MULTILINE)
+    table: Any = _expression(text)
+    for key, value in zip(table.keys, table.values, strict=True):
+        if key is not None:
+            yield key.value
+            continue
+        layers, rows = value.generators
+        for i in _value(layers.iter, {}):
+            for name in rows.iter.func.value.keys:
+                yield _value(value.key, {"i": i, "name": name.value})
 
 
 def _keys(lines: Sequence[str], names: Mapping[str, int]) -> Iterator[tuple[str, str]]:
@@ -113,11 +125,11 @@ def _keys(lines: Sequence[str], names: Mapping[str, int]) -> Iterator[tuple[str,
     while at < len(lines):
         if (under := UNDER.match(lines[at])) is None:
             for table, key in _in_line(lines[at]):
-                yield table, key if isinstance(key, str) else eval(key, {}, names)
+                yield table, key if isinstance(key, str) else _value(key, names)
             at += 1
             continue
         end = end_of(lines, at)
-        value, inside = eval(_code(under[2]), {}, names), lines[at + 1 : end]
+        value, inside = _value(_expression(under[2]), names), lines[at + 1 : end]
         for own in [{"i": i} for i in value] if under[1] == "for i in" else [names]:
             if under[1] != "if" or value:
                 yield from _keys(inside, own)
@@ -125,11 +137,40 @@ def _keys(lines: Sequence[str], names: Mapping[str, int]) -> Iterator[tuple[str,
 
 
 @lru_cache(maxsize=1 << 12)
-def _in_line(line: str) -> list[tuple[str, str | CodeType]]:
+def _in_line(line: str) -> list[tuple[str, str | ast.expr]]:
     found = KEY.findall(line.partition("  # ")[0])
-    return [(table, _code(f'f"{key}"') if f else key) for table, f, key in found]
+    return [(table, _expression(f'f"{key}"') if f else key) for table, f, key in found]
 
 
 @lru_cache(maxsize=1 << 12)
-def _code(text: str) -> CodeType:
-    return compile(text, "<emitted>", "eval")
+def _expression(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
+
+
+def _value(node: Any, names: Mapping[str, Any]) -> Any:
+    """Of what loops, their conditions and keys are written in (`write_loop.Index`)."""
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.Name():
+            return names[node.id]
+        case ast.FormattedValue():
+            return _value(node.value, names)
+        case ast.JoinedStr():
+            return "".join(str(_value(part, names)) for part in node.values)
+        case ast.Set():
+            return {_value(one, names) for one in node.elts}
+        case ast.UnaryOp(op=ast.USub()):
+            return -_value(node.operand, names)
+        case ast.BinOp():
+            return OF_TWO[type(node.op)](
+                _value(node.left, names), _value(node.right, names)
+            )
+        case ast.Compare(ops=[how], comparators=[other]):
+            one, of = _value(node.left, names), _value(other, names)
+            return one in of if isinstance(how, ast.In) else one == of
+        case ast.Call(func=ast.Name(id="range")):
+            return range(*(_value(one, names) for one in node.args))
+        case ast.Call(func=ast.Name(id="reversed")):
+            return _value(node.args[0], names)[::-1]
+    raise AssertionError(f"'{ast.unparse(node)}' is in no loop")
