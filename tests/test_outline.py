@@ -190,9 +190,8 @@ def test_a_view_that_a_loop_reads_too_is_a_statement() -> None:
 
 def test_what_a_copied_tensor_is_made_of_is_let_go_of_first() -> None:
     parts = [value(f"part_{i}") for i in range(3)]
-    stacked, turned, out = (
-        Value(n, (3, 2, 3), torch.float32) for n in ("stacked", "turned", "out")
-    )
+    shapes = {"stacked": (3, 2, 3), "turned": (2, 3, 3), "out": (2, 9)}
+    stacked, turned, out = (Value(n, s, torch.float32) for n, s in shapes.items())
     nodes = [
         Node("aten.stack.default", (parts,), {}, (stacked,)),
         Node("aten.permute.default", (stacked, [1, 0, 2]), {}, (turned,)),
@@ -205,7 +204,34 @@ def test_what_a_copied_tensor_is_made_of_is_let_go_of_first() -> None:
         "stacked = aten.stack.default([part_0, part_1, part_2])",
         "del part_0, part_1, part_2",
         "out = stacked.permute([1, 0, 2]).reshape([2, 9])",
-        "del stacked",
+    ]
+
+
+def test_one_del_is_for_all_that_is_read_before_memory_is_taken() -> None:
+    x, heads, turned, y, out = (
+        Value(n, s, torch.float32)
+        for n, s in {
+            "x": (2, 6),
+            "heads": (2, 3, 2),
+            "turned": (3, 2, 2),
+            "y": (3, 2, 2),
+            "out": (3, 4),
+        }.items()
+    )
+    nodes = [
+        Node("aten.reshape.default", (x, (2, 3, 2)), {}, (heads,)),
+        Node("aten.transpose.int", (heads, 0, 1), {}, (turned,)),
+        Node("aten.mul_.Tensor", (turned, 2), {}, (y,)),
+        Node("aten.reshape.default", (y, (3, 4)), {}, (out,)),
+    ]
+    writer = Function({}, {}, HandOver([Part(nodes, [out])], {}), 0, chains=False)
+    writer.arrive([x], (), ())
+    assert writer.body(nodes, [out]) == [
+        "heads = x.reshape([2, 3, 2])",
+        "turned = heads.transpose(0, 1)",
+        "y = turned.mul_(2)",
+        "del x, heads, turned",  # what joins dims may be a copy
+        "out = y.reshape([3, 4])",
     ]
 
 
