@@ -127,6 +127,28 @@ def test_layers_in_turn_repeat_in_pairs() -> None:
     assert "for i in range(1, 7, 2):" in text
 
 
+class ReadByAll(nn.Module):
+    """Each layer reads what is made before the first, as decoders read an encoder."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.embed, self.memory = nn.Embedding(12, 8), nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(count))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        memory = torch.tanh(self.memory(x))
+        for layer in self.layers:
+            x = x + layer(memory).sigmoid() * x
+        return x.square().mean()
+
+
+def test_cotangents_of_what_all_layers_read_are_added_as_they_come() -> None:
+    few, many = (Case(ReadByAll(n), {"ids": torch.randint(12, (4, 6))}) for n in (5, 9))
+    assert lines(few.compile("tp=2")) == lines(many.compile("tp=2"))
+    few.verify("tp=2")
+
+
 # --- loops --------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ reached. One that nobody else reads is added to in place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from passes.cost import VIEWS
-from passes.graph import Builder, Node, Value
+from passes.graph import Builder, Node, Value, Where
 
 
 @dataclass
@@ -152,8 +152,26 @@ class Tape:
         self._shared.add(dy.name)
 
     def add(self, v: Value, dy: Value) -> None:
-        """One consumer's contribution to the cotangent of `v`."""
-        self._collected.setdefault(v.name, _Collected()).values.append(dy)
+        """One consumer's contribution to the cotangent of `v`, which is added to those
+        before it at once, if any of them is its own."""
+        values = self._collected.setdefault(v.name, _Collected()).values
+        values.append(dy)
+        if len(values) > 1 and (own := self._pop_own(values)) is not None:
+            self._add_to(own, values)
+            values[:] = [own]
+
+    def _pop_own(self, values: list[Value]) -> Value | None:
+        """Takes out a contribution that nobody else reads."""
+        for i, dy in enumerate(values):
+            if dy.name not in self._shared and values.count(dy) == 1:
+                return values.pop(i)
+        return None
+
+    def _add_to(self, own: Value, values: Sequence[Value]) -> None:
+        # The sum belongs where the last of its parts is made.
+        where = self.nodes[-1].where if self.nodes else Where()
+        for dy in values:
+            self.append(Node("autopar.add_", (own, dy), {}, (), where))
 
     def add_in_place(self, v: Value, op: str, node: Node, *args: Any) -> None:
         """A contribution written into the sum of the others: `op(sum, *args)`."""
@@ -165,11 +183,8 @@ class Tape:
         found = self._collected.pop(v.name, None)
         if found is None:
             return None
-        values, own = list(found.values), None
-        for i, dy in enumerate(values):
-            if dy.name not in self._shared and values.count(dy) == 1:
-                own = values.pop(i)
-                break
+        values = list(found.values)
+        own = self._pop_own(values)
         if own is None and found.adders and not values:
             own = self.zeros(v, node)
         if own is None and len(values) == 1 and not found.adders:
@@ -178,10 +193,7 @@ class Tape:
             first, *values = values
             second = values.pop(0) if values else self.zeros(v, node)
             own = self.emit("aten.add.Tensor", v, node, first, second)
-        # The sum belongs where the last of its parts is made.
-        where = self.nodes[-1].where if self.nodes else node.where
-        for dy in values:
-            self.append(Node("autopar.add_", (own, dy), {}, (), where))
+        self._add_to(own, values)
         for op, args, at in found.adders:
             self.append(Node(op, (own, *args), {}, (), at.where))
         return own
