@@ -57,9 +57,9 @@ DRAWN = set().union(*FOUND)
 
 
 def test_every_option_of_compile_is_drawn() -> None:
-    """A new one needs a line in `OPTIONS` of draws.py. A backend changes no text, and
-    compiles for seconds: see test_inductor.py."""
-    assert {*OPTIONS, "backend"} == set(Options.__annotations__)
+    """A new one needs a line in `OPTIONS` of draws.py. A backend and TF32 change no
+    text: see test_inductor.py and test_tf32.py."""
+    assert {*OPTIONS, "backend", "tf32"} == set(Options.__annotations__)
 
 
 @pytest.mark.parametrize(

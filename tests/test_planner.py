@@ -96,7 +96,7 @@ def of_whole_model(case, mesh: str, cuts: tuple[str, ...], **options) -> list[Ac
 @pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("mesh", ["tp=2", "cp=2", "tp=1"])
-@pytest.mark.parametrize("build", [plain_gpt, gpt2, llama])
+@pytest.mark.parametrize("build", [gpt2, llama])
 def test_accounts_of_any_depth_are_those_of_the_whole_model(
     build, mesh, recompute
 ) -> None:

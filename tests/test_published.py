@@ -100,7 +100,7 @@ def without_step(run: zero.ZeroRun) -> zero.ZeroRun:
     return replace(run, cluster=replace(run.cluster, levels=levels))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("known", "other"), [("1B", "8B"), ("8B", "1B")])
 def test_plans_picked_by_constants_of_another_model(known, other) -> None:
     constants = sweep.fitted(known)
