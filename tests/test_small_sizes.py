@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from models import Case
 from torch import Tensor, nn
 
+from autopar.proof.few_layers import find_few_layers
 from passes.capture.trace import trace
 from passes.mesh import Mesh
 from passes.plan import Plan
@@ -91,6 +93,30 @@ def test_a_pattern_of_layers_is_kept_with_its_ends() -> None:
     assert thin("aaaaaaa", 3) == [0, 1, 2]
     assert thin("abababababx", 2) == [0, 1, 2, 3, 10]
     assert thin("abc", 2) == [0, 1, 2]
+
+
+class Told(nn.Module):
+    """Layers that are alike, and numbers for them that the model looks up."""
+
+    def __init__(self, scales: list[float]) -> None:
+        super().__init__()
+        self.embed, self.scales = nn.Embedding(12, 8), scales
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in scales)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for i, layer in enumerate(self.layers):
+            x = x + self.scales[i] * layer(x).sigmoid()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("odd", "few"), [(1.0, True), (2.0, False)])
+def test_layers_stay_where_they_are_looked_up_by_number(odd: float, few: bool) -> None:
+    scales = [1.0] * 10
+    scales[6] = odd
+    case = Case(Told(scales), {"ids": torch.zeros(4, 6, dtype=torch.int64)})
+    found = find_few_layers(case.model, case.compile("pp=2", 2))
+    assert bool(found.path) == few
 
 
 class Pieces(nn.Module):
