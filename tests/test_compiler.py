@@ -27,6 +27,19 @@ def own_cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "autopar"
 
 
+@pytest.fixture
+def measured(monkeypatch) -> list[str]:
+    """The ops that are measured."""
+    found: list[str] = []
+
+    def count(node: Node, *flows: object) -> object:
+        found.append(node.op)
+        return measure(node, *flows)
+
+    monkeypatch.setattr("autopar.profiler.stage_costs.measure", count)
+    return found
+
+
 def test_each_pass_is_dumped(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("AUTOPAR_DUMP", str(tmp_path / "dump"))
     compile_small()
@@ -43,14 +56,7 @@ def test_each_pass_is_dumped(tmp_path, monkeypatch) -> None:
     assert all(n.endswith(".py") for n in names[6:])
 
 
-def test_costs_are_measured_once(own_cache, monkeypatch) -> None:
-    measured = []
-
-    def count(node: Node, *flows: object) -> object:
-        measured.append(node.op)
-        return measure(node, *flows)
-
-    monkeypatch.setattr("autopar.profiler.stage_costs.measure", count)
+def test_costs_are_measured_once(own_cache, measured) -> None:
     compile_small()
     assert "aten.linear.default" in measured
     assert "autopar.attention" in measured
@@ -60,14 +66,7 @@ def test_costs_are_measured_once(own_cache, monkeypatch) -> None:
     assert measured == []
 
 
-def test_where_they_decide_nothing_costs_are_estimated(own_cache, monkeypatch) -> None:
-    measured = []
-
-    def count(node: Node, *flows: object) -> object:
-        measured.append(node.op)
-        return measure(node, *flows)
-
-    monkeypatch.setattr("autopar.profiler.stage_costs.measure", count)
+def test_where_they_decide_nothing_costs_are_estimated(measured) -> None:
     (stage,) = compile_small("dp=2").stages
     assert len(measured) == 2, "a product, and what moves data"
     assert stage.seconds.total > 0

@@ -98,7 +98,7 @@ class Function:
         links = _links(items, {*keep, *among_loops}) if self.chains else set()
         waiting: list[Node] = []  # views that the next view is a method of
         body = Statements()
-        body.let_go(self.names[n] for n in arrived if last[n] < 0 and n not in keep)
+        body.free(self.names[n] for n in arrived if last[n] < 0 and n not in keep)
         for i, item in enumerate(items):
             body.add(self._take_singles(item, local), takes=False)
             if isinstance(item, Node) and i in links:
@@ -124,7 +124,7 @@ class Function:
                 if n in local and n in self.names
                 if last.get(n, i) <= i and n not in keep
             ]
-            body.let_go(dead)
+            body.free(dead)
         return body.lines  # the rest goes when the function returns
 
     def _reads(self, item: Item) -> dict[str, Value]:

@@ -239,7 +239,7 @@ class LoopWriter:
                     continue
                 if v.name in self.made or self.text(v) not in results:
                     dead.append(self.text(v))
-            body.let_go(dead)
+            body.free(dead)
         return body.end()
 
     def keep(self, rows: Rows) -> None:
@@ -290,7 +290,7 @@ class Statements:
             self.end()
         self.lines += lines
 
-    def let_go(self, names: Iterable[str]) -> None:
+    def free(self, names: Iterable[str]) -> None:
         self._dead += names
 
     def again(self, names: Collection[str]) -> None:
