@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from models import Case
@@ -98,7 +100,7 @@ def test_a_pattern_of_layers_is_kept_with_its_ends() -> None:
 class Told(nn.Module):
     """Layers that are alike, and numbers for them that the model looks up."""
 
-    def __init__(self, scales: list[float]) -> None:
+    def __init__(self, scales: list[Any]) -> None:
         super().__init__()
         self.embed, self.scales = nn.Embedding(12, 8), scales
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in scales)
@@ -110,9 +112,11 @@ class Told(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize(("odd", "few"), [(1.0, True), (2.0, False)])
-def test_layers_stay_where_they_are_looked_up_by_number(odd: float, few: bool) -> None:
-    scales = [1.0] * 10
+@pytest.mark.parametrize(
+    ("odd", "few"), [(1.0, True), (2.0, False), (torch.ones(8), False)]
+)
+def test_layers_stay_where_they_are_looked_up_by_number(odd: Any, few: bool) -> None:
+    scales: list[Any] = [1.0 if isinstance(odd, float) else torch.ones(8)] * 10
     scales[6] = odd
     case = Case(Told(scales), {"ids": torch.zeros(4, 6, dtype=torch.int64)})
     found = find_few_layers(case.model, case.compile("pp=2", 2))

@@ -12,6 +12,7 @@ from passes.plan import Plan
 from passes.program import Program
 from passes.proof.shrink_plan import FewLayers, choose_layers, layer_number
 
+PLAIN = bool | int | float | str
 KEPT = 3  # repeats of a pattern that a stage keeps: the first, one inside, the last
 
 
@@ -47,7 +48,8 @@ def _told_by_number(model: nn.Module, count: int) -> Iterator[list[object]]:
         for holder in (module, getattr(module, "config", None)):
             for own in getattr(holder, "__dict__", {}).values():
                 if isinstance(own, list | tuple) and len(own) == count:
-                    yield [*own]
+                    # Tensors, and all that may not be compared, are only themselves.
+                    yield [x if isinstance(x, PLAIN) else id(x) for x in own]
 
 
 def _decided(plan: Plan, layer: str) -> object:
