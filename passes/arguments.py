@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from passes.errors import CaptureError
-from passes.graph import Node, Value, resolve, show
+from passes.graph import Node, Value, parameters, resolve, show
 
 # Where a tensor lies and how, which the rank that runs the program decides.
 PLACEMENT = frozenset({"device", "pin_memory", "non_blocking", "memory_format"})
@@ -169,10 +169,7 @@ HEEDED: Mapping[str, str] = {
 def arguments(node: Node) -> dict[str, Any]:
     """Returns what an `aten` op is called with: every argument of its schema, in order,
     by name; torch's default where the node gives none."""
-    schema = resolve(node.op)._schema.arguments
-    by_place = dict(zip((a.name for a in schema), node.args, strict=False))
-    given = {**by_place, **node.kwargs}
-    return {a.name: given.get(a.name, _plain(a.default_value)) for a in schema}
+    return {name: node.arg(name) for name in parameters(node.op)}
 
 
 def call(op: str, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -214,11 +211,8 @@ def is_default(argument: Any, value: Any) -> bool:
         return True
     if value is False and not argument.has_default_value():
         return True
-    default = _plain(argument.default_value)
+    default = argument.default_value
+    plain = tuple(default) if isinstance(default, list) else default
     return argument.has_default_value() and not (
-        isinstance(value, Value) or value != default
+        isinstance(value, Value) or value != plain
     )
-
-
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

@@ -60,7 +60,7 @@ BACKWARD = 2.0
 
 def flops(node: Node) -> int:
     """Floating point operations of the forward; a multiply-add counts as two."""
-    name = node.op.rpartition(".")[0] or node.op
+    name = node.name
     if name in ("aten.linear", "aten.matmul", "aten.bmm", "aten.mm"):
         return 2 * node.out.numel * node.operands[0].shape[-1]
     if name == "aten.einsum" and (rule := equation(node)) is not None:
@@ -100,7 +100,7 @@ def _attention_flops(node: Node) -> int:
 
 def traffic(node: Node) -> int:
     """Bytes read and written by the forward; views are free."""
-    if (node.op.rpartition(".")[0] or node.op) in VIEWS:
+    if node.name in VIEWS:
         return 0
     values = {v.name: v for v in (*node.operands, *node.results)}
     return sum(v.bytes for v in values.values())
@@ -160,7 +160,7 @@ WEIGHTS: dict[str, slice] = {
 
 def weights_of(node: Node) -> frozenset[str]:
     """Names of the operands whose gradients can wait: weights, by their place."""
-    name = node.op.rpartition(".")[0] or node.op
+    name = node.name
     operands = node.operands
     # x [.., k] @ w [k, n]: a product with a matrix is one with a weight.
     if name == "aten.matmul" and len(operands) == 2 and len(operands[1].shape) == 2:

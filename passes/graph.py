@@ -104,6 +104,30 @@ class Node:
     outs: tuple[Value | None, ...]
     where: Where = Where()
 
+    @cached_property
+    def name(self) -> str:
+        """The op without its overload: `aten.add` of `aten.add.Tensor`."""
+        return self.op.rpartition(".")[0] if self.op.count(".") > 1 else self.op
+
+    def arg(self, name: str) -> Any:
+        """An argument by its name in torch's schema: as it is given, else its default
+        there; None where this overload of the op has no argument of that name."""
+        place, default = parameters(self.op).get(name, (None, None))
+        if place is not None and place < len(self.args):
+            return self.args[place]
+        return self.kwargs.get(name, default)
+
+    def with_args(self, **changed: Any) -> Node:
+        """The same node with other arguments, by name; each stays where it is given."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        for name, value in changed.items():
+            place, _ = parameters(self.op)[name]
+            if place is not None and place < len(args):
+                args[place] = value
+            else:
+                kwargs[name] = value
+        return replace(self, args=tuple(args), kwargs=kwargs)
+
     @property
     def out(self) -> Value:
         """The single result."""
@@ -250,6 +274,18 @@ def short(op: str) -> str:
 def resolve(op: str) -> Any:
     """The torch operator that `aten.<name>.<overload>` names."""
     return operator.attrgetter(op)(torch.ops)
+
+
+@cache
+def parameters(op: str) -> Mapping[str, tuple[int | None, Any]]:
+    """Arguments of a torch operator, in order: name -> its place (None: by name only)
+    and its default (None if it has none)."""
+    found = {}
+    for place, a in enumerate(resolve(op)._schema.arguments):
+        default = a.default_value
+        plain = tuple(default) if isinstance(default, list) else default
+        found[a.name] = (None if a.kwarg_only else place, plain)
+    return found
 
 
 def unused(stem: str, taken: Collection[str]) -> str:

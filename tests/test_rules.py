@@ -257,7 +257,7 @@ def draws(example: Example) -> list[Node]:
 
 
 def op_name(one: Node) -> str:
-    return one.op if one.op.startswith("autopar.") else one.op.rpartition(".")[0]
+    return one.op if one.op.startswith("autopar.") else one.name
 
 
 def label(example: Example) -> str:

@@ -71,7 +71,7 @@ def stage_costs(lowered: Lowered) -> Costs:
 
 
 def _is_measurable(node: Node) -> bool:
-    kind = node.op.rpartition(".")[0]
+    kind = node.name
     if kind in VIEWS or not node.results or not node.operands:
         return False
     return not (node.op.startswith("comm.") or traffic(node) > LARGEST)

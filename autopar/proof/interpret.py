@@ -61,7 +61,7 @@ def _run(node: Node, held: Mapping[str, Tensor], dropout: OurDropout) -> Any:
     args, kwargs = tree_in_double(node.args), tree_in_double(dict(node.kwargs))
     if "device" in kwargs:
         kwargs["device"] = "cpu"
-    name = node.op.rpartition(".")[0]
+    name = node.name
     if name == "aten.dropout":
         return dropout.dropout(*args, **kwargs)
     if name == "aten.copy":  # of which torch knows no derivative

@@ -67,7 +67,7 @@ def _is_of_positions(rewriter: Rewriter, x: Value, numbers: set[int]) -> bool:
     if node is None:
         return rewriter.constant(x) is not None and x.numel <= SMALL
     numbers.update(n for n in node.args if isinstance(n, int) and abs(n) < 2**31)
-    name = node.op.rpartition(".")[0]
+    name = node.name
     if name == "aten.arange":
         return True
     known = name in VIEWS or name in COMPARES
@@ -87,7 +87,7 @@ def _row(rewriter: Rewriter, x: Value, row: int, rows: int) -> Tensor | None:
     node: Node | None = rewriter.made.get(x.name)
     if node is None:
         return None
-    name = node.op.rpartition(".")[0]
+    name = node.name
     if name in VIEWS:
         inner = node.operands[0]
         same = name == "aten.expand" or inner.shape[-2:] == x.shape[-2:]

@@ -78,18 +78,19 @@ def _written(builder: Builder, node: Node) -> list[Node]:
 
 def _refuse_chance(node: Node) -> None:
     """Ranks that hold the same value would draw different ones."""
-    name = node.op.rpartition(".")[0]
+    name = node.name
     if torch.Tag.nondeterministic_seeded not in _operator(node).tags:
         return
-    if name in KNOWN_CHANCE or (name.endswith("dropout") and node.args[-1] is False):
+    if name in KNOWN_CHANCE or (
+        name.endswith("dropout") and node.arg("train") is False
+    ):
         return
     if name in RECURRENT:
-        names = [a.name for a in _operator(node)._schema.arguments]
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        if not (given["train"] and given["dropout"]):
+        p = node.arg("dropout")
+        if not (node.arg("train") and p):
             return
         raise CaptureError(
-            f"the dropout of {given['dropout']:g} between the layers of "
+            f"the dropout of {p:g} between the layers of "
             f"'{short(node.op)}' would differ by rank",
             source=str(node.where),
             fix="make the layers one by one, with nn.Dropout between them, or "
@@ -160,10 +161,10 @@ class _Memory:
 
     def _source(self, node: Node, v: Value) -> Value | None:
         """The operand that a result of a node shares memory with."""
-        name = node.op.rpartition(".")[0]
+        name = node.name
         if name in DROPOUTS:
-            _, p, is_on = node.args
-            return None if is_on and p > 0 else node.operands[0]
+            is_on = node.arg("train") and node.arg("p") > 0
+            return None if is_on else node.operands[0]
         if name == LITERAL:
             return None
         place = self.memory.get(v.name)

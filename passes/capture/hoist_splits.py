@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 from passes.capture.rewrite import Rewriter, Rule
 from passes.capture.split_products import CUTS, LINEAR, MATMUL, emit_split
@@ -24,7 +23,6 @@ UNARY = frozenset(
     for n in ("silu", "gelu", "relu", "sigmoid", "tanh", "softplus", "to", "neg")
 )
 BINARY = frozenset(f"aten.{n}" for n in ("mul", "add", "sub", "div"))
-GROUPS = 6  # argument of conv1d
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ def hoist_splits(rewriter: Rewriter) -> Graph:
     uses.update(dict.fromkeys((v.name for v in graph.outputs), 2))
     found = {}
     for node in graph.nodes:
-        if _name(node) in CUTS and all(node.outs):
+        if node.name in CUTS and all(node.outs):
             hoist = _find(node, producers, uses)
             if hoist is not None:
                 found[node.results[0].name] = hoist
@@ -63,12 +61,7 @@ def hoist_splits(rewriter: Rewriter) -> Graph:
 
 def cut_dim(node: Node) -> int:
     """The dim that a split cuts."""
-    given = node.args[2] if len(node.args) > 2 else 0
-    return int(node.kwargs.get("dim", given)) % len(node.operands[0].shape)
-
-
-def _name(node: Node) -> str:
-    return node.op.rpartition(".")[0]
+    return int(node.arg("dim")) % len(node.operands[0].shape)
 
 
 def _find(node: Node, producers: dict[str, Node], uses: dict[str, int]) -> Hoist | None:
@@ -78,9 +71,9 @@ def _find(node: Node, producers: dict[str, Node], uses: dict[str, int]) -> Hoist
     uneven = len(set(sizes)) > 1
     steps: list[tuple[Node, int]] = []
     while uses.get(x.name) == 1 and (maker := producers.get(x.name)) is not None:
-        kind = _name(maker)
+        kind = maker.name
         if kind == "aten.cat":
-            along = maker.kwargs.get("dim", [*maker.args, 0][1]) % len(x.shape)
+            along = maker.arg("dim") % len(x.shape)
             alike = tuple(v.shape[dim] for v in maker.operands) == sizes
             return (
                 Hoist(tuple(steps), maker.operands, dim)
@@ -102,14 +95,14 @@ def _begins(maker: Node, x: Value, dim: int) -> bool:
     product, heads of a product, and pieces of such a piece."""
     if maker.op in (LINEAR, MATMUL) and len(maker.operands[1].shape) == 2:
         return dim == len(x.shape) - 1
-    if _name(maker) == "aten.reshape":
+    if maker.name == "aten.reshape":
         return prod(x.shape[dim:]) == maker.operands[0].shape[-1]
-    return _name(maker) in CUTS and dim == cut_dim(maker)
+    return maker.name in CUTS and dim == cut_dim(maker)
 
 
 def _main(node: Node) -> Value:
     """The operand that a step goes over channel by channel."""
-    if _name(node) in BINARY:
+    if node.name in BINARY:
         return max(node.operands, key=lambda v: (v.numel, len(v.shape)))
     return node.operands[0]
 
@@ -117,7 +110,7 @@ def _main(node: Node) -> Value:
 def _before(node: Node, dim: int) -> int | None:
     """The dim of a node's main operand that is `dim` of its result, if each index of it
     is computed by itself; else None."""
-    kind, shape = _name(node), node.out.shape
+    kind, shape = node.name, node.out.shape
     if kind in UNARY:
         return dim
     if kind in BINARY:
@@ -126,25 +119,26 @@ def _before(node: Node, dim: int) -> int | None:
     if (order := _order(node)) is not None:
         return order[dim]
     if kind == "aten.slice":
-        along = node.kwargs.get("dim", [*node.args, 0][1]) % len(shape)
+        along = node.arg("dim") % len(shape)
         return dim if along != dim else None
     if kind == "aten.pad":
-        return dim if dim < len(shape) - len(node.args[1]) // 2 else None
-    if kind == "aten.conv1d" and len(node.args) > GROUPS and len(shape) == 3:
-        alone = node.args[GROUPS] == shape[1] == node.operands[0].shape[1]
+        return dim if dim < len(shape) - len(node.arg("pad")) // 2 else None
+    if kind == "aten.conv1d" and len(shape) == 3:
+        alone = node.arg("groups") == shape[1] == node.operands[0].shape[1]
         return dim if alone and dim == 1 else None
     return None
 
 
 def _order(node: Node) -> list[int] | None:
     """For each dim of a result the operand's dim that it is, if the node turns it."""
-    kind, order = _name(node), list(range(len(node.out.shape)))
+    kind, order = node.name, list(range(len(node.out.shape)))
     if kind == "aten.permute":
-        return [int(d) % len(order) for d in node.args[1]]
+        return [int(d) % len(order) for d in node.arg("dims")]
     if kind in ("aten.t", "aten.numpy_T"):
         return order[::-1]
     if kind in ("aten.transpose", "aten.mT"):
-        i, j = node.args[1:3] if kind == "aten.transpose" else (-2, -1)
+        moved = kind == "aten.transpose"
+        i, j = (node.arg("dim0"), node.arg("dim1")) if moved else (-2, -1)
         order[i], order[j] = order[j], order[i]
         return order
     return None
@@ -179,7 +173,7 @@ def _each(
     for v in node.operands:
         if v.name in shares:
             continue
-        own = 0 if _name(node) == "aten.conv1d" else dim - rank + len(v.shape)
+        own = 0 if node.name == "aten.conv1d" else dim - rank + len(v.shape)
         now = rewriter.replaced.get(v.name, v)
         if own >= 0 and v.shape[own] == whole > 1:
             cut = emit_split(rewriter, now, tuple(sizes), own, node.where)
@@ -193,11 +187,11 @@ def _each(
         def share(v: Value, i: int = i) -> Value:
             return shares[v.name][i]
 
-        args: tuple[Any, ...] = node.substitute(share).args
-        if _name(node) == "aten.conv1d":
-            args = (*args[:GROUPS], size, *args[GROUPS + 1 :])
+        made = node.substitute(share)
+        if node.name == "aten.conv1d":
+            made = made.with_args(groups=size)
         out = rewriter.builder.value("piece", shape, node.out.dtype)
-        made = replace(node.substitute(share), args=args, outs=(out,))
+        made = replace(made, outs=(out,))
         rewriter.builder.nodes.append(made)
         rewriter.made[out.name] = made
         found.append(out)

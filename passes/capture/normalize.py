@@ -131,16 +131,14 @@ def new_factory(rewriter: Rewriter, node: Node) -> Value:
 
 def cat(rewriter: Rewriter, node: Node) -> Value | None:
     """Drop what is empty (a fresh key/value cache); a lone piece is the whole."""
-    pieces = tuple(v for v in node.args[0] if v.shape != (0,))
+    pieces = tuple(v for v in node.operands if v.shape != (0,))
     out = node.out
     if len(pieces) == 1:
         return cast(rewriter, replace(node, args=pieces))
-    if len(pieces) == len(node.args[0]):
+    if len(pieces) == len(node.operands):
         return None
-    dim = node.args[1] if len(node.args) > 1 else 0
-    return rewriter.emit(
-        node.op, pieces, dim, shape=out.shape, dtype=out.dtype, where=node.where
-    )
+    like = {"shape": out.shape, "dtype": out.dtype, "where": node.where}
+    return rewriter.emit(node.op, pieces, node.arg("dim"), **like)
 
 
 def product(rewriter: Rewriter, node: Node) -> Value | None:
@@ -150,10 +148,10 @@ def product(rewriter: Rewriter, node: Node) -> Value | None:
     if kind == "addmm":
         if node.kwargs:
             return None
-        bias, x, weight = node.args
+        bias, x, weight = node.operands
     else:
-        x, weight, *rest = node.args
-        bias = rest[0] if rest else None
+        x, weight = node.operands[:2]
+        bias = node.arg("bias")
     if len(weight.shape) == 1:
         return rewriter.like(node, "aten.matmul.default", x, weight)
     op = "aten.linear.default" if kind == "linear" else "aten.matmul.default"
@@ -214,8 +212,8 @@ def mean(rewriter: Rewriter, node: Node) -> Value | None:
 
 def dropout(rewriter: Rewriter, node: Node) -> Value:
     """A dropout that is on becomes ours: its mask does not depend on the plan."""
-    x, p, train = node.args
-    if not train or p == 0.0:
+    x, p = node.operands[0], node.arg("p")
+    if not node.arg("train") or p == 0.0:
         return x
     return emit_dropout(rewriter, x, p, node)
 

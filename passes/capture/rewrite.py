@@ -35,7 +35,7 @@ class Rewriter:
         """Apply the rule of each node's op (looked up by `aten.name` or full name)."""
         for node in self.graph.nodes:
             node = node.substitute(lambda v: self.replaced.get(v.name, v))
-            rule = rules.get(node.op) or rules.get(node.op.rpartition(".")[0])
+            rule = rules.get(node.op) or rules.get(node.name)
             new = rule(self, node) if rule else None
             if new is None:
                 new = self.keep(node)
@@ -105,7 +105,7 @@ class Rewriter:
     def producer(self, x: Any, *ops: str) -> Node | None:
         """The node that made `x`, if its op is one of `ops` (without overload)."""
         node = self.made.get(x.name) if isinstance(x, Value) else None
-        if node is not None and node.op.rpartition(".")[0] in ops:
+        if node is not None and node.name in ops:
             return node
         return None
 

@@ -12,16 +12,10 @@ from passes.capture.rewrite import Rewriter, Rule
 from passes.graph import Node, Value
 
 
-def given(node: Node, position: int, name: str, default: Any) -> Any:
-    """An argument of a node, by position or by name."""
-    found = node.args[position] if len(node.args) > position else default
-    return node.kwargs.get(name, found)
-
-
 def tensor_split(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...]:
     """`tensor_split` with other arguments is `split_with_sizes`."""
     x = node.operands[0]
-    dim = given(node, 2, "dim", 0) % len(x.shape)
+    dim = node.arg("dim") % len(x.shape)
     sizes = tuple(v.shape[dim] for v in node.results)
     op, args = "aten.split_with_sizes.default", (x, sizes, dim)
     return rewriter.keep(replace(node, op=op, args=args, kwargs={}))
@@ -30,7 +24,7 @@ def tensor_split(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...]:
 def glu(rewriter: Rewriter, node: Node) -> Value:
     """The first half times the sigmoid of the second."""
     x, out = node.operands[0], node.out
-    dim = given(node, 1, "dim", -1) % len(x.shape)
+    dim = node.arg("dim") % len(x.shape)
     halves = tuple(Value("half", out.shape, x.dtype) for _ in range(2))
     args = (x, (out.shape[dim],) * 2, dim)
     first, second = rewriter.keep(
@@ -132,7 +126,7 @@ def weight_norm(rewriter: Rewriter, node: Node) -> Value:
     """v g / |v|, the norm over all dims but one, or over all where that is -1: arXiv
     1602.07868, equation 2."""
     v, g = node.operands
-    dim = given(node, 2, "dim", 0)
+    dim = node.arg("dim")
     others = tuple(d for d in range(len(v.shape)) if d != dim)
     squares = rewriter.like(node, "aten.square.default", v)
     share = {"shape": g.shape, "dtype": v.dtype, "where": node.where}
@@ -146,8 +140,7 @@ def weight_norm(rewriter: Rewriter, node: Node) -> Value:
 def group_norm(rewriter: Rewriter, node: Node) -> Value:
     """layer_norm of each group of channels, then a weight and a bias for each channel:
     arXiv 1803.08494, section 3.1."""
-    x, groups, where = node.operands[0], node.args[1], node.where
-    eps = given(node, 4, "eps", 1e-5)
+    x, groups, where = node.operands[0], node.arg("num_groups"), node.where
     n, channels, *rest = x.shape
     shape = (n, groups, channels // groups, *rest)
     grouped = rewriter.reshape(x, shape, where)
@@ -157,14 +150,14 @@ def group_norm(rewriter: Rewriter, node: Node) -> Value:
         shape[2:],
         None,
         None,
-        eps,
+        node.arg("eps"),
         shape=shape,
         dtype=x.dtype,
         where=where,
     )
     y = rewriter.reshape(y, x.shape, where)
-    for op, position, name in (("mul", 2, "weight"), ("add", 3, "bias")):
-        if (v := given(node, position, name, None)) is not None:
+    for op, name in (("mul", "weight"), ("add", "bias")):
+        if (v := node.arg(name)) is not None:
             v = rewriter.reshape(v, (channels, *(1 for _ in rest)), where)
             y = rewriter.like(node, f"aten.{op}.Tensor", y, v)
     return y

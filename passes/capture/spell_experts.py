@@ -39,14 +39,8 @@ def looked_up_product(rewriter: Rewriter, node: Node) -> Value | None:
 def choice(rewriter: Rewriter, node: Node) -> tuple[Value, Value] | None:
     """topk along the last dim -> what is chosen, and its scores looked up: so that
     whoever compares programs can tell them what to choose."""
-    x, k, *_ = node.args
-    given = {
-        **dict(zip(("dim", "largest"), node.args[2:], strict=False)),
-        **node.kwargs,
-    }
-    dim, largest = int(given.get("dim", -1)), bool(given.get("largest", True))
-    rank = len(x.shape)
-    if not rank or dim % rank != rank - 1 or not largest:
+    x, k, rank = node.operands[0], node.arg("k"), len(node.operands[0].shape)
+    if not rank or node.arg("dim") % rank != rank - 1 or not node.arg("largest"):
         return None
     shape, where = (*x.shape[:-1], k), node.where
     chosen = rewriter.emit(
@@ -79,9 +73,9 @@ def _emit(
 def _looked_up(rewriter: Rewriter, x: Value) -> tuple[Value, Value] | None:
     """(weight, expert) of weight[expert]: [experts, n, k] and int64 [tokens]."""
     node = rewriter.producer(x, "aten.index")
-    if node is None or len(node.args[1]) != 1:
+    if node is None or len(node.arg("indices")) != 1:
         return None
-    weight, (expert,) = node.args
+    weight, (expert,) = node.arg("self"), node.arg("indices")
     if len(weight.shape) == 3 and expert.dtype == torch.int64:
         return (weight, expert) if len(expert.shape) == 1 else None
     return None

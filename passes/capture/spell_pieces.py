@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from passes.capture.rewrite import Rewriter, Rule
@@ -28,7 +26,7 @@ def slice_(rewriter: Rewriter, node: Node) -> Value | None:
     joined = rewriter.producer(x, "aten.cat")
     if joined is None or step != 1:
         return None
-    along = joined.kwargs.get("dim", [*joined.args, 0][1])
+    along = joined.arg("dim")
     if along % len(x.shape) != dim:
         return None
     place, found = 0, []
@@ -43,7 +41,7 @@ def slice_(rewriter: Rewriter, node: Node) -> Value | None:
 
 def narrow(rewriter: Rewriter, node: Node) -> Value:
     """`narrow` by another name."""
-    x, dim, start, length = node.args
+    x, dim, start, length = (node.arg(n) for n in ("self", "dim", "start", "length"))
     start %= max(1, x.shape[dim])
     if length == x.shape[dim]:
         return x
@@ -52,7 +50,7 @@ def narrow(rewriter: Rewriter, node: Node) -> Value:
 
 def index(rewriter: Rewriter, node: Node) -> Value | None:
     """`x[..., [4, 5, 6]]` is a slice."""
-    x, indices = node.args[0], node.args[1]
+    x, indices = node.arg("self"), node.arg("indices")
     given = [(dim, i) for dim, i in enumerate(indices) if i is not None]
     if len(given) != 1 or node.kwargs:
         return None
@@ -72,8 +70,7 @@ def index(rewriter: Rewriter, node: Node) -> Value | None:
 def slice_scatter(rewriter: Rewriter, node: Node) -> Value | None:
     """x with a slice of it replaced: what is before it, the new part, what is after."""
     base, part = node.operands
-    cut = replace(node, args=(base, *node.args[2:]))
-    _, dim, start, end, step = bounds(cut, base)
+    _, dim, start, end, step = bounds(node, base)
     if base.shape == part.shape:
         return part
     base = spread(rewriter, base, node.where)
@@ -104,8 +101,8 @@ def comb(rewriter: Rewriter, x: Value, dim: int, step: int, where: Where) -> Val
 def select_scatter(rewriter: Rewriter, node: Node) -> Value:
     """x with one of its rows replaced."""
     base, part = node.operands
-    dim, index = (int(a) for a in node.args[2:])
-    dim, index = dim % len(base.shape), index % base.shape[dim]
+    dim = node.arg("dim") % len(base.shape)
+    index = node.arg("index") % base.shape[dim]
     shape = (*base.shape[:dim], 1, *base.shape[dim + 1 :])
     part = rewriter.reshape(part, shape, node.where)
     base = spread(rewriter, base, node.where)
@@ -192,11 +189,9 @@ def copy(rewriter: Rewriter, node: Node) -> Value:
 
 def bounds(node: Node, x: Value) -> tuple[Value, int, int, int, int]:
     """The tensor, dim, start, end and step of a slice, none of them negative."""
-    given = dict(zip(("dim", "start", "end", "step"), node.args[1:], strict=False))
-    given |= node.kwargs
-    dim = given.get("dim", 0) % len(x.shape)
-    start, end, step = given.get("start"), given.get("end"), given.get("step", 1)
-    return (x, dim, *slice(start, end, step).indices(x.shape[dim]))
+    dim = node.arg("dim") % len(x.shape)
+    cut = slice(node.arg("start"), node.arg("end"), node.arg("step"))
+    return (x, dim, *cut.indices(x.shape[dim]))
 
 
 PIECE_RULES: dict[str, Rule] = {

@@ -54,7 +54,7 @@ def split_products(rewriter: Rewriter) -> Graph:
 
     def cut_up(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...] | None:
         cut = next((cuts[v.name] for v in node.results if v.name in cuts), None)
-        if cut is None or (cut.even and node.op.rpartition(".")[0] in CUTS):
+        if cut is None or (cut.even and node.name in CUTS):
             return None
         if node.results[0].name not in made:
             take = _even_pieces if cut.even else _products
@@ -126,9 +126,8 @@ def _pieces(
         return None
     first = readers[0]
     x = first.operands[0]
-    if len(readers) == 1 and first.op.rpartition(".")[0] in CUTS:
-        given = first.args[2] if len(first.args) > 2 else 0
-        dim = int(first.kwargs.get("dim", given)) % len(x.shape)
+    if len(readers) == 1 and first.name in CUTS:
+        dim = int(first.arg("dim")) % len(x.shape)
         pieces = first.results
         sizes = tuple(v.shape[dim] for v in pieces)
         return (x, dim, sizes, pieces) if len(pieces) > 1 else None
@@ -189,7 +188,7 @@ def _products(rewriter: Rewriter, cut: Cut, where: Where) -> tuple[Value | None,
 def _sum_of_products(rewriter: Rewriter, node: Node, cat: Node) -> Value | None:
     """The product of joined pieces: the sum of each piece's, by its columns of w."""
     w, rank = node.operands[1], len(cat.out.shape)
-    along = cat.kwargs.get("dim", [*cat.args, 0][1]) % rank
+    along = cat.arg("dim") % rank
     pieces = cat.operands
     if along != rank - 1 or len(w.shape) != 2 or len(pieces) > JOINED:
         return None

@@ -29,7 +29,7 @@ RESHAPED = {
 
 def is_view(node: Node) -> bool:
     """Whether what a node makes, in the memory of its operand, can be put back."""
-    name = node.op.rpartition(".")[0]
+    name = node.name
     if name in RESHAPED:
         return node.out.numel == node.operands[0].numel
     return name in REORDERED or name in PARTS
@@ -37,7 +37,7 @@ def is_view(node: Node) -> bool:
 
 def put_back(builder: Builder, view: Node, base: Value, part: Value) -> Value:
     """The tensor `base` after `part` was written to a view of it."""
-    name = view.op.rpartition(".")[0]
+    name = view.name
 
     def emit(op: str, *args: Any) -> Value:
         return builder.emit(op, args, base.shape, base.dtype, view.where)

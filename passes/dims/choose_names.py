@@ -34,11 +34,6 @@ def _sums_last(node: Node) -> bool:
     return list(rule.operands[0][-1]) == summed
 
 
-def _dim_of(node: Node) -> int:
-    """The dim that an unbind takes apart."""
-    return int(node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0))
-
-
 class _Names:
     """Atom -> name; see `choose_names`."""
 
@@ -67,9 +62,7 @@ class _Names:
         self.inputs()
         by_op: dict[str, list[Node]] = {}
         for node in self.graph.nodes:
-            by_op.setdefault(node.op.rpartition(".")[0], []).append(node)
-            if node.op.startswith("autopar."):
-                by_op.setdefault(node.op, []).append(node)
+            by_op.setdefault(node.name, []).append(node)
         for node in by_op.get("autopar.attention", []):
             self.attention(node)
         for node in by_op.get("aten.softmax", []):
@@ -97,7 +90,7 @@ class _Names:
             self.pieces(node)
         for node in by_op.get("aten.unbind", []):
             count = len(node.outs)
-            self.give(node.operands[0], _dim_of(node), str(count))
+            self.give(node.operands[0], node.arg("dim"), str(count))
         return self
 
     def inputs(self) -> None:

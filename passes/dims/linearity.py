@@ -41,7 +41,7 @@ LINEAR_IN_EACH = frozenset(
 
 def is_jointly_linear(node: Node) -> bool:
     """Whether shares of each of its operands give shares of its result."""
-    name = node.op.rpartition(".")[0]
+    name = node.name
     tensors = sum(isinstance(a, Value) for a in node.args)
     return name in JOINTLY_LINEAR and (name not in ADDED or tensors == 2)
 
@@ -51,7 +51,7 @@ def passes_pending_sum(node: Node, pending: list[bool]) -> bool:
 
     pending: for each operand, whether it is a pending sum.
     """
-    name = node.op.rpartition(".")[0]
+    name = node.name
     if name in ADDED:
         return is_jointly_linear(node) and all(pending)
     casts = [(v.dtype, node.results[0].dtype) for v in node.operands]

@@ -153,7 +153,7 @@ def name_dims(traced: Traced) -> Named:
 def _verdict(node: Node, factors: tuple[Factor, ...]) -> str:
     free = ", ".join(f"'{f.dim}'" for f in factors if f.role == "map")
     found = f"found by trial that {free} may be split" if free else "kept whole"
-    return f"{node.op.rpartition('.')[0]}: no rule; {found}"
+    return f"{node.name}: no rule; {found}"
 
 
 def _flat(dims: list[list[int]]) -> list[int]:

@@ -166,7 +166,7 @@ def localize(node: Node, outs: Results) -> Node:
 
     outs: tensors shaped as the shard's results.
     """
-    name = node.op.rpartition(".")[0]
+    name = node.name
     if name == "aten.expand" and outs[0] is not None:
         return replace(node, args=(node.args[0], tuple(outs[0].shape)))
     if name == "aten.conv1d" and node.args[6:] == (node.out.shape[1],):

@@ -66,7 +66,7 @@ def equation(node: Node) -> Equation | None:
 
     Reshapes have no equation: their dims are matched by size, in `name_dims`.
     """
-    name = node.op if node.op.startswith("autopar.") else node.op.rpartition(".")[0]
+    name = node.name
     text: str | None
     if name in FUNCTIONS:
         text = FUNCTIONS[name](node)
@@ -98,12 +98,10 @@ def _spell(operand: list[str], out: list[str], copies: int = 1) -> str:
     return f"{' '.join(operand)} -> {', '.join([' '.join(out)] * copies)}"
 
 
-def _dims(node: Node, position: int, name: str = "dim") -> list[int]:
+def _dims(node: Node, name: str = "dim") -> list[int]:
     """The dims argument of a node, as non-negative ints (all dims if it is absent)."""
-    rank = max(1, len(node.operands[0].shape))
-    given = node.args[position] if len(node.args) > position else None
-    given = node.kwargs.get(name, given)
-    if given is None or given == () or isinstance(given, bool):
+    rank, given = max(1, len(node.operands[0].shape)), node.arg(name)
+    if given is None or given == ():
         return list(range(rank))
     return [d % rank for d in (given if isinstance(given, tuple) else (given,))]
 
@@ -111,7 +109,7 @@ def _dims(node: Node, position: int, name: str = "dim") -> list[int]:
 def _reduction(suffix: str) -> Callable[[Node], str]:
     def rule(node: Node) -> str:
         x = letters(len(node.operands[0].shape))
-        dims = _dims(node, 1)
+        dims = _dims(node)
         operand = [c + suffix if i in dims else c for i, c in enumerate(x)]
         out = [c for i, c in enumerate(x) if i not in dims]
         if len(node.out.shape) == len(x):  # keepdim
@@ -121,25 +119,17 @@ def _reduction(suffix: str) -> Callable[[Node], str]:
     return rule
 
 
-def _along(position: int) -> Callable[[Node], str]:
+def _along(node: Node, name: str = "dim") -> str:
     """Ops that work along one dim and keep the shape: softmax, cumsum."""
-
-    def rule(node: Node) -> str:
-        x = letters(len(node.operands[0].shape))
-        dims = _dims(node, position)
-        both = [c + "!" if i in dims else c for i, c in enumerate(x)]
-        return _spell(both, both)
-
-    return rule
+    x = letters(len(node.operands[0].shape))
+    both = [c + "!" if i in _dims(node, name) else c for i, c in enumerate(x)]
+    return _spell(both, both)
 
 
 def _top(node: Node) -> str:
     """topk, sort: what comes out along the dim has been all over it."""
     x = letters(len(node.operands[0].shape))
-    position = 2 if "topk" in node.op else 1
-    dim = int(node.kwargs.get("dim", [*node.args, *[-1] * 3][position])) % max(
-        1, len(x)
-    )
+    dim = node.arg("dim") % max(1, len(x))
     operand = [c + "!" if i == dim else c for i, c in enumerate(x)]
     out = [c + "out!" if i == dim else c for i, c in enumerate(x)]
     return _spell(operand, out, len(node.outs))
@@ -158,7 +148,7 @@ def _moved(node: Node) -> str:
 def _einsum(node: Node) -> str | None:
     """What it says itself, if no operand has a letter twice."""
     left, arrow, right = (
-        node.args[0].replace(" ", "").replace("...", ".").partition("->")
+        node.arg("equation").replace(" ", "").replace("...", ".").partition("->")
     )
     if not arrow:
         once = sorted(c for c in left if c.isalpha() and left.count(c) == 1)
@@ -190,7 +180,7 @@ def _expand(node: Node) -> str:
 def _changed_whole(node: Node) -> str:
     """slice, pad: a dim that grows, shrinks or shifts must be whole."""
     x, y = node.operands[0].shape, node.out.shape
-    pads = node.args[1] if "pad" in node.op else ()
+    pads = node.arg("pad") or ()
     padded = {len(x) - 1 - i // 2 for i, count in enumerate(pads) if count}
     operand, out = letters(len(x)), letters(len(x))
     for i, c in enumerate(letters(len(x))):
@@ -202,8 +192,7 @@ def _changed_whole(node: Node) -> str:
 def _select(node: Node) -> str:
     """select, unbind: one dim goes away."""
     x = letters(len(node.operands[0].shape))
-    dim = int(node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0))
-    dim %= len(x)
+    dim = node.arg("dim") % len(x)
     operand = [c + "!" if i == dim else c for i, c in enumerate(x)]
     out = [c for i, c in enumerate(x) if i != dim]
     return _spell(operand, out, len(node.outs))
@@ -211,7 +200,7 @@ def _select(node: Node) -> str:
 
 def _norm(node: Node) -> str:
     """layer_norm, rms_norm: all dims of the given shape are whole."""
-    normal = " ".join(f"{c}!" for c in letters(len(node.args[1])))
+    normal = " ".join(f"{c}!" for c in letters(len(node.arg("normalized_shape"))))
     weights = [normal] * (len(node.operands) - 1)
     return f"{', '.join([f'... {normal}', *weights])} -> ... {normal}"
 
@@ -219,8 +208,7 @@ def _norm(node: Node) -> str:
 def _split(node: Node) -> str:
     """Equal pieces split the dim into (which piece, position in it)."""
     x = letters(len(node.operands[0].shape))
-    dim = int(node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0))
-    dim %= len(x)
+    dim = node.arg("dim") % len(x)
     sizes = {v.shape[dim] if v else -1 for v in node.outs}
     if len(sizes) > 1:
         operand = [c + "!" if i == dim else c for i, c in enumerate(x)]
@@ -236,8 +224,7 @@ def _split(node: Node) -> str:
 
 def _cat(node: Node) -> str:
     x = letters(len(node.out.shape))
-    dim = int(node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0))
-    dim %= len(x)
+    dim = node.arg("dim") % len(x)
     operands = []
     for piece in range(len(node.operands)):
         one = [f"{c}{piece}!" if i == dim else c for i, c in enumerate(x)]
@@ -248,8 +235,7 @@ def _cat(node: Node) -> str:
 
 def _stack(node: Node) -> str:
     out = letters(len(node.out.shape))
-    dim = int(node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0))
-    dim %= len(out)
+    dim = node.arg("dim") % len(out)
     operand = " ".join(c for i, c in enumerate(out) if i != dim)
     out[dim] += "!"
     return f"{', '.join([operand] * len(node.operands))} -> {' '.join(out)}"
@@ -259,18 +245,18 @@ def _repeat_interleave(node: Node) -> str | None:
     if node.op != "aten.repeat_interleave.self_int":
         return None
     x = letters(len(node.operands[0].shape))
-    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
-    if dim is None or not isinstance(node.args[1], int):
+    dim, repeats = node.arg("dim"), node.arg("repeats")
+    if dim is None or not isinstance(repeats, int):
         return f"{' '.join(c + '!' for c in x)} -> {'z!'}"
     dim %= len(x)
-    out = [f"({c} times={node.args[1]}!)" if i == dim else c for i, c in enumerate(x)]
+    out = [f"({c} times={repeats}!)" if i == dim else c for i, c in enumerate(x)]
     return _spell(x, out)
 
 
 def _gather(node: Node) -> str:
     """gather, scatter: each index points along one dim, in a row of its own."""
     x, _, *source = node.operands
-    d = int(node.args[1]) % len(x.shape)
+    d = node.arg("dim") % len(x.shape)
     takes = "gather" in node.op
     here, there = letters(len(x.shape)), letters(len(x.shape))
     for i, c in enumerate(letters(len(x.shape))):
@@ -294,20 +280,14 @@ def _max(node: Node) -> str:
     return f"{left}->{', '.join([right] * len(node.outs))}"
 
 
-def _vector_norm(node: Node) -> str:
-    return _reduction("!")(replace(node, args=(node.args[0], *node.args[2:])))
-
-
 def _roll(node: Node) -> str:
-    x = letters(len(node.operands[0].shape))
-    both = [c + "!" if i in _dims(node, 2, "dims") else c for i, c in enumerate(x)]
-    return _spell(both, both)
+    return _along(node, "dims")
 
 
 def _conv1d(node: Node) -> str:
     """x [b, c, s], w [o, c / groups, k]: a filter of its own for each channel, or all
     channels in each filter."""
-    groups = node.args[6] if len(node.args) > 6 else 1
+    groups = node.arg("groups")
     bias = len(node.operands) > 2
     if groups == node.operands[0].shape[1] == node.out.shape[1]:
         return f"b c s!, c _ k!{', c' if bias else ''} -> b c t!"
@@ -322,7 +302,7 @@ def _recurrent(node: Node) -> str | None:
     """lstm, gru, rnn: samples are on their own, and steps follow one another."""
     if not node.op.endswith(".input"):
         return None
-    batch_first = node.args[-1]
+    batch_first = node.arg("batch_first")
     steps = "b {0}! {1}!" if batch_first else "{0}! b {1}!"
     states = 2 if "lstm" in node.op else 1
     left = [steps.format("s", "i"), *(f"l! b h{i}!" for i in range(states))]
@@ -365,10 +345,10 @@ FUNCTIONS: dict[str, Callable[[Node], str | None]] = {
     "aten.mean": _reduction("!"),
     "aten.amax": _reduction("^"),
     "aten.var": _reduction("!"),
-    "aten.softmax": _along(1),
-    "aten._softmax": _along(1),
-    "aten.log_softmax": _along(1),
-    "aten.cumsum": _along(1),
+    "aten.softmax": _along,
+    "aten._softmax": _along,
+    "aten.log_softmax": _along,
+    "aten.cumsum": _along,
     "aten.topk": _top,
     "aten.sort": _top,
     **{f"aten.{name}": _moved for name in MOVES},
@@ -394,7 +374,7 @@ FUNCTIONS: dict[str, Callable[[Node], str | None]] = {
     "aten.scatter_add": _gather,
     "aten.max": _max,
     "aten.min": _max,
-    "aten.linalg_vector_norm": _vector_norm,
+    "aten.linalg_vector_norm": _reduction("!"),
     "aten.roll": _roll,
     "aten.conv1d": _conv1d,
     **{f"aten.{name}": _recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},

@@ -77,7 +77,7 @@ def fusable(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    return (node.op.rpartition(".")[0] or node.op) in VIEWS
+    return node.name in VIEWS
 
 
 def _roots(nodes: Sequence[Node]) -> dict[str, str]:

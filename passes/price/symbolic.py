@@ -226,7 +226,7 @@ def _bilinear(node: Node) -> bool:
 
 
 def _name(node: Node) -> str:
-    return node.op.rpartition(".")[0] if node.op.startswith("aten.") else node.op
+    return node.name if node.op.startswith("aten.") else node.op
 
 
 # --- Layers ------------------------------------------------------------------------

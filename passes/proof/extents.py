@@ -23,7 +23,7 @@ from passes.dims.notation import parse
 from passes.dims.probe import probe_equation
 from passes.dims.rules import equation
 from passes.graph import Graph, Node, Value
-from passes.proof.cuts import cut_of, dim_of, step_of
+from passes.proof.cuts import cut_of, dim_of
 from passes.proof.unite_ops import SPECIAL
 
 # A product of extents that stay factors: `(heads head_dim)` as (12, 64).
@@ -179,7 +179,7 @@ class _Search:
         found = {v.name: False for v in (*self.graph.buffers, *self.graph.constants)}
         for node in self.graph.nodes:
             if all(v.name in found for v in node.operands):
-                name = node.op.rpartition(".")[0]
+                name = node.name
                 plain = name in COUNTS or name in RESHAPES or name in ALIKE
                 own = not plain or any(found[v.name] for v in node.operands)
                 found.update((v.name, own) for v in node.results)
@@ -223,7 +223,7 @@ class _Search:
     # --- what an op unites ---------------------------------------------------------
 
     def _unite(self, node: Node) -> None:
-        name = node.op.rpartition(".")[0]
+        name = node.name
         # A cut may leave nothing: of a head that rotates as a whole what does not.
         results = () if cut_of(node) is not None else node.results
         empty = any(0 in v.shape for v in (*node.operands, *results))
@@ -259,14 +259,14 @@ class _Search:
     def counts(self, node: Node, name: str) -> list[int]:
         """Extents that count the tensors of the op itself."""
         if name in ("aten.unbind", "aten.chunk", "aten.split"):
-            x, dim = node.operands[0], dim_of(node, 1 if name == "aten.unbind" else 2)
+            x, dim = node.operands[0], dim_of(node)
             own = self.atoms.leaves(self.tensors[x.name][dim])
             return own[:1]
         if name == "aten.stack":
-            dim = dim_of(node, 1, rank=len(node.out.shape))
+            dim = dim_of(node, rank=len(node.out.shape))
             return self.tensors[node.out.name][dim]
-        if name == "aten.repeat_interleave" and isinstance(node.args[1], int):
-            dim = dim_of(node, 2)
+        if name == "aten.repeat_interleave" and isinstance(node.arg("repeats"), int):
+            dim = dim_of(node)
             return self.atoms.leaves(self.tensors[node.out.name][dim])[-1:]
         if name == "aten.conv1d":
             return self.tensors[node.operands[1].name][2]
@@ -288,13 +288,13 @@ class _Search:
         assert found is not None
         x, dim, start, end = found
         inside = self._segment(x, dim, start, end)
-        name = node.op.rpartition(".")[0]
+        name = node.name
         scatters = name.endswith("_scatter")
         small = node.operands[1] if scatters else node.out
         here, there = self.tensors[x.name], self.tensors[small.name]
         dims = [d for d in range(len(x.shape)) if d != dim]
         if len(small.shape) == len(x.shape):
-            step = step_of(node)
+            step = node.arg("step") or 1
             if len(inside) == 1 and step == 1:
                 self.atoms.unify(inside[0], there[dim])
             elif step == 1 and small.shape[dim] > 1:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from passes.capture.trace import Traced
 from passes.capture.views import RESHAPES
-from passes.graph import Graph, Node, Value, map_values, resolve
+from passes.graph import Graph, Node, Value, map_values, parameters, resolve
 from passes.proof.choose_sizes import NotShrunk
-from passes.proof.cuts import cut_of, given_arg
+from passes.proof.cuts import cut_of, dim_of
 from passes.proof.extents import MARGIN, Extents
 
 # Numbers of at most this size in comparisons of positions are counts, not sizes.
@@ -83,7 +83,7 @@ class Shrinker:
             outs,
             node.where,
         )
-        name = node.op.rpartition(".")[0].removeprefix("aten.")
+        name = node.name.removeprefix("aten.")
         if cut_of(node) is not None:
             return self._cut(node, new)
         change = ARGUMENTS.get(name)
@@ -118,27 +118,13 @@ class Shrinker:
 
         low, high = position(start), position(end)
         extent = x.shape[dim]
-        name = node.op.rpartition(".")[0].removeprefix("aten.")
-        by_name = {"start": low, "end": high, "index": low, "length": high - low}
-        first = 2 if name.endswith("_scatter") else 1
-        names = {
-            "slice": ("dim", "start", "end", "step"),
-            "select": ("dim", "index"),
-            "narrow": ("dim", "start", "length"),
-        }[name.removesuffix("_scatter")]
+        small = {"start": low, "end": high, "index": low, "length": high - low}
 
-        def change(argument: str, given: Any) -> Any:
-            small = by_name.get(argument)
-            if small is None or given is None:
-                return given
-            if given >= extent or -MARGIN <= given < 0:
-                return given  # up to the end, or counted from it
-            return small
+        def follows(given: Any) -> bool:
+            """Not what is left out, up to the end, or counted from it."""
+            return given is not None and given < extent and not -MARGIN <= given < 0
 
-        given = node.args[first:]
-        args = tuple(change(n, a) for n, a in zip(names, given, strict=False))
-        kwargs = {n: change(n, a) for n, a in node.kwargs.items()}
-        return replace(new, args=(*new.args[:first], *args), kwargs=kwargs)
+        return new.with_args(**{n: a for n, a in small.items() if follows(node.arg(n))})
 
 
 def _check(old: Node, new: Node) -> None:
@@ -176,15 +162,8 @@ def _check(old: Node, new: Node) -> None:
 Change = Callable[[Shrinker, Node, Node], Node]
 
 
-def _to_out_shape(position: int, name: str = "size") -> Change:
-    def change(_: Shrinker, node: Node, new: Node) -> Node:
-        shape = new.out.shape
-        if len(node.args) > position:
-            args = (*new.args[:position], shape, *new.args[position + 1 :])
-            return replace(new, args=args)
-        return replace(new, kwargs={**new.kwargs, name: shape})
-
-    return change
+def _to_out_shape(_: Shrinker, node: Node, new: Node) -> Node:
+    return new.with_args(size=new.out.shape)
 
 
 def _view(_: Shrinker, node: Node, new: Node) -> Node:
@@ -194,13 +173,11 @@ def _view(_: Shrinker, node: Node, new: Node) -> Node:
 
 
 def _split(_: Shrinker, node: Node, new: Node) -> Node:
-    dim = given_arg(node, 2, "dim", 0)
-    x = new.operands[0]
-    dim %= len(x.shape)
-    extents = tuple(v.shape[dim] if v else 0 for v in new.outs)
-    whole = node.op == "aten.split.Tensor" or isinstance(node.args[1], int)
-    pieces: Any = extents[0] if whole else extents
-    return replace(new, args=(x, pieces, *new.args[2:]))
+    extents = tuple(v.shape[dim_of(node)] if v else 0 for v in new.outs)
+    if isinstance(node.arg("split_size"), int):
+        return new.with_args(split_size=extents[0])
+    by_name = "split_size" if "split_size" in parameters(node.op) else "split_sizes"
+    return new.with_args(**{by_name: extents})
 
 
 def _arange(at: Shrinker, node: Node, new: Node) -> Node:
@@ -211,7 +188,7 @@ def _arange(at: Shrinker, node: Node, new: Node) -> Node:
         given = node.args[0]
         return replace(new, args=(type(given)(count), *new.args[1:]))
     start = node.args[0]
-    step = given_arg(node, 2, "step", 1) if kind == "start_step" else 1
+    step = node.arg("step") or 1
     if isinstance(start, int):
         start = at.number(start)
     end = start + count * step
@@ -230,49 +207,36 @@ def _repeat_interleave(_: Shrinker, node: Node, new: Node) -> Node:
     """As many copies as they were; torch may have noted how long the result is."""
     if "output_size" not in new.kwargs or new.kwargs["output_size"] is None:
         return new
-    dim = given_arg(node, 2, "dim")
-    return replace(new, kwargs={**new.kwargs, "output_size": new.out.shape[dim]})
+    return new.with_args(output_size=new.out.shape[node.arg("dim")])
 
 
 def _topk(_: Shrinker, node: Node, new: Node) -> Node:
-    dim = given_arg(node, 2, "dim", -1)
-    out = next(iter(new.results))
-    return replace(new, args=(new.args[0], out.shape[dim], *new.args[2:]))
+    return new.with_args(k=new.results[0].shape[node.arg("dim")])
 
 
 def _one_hot(_: Shrinker, node: Node, new: Node) -> Node:
-    return replace(new, args=(new.args[0], new.out.shape[-1]))
+    return new.with_args(num_classes=new.out.shape[-1])
 
 
 def _norm(_: Shrinker, node: Node, new: Node) -> Node:
-    count = len(node.args[1])
-    shape = new.operands[0].shape[-count:]
-    return replace(new, args=(new.args[0], shape, *new.args[2:]))
+    count = len(node.arg("normalized_shape"))
+    return new.with_args(normalized_shape=new.operands[0].shape[-count:])
 
 
 def _conv1d(at: Shrinker, node: Node, new: Node) -> Node:
     """A filter of its own for each channel stays that."""
-    groups = given_arg(node, 6, "groups", 1)
-    if groups == 1:
-        return new
-    channels = new.operands[0].shape[1]
-    few = groups if groups != node.operands[0].shape[1] else channels
-    args = list(new.args[:6])
-    defaults = [None, None, None, (1,), (0,), (1,)]
-    names = ["input", "weight", "bias", "stride", "padding", "dilation"]
-    for name, default in list(zip(names, defaults, strict=True))[len(args) :]:
-        args.append(new.kwargs.get(name, default))
-    return replace(new, args=(*args, few), kwargs={})
+    alone = node.arg("groups") == node.operands[0].shape[1] != 1
+    return new.with_args(groups=new.operands[0].shape[1]) if alone else new
 
 
 def _embedding(_: Shrinker, node: Node, new: Node) -> Node:
     """A row for padding is as far from the end, or the beginning, as it was."""
-    padding = given_arg(node, 2, "padding_idx", -1)
+    padding = node.arg("padding_idx")
     rows, fewer = node.operands[0].shape[0], new.operands[0].shape[0]
     if padding < fewer:
         return new
     place = max(0, fewer - (rows - padding)) if rows - padding <= fewer else fewer - 1
-    return replace(new, args=(*new.args[:2], place, *new.args[3:]))
+    return new.with_args(padding_idx=place)
 
 
 def _comparison(at: Shrinker, node: Node, new: Node) -> Node:
@@ -292,13 +256,9 @@ def _two_sizes(_: Shrinker, node: Node, new: Node) -> Node:
 
 ARGUMENTS: dict[str, Change] = {
     **dict.fromkeys((name.removeprefix("aten.") for name in RESHAPES), _view),
-    "expand": _to_out_shape(1),
-    **dict.fromkeys(
-        ("zeros", "ones", "empty", "full", "rand", "randn"), _to_out_shape(0)
-    ),
-    **dict.fromkeys(
-        ("new_zeros", "new_ones", "new_empty", "new_full"), _to_out_shape(1)
-    ),
+    "expand": _to_out_shape,
+    **dict.fromkeys(("zeros", "ones", "empty", "full", "rand", "randn"), _to_out_shape),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), _to_out_shape),
     "split": _split,
     "split_with_sizes": _split,
     "arange": _arange,

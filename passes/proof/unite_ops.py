@@ -12,7 +12,7 @@ from passes.dims.atoms import Atoms
 from passes.dims.name_dims import bind
 from passes.dims.rules import equation
 from passes.graph import Node, Value
-from passes.proof.cuts import dim_of, given_arg
+from passes.proof.cuts import dim_of
 
 
 class Unite(Protocol):
@@ -38,7 +38,7 @@ class Unite(Protocol):
 def _cat(at: Unite, node: Node) -> None:
     out = node.out
     pieces = [v for v in node.operands if 0 not in v.shape]
-    dim = dim_of(node, 1, rank=len(out.shape))
+    dim = dim_of(node, rank=len(out.shape))
     mine = at.tensors[out.name]
     for v in pieces:
         for d in range(len(out.shape)):
@@ -50,7 +50,7 @@ def _cat(at: Unite, node: Node) -> None:
 def _split(at: Unite, node: Node) -> None:
     """Pieces of a dim: equal ones are united, and the whole is their sum."""
     x = node.operands[0]
-    dim = dim_of(node, 2)
+    dim = dim_of(node)
     for v in node.results:
         for d in range(len(x.shape)):
             if d != dim:
@@ -84,7 +84,7 @@ def _repeat(at: Unite, node: Node) -> None:
 
 def _index(at: Unite, node: Node) -> None:
     """`x[:, i, j]`: dims that are not indexed stay, those of the indices come."""
-    x, indices = node.args[0], node.args[1]
+    x, indices = node.arg("self"), node.arg("indices")
     given = [d for d, i in enumerate(indices) if isinstance(i, Value)]
     spread = [i for i in indices if isinstance(i, Value)]
     if any(i.dtype.itemsize == 1 for i in spread):
@@ -105,21 +105,20 @@ def _index(at: Unite, node: Node) -> None:
 
 
 def _index_select(at: Unite, node: Node) -> None:
-    x, dim, index = node.args
-    dim %= len(x.shape)
+    (x, index), dim = node.operands, dim_of(node)
     for d in range(len(x.shape)):
         other = at.tensors[x.name][d] if d != dim else at.tensors[index.name][0]
         at.atoms.unify(other, at.tensors[node.out.name][d])
 
 
 def _attention(at: Unite, node: Node) -> None:
-    q, k, v = node.args[:3]
-    mask = given_arg(node, 3, "attn_mask")
+    q, k, v = node.operands[:3]
+    mask = node.arg("attn_mask")
     of = at.tensors
-    for other in (k, v):
+    for x in (k, v):
         for d in range(len(q.shape) - 2):
-            if q.shape[d] == other.shape[d]:
-                at.atoms.unify(of[q.name][d], of[other.name][d])
+            if q.shape[d] == x.shape[d]:
+                at.atoms.unify(of[q.name][d], of[x.name][d])
     if q.shape[1] != k.shape[1]:
         copies = at.atoms.fresh(q.shape[1] // k.shape[1])
         at.atoms.unify(of[q.name][1], [*of[k.name][1], *copies])

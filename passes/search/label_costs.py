@@ -241,7 +241,7 @@ class LabelCosts:
 
     def _keeps(self, v: Value, node: Node) -> bool:
         """Whether the node's backward reads this operand."""
-        name = node.op.rpartition(".")[0]
+        name = node.name
         return v.name in self.setting.saved and name not in JOINTLY_LINEAR
 
 

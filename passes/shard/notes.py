@@ -58,7 +58,7 @@ def _unsplit(sharded: Sharded, axis: str) -> list[str]:
     by_token: dict[str, list[Node]] = {}
     count = 0
     for node, labels in zip(sharded.graph.nodes, sharded.labels, strict=True):
-        if node.op.rpartition(".")[0] not in PRODUCTS and node.op not in PRODUCTS:
+        if node.name not in PRODUCTS and node.op not in PRODUCTS:
             continue
         if sharded.named.origins[node.results[0].name] is not Origin.BOTH:
             continue

@@ -60,7 +60,7 @@ def route_of(
         if isinstance(label, Factor) and label.role == "routed":
             expert, weight = node.operands[EXPERT], node.operands[WEIGHT]
             return Route(axis, expert.name, weight.shape[0])
-    if node.op.rpartition(".")[0] not in ROW_BY_ROW:
+    if node.name not in ROW_BY_ROW:
         return None
     routes = {states[v.name].route for v in node.operands} - {None}
     if len(routes) != 1:

@@ -44,7 +44,7 @@ class Localizer:
         local = node.substitute(self.value)
         outs = tuple([None if v is None else self.value(v) for v in node.outs])
         local = Node(local.op, local.args, local.kwargs, outs, local.where)
-        change = CHANGES.get(node.op) or CHANGES.get(node.op.rpartition(".")[0])
+        change = CHANGES.get(node.op) or CHANGES.get(node.name)
         return change(self, node, local) if change else local
 
     def position(self, v: Value, dim: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
@@ -71,17 +71,16 @@ def _out_shape(_: Localizer, node: Node, local: Node) -> Node:
 
 
 def _split(_: Localizer, node: Node, local: Node) -> Node:
-    dim = int(node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0))
-    extents = tuple(v.shape[dim] for v in local.results)
-    pieces = extents[0] if node.op == "aten.split.Tensor" else extents
-    return replace(local, args=(local.args[0], pieces, *local.args[2:]))
+    extents = tuple(v.shape[node.arg("dim")] for v in local.results)
+    if node.op == "aten.split.Tensor":
+        return local.with_args(split_size=extents[0])
+    return local.with_args(split_sizes=extents)
 
 
 def _conv1d(_: Localizer, node: Node, local: Node) -> Node:
     """Gives a rank as many groups as it has channels, if each has its own filter."""
-    if len(node.args) < 7 or node.args[6] != node.out.shape[1]:
-        return local
-    return replace(local, args=(*local.args[:6], local.out.shape[1]))
+    alone = node.arg("groups") == node.out.shape[1] > 1
+    return local.with_args(groups=local.out.shape[1]) if alone else local
 
 
 def _lookup(at: Localizer, node: Node, local: Node) -> Node:
@@ -90,7 +89,8 @@ def _lookup(at: Localizer, node: Node, local: Node) -> Node:
     rows, axes = table.shape[0], _axes_of(at, table, 0)
     if not axes:
         return local
-    padding = node.args[2] if len(node.args) > 2 and node.args[2] >= 0 else None
+    padding = node.arg("padding_idx")
+    padding = padding if padding >= 0 else None
     args = (*local.operands, rows, axes, padding)
     return replace(local, op="comm.lookup", args=args)
 

@@ -110,7 +110,7 @@ def _spread(nodes: Sequence[Node]) -> set[str]:
     """Views in which one place in memory stands for several elements."""
     found: set[str] = set()
     for node in nodes:
-        if node.op.rpartition(".")[0] in SPREAD or (
+        if node.name in SPREAD or (
             may_alias(node) and any(v.name in found for v in node.operands)
         ):
             found.update(v.name for v in node.results)
@@ -124,7 +124,7 @@ def is_in_place(node: Node) -> bool:
 
 def may_alias(node: Node) -> bool:
     """Whether a result may be a view of an operand."""
-    kind = node.op.rpartition(".")[0]
+    kind = node.name
     if kind == "aten.to" and node.out.dtype is not node.operands[0].dtype:
         return False
     if (
@@ -142,7 +142,7 @@ def takes_memory(node: Node) -> bool:
         return False
     if node.op == "aten.reshape.default":
         return not _splits_only(node.operands[0].shape, node.out.shape)
-    kind = node.op.rpartition(".")[0]
+    kind = node.name
     copies = node.op.startswith("comm.") or kind in ("aten.to", "aten.contiguous")
     return copies or not may_alias(node)
 

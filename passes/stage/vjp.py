@@ -76,7 +76,7 @@ def permute(tape: Tape, node: Node, dys: Sequence[Value | None]) -> list[Value |
 
 def split(tape: Tape, node: Node, dys: Sequence[Value | None]) -> list[Value | None]:
     x = node.operands[0]
-    dim = int(node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0))
+    dim = int(node.arg("dim"))
     pieces = []
     for out, dy in zip(node.outs, dys, strict=True):
         assert out is not None
@@ -137,8 +137,8 @@ def embedding(
 ) -> list[Value | None]:
     table, ids = node.args[:2]
     if tape.is_param(table):
-        padding = node.args[2] if len(node.args) > 2 else None
-        padding = None if padding in (None, -1) else padding
+        padding = node.arg("padding_idx")
+        padding = None if padding == -1 else padding
         tape.accumulate(table, "autopar.embedding_grad_", node, dys[0], ids, padding)
         return [None, None]
     return traced(tape, node, dys)
