@@ -12,11 +12,11 @@ if not getattr(_passes, "AUTOPAR", False):
         "  fix  rename your own passes.py (or move it out of the import path)"
     )
 
-from autopar.uncollected import uncollected
+from autopar.gc_paused import uncollected
 
 with uncollected():
     from autopar.compiler import compile_offline
-    from autopar.runtime.by_element import by_element
+    from autopar.runtime.parameters.by_element import by_element
     from autopar.step import Step, compile
     from passes.errors import AutoparError
     from passes.mesh import Mesh

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 import torch
 
 import autopar
-from autopar.batches import with_samples
 from autopar.checkpoints.checkpoint_files import is_checkpoint
 from autopar.checkpoints.export import export
 from autopar.commands.cli_compile import add_compile
@@ -29,7 +28,8 @@ from autopar.compiler import compile_offline, proved
 from autopar.machine.backend import resolve_backend
 from autopar.machine.machine import host_memory
 from autopar.machine.profile_file import read_profile
-from autopar.models import (
+from autopar.models.batches import with_samples
+from autopar.models.load import (
     load_model,
     random_batch,
 )
@@ -37,9 +37,9 @@ from autopar.planner.planned import compiled
 from autopar.reports.checkpoint_report import checkpoint_data, checkpoint_table
 from autopar.reports.inspection import report, report_data
 from autopar.reports.proof import verification_data, verification_table
-from autopar.runtime.emitted import listing
-from autopar.runtime.inductor import Kept
-from autopar.runtime.match import check_model
+from autopar.runtime.agreement.validate import check_model
+from autopar.runtime.execute.emitted import listing
+from autopar.runtime.execute.inductor import Kept
 from autopar.store import COMPILED, StoredPlan
 from autopar.training.run import RunOptions, run, vocab_of
 from autopar.verify import room_needed, verify

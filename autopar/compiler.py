@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture_model import capture_model
+from autopar.capture.capture_model import capture_model
+from autopar.gc_paused import uncollected
 from autopar.profiler.stage_costs import stage_costs
 from autopar.proof.prove_program import prove_program
-from autopar.uncollected import uncollected
 from passes.cost import Costs
 from passes.errors import AutoparError
 from passes.pipeline import compile_program

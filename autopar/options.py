@@ -45,7 +45,7 @@ class Options(TypedDict, total=False):
     a step too, with 3 of everything at any time (FSDP); see `passes.shard.rest`. On a
     mesh "dp=2,fsdp=4" ranks share along fsdp, and dp replicates the shares.
     offload: what an optimizer updates and keeps lies on the CPU; see
-    `autopar.runtime.offload`.
+    `autopar.runtime.parameters.offload`.
     precision: "bf16" or "fp16" is what `with torch.autocast` would be around the model,
     its parameters staying as they are; see `passes.capture.lower_precision`.
     tf32: let GPUs multiply what is float32 by their TF32 tensor cores, with 10 bits of

@@ -24,15 +24,15 @@ from autopar.checkpoints.state import (
     state_dict,
     training_state,
 )
-from autopar.runtime.agreement import Agreement, digests
-from autopar.runtime.changed import Originals, check_trained
-from autopar.runtime.comm import Comm
-from autopar.runtime.executor import Executor
-from autopar.runtime.gradient_norm import checked_norm, clip_, is_owner
-from autopar.runtime.match import checked_batch
-from autopar.runtime.offload import Host
-from autopar.runtime.updates import Updates
-from autopar.runtime.whole_updates import WholeUpdates, beside
+from autopar.runtime.agreement.agreement import Agreement, digests
+from autopar.runtime.agreement.validate import checked_batch
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.execute.executor import Executor
+from autopar.runtime.parameters.changed import Originals, check_trained
+from autopar.runtime.parameters.gradient_norm import checked_norm, clip_, is_owner
+from autopar.runtime.parameters.offload import Host
+from autopar.runtime.parameters.updates import Updates
+from autopar.runtime.parameters.whole_updates import WholeUpdates, beside
 from passes.errors import AutoparError
 from passes.program import Program
 
@@ -197,7 +197,8 @@ class RankStep:
 
     def gather_for(self, optimizer: Kind) -> Kind:
         """Give an optimizer whole parameters in each update, as Muon needs; see
-        `autopar.runtime.whole_updates`. All ranks must call it; returns the optimizer.
+        `autopar.runtime.parameters.whole_updates`. All ranks must call it; returns the
+        optimizer.
         """
         self._agree()("gather_for")
         program, held = self.program, dict(self.named_parameters())

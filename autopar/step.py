@@ -17,18 +17,18 @@ from autopar.compiler import compile_offline, proved
 from autopar.machine.backend import resolve_backend
 from autopar.machine.profile_file import read_profile
 from autopar.options import Options, check_arguments, make_plan
-from autopar.planner.asked import Asked, wanted
 from autopar.planner.choose import choose_plan
+from autopar.planner.request import Asked, wanted
 from autopar.rank_step import RankStep
-from autopar.runtime.agreement import Agreement
-from autopar.runtime.executor import Executor
-from autopar.runtime.first_rank import on_first_rank
-from autopar.runtime.host_comm import engine
-from autopar.runtime.inductor import Kept
-from autopar.runtime.initialize import local_state
-from autopar.runtime.join import await_here, default_device, join, read_device
-from autopar.runtime.match import check_model, check_same
-from autopar.runtime.rehearse import rehearse
+from autopar.runtime.agreement.agreement import Agreement
+from autopar.runtime.agreement.first_rank import on_first_rank
+from autopar.runtime.agreement.validate import check_model, check_same
+from autopar.runtime.comm.host_comm import engine
+from autopar.runtime.execute.executor import Executor
+from autopar.runtime.execute.inductor import Kept
+from autopar.runtime.execute.rehearse import rehearse
+from autopar.runtime.launch.join import await_here, default_device, join, read_device
+from autopar.runtime.parameters.initialize import local_state
 from passes.plan import AUTO, Plan, PlanError
 from passes.program import Program
 

@@ -5,7 +5,7 @@
     plan/program.json        what follows from them: stages, parameters, schedule
     plan/modules/<key>.py    what the ranks run, each distinct text once
     plan/compiled            code that Inductor made of the modules, for one machine and
-                             version: see autopar.runtime.inductor
+                             version: see autopar.runtime.execute.inductor
     plan/estimate.json       of a plan that `autopar plan` made: see autopar.planned
 
 Nothing is pickled, and no text is taken for code before its checksum was compared.

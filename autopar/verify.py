@@ -41,9 +41,9 @@ from autopar.proof.ranks import (
     run_steps,
 )
 from autopar.proof.verification import APART, AWAY, Verification
-from autopar.runtime.choices import Choices
-from autopar.runtime.inductor import Kept
-from autopar.runtime.match import check_model
+from autopar.runtime.agreement.validate import check_model
+from autopar.runtime.comm.routing_replay import Choices
+from autopar.runtime.execute.inductor import Kept
 from passes.errors import AutoparError
 from passes.plan import SPLIT
 from passes.program import Program

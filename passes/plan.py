@@ -57,8 +57,8 @@ RECOMPUTE = ("none", "selective", "full")
 AUTO = "auto"
 
 # What runs the functions of an emitted module: Python as it is written, or code that
-# Inductor makes of them, see `autopar.runtime.inductor`; "auto": what is faster on the
-# device at hand.
+# Inductor makes of them, see `autopar.runtime.execute.inductor`; "auto": what is faster
+# on the device at hand.
 BACKENDS = ("eager", "inductor")
 
 # Stages of ZeRO: see `passes.shard.rest`.
@@ -101,10 +101,10 @@ class Plan:
     from its back, instead of one piece, and of parameters all: see
     `passes.shard.shares`.
     offload: whether an optimizer updates copies on the CPU, see
-    `autopar.runtime.offload`.
+    `autopar.runtime.parameters.offload`.
     precision: "model", "bf16" or "fp16", see `PRECISION`.
     tf32: whether GPUs multiply float32 by their TF32 tensor cores, see
-    `autopar.runtime.tf32`; False: as torch is set.
+    `autopar.runtime.execute.tf32`; False: as torch is set.
     backend: "eager", "inductor" or "auto", see `BACKENDS`; the text is the same.
     """
 

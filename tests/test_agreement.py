@@ -16,10 +16,10 @@ from processes import run_ranks
 from torch import Tensor
 
 import autopar
-from autopar.runtime.agreement import FIRST
-from autopar.runtime.comm import CommError
-from autopar.runtime.digest import digest
-from autopar.runtime.roll_call import RanksDisagree
+from autopar.runtime.agreement.agreement import FIRST
+from autopar.runtime.agreement.digest import digest
+from autopar.runtime.agreement.roll_call import RanksDisagree
+from autopar.runtime.comm.comm import CommError
 from autopar.step import Step
 from examples.gpt import build
 from passes.errors import AutoparError

@@ -10,7 +10,6 @@ import pytest
 from models import Case, plain_gpt
 
 from autopar.machine.hardware import cluster_of
-from autopar.planner.asked import Asked, read_shape, wanted
 from autopar.planner.planner import (
     Sketch,
     find_plans,
@@ -19,6 +18,7 @@ from autopar.planner.planner import (
     plan_of,
     sketch,
 )
+from autopar.planner.request import Asked, read_shape, wanted
 from autopar.verify import verify
 from passes.cost import Costs
 from passes.errors import AutoparError

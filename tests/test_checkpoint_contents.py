@@ -15,7 +15,7 @@ from trained import HALF, build, compiled, optimizer, train
 
 import autopar
 from autopar.checkpoints.checkpoint_files import latest
-from autopar.runtime.shards import boxes, owns, take_shard
+from autopar.runtime.parameters.shards import boxes, owns, take_shard
 from examples.gpt import GPT
 from passes.errors import AutoparError
 

@@ -15,9 +15,9 @@ from models import plain_gpt
 from plans import BATCH, model_file
 from processes import torchrun
 
-from autopar.batches import with_samples
 from autopar.cli import main
 from autopar.machine.hardware import cluster_of
+from autopar.models.batches import with_samples
 from autopar.planner.estimate_file import CHOSEN, STAGE, WHAT, Findings, read_findings
 from autopar.planner.planned import compiled_once, mesh_of, read_decided
 from autopar.planner.planner import find_plans, sketch

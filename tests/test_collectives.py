@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 from models import Case, gpt2, plain_gpt
 
-from autopar.runtime.comm import Comm
-from autopar.runtime.executor import Executor
-from autopar.runtime.virtual import run_virtual
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.virtual import run_virtual
+from autopar.runtime.execute.executor import Executor
 from autopar.verify import local_parameters
 from passes.program import Program
 

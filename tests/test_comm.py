@@ -6,11 +6,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from processes import run_ranks
 
-from autopar.runtime.comm import CommError
-from autopar.runtime.host_comm import HostComm
+from autopar.runtime.comm.comm import CommError
+from autopar.runtime.comm.host_comm import HostComm
+from autopar.runtime.comm.process_groups import ProcessComm
+from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.kernels import positions
-from autopar.runtime.process_groups import ProcessComm
-from autopar.runtime.virtual import run_virtual
 from passes.mesh import Mesh, balanced, nested
 
 AXES = [("dp",), ("tp",), ("dp", "tp")]

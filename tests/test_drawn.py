@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import VOCAB, Case, plain_gpt
 
-from autopar.runtime.virtual import RankError
+from autopar.runtime.comm.virtual import RankError
 from autopar.verify import EVALUATED, NORM, VerificationFailed, verify
 from examples.gpt import GPT, Config, build
 from passes.program import Program

@@ -4,9 +4,9 @@ import pytest
 import torch
 from models import gpt2, plain_gpt
 
-from autopar.runtime.comm import Comm
-from autopar.runtime.executor import Executor
-from autopar.runtime.virtual import run_virtual
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.virtual import run_virtual
+from autopar.runtime.execute.executor import Executor
 from autopar.verify import local_parameters
 
 

@@ -15,7 +15,7 @@ from mutant_plans import planned, prepared
 
 from autopar.proof.expected import expect
 from autopar.proof.ranks import VerificationFailed
-from autopar.runtime import gradient_norm
+from autopar.runtime.parameters import gradient_norm
 from autopar.verify import NORM, Verification, prove
 from passes.program import Program
 

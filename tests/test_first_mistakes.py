@@ -9,7 +9,7 @@ import pytest
 from plans import model_file, small_program
 
 from autopar.cli import main
-from autopar.models import ModelError, load_model
+from autopar.models.load import ModelError, load_model
 from autopar.store import save_plan
 
 HEAD = "import torch\nfrom torch import nn\n"

@@ -15,7 +15,7 @@ from models import plain_gpt
 from processes import run_ranks
 
 import autopar
-from autopar.runtime.shards import take_shard
+from autopar.runtime.parameters.shards import take_shard
 from autopar.verify import run_all_ranks
 from passes.cost import Seconds
 from passes.read_program import read_program

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from autopar.machine.hardware import cluster_of
 from autopar.options import make_plan
-from autopar.planner.asked import Asked
 from autopar.planner.planner import (
     Sketch,
     find_plans,
@@ -25,10 +24,11 @@ from autopar.planner.planner import (
     plan_of,
     sketch,
 )
-from autopar.runtime.attention import attention, attention_backward
-from autopar.runtime.comm import Comm
-from autopar.runtime.executor import Executor
-from autopar.runtime.virtual import run_virtual
+from autopar.planner.request import Asked
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.virtual import run_virtual
+from autopar.runtime.execute.executor import Executor
+from autopar.runtime.kernels.sdpa import attention, attention_backward
 from autopar.verify import local_parameters, verify
 from examples.benchmarks.live_bytes import LiveBytes
 from passes.capture.normalize import normalize

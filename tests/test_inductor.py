@@ -14,9 +14,11 @@ import autopar
 from autopar.examples.gpt import Config, build
 from autopar.machine.backend import BackendError, resolve_backend
 from autopar.options import make_plan
-from autopar.runtime import inductor, kernels, plain_kernels
-from autopar.runtime.inductor import CompiledFunction, Kept, compile_functions
-from autopar.runtime.running_stage import load_module
+from autopar.runtime import kernels
+from autopar.runtime.execute import inductor
+from autopar.runtime.execute.inductor import CompiledFunction, Kept, compile_functions
+from autopar.runtime.execute.running_stage import load_module
+from autopar.runtime.kernels import for_inductor
 from autopar.verify import verify
 from examples.benchmarks.compiled_layer import measure
 from passes.cost import Costs
@@ -103,7 +105,7 @@ def test_plain_kernels_compute_what_the_kernels_do():
     for name, args in calls.items():
         plain, blocked = (
             getattr(k, name)(*[a.clone() for a in args])
-            for k in (plain_kernels, kernels)
+            for k in (for_inductor, kernels)
         )
         torch.testing.assert_close(plain, blocked)
         assert plain.dtype is blocked.dtype

@@ -4,8 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.runtime.initialize import InitializationError, local_state, real_tensors
-from autopar.runtime.shards import local_shape
+from autopar.runtime.parameters.initialize import (
+    InitializationError,
+    local_state,
+    real_tensors,
+)
+from autopar.runtime.parameters.shards import local_shape
 from examples.gpt import GPT, Config
 from passes.capture.trace import trace
 from passes.cost import Costs

@@ -22,11 +22,11 @@ from autopar.reports.inspection import (
 )
 from autopar.reports.memory_table import memory_table
 from autopar.reports.tables import WIDTH, Table, count, ranges, seconds, size
-from autopar.runtime.comm import Comm
-from autopar.runtime.emitted import InspectionError, listing, sends_of
-from autopar.runtime.executor import Executor
-from autopar.runtime.running_stage import load_module
-from autopar.runtime.virtual import run_virtual
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.virtual import run_virtual
+from autopar.runtime.execute.emitted import InspectionError, listing, sends_of
+from autopar.runtime.execute.executor import Executor
+from autopar.runtime.execute.running_stage import load_module
 from autopar.verify import local_parameters
 from examples.gpt import build
 from passes.mesh import MeshError

@@ -14,11 +14,11 @@ from processes import output_of, run_ranks, torchrun_command
 from torch import nn
 
 import autopar
-from autopar.runtime import arrivals
-from autopar.runtime.comm import CommError
-from autopar.runtime.join import choose_backend, default_device, read_device
-from autopar.runtime.process_groups import ProcessComm
-from autopar.runtime.roll_call import RanksDisagree
+from autopar.runtime.agreement import arrivals
+from autopar.runtime.agreement.roll_call import RanksDisagree
+from autopar.runtime.comm.comm import CommError
+from autopar.runtime.comm.process_groups import ProcessComm
+from autopar.runtime.launch.join import choose_backend, default_device, read_device
 from passes.mesh import Mesh, MeshError
 
 ROOT = Path(__file__).parents[1]
@@ -109,7 +109,7 @@ def tell():  # runs after what is registered later
     sys.stdout.write(f"alive: {dist.is_initialized()}\\n")
 
 atexit.register(tell)
-from autopar.runtime.join import join
+from autopar.runtime.launch.join import join
 from passes.mesh import Mesh
 from passes.plan import Plan
 

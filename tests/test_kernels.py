@@ -9,19 +9,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autopar.runtime import attention as attention_module
-from autopar.runtime import experts
-from autopar.runtime.experts import expert_linear, expert_weight_grad_
 from autopar.runtime.kernels import (
     attention,
     attention_backward,
     bias_grad_,
     embedding_grad_,
+    experts,
     linear_weight_grad_,
     matmul_weight_grad_,
+    sdpa,
     sum_exp,
     sum_exp_backward,
 )
+from autopar.runtime.kernels.experts import expert_linear, expert_weight_grad_
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
 dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -163,7 +163,7 @@ def test_attention_rejects_what_kernels_would_misread():
 )
 def test_cuda_kernels_accept_our_arguments(kernel, mask_shape, monkeypatch):
     """Their shape functions run anywhere, and refuse a wrong number or kind of them."""
-    monkeypatch.setattr(attention_module, "_kernel", lambda *_: kernel)
+    monkeypatch.setattr(sdpa, "_kernel", lambda *_: kernel)
     q = torch.empty(2, 4, 32, 16, device="meta", dtype=torch.bfloat16)
     kv = torch.empty(2, 2, 30, 16, device="meta", dtype=torch.bfloat16)
     mask = q.new_ones(30, dtype=torch.bool) if mask_shape else None
@@ -188,7 +188,7 @@ def test_attention_on_cuda(dtype, value_dim, masked):
 def test_aligned_masks_hold_the_same_values(shape):
     q, k = torch.empty(2, 4, 5, 8), torch.empty(2, 4, max(shape[3], 30), 8)
     mask = torch.randn(shape)
-    aligned = attention_module._aligned(mask, q, k)
+    aligned = sdpa._aligned(mask, q, k)
     assert torch.equal(aligned, mask.expand_as(aligned))
     assert aligned.shape == (2, 4, 5, k.shape[2])
     assert all(stride % 16 == 0 for stride in aligned.stride()[:3])

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from processes import ENVIRONMENT
 
-from autopar.runtime.launch import launch, running
+from autopar.runtime.launch.launch import launch, running
 
-QUIET = "autopar.runtime.quiet_torchrun"
+QUIET = "autopar.runtime.launch.quiet_torchrun"
 RANK = """
 import os, signal
 os.write(1, b"%d\\n" % os.getpid())

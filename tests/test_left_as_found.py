@@ -16,7 +16,7 @@ from models import VOCAB, WIDTH, Case, plan, randomize, token_batch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autopar.capture_model import capture_model
+from autopar.capture.capture_model import capture_model
 from autopar.verify import verify
 from passes.cost import Costs
 from passes.errors import CaptureError

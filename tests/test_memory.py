@@ -11,8 +11,8 @@ from models import Case
 from processes import run_ranks
 from torch.optim import AdamW
 
-from autopar.runtime.executor import Executor
-from autopar.runtime.process_groups import ProcessComm
+from autopar.runtime.comm.process_groups import ProcessComm
+from autopar.runtime.execute.executor import Executor
 from autopar.verify import local_parameters
 from examples.benchmarks.live_bytes import LiveBytes
 from examples.gpt import GPT, Config

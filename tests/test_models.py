@@ -12,14 +12,14 @@ import torch
 from plans import BATCH, CONFIG, model_file
 from torch import nn
 
-from autopar.meta import parameters_on_meta
-from autopar.models import (
+from autopar.models.load import (
     IGNORED,
     ModelError,
     example_batch,
     load_model,
     random_batch,
 )
+from autopar.models.meta import parameters_on_meta
 
 GPT2 = "hf:gpt2?n_layer=1,n_embd=16,n_head=2,vocab_size=32"
 LLAMA = (

@@ -24,7 +24,7 @@ from processes import ENVIRONMENT
 
 import autopar.cli
 from autopar.cli import main, parser
-from autopar.models import LoadedModel
+from autopar.models.load import LoadedModel
 from autopar.store import save_plan
 from passes.errors import AutoparError
 from passes.ranges import RANGES
@@ -117,7 +117,7 @@ def place(
 def loaded(spec: str, **given: Any) -> LoadedModel:
     if spec == "MADE_UP":
         return LoadedModel(cached_model(), None, spec, vocab=16)
-    return autopar.models.load_model(spec, **given)
+    return autopar.models.load.load_model(spec, **given)
 
 
 cached_model = cache(small_model)

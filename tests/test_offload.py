@@ -10,7 +10,7 @@ from models import plain_gpt
 from processes import run_ranks
 from test_step import batches, build, optimizer, train_on_ranks, train_plainly
 
-from autopar.runtime.offload import Host
+from autopar.runtime.parameters.offload import Host
 from autopar.step import Step
 
 

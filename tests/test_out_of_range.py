@@ -12,7 +12,7 @@ from models import Case, Stack, plain_gpt, randomize, token_batch
 from torch import Tensor
 
 from autopar.runtime import kernels
-from autopar.runtime.virtual import RankError
+from autopar.runtime.comm.virtual import RankError
 from autopar.verify import run_all_ranks
 from passes.errors import IndexOutOfRange
 

@@ -13,7 +13,7 @@ from models import gpt2, llama, plain_gpt, switch_gpt
 
 from autopar.machine.hardware import cluster_of, with_memory
 from autopar.options import make_plan
-from autopar.planner.no_plan import NoPlanFits
+from autopar.planner.infeasible import NoPlanFits
 from autopar.planner.planner import Sketch, find_plans, plan_of, sketch
 from autopar.planner.shorten import find_layers, shortened
 from autopar.verify import verify

@@ -7,10 +7,10 @@ import gc
 import pytest
 from models import plain_gpt
 
+from autopar.gc_paused import uncollected
 from autopar.machine.hardware import cluster_of
 from autopar.options import make_plan
 from autopar.planner.planner import find_plans, make_prices, sketch
-from autopar.uncollected import uncollected
 from passes.price import price_layers
 from passes.price.price_layers import cut_layers
 from passes.search.candidates import Space, candidates

@@ -26,10 +26,10 @@ from autopar.reports.inspection import (
     messages_of_a_step,
     stage_table,
 )
-from autopar.runtime.comm import Comm
-from autopar.runtime.executor import Executor
-from autopar.runtime.running_stage import Batch
-from autopar.runtime.virtual import run_virtual
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.virtual import run_virtual
+from autopar.runtime.execute.executor import Executor
+from autopar.runtime.execute.running_stage import Batch
 from autopar.store import load_plan
 from autopar.training.reference import reference_step
 from autopar.verify import VerificationFailed, local_parameters, verify

@@ -9,7 +9,7 @@ import pytest
 from processes import run_ranks
 
 from autopar.machine.hardware import this_cluster
-from autopar.models import load_model
+from autopar.models.load import load_model
 from autopar.planner.planner import sketch
 from examples.benchmarks.predicted import Planned, Planner, Row, choosing, summary
 from examples.benchmarks.predicted_plans import CHOICES, Choice, spread

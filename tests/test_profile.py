@@ -26,7 +26,7 @@ from autopar.machine.profile_file import (
     usual_path,
 )
 from autopar.options import make_plan
-from autopar.planner.asked import wanted
+from autopar.planner.request import wanted
 from autopar.profiler import measure_ops
 from autopar.profiler.measure_compiled import measure_compiled
 from autopar.profiler.measure_messages import geometries, measure_messages

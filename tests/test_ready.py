@@ -10,10 +10,10 @@ import torch
 from models import Case, plain_gpt
 from torch import Tensor
 
-from autopar.runtime.comm import Comm
-from autopar.runtime.executor import Executor
-from autopar.runtime.running_stage import Batch
-from autopar.runtime.virtual import Mismatch, run_virtual
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.virtual import Mismatch, run_virtual
+from autopar.runtime.execute.executor import Executor
+from autopar.runtime.execute.running_stage import Batch
 from autopar.verify import local_parameters
 from passes.program import Program
 
@@ -52,7 +52,7 @@ def test_a_block_leaves_before_the_next_is_ready(mesh, zero, schedule, monkeypat
     case = plain_gpt(layers=4, tied=False)
     program = case.compile(mesh, 2, zero=zero, schedule=schedule)
     at_once = step(case, program, overlaps=False)
-    monkeypatch.setattr("autopar.runtime.gradient_buckets.BUCKET", 1)
+    monkeypatch.setattr("autopar.runtime.execute.gradient_buckets.BUCKET", 1)
     leaves = LEAVES[zero]
     for (seen, gradients), (late, expected) in zip(
         step(case, program), at_once, strict=True

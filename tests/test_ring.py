@@ -15,11 +15,11 @@ from test_step import check_trajectory
 from torch import Tensor
 
 from autopar.cli import main
-from autopar.runtime.comm import Comm
-from autopar.runtime.executor import Executor
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.process_groups import ProcessComm
+from autopar.runtime.comm.virtual import run_virtual
+from autopar.runtime.execute.executor import Executor
 from autopar.runtime.kernels import positions
-from autopar.runtime.process_groups import ProcessComm
-from autopar.runtime.virtual import run_virtual
 from autopar.verify import local_parameters
 from examples.benchmarks.live_bytes import LiveBytes
 from passes.errors import ShardingConflict

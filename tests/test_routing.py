@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from models import Case, mixture, plan
 from torch import Tensor, nn
 
-from autopar.profiler.echo import EchoComm
-from autopar.runtime.comm import Comm
-from autopar.runtime.virtual import run_virtual
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.fake_comm import EchoComm
+from autopar.runtime.comm.virtual import run_virtual
 from autopar.verify import verify
 from passes.capture.normalize import normalize
 from passes.cost import Costs

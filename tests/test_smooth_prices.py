@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from autopar.machine.hardware import cluster_of
-from autopar.models import load_model
+from autopar.models.load import load_model
 from autopar.planner.planner import make_prices, sketch
 from examples.gpt import GPT, Config
 from passes.mesh import Mesh

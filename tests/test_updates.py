@@ -14,8 +14,8 @@ from test_agreement import batch_of, made
 from torch import Tensor, nn
 
 import autopar
-from autopar.runtime.by_element import KNOWN, Reach, Undecided, reach_of
-from autopar.runtime.gradients import ShardGradient
+from autopar.runtime.parameters.by_element import KNOWN, Reach, Undecided, reach_of
+from autopar.runtime.parameters.shard_gradient import ShardGradient
 from autopar.step import Step
 from passes.errors import AutoparError
 from passes.program import Program

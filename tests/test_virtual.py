@@ -5,8 +5,8 @@ from queue import SimpleQueue
 import pytest
 import torch
 
-from autopar.runtime.comm import Comm
-from autopar.runtime.virtual import Deadlock, Mismatch, RankError, run_virtual
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.virtual import Deadlock, Mismatch, RankError, run_virtual
 from passes.mesh import Mesh
 
 
@@ -264,6 +264,6 @@ def test_an_interrupt_leaves_no_thread(monkeypatch):
         while True:
             comm.all_reduce(torch.ones(1), ("tp",))
 
-    monkeypatch.setattr("autopar.runtime.baton.SimpleQueue", Interrupted)
+    monkeypatch.setattr("autopar.runtime.comm.scheduler.SimpleQueue", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         virtual(work_on)

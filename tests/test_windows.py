@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from autopar.compiler import compile_offline
 from autopar.options import make_plan
 from autopar.proof import prove_program
-from autopar.runtime import ring
-from autopar.runtime.virtual import run_virtual
+from autopar.runtime.comm import ring_attention
+from autopar.runtime.comm.virtual import run_virtual
 from autopar.verify import verify
 from examples.benchmarks.live_bytes import LiveBytes
 from passes.cost import Costs, flops
@@ -153,13 +153,17 @@ def test_memory_is_linear_in_the_sequence() -> None:
     seq, window = 2**15, 512
     q, k, v, dy = torch.randn(4, 1, 1, seq, 8)
     split = ((seq, ()),)
-    scoring = ring.Scoring(None, True, None, window)
+    scoring = ring_attention.Scoring(None, True, None, window)
 
     def attend(comm: object) -> int:
         with LiveBytes() as live:
             before = live.now
-            out, lse = ring.forward(comm, (q, k, v), scoring, split, split, None)
-            ring.backward(comm, dy, (q, k, v), (out, lse), scoring, split, split, None)
+            out, lse = ring_attention.forward(
+                comm, (q, k, v), scoring, split, split, None
+            )
+            ring_attention.backward(
+                comm, dy, (q, k, v), (out, lse), scoring, split, split, None
+            )
             return live.peak - before
 
     (most,) = run_virtual(Mesh.parse("dp=1"), 1, attend)

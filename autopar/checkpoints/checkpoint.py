@@ -61,9 +61,9 @@ from autopar.checkpoints.optimizer_state import (
     set_state,
 )
 from autopar.checkpoints.sole_writer import sole_writer
-from autopar.runtime.match import check_names
-from autopar.runtime.together import on_all, on_first
-from autopar.runtime.whole_updates import is_cut
+from autopar.runtime.agreement.fail_together import on_all, on_first
+from autopar.runtime.agreement.validate import check_names
+from autopar.runtime.parameters.whole_updates import is_cut
 from passes.ranges import check_range
 
 if TYPE_CHECKING:

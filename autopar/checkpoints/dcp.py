@@ -41,9 +41,9 @@ from torch.distributed.checkpoint.planner_helpers import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from autopar.checkpoints.memory import Memory
-from autopar.runtime.comm import Comm
-from autopar.runtime.shards import Box
-from autopar.runtime.together import joined_on_first, on_all
+from autopar.runtime.agreement.fail_together import joined_on_first, on_all
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.parameters.shards import Box
 from passes.errors import AutoparError
 
 P = ParamSpec("P")

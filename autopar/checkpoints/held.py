@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autopar.checkpoints.dcp import Key, Piece, State, Store, pack, read
-from autopar.runtime.shards import Box, boxes
-from autopar.runtime.whole_updates import is_cut, refuse_alike
+from autopar.runtime.parameters.shards import Box, boxes
+from autopar.runtime.parameters.whole_updates import is_cut, refuse_alike
 
 if TYPE_CHECKING:
     from autopar.rank_step import RankStep

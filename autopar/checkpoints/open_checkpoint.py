@@ -15,8 +15,8 @@ from autopar.checkpoints.checkpoint_files import Manifest
 from autopar.checkpoints.dcp import Key, Store, read_metadata
 from autopar.checkpoints.memory import Memory
 from autopar.checkpoints.optimizer_state import Group, made_with
-from autopar.runtime.comm import Comm
-from autopar.runtime.together import on_all, on_first
+from autopar.runtime.agreement.fail_together import on_all, on_first
+from autopar.runtime.comm.comm import Comm
 
 METADATA = ".metadata"
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.checkpoints.dcp import CheckpointError
-from autopar.runtime.updates import plain
-from autopar.runtime.whole_updates import WholeUpdates
+from autopar.runtime.parameters.updates import plain
+from autopar.runtime.parameters.whole_updates import WholeUpdates
 
 NAMES = ("params", "param_names")
 # Options of how something is computed, and not of what.

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.executor import Executor
-from autopar.runtime.match import check_names
-from autopar.runtime.shards import put_shard, take_shard
+from autopar.runtime.agreement.validate import check_names
+from autopar.runtime.execute.executor import Executor
+from autopar.runtime.parameters.shards import put_shard, take_shard
 from passes.program import Program
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import Tensor
 from autopar.commands.cli_plan import add_labels, add_tf32, labelled
 from autopar.commands.option_types import number, path, size, text, text_or_nothing
 from autopar.compiler import compile_offline
-from autopar.models import (
+from autopar.models.load import (
     LoadedModel,
     ModelError,
     example_batch,

@@ -12,7 +12,7 @@ from autopar.commands.cli_plan import add_cluster, read_cluster_given
 from autopar.commands.option_types import path
 from autopar.machine.hardware import with_memory
 from autopar.machine.measured_cluster import measured_cluster
-from autopar.models import load_model
+from autopar.models.load import load_model
 from autopar.planner.choose import SAMPLES
 from autopar.planner.estimate_file import EstimateError, Findings, read_findings
 from autopar.planner.planned import batch_for, read_decided

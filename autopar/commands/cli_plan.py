@@ -12,20 +12,20 @@ from typing import Any
 
 import torch
 
-from autopar.batches import samples_of
 from autopar.commands.option_types import number, path, size, text
 from autopar.machine.cluster_file import read_cluster
 from autopar.machine.hardware import with_memory
 from autopar.machine.measured_cluster import how_priced, named_cluster
 from autopar.machine.profile_file import ProfileError
-from autopar.models import LoadedModel, ModelError, load_model
-from autopar.planner.asked import Asked, read_shape
+from autopar.models.batches import samples_of
+from autopar.models.load import LoadedModel, ModelError, load_model
 from autopar.planner.choose import SAMPLES
 from autopar.planner.estimate_file import Findings, estimate_data
+from autopar.planner.infeasible import gigabytes
 from autopar.planner.label_found import label_found, open_to_labels
-from autopar.planner.no_plan import gigabytes
 from autopar.planner.planned import batch_for, save_findings
 from autopar.planner.planner import Sketch, find_plans, label_plan, plan_of, sketch
+from autopar.planner.request import Asked, read_shape
 from autopar.reports.label_table import label_table
 from autopar.reports.progress import Bar
 from autopar.reports.tables import Table

@@ -25,12 +25,12 @@ from autopar.machine.profile_file import (
     read_profile,
     save_profile,
 )
-from autopar.models import load_model
+from autopar.models.load import load_model
 from autopar.planner.choose import SAMPLES
 from autopar.profiler.profile import Workload, measure_here
 from autopar.reports.tables import Table, seconds, size
-from autopar.runtime.join import check_launch, choose_backend
-from autopar.runtime.launch import launch, rank_threads
+from autopar.runtime.launch.join import check_launch, choose_backend
+from autopar.runtime.launch.launch import launch, rank_threads
 from passes.price.measured import Timed, kind_of
 from passes.ranges import Range
 

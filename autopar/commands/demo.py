@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from autopar.compiler import compile_offline
-from autopar.models import load_model
+from autopar.models.load import load_model
 from autopar.reports.inspection import parameter_table, schedule_text, stage_table
-from autopar.runtime.launch import ROOT, launch
+from autopar.runtime.launch.launch import ROOT, launch
 from autopar.store import save_plan
 from autopar.verify import verify
 from passes.errors import AutoparError

@@ -8,7 +8,7 @@ import platform
 
 import torch
 
-from autopar.runtime.launch import rank_threads
+from autopar.runtime.launch.launch import rank_threads
 
 
 def machine_text() -> str:

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from autopar.batches import samples_of, with_samples
 from autopar.machine.measured_cluster import how_priced
-from autopar.planner.asked import Asked
+from autopar.models.batches import samples_of, with_samples
 from autopar.planner.label_found import label_found, open_to_labels
 from autopar.planner.planner import find_plans, plan_of, sketch
+from autopar.planner.request import Asked
 from passes.plan import Plan
 from passes.price.candidate import Candidate
 from passes.search.candidates import ALIKE

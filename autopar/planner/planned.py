@@ -16,9 +16,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.batches import with_samples
 from autopar.compiler import compile_offline
-from autopar.models import LoadedModel, ModelError, example_batch, load_model
+from autopar.models.batches import with_samples
+from autopar.models.load import LoadedModel, ModelError, example_batch, load_model
 from autopar.planner.estimate_file import ESTIMATE, Findings, read_findings
 from autopar.read_file import read_text
 from autopar.store import (

@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture_model import capture_model
+from autopar.capture.capture_model import capture_model
+from autopar.gc_paused import uncollected
 from autopar.options import make_plan
-from autopar.planner.no_plan import does_not_fit, nothing_to_choose
+from autopar.planner.infeasible import does_not_fit, nothing_to_choose
 from autopar.planner.shorten import Layers, shortened
-from autopar.uncollected import uncollected
 from passes.capture.lower_precision import lower_precision
 from passes.capture.normalize import normalize
 from passes.dims.name_dims import Named, name_dims

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from autopar.profiler.measure_ops import Job, Running, clock_of
-from autopar.runtime.executor import load_module
-from autopar.runtime.inductor import Kept, compile_functions
+from autopar.runtime.execute.executor import load_module
+from autopar.runtime.execute.inductor import Kept, compile_functions
 
 BUDGET = 120.0  # seconds after which no more functions are compiled
 

@@ -15,7 +15,7 @@ from statistics import mean, median
 
 import torch
 
-from autopar.runtime.process_groups import ProcessComm
+from autopar.runtime.comm.process_groups import ProcessComm
 from passes.mesh import Mesh
 from passes.price.measured import Messages, Place, Point
 

@@ -17,7 +17,7 @@ import torch
 
 from autopar.machine.profile_file import Profile, read_profile, save_profile
 from autopar.profiler.measure_ops import make_job, run_job
-from autopar.runtime.join import default_device
+from autopar.runtime.launch.join import default_device
 from passes.cost import VIEWS, Costs, Seconds, flops, signature, traffic
 from passes.dims.origins import find_differentiable
 from passes.dims.probe import REFUSALS

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, finfo, nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.left_as_found import AsFound
+from autopar.capture.left_as_found import AsFound
 from autopar.proof.again import Again, Arithmetic
 from autopar.proof.differences import found_by_model
 from autopar.proof.draw_values import draw_buffers
@@ -20,7 +20,7 @@ from autopar.proof.errors import NOISE, root_mean_square
 from autopar.proof.in_double import tree_in_double
 from autopar.proof.ranks import FoundStep
 from autopar.proof.update import Update
-from autopar.runtime.choices import Choices, Choosing
+from autopar.runtime.comm.routing_replay import Choices, Choosing
 from autopar.training.reference import OurDropout, reference_step
 from passes.capture.call_model import loss_of
 from passes.program import Program

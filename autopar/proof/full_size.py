@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from autopar.profiler.echo import EchoComm
 from autopar.proof.ranks import VerificationFailed
-from autopar.runtime.executor import Executor
-from autopar.runtime.rehearse import play
-from autopar.runtime.running_stage import load_module
-from autopar.runtime.shards import local_shape
+from autopar.runtime.comm.fake_comm import EchoComm
+from autopar.runtime.execute.executor import Executor
+from autopar.runtime.execute.rehearse import play
+from autopar.runtime.execute.running_stage import load_module
+from autopar.runtime.parameters.shards import local_shape
 from passes.errors import AutoparError
 from passes.mesh import Mesh
 from passes.program import Program, coords_text

@@ -27,7 +27,7 @@ from autopar.proof.interpret import run_graph
 from autopar.proof.ranks import FoundStep, VerificationFailed
 from autopar.proof.small import Runnable, make_small, whole
 from autopar.proof.update import update_whole
-from autopar.runtime.comm import CommError
+from autopar.runtime.comm.comm import CommError
 from autopar.verify import Verification
 from autopar.verify import prove as run_beside
 from passes.capture.trace import Traced

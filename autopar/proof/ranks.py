@@ -20,13 +20,13 @@ from autopar.proof.errors import (
 )
 from autopar.proof.update import Update, Updated, update_rank
 from autopar.rank_step import RankStep
-from autopar.runtime.choices import Choices
-from autopar.runtime.comm import Comm
-from autopar.runtime.executor import Executor
-from autopar.runtime.gradient_norm import gradient_norm
-from autopar.runtime.inductor import Kept
-from autopar.runtime.shards import owns, put_shard, take_shard
-from autopar.runtime.virtual import RankError, run_virtual
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.routing_replay import Choices
+from autopar.runtime.comm.virtual import RankError, run_virtual
+from autopar.runtime.execute.executor import Executor
+from autopar.runtime.execute.inductor import Kept
+from autopar.runtime.parameters.gradient_norm import gradient_norm
+from autopar.runtime.parameters.shards import owns, put_shard, take_shard
 from passes.program import Program
 
 NONE: Mapping[str, Tensor] = MappingProxyType({})

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.capture_model import capture_model
+from autopar.capture.capture_model import capture_model
 from autopar.proof.few_layers import find_few_layers, with_few_layers
 from passes.capture.lower_precision import lower_precision
 from passes.capture.normalize import normalize

@@ -25,7 +25,7 @@ from autopar.proof.errors import (
     worse,
 )
 from autopar.rank_step import RankStep
-from autopar.runtime.digest import digest
+from autopar.runtime.agreement.digest import digest
 
 RATE, DECAY = 0.1, 0.1
 CLIPPED = 0.5  # to this share of their norm

@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from autopar.reports.tables import Table, count, size
-from autopar.runtime.shards import local_shape
+from autopar.runtime.parameters.shards import local_shape
 from passes.program import ParameterSpec, Program
 
 # Adam's two moments, of the parameter's own type.

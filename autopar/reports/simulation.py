@@ -10,7 +10,7 @@ from math import prod
 import torch
 
 from autopar.reports.inspection import messages_of_a_step
-from autopar.runtime.shards import local_shape
+from autopar.runtime.parameters.shards import local_shape
 from passes.mesh import Mesh
 from passes.price.cluster import Cluster, Device
 from passes.price.estimate import BEFORE, OPTIMIZER_TRAFFIC, Estimate, schedule_of

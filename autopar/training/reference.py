@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.runtime.choices import Choosing
+from autopar.runtime.comm.routing_replay import Choosing
+from autopar.runtime.execute.loss_scale import LossScale
 from autopar.runtime.kernels import dropout_mask
-from autopar.runtime.loss_scale import LossScale
 from passes.capture.call_model import loss_of
 from passes.capture.custom_functions import through_checkpoints
 from passes.capture.one_dtype import OneDtype

@@ -14,7 +14,7 @@ from autopar.checkpoints.checkpoint import load
 from autopar.checkpoints.checkpoint_files import latest
 from autopar.checkpoints.dcp import CheckpointError
 from autopar.checkpoints.sole_writer import sole_writer
-from autopar.runtime.together import on_first
+from autopar.runtime.agreement.fail_together import on_first
 from autopar.step import Step
 
 if TYPE_CHECKING:

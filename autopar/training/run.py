@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from autopar.models import LoadedModel, ModelError, load_model
+from autopar.models.load import LoadedModel, ModelError, load_model
 from autopar.planner.planned import compiled, compiled_once, mesh_of
-from autopar.runtime.alarm import Alarm, guarded
-from autopar.runtime.join import check_launch, choose_backend
+from autopar.runtime.launch.join import check_launch, choose_backend
+from autopar.runtime.launch.watchdog import Alarm, guarded
 from autopar.step import Step
 from autopar.store import COMPILED, StoredPlan
 from autopar.training.data import Data, open_data

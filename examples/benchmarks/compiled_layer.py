@@ -26,11 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import autopar
 from autopar.proof.ranks import local_parameters
-from autopar.runtime import inductor
-from autopar.runtime.comm import Comm
-from autopar.runtime.executor import Executor
-from autopar.runtime.inductor import Compiled, CompiledFunction, Kept
-from autopar.runtime.virtual import run_virtual
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.virtual import run_virtual
+from autopar.runtime.execute import inductor
+from autopar.runtime.execute.executor import Executor
+from autopar.runtime.execute.inductor import Compiled, CompiledFunction, Kept
 from examples.gpt import GPT, Block, Config
 from passes.cost import Costs
 

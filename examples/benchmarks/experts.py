@@ -10,8 +10,8 @@ product with experts has the rows of all ranks. Nothing runs, and no weight exis
     python examples/benchmarks/experts.py --products
 
 What the products of one layer take on the device at hand, forward and backward: a
-product for each expert, or one kernel for all (`autopar.runtime.experts`), in turns;
-and their paired ratio. On a GPU an error says if the kernel's host waits for it.
+product for each expert, or one kernel for all (`autopar.runtime.kernels.experts`), in
+turns; and their paired ratio. On a GPU an error says if the kernel's host waits for it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the examples are found from any directory
 
 from autopar.compiler import compile_offline  # noqa: E402
-from autopar.models import example_batch, load_model  # noqa: E402
+from autopar.models.load import example_batch, load_model  # noqa: E402
 from autopar.options import make_plan  # noqa: E402
 from autopar.profiler.measure_ops import clock_of  # noqa: E402
-from autopar.runtime.experts import expert_linear, expert_weight_grad_  # noqa: E402
+from autopar.runtime.kernels.experts import expert_linear, expert_weight_grad_  # noqa: E402
 from passes.cost import Costs  # noqa: E402
 from passes.plan import Plan  # noqa: E402
 from passes.schedule.footprint import Communication  # noqa: E402
@@ -93,7 +93,7 @@ def compare(run: Callable[[], None], device: torch.device, rounds: int) -> list[
     took: dict[bool, list[float]] = {False: [], True: []}
     for number in range(rounds + 1):
         for at_once, seconds in took.items():
-            choice = "autopar.runtime.experts.has_grouped_products"
+            choice = "autopar.runtime.kernels.experts.has_grouped_products"
             with patch(choice, lambda device, dtype, is_so=at_once: is_so):
                 begin = clock()
                 if device.type == "cuda":

@@ -16,7 +16,7 @@ from tabulate import tabulate
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the passes are found from any directory
 
-from autopar.models import load_model  # noqa: E402
+from autopar.models.load import load_model  # noqa: E402
 from autopar.options import make_plan  # noqa: E402
 from passes.capture.trace import Traced, trace  # noqa: E402
 from passes.cost import Costs  # noqa: E402

@@ -25,9 +25,9 @@ from tabulate import tabulate
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the examples are found from any directory
 
-from autopar.batches import with_samples  # noqa: E402
 from autopar.machine.measured_cluster import measured_cluster  # noqa: E402
-from autopar.models import load_model  # noqa: E402
+from autopar.models.batches import with_samples  # noqa: E402
+from autopar.models.load import load_model  # noqa: E402
 from autopar.planner.choose import SAMPLES  # noqa: E402
 from autopar.planner.planned import batch_for  # noqa: E402
 from autopar.planner.planner import (  # noqa: E402

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autopar
-from autopar.models import load_model
+from autopar.models.load import load_model
 from autopar.planner.planned import batch_for
 from examples.benchmarks.live_bytes import peak_bytes
 from passes.plan import Plan

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from autopar.runtime.launch import running
+from autopar.runtime.launch.launch import running
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autopar.models import load_model
+from autopar.models.load import load_model
 from autopar.planner.planner import Sketch, sketch
 from examples.gpt import GPT, Config
 from passes.price.price import BACKWARD, FORWARD, Account

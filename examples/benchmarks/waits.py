@@ -33,9 +33,9 @@ sys.path.insert(0, str(ROOT))  # the examples are found from any directory
 
 import autopar  # noqa: E402
 from autopar.reports.simulation import simulate_program  # noqa: E402
-from autopar.runtime.comm import Comm  # noqa: E402
-from autopar.runtime.packing import Layout  # noqa: E402
-from autopar.runtime.receipts import Receipt  # noqa: E402
+from autopar.runtime.comm.coalesced import Layout  # noqa: E402
+from autopar.runtime.comm.comm import Comm  # noqa: E402
+from autopar.runtime.comm.work import Receipt  # noqa: E402
 from examples.gpt import GPT, Config  # noqa: E402
 from passes.price.cluster import Cluster, Device, Level  # noqa: E402
 from passes.program import Program  # noqa: E402

@@ -1,0 +1,1 @@
+"""Capturing a live model: what is traced, and what a trace alone does not see."""

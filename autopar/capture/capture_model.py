@@ -1,0 +1,95 @@
+"""Capturing a live model: what `trace` reads, and what only a live process shows."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture.chance import Chance
+from autopar.capture.left_as_found import AsFound, Change, counters
+from autopar.capture.survivors import left_over, only_new, refuse_held
+from passes.capture.trace import Traced, trace
+from passes.errors import CaptureError
+
+
+def capture_model(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None = None,
+    precision: torch.dtype | None = None,
+) -> Traced:
+    """Capture `model(**batch)` down to its loss, see `trace`, and leave the model as it
+    was.
+
+    Raises: CaptureError, also where forward draws random numbers outside of the graph,
+    counts in Python what it computes with, or keeps tensors that cannot be put back.
+    """
+
+    found = AsFound.of(model, *([loss_fn] if loss_fn else []))
+    chance = Chance(found.generators)
+
+    def run() -> Traced:
+        # Of a model that it cannot capture, torch prints the graph so far.
+        with contextlib.redirect_stderr(io.StringIO()):
+            return trace(model, batch, loss_fn, precision)
+
+    with only_new():
+        try:
+            with first_changes(model, found) as changed:
+                traced = run()
+            found.put_back()
+            chance.refuse(run)
+            found.put_back()
+            refuse_counters(changed, traced, run)
+        finally:
+            found.put_back()
+        left = left_over()
+    refuse_held(*left)
+    return traced
+
+
+@contextlib.contextmanager
+def first_changes(model: nn.Module, found: AsFound) -> Iterator[list[Change]]:
+    """Counters that the first forward within has changed; torch.export runs more than
+    one, and puts some of them back."""
+    changed: list[Change] = []
+    calls = 0
+
+    def note(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            changed.extend(counters(found.changes()))
+
+    handle = model.register_forward_hook(note)
+    try:
+        yield changed
+    finally:
+        handle.remove()
+
+
+def refuse_counters(
+    changed: list[Change], traced: Traced, run: Callable[[], Traced]
+) -> None:
+    """Raises CaptureError where the next forward would compute something else."""
+    for change in changed:
+        change.make()
+    if changed and not same(traced, run()):
+        first = changed[0]
+        raise CaptureError(
+            f"forward changes '{first.where}' from {first.before!r} to "
+            f"{first.after!r}, and computes something else with it next time",
+            fix="pass in the batch, as a tensor, what changes from step to step",
+        )
+
+
+def same(one: Traced, other: Traced) -> bool:
+    """Whether two captures are of one computation."""
+    if str(one.graph) != str(other.graph):
+        return False
+    return all(torch.equal(x, other.literals[k]) for k, x in one.literals.items())

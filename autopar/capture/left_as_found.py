@@ -1,0 +1,242 @@
+"""A model is left as it was found: what its forward changes while it is captured is put
+back, whether on modules, in objects and containers that they hold, on classes, among
+the globals of their files, or in caches of functions.
+
+While a model is captured its tensors are fake ones, without numbers. What forward keeps
+for later (a mask, a rotary table) would then be such a tensor, and the model wrong from
+there on, without a word.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopar.capture.chance import is_generator
+
+Cached = type(lru_cache(lambda: None))
+NUMBERS = (bool, int, float, str)
+# Of these packages nothing is put back: they know what they keep.
+OTHERS = frozenset({"torch", "numpy", "builtins", "autopar", "passes", "functools"})
+LISTS = (list, deque)
+MOST = 100_000  # members: what has more is data, and not looked at
+
+
+@dataclass(frozen=True)
+class Change:
+    """An entry of a dict that is not what it was, or all members of another container
+    (key None). where: `blocks.0.attn.cache`."""
+
+    where: str
+    container: Any
+    key: Any
+    before: Any
+    after: Any
+
+    def make(self) -> None:
+        """Once more."""
+        self.container[self.key] = self.after
+
+
+@dataclass
+class Found:
+    """What was in one container: a dict's entries, a list's or a set's members."""
+
+    where: str
+    container: Any
+    members: dict[Any, Any] | list[Any] | set[Any]
+
+    def changes(self) -> list[Change]:
+        if isinstance(self.members, dict):
+            now = dict(dict.items(self.container))
+            return [
+                Change(
+                    f"{self.where}.{key}".lstrip("."),
+                    self.container,
+                    key,
+                    self.members.get(key),
+                    now.get(key),
+                )
+                for key in {**self.members, **now}
+                if self.members.get(key, self) is not now.get(key, self)
+                and not str(key).startswith("__")
+            ]
+        before, after = list(self.members), list(self.container)
+        same = len(before) == len(after)
+        same = same and all(a is b for a, b in zip(before, after, strict=True))
+        return [] if same else [Change(self.where, self.container, None, before, after)]
+
+    def put_back(self) -> None:
+        if not isinstance(self.members, dict):
+            self.container.clear()
+            add = getattr(self.container, "extend", None) or self.container.update
+            add(self.members)
+            return
+        now = dict(dict.items(self.container))
+        for key in [k for k in now if k not in self.members]:
+            if not str(key).startswith("__"):
+                del self.container[key]
+        for key, value in self.members.items():
+            if now.get(key, self) is not value:
+                self.container[key] = value
+
+
+@dataclass
+class AsFound:
+    """All that is within reach of a model, as it was when this was made."""
+
+    containers: list[Found] = field(default_factory=list)
+    classes: list[tuple[type, dict[str, Any]]] = field(default_factory=list)
+    cached: list[tuple[Any, int]] = field(default_factory=list)
+    tensors: list[tuple[Tensor, bool]] = field(default_factory=list)
+    generators: dict[str, Any] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)
+    packages: set[str] | None = None  # of whose objects is looked at what they hold
+
+    @classmethod
+    def of(cls, model: nn.Module, *more: Any) -> AsFound:
+        """more: functions that are called beside the model."""
+        made = cls()
+        made.visit("", model)
+        for function in more:
+            made.visit(getattr(function, "__qualname__", "loss_fn"), function)
+        types = {c for m in model.modules() for c in type(m).__mro__ if is_users(c)}
+        files = {type_.__module__ for type_ in types}
+        files |= {f.__module__ for f in more if is_users(f)}
+        # Beyond the model itself, what is the model's own code alone.
+        made.packages = {name.partition(".")[0] for name in files}
+        for type_ in sorted(types, key=lambda c: c.__qualname__):
+            made.visit_class(type_)
+        for name in sorted(files):
+            if (file := sys.modules.get(name)) is not None:
+                made.visit_file(file)
+        return made
+
+    def visit(self, where: str, thing: Any) -> None:
+        """Note what is in a thing, and in what it holds."""
+        waiting = [(where, thing)]
+        while waiting:
+            where, thing = waiting.pop()
+            if isinstance(thing, NUMBERS) or thing is None or id(thing) in self.seen:
+                continue
+            self.seen.add(id(thing))
+            waiting += self._within(where, thing)
+
+    def _within(self, where: str, thing: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(thing, (dict, *LISTS, set)) and len(thing) > MOST:
+            return
+        if isinstance(thing, Tensor):
+            self.tensors.append((thing, thing.requires_grad))
+        elif is_generator(thing):
+            self.generators[where] = thing
+        elif isinstance(thing, Cached):
+            self.cached.append((thing, thing.cache_info().misses))
+        elif isinstance(thing, dict):
+            entries = dict(dict.items(thing))  # a class of its own may do it otherwise
+            self.containers.append(Found(where, thing, entries))
+            for key, value in entries.items():
+                yield f"{where}.{key}".lstrip("."), value
+        elif isinstance(thing, (*LISTS, set)):
+            members = set(thing) if isinstance(thing, set) else list(thing)
+            self.containers.append(Found(where, thing, members))
+            for i, value in enumerate(members):
+                yield f"{where}.{i}", value
+        elif isinstance(thing, tuple):
+            for i, value in enumerate(thing):
+                yield f"{where}.{i}", value
+        elif isinstance(thing, FunctionType):
+            if self._is_near(thing):
+                yield where, vars(thing)
+                cells = zip(
+                    thing.__code__.co_freevars, thing.__closure__ or (), strict=True
+                )
+                for name, cell in cells:
+                    yield f"{where}.{name}", _content(cell)
+                yield where, thing.__defaults__
+                yield where, thing.__kwdefaults__
+        elif isinstance(thing, nn.Module):
+            yield where, vars(thing)
+            for table in ("_parameters", "_buffers", "_modules"):
+                yield where, vars(thing)[table]  # first, so that names are the model's
+        elif not isinstance(thing, (type, ModuleType)) and self._is_near(type(thing)):
+            yield where, getattr(thing, "__dict__", None)
+
+    def _is_near(self, thing: Any) -> bool:
+        """Whether it is looked into a function, or an object of a class."""
+        package = str(thing.__module__).partition(".")[0]
+        return is_users(thing) and (not self.packages or package in self.packages)
+
+    def visit_class(self, type_: type) -> None:
+        """Note what a class holds, and what that holds."""
+        entries = dict(vars(type_))
+        self.seen.add(id(type_))
+        self.classes.append((type_, entries))
+        for name, value in entries.items():
+            if not name.startswith("__"):
+                where = f"{type_.__qualname__}.{name}"
+                self.visit(where, getattr(value, "__func__", value))
+
+    def visit_file(self, file: ModuleType) -> None:
+        """Note the globals of a file, and what they hold."""
+        entries = {k: v for k, v in vars(file).items() if not k.startswith("__")}
+        self.containers.append(Found(file.__name__, vars(file), entries))
+        for name, value in entries.items():
+            if not isinstance(value, type):
+                self.visit(f"{file.__name__}.{name}", value)
+            elif value.__module__ == file.__name__ and id(value) not in self.seen:
+                self.visit_class(value)
+
+    def changes(self) -> list[Change]:
+        """Entries of containers that are not what they were."""
+        return [change for found in self.containers for change in found.changes()]
+
+    def put_back(self) -> None:
+        """Make everything what it was. A function's cache that has grown is emptied: it
+        fills again."""
+        for found in self.containers:
+            if found.changes():
+                found.put_back()
+        for type_, before in self.classes:
+            now = dict(vars(type_))
+            for name in {**before, **now}:
+                if name.startswith("__") or now.get(name) is before.get(name):
+                    continue
+                if name in before:
+                    setattr(type_, name, before[name])
+                else:
+                    delattr(type_, name)
+        for function, misses in self.cached:
+            if function.cache_info().misses != misses:
+                function.cache_clear()
+        for tensor, wants in self.tensors:
+            if tensor.requires_grad != wants:
+                tensor.requires_grad_(wants)
+
+
+def is_users(thing: Any) -> bool:
+    """Whether a class or function is of the user's code, not of torch or Python."""
+    package = str(getattr(thing, "__module__", None)).partition(".")[0]
+    return package not in OTHERS and package not in sys.stdlib_module_names
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def counters(changes: list[Change]) -> list[Change]:
+    """Those from one number, or one text, to another."""
+    return [
+        c
+        for c in changes
+        if isinstance(c.before, NUMBERS) and isinstance(c.after, NUMBERS)
+    ]

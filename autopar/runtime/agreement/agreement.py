@@ -1,0 +1,257 @@
+"""What ranks must have alike, and what is said where they have not.
+
+Every rank passes the whole batch and the same weights, and updates them in the same
+way. Ranks with others of their own would train a plausible curve that is wrong; so what
+they hold goes, as digests, with their roll calls.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from autopar.runtime.agreement.digest import digest, digest_of_text
+from autopar.runtime.agreement.roll_call import (
+    Facts,
+    Judge,
+    RollCall,
+    others,
+    ranks_text,
+)
+from autopar.runtime.agreement.validate import ModelMismatch
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.parameters.updates import Updates, plain
+from passes.errors import AutoparError, BatchError
+from passes.program import Program
+
+# In the first calls, where a loader of its own on each rank shows, and in every so many
+# later ones, batches are compared, and ranks wait for each other before they begin. In
+# between they do not, so that the roll call costs no time: see `RollCall.ahead`.
+FIRST, EVERY = 4, 32
+
+WHOLE_BATCH = (
+    "pass the whole batch on every rank, each takes its own part of it: draw it from "
+    "one seed, without the rank in it and without a DistributedSampler. Where each has "
+    "loaded a part, join them first: parts = [torch.empty_like(x) for _ in "
+    "range(dist.get_world_size())]; dist.all_gather(parts, x); x = torch.cat(parts)"
+)
+
+
+class Agreement(RollCall):
+    """The roll calls of a step, with what it has to tell in them."""
+
+    def __init__(self, comm: Comm, program: Program) -> None:
+        super().__init__(comm, {**JUDGES, "weights": self._weights})
+        self._calls: Counter[str] = Counter()
+        self._program = program
+
+    def on_build(
+        self, seed: int, program: Program | None, fixed: Mapping[str, Any]
+    ) -> None:
+        """Begin with what `compile` was given. Raises: ModelMismatch, BatchError."""
+        text = "" if program is None else program.to_json() + str(program.modules)
+        facts = {("seed", ""): seed, ("program", ""): digest_of_text(text)}
+        self("build", {**facts, **{("field", k): v for k, v in plain(fixed).items()}})
+
+    @contextmanager
+    def on_batch(
+        self,
+        operation: str,
+        batch: Mapping[str, Tensor],
+        updates: Updates,
+        training: Mapping[str, Any],
+    ) -> Iterator[None]:
+        """The context of an operation with a batch, after updates of the weights.
+        training: what a step goes on from. Raises: BatchError, ModelMismatch,
+        RanksDisagree."""
+        if self.comm.mesh.size == 1:
+            yield
+            return
+        count = self._calls[operation]
+        self._calls[operation] += 1
+        facts, of_stage = updates.facts()
+        if operation == "step" and count == 0:
+            # Ranks have other parts, so that they tell all: once.
+            weights = [digest(p) for p in updates.parameters.values()]
+            facts = {**facts, ("weights", ""): weights}
+        if count < FIRST or count % EVERY == 0:
+            state = {("training", name): value for name, value in training.items()}
+            self(operation, {**facts, **digests("batch", batch), **state}, of_stage)
+            yield
+        else:
+            with self.ahead(operation, facts, of_stage):
+                yield
+
+    def refuse(self, operation: str, error: AutoparError) -> None:
+        self._calls[operation] += 1  # as on the other ranks
+        super().refuse(operation, error)
+
+    @contextmanager
+    def on_clip(self, max_norm: float) -> Iterator[None]:
+        """The context of what is as short, and done as often as a step."""
+        count = self._calls["clip_grad_norm_"]
+        self._calls["clip_grad_norm_"] += 1
+        facts = {("argument", "max_norm"): float(max_norm)}
+        if count < FIRST:
+            self("clip_grad_norm_", facts)
+            yield
+        else:
+            with self.ahead("clip_grad_norm_", facts):
+                yield
+
+    def _weights(self, _: str, values: Mapping[int, Any]) -> AutoparError | None:
+        """Whether ranks have the same values of what they have the same part of."""
+        program, seen = self._program, dict[tuple[Any, ...], tuple[int, int]]()
+        for rank, found in values.items():
+            coords, stages = program.mesh.coords(rank), set(program.stages_of(rank))
+            held = [n for n, s in program.parameters.items() if stages & set(s.stages)]
+            for name, value in zip(held, found, strict=True):
+                axes = program.parameters[name].split_axes
+                place = (name, *(coords[axis] for axis in axes))
+                first, expected = seen.setdefault(place, (rank, value))
+                if value != expected:
+                    return ModelMismatch(
+                        f"'{name}' has other values on rank {rank} than on rank {first}"
+                        ", which hold the same part of it",
+                        fix="change weights before compile, on all ranks alike, or by "
+                        "step.load_state_dict(state)",
+                    )
+        return None
+
+
+def digests(kind: str, tensors: Mapping[str, Tensor]) -> Facts:
+    """Facts of tensors by name: shape, dtype and values."""
+    return {
+        (kind, name): (tuple(x.shape), str(x.dtype), digest(x))
+        for name, x in tensors.items()
+    }
+
+
+# --- what is said ------------------------------------------------------------------
+
+
+def _batch(name: str, values: Mapping[int, Any]) -> AutoparError:
+    return BatchError(f"{_differs(name, values)} of the batch", fix=WHOLE_BATCH)
+
+
+def _field(name: str, values: Mapping[int, Any]) -> AutoparError:
+    return BatchError(
+        f"'{name}' of the batch is {_unlike(values)}",
+        fix="compile with the same value on all ranks",
+    )
+
+
+def _state(name: str, values: Mapping[int, Any]) -> AutoparError:
+    return ModelMismatch(
+        f"{_differs(name, values)} of the state dict",
+        fix="read the same file on all ranks, or broadcast what one rank has read",
+    )
+
+
+def _seed(name: str, values: Mapping[int, Any]) -> AutoparError:
+    return ModelMismatch(
+        f"the seed is {_unlike(values)}",
+        fix="give compile the same seed= on all ranks: masks of dropout follow from it "
+        "and the position, and differ where they must",
+    )
+
+
+def _program(name: str, values: Mapping[int, Any]) -> AutoparError:
+    return ModelMismatch(
+        f"{ranks_text(others(values))} was given another program than rank 0",
+        fix="give compile the same program= on all ranks, or on none",
+    )
+
+
+def _argument(name: str, values: Mapping[int, Any]) -> AutoparError:
+    return AutoparError(
+        f"{name} is {_unlike(values)}", fix=f"pass {name} alike on all ranks"
+    )
+
+
+def _training(name: str, values: Mapping[int, Any]) -> AutoparError:
+    return ModelMismatch(
+        f"'{name}' of step.training_state() is {_unlike(values)}",
+        fix="load the same state on all ranks",
+    )
+
+
+def _optimizers(name: str, values: Mapping[int, Any]) -> AutoparError | None:
+    """Ranks may have different ones, as for embeddings that not all stages have; but of
+    a class that each has one of, it is made alike."""
+    held = {rank: made for rank, made in values.items() if made is not None}
+    if len({bool(made) for made in held.values()}) > 1:
+        idle = [rank for rank, made in held.items() if not made]
+        return ModelMismatch(
+            f"{ranks_text(idle)} did not call optimizer.step(), but others did",
+            fix="update on all ranks: none has another rank's part of the weights",
+        )
+    first: dict[str, tuple[int, Any]] = {}
+    for rank, made in held.items():
+        for kind, options in made:
+            if sum(other == kind for other, _ in made) != 1:
+                continue
+            before, expected = first.setdefault(kind, (rank, options))
+            for option in {**expected, **options}:
+                pair = {r: o.get(option) for r, o in
+                        ((before, expected), (rank, options))}  # fmt: skip
+                if others(pair):
+                    return _option(option, kind, pair)
+    return None
+
+
+def _options(name: str, values: Mapping[int, Any]) -> AutoparError:
+    first, rank = next(iter(values)), others(values)[0]
+    pair = {r: values[r] or {} for r in (first, rank)}
+    option = next(
+        o for o in {**pair[first], **pair[rank]}
+        if pair[first].get(o) != pair[rank].get(o)
+    )  # fmt: skip
+    return _option(option, name, {r: found.get(option) for r, found in pair.items()})
+
+
+def _option(option: str, whose: str, pair: Mapping[int, Any]) -> AutoparError:
+    if option == "parameters":
+        a, b = pair
+        what = f"{whose} has other parameters on rank {b} than on rank {a}"
+    else:
+        what = f"'{option}' of {whose} is {_unlike(pair)}"
+    return ModelMismatch(
+        what, fix="make the optimizer, and change its options, alike on all ranks"
+    )
+
+
+def _trained(name: str, values: Mapping[int, Any]) -> AutoparError:
+    first, rank = next(iter(values)), others(values)[0]
+    return ModelMismatch(
+        f"other parameters require gradients on rank {rank} than on rank {first}",
+        fix="call requires_grad_() of the same parameters on all ranks",
+    )
+
+
+JUDGES: Mapping[str, Judge] = {
+    "optimizers": _optimizers,
+    "options": _options,
+    "trained": _trained,
+    "training": _training,
+    "batch": _batch,
+    "field": _field,
+    "state": _state,
+    "seed": _seed,
+    "program": _program,
+    "argument": _argument,
+}
+
+
+def _differs(name: str, values: Mapping[int, Any]) -> str:
+    return f"'{name}' is not the same on {ranks_text(others(values))} as on rank 0"
+
+
+def _unlike(values: Mapping[int, Any]) -> str:
+    """`1 on rank 0, but 2 on rank 1`."""
+    first, rank = next(iter(values)), others(values)[0]
+    return f"{values[first]} on rank {first}, but {values[rank]} on rank {rank}"

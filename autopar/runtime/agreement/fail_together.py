@@ -1,0 +1,54 @@
+"""Work that may fail on a rank, done so that no other rank waits for it in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from autopar.runtime.comm.comm import Comm
+from passes.errors import AutoparError
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def on_first(comm: Comm, work: Callable[[], T]) -> T:
+    """Rank 0 works; all ranks return its result, or raise its AutoparError.
+
+    Also a barrier: no rank goes on before rank 0 is done.
+    """
+    return _agreed(comm.broadcast_object(_outcome(work) if comm.rank == 0 else None))
+
+
+def on_all(comm: Comm, work: Callable[[], T]) -> list[T]:
+    """Every rank works; all return all results by rank, or raise the first error."""
+    return [_agreed(outcome) for outcome in comm.gather_object(_outcome(work))]
+
+
+def joined_on_first(
+    comm: Comm, work: Callable[[], S], join: Callable[[list[S]], T]
+) -> T:
+    """Every rank works, and rank 0 joins the results; all return what it makes of them,
+    or raise the first error."""
+    outcomes = comm.gather_to_first(_outcome(work))
+    return on_first(comm, lambda: join([_agreed(one) for one in outcomes]))
+
+
+def _outcome(work: Callable[[], T]) -> tuple[T | None, AutoparError | None]:
+    try:
+        return work(), None
+    except AutoparError as error:
+        return None, error
+    except OSError as error:
+        what = f"{error.filename or 'a file'}: {error.strerror or error}"
+        return None, AutoparError(
+            what,
+            fix="see that the path is right and can be written, on a disk with room",
+        )
+
+
+def _agreed(outcome: tuple[T, AutoparError | None]) -> T:
+    result, error = outcome
+    if error is not None:
+        raise error
+    return result

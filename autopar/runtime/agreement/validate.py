@@ -1,0 +1,144 @@
+"""Whether a model is the one that a program was compiled from, on all ranks alike; and
+a batch one that it was compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.runtime.agreement.digest import digest
+from autopar.runtime.comm.comm import Comm
+from passes.errors import AutoparError, BatchError
+from passes.program import Program, dtype_name
+
+MOST = 8  # names in a line of an error
+
+
+class ModelMismatch(AutoparError):
+    """The model is not the one that was compiled, or not the same on all ranks."""
+
+
+def check_model(program: Program, model: nn.Module) -> None:
+    """Compare names, shapes and dtypes. Raises ModelMismatch that names the first."""
+    held: dict[str, Tensor] = dict(model.named_parameters())
+    held.update(model.named_buffers())
+    fix = "compile the model again, or bring back the one that was compiled"
+    for spec in (*program.parameters.values(), *program.buffers.values()):
+        if not spec.stages:
+            continue
+        name, wanted = spec.part.source, spec.part.shape
+        if name not in held:
+            raise ModelMismatch(
+                f"the program was compiled with '{name}', which the model lacks",
+                fix=fix,
+            )
+        shape, dtype = tuple(held[name].shape), dtype_name(held[name].dtype)
+        if (shape, dtype) != (wanted, spec.dtype):
+            raise ModelMismatch(
+                f"'{name}' is {dtype}{list(shape)}, but the program was compiled for "
+                f"{spec.dtype}{list(wanted)}",
+                fix=fix,
+            )
+
+
+def check_names(
+    what: str,
+    maker: str,
+    shapes: Mapping[str, Sequence[int]],
+    known: Collection[str],
+    given: Mapping[str, Sequence[int]],
+) -> None:
+    """Compare saved names and shapes with those wanted.
+
+    shapes: of what must be given. known: names of which each may be given. Raises
+    ModelMismatch with all that is wrong.
+    """
+    missing = [name for name in shapes if name not in given]
+    unexpected = [name for name in given if name not in known]
+    wrong = [
+        f"{name}: {list(given[name])} instead of {list(shape)}"
+        for name, shape in shapes.items()
+        if name in given and tuple(given[name]) != tuple(shape)
+    ]
+    kinds = {"missing": missing, "unexpected": unexpected, "shape": wrong}
+    problems = [
+        f"  {kind}: {', '.join(names[:MOST])}" + " ..." * (len(names) > MOST)
+        for kind, names in kinds.items()
+        if names
+    ]
+    if problems:
+        raise ModelMismatch(
+            "\n".join([f"{what} does not fit the model", *problems]),
+            fix=f"load that of this model, as {maker} gave it",
+        )
+
+
+def check_same(model: nn.Module, comm: Comm, program: Program) -> None:
+    """Compare the values of all ranks' parameters, and of buffers that the program
+    reads, by digests.
+
+    Weights on meta are drawn from one seed later, and so the same. All ranks must call
+    it. Raises ModelMismatch on all of them.
+    """
+    world = comm.mesh.size
+    read = {name for name, spec in program.buffers.items() if spec.stages}
+    buffers = {n: x for n, x in model.named_buffers() if n in read}
+    held = {**dict(model.named_parameters()), **buffers}
+    named = [(n, x) for n, x in held.items() if not x.is_meta]
+    if world == 1 or not named:
+        return
+    sums = torch.zeros(world, len(named), dtype=torch.int64)
+    sums[comm.rank] = torch.tensor([digest(x) for _, x in named])
+    sums = comm.reduce_ranks_(sums.to(comm.device), tuple(range(world))).cpu()
+    for rank in range(1, world):
+        same = sums[rank] == sums[0]
+        if not bool(same.all()):
+            name = named[int(same.int().argmin())][0]
+            raise ModelMismatch(
+                f"'{name}' has other values on rank {rank} than on rank 0",
+                fix="call torch.manual_seed with one seed on all ranks before the "
+                "model is made, or load the same weights everywhere",
+            )
+
+
+def checked_batch(
+    program: Program, fixed: Mapping[str, Any], batch: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """The tensors of a batch that has the shapes and dtypes of `program.inputs`.
+
+    fixed: fields that are no tensors, with the values that were compiled; the batch may
+    leave them out. Raises: BatchError that names the first field that differs.
+    """
+    tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor)}
+    for name, (shape, dtype) in program.inputs.items():
+        if name not in tensors:
+            raise BatchError(
+                f"the batch has no '{name}'",
+                fix=f"pass {', '.join(program.inputs)} by keyword",
+            )
+        x = tensors[name]
+        found = dtype_name(x.dtype)
+        if tuple(x.shape) != shape or found != dtype:
+            raise BatchError(
+                f"'{name}' is {found}{list(x.shape)}, but the step was compiled "
+                f"for {dtype}{list(shape)}",
+                fix="pad the batch to that shape, or compile another step for it",
+            )
+    for name in batch:
+        if name in tensors and name in program.inputs:
+            continue
+        if name in tensors or name not in fixed:
+            raise BatchError(
+                f"the step was compiled without '{name}'",
+                fix="compile with the same fields as are passed later",
+            )
+        if batch[name] != fixed[name]:
+            raise BatchError(
+                f"'{name}' is {batch[name]!r}, but the step was compiled for "
+                f"{fixed[name]!r}",
+                fix="compile another step for it",
+            )
+    return tensors

@@ -1,0 +1,1 @@
+"""How ranks talk: collectives, messages, and what carries them."""

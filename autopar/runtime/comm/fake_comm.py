@@ -1,0 +1,77 @@
+"""A rank without others: what they would send is made of what it has itself.
+
+For measuring what a rank computes, where messages are measured apart: shapes are those
+of the mesh, values are finite and of no meaning, and nothing is waited for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.work import Arrived, Receipt
+from passes.mesh import Mesh
+from passes.shard.shares import extent
+
+
+class EchoComm(Comm):
+    """A rank of a mesh, the first if not told; every other one has the same as it."""
+
+    def __init__(
+        self, mesh: Mesh, microbatches: int, device: torch.device, rank: int = 0
+    ) -> None:
+        super().__init__(mesh, rank, microbatches, device)
+
+    def flush(self) -> None:
+        """All that was sent is gone."""
+
+    def gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.mesh.size
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        return value
+
+    def route(
+        self, expert: Tensor, axis: str, experts: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows choose among the first rank's experts, so that it works on as many as
+        leave it."""
+        mine = extent(self.shares(experts, axis)[0])
+        _, order, counts = super().route(expert, axis, experts)
+        return expert.index_select(0, order).remainder(mine), order, counts
+
+    def _start_reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> Receipt:
+        """Left as it is: sums of many would grow without bounds."""
+        return Arrived(x)
+
+    def _gather(self, x: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        return x.expand(len(ranks), *x.shape).contiguous()
+
+    def _exchange(
+        self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
+    ) -> Tensor:
+        out = x.new_zeros(sum(counts))
+        amount = min(len(out), len(x))
+        out[:amount] = x[:amount]
+        return out
+
+    def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Receipt:
+        return Arrived(self._exchange(x, [], [numel], ranks))
+
+    def _start_gather(self, rows: Tensor, ranks: tuple[int, ...]) -> Receipt:
+        rows.copy_(rows[0].expand_as(rows).clone())
+        return Arrived(rows)
+
+    def _start_exchange(
+        self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
+    ) -> Receipt:
+        return Arrived(self._exchange(x, sent, counts, ranks))
+
+    def _send(self, x: Tensor, to_rank: int, tag: int) -> Receipt:
+        return Arrived(x)
+
+    def _recv(self, x: Tensor, from_rank: int, tag: int) -> Receipt:
+        return Arrived(x.zero_())

@@ -1,0 +1,244 @@
+"""Attention of a rank's rows of queries, to all keys or to keys that are passed round.
+
+Of a causal mask a rank computes just the rectangles that its rows see, see
+`passes.shard.shares`. On a ring each rank holds its own keys and values, those at work
+and those under way, whatever the number of ranks (Liu 2023, arXiv 2310.01889); the
+backward passes them round once more, and their gradients with them. Partial results are
+joined by their logsumexp (Dao 2022, arXiv 2205.14135, section 3.1).
+
+`rows` and `keys` say how a dim is split: its global extent, and the axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.kernels.sdpa import (
+    Gradients,
+    attention_backward,
+    attention_over_part,
+    in_window,
+)
+from passes.shard.shares import Pieces, Tile, causal_tiles, extent, window_tiles
+
+if TYPE_CHECKING:
+    from autopar.runtime.comm.comm import Comm, Receipt
+
+Split = tuple[tuple[int, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What turns queries and keys into scores. mask: [..., my rows, all keys], either
+    of which may be 1, as `attention` takes it; not with is_causal. window: of the keys
+    that are causal for a row it sees the last so many."""
+
+    mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Visit:
+    """Keys and values of one rank, while they are here: k [B,G,T,E], v [B,G,T,V].
+
+    pieces: their positions. next_numel: elements of those that come after them.
+    """
+
+    pieces: Pieces
+    k: Tensor
+    v: Tensor
+    next_numel: int
+
+
+def forward(
+    comm: Comm,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    scoring: Scoring,
+    rows: Split,
+    keys: Split,
+    axis: str | None,
+) -> tuple[Tensor, Tensor]:
+    """out [B,H,S,V] of q's dtype, and lse [B,H,S] in float32 or wider, 0 where a row
+    attends to nothing (its out is 0 too)."""
+    q, k, v = qkv
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = _zeros(torch.Size((*q.shape[:3], v.shape[3])), wide, q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+    mine = _pieces(comm, rows)
+    for visit in _visits(comm, k, v, keys, axis):
+        for tile in _tiles(scoring, mine, visit):
+            at, to = slice(tile.row, tile.row + tile.rows), _keys(tile)
+            part = attention_over_part(
+                q[:, :, at],
+                visit.k[:, :, to],
+                visit.v[:, :, to],
+                _mask(scoring, visit, tile),
+                tile.causal,
+                scoring.scale,
+            )
+            _join_(out[:, :, at], lse[:, :, at], *part)
+        del visit  # or it would live on while the next one comes
+    return out.to(q.dtype), lse.masked_fill_(lse == -torch.inf, 0)
+
+
+def backward(
+    comm: Comm,
+    dy: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor],
+    scoring: Scoring,
+    rows: Split,
+    keys: Split,
+    axis: str | None,
+) -> Gradients:
+    """dq, dk and dv, shaped as q and as my own k and v. results: out and lse.
+
+    Sums over tiles and ranks are in float32 or wider.
+    """
+    (q, k, v), (out, lse) = qkv, results
+    dq = _zeros(q.shape, lse.dtype, q.device)
+    mine = _pieces(comm, rows)
+    home: Receipt | None = None
+    for visit in _visits(comm, k, v, keys, axis):
+        dkv = dq.new_zeros(visit.k.numel() + visit.v.numel())
+        sums = (dq, *_unpacked(dkv, visit.k.shape, visit.v.shape))
+        for tile in _tiles(scoring, mine, visit):
+            _add_gradients(sums, (dy, q, out, lse), visit, scoring, tile)
+        if home is not None:  # what the ranks before me have found for these keys
+            dkv += home.wait()
+        if axis is not None:
+            home = comm.shift(dkv, axis, visit.next_numel)
+        del visit
+    _, dk, dv = sums
+    if home is not None:
+        dk, dv = _unpacked(home.wait(), k.shape, v.shape)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _add_gradients(
+    sums: tuple[Tensor, ...],
+    mine: tuple[Tensor, Tensor, Tensor, Tensor],
+    visit: Visit,
+    scoring: Scoring,
+    tile: Tile,
+) -> None:
+    """Add what a tile gives to dq, dk and dv. mine: dy, q, out and lse of all rows."""
+    at, to = slice(tile.row, tile.row + tile.rows), _keys(tile)
+    dy, q, out, lse = (x[:, :, at] for x in mine)
+    found = attention_backward(
+        dy,
+        q,
+        visit.k[:, :, to],
+        visit.v[:, :, to],
+        out,
+        lse,
+        _mask(scoring, visit, tile),
+        tile.causal,
+        scoring.scale,
+        partial=True,
+    )
+    for total, place, part in zip(sums, (at, to, to), found, strict=True):
+        total[:, :, place] += part
+
+
+def _visits(
+    comm: Comm, k: Tensor, v: Tensor, keys: Split, axis: str | None
+) -> Iterator[Visit]:
+    """My own keys and values, then those of the rank before, and so on round the ring;
+    while some are at work the next are under way."""
+    if axis is None:
+        yield Visit(_pieces(comm, keys), k, v, 0)
+        return
+    ranks, here = len(comm.ranks((axis,))), comm.coords[axis]
+    flat = torch.cat([x.transpose(1, 2).reshape(-1) for x in (k, v)])
+    shapes = (k.shape, v.shape)
+    for step in range(ranks):
+        pieces, following = (
+            comm.pieces(*keys[0], {axis: (here - i) % ranks}) for i in (step, step + 1)
+        )
+        k, v = _unpacked(flat, *(_of_length(shape, extent(pieces)) for shape in shapes))
+        size = sum(_of_length(shape, extent(following)).numel() for shape in shapes)
+        coming = comm.shift(flat, axis, size) if step + 1 < ranks else None
+        yield Visit(pieces, k, v, size)
+        if coming is not None:
+            flat = coming.wait()
+
+
+def _of_length(shape: torch.Size, rows: int) -> torch.Size:
+    return torch.Size((*shape[:2], rows, shape[3]))
+
+
+# In memory tokens lie outside of heads, as models make them from a product, and as they
+# want them for the next.
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    b, h, s, e = shape
+    return torch.zeros(b, s, h, e, dtype=dtype, device=device).transpose(1, 2)
+
+
+def _unpacked(flat: Tensor, *shapes: torch.Size) -> tuple[Tensor, ...]:
+    parts = flat.split([shape.numel() for shape in shapes])
+    return tuple(
+        part.view(b, s, h, e).transpose(1, 2)
+        for part, (b, h, s, e) in zip(parts, shapes, strict=True)
+    )
+
+
+def _pieces(comm: Comm, split: Split) -> Pieces:
+    ((n, axes),) = split
+    return comm.pieces(n, axes)
+
+
+def _tiles(scoring: Scoring, rows: Pieces, visit: Visit) -> Sequence[Tile]:
+    """What of the scores is to be computed, while these keys are here."""
+    if scoring.window is not None:
+        return window_tiles(rows, visit.pieces, scoring.window)
+    if scoring.is_causal:
+        return causal_tiles(rows, visit.pieces)
+    return (Tile(0, extent(rows), 0, extent(visit.pieces)),)
+
+
+def _keys(tile: Tile) -> slice:
+    return slice(tile.key, tile.key + tile.keys)
+
+
+def _mask(scoring: Scoring, visit: Visit, tile: Tile) -> Tensor | None:
+    """The part of the mask of some of my rows and some of the keys that are here."""
+    if scoring.window is not None:
+        if tile.ahead is None:
+            return None
+        positions = torch.arange(max(tile.rows, tile.keys), device=visit.k.device)
+        rows, keys = positions[: tile.rows] + tile.ahead, positions[: tile.keys]
+        return in_window(rows, keys, scoring.window)
+    mask = scoring.mask
+    rows, keys = slice(tile.row, tile.row + tile.rows), _keys(tile)
+    if mask is None:
+        return None
+    if mask.shape[-1] > 1:
+        parts = [mask.narrow(-1, *piece) for piece in visit.pieces]
+        mask = (parts[0] if len(parts) == 1 else torch.cat(parts, -1))[..., keys]
+    if mask.ndim > 1 and mask.shape[-2] > 1:
+        mask = mask[..., rows, :]
+    return mask
+
+
+def _join_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Take keys that were not yet seen into the attention of some rows, in place.
+
+    out, part [B,H,S,V]; lse, part_lse [B,H,S]: -inf where a row saw nothing.
+    """
+    most = torch.maximum(lse, part_lse)
+    shift = most.masked_fill(most == -torch.inf, 0)
+    old, new = (x.sub(shift).exp_() for x in (lse, part_lse))
+    total = old + new
+    share = (new / total.masked_fill(total == 0, 1)).unsqueeze(-1)
+    out.lerp_(part.to(out.dtype), share)
+    lse.copy_(total.log_().add_(shift))

@@ -1,0 +1,1 @@
+"""The part of a program that one rank runs, action by action."""

@@ -1,0 +1,172 @@
+"""gradient_buckets: a rank's gradients in flat buffers, reduced over ranks as such."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.work import Receipt
+from passes.program import Program
+
+# Bytes of gradients that are worth a message (Li 2020, arXiv:2006.15704, figure 7).
+BUCKET = 25 << 20
+
+
+@dataclass
+class Bucket:
+    """Gradients that are reduced together: views into one flat buffer.
+
+    ranks: those over whose values the buffer is a pending sum (this one included).
+    told: (stage, id of a gradient), for each that a stage says is ready; none: they are
+    reduced after the last action. missing: those still to come. reducing: what is under
+    way.
+    """
+
+    ranks: tuple[int, ...]
+    flat: Tensor
+    names: list[str]
+    told: frozenset[tuple[int, int]]
+    missing: set[tuple[int, int]] = field(default_factory=set)
+    reducing: Receipt | None = None
+
+
+class Gradients:
+    """The gradients of a rank's parameters that are trained.
+
+    by_name: where the emitted modules add to each. buckets: what is reduced together,
+    as soon as all of it is ready.
+    """
+
+    def __init__(
+        self, program: Program, comm: Comm, parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        self.program, self.comm, self.parameters = program, comm, parameters
+        self.by_name: dict[str, Tensor] = {}
+        self.buckets = self._make_buckets()
+        self._bucket_of = {
+            id(self.by_name[name]): bucket
+            for bucket in self.buckets
+            for name in bucket.names
+        }
+        # What the user wants added to, by bucket.
+        self._before: dict[int, Tensor] = {}
+
+    # --- the buffers ---------------------------------------------------------------
+
+    def _make_buckets(self) -> list[Bucket]:
+        """Lay out gradients that are reduced over the same ranks in one buffer; of
+        those that a stage says are ready, in some, the last layers' first."""
+        members: dict[Any, list[str]] = defaultdict(list)
+        mine = self.program.stages_of(self.comm.rank)
+        for name, p in reversed([*self.parameters.items()]):
+            if not p.requires_grad:
+                continue
+            ranks = self.program.gradient_ranks(name, self.comm.rank)
+            coords = map(self.program.mesh.coords, ranks)
+            within = len({c.get("pp", 0) for c in coords}) == 1
+            stages = self.program.parameters[name].stages if within else ()
+            ready = tuple(s for s in stages if s in mine) if len(ranks) > 1 else ()
+            members[ranks, str(p.dtype), ready].append(name)
+        buckets = []
+        for (ranks, _, ready), names in sorted(members.items()):
+            for own in self._parts(names) if ready else [names[::-1]]:
+                buckets.append(self._bucket(ranks, own, ready))
+        return buckets
+
+    def _parts(self, names: Sequence[str]) -> Iterator[list[str]]:
+        """Neighbours of some size each, the same on all ranks of a stage."""
+        found: list[str] = []
+        size = 0
+        for name in names:
+            spec = self.program.parameters[name]
+            parts = prod(self.program.mesh.axis_size(a) for a in spec.split_axes)
+            found.append(name)
+            size += prod(spec.shape) * self.parameters[name].itemsize // parts
+            if size >= BUCKET:
+                yield found
+                found, size = [], 0
+        if found:
+            yield found
+
+    def _bucket(
+        self, ranks: tuple[int, ...], names: list[str], stages: Sequence[int]
+    ) -> Bucket:
+        first = self.parameters[names[0]]
+        total = sum(self.parameters[n].numel() for n in names)
+        flat = torch.zeros(total, dtype=first.dtype, device=first.device)
+        start = 0
+        for n in names:
+            p = self.parameters[n]
+            self.by_name[n] = flat[start : start + p.numel()].view(p.shape)
+            start += p.numel()
+        told = frozenset((s, id(self.by_name[n])) for s in stages for n in names)
+        return Bucket(ranks, flat, names, told)
+
+    # --- one step ------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Clear the buffers; what the user wants added to is kept aside."""
+        self._before.clear()
+        for i, bucket in enumerate(self.buckets):
+            held = []
+            for n in bucket.names:
+                p = self.parameters[n]
+                if p.requires_grad and p.grad is not None:
+                    held.append(n)
+                elif p.grad is not None and p.grad.is_set_to(self.by_name[n]):
+                    p.grad = self.by_name[n].clone()  # frozen since: it stays as it is
+            if held and (kept := self._set_aside(bucket, held)) is not None:
+                self._before[i] = kept
+            bucket.flat.zero_()
+            bucket.missing = set(bucket.told)
+
+    def _set_aside(self, bucket: Bucket, held: Sequence[str]) -> Tensor | None:
+        """A bucket's gradients as the user has them, None if they are all 0."""
+        for n in set(bucket.names) - set(held):
+            self.by_name[n].zero_()
+        for n in held:
+            grad = self.parameters[n].grad
+            assert grad is not None
+            if grad.data_ptr() != self.by_name[n].data_ptr():
+                self.by_name[n].copy_(grad)
+        return bucket.flat.clone() if bool(bucket.flat.any()) else None
+
+    def ready(self, stage: int, gradients: Sequence[Tensor]) -> None:
+        """A stage will not add to them any more in this step."""
+        for grad in gradients:
+            bucket = self._bucket_of.get(id(grad))
+            if bucket is not None and bucket.told:
+                bucket.missing.remove((stage, id(grad)))
+                if not bucket.missing:
+                    self._start_reduction(bucket)
+
+    def _start_reduction(self, bucket: Bucket) -> None:
+        reducing = self.comm.start_reduce_ranks_(bucket.flat, bucket.ranks)
+        bucket.reducing = reducing
+
+    def end_reductions(self) -> None:
+        """Wait for gradients that are under way, and reduce those of several stages."""
+        for bucket in self.buckets:
+            if len(bucket.ranks) > 1 and not bucket.told:
+                self._start_reduction(bucket)
+        for bucket in self.buckets:
+            assert bucket.reducing or len(bucket.ranks) == 1, "all gradients are ready"
+            if bucket.reducing:
+                bucket.reducing.wait()
+                bucket.reducing = None
+
+    def hand_over(self, overflowed: bool = False) -> None:
+        """Put them into the parameters' `.grad`; None there if they overflowed."""
+        for i, old in self._before.items():
+            self.buckets[i].flat.add_(old)
+        self._before.clear()
+        for name, grad in self.by_name.items():
+            if (p := self.parameters[name]).requires_grad:
+                p.grad = None if overflowed else grad

@@ -1,0 +1,81 @@
+"""A stage's functions, called as the executor calls them, on a rank without others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.fake_comm import EchoComm
+from autopar.runtime.execute.executor import Executor
+from autopar.runtime.execute.running_stage import Batch, RunningStage
+
+
+@torch.no_grad()
+def rehearse(executor: Executor) -> None:
+    """Compile functions before the first step, where other ranks would wait for them.
+
+    Each rank computes one microbatch by itself, on zeros; nothing of it stays. Does
+    nothing where functions run as they are written, or were rehearsed before.
+    """
+    program, comm, kept = executor.program, executor.comm, executor.compiled
+    if kept is None:
+        return
+    alone = EchoComm(program.mesh, program.plan.microbatches, comm.device, comm.rank)
+    alone.zigzag = comm.zigzag
+    batch = {
+        name: torch.zeros(shape, dtype=getattr(torch, dtype), device=comm.device)
+        for name, (shape, dtype) in program.inputs.items()
+    }
+    for index, stage in executor.stages.items():
+        text = program.modules[program.module_of(comm.rank, index)]
+        with executor.multiplying():  # which compiled code is made for
+            if not kept.preload(text, comm.device):
+                play(alone, stage, batch)
+                stage.batch = Batch()
+                kept.remember(text, comm.device)
+    for bucket in executor.gradients.buckets:
+        bucket.flat.zero_()
+
+
+def play(
+    comm: Comm,
+    stage: RunningStage,
+    batch: Mapping[str, Tensor],
+    watch: Callable[[str], None] = lambda name: None,
+) -> None:
+    """Call each function of a module once. watch: is told which, before."""
+    module = stage.module
+
+    def call(name: str, *args: Any) -> Any:
+        watch(name)
+        return module[name](*args)
+
+    def made(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=comm.device)
+
+    def given(table: str) -> list[Tensor]:
+        return [made(*row) for row in module[table] if row]
+
+    for name, row in module["WHOLE_GRADIENTS"].items():
+        stage.grads[name] = made(*row)
+    own = stage.tensors
+    held = stage.batch = Batch((name, batch[name]) for name in module["INPUTS"])
+    held.begin(partial(call, "prologue"), comm, own, stage.constants)
+    _, saved = call("forward", comm, own, stage.constants, held, *given("RECEIVES"))
+    whole = (comm, own, stage.grads, stage.constants, held)
+    halves = "backward" not in module
+    if halves:
+        _, kept = call("backward_input", *whole, saved, *given("D_SENDS"))
+    stage.begin_epilogue(comm)
+    comm.on_ready = stage.go_on
+    if halves:
+        call("backward_weight", *whole, kept)
+    else:
+        call("backward", *whole, saved, *given("D_SENDS"))
+    held.end()
+    stage.end_epilogue()

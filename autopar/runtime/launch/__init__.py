@@ -1,0 +1,1 @@
+"""Starting processes, joining them, and telling which of them failed."""

@@ -1,0 +1,1 @@
+"""The parameters of a rank: cut from whole ones, looked at, updated."""

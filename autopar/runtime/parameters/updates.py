@@ -1,0 +1,181 @@
+"""What optimizers do with a step's parameters: looked at when they update them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary, finalize, ref
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autopar.runtime.agreement.digest import digest_of_text
+from autopar.runtime.agreement.roll_call import Facts
+from autopar.runtime.parameters.by_element import Reach, Undecided, reach_of
+from autopar.runtime.parameters.shard_gradient import ShardGradient
+from autopar.runtime.parameters.whole_updates import WholeUpdates, is_cut
+from passes.errors import AutoparError
+from passes.program import Program
+
+
+class OptimizerError(AutoparError):
+    """An optimizer that would not compute on shards what it computes on the model."""
+
+
+class Updates:
+    """Watches every `optimizer.step()` of this process for as long as it lives.
+
+    parameters: of a step, on this rank. grads: what `.grad` is set to. originals: the
+    model's, from which the step has copies.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        parameters: Mapping[str, nn.Parameter],
+        grads: Mapping[str, Tensor],
+        originals: Mapping[str, Tensor],
+    ) -> None:
+        self.parameters = parameters
+        self._specs = program.parameters
+        self._cut = {name for name in program.parameters if is_cut(program, name)}
+        pipelined = program.mesh.axis_size("pp") > 1
+        self.partial = pipelined or any(
+            program.mesh.axis_size(axis) > 1
+            for spec in program.parameters.values()
+            for axis in spec.split_axes
+        )
+        # Optimizers that are given whole parameters.
+        self.whole: WeakKeyDictionary[Optimizer, WholeUpdates] = WeakKeyDictionary()
+        self._names = {id(p): name for name, p in parameters.items()}
+        self._plain = dict(grads)
+        # By name, a view of the gradient that knows that it is a part.
+        self._shown = {
+            name: g.as_subclass(ShardGradient) if self.partial else g
+            for name, g in grads.items()
+        }
+        self._originals = {id(p): (ref(p), name) for name, p in originals.items()}
+        # How many parameters each group of an optimizer had when it was looked at.
+        self._known: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()
+        # Of the updates since the last step.
+        self._made: list[tuple[str, dict[str, Any]]] = []
+        self._groups: Facts = {}
+        here = ref(self)
+
+        def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if (updates := here()) is not None:
+                updates.before(optimizer)
+
+        finalize(self, register_optimizer_step_pre_hook(hook).remove)
+
+    def show(self) -> None:
+        """After a step: the gradients that users see."""
+        for name, shown in self._shown.items() if self.partial else ():
+            p = self.parameters[name]
+            if p.grad is self._plain[name]:
+                p.grad = shown
+
+    def before(self, optimizer: Optimizer) -> None:
+        """Before an update. Raises: OptimizerError."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        held = tuple(map(len, groups))
+        params = [p for group in groups for p in group]
+        names = [self._names.get(id(p)) for p in params]
+        if not any(names):
+            self._check_originals(optimizer, params)
+            return
+        if self._known.get(optimizer) != held:
+            self._check_reach(optimizer, [n for n in names if n is not None])
+            self._known[optimizer] = held
+        self._note(optimizer)
+        for p, name in zip(params, names, strict=True):
+            if name is None or type(p.grad) is not ShardGradient:
+                continue
+            shown = p.grad is self._shown[name]  # or set by the user
+            p.grad = self._plain[name] if shown else p.grad.as_subclass(Tensor)
+
+    # --- what is refused -----------------------------------------------------------
+
+    def _check_originals(self, optimizer: Optimizer, params: list[Tensor]) -> None:
+        """Whether it holds the model's parameters, and nobody computed gradients."""
+        if any(p.grad is not None for p in params):
+            return
+        for p in params:
+            original, name = self._originals.get(id(p), (None, ""))
+            if original is not None and original() is p:
+                kind = type(optimizer).__name__
+                raise OptimizerError(
+                    f"{kind} holds the model's '{name}', of which the step has a copy: "
+                    "it would change nothing",
+                    fix="make the optimizer of step.parameters()",
+                )
+
+    def _check_reach(self, optimizer: Optimizer, names: list[str]) -> None:
+        cut = [name for name in names if name in self._cut]
+        if not cut and not self.partial:
+            return
+        kind = type(optimizer).__name__
+        fix = (
+            "use an optimizer that updates each element by itself, as AdamW, or a mesh "
+            "that leaves parameters whole: dp, without zero"
+        )
+        try:
+            reach = reach_of(optimizer, [self.parameters[n] for n in cut or names])
+        except Undecided as error:
+            raise OptimizerError(
+                f"it could not be found out whether {kind} updates each element of a "
+                f"parameter by itself, and this rank has parts of them: {error}",
+                fix=f"{fix}; if {kind} does, say so: autopar.by_element({kind})",
+            ) from error
+        if reach is Reach.MODEL:
+            raise OptimizerError(
+                f"{kind} updates {reach.value}, and no rank has all of them", fix=fix
+            )
+        if reach is Reach.PARAMETER and cut and optimizer not in self.whole:
+            part = self._specs[cut[0]].part
+            local = list(self.parameters[cut[0]].shape)
+            raise OptimizerError(
+                f"{kind} updates {reach.value}, but of '{part.source}' "
+                f"{list(part.shape)} this rank has {local}",
+                fix="let it have whole parameters while it updates them: "
+                f"step.gather_for(optimizer); or {fix}",
+            )
+
+    # --- what ranks must have alike ------------------------------------------------
+
+    def _note(self, optimizer: Optimizer) -> None:
+        kind, groups = type(optimizer).__name__, dict(self._groups)
+        self._made.append((kind, plain(optimizer.defaults)))
+        again = f" in update {len(self._made)}" if len(self._made) > 1 else ""
+        for i, group in enumerate(optimizer.param_groups):
+            names = [self._names.get(id(p), "") for p in group["params"]]
+            options = {"parameters": digest_of_text(str(names)), **plain(group)}
+            groups["options", f"{kind}'s group {i}{again}"] = options
+        self._groups = groups
+
+    def facts(self) -> tuple[Facts, Facts]:
+        """What all ranks must have alike of the updates since the last call, and what
+        those of a stage must.
+
+        All: what the optimizers were made with (None: there is nothing to update here).
+        Of a stage: the options and names of each group, and what is frozen by now.
+        """
+        made, groups = sorted(self._made, key=str), dict(self._groups)
+        self._made, self._groups = [], {}
+        trained = sorted(n for n in self._plain if self.parameters[n].requires_grad)
+        groups["trained", ""] = digest_of_text(str(trained))
+        return {("optimizers", ""): made if trained else None}, groups
+
+
+def plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that can be compared: numbers, text, and tensors as numbers."""
+    found = {}
+    for key, value in sorted(options.items()):
+        if key in ("params", "param_names"):
+            continue
+        if isinstance(value, Tensor):
+            value = value.tolist()
+        known = isinstance(value, int | float | str | tuple | list | None)
+        found[key] = value if known else type(value).__name__
+    return found

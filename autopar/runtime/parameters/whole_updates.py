@@ -1,0 +1,175 @@
+"""Whole parameters for optimizers that need them, as Muon: only while they update.
+
+Before an update each rank gathers the weights that it has a part of, their gradients
+and what the optimizer stores of them. It updates them as one device would, all ranks of
+a stage alike, and keeps its part again. So what is at rest is split as ever, and goes
+into checkpoints as that of other optimizers does. The price is three all-reduces of
+each such weight in an update, and the work of the update on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.parameters.shards import put_shard, take_shard
+from passes.errors import AutoparError
+from passes.program import Program
+
+
+class WholeUpdates:
+    """Hooks around `optimizer.step()`; all ranks of a stage have to update alike.
+
+    parameters: this rank's, by name. Raises: AutoparError if the optimizer has a part
+    of a weight, and not all parts in one group.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        comm: Comm,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: Optimizer,
+    ) -> None:
+        self.program, self.comm = program, comm
+        self.ranks = beside(program, comm.rank)
+        self.parameters = parameters
+        groups = {
+            id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]
+        }
+        self.cut: dict[str, list[str]] = {}
+        for source, names in program.sources.items():
+            mine = [name for name in names if name in parameters]
+            places = {groups.get(id(parameters[name])) for name in mine}
+            if len(places) > 1:
+                raise AutoparError(
+                    f"parts of '{source}' are in several groups of the optimizer, or "
+                    "not all of them in one",
+                    fix="put " + ", ".join(f"'{n}'" for n in mine) + " into one group",
+                )
+            if places - {None} and any(is_cut(program, name) for name in mine):
+                self.cut[source] = mine
+        # By weight, what the optimizer stores of each element.
+        self._entries: dict[str, set[str]] = {}
+        self._aside: dict[str, list[tuple[Tensor, Tensor | None]]] = {}
+        optimizer.register_step_pre_hook(self.gather)
+        optimizer.register_step_post_hook(self.scatter)
+
+    @torch.no_grad()
+    def gather(self, optimizer: Optimizer, *_: Any) -> None:
+        """The first part of each weight becomes all of it; the others have no gradient
+        meanwhile, and so are left alone."""
+        for source, names in self.cut.items():
+            held = [self.parameters[name] for name in names]
+            grads = [p.grad for p in held]
+            if all(grad is None for grad in grads):
+                continue
+            self._aside[source] = [
+                (p.data, grad) for p, grad in zip(held, grads, strict=True)
+            ]
+            whole = self._whole(names, [p.data for p in held])
+            filled = [
+                torch.zeros_like(p) if grad is None else grad
+                for p, grad in zip(held, grads, strict=True)
+            ]
+            grad = self._whole(names, filled)
+            self._gather_state(source, names, optimizer.state)
+            for p in held:
+                p.grad = None
+            held[0].data = whole
+            held[0].grad = grad
+
+    def _gather_state(
+        self, source: str, names: Sequence[str], stored: dict[Tensor, dict[str, Any]]
+    ) -> None:
+        held = [self.parameters[name] for name in names]
+        states = [stored.get(p, {}) for p in held]
+        # What was loaded is as large as the part that it is of.
+        entries = self._entries.get(source) or {
+            entry for entry, value in states[0].items() if _is_like(value, held[0])
+        }
+        for entry in sorted(entries):
+            whole = self._whole(names, [state[entry] for state in states])
+            stored[held[0]][entry] = whole
+
+    @torch.no_grad()
+    def scatter(self, optimizer: Optimizer, *_: Any) -> None:
+        """Each rank keeps its parts, of weights and of what is stored of them."""
+        for source, aside in self._aside.items():
+            names = self.cut[source]
+            leader = self.parameters[names[0]]
+            whole, state = leader.data, dict(optimizer.state.get(leader, {}))
+            self._entries[source] = {e for e, v in state.items() if _is_like(v, whole)}
+            for name, (data, grad) in zip(names, aside, strict=True):
+                p = self.parameters[name]
+                data.copy_(self._part(name, whole))
+                p.grad = None
+                p.data = data
+                p.grad = grad
+                for entry, value in state.items():
+                    if entry in self._entries[source]:
+                        value = self._part(name, value)
+                    elif isinstance(value, Tensor) and p is not leader:
+                        value = value.clone()
+                    optimizer.state[p][entry] = value
+        self._aside.clear()
+
+    def made_of_all(self, name: str, state: Mapping[str, Any]) -> set[str]:
+        """What is stored of a parameter that is the same on all ranks: neither it nor
+        parts of it are split. Raises: AutoparError for what looks like a part."""
+        p, source = self.parameters[name], self.program.parameters[name].part.source
+        if source not in self._entries:
+            return {e for e, v in state.items() if not _is_like(v, p)}
+        alike = set(state) - self._entries[source]
+        for entry in sorted(alike):
+            if _is_like(state[entry], p):
+                refuse_alike(entry, name, p)
+        return alike
+
+    def _whole(self, names: Sequence[str], parts: Sequence[Tensor]) -> Tensor:
+        """A weight [...] from all ranks' parts of it, each element from its first."""
+        spec = self.program.parameters[names[0]]
+        like, mesh = parts[0], self.program.mesh
+        whole = torch.zeros(spec.part.shape, dtype=like.dtype, device=self.comm.device)
+        for name, part in zip(names, parts, strict=True):
+            spec = self.program.parameters[name]
+            alike = set(self.comm.coords) - set(spec.split_axes) - {"pp"}
+            if not any(self.comm.coords[axis] for axis in alike):
+                put_shard(whole, part.to(whole.device), spec, mesh, self.comm.coords)
+        return self.comm.reduce_ranks_(whole, self.ranks).to(like.device)
+
+    def _part(self, name: str, whole: Tensor) -> Tensor:
+        spec = self.program.parameters[name]
+        return take_shard(whole, spec, self.program.mesh, self.comm.coords)
+
+
+def _is_like(value: Any, p: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == p.shape
+
+
+def refuse_alike(entry: str, name: str, p: Tensor) -> None:
+    """Raises: AutoparError for what is stored of a whole parameter, and would be taken
+    for this rank's part of it."""
+    raise AutoparError(
+        f"the optimizer's '{entry}' of '{name}' is of all of it, but {list(p.shape)} "
+        "as this rank's part is, for which it would be taken in a checkpoint",
+        fix="use a mesh that splits this parameter into other sizes",
+    )
+
+
+def beside(program: Program, rank: int) -> tuple[int, ...]:
+    """The ranks that run the same stages as this one, ascending."""
+    axes = tuple(axis for axis, _ in program.mesh.axes if axis != "pp")
+    return program.mesh.group(rank, axes)
+
+
+def is_cut(program: Program, name: str) -> bool:
+    """Whether no rank has all of the model's parameter that this is, or is part of."""
+    spec = program.parameters[name]
+    split = any(program.mesh.axis_size(axis) > 1 for axis in spec.split_axes)
+    return split or spec.shape != spec.part.shape

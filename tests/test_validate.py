@@ -1,0 +1,95 @@
+"""A program runs only the model that it was compiled from, the same on all ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from plans import BATCH, CONFIG, small_model, small_program
+from torch import nn
+
+import autopar
+from autopar.runtime.agreement.validate import ModelMismatch, check_model, check_same
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.virtual import RankError, run_virtual
+from autopar.verify import verify
+from examples.gpt import build
+from passes.errors import BatchError
+from passes.mesh import Mesh
+
+NAME = "blocks.1.mlp.up.bias"
+
+
+def changed(name: str, value: torch.Tensor) -> nn.Module:
+    model = small_model()
+    path, _, own = name.rpartition(".")
+    setattr(model.get_submodule(path), own, nn.Parameter(value))
+    return model
+
+
+def test_the_model_that_was_compiled_fits() -> None:
+    check_model(small_program(), small_model())
+
+
+def test_a_model_that_lost_a_layer_is_refused_before_it_runs() -> None:
+    model, batch = build(CONFIG, BATCH)
+    model.blocks = model.blocks[:1]
+    with pytest.raises(ModelMismatch, match=r"'blocks\.1\..*', which the model lacks"):
+        verify(small_program(), model, batch)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    (
+        (torch.zeros(3), rf"'{NAME}' is float32\[3\], but .* float32\[128\]"),
+        (torch.zeros(128).double(), rf"'{NAME}' is float64\[128\]"),
+    ),
+)
+def test_another_shape_or_type_is_refused(value: torch.Tensor, says: str) -> None:
+    with pytest.raises(ModelMismatch, match=says):
+        check_model(small_program(), changed(NAME, value))
+
+
+def compare(models: list[nn.Module]) -> list[Any]:
+    program = small_program()
+
+    def body(comm: Comm) -> None:
+        check_same(models[comm.rank], comm, program)
+
+    return run_virtual(Mesh.parse(f"dp={len(models)}"), 1, body)
+
+
+def test_ranks_with_equal_weights_pass() -> None:
+    model = small_model()
+    compare([model, copy.deepcopy(model), model])
+
+
+def test_a_rank_with_weights_of_its_own_is_found() -> None:
+    models = [small_model() for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    with torch.no_grad():
+        models[2].get_parameter(NAME)[5] += 1e-3
+    with pytest.raises(RankError, match=f"'{NAME}' has other values on rank 2"):
+        compare(models)
+
+
+def test_a_field_that_is_no_tensor_keeps_the_value_it_was_compiled_for() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor, times: int = 1) -> torch.Tensor:
+            return (x * self.weight).sum() * times
+
+    x = torch.ones(2, 3)
+    step = autopar.compile(Scaled(), "", example_inputs={"x": x, "times": 2})
+    assert step(x=x, times=2).item() == 12.0
+    assert step(x=x).item() == 12.0
+    with pytest.raises(BatchError, match="'times' is 3, but the step was compiled for"):
+        step(x=x, times=3)
+    with pytest.raises(BatchError, match="the step was compiled without 'twice'"):
+        step(x=x, twice=True)

@@ -1,0 +1,248 @@
+"""When a rank fails, the others say which one it was."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+
+import pytest
+import torch.distributed as dist
+
+from autopar.runtime.launch.watchdog import (
+    BEAT,
+    EXIT,
+    NO_LAUNCHER,
+    TOLD,
+    Alarm,
+    Terminated,
+    guarded,
+)
+from passes.errors import AutoparError
+
+
+class Clock:
+    """As much of `time` as an alarm reads; while it sleeps, ranks that live beat."""
+
+    def __init__(self) -> None:
+        self.now, self.living = 0.0, list[Alarm]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for alarm in self.living:
+            alarm._beat()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("autopar.runtime.launch.watchdog.time", made)
+    return made
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def alarms(store: dist.Store, clock: Clock) -> Iterator[list[Alarm]]:
+    """Three ranks of one process, which have all begun to beat."""
+    before = signal.getsignal(signal.SIGTERM)
+    clock.living = [Alarm(store, rank, 3) for rank in range(3)]
+    clock.sleep(BEAT)
+    yield list(clock.living)
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_failure_reaches_the_others(alarms: list[Alarm]) -> None:
+    alarms[1].publish("OutOfMemoryError: too big")
+    assert alarms[0].reason() == "rank 1 failed: OutOfMemoryError: too big"
+
+
+def test_the_first_failure_is_the_reason(alarms: list[Alarm]) -> None:
+    alarms[2].publish("ValueError: root cause")
+    alarms[1].publish("RuntimeError: connection closed")
+    assert alarms[0].reason() == "rank 2 failed: ValueError: root cause"
+
+
+def test_a_silent_rank_is_found(alarms: list[Alarm], clock: Clock) -> None:
+    clock.living.remove(alarms[2])
+    assert alarms[0].reason() == "rank 2 does not answer (killed or hung?)"
+    assert alarms[1]._said() == "rank 2 does not answer (killed or hung?)"
+
+
+def test_ranks_that_are_well_are_not_blamed(alarms: list[Alarm], clock: Clock) -> None:
+    assert alarms[0].reason() is None
+    for _ in range(200):
+        clock.sleep(BEAT)
+    assert alarms[0]._said() is None
+
+
+def test_a_rank_that_has_not_started_is_not_blamed(
+    store: dist.Store, clock: Clock
+) -> None:
+    alarm = Alarm(store, 0, 2)
+    clock.living = [alarm]
+    assert alarm.reason() is None
+    for _ in range(200):
+        clock.sleep(BEAT)
+    assert alarm._said() is None
+
+
+def test_a_neighbour_in_silence_is_reported(alarms: list[Alarm], clock: Clock) -> None:
+    clock.living.remove(alarms[1])
+    began = clock.now
+    while alarms[2]._said() is None:
+        clock.sleep(BEAT)
+    assert alarms[2]._said() == "rank 1 does not answer (killed or hung?)"
+    assert alarms[0].patience < clock.now - began < alarms[0].patience + 3 * BEAT
+
+
+def test_who_waits_for_the_store_still_beats(store: dist.Store) -> None:
+    """Its main thread waits for another rank's word, as while rank 0 compiles."""
+    with Alarm(store, 0, 1) as alarm, ThreadPoolExecutor() as pool:
+        waiting = pool.submit(store.wait, ["word"])
+        start = alarm._beats([0])[0]
+        while alarm._beats([0])[0] < start + 2:
+            assert not waiting.done()
+        Alarm(store, 0, 1).store.set("word", "")
+        waiting.result()
+
+
+@pytest.mark.parametrize("cause", ["a failure", "no launcher"])
+def test_a_rank_that_is_stuck_is_ended(
+    store: dist.Store, capsys: pytest.CaptureFixture[str], cause: str
+) -> None:
+    left = SimpleQueue[int]()
+    with Alarm(store, 0, 2, grace=0.1, leave=left.put) as alarm:
+        if cause == "a failure":
+            Alarm(store, 1, 2).publish("KeyError: 'x'")
+        else:
+            alarm.store = LostStore()
+        assert left.get() == EXIT
+    said = "rank 1 failed: KeyError: 'x'" if cause == "a failure" else NO_LAUNCHER
+    assert capsys.readouterr().err == f"\nautopar: {said}\n"
+
+
+class LostStore:
+    """The store of a launcher that was killed."""
+
+    def add(self, key: str, amount: int) -> int:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+
+def test_a_launcher_that_is_gone_is_told(
+    alarms: list[Alarm], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body() -> None:
+        alarms[0].store = LostStore()
+        raise RuntimeError("Connection closed by peer")
+
+    assert guarded(alarms[0], body) == EXIT
+    assert capsys.readouterr().err == f"\nautopar: {NO_LAUNCHER}\n"
+
+
+def test_an_error_of_another_rank_is_told(
+    alarms: list[Alarm], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body() -> None:
+        alarms[1].publish("KeyError: 'x'")
+        raise RuntimeError("Connection closed by peer")
+
+    assert guarded(alarms[0], body) == EXIT
+    assert capsys.readouterr().err == "\nautopar: rank 1 failed: KeyError: 'x'\n"
+    assert guarded(alarms[2], body) == EXIT
+    assert capsys.readouterr().err == ""  # said once
+
+
+def test_an_error_of_this_rank_is_raised_and_published(alarms: list[Alarm]) -> None:
+    def body() -> None:
+        raise ValueError("mine\nand more")
+
+    with pytest.raises(ValueError, match="mine"):
+        guarded(alarms[0], body)
+    assert alarms[1].reason() == "rank 0 failed: ValueError: mine"
+
+
+def test_an_error_of_the_users_is_text(
+    alarms: list[Alarm], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body() -> None:
+        raise AutoparError("wrong mesh", fix="another")
+
+    assert guarded(alarms[0], body) == 2
+    assert capsys.readouterr().err == "\nautopar: wrong mesh\n  fix  another\n"
+
+
+def test_a_launcher_that_stops_us_is_obeyed(alarms: list[Alarm]) -> None:
+    def body() -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    for alarm in alarms[1:]:
+        alarm.note_end()
+    assert guarded(alarms[0], body) == 128 + signal.SIGTERM
+    assert alarms[1].reason() == TOLD
+    signal.raise_signal(signal.SIGTERM)  # it is ending: nothing is raised any more
+    assert guarded(alarms[1], body) == 128 + signal.SIGTERM
+    assert issubclass(Terminated, BaseException)
+    assert not issubclass(Terminated, Exception)
+
+
+def test_a_rank_that_alone_is_told_to_end_is_named(
+    alarms: list[Alarm], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body() -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    assert guarded(alarms[1], body) == EXIT
+    said = "rank 1 got SIGTERM, and no other rank did (killed, or out of time?)"
+    assert capsys.readouterr().err == f"\nautopar: {said}\n"
+    assert guarded(alarms[0], body) == EXIT  # torchrun ends the others now
+    assert alarms[2].reason() == said
+
+
+def test_who_ends_because_another_was_killed_names_that_one(
+    alarms: list[Alarm], clock: Clock
+) -> None:
+    def body() -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    clock.living.remove(alarms[2])
+    alarms[1].note_end()
+    assert guarded(alarms[0], body) == EXIT
+    assert alarms[1].reason() == "rank 2 does not answer (killed or hung?)"
+
+
+def test_a_signal_is_seen_while_a_call_does_not_return(store: dist.Store) -> None:
+    """The main thread runs no handler then: the alarm's own thread tells the others."""
+    with pytest.raises(SystemExit), Alarm(store, 0, 2) as alarm:
+        told = Alarm(store, 1, 2)
+
+        def body() -> None:
+            signal.signal(signal.SIGTERM, lambda *_: None)  # as if it came later
+            signal.raise_signal(signal.SIGTERM)
+            while told._told() != [0]:
+                pass
+            raise SystemExit
+
+        guarded(alarm, body)
+
+
+def test_work_that_ends_well_is_status_0(alarms: list[Alarm]) -> None:
+    assert guarded(alarms[0], lambda: None) == 0
+
+
+def test_a_rank_that_is_interrupted_is_told(
+    alarms: list[Alarm], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body() -> None:
+        raise KeyboardInterrupt
+
+    assert guarded(alarms[1], body) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == ""
+    assert alarms[0].reason() == "rank 1 failed: interrupted"
