@@ -13,6 +13,7 @@ from passes.errors import AutoparError
 from passes.mesh import AXES, TIME, Mesh
 from passes.ranges import check_range, shown
 from passes.schedule.make_schedule import SCHEDULES, place_stages
+from passes.shard.preference import Preference
 
 FORMAT = 1
 AGAIN = "compile it again with this version of autopar"
@@ -234,8 +235,11 @@ class Plan:
 
     def _splits_samples(self, axis: str) -> bool:
         """Whether all that an axis splits, but for some ops, is the batch."""
-        dims = self.split.get(axis, ())
-        return [d for d in dims if ":" not in d] == ["batch"]
+        return [p.dim for p in self.preferences(axis) if not p.only] == ["batch"]
+
+    def preferences(self, axis: str) -> tuple[Preference, ...]:
+        """What an axis splits, first what it prefers."""
+        return tuple(map(Preference.parse, self.split.get(axis, ())))
 
     @property
     def rest_axes(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from passes.graph import LAYER
 from passes.mesh import TIME, Mesh
 from passes.plan import Plan
 from passes.proof.choose_sizes import Candidates, Split
+from passes.shard.preference import RING
 from passes.shard.propagate import Sharded
 
 T = TypeVar("T")
@@ -115,7 +116,7 @@ def small_sizes(
 
 def _few(plan: Plan, axis: str) -> int:
     size = plan.mesh.axis_size(axis)
-    is_ring = any(dim.startswith("ring:") for dim in plan.split.get(axis, ()))
+    is_ring = any(wanted.only == RING for wanted in plan.preferences(axis))
     return size if size <= CHAIN else CHAIN if axis == "pp" or is_ring else FEW
 
 
@@ -187,7 +188,7 @@ def find_splits(sharded: Sharded) -> dict[int, frozenset[Split]]:
         lies += [(v.name, s) for v, s in zip(node.operands, needs, strict=True)]
     held = {v.name for v in named.graph.params}
     wanted = {
-        axis: {dim.rpartition(":")[2] for dim in plan.split.get(axis, ())}
+        axis: {preference.dim for preference in plan.preferences(axis)}
         for axis in plan.axes
     }
     for name, sharding in lies:

@@ -28,6 +28,7 @@ from passes.search.search_labels import Block, Chosen, Table, owns, search_label
 from passes.search.value_costs import Setting
 from passes.shard.insert_collectives import insert_collectives
 from passes.shard.labels import at_layer, fold, label_text, name_ops, starred
+from passes.shard.preference import RING
 from passes.shard.propagate import propagate
 from passes.stage.differentiate import differentiate
 from passes.stage.reuse import find_owners
@@ -266,7 +267,7 @@ def label_axes(
     done: list[Mapping[str, Labelling]] = []
     here = there = replace(plan, labels={})
     axes = [a for a in plan.axes if a not in (TIME, *plan.data_axes)]
-    axes = [a for a in axes if not any("ring:" in d for d in plan.split.get(a, ()))]
+    axes = [a for a in axes if not any(p.only == RING for p in plan.preferences(a))]
     for _ in range(ROUNDS):
         for axis in axes:
             setting = Setting(

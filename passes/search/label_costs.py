@@ -19,16 +19,15 @@ from torch import Tensor
 from passes.cost import BACKWARD as BACKWARD_WORK
 from passes.dims.linearity import JOINTLY_LINEAR
 from passes.dims.name_dims import Factor, Place
-from passes.dims.notation import PENDING
 from passes.dims.origins import Origin
 from passes.graph import Node, Value
 from passes.price.price import node_seconds
-from passes.search.moves import MAX, Need, P, R, State, V
 from passes.search.search_labels import Table
 from passes.search.value_costs import NEVER, Amount, Setting, ValueCosts
-from passes.shard.allowed import PASS, Allowed, Label
+from passes.shard.allowed import PASS, Allowed, Label, made_state, needed_state
 from passes.shard.hints import read_hints
 from passes.shard.labels import splittable
+from passes.shard.resharding import Need, P, R, State, V
 from passes.shard.sharding import Sharding
 
 
@@ -100,31 +99,17 @@ class LabelCosts:
 
     def made(self, node: Node, v: Value, choice: Choice) -> State:
         """How a choice makes one of the node's results."""
-        label = choice.label
-        if label == PASS:
-            return P
-        if isinstance(label, Factor):
-            which = [out and out.name for out in node.outs].index(v.name)
-            places = [(d, i) for out, d, i in label.outs if out == which]
-            if places:
-                return places[0]
-            pending = PENDING.get(label.role)
-            return R if pending is None else MAX if pending == "max" else P
-        return V if choice.varying else R
+        which = [out and out.name for out in node.outs].index(v.name)
+        return V if choice.varying else made_state(choice.label, which)
 
     def need(self, node: Node, which: int, choice: Choice) -> Need:
         """How a choice needs an operand."""
         flows = node.op != "aten.detach.default" and any(
             v.name in self.flows for v in node.results
         )
-        label = choice.label
-        if label == PASS:
-            joins = node.op == "aten.add.Tensor"
-            return Need(V, flows, passes=True, joins=joins)
-        if isinstance(label, Factor):
-            places = [(d, i) for op, d, i in label.operands if op == which]
-            return Need(places[0] if places else V, flows)
-        return Need(V if choice.varying else R, flows)
+        if choice.varying:
+            return Need(V, flows=flows)
+        return replace(needed_state(node, which, self.axis, choice.label), flows=flows)
 
     # --- seconds of ops ---------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from passes.graph import Value
 from passes.price.cluster import Device, Link
 from passes.price.estimate import OPTIMIZER_TRAFFIC
 from passes.schedule.memory import OPTIMIZER_STATES
-from passes.search.moves import Impossible, Need, R, State, V, moves
 from passes.shard.propagate import Sharded
+from passes.shard.resharding import Impossible, Need, R, State, V, transition
 from passes.shard.sharding import Sharding
 
 COMPUTE, COMMUNICATION, MEMORY = range(3)  # of an amount; seconds, seconds, bytes
@@ -106,11 +106,12 @@ class ValueCosts:
         elif can_vary and (have == V) != partial:
             return NEVER  # see `passes.shard.propagate._finish_varying`
         try:
-            found = {
-                move
+            found = dict.fromkeys(  # each once, in an order that does not change
+                sent
                 for need in needs
-                for move in moves(have, need.of(have), self.flows and need.flows)
-            }
+                for step in transition(have, need.of(have))
+                for sent in step.collectives(self.flows and need.flows)
+            )
         except Impossible:
             return NEVER
         seconds = sum(self._seconds(kind, have, to) for _, kind, to in found)

@@ -1,14 +1,17 @@
-"""Which labels an op may have on an axis, whoever chooses among them."""
+"""Which labels an op may have on an axis, whoever chooses among them, and in which
+states it then needs its operands and makes its results."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from passes.dims.linearity import passes_pending_sum
+from passes.dims.linearity import is_jointly_linear, passes_pending_sum
 from passes.dims.name_dims import Dim, Factor
+from passes.dims.notation import PENDING
 from passes.graph import Node
 from passes.mesh import TIME
+from passes.shard.resharding import MAX, Need, P, R, State, V
 
 PASS = "pass"  # the op is applied to pending sums, and its result is one
 Label = Factor | str | None
@@ -44,3 +47,26 @@ class Allowed:
         if node.op == "aten.add.Tensor" and scalar and len(node.operands) == 2:
             return True
         return passes_pending_sum(node, list(pending))
+
+
+def made_state(label: Label, which: int) -> State:
+    """Returns how an op with this label makes one of its results."""
+    if label == PASS:
+        return P
+    if not isinstance(label, Factor):
+        return R
+    place = next(((d, i) for out, d, i in label.outs if out == which), None)
+    pending = PENDING.get(label.role)
+    return place or (R if pending is None else P if pending == "sum" else MAX)
+
+
+def needed_state(node: Node, which: int, axis: str, label: Label) -> Need:
+    """Returns how a node with this label on an axis needs one of its operands."""
+    if label == PASS:
+        joins = node.op == "aten.add.Tensor"
+        joins |= axis == TIME and is_jointly_linear(node)
+        return Need(V, passes=True, joins=joins)
+    if not isinstance(label, Factor):
+        return Need(R)
+    place = next(((d, i) for op, d, i in label.operands if op == which), None)
+    return Need(place or V)

@@ -15,17 +15,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from passes.graph import Graph, Node, Value
 from passes.mesh import as_axes
 from passes.shard.collectives import ROUTED
+from passes.shard.resharding import MAX, TABLE, P, R, S, V, kind
 from passes.shard.sharding import Sharding
 
-# op -> the states that its operand may have on its axes, and those of its result.
-MOVES: dict[str, tuple[str, str]] = {
-    "comm.all_reduce": ("P", "R"),
-    "comm.reduce_scatter": ("P", "S"),
-    "comm.all_gather": ("S", "RV"),
-    "comm.all_to_all": ("S", "S"),
-    "comm.shard": ("RV", "S"),
-    "comm.enter": ("R", "V"),
-}
+# op -> (the state of its operand on its axes, that of its result).
+STEPS: dict[str, set[tuple[str, str]]] = {}
+for _ends, (_op, _) in TABLE.items():
+    STEPS.setdefault(f"comm.{_op}", set()).add(_ends)
 
 
 def check_states(
@@ -47,32 +43,20 @@ def check_states(
                 raise AssertionError(f"{node}: {problem} on axis '{axis}'")
 
 
-def state(sharding: Sharding, axis: str) -> str:
-    """S, P, V or R."""
-    if sharding.place(axis) is not None:
-        return "S"
-    if sharding.pending_on(axis):
-        return "P"
-    return "V" if axis in sharding.varying else "R"
-
-
 def _problem(
     node: Node, axis: str, shardings: Mapping[str, Sharding], flows: Collection[str]
 ) -> str | None:
     """What is wrong with a node on one axis, if anything is."""
-    has = {v.name: state(shardings[v.name], axis) for v in _values(node)}
+    has = {v.name: kind(shardings[v.name].state(axis)) for v in _values(node)}
     before = [has[v.name] for v in node.operands if v.name in flows]
     after = [has[v.name] for v in node.results if v.name in flows]
-    if node.op in MOVES and axis in as_axes(node.args[1]):
-        if not after:
-            return None
-        given, made = MOVES[node.op]
-        if before[0] not in given or after[0] not in made:
+    if node.op in STEPS and axis in as_axes(node.args[1]):
+        if after and (before[0], after[0]) not in STEPS[node.op]:
             return f"a move from {before[0]} to {after[0]}"
-    elif set(has.values()) & set("SP"):
-        if after and "R" in before:
+    elif set(has.values()) & {S, P, MAX}:
+        if after and R in before:
             return "it is split, and an operand is used as if it were not"
-        if set(after) & set("RV"):
+        if set(after) & {R, V}:
             return "it is split, and a result is as if it were not"
     elif after and len({*before, *after}) > 1:
         return f"what is made is {'/'.join(after)} of what is {'/'.join(before)}"

@@ -1,19 +1,9 @@
 """insert_collectives: make every move between shardings an op of the graph.
 
-| from -> to | forward                    | backward             |
-|---|---|---|
-| P -> R     | all_reduce                 | nothing              |
-| P -> S     | reduce_scatter             | all_gather           |
-| S -> S'    | all_to_all                 | all_to_all           |
-| S -> V     | all_gather                 | reduce_scatter       |
-| S -> R     | all_gather                 | shard                |
-| R -> S     | shard                      | all_gather           |
-| V -> S     | shard                      | nothing (zeros around) |
-| R -> V     | enter (nothing)            | all_reduce           |
-
-A value that is moved for one consumer is shared by all that want it so: its cotangents
-then add up locally before the one collective of the backward. What copies of a smaller
-value are made of is moved instead of them.
+What a move takes on each axis `passes.shard.resharding` says; here is decided which
+axis goes first. A value that is moved for one consumer is shared by all that want it
+so: its cotangents then add up locally before the one collective of the backward. What
+copies of a smaller value are made of is moved instead of them.
 """
 
 from __future__ import annotations
@@ -32,9 +22,10 @@ from passes.mesh import TIME
 from passes.plan import Plan
 from passes.shard.before_copies import VIEWS, before_view
 from passes.shard.check_states import check_states
-from passes.shard.emit_moves import MoveEmitter
+from passes.shard.emit_resharding import ReshardEmitter
 from passes.shard.join_moves import join_moves
 from passes.shard.propagate import Sharded
+from passes.shard.resharding import R, Step, V, transition
 from passes.shard.routed import COMBINE, DISPATCH, Ways
 from passes.shard.sharding import Sharding
 
@@ -101,7 +92,7 @@ def insert_collectives(sharded: Sharded) -> Lowered:
     ).verify()
 
 
-class _Lowering(MoveEmitter):
+class _Lowering(ReshardEmitter):
     def __init__(self, sharded: Sharded) -> None:
         super().__init__(sharded)
         self.plan = sharded.plan
@@ -155,25 +146,25 @@ class _Lowering(MoveEmitter):
             return early
         here = self.producer_where.get(v.name, where)
         v = self.resolve_pending(v, need, here)
-        have = self.shardings[v.name]
-        leaving = self.leaving(have, need)
-        for axis in reversed(self.order):
-            place, wanted = have.place(axis), need.place(axis)
-            if place is None or axis not in leaving:
-                continue
+        leaving = self.leaving(self.shardings[v.name], need)
+        for axis in (a for a in reversed(self.order) if a in leaving):
             self.refuse_on_time(axis, v, where)
-            if wanted and wanted != place and self.is_next(have, need, wanted, axis):
-                v = self.move(v, axis, place, wanted, where)
-            else:
-                # What is split again is used differently by each rank.
-                varying = axis in need.varying or wanted is not None
-                v = self.gather(v, axis, place, varying, where)
-            have = self.shardings[v.name]
+            v = self.reshard(v, axis, self.next_step(v, need, axis), where)
         for axis in self.order:
-            wanted = need.place(axis)
-            if wanted is not None and self.shardings[v.name].place(axis) is None:
-                v = self.shard(v, axis, wanted, where)
+            if need.place(axis) and self.shardings[v.name].place(axis) is None:
+                v = self.reshard(v, axis, self.next_step(v, need, axis), where)
         return self.enter(v, need, where)
+
+    def next_step(self, v: Value, need: Sharding, axis: str) -> Step:
+        """Returns the first step to what is needed on an axis. It splits where it must
+        if all that splits the place outside of the axis does so already."""
+        have, place = self.shardings[v.name], need.place(axis)
+        direct = True
+        if place is not None:
+            d, i = place
+            wanted = need.slots[d][i]
+            direct = have.slots[d][i] == wanted[: wanted.index(axis)]
+        return transition(have.state(axis), need.state(axis), direct)[0]
 
     def convert_before_copies(
         self, v: Value, need: Sharding, where: Where
@@ -230,14 +221,6 @@ class _Lowering(MoveEmitter):
                 found.update(axes[len(stay) :])
         return found
 
-    def is_next(
-        self, have: Sharding, need: Sharding, place: tuple[int, int], axis: str
-    ) -> bool:
-        """Whether all that splits the place outside of the axis does so already."""
-        d, i = place
-        wanted = need.slots[d][i]
-        return have.slots[d][i] == wanted[: wanted.index(axis)]
-
     def resolve_pending(self, v: Value, need: Sharding, where: Where) -> Value:
         """P -> S by reduce_scatter, P -> R by all_reduce, R -> P by division."""
         have = self.shardings[v.name]
@@ -247,12 +230,12 @@ class _Lowering(MoveEmitter):
             if op is None or need.pending_on(axis):
                 continue
             self.refuse_on_time(axis, v, where)
-            wanted = need.place(axis)
-            if op == "sum" and wanted and self.is_next(have, need, wanted, axis):
-                v = self.scatter(v, axis, wanted, where)
-                have = self.shardings[v.name]
-            else:
+            step = self.next_step(v, need, axis)
+            if step.to == R:
                 whole_axes.setdefault(op, []).append(axis)
+            else:
+                v = self.reshard(v, axis, step, where)
+                have = self.shardings[v.name]
         for op, axes in whole_axes.items():
             left = {a: o for a, o in have.pending if a not in axes}
             v = self.emit(
@@ -281,8 +264,8 @@ class _Lowering(MoveEmitter):
         have = self.shardings[v.name]
         if v.name not in self.differentiable:
             return v
-        axes = tuple(a for a in self.order if a in need.varying - have.varying)
-        axes = tuple(a for a in axes if have.place(a) is None)
+        both = ((a, have.state(a), need.state(a)) for a in self.order)
+        axes = tuple(a for a, *ends in both if ends == [R, V])
         if not axes:
             return v
         for axis in axes:

@@ -52,8 +52,8 @@ def _without_experts(sharded: Sharded) -> list[str]:
 def _unsplit(sharded: Sharded, axis: str) -> list[str]:
     """Where an axis splits no matrix product, or only the samples or positions of one:
     each of its ranks then holds all of the weights."""
-    wanted = sharded.plan.split.get(axis, ())
-    splits_weights = not all(d in TOKENS or ":" in d for d in wanted)
+    wanted = sharded.plan.preferences(axis)
+    splits_weights = not all(p.only or p.dim in TOKENS for p in wanted)
     whole: list[Node] = []
     by_token: dict[str, list[Node]] = {}
     count = 0

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from passes.dims.linearity import is_jointly_linear
 from passes.dims.name_dims import Factor, Named
-from passes.dims.notation import PENDING
 from passes.dims.origins import Origin, find_differentiable
 from passes.graph import Graph, Node, Value
 from passes.mesh import TIME
 from passes.plan import Plan
-from passes.shard.allowed import PASS, Allowed, Label
+from passes.shard.allowed import PASS, Allowed, Label, made_state, needed_state
 from passes.shard.hints import Pins, read_hints
 from passes.shard.labels import given_factor, read_labels
+from passes.shard.preference import RING, ROUTED, WEIGHTS, Preference
 from passes.shard.rest import find_casts, rest_as, varying_axes
 from passes.shard.ring import check_rings, ring_factor
 from passes.shard.routed import WEIGHT, route_of, routed_factor
@@ -105,9 +105,9 @@ class _Propagation:
         self.order = list(plan.axes)
         self.sizes = {axis: plan.size(axis) for axis in plan.axes}
         self.rank = {
-            axis: {name: i for i, name in enumerate(plan.split.get(axis, ()))}
+            axis: {wanted: i for i, wanted in enumerate(plan.preferences(axis))}
             for axis in plan.axes
-        }  # "dim" or "op:dim" -> order of preference
+        }  # order of preference
         flows = find_differentiable(named.graph, named.traced.trainable)
         self.allowed = Allowed(self.sizes, flows)
         self.given = read_labels(named, plan)
@@ -211,21 +211,16 @@ class _Propagation:
     ) -> Factor | None:
         order, op = self.rank[axis], node.op.split(".")[1]
         choices = [
-            (name, f)
-            for f in factors
-            for name in (f.dim.name, f"{op}:{f.dim.name}", f"weights:{f.dim.name}")
+            *((only, f) for f in factors for only in ("", op, WEIGHTS)),
+            (RING, ring_factor(node, factors, self.allowed.differentiable)),
+            (ROUTED, routed_factor(node, factors)),
         ]
-        if (
-            ring := ring_factor(node, factors, self.allowed.differentiable)
-        ) is not None:
-            choices.append((f"ring:{ring.dim.name}", ring))
-        if (routed := routed_factor(node, factors)) is not None:
-            choices.append((f"routed:{routed.dim.name}", routed))
         ranked = [
-            (order[name], f)
-            for name, f in choices
-            if name in order
-            and (not name.startswith("weights:") or self.meets(axis, f, node))
+            (order[wanted], f)
+            for only, f in choices
+            if f is not None
+            and (wanted := Preference(f.dim.name, only)) in order
+            and (only != WEIGHTS or self.meets(axis, f, node))
             and self.allowed.may_split(f, node)
             and self.allowed.divides(axis, f.dim, labels)
         ]
@@ -251,19 +246,10 @@ class _Propagation:
     def made(
         self, v: Value, which: int, labels: Mapping[str, Label], route: Route | None
     ) -> Sharding:
-        state = Sharding.whole(self.named.dims[v.name])
-        pending: dict[str, str] = {}
+        lies = Sharding.whole(self.named.dims[v.name])
         for axis in self.order:
-            label = labels[axis]
-            if label == PASS:
-                pending[axis] = "sum"
-            elif isinstance(label, Factor):
-                places = [(d, i) for out, d, i in label.outs if out == which]
-                if places:
-                    state = state.with_split(places[0], axis, self.order)
-                elif label.role in PENDING:
-                    pending[axis] = PENDING[label.role]
-        return _with_rows(state.with_pending(pending), route)
+            lies = lies.with_state(axis, made_state(labels[axis], which), self.order)
+        return _with_rows(lies, route)
 
     def needed(
         self,
@@ -274,23 +260,10 @@ class _Propagation:
         route: Route | None,
     ) -> Sharding:
         state = Sharding.whole(self.named.dims[v.name])
-        pending, varying = {}, set()
         for axis in self.order:
-            label = labels[axis]
-            if label == PASS:
-                joint = node.op == "aten.add.Tensor"
-                joint |= axis == TIME and is_jointly_linear(node)
-                if joint or self.states[v.name].pending_on(axis):
-                    pending[axis] = "sum"
-                else:
-                    varying.add(axis)
-            elif isinstance(label, Factor):
-                places = [(d, i) for op, d, i in label.operands if op == which]
-                if places:
-                    state = state.with_split(places[0], axis, self.order)
-                else:
-                    varying.add(axis)
-        state = state.with_pending(pending).with_varying(varying)
+            need = needed_state(node, which, axis, labels[axis])
+            own = need.of(self.states[v.name].state(axis))
+            state = state.with_state(axis, own, self.order)
         if self.named.origins[v.name] is Origin.INPUT and v.name not in self.ahead:
             have = self.states[v.name]
             lacks = [a for a in self.order if have.place(a) != state.place(a)]

@@ -27,6 +27,7 @@ from passes.dims.name_dims import Dims
 from passes.graph import Graph, Node, Value
 from passes.mesh import TIME
 from passes.plan import Plan
+from passes.shard.resharding import R, V
 from passes.shard.sharding import Sharding
 
 GATHER = "comm.all_gather"
@@ -97,10 +98,9 @@ def varying_axes(
     return frozenset(
         axis
         for axis in axes
-        if state.place(axis) is None
-        and not state.pending_on(axis)
+        if state.state(axis) in (R, V)
         and uses
-        and all(use.is_partial(axis) for use in uses)
+        and all(use.state(axis) != R for use in uses)
     )
 
 

@@ -18,6 +18,7 @@ from passes.dims.name_dims import Factor
 from passes.errors import ShardingConflict
 from passes.graph import Graph, Node
 from passes.plan import Plan
+from passes.shard.preference import RING
 
 ATTENTION = "comm.attention"
 BACKWARD = "comm.attention_backward"
@@ -54,7 +55,7 @@ def check_rings(
     wanted = [
         axis
         for axis in plan.axes
-        if any(name.startswith("ring:") for name in plan.split.get(axis, ()))
+        if any(wanted.only == RING for wanted in plan.preferences(axis))
     ]
     for axis in wanted:
         count = 0

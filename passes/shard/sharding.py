@@ -16,6 +16,7 @@ from math import prod
 
 from passes.dims.name_dims import Dims
 from passes.mesh import balanced
+from passes.shard.resharding import MAX, P, R, State, V
 
 Slots = tuple[tuple[tuple[str, ...], ...], ...]
 
@@ -56,10 +57,21 @@ class Sharding:
     def pending_on(self, axis: str) -> str | None:
         return dict(self.pending).get(axis)
 
-    def is_partial(self, axis: str) -> bool:
-        """Whether what is used so gets only part of its gradient on each rank."""
-        split = self.place(axis) is not None
-        return split or axis in self.varying or self.pending_on(axis) is not None
+    def state(self, axis: str) -> State:
+        """Returns how the value is on one axis."""
+        place, pending = self.place(axis), self.pending_on(axis)
+        if place is not None or pending:
+            return place or (P if pending == "sum" else MAX)
+        return V if axis in self.varying else R
+
+    def with_state(self, axis: str, state: State, order: list[str]) -> Sharding:
+        """Returns the same with another state on an axis on which it is R."""
+        if isinstance(state, tuple):
+            return self.with_split(state, axis, order)
+        if state in (P, MAX):
+            pending = {**dict(self.pending), axis: "sum" if state == P else "max"}
+            return self.with_pending(pending)
+        return self.with_varying(self.varying | {axis}) if state == V else self
 
     def with_split(
         self, place: tuple[int, int], axis: str, order: list[str]

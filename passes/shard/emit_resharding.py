@@ -1,4 +1,4 @@
-"""The nodes that move a value from one sharding to another: one for each axis.
+"""The nodes of steps from one sharding to another: see `passes.shard.resharding`.
 
 A factor of a dim is moved as a dim of its own, with views around the collective.
 """
@@ -12,11 +12,12 @@ from passes.dims.name_dims import Dim, Dims
 from passes.dims.origins import find_differentiable
 from passes.graph import Builder, Value, Where
 from passes.shard.propagate import Sharded
+from passes.shard.resharding import Step, V
 from passes.shard.sharding import Sharding
 
 
-class MoveEmitter:
-    """Appends moves to a graph that is built, each once for all that want it."""
+class ReshardEmitter:
+    """Appends steps to a graph that is built, each once for all that want it."""
 
     def __init__(self, sharded: Sharded) -> None:
         self.order = list(sharded.plan.axes)
@@ -30,6 +31,17 @@ class MoveEmitter:
         self.producer_where: dict[str, Where] = {}
         self.moved: dict[tuple[Any, ...], Value] = {}
         self.reshaped: dict[str, Value] = {}
+
+    def reshard(self, v: Value, axis: str, step: Step, where: Where) -> Value:
+        """Take a step that ends in a split or begins at one."""
+        place, to = self.shardings[v.name].place(axis), step.to
+        if isinstance(to, tuple):
+            if place is not None:
+                return self.move(v, axis, place, to, where)
+            take = self.scatter if step.op == "reduce_scatter" else self.shard
+            return take(v, axis, to, where)
+        assert place is not None, f"{step} of what is not split on '{axis}'"
+        return self.gather(v, axis, place, to == V, where)
 
     def gather(
         self, v: Value, axis: str, place: tuple[int, int], varying: bool, where: Where
