@@ -38,13 +38,14 @@ from passes.cost import Costs
 from passes.dims.name_dims import name_dims
 from passes.dims.origins import Origin
 from passes.pipeline import compile_program
-from passes.plan import Plan, PlanError
+from passes.plan import CONTEXT_PARALLEL, SPLIT, Plan, PlanError
 from passes.price.price_layers import price_layers
 from passes.search.label_axes import Axis, LabelsDoNotFit, Runs
 from passes.search.label_costs import LabelCosts
 from passes.search.search_labels import search_labels
 from passes.shard.allowed import PASS
-from passes.shard.labels import fold, label_text, name_ops
+from passes.shard.labels import OpName, fold, label_text, name_ops
+from passes.shard.preference import Preference
 from passes.shard.propagate import propagate
 
 # --- What labels cost ----------------------------------------------------------------
@@ -57,7 +58,7 @@ def drawn(costs: LabelCosts, seed: int) -> dict[str, str | None]:
     for i, node in enumerate(costs.nodes):
         if costs.named.origins[node.results[0].name] & Origin.PARAM:
             choice = draw.choice([c for c in costs.choices[i] if c.label != PASS])
-            found[names[i]] = label_text(costs.named.factors[i], choice.label)
+            found[str(names[i])] = label_text(costs.named.factors[i], choice.label)
     return found
 
 
@@ -276,7 +277,7 @@ def test_the_command_line(tmp_path, capsys) -> None:
 def test_layers_alike_are_written_once() -> None:
     labels = {"h.0.up:linear": "ffn", "h.1.up:linear": "ffn", "h.2.up:linear": None,
               "head:linear": "vocab"}  # fmt: skip
-    assert fold(labels) == {
+    assert fold({OpName.parse(text): label for text, label in labels.items()}) == {
         "h.*.up:linear": "ffn", "h.2.up:linear": None, "head:linear": "vocab",
     }  # fmt: skip
 
@@ -301,3 +302,16 @@ def test_labels_that_cannot_be_read(labels: Any) -> None:
     data = {**json.loads(tp(2).to_json()), "labels": labels}
     with pytest.raises(PlanError, match="'labels' in the plan"):
         Plan.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("text", ["blocks.3.mlp.up:linear", "blocks.*:add.1", ":sum"])
+def test_names_of_ops_parse_as_they_print(text: str) -> None:
+    assert str(OpName.parse(text)) == text
+
+
+@pytest.mark.parametrize("axis", SPLIT)
+def test_preferences_parse_as_they_print(axis: str) -> None:
+    texts = (*SPLIT[axis], *CONTEXT_PARALLEL["ring"], *CONTEXT_PARALLEL["ulysses"])
+    preferences = [Preference.parse(text) for text in texts]
+    assert tuple(map(str, preferences)) == texts
+    assert {":" in text for text in texts} == {bool(p.only) for p in preferences}

@@ -27,7 +27,7 @@ from passes.search.label_costs import Amounts, Choice, LabelCosts
 from passes.search.search_labels import Block, Chosen, Table, owns, search_labels
 from passes.search.value_costs import Setting
 from passes.shard.insert_collectives import insert_collectives
-from passes.shard.labels import at_layer, fold, label_text, name_ops, starred
+from passes.shard.labels import OpName, fold, label_text, name_ops
 from passes.shard.preference import RING
 from passes.shard.propagate import propagate
 from passes.stage.differentiate import differentiate
@@ -147,7 +147,7 @@ class Axis:
         spans = [{run[i] for i in a.nodes} - {None} for a in self.costs.tables]
         if max((r for r in run if r is not None), default=0) != 2:
             return None  # the graph has all of its layers
-        met: list[set[str]] = [set(), set()]  # next runs, as names in the first
+        met: list[set[OpName]] = [set(), set()]  # next runs, as names in the first
         for amounts, span in zip(self.costs.tables, spans, strict=True):
             if {0, 2} <= span:
                 raise PlanError(
@@ -171,13 +171,13 @@ class Axis:
             self.runs.total - 2,
         )
 
-    def shifted(self, name: str, runs: int) -> str:
+    def shifted(self, name: OpName, runs: int) -> OpName:
         """The op's name so many runs later, if it is in one."""
         assert self.runs is not None
-        number = self.runs.number(name.partition(":")[0])
+        number = self.runs.number(name.module)
         if number is None:
             return name
-        return at_layer(name, number + runs * self.runs.period)
+        return name.in_layer(number + runs * self.runs.period)
 
     # --- the answer -----------------------------------------------------------------
 
@@ -198,20 +198,20 @@ class Axis:
                 labels |= {
                     self.shifted(n, k): t for n, t in texts.items() if n in inside
                 }
+            late = self.runs.total - 3  # how much later the third run is
             labels |= {
-                self.shifted(n, self.runs.total - 3) if self._run(n) == 2 else n: t
+                self.shifted(n, late * (self.runs.of(n.module) == 2)): t
                 for n, t in self._texts(chosen.choices).items()
                 if n not in inside
             }
-        place = {starred(name): i for i, name in reversed([*enumerate(self.names)])}
-        folded = fold(dict(sorted(labels.items(), key=lambda x: place[starred(x[0])])))
-        return Labelling(folded, of_graph, *totals.tolist())
+        rows = reversed([*enumerate(self.names)])
+        place = {name.in_layer("*"): i for i, name in rows}
+        order = sorted(labels, key=lambda name: place[name.in_layer("*")])
+        folded = fold({name: labels[name] for name in order})
+        texts_of_graph = {str(name): text for name, text in of_graph.items()}
+        return Labelling(folded, texts_of_graph, *totals.tolist())
 
-    def _run(self, name: str) -> int | None:
-        assert self.runs is not None
-        return self.runs.of(name.partition(":")[0])
-
-    def _texts(self, choices: Mapping[int, int]) -> dict[str, str | None]:
+    def _texts(self, choices: Mapping[int, int]) -> dict[OpName, str | None]:
         """Returns the labels of the ops for which these are a decision."""
         found = {}
         for i, spot in choices.items():

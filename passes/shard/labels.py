@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from passes.dims.name_dims import Factor, Named
 from passes.dims.origins import Origin
@@ -24,27 +24,36 @@ from passes.shard.allowed import Allowed, Label
 UNNAMED = re.compile(r"d\d+")
 
 
-def name_ops(graph: Graph) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class OpName:
+    """`blocks.3.mlp:add.1`: the second add of a module."""
+
+    module: str
+    op: str
+
+    @classmethod
+    def parse(cls, text: str) -> OpName:
+        module, _, op = text.partition(":")
+        return cls(module, op)
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.op}"
+
+    def in_layer(self, layer: int | str) -> OpName:
+        """The op's name in another layer, or in any: `*`."""
+        return replace(self, module=LAYER.sub(str(layer), self.module, count=1))
+
+
+def name_ops(graph: Graph) -> tuple[OpName, ...]:
     """A name for each node, which does not depend on how deep the model is."""
-    count: Counter[str] = Counter()
+    count: Counter[OpName] = Counter()
     names = []
     for node in graph.nodes:
-        name = f"{node.where.module}:{short(node.op)}"
-        names.append(f"{name}.{count[name]}" if count[name] else name)
+        name = OpName(node.where.module, short(node.op))
+        number = count[name]
+        names.append(replace(name, op=f"{name.op}.{number}") if number else name)
         count[name] += 1
     return tuple(names)
-
-
-def starred(name: str) -> str:
-    """`blocks.*.mlp.up:linear` of `blocks.3.mlp.up:linear`."""
-    module, colon, op = name.partition(":")
-    return LAYER.sub("*", module, count=1) + colon + op
-
-
-def at_layer(name: str, layer: int) -> str:
-    """The op's name in another layer."""
-    module, colon, op = name.partition(":")
-    return LAYER.sub(str(layer), module, count=1) + colon + op
 
 
 def label_text(factors: tuple[Factor, ...], label: Label) -> str | None:
@@ -84,20 +93,22 @@ def read_labels(named: Named, plan: Plan) -> dict[tuple[str, str], Given]:
     found: dict[tuple[str, str], Given] = {}
     names = name_ops(named.graph) if plan.labels else ()
     for axis, wanted in plan.labels.items():
+        texts = {OpName.parse(text): text for text in wanted}
         used = set()
         for name, node in zip(names, named.graph.nodes, strict=True):
             first = node.results[0].name
             if not named.origins[first] & Origin.PARAM:
                 continue
-            own = name if name in wanted else starred(name)
-            if own in wanted:
+            own = texts.get(name) or texts.get(name.in_layer("*"))
+            if own is not None:
                 used.add(own)
                 found[first, axis] = Given(own, wanted[own])
         if unused := sorted(set(wanted) - used):
+            like = names[-1].in_layer("*")
             raise PlanError(
                 f"labels of '{axis}' name {unused[0]!r}, but no op that reads "
                 "parameters or what is made of them has this name",
-                fix=f"names look like {starred(names[-1])!r}; drop this label",
+                fix=f"names look like '{like}'; drop this label",
             )
     return found
 
@@ -126,14 +137,14 @@ def given_factor(
     return options[texts.index(given.text)]
 
 
-def fold(labels: Mapping[str, str | None]) -> dict[str, str | None]:
+def fold(labels: Mapping[OpName, str | None]) -> dict[str, str | None]:
     """The same with `*` for what most layers do, and the others by their names."""
-    rows: dict[str, list[str]] = {}
+    rows: dict[OpName, list[OpName]] = {}
     for name in labels:
-        rows.setdefault(starred(name), []).append(name)
+        rows.setdefault(name.in_layer("*"), []).append(name)
     found: dict[str, str | None] = {}
     for star, names in rows.items():
         most, _ = Counter(labels[name] for name in names).most_common(1)[0]
-        found[star] = most
-        found.update((n, labels[n]) for n in names if labels[n] != most)
+        found[str(star)] = most
+        found.update((str(n), labels[n]) for n in names if labels[n] != most)
     return found
