@@ -1,75 +1,202 @@
-"""The options of `compile`, and the plan that they stand for."""
+"""The options of `compile`, and the plan that they stand for.
+
+`Options` says each once: `compile` takes them as keywords, `commands.arguments` offers
+them as flags, `planner.request` reads what a search may decide.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_type_hints
 
 from autopar.machine.cluster_file import number
 from passes.mesh import Mesh, MeshError
-from passes.plan import AUTO, CONTEXT_PARALLEL, SPLIT, Plan, PlanError
+from passes.plan import (
+    AUTO,
+    BACKENDS,
+    CONTEXT_PARALLEL,
+    PRECISION,
+    RECOMPUTE,
+    SPLIT,
+    Plan,
+    PlanError,
+)
 from passes.price.cluster import ClusterError
 from passes.program import Program
 from passes.ranges import RANGES, check_range, shown
+from passes.schedule.make_schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing from Python 3.11 on
 
-
 LAYOUTS = ("zigzag", "contiguous")
+# A planner searches for an option, holds it for all plans, or refuses it.
+SEARCHED, OF_ALL, UNPRICED = "searched", "of all", "unpriced"
+
+
+@dataclass(frozen=True)
+class Option:
+    """A keyword of `compile` and a flag of the command line.
+
+    planner: SEARCHED, OF_ALL or UNPRICED. usual: the value that it has if it is left
+    out, where a `Plan` has no field of that name. auto: whether "auto" is a choice too.
+    """
+
+    help: str
+    planner: str
+    choices: tuple[str, ...] = ()
+    auto: bool = False
+    usual: Any = None
+    metavar: str | None = None
 
 
 class Options(TypedDict, total=False):
     """What `compile` takes beside a mesh; what is left out is as a `Plan` has it.
 
-    microbatches: parts of the batch, run one after another; the result does not change.
-    schedule, stages_per_rank: of the pipeline, see `passes.schedule.make_schedule`;
-    "auto" makes one for the measured seconds of the stages, within `memory`.
-    sequence_parallel: split what tp leaves whole along the sequence; True if not given.
-    context_parallel: how attention works on an axis cp, which splits the sequence:
-    "gather": ranks gather all keys and values; "ring": these are passed round, and no
-    rank ever holds all; "ulysses": ranks exchange rows for heads.
-    cp_layout: the rows of a rank of cp: "zigzag", some from the front and as many from
-    the back, so that a causal mask gives all ranks the same work; or "contiguous". If
-    not given: zigzag, but for "ulysses", where ranks see all rows, and where a hint
-    splits a parameter on cp, which zigzag leaves whole.
-    recompute: "full" keeps of each layer its input alone from forward to backward,
-    "selective" leaves out spelled-out attention scores; see `passes.stage.recompute`.
-    "auto" chooses for each layer what takes the least time and fits into `memory`.
-    memory: what a rank may use, in bytes or as "16GiB"; a plan that needs more is
-    refused.
-    zero: with 1, 2 or 3 each data parallel rank keeps only a share of the parameters,
-    their gradients and the optimizer's state between steps; with 2 of gradients during
-    a step too, with 3 of everything at any time (FSDP); see `passes.shard.rest`. On a
-    mesh "dp=2,fsdp=4" ranks share along fsdp, and dp replicates the shares.
-    offload: what an optimizer updates and keeps lies on the CPU; see
-    `autopar.runtime.parameters.offload`.
-    precision: "bf16" or "fp16" is what `with torch.autocast` would be around the model,
-    its parameters staying as they are; see `passes.capture.lower_precision`.
-    tf32: let GPUs multiply what is float32 by their TF32 tensor cores, with 10 bits of
-    mantissa; torch's settings are put back after each step.
-    backend: "inductor" runs what is between two collectives as compiled code, "eager"
-    as Python; "auto", if not given: what `autopar profile MODEL` measured to be faster
-    here; if it did not, on a GPU compiled, if triton is installed, on a CPU as Python.
-    hints: `{"*.mlp.fc.weight": "ffn/tp"}`, see `passes.shard.hints`.
+    See `passes.schedule.make_schedule`, `passes.stage.recompute`, `passes.shard.rest`
+    (ZeRO), `passes.capture.lower_precision`, `autopar.runtime.parameters.offload` and
+    `passes.shard.hints`.
     """
 
-    microbatches: int
-    schedule: str
-    stages_per_rank: int
-    sequence_parallel: bool
-    context_parallel: str
-    cp_layout: str | None
-    recompute: str
-    memory: int | str
-    zero: int
-    offload: bool
-    precision: str
-    tf32: bool
-    backend: str
-    hints: Mapping[str, str] | None
+    microbatches: Annotated[
+        int,
+        Option(
+            "parts of the batch, run one after another; the result does not change",
+            SEARCHED,
+            metavar="N",
+        ),
+    ]
+    schedule: Annotated[
+        str,
+        Option(
+            "of the pipeline; auto makes one for the measured seconds of the stages, "
+            "within --memory",
+            SEARCHED,
+            tuple(SCHEDULES),
+            auto=True,
+        ),
+    ]
+    stages_per_rank: Annotated[
+        int, Option("pipeline stages that a rank runs", SEARCHED, metavar="N")
+    ]
+    sequence_parallel: Annotated[
+        bool,
+        Option("split what tp leaves whole along the sequence", OF_ALL, usual=True),
+    ]
+    context_parallel: Annotated[
+        str,
+        Option(
+            "how attention works on an axis cp, which splits the sequence: ranks "
+            "gather all keys and values; or these are passed round a ring, and no rank "
+            "ever holds all; or (ulysses) ranks exchange rows for heads",
+            SEARCHED,
+            tuple(CONTEXT_PARALLEL),
+            usual="gather",
+        ),
+    ]
+    cp_layout: Annotated[
+        str | None,
+        Option(
+            "the rows of a rank of cp: zigzag, some from the front and as many from "
+            "the back, so that a causal mask gives all ranks the same work; or "
+            "contiguous (default: zigzag, but for ulysses, where ranks see all rows, "
+            "and where a parameter is split on cp, which zigzag leaves whole)",
+            UNPRICED,
+            LAYOUTS,
+        ),
+    ]
+    recompute: Annotated[
+        str,
+        Option(
+            "full keeps of each layer its input alone from forward to backward, "
+            "selective leaves out spelled-out attention scores; auto chooses for each "
+            "layer what takes the least time and fits into --memory",
+            SEARCHED,
+            RECOMPUTE,
+            auto=True,
+        ),
+    ]
+    memory: Annotated[
+        int | str,
+        Option(
+            "what a rank may use, as 16GiB; a plan that needs more is refused; 0: no "
+            "limit",
+            OF_ALL,
+            metavar="SIZE",
+        ),
+    ]
+    zero: Annotated[
+        int,
+        Option(
+            "with 1, 2 or 3 each data parallel rank keeps only a share of the "
+            "parameters, their gradients and the optimizer's state between steps; with "
+            "2 of gradients during a step too, with 3 of everything at any time "
+            "(FSDP). On a mesh dp=2,fsdp=4 ranks share along fsdp, and dp replicates "
+            "the shares",
+            SEARCHED,
+            metavar="0..3",
+        ),
+    ]
+    offload: Annotated[
+        bool,
+        Option("what an optimizer updates and keeps lies on the CPU", UNPRICED),
+    ]
+    precision: Annotated[
+        str,
+        Option(
+            "bf16 and fp16 are what torch.autocast would be around the model, its "
+            "parameters staying as they are",
+            OF_ALL,
+            tuple(PRECISION),
+        ),
+    ]
+    tf32: Annotated[
+        bool,
+        Option(
+            "GPUs multiply float32 by TF32 tensor cores, with 10 bits of mantissa; "
+            "torch's settings are put back after each step",
+            OF_ALL,
+        ),
+    ]
+    backend: Annotated[
+        str,
+        Option(
+            "what runs functions: inductor compiles what is between two collectives, "
+            "eager is Python; auto is what `autopar profile MODEL` measured to be "
+            "faster here; if it did not, inductor on a GPU that has triton, else eager",
+            OF_ALL,
+            BACKENDS,
+            auto=True,
+        ),
+    ]
+    hints: Annotated[
+        Mapping[str, str] | None,
+        Option(
+            "what splits a parameter, as '*.mlp.fc.weight=ffn/tp'",
+            UNPRICED,
+            metavar="PATTERN=DIM/AXIS",
+        ),
+    ]
+
+
+OPTIONS: Mapping[str, Option] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(Options, include_extras=True).items()
+}
+_PLAN = {f.name: f.default for f in fields(Plan) if f.default is not MISSING}
+
+
+def usual(name: str) -> Any:
+    """The value of an option that is left out."""
+    return _PLAN.get(name, OPTIONS[name].usual)
+
+
+def options_of(planner: str) -> tuple[str, ...]:
+    """The options with which a planner does this."""
+    return tuple(name for name, one in OPTIONS.items() if one.planner == planner)
 
 
 def check_arguments(
@@ -99,20 +226,20 @@ def check_arguments(
 
 def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
     """The decisions that options stand for. Raises PlanError, MeshError."""
-    if unknown := sorted(set(options) - set(Options.__annotations__)):
+    if unknown := sorted(set(options) - set(OPTIONS)):
         raise PlanError(
             f"there is no option {unknown[0]!r}",
-            fix=f"the options are {', '.join(Options.__annotations__)}",
+            fix=f"the options are {', '.join(OPTIONS)}",
         )
     decisions: dict[str, Any] = dict(options)
-    for name in ("offload", "sequence_parallel", "tf32"):
-        if not isinstance(decisions.get(name, True), bool):
+    for name in decisions:
+        if isinstance(usual(name), bool) and not isinstance(decisions[name], bool):
             raise PlanError(f"{name}={shown(decisions[name])}", fix="use True or False")
     split = dict(SPLIT)
-    if not decisions.pop("sequence_parallel", True):
+    if not decisions.pop("sequence_parallel", usual("sequence_parallel")):
         for axis in ("tp", "qp"):
             split[axis] = tuple(d for d in split[axis] if d != "seq")
-    context_parallel = decisions.pop("context_parallel", "gather")
+    context_parallel = decisions.pop("context_parallel", usual("context_parallel"))
     if context_parallel not in tuple(CONTEXT_PARALLEL):
         raise PlanError(
             f"context_parallel={context_parallel!r}",
@@ -129,8 +256,8 @@ def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
     only_cp_shares = decisions.get("zero") and not any(
         where.axis_size(axis) > 1 for axis in ("dp", "fsdp", "ep")
     )
-    usual = by_rows and not hinted and not only_cp_shares
-    decisions["zigzag"] = _zigzag(context_parallel, layout, usual)
+    balances = by_rows and not hinted and not only_cp_shares
+    decisions["zigzag"] = _zigzag(context_parallel, layout, balances)
     return Plan(where, split=split, **decisions)
 
 
@@ -145,8 +272,10 @@ def _hints(given: Any) -> dict[str, str]:
     return dict(given)
 
 
-def _zigzag(context_parallel: str, layout: str | None, usual: bool) -> tuple[str, ...]:
-    """The axes in zigzag: cp, if that is asked for, or `usual` and nothing is."""
+def _zigzag(
+    context_parallel: str, layout: str | None, balances: bool
+) -> tuple[str, ...]:
+    """The axes in zigzag: cp, if asked for, or if it `balances` and nothing is."""
     if layout not in (None, *LAYOUTS):
         raise PlanError(
             f"cp_layout={layout!r}", fix=f"use one of {', '.join(map(repr, LAYOUTS))}"
@@ -157,7 +286,7 @@ def _zigzag(context_parallel: str, layout: str | None, usual: bool) -> tuple[str
             "where every rank sees all rows",
             fix="leave cp_layout out",
         )
-    return ("cp",) if layout == "zigzag" or (usual and layout is None) else ()
+    return ("cp",) if layout == "zigzag" or (balances and layout is None) else ()
 
 
 def read_bytes(size: int | str) -> int:

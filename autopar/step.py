@@ -30,6 +30,7 @@ from autopar.runtime.execute.rehearse import rehearse
 from autopar.runtime.launch.join import await_here, default_device, join, read_device
 from autopar.runtime.parameters.initialize import local_state
 from passes.plan import AUTO, Plan, PlanError
+from passes.price.cluster import Cluster
 from passes.program import Program
 
 if TYPE_CHECKING:
@@ -42,8 +43,9 @@ UNPROVED = "nobody proved that this plan computes what the model does (prove=Fal
 
 def compile(
     model: nn.Module,
-    mesh: Any,
+    mesh: Any = None,
     *,
+    devices: Cluster | str | int | None = None,
     loss_fn: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
     example_inputs: Mapping[str, Any] | None = None,
     plan: Plan | str | None = None,
@@ -59,10 +61,11 @@ def compile(
 
     model: returns its loss, `(logits, loss)` or an output with `.loss`; or give
     `loss_fn(output, batch)`. Weights on `meta` are made by the modules' initialisers.
-    mesh: a `torch.distributed.DeviceMesh` with named dims, or text as `"pp=2,tp=2"`. Or
-    a number of devices, or a `Cluster` of them (`"8xA100-80GB"`), or sizes of axes that
-    may mean anything, as (4, 2): the planner finds the plan that is best for the first
-    batch. What options decide stays decided.
+    mesh: a `torch.distributed.DeviceMesh` with named dims, or text as `"pp=2,tp=2"`; or
+    sizes of axes that may mean anything, as (4, 2); or what `devices` may be.
+    devices: how many of this machine's, or a `Cluster` of them (`"8xA100-80GB"`): the
+    planner finds the plan that is best for the first batch. What mesh and options
+    decide stays decided.
     example_inputs: a batch to compile with now; else the first call compiles.
     plan, program: decisions or a whole program made before, instead of the options.
     plan="auto": the planner decides what mesh and options leave open.
@@ -81,7 +84,8 @@ def compile(
         plan = program.plan
     decided: Plan | Asked
     if plan is None or isinstance(plan, str):
-        decided = wanted(mesh, options, auto=plan == AUTO) or make_plan(mesh, **options)
+        request = wanted(mesh, options, plan == AUTO, devices)
+        decided = request or make_plan(mesh, **options)
     elif options:
         raise PlanError(
             f"the plan is given, and so is {next(iter(options))}=",

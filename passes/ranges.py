@@ -56,7 +56,6 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "zero": Range(0, 3),
         "memory": Range(0, 1 << 60),  # bytes
         # of batches
-        "batch": Range(1, 1 << 24),
         "global_batch": Range(1, 1 << 24),
         "samples": Range(1, 1 << 24),
         "seq": Range(1, 1 << 24),

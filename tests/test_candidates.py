@@ -249,6 +249,20 @@ def test_wrong_sizes_are_refused(text: str) -> None:
         read_shape(text)
 
 
+def test_devices_are_given_apart_from_the_mesh_or_in_its_place() -> None:
+    for devices in (8, "8xA100-80GB", cluster_of("8xA100-80GB")):
+        alone, named = wanted(devices, {}), wanted(None, {}, devices=devices)
+        assert alone == named and named and named.cluster.devices == 8
+        part = wanted("tp=2", {}, devices=devices)
+        assert part and str(part.mesh) == "tp=2" and part.cluster == named.cluster
+        sizes = wanted((4, 2), {}, devices=devices)
+        assert sizes and sizes.shape == (4, 2) and sizes.mesh is None
+    with pytest.raises(MeshError, match="a mesh of 0 devices"):
+        wanted(None, {}, devices=0)
+    with pytest.raises(MeshError, match="a mesh is text or a DeviceMesh"):
+        wanted(None, {}, auto=True)
+
+
 def test_what_is_left_to_the_planner() -> None:
     assert wanted("pp=2,tp=2", {"zero": 1}) is None
     assert wanted("x=4,y=2", {}) is None  # and is an unknown axis then

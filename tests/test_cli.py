@@ -222,10 +222,14 @@ def test_a_batch_too_big_to_compare_is_proved_small(
     plan: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = load_plan(plan).program
-    monkeypatch.setattr("autopar.cli.host_memory", lambda: room_needed(program))
+    monkeypatch.setattr(
+        "autopar.commands.verify.host_memory", lambda: room_needed(program)
+    )
     assert main(["verify", plan]) == 0
     assert "PASSED" in out(capsys)
-    monkeypatch.setattr("autopar.cli.host_memory", lambda: room_needed(program) - 1)
+    monkeypatch.setattr(
+        "autopar.commands.verify.host_memory", lambda: room_needed(program) - 1
+    )
     assert main(["verify", plan]) == 0
     assert "proved on all 4 ranks" in out(capsys)
 

@@ -25,6 +25,7 @@ from processes import ENVIRONMENT
 import autopar.cli
 from autopar.cli import main, parser
 from autopar.models.load import LoadedModel
+from autopar.options import OPTIONS, usual
 from autopar.store import save_plan
 from passes.errors import AutoparError
 from passes.ranges import RANGES
@@ -55,9 +56,9 @@ LINES = {
 }
 INSTEAD_OF = {"--cluster": "--devices", "--plan": "--mesh", "--ranks": "--show"}
 LONG_WORK = (
-    *("commands.cli_compile.compile_offline", "commands.cli_plan.sketch"),
-    *("commands.cli_profile.launch", "commands.cli_profile.measure_here"),
-    *("commands.demo.load_model", "cli.verify", "training.run.train"),
+    *("commands.compile.compile_offline", "commands.plan.sketch"),
+    *("commands.profile.launch", "commands.profile.measure_here"),
+    *("commands.demo.load_model", "commands.verify.verify", "training.run.train"),
 )
 
 
@@ -107,7 +108,7 @@ def place(
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(autopar.cli, "parser", cache(parser))
-    for name in ("cli_compile", "cli_plan"):
+    for name in ("compile", "plan"):
         monkeypatch.setattr(f"autopar.commands.{name}.load_model", loaded)
     before = signal.signal(signal.SIGALRM, too_late)
     yield tmp_path
@@ -190,6 +191,28 @@ def test_an_odd_value_is_refused_or_works(command: str, place: Path) -> None:
 
 def test_every_command_has_a_line() -> None:
     assert set(LINES) == set(commands())
+
+
+@pytest.mark.parametrize("command", LINES)
+def test_a_flag_says_what_holds_without_it(command: str) -> None:
+    parser = commands()[command]
+    for action in parser._actions:
+        told = parser._get_formatter()._expand_help(action)
+        assert told, action
+        if action.option_strings and not action.required and action.dest != "help":
+            assert "default: " in told, action
+            usual = action.default
+            if isinstance(usual, str | int | float) and not isinstance(usual, bool):
+                assert f"default: {usual})" in told
+
+
+def test_the_flags_of_compile_are_the_options_of_the_call() -> None:
+    """With the same values where they are left out, but for microbatches."""
+    asked = parser().parse_args(["compile", "m", "--mesh", "dp=2"])
+    assert asked.microbatches is None
+    for name in set(OPTIONS) - {"microbatches", "hints"}:
+        assert getattr(asked, name) == usual(name), name
+    assert asked.hints == [] and not usual("hints")
 
 
 def test_a_number_is_refused_with_its_range(place: Path) -> None:

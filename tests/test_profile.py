@@ -14,7 +14,7 @@ from plans import model_file
 from processes import run_ranks
 
 from autopar.cli import main, parser
-from autopar.commands.cli_profile import launches
+from autopar.commands.profile import launches
 from autopar.machine.backend import resolve_backend
 from autopar.machine.machine import busy, cores, machine_text
 from autopar.machine.measured_cluster import measured_cluster, named_cluster
@@ -251,9 +251,7 @@ def test_as_many_ranks_compute_at_once_as_there_are_cores(monkeypatch) -> None:
 
 
 def test_ops_are_measured_for_each_number_that_computes_at_once(monkeypatch) -> None:
-    monkeypatch.setattr(
-        "autopar.commands.cli_profile.busy", lambda ranks: min(ranks, 2)
-    )
+    monkeypatch.setattr("autopar.commands.profile.busy", lambda ranks: min(ranks, 2))
     asked = parser().parse_args(["profile", "m.py:f", "--ranks", "4,1,2"])
     assert launches(asked) == [(1, "m.py:f"), (2, ""), (4, "m.py:f")]
 

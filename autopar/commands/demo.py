@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from autopar.commands.arguments import number, path
 from autopar.compiler import compile_offline
 from autopar.models.load import load_model
 from autopar.reports.inspection import parameter_table, schedule_text, stage_table
@@ -23,6 +25,20 @@ MESH, MICROBATCHES = "pp=2,tp=2", 4
 
 class DemoError(AutoparError):
     """The demo cannot find its model."""
+
+
+def add(commands: Any) -> None:
+    add = commands.add_parser("demo", help="a GPT on 4 processes, proved and trained")
+    add.set_defaults(command=lambda a: demo(a.dir, a.steps))
+    add.add_argument(
+        "--steps", type=number("steps"), default=20, help="of the optimizer"
+    )
+    add.add_argument(
+        "--dir",
+        type=path,
+        default=Path("autopar-demo"),
+        help="for the plan",
+    )
 
 
 def demo(directory: Path, steps: int) -> int:

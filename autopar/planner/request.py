@@ -10,16 +10,19 @@ from typing import Any
 
 from autopar.machine.hardware import with_memory
 from autopar.machine.measured_cluster import measured_cluster, named_cluster
-from autopar.options import make_plan, read_bytes, read_mesh
+from autopar.options import (
+    OF_ALL,
+    UNPRICED,
+    make_plan,
+    options_of,
+    read_bytes,
+    read_mesh,
+)
 from passes.mesh import AXES, Mesh, MeshError
 from passes.plan import AUTO, PlanError
 from passes.price.cluster import Cluster
 from passes.ranges import RANKS, shown
 
-# Options that hold for all plans, and are no decisions of a search.
-OF_ALL = ("precision", "tf32", "sequence_parallel", "memory", "backend")
-# Options that the planner has no prices for.
-UNPRICED = ("hints", "offload", "cp_layout")
 # What a search chooses among -> the field of `passes.search.candidates.Space`.
 ONE_OF = {
     "schedule": "schedules",
@@ -45,7 +48,7 @@ class Asked:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in UNPRICED:
+        for name in options_of(UNPRICED):
             if self.options.get(name):
                 raise PlanError(
                     f"the planner chooses for {self.cluster}, but has no prices for "
@@ -68,13 +71,13 @@ class Asked:
     @property
     def of_all(self) -> dict[str, Any]:
         """The options that hold for all plans, as a sketch takes them."""
-        return {k: v for k, v in self.options.items() if k in OF_ALL}
+        return {k: v for k, v in self.options.items() if k in options_of(OF_ALL)}
 
     @property
     def decided(self) -> dict[str, Any]:
         """The options that are decisions of a search, and made already."""
-        known = (*OF_ALL, *UNPRICED)
-        given = {k: v for k, v in self.options.items() if k not in known}
+        other = (*options_of(OF_ALL), *options_of(UNPRICED))
+        given = {k: v for k, v in self.options.items() if k not in other}
         return {k: v for k, v in given.items() if v != AUTO}
 
     @property
@@ -93,33 +96,59 @@ class Asked:
         return found
 
 
-def wanted(mesh: Any, options: Mapping[str, Any], auto: bool = False) -> Asked | None:
+def wanted(
+    mesh: Any,
+    options: Mapping[str, Any],
+    auto: bool = False,
+    devices: Cluster | str | int | None = None,
+) -> Asked | None:
     """What to choose a plan for; None for a mesh with which all is decided.
 
-    mesh: a number of devices of this machine, as it was measured if it was (see
-    `autopar.profiler.profile`), a `Cluster` or its text as `8xA100-80GB`, or sizes of
-    axes, as (4, 2) or "4,2". auto: also for a mesh, what it leaves open.
+    mesh: axes of which all or some are decided, or their sizes alone, as (4, 2) or
+    "4,2"; or devices, if it is what they may be. auto: also for a whole mesh, what it
+    leaves open. devices: a number of them on this machine, as it was measured if it was
+    (see `autopar.profiler.profile`), a `Cluster`, or its text as `8xA100-80GB`.
     Raises: MeshError, ClusterError, PlanError.
     """
-    if isinstance(mesh, Cluster):
-        return Asked(mesh, options=options)
-    if isinstance(mesh, int):
-        if mesh not in RANKS:
-            raise MeshError(f"a mesh of {shown(mesh)} devices", fix=f"give {RANKS}")
-        return Asked(measured_cluster(mesh), options=options)
-    if isinstance(mesh, str) and re.match(r"\s*\d+\s*([a-zA-Z*]|$)", mesh):
-        return Asked(named_cluster(mesh), options=options)
-    if isinstance(mesh, tuple | list):
-        mesh = ",".join(map(str, mesh))
-    if isinstance(mesh, str) and re.match(r"\s*\d", mesh):
-        shape = read_shape(mesh)
+    if devices is None and _is_devices(mesh):
+        mesh, devices = None, mesh
+    shape = _shape(mesh, auto or devices is not None)
+    known = None if shape or mesh is None else mesh
+    if devices is not None:
+        whole = None if known is None else read_mesh(known)
+        return Asked(_cluster(devices), whole, shape, options)
+    if shape:
         return Asked(measured_cluster(prod(shape)), shape=shape, options=options)
     if not auto:
         return None
-    if isinstance(mesh, str) and (shape := read_shape(mesh)):
-        return Asked(measured_cluster(prod(shape)), shape=shape, options=options)
-    known = read_mesh(mesh)
-    return Asked(measured_cluster(known.size), known, options=options)
+    whole = read_mesh(mesh)
+    return Asked(measured_cluster(whole.size), whole, options=options)
+
+
+def _is_devices(mesh: Any) -> bool:
+    """Whether what is given for a mesh says on how many devices, and no axes."""
+    written = isinstance(mesh, str) and re.match(r"\s*\d+\s*([a-zA-Z*]|$)", mesh)
+    return isinstance(mesh, Cluster | int) or bool(written)
+
+
+def _cluster(devices: Cluster | str | int) -> Cluster:
+    if isinstance(devices, Cluster):
+        return devices
+    if isinstance(devices, str):
+        return named_cluster(devices)
+    if devices not in RANKS:
+        raise MeshError(f"a mesh of {shown(devices)} devices", fix=f"give {RANKS}")
+    return measured_cluster(devices)
+
+
+def _shape(mesh: Any, open: bool) -> tuple[int, ...]:
+    """Sizes of axes that have no meaning yet. open: whether their names, if they have
+    any, may be a user's own."""
+    if isinstance(mesh, tuple | list):
+        mesh = ",".join(map(str, mesh))
+    if isinstance(mesh, str) and (open or re.match(r"\s*\d", mesh)):
+        return read_shape(mesh)
+    return ()
 
 
 def read_shape(text: str) -> tuple[int, ...]:

@@ -6,10 +6,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import torch
 
 from autopar.reports.inspection import messages_of_a_step
+from autopar.reports.tables import Table, count, seconds
 from autopar.runtime.parameters.shards import local_shape
 from passes.mesh import Mesh
 from passes.price.cluster import Cluster, Device
@@ -19,6 +21,7 @@ from passes.price.stage_seconds import StageSeconds, exposed
 from passes.program import ParameterSpec, Program
 from passes.schedule.crowd import ALONE, Crowd
 from passes.schedule.footprint import Communication
+from passes.schedule.simulate_schedule import grid
 from passes.schedule.step_run import (
     BACKWARD,
     COMMUNICATION,
@@ -196,3 +199,56 @@ def _bytes(spec: ParameterSpec, mesh: Mesh, coords: Mapping[str, int]) -> int:
     """Counts the bytes that a rank keeps of a parameter."""
     itemsize: int = getattr(torch, spec.dtype).itemsize
     return itemsize * prod(local_shape(spec, mesh, coords))
+
+
+# --- told ---------------------------------------------------------------------------
+
+
+def run_text(run: StepRun) -> str:
+    timeline = run.timeline
+    lines = [
+        f"schedule {timeline.schedule.name}, to scale: F forward, B backward, I and W "
+        "its halves, . idle",
+        "",
+        grid(timeline),
+        "",
+        f"{seconds(run.total)} a step: {seconds(run.start)} before microbatches, "
+        f"{seconds(timeline.total)} with them, of which {timeline.bubble:.1%} idle, "
+        f"{seconds(run.total - run.start - timeline.total)} after them",
+        "",
+    ]
+    return "\n".join(lines) + f"\n{ranks_table(run)}"
+
+
+def ranks_table(run: StepRun) -> Table:
+    rows = [
+        (
+            rank,
+            seconds(busy),
+            seconds(idle),
+            f"{idle / run.total:.1%}",
+            count(peak, "B"),
+        )
+        for rank, (busy, idle, peak) in enumerate(
+            zip(run.busy, run.idle, run.peak, strict=True)
+        )
+    ]
+    return Table(
+        "pipeline ranks",
+        ("rank", "busy", "idle", "share idle", "peak memory"),
+        tuple(rows),
+    )
+
+
+def run_data(run: StepRun) -> dict[str, Any]:
+    """The same as values for JSON."""
+    return {
+        "seconds": run.total,
+        "before": run.start,
+        "pipeline": run.timeline.total,
+        "bubble": run.timeline.bubble,
+        "busy": list(run.busy),
+        "idle": list(run.idle),
+        "peak": list(run.peak),
+        "in_flight": list(run.timeline.in_flight),
+    }

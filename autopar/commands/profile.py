@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -16,10 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.commands.option_types import number, numbers, path, text
+from autopar.commands.arguments import (
+    add_json,
+    add_model,
+    add_seed,
+    number,
+    numbers,
+    path,
+)
 from autopar.machine.machine import busy, machine_text
 from autopar.machine.profile_file import (
-    Profile,
     ProfileError,
     profile_data,
     read_profile,
@@ -28,23 +33,21 @@ from autopar.machine.profile_file import (
 from autopar.models.load import load_model
 from autopar.planner.choose import SAMPLES
 from autopar.profiler.profile import Workload, measure_here
-from autopar.reports.tables import Table, seconds, size
+from autopar.reports.measured import profile_report
 from autopar.runtime.launch.join import check_launch, choose_backend
 from autopar.runtime.launch.launch import launch, rank_threads
-from passes.price.measured import Timed, kind_of
 from passes.ranges import Range
 
 WAIT = timedelta(minutes=5)  # of a rank for another one, that captures a model
 LIMIT = 900.0  # seconds of all ranks of a number
 HERE = Range(1, 1024)  # processes of a machine
-SHOWN = 12  # kinds of ops in a table; JSON has all
 
 
-def add_profile(commands: Any, model_help: str) -> None:
+def add(commands: Any) -> None:
     usual = Workload()
     add = commands.add_parser("profile", help="measure this machine's ops and links")
     add.set_defaults(command=profile_command)
-    add.add_argument("model", type=text, nargs="?", metavar="MODEL", help=model_help)
+    add_model(add, nargs="?")
     add.add_argument(
         "--ranks",
         type=numbers(HERE),
@@ -52,7 +55,11 @@ def add_profile(commands: Any, model_help: str) -> None:
         help="processes that plans will have; under torchrun: as many as run",
     )
     add.add_argument(
-        "--seq", type=number("seq"), default=usual.seq, metavar="N", help="tokens"
+        "--seq",
+        type=number("seq"),
+        default=usual.seq,
+        metavar="N",
+        help="tokens, of hf: models",
     )
     add.add_argument(
         "--samples",
@@ -61,16 +68,22 @@ def add_profile(commands: Any, model_help: str) -> None:
         metavar="N",
         help="the most in a microbatch",
     )
-    add.add_argument("--seed", type=number("seed"), default=0, help="of weights")
+    add_seed(add, "of weights")
     add.add_argument(
         "--seconds",
         type=number("seconds"),
         default=usual.seconds,
-        help="for messages, roughly",
+        help="that messages are measured for, roughly",
     )
-    add.add_argument("-o", "--output", type=path, metavar="FILE", help="else the cache")
-    add.add_argument("--show", action="store_true", help="what was measured before")
-    add.add_argument("--json", action="store_true")
+    add.add_argument(
+        "-o",
+        "--output",
+        type=path,
+        metavar="FILE",
+        help="where it is kept (default: in the cache)",
+    )
+    add.add_argument("--show", action="store_true", help="print what is known")
+    add_json(add)
 
 
 def profile_command(arguments: argparse.Namespace) -> int:
@@ -93,7 +106,7 @@ def profile_command(arguments: argparse.Namespace) -> int:
             json.dumps({"machine": machine_text(), **profile_data(profile)}, indent=1)
         )
     else:
-        print(report(profile))
+        print(profile_report(profile))
     return 0
 
 
@@ -155,70 +168,3 @@ def _as_rank(arguments: argparse.Namespace) -> int:
     dist.barrier()
     dist.destroy_process_group()
     return 0
-
-
-# --- what was measured, for people ---------------------------------------------------
-
-
-def report(profile: Profile) -> str:
-    tables = [_ops_table(at_once, profile) for at_once in sorted(profile.ops)]
-    tables += [_messages_table(ranks, profile) for ranks in sorted(profile.messages)]
-    if profile.backends:
-        tables.append(_backends_table(profile))
-    if not tables:
-        return f"nothing was measured on this machine: {machine_text()}"
-    return "\n\n".join([machine_text(), *map(str, tables)])
-
-
-def _backends_table(profile: Profile) -> Table:
-    rows = tuple(
-        (device, seconds(eager), seconds(inductor), f"{eager / inductor:.2f}")
-        for device, (eager, inductor) in sorted(profile.backends.items())
-    )
-    told = "by which --backend auto chooses"
-    head = ("device", "eager", "inductor", "ratio")
-    return Table("a few layers, forward and backward", head, rows, (told,))
-
-
-def _ops_table(at_once: int, profile: Profile) -> Table:
-    """Ops by kind, those with the most sizes first."""
-    ops = profile.ops[at_once]
-    kinds: dict[str, list[Timed]] = defaultdict(list)
-    for key, timed in ops.timed.items():
-        kinds[kind_of(key)].append(timed)
-    ordered = sorted(kinds.items(), key=lambda item: -max(t.seconds for t in item[1]))
-    rows = []
-    for op, found in ordered[:SHOWN]:
-        quickest, slowest = (f(t.seconds for t in found) for f in (min, max))
-        speed = max(t.flops / t.seconds for t in found if t.seconds) / 1e9
-        moved = max(t.bytes / t.seconds for t in found if t.seconds) / 1e9
-        rows.append((op, len(found), seconds(quickest), seconds(slowest), speed, moved))
-    notes = [f"{len(ops.timed)} ops of {len(kinds)} kinds, as emitted"]
-    if ops.update:
-        told = ", ".join(f"{size(b)} {seconds(s)}" for b, s in ops.update)
-        notes.append(f"the optimizer's step, by a parameter's bytes: {told}")
-    return Table(
-        f"ops, {at_once} at a time",
-        ("op", "sizes", "least", "most", "GFLOP/s", "GB/s"),
-        tuple(rows),
-        tuple(notes),
-    )
-
-
-def _messages_table(ranks: int, profile: Profile) -> Table:
-    points = profile.messages[ranks].points
-    sizes = sorted({bytes for row in points.values() for bytes, _ in row})
-    rows = []
-    for (kind, group, stride), row in sorted(points.items(), key=_order):
-        took = {bytes: seconds(s) for bytes, s in row}
-        rows.append((kind, f"{group}", f"{stride}", *(took.get(b, "") for b in sizes)))
-    return Table(
-        f"messages between {ranks} ranks, all groups at once",
-        ("message", "ranks", "apart", *map(size, sizes)),
-        tuple(rows),
-    )
-
-
-def _order(item: tuple[tuple[str, int, int], Sequence[Any]]) -> tuple[int, int, str]:
-    (kind, group, stride), _ = item
-    return group, stride, kind

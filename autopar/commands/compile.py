@@ -12,110 +12,82 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.commands.cli_plan import add_labels, add_tf32, labelled
-from autopar.commands.option_types import number, path, size, text, text_or_nothing
-from autopar.compiler import compile_offline
-from autopar.models.load import (
-    LoadedModel,
-    ModelError,
-    example_batch,
-    load_model,
+from autopar.commands.arguments import (
+    add_json,
+    add_model,
+    add_options,
+    add_seed,
+    number,
+    path,
+    text,
+    text_or_nothing,
 )
-from autopar.options import LAYOUTS, make_plan
+from autopar.commands.plan import SEQ
+from autopar.compiler import compile_offline
+from autopar.machine.cluster_file import read_cluster
+from autopar.machine.measured_cluster import named_cluster
+from autopar.models.load import LoadedModel, ModelError, example_batch, load_model
+from autopar.options import OPTIONS, make_plan
 from autopar.planner.estimate_file import Findings
 from autopar.planner.planned import batch_for, read_decided
-from autopar.reports.inspection import (
-    report_data,
-    schedule_text,
-    stage_table,
-)
+from autopar.planner.planner import label_plan, sketch
+from autopar.reports.inspection import report_data, schedule_text, stage_table
 from autopar.store import save_plan
-from passes.errors import HintError
 from passes.mesh import Mesh
-from passes.plan import (
-    AUTO,
-    BACKENDS,
-    CONTEXT_PARALLEL,
-    PRECISION,
-    RECOMPUTE,
-    SPLIT,
-    Plan,
-    PlanError,
-)
-from passes.schedule.make_schedule import SCHEDULES
+from passes.plan import SPLIT, Plan, PlanError
 
 
-def add_compile(commands: Any, model_help: str) -> None:
+def add(commands: Any) -> None:
     add = commands.add_parser("compile", help="plan a model for a mesh, offline")
     add.set_defaults(command=compile_command)
-    add.add_argument("model", type=text, metavar="MODEL", help=model_help)
+    add_model(add)
     add.add_argument(
         "--mesh", type=text_or_nothing, help='axes and sizes, as "pp=2,tp=2"'
     )
+    add_options(add, ["microbatches"], left_out="up to 4 for each stage")
+    add_options(add, [name for name in OPTIONS if name != "microbatches"])
+    _add_sizes(add)
     add.add_argument(
-        "--microbatches",
-        type=number("microbatches"),
-        metavar="N",
-        help="else up to 4 for each stage",
-    )
-    add.add_argument("--schedule", default="1f1b", choices=(*SCHEDULES, AUTO))
-    add.add_argument(
-        "--stages-per-rank", type=number("stages_per_rank"), default=1, metavar="N"
+        "--plan",
+        type=path,
+        help="a plan.json, or its directory, in place of --mesh and options",
     )
     add.add_argument(
-        "--batch", type=number("batch"), metavar="N", help="samples (hf: models)"
+        "--labels",
+        type=text,
+        metavar="NxNAME|FILE",
+        help="decide for each op what an axis splits, for these devices",
     )
-    add.add_argument(
-        "--seq", type=number("seq"), metavar="N", help="tokens (hf: models)"
-    )
-    add.add_argument("--attention-mask", action="store_true", help="(hf: models)")
-    add.add_argument("--no-sequence-parallel", action="store_true")
-    add.add_argument(
-        "--context-parallel", default="gather", choices=sorted(CONTEXT_PARALLEL)
-    )
-    add.add_argument("--cp-layout", choices=LAYOUTS, help="else as balances the work")
-    add.add_argument("--recompute", default="none", choices=(*RECOMPUTE, AUTO))
-    add.add_argument(
-        "--memory",
-        type=size,
-        default="0",
-        metavar="SIZE",
-        help="of a rank, as 16GiB; 0: no limit",
-    )
-    add.add_argument(
-        "--zero",
-        type=number("zero"),
-        default=0,
-        metavar="0..3",
-        help="what data ranks share out",
-    )
-    add.add_argument(
-        "--offload", action="store_true", help="optimizer and its state on the CPU"
-    )
-    add.add_argument("--precision", default="model", choices=tuple(PRECISION))
-    add_tf32(add, False)
-    add.add_argument(
-        "--backend",
-        default=AUTO,
-        choices=(AUTO, *BACKENDS),
-        help="what runs functions: auto is what is faster on the device",
-    )
-    add.add_argument(
-        "--hint", type=text, action="append", default=[], metavar="PATTERN=DIM/AXIS"
-    )
-    add.add_argument("--plan", type=path, help="a plan.json, or its directory")
-    add_labels(add)
     add.add_argument(
         "--unproved",
         action="store_true",
         help="do not prove that the plan computes what the model does",
     )
     add.add_argument("--meta", action="store_true", help="make no weights")
+    add_seed(add, "of weights and dropout")
     add.add_argument(
-        "--seed", type=number("seed"), default=0, help="of weights and dropout"
+        *("-o", "--output"), type=path, default=Path("plan"), metavar="DIR",
+        help="where the programs are written",
+    )  # fmt: skip
+    add_json(add)
+
+
+def _add_sizes(add: argparse.ArgumentParser) -> None:
+    """Flags for the batch of a model that brings none."""
+    add.add_argument(
+        *("--global-batch", "--batch"), type=number("global_batch"), metavar="N",
+        help="samples of a step, of hf: models (default: 4 a stage of each data "
+        "parallel rank, at least 8)",
+    )  # fmt: skip
+    add.add_argument(
+        "--seq",
+        type=number("seq"),
+        metavar="N",
+        help=f"tokens of hf: models (default: {SEQ})",
     )
-    add.add_argument("-o", "--output", type=path, default=Path("plan"), metavar="DIR")
-    add.add_argument("--json", action="store_true")
+    add.add_argument(
+        "--attention-mask", action="store_true", help="give hf: models one"
+    )
 
 
 def compile_command(arguments: argparse.Namespace) -> int:
@@ -123,13 +95,15 @@ def compile_command(arguments: argparse.Namespace) -> int:
     loaded = load_model(
         arguments.model, seed=arguments.seed, device="meta" if arguments.meta else None
     )
-    if findings and not (arguments.batch or arguments.seq or arguments.attention_mask):
+    if findings and not (
+        arguments.global_batch or arguments.seq or arguments.attention_mask
+    ):
         batch: Mapping = batch_for(loaded, findings.samples, findings.seq)
     else:
         batch = _compile_batch(loaded, arguments, plan.mesh)
     if arguments.plan is None and arguments.microbatches is None:
         plan = replace(plan, microbatches=_microbatches(batch, plan.mesh))
-    plan = labelled(plan, loaded, batch, arguments)
+    plan = _labelled(plan, loaded, batch, arguments.labels)
     prove = not arguments.unproved
     program = compile_offline(loaded.model, batch, plan, prove=prove)
     where = save_plan(
@@ -165,34 +139,23 @@ def _plan(arguments: argparse.Namespace) -> tuple[Plan, Findings | None]:
         return decided.plan, findings if same else None
     if arguments.mesh is None:
         raise PlanError("no mesh is given", fix="add --mesh pp=2,tp=2, or --plan FILE")
-    plan = make_plan(
-        arguments.mesh,
-        microbatches=1 if arguments.microbatches is None else arguments.microbatches,
-        schedule=arguments.schedule,
-        stages_per_rank=arguments.stages_per_rank,
-        sequence_parallel=not arguments.no_sequence_parallel,
-        context_parallel=arguments.context_parallel,
-        cp_layout=arguments.cp_layout,
-        recompute=arguments.recompute,
-        memory=arguments.memory,
-        zero=arguments.zero,
-        offload=arguments.offload,
-        precision=arguments.precision,
-        tf32=arguments.tf32,
-        backend=arguments.backend,
-        hints=dict(map(_hint, arguments.hint)),
-    )
-    return plan, None
+    values = {name: getattr(arguments, name) for name in OPTIONS}
+    values["hints"] = dict(values["hints"])
+    values["microbatches"] = values["microbatches"] or 1
+    return make_plan(arguments.mesh, **values), None
 
 
-def _hint(text: str) -> tuple[str, str]:
-    pattern, equals, what = text.partition("=")
-    if not (pattern and equals and what):
-        raise HintError(
-            f"'{text}' is not a hint",
-            fix="write --hint 'blocks.*.mlp.up.weight=ffn/tp'",
-        )
-    return pattern, what
+def _labelled(
+    plan: Plan, loaded: LoadedModel, batch: Mapping[str, Any], devices: str | None
+) -> Plan:
+    """The plan with labels, for these devices, if any are given."""
+    if not devices:
+        return plan
+    if Path(devices).suffix in (".toml", ".json"):
+        cluster = read_cluster(Path(devices))
+    else:
+        cluster = named_cluster(devices)
+    return label_plan(sketch(loaded.model, batch), plan, cluster).plan
 
 
 def _microbatches(batch: Mapping, mesh: Mesh) -> int:
@@ -217,10 +180,10 @@ def _compile_batch(
 ) -> Mapping:
     """The factory's batch, or one of the sizes that were asked for."""
     if loaded.batch is not None:
-        if arguments.batch or arguments.seq or arguments.attention_mask:
+        if arguments.global_batch or arguments.seq or arguments.attention_mask:
             raise ModelError(
                 f"'{loaded.spec}' brings its own batch",
-                fix="leave out --batch, --seq and --attention-mask",
+                fix="leave out --global-batch, --seq and --attention-mask",
             )
         return loaded.batch
     if loaded.vocab is None:
@@ -230,7 +193,7 @@ def _compile_batch(
         )
     return example_batch(
         loaded.vocab,
-        arguments.batch or max(8, 4 * mesh.axis_size("pp") * _data_ranks(mesh)),
-        arguments.seq or 128,
+        arguments.global_batch or max(8, 4 * mesh.axis_size("pp") * _data_ranks(mesh)),
+        arguments.seq or SEQ,
         arguments.attention_mask,
     )

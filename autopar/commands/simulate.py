@@ -7,36 +7,39 @@ import json
 from pathlib import Path
 from typing import Any
 
-from autopar.commands.cli_explain import reprice
-from autopar.commands.cli_plan import add_cluster, read_cluster_given
-from autopar.commands.option_types import path
+from autopar.commands.arguments import add_json, path
+from autopar.commands.devices import add_devices, read_devices
 from autopar.machine.measured_cluster import measured_cluster
 from autopar.planner.estimate_file import ESTIMATE, read_findings
-from autopar.reports.simulation import simulate_estimate, simulate_program
-from autopar.reports.tables import Table, count, seconds
+from autopar.planner.reprice import reprice
+from autopar.reports.simulation import (
+    run_data,
+    run_text,
+    simulate_estimate,
+    simulate_program,
+)
 from autopar.reports.trace_file import write_trace
 from autopar.store import load_plan
 from passes.price.cluster import Cluster, ClusterError
-from passes.schedule.simulate_schedule import grid
 from passes.schedule.step_run import StepRun
 
 
-def add_simulate(commands: Any) -> None:
+def add(commands: Any) -> None:
     add = commands.add_parser("simulate", help="a plan's step, event by event")
     add.set_defaults(command=simulate_command)
     add.add_argument("plan", type=path, help="a directory, planned or compiled")
-    add.add_argument("--trace", type=path, metavar="FILE", help="JSON for Perfetto")
+    add.add_argument("--trace", type=path, metavar="FILE", help="for Perfetto")
     add.add_argument(
         "--compiled",
         action="store_true",
         help="by what compiling measured, though there is an estimate",
     )
-    add_cluster(add, required=False)
-    add.add_argument("--json", action="store_true")
+    add_devices(add, required=False)
+    add_json(add)
 
 
 def simulate_command(arguments: argparse.Namespace) -> int:
-    cluster = read_cluster_given(arguments)
+    cluster = read_devices(arguments)
     run, title = _run(arguments, cluster)
     if arguments.trace:
         write_trace(run, arguments.trace)
@@ -73,53 +76,3 @@ def _run(arguments: argparse.Namespace, cluster: Cluster | None) -> tuple[StepRu
         f"updates as on {links}"
     )
     return simulate_program(stored.program, links), title
-
-
-def run_text(run: StepRun) -> str:
-    timeline = run.timeline
-    lines = [
-        f"schedule {timeline.schedule.name}, to scale: F forward, B backward, I and W "
-        "its halves, . idle",
-        "",
-        grid(timeline),
-        "",
-        f"{seconds(run.total)} a step: {seconds(run.start)} before microbatches, "
-        f"{seconds(timeline.total)} with them, of which {timeline.bubble:.1%} idle, "
-        f"{seconds(run.total - run.start - timeline.total)} after them",
-        "",
-    ]
-    return "\n".join(lines) + f"\n{ranks_table(run)}"
-
-
-def ranks_table(run: StepRun) -> Table:
-    rows = [
-        (
-            rank,
-            seconds(busy),
-            seconds(idle),
-            f"{idle / run.total:.1%}",
-            count(peak, "B"),
-        )
-        for rank, (busy, idle, peak) in enumerate(
-            zip(run.busy, run.idle, run.peak, strict=True)
-        )
-    ]
-    return Table(
-        "pipeline ranks",
-        ("rank", "busy", "idle", "share idle", "peak memory"),
-        tuple(rows),
-    )
-
-
-def run_data(run: StepRun) -> dict[str, Any]:
-    """The same as values for JSON."""
-    return {
-        "seconds": run.total,
-        "before": run.start,
-        "pipeline": run.timeline.total,
-        "bubble": run.timeline.bubble,
-        "busy": list(run.busy),
-        "idle": list(run.idle),
-        "peak": list(run.peak),
-        "in_flight": list(run.timeline.in_flight),
-    }

@@ -1,62 +1,20 @@
-"""`autopar explain`: what `autopar plan -o` wrote, told in parts."""
+"""What a search found, priced again; and as formulas in the model's named dims."""
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from autopar.commands.cli_plan import add_cluster, read_cluster_given
-from autopar.commands.option_types import path
 from autopar.machine.hardware import with_memory
 from autopar.machine.measured_cluster import measured_cluster
 from autopar.models.load import load_model
 from autopar.planner.choose import SAMPLES
-from autopar.planner.estimate_file import EstimateError, Findings, read_findings
-from autopar.planner.planned import batch_for, read_decided
+from autopar.planner.estimate_file import EstimateError, Findings
+from autopar.planner.planned import batch_for
 from autopar.planner.planner import Sketch, make_prices, sketch
-from autopar.reports.explain import explanation, explanation_data
-from autopar.reports.label_table import label_table
-from autopar.reports.tables import Table
 from passes.price.cluster import Cluster, ClusterError
 from passes.price.symbolic import activation_bytes, parameters, step_flops
 from passes.search.search import run_on_paper
-
-
-def add_explain(commands: Any) -> None:
-    add = commands.add_parser("explain", help="where a plan's seconds and bytes go")
-    add.set_defaults(command=explain_command)
-    add.add_argument("plan", type=path, help="what `autopar plan -o` wrote")
-    add.add_argument(
-        "--reprice", action="store_true", help="capture the model, price it again"
-    )
-    add.add_argument(
-        "--formulas", action="store_true", help="what the numbers are made of"
-    )
-    add_cluster(add, required=False)
-    add.add_argument("--json", action="store_true")
-
-
-def explain_command(arguments: argparse.Namespace) -> int:
-    findings = read_findings(arguments.plan)
-    cluster = read_cluster_given(arguments)
-    if cluster or arguments.reprice:
-        findings = reprice(
-            findings, cluster or again(findings.cluster, arguments.profile)
-        )
-    found = formulas(findings) if arguments.formulas else {}
-    if arguments.json:
-        data = {**explanation_data(findings), "formulas": found}
-        print(json.dumps(data, indent=1))
-        return 0
-    print(explanation(findings))
-    if findings.best[0].candidate.labelled:
-        print(f"\n{label_table(read_decided(arguments.plan).plan)}")
-    if found:
-        print(f"\n{Table('in named dims', ('what', 'formula'), tuple(found.items()))}")
-    return 0
 
 
 def formulas(findings: Findings) -> dict[str, str]:
@@ -75,7 +33,7 @@ def _sketch(findings: Findings) -> Sketch:
     return sketch(loaded.model, batch, **findings.options)
 
 
-def again(cluster: Cluster, profile: Path | None) -> Cluster:
+def as_priced(cluster: Cluster, profile: Path | None) -> Cluster:
     """The cluster of findings, which do not keep what was measured of it.
 
     Raises: ClusterError, if that is not in this machine's profile.

@@ -1,0 +1,171 @@
+"""What commands have in common: their parser, the flags of options, types of values.
+
+A flag of a number is named as its range in `passes.ranges`, which the Python API checks
+too. argparse puts the flag's name before what is said of a value here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from autopar.options import OPTIONS, read_bytes, usual
+from passes.errors import AutoparError, HintError
+from passes.plan import AUTO, BACKENDS
+from passes.ranges import RANGES, Range, shown
+
+LONGEST = 4096  # characters of a value, bytes of a path
+NAME = 255  # bytes of a name in a path
+MODEL = "file.py:factory, module:factory, hf:TYPE[?key=value,...] or hf:config.json"
+
+
+class UsageError(AutoparError):
+    """A command line that argparse refuses."""
+
+
+class Formatter(argparse.HelpFormatter):
+    """Help that ends with what holds where a flag is left out."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        told = action.help or ""
+        left_out = action.option_strings and not action.required
+        if not left_out or "default: " in told or action.default == argparse.SUPPRESS:
+            return told
+        names = {True: "yes", False: "no"}
+        usual = action.default
+        if usual is None or usual == []:
+            return f"{told} (default: none)"
+        known = names[usual] if isinstance(usual, bool) else str(usual)
+        return f"{told} (default: {known.replace('%', '%%')})"
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command line as all of our errors do."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**{"formatter_class": Formatter, **given})
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, fix=f"see: {self.prog} --help")
+
+
+def add_options(add: Any, names: Iterable[str], left_out: str = "") -> None:
+    """Add flags for options of `compile`.
+
+    left_out: what is done about an option that is not given; "": it is as a plan has
+    it.
+    """
+    for name in names:
+        option, default = OPTIONS[name], None if left_out else usual(name)
+        flag = f"--{name.replace('_', '-')}"
+        told = f"{option.help} (default: {left_out})" if left_out else option.help
+        if isinstance(usual(name), bool):
+            act = argparse.BooleanOptionalAction
+            add.add_argument(flag, action=act, default=default, help=told)
+        elif option.choices:
+            auto = (AUTO,) if option.auto and not left_out else ()
+            choices = (*option.choices, *auto)
+            add.add_argument(flag, choices=choices, default=default, help=told)
+        elif name == "hints":
+            add.add_argument(
+                *("--hint", flag), type=hint, action="append",
+                default=[], dest=name,
+                help=told, metavar=option.metavar,
+            )  # fmt: skip
+        else:
+            kind = size if name == "memory" else number(name)
+            add.add_argument(
+                flag, type=kind, default=default, help=told, metavar=option.metavar
+            )
+
+
+def add_model(add: Any, **how: Any) -> None:
+    add.add_argument("model", type=text, metavar="MODEL", help=MODEL, **how)
+
+
+def add_seed(add: Any, of: str) -> None:
+    add.add_argument("--seed", type=number("seed"), default=0, help=of)
+
+
+def add_json(add: Any, told: str = "print values as JSON") -> None:
+    add.add_argument("--json", action="store_true", help=told)
+
+
+def add_backend(add: Any) -> None:
+    add.add_argument(
+        "--backend",
+        choices=(AUTO, *BACKENDS),
+        help="what runs functions (default: as the plan has it)",
+    )
+
+
+def number(name: str) -> Callable[[str], Any]:
+    """A number in the range of that name."""
+    return lambda written: _in_range(written, RANGES[name])
+
+
+def numbers(of: Range) -> Callable[[str], tuple[int, ...]]:
+    """Numbers in a range, with commas between."""
+
+    def read(written: str) -> tuple[int, ...]:
+        return tuple(_in_range(piece, of) for piece in text(written).split(","))
+
+    return read
+
+
+def text(written: str) -> str:
+    """Text that is there, and that can be printed and stored."""
+    if not written.strip():
+        raise _refused(written, "empty: leave the option out, or give it a value")
+    return text_or_nothing(written)
+
+
+def text_or_nothing(written: str) -> str:
+    """The same, or none: a mesh without axes is that of one rank."""
+    if len(written) > LONGEST:
+        raise _refused(written, f"longer than {LONGEST} characters")
+    if not written.isprintable():  # nor are bytes that are no UTF-8
+        raise _refused(written, "not text: give printable characters, as UTF-8")
+    return written
+
+
+def path(written: str) -> Path:
+    """A path that a file could have; whether one has it is not looked at."""
+    text(written)
+    if any(len(os.fsencode(part)) > NAME for part in Path(written).parts):
+        raise _refused(written, f"no path: names in it have at most {NAME} bytes")
+    return Path(written)
+
+
+def size(written: str) -> int:
+    """Bytes, as `16GiB`, `70GB` or `8e9`."""
+    try:
+        return read_bytes(text(written))
+    except AutoparError:
+        wanted = f"{RANGES['memory']} of bytes, as 16GiB, 70GB or 8e9"
+        raise _refused(written, f"not {wanted}") from None
+
+
+def hint(written: str) -> tuple[str, str]:
+    """A pattern of parameters, and what splits them. Raises: HintError."""
+    pattern, equals, what = text(written).partition("=")
+    if not (pattern and equals and what):
+        raise HintError(
+            f"'{written}' is not a hint",
+            fix="write --hint 'blocks.*.mlp.up.weight=ffn/tp'",
+        )
+    return pattern, what
+
+
+def _in_range(written: str, of: Range) -> Any:
+    value = of.parse(written)
+    if value is None:
+        raise _refused(written, f"not {of}")
+    return value
+
+
+def _refused(written: str, what: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"{shown(written)} is {what}")

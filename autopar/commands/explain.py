@@ -1,0 +1,50 @@
+"""`autopar explain`: what `autopar plan -o` wrote, told in parts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from autopar.commands.arguments import add_json, path
+from autopar.commands.devices import add_devices, read_devices
+from autopar.planner.estimate_file import read_findings
+from autopar.planner.planned import read_decided
+from autopar.planner.reprice import as_priced, formulas, reprice
+from autopar.reports.explain import explanation, explanation_data
+from autopar.reports.label_table import label_table
+from autopar.reports.tables import Table
+
+
+def add(commands: Any) -> None:
+    add = commands.add_parser("explain", help="where a plan's seconds and bytes go")
+    add.set_defaults(command=explain_command)
+    add.add_argument("plan", type=path, help="what `autopar plan -o` wrote")
+    add.add_argument(
+        "--reprice", action="store_true", help="capture the model, price it again"
+    )
+    add.add_argument(
+        "--formulas", action="store_true", help="what the numbers are made of"
+    )
+    add_devices(add, required=False)
+    add_json(add)
+
+
+def explain_command(arguments: argparse.Namespace) -> int:
+    findings = read_findings(arguments.plan)
+    cluster = read_devices(arguments)
+    if cluster or arguments.reprice:
+        findings = reprice(
+            findings, cluster or as_priced(findings.cluster, arguments.profile)
+        )
+    found = formulas(findings) if arguments.formulas else {}
+    if arguments.json:
+        data = {**explanation_data(findings), "formulas": found}
+        print(json.dumps(data, indent=1))
+        return 0
+    print(explanation(findings))
+    if findings.best[0].candidate.labelled:
+        print(f"\n{label_table(read_decided(arguments.plan).plan)}")
+    if found:
+        print(f"\n{Table('in named dims', ('what', 'formula'), tuple(found.items()))}")
+    return 0

@@ -1,0 +1,29 @@
+"""`autopar export`: a checkpoint's weights as one file."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from autopar.checkpoints.export import export
+from autopar.commands.arguments import path
+
+
+def add(commands: Any) -> None:
+    add = commands.add_parser("export", help="a checkpoint's weights as one file")
+    add.set_defaults(command=export_command)
+    add.add_argument("checkpoint", type=path, help="one, or a directory: the newest")
+    add.add_argument(
+        "-o",
+        "--output",
+        type=path,
+        required=True,
+        metavar="FILE.pt|FILE.safetensors",
+        help="what is written",
+    )
+
+
+def export_command(arguments: argparse.Namespace) -> int:
+    folder, count = export(arguments.checkpoint, arguments.output)
+    print(f"wrote {count} tensors of {folder} to {arguments.output}")
+    return 0

@@ -1,0 +1,46 @@
+"""`autopar inspect`: show what a plan or a checkpoint is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from autopar.checkpoints.checkpoint_files import is_checkpoint
+from autopar.commands.arguments import add_json, number, path
+from autopar.commands.stored import load_stored
+from autopar.reports.checkpoint_report import checkpoint_data, checkpoint_table
+from autopar.reports.inspection import report, report_data
+from autopar.runtime.execute.emitted import listing
+
+
+def add(commands: Any) -> None:
+    add = commands.add_parser("inspect", help="show what a plan or checkpoint is")
+    add.set_defaults(command=inspect_command)
+    add.add_argument("plan", type=path, help="or the directory of a checkpoint")
+    add.add_argument(
+        "--rank", type=number("rank"), help="print the module that a rank runs"
+    )
+    add.add_argument(
+        "--stage", type=number("stage"), help="print the modules of a stage"
+    )
+    add.add_argument("--all", action="store_true", help="one row for each parameter")
+    add_json(add)
+
+
+def inspect_command(arguments: argparse.Namespace) -> int:
+    if is_checkpoint(arguments.plan):
+        if arguments.json:
+            print(json.dumps(checkpoint_data(arguments.plan), indent=1))
+        else:
+            print(checkpoint_table(arguments.plan))
+        return 0
+    stored = load_stored(arguments.plan)
+    if arguments.rank is not None or arguments.stage is not None:
+        text = listing(stored.program, arguments.rank, arguments.stage)
+        print(json.dumps({"text": text}) if arguments.json else text)
+    elif arguments.json:
+        print(json.dumps(report_data(stored.program), indent=1))
+    else:
+        print(f"{stored.model_spec}\n\n{report(stored.program, arguments.all)}")
+    return 0

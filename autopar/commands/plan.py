@@ -1,0 +1,172 @@
+"""`autopar plan`: find the best plan for some devices."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from autopar.commands.arguments import (
+    add_json,
+    add_model,
+    add_options,
+    add_seed,
+    number,
+    path,
+    text,
+)
+from autopar.commands.devices import add_devices, read_devices
+from autopar.models.batches import samples_of
+from autopar.models.load import LoadedModel, ModelError, load_model
+from autopar.options import OF_ALL, SEARCHED, options_of
+from autopar.planner.choose import SAMPLES
+from autopar.planner.estimate_file import Findings, estimate_data
+from autopar.planner.label_found import label_found, open_to_labels
+from autopar.planner.planned import batch_for, save_findings
+from autopar.planner.planner import find_plans, plan_of, sketch
+from autopar.planner.request import Asked, read_shape
+from autopar.reports.label_table import label_table
+from autopar.reports.plans import plans_table, precision_notes
+from autopar.reports.progress import Bar
+from autopar.store import checksum
+from passes.mesh import Mesh
+from passes.plan import Plan
+from passes.price.candidate import Candidate
+from passes.price.cluster import Cluster
+from passes.search.candidates import ALIKE
+from passes.search.search import Found
+
+SEQ = 128  # tokens of one, unless told otherwise
+# Those of a whole run; what a device has is said with the devices, and nothing is run.
+DECISIONS = (
+    *options_of(SEARCHED),
+    *(name for name in options_of(OF_ALL) if name not in ("memory", "backend")),
+)
+
+
+def add(commands: Any) -> None:
+    add = commands.add_parser("plan", help="find the best plan for some devices")
+    add.set_defaults(command=plan_command)
+    add_model(add)
+    add_devices(add, required=True)
+    add.add_argument(
+        "--global-batch",
+        type=number("global_batch"),
+        metavar="N",
+        help="samples of a step (default: those of the model's own batch)",
+    )
+    add.add_argument(
+        "--seq",
+        type=number("seq"),
+        metavar="N",
+        help=f"tokens of hf: models (default: {SEQ})",
+    )
+    add.add_argument(
+        "--mesh",
+        type=text,
+        help='axes that are decided already, as "tp=2"; or sizes alone: "4,2"',
+    )
+    add_options(add, DECISIONS, left_out="searched for")
+    add.add_argument(
+        "--labels",
+        action=argparse.BooleanOptionalAction,
+        help="decide for each op what an axis splits: of the best plans whatever they "
+        "take, or of none (default: of those that labels could make the fastest)",
+    )
+    add_seed(add, "of weights and dropout")
+    add.add_argument(
+        "-o", "--output", type=path, metavar="DIR", help="write the best plan"
+    )
+    add_json(add)
+
+
+def read_request(arguments: argparse.Namespace) -> Asked:
+    """The devices, and what of the plan is decided."""
+    cluster = read_devices(arguments)
+    assert cluster is not None, "the parser asks for one"
+    values = {name: getattr(arguments, name) for name in DECISIONS}
+    options = {name: value for name, value in values.items() if value is not None}
+    # What has names is of our axes here, or a slip of the pen.
+    named = "=" in (arguments.mesh or "")
+    shape = () if named else read_shape(arguments.mesh or "")
+    mesh = Mesh.parse(arguments.mesh) if arguments.mesh and not shape else None
+    return Asked(cluster, mesh, shape, options)
+
+
+def plan_command(arguments: argparse.Namespace) -> int:
+    began = time.perf_counter()
+    asked = read_request(arguments)
+    cluster = asked.cluster
+    loaded = load_model(arguments.model, seed=arguments.seed, device="meta")
+    samples, seq = _samples(loaded, arguments), arguments.seq or SEQ
+    of = sketch(loaded.model, batch_for(loaded, SAMPLES, seq), **asked.of_all)
+    with Bar("planning") as bar:
+        found = find_plans(of, cluster, samples, watch=bar, **asked.space)
+    labels: Mapping[Candidate, Plan] = {}
+    reach = {None: ALIKE, True: math.inf, False: -1.0}[arguments.labels]
+    if open_to_labels(found, reach):
+        whole = sketch(loaded.model, batch_for(loaded, samples, seq), **asked.of_all)
+        found, labels = label_found(found, whole, cluster, reach)
+    chosen = found.best[0].candidate
+    plan = labels.get(chosen) or plan_of(chosen, of)
+    if arguments.output:
+        findings = Findings(
+            plan=checksum(plan.to_json()),
+            model=arguments.model,
+            seed=arguments.seed,
+            seq=seq if loaded.batch is None else None,
+            samples=samples,
+            runs=of.runs,
+            parameters=sum(p.numel() for p in loaded.model.parameters()),
+            cluster=cluster,
+            best=found.best,
+            tried=found.tried,
+            options=asked.of_all,
+        )
+        save_findings(findings, plan, arguments.output)
+    if arguments.json:
+        print(json.dumps(_data(found, cluster), indent=1))
+        return 0
+    title = f"{arguments.model} on {cluster}"
+    print(plans_table(found, cluster, title, precision_notes(of, cluster)))
+    if plan.labels:
+        print(f"\n{label_table(plan)}")
+    print(f"\n{time.perf_counter() - began:.1f} s", end="")
+    if arguments.output:
+        print(f"; wrote {arguments.output}")
+        print(f"next: autopar explain {arguments.output}")
+        print(
+            f"      autopar compile {arguments.model} --plan {arguments.output} "
+            f"-o {arguments.output}"
+        )
+    else:
+        print("; -o plan writes the first")
+    return 0
+
+
+def _samples(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
+    """Returns a step's samples: as asked for, else those of a model's own batch."""
+    if loaded.batch is not None and arguments.seq is not None:
+        raise ModelError(f"'{loaded.spec}' brings its own batch", fix="leave out --seq")
+    if arguments.global_batch is not None:
+        samples: int = arguments.global_batch
+        return samples
+    if loaded.batch is None:
+        raise ModelError("no --global-batch is given", fix="add --global-batch 512")
+    return samples_of(loaded.batch)
+
+
+def _data(found: Found, cluster: Cluster) -> list[dict[str, Any]]:
+    """Estimates as values for JSON, the chosen one first."""
+    return [
+        {
+            "plan": str(e.candidate),
+            **estimate_data(e),
+            "peak": e.peak,
+            "mfu": e.utilisation(cluster),
+        }
+        for e in found.best
+    ]

@@ -1,0 +1,83 @@
+"""`autopar run`: train a plan, under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+from autopar.commands.arguments import add_backend, add_json, number, path, text
+from autopar.training.run import RunOptions, run
+
+
+def add(commands: Any) -> None:
+    usual = RunOptions()
+    add = commands.add_parser("run", help="train a plan, under torchrun")
+    add.set_defaults(command=run_command)
+    add.add_argument("plan", type=path, help="a directory, planned or compiled")
+    add.add_argument(
+        "--steps", type=number("steps"), default=usual.steps, help="of the optimizer"
+    )
+    add.add_argument(
+        "--data",
+        type=text,
+        default=usual.data,
+        help="stdlib, synthetic, or a .bin .npy .txt file",
+    )
+    add.add_argument(
+        "--lr", type=number("lr"), default=usual.lr, help="learning rate, of AdamW"
+    )
+    add.add_argument(
+        "--clip",
+        type=number("clip"),
+        default=usual.clip,
+        help="the greatest norm of all gradients; 0: as it is",
+    )
+    add.add_argument(
+        "--seed", type=number("seed"), default=usual.seed, help="of the data"
+    )
+    add.add_argument(
+        "--reference", action="store_true", help="train the model itself beside"
+    )
+    add.add_argument(
+        "--timeout",
+        type=number("timeout"),
+        default=usual.timeout,
+        help="seconds to wait for a rank",
+    )
+    add.add_argument(
+        "--warmup",
+        type=number("warmup"),
+        default=usual.warmup,
+        help="steps until lr is reached",
+    )
+    add.add_argument("--save", type=path, metavar="DIR", help="for checkpoints")
+    add.add_argument(
+        "--save-every",
+        type=number("save_every"),
+        default=usual.save_every,
+        metavar="STEPS",
+        help="between checkpoints; 0: the last alone",
+    )
+    add.add_argument(
+        "--keep",
+        type=number("keep"),
+        default=usual.keep,
+        help="how many of the newest checkpoints stay",
+    )
+    add.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint, if any"
+    )
+    add.add_argument(
+        "--unproved", action="store_true", help="run a plan that nobody proved"
+    )
+    add_backend(add)
+    add_json(add, "print one object for each step")
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    values = {**vars(arguments), "as_json": arguments.json}
+    options = RunOptions(
+        **{field.name: values[field.name] for field in fields(RunOptions)}
+    )
+    return run(arguments.plan, options)

@@ -1,0 +1,90 @@
+"""`autopar verify`: prove a plan against its model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from autopar.commands.arguments import add_backend, add_json, path
+from autopar.commands.stored import load_stored
+from autopar.compiler import compile_offline, proved
+from autopar.machine.backend import resolve_backend
+from autopar.machine.machine import host_memory
+from autopar.machine.profile_file import read_profile
+from autopar.models.batches import with_samples
+from autopar.models.load import load_model, random_batch
+from autopar.reports.proof import verification_data, verification_table
+from autopar.runtime.agreement.validate import check_model
+from autopar.runtime.execute.inductor import Kept
+from autopar.store import COMPILED
+from autopar.training.run import vocab_of
+from autopar.verify import room_needed, verify
+
+
+def add(commands: Any) -> None:
+    add = commands.add_parser("verify", help="prove a plan against its model")
+    add.set_defaults(command=verify_command)
+    add.add_argument("plan", type=path, help="a directory, planned or compiled")
+    add.add_argument(
+        "--float64",
+        action="store_true",
+        help="compile the plan again in double precision",
+    )
+    add.add_argument(
+        "--as-given",
+        action="store_true",
+        help="with the model's own weights and batch (default: with drawn ones)",
+    )
+    add_backend(add)
+    add.add_argument("--all", action="store_true", help="one row for each parameter")
+    add_json(add)
+
+
+def verify_command(arguments: argparse.Namespace) -> int:
+    stored = load_stored(arguments.plan)
+    loaded = load_model(stored.model_spec, seed=stored.seed)
+    program, model = stored.program, loaded.model
+    check_model(program, model)
+    vocab = loaded.vocab or vocab_of(program)
+    if loaded.batch is not None:
+        batch: Mapping = with_samples(loaded.batch, program.batch_extent)
+    else:
+        batch = random_batch(program.inputs, vocab, stored.seed)
+    if loaded.on_meta or room_needed(program) > host_memory():
+        # The model does not run here: it and the plan are made small.
+        proof = proved(program, model, batch).proof
+        assert proof is not None, "what is not proved is an error"
+        print(json.dumps(proof.to_data(), indent=1) if arguments.json else proof)
+        return 0
+    if arguments.float64:
+        if program.plan.dtype:
+            print(
+                f"note: autocast leaves float64 alone, and so does precision "
+                f"'{program.plan.precision}': this proves the plan, not its casts",
+                file=sys.stderr,
+            )
+        model = model.double()
+        program = compile_offline(model, batch, program.plan)
+    drawn = not arguments.as_given
+    asked = arguments.backend or program.plan.backend
+    measured = read_profile().backends
+    backend, note = resolve_backend(asked, torch.device("cpu"), measured)
+    if note:
+        print(f"note: {note}", file=sys.stderr)
+    kept = Kept(stored.directory / COMPILED) if backend == "inductor" else None
+    result = verify(
+        *(program, model, batch),
+        seed=stored.seed,
+        drawn=drawn,
+        compiled=kept,
+    )
+    if arguments.json:
+        print(json.dumps(verification_data(result), indent=1))
+    else:
+        print(verification_table(result, arguments.all))
+    return 0 if result.passed else 1

@@ -1,0 +1,78 @@
+"""What was measured of this machine, for people."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from autopar.machine.machine import machine_text
+from autopar.machine.profile_file import Profile
+from autopar.reports.tables import Table, seconds, size
+from passes.price.measured import Timed, kind_of
+
+SHOWN = 12  # kinds of ops in a table; JSON has all
+
+
+def profile_report(profile: Profile) -> str:
+    tables = [_ops_table(at_once, profile) for at_once in sorted(profile.ops)]
+    tables += [_messages_table(ranks, profile) for ranks in sorted(profile.messages)]
+    if profile.backends:
+        tables.append(_backends_table(profile))
+    if not tables:
+        return f"nothing was measured on this machine: {machine_text()}"
+    return "\n\n".join([machine_text(), *map(str, tables)])
+
+
+def _backends_table(profile: Profile) -> Table:
+    rows = tuple(
+        (device, seconds(eager), seconds(inductor), f"{eager / inductor:.2f}")
+        for device, (eager, inductor) in sorted(profile.backends.items())
+    )
+    told = "by which --backend auto chooses"
+    head = ("device", "eager", "inductor", "ratio")
+    return Table("a few layers, forward and backward", head, rows, (told,))
+
+
+def _ops_table(at_once: int, profile: Profile) -> Table:
+    """Ops by kind, those with the most sizes first."""
+    ops = profile.ops[at_once]
+    kinds: dict[str, list[Timed]] = defaultdict(list)
+    for key, timed in ops.timed.items():
+        kinds[kind_of(key)].append(timed)
+    ordered = sorted(kinds.items(), key=lambda item: -max(t.seconds for t in item[1]))
+    rows = []
+    for op, found in ordered[:SHOWN]:
+        quickest, slowest = (f(t.seconds for t in found) for f in (min, max))
+        speed = max(t.flops / t.seconds for t in found if t.seconds) / 1e9
+        moved = max(t.bytes / t.seconds for t in found if t.seconds) / 1e9
+        rows.append((op, len(found), seconds(quickest), seconds(slowest), speed, moved))
+    notes = [f"{len(ops.timed)} ops of {len(kinds)} kinds, as emitted"]
+    if ops.update:
+        told = ", ".join(f"{size(b)} {seconds(s)}" for b, s in ops.update)
+        notes.append(f"the optimizer's step, by a parameter's bytes: {told}")
+    return Table(
+        f"ops, {at_once} at a time",
+        ("op", "sizes", "least", "most", "GFLOP/s", "GB/s"),
+        tuple(rows),
+        tuple(notes),
+    )
+
+
+def _messages_table(ranks: int, profile: Profile) -> Table:
+    points = profile.messages[ranks].points
+    sizes = sorted({bytes for row in points.values() for bytes, _ in row})
+    rows = []
+    for (kind, group, stride), row in sorted(points.items(), key=_order):
+        took = {bytes: seconds(s) for bytes, s in row}
+        rows.append((kind, f"{group}", f"{stride}", *(took.get(b, "") for b in sizes)))
+    return Table(
+        f"messages between {ranks} ranks, all groups at once",
+        ("message", "ranks", "apart", *map(size, sizes)),
+        tuple(rows),
+    )
+
+
+def _order(item: tuple[tuple[str, int, int], Sequence[Any]]) -> tuple[int, int, str]:
+    (kind, group, stride), _ = item
+    return group, stride, kind

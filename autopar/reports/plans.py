@@ -1,0 +1,55 @@
+"""What `autopar plan` tells: the best plan, its runners-up, and their precision."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.machine.measured_cluster import how_priced
+from autopar.planner.infeasible import gigabytes
+from autopar.planner.planner import Sketch
+from autopar.reports.tables import Table
+from passes.price.cluster import TF32, Cluster
+from passes.search.search import Found
+
+
+def precision_notes(of: Sketch, cluster: Cluster) -> tuple[str, ...]:
+    """What products compute in, or that half the bits would be faster."""
+    tf32 = of.options.get("tf32", False)
+    told = ("tf32",) if tf32 else ()
+    chosen = of.options.get("precision")
+    if chosen is not None:
+        return (f"precision {chosen}", *told)
+    wide = any(v.dtype == torch.float32 for v in of.named.graph.params)
+    device = cluster.device.multiplying(tf32)
+    ways = {"--precision bf16": "bfloat16", **({} if tf32 else {"--tf32": TF32})}
+    faster = {
+        way: f"{device.flops[dtype] / device.flops['float32']:.3g}"
+        for way, dtype in ways.items()
+        if device.flops.get(dtype, 0.0) > device.flops["float32"]
+    }
+    if not wide or not faster:
+        return told
+    texts = [f"with {way} up to {times} times as fast" for way, times in faster.items()]
+    return (*told, f"the model is in float32: products are {', '.join(texts)}")
+
+
+def plans_table(
+    found: Found, cluster: Cluster, title: str, notes: tuple[str, ...] = ()
+) -> Table:
+    """The best plan and its runners-up."""
+    head = ("plan", "s/step", "memory", "idle", "communication", "MFU")
+    rows = []
+    for e in found.best:
+        rows.append(
+            (
+                str(e.candidate),
+                f"{e.seconds:.4g}",
+                gigabytes(e.peak),
+                f"{e.bubble:.1%}",
+                f"{e.communication / e.seconds:.1%}",
+                f"{e.utilisation(cluster):.1%}",
+            )
+        )
+    best = f"the best of {found.tried} candidates"
+    priced = how_priced(found.best[0], cluster)
+    return Table(title, head, tuple(rows), (best, priced, *notes))
