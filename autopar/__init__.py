@@ -12,9 +12,9 @@ if not getattr(_passes, "AUTOPAR", False):
         "  fix  rename your own passes.py (or move it out of the import path)"
     )
 
-from autopar.gc_paused import uncollected
+from autopar.gc_paused import gc_paused
 
-with uncollected():
+with gc_paused():
     from autopar.compiler import compile_offline
     from autopar.runtime.parameters.by_element import by_element
     from autopar.step import Step, compile

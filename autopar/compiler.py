@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from autopar.capture.capture_model import capture_model
-from autopar.gc_paused import uncollected
+from autopar.gc_paused import gc_paused
 from autopar.profiler.stage_costs import stage_costs
 from autopar.proof.prove_program import prove_program
 from passes.cost import Costs
@@ -25,7 +25,7 @@ from passes.plan import Plan
 from passes.program import Program
 
 
-@uncollected()
+@gc_paused()
 def compile_offline(
     model: nn.Module,
     batch: Mapping[str, Any],
@@ -50,7 +50,7 @@ def compile_offline(
     return replace(program, proof=proof)
 
 
-@uncollected()
+@gc_paused()
 def proved(
     program: Program,
     model: nn.Module,

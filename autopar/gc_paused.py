@@ -1,4 +1,4 @@
-"""Work that makes many objects and hardly a cycle among them goes on uncollected.
+"""Garbage collection is paused for work that makes many objects and hardly a cycle.
 
 Imports, captures and passes build millions of small objects that stay. Each time that
 their number has grown by a quarter Python looks at all of them for cycles, which takes
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Within, or in a function that it decorates, Python looks for no cycles."""
     was_on = gc.isenabled()
     gc.disable()

@@ -18,7 +18,7 @@ from autopar.machine.backend import resolve_backend
 from autopar.machine.profile_file import read_profile
 from autopar.options import Options, check_arguments, make_plan
 from autopar.planner.choose import choose_plan
-from autopar.planner.request import Asked, wanted
+from autopar.planner.request import PlanRequest, plan_request
 from autopar.rank_step import RankStep
 from autopar.runtime.agreement.agreement import Agreement
 from autopar.runtime.agreement.first_rank import on_first_rank
@@ -82,9 +82,9 @@ def compile(
     check_arguments(plan, program, loss_fn, seed, timeout)
     if program is not None:
         plan = program.plan
-    decided: Plan | Asked
+    decided: Plan | PlanRequest
     if plan is None or isinstance(plan, str):
-        request = wanted(mesh, options, plan == AUTO, devices)
+        request = plan_request(mesh, options, plan == AUTO, devices)
         decided = request or make_plan(mesh, **options)
     elif options:
         raise PlanError(
@@ -110,7 +110,7 @@ class Step(RankStep):
     def __init__(
         self,
         model: nn.Module,
-        decided: Plan | Asked,
+        decided: Plan | PlanRequest,
         loss_fn: Callable[..., Any] | None,
         seed: int,
         device: torch.device | str | None,
@@ -190,7 +190,7 @@ class Step(RankStep):
         if self._given is not None:
             check_model(self._given, model)
             return proved(self._given, model, batch, self._loss_fn)
-        if isinstance(plan, Asked):
+        if isinstance(plan, PlanRequest):
             plan = choose_plan(model, plan, batch, self._loss_fn)
         return compile_offline(model, batch, plan, self._loss_fn, prove=self._prove)
 

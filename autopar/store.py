@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import autopar
-from autopar.planner.estimate_file import ESTIMATE, Findings
+from autopar.planner.plan_record import ESTIMATE, PlanRecord
 from autopar.read_file import read_text
 from passes.decode import parse_json
 from passes.errors import AutoparError
@@ -68,11 +68,11 @@ def save_plan(
     directory: str | Path,
     model_spec: str,
     seed: int = 0,
-    findings: Findings | None = None,
+    record: PlanRecord | None = None,
 ) -> Path:
     """Write the directory, all of it or nothing; a plan that is there is replaced.
 
-    findings: of the search that made the plan, if one did.
+    record: of the search that made the plan, if one did.
     Returns the directory's real path. Raises PlanDirectoryError when something that is
     no plan is in the way.
     """
@@ -80,10 +80,10 @@ def save_plan(
     refuse_to_replace(target)
     files = {PLAN: program.plan.to_json(), PROGRAM: program.to_json()}
     files |= {f"modules/{key}.py": text for key, text in program.modules.items()}
-    if findings is not None:
+    if record is not None:
         # Compiling adds the cuts to the plan, and may write it another way.
-        findings = replace(findings, plan=checksum(files[PLAN]))
-        files[ESTIMATE] = findings.to_json()
+        record = replace(record, plan=checksum(files[PLAN]))
+        files[ESTIMATE] = record.to_json()
     manifest = {
         "format": FORMAT,
         "autopar": autopar.__version__,

@@ -42,7 +42,7 @@ from autopar.proof.ranks import (
 )
 from autopar.proof.verification import APART, AWAY, Verification
 from autopar.runtime.agreement.validate import check_model
-from autopar.runtime.comm.routing_replay import Choices
+from autopar.runtime.comm.routing_replay import RoutingReplay
 from autopar.runtime.execute.inductor import Kept
 from passes.errors import AutoparError
 from passes.plan import SPLIT
@@ -119,7 +119,7 @@ def prove(
     """
     check(program.schedule)
     buffers = {**buffers, **expected[0].buffers}
-    told = [None if e.exact is None else Choices(e.made) for e in expected]
+    told = [None if e.exact is None else RoutingReplay(e.made) for e in expected]
     found = _run(program, buffers, expected, told, seed, compiled)
     proof = reduce(Verification.worse, map(_compare, found, expected, told))
     proof = replace(proof, unmoved=unmoved(expected))
@@ -132,20 +132,20 @@ def _run(
     program: Program,
     buffers: Mapping[str, Tensor],
     expected: Sequence[Expected],
-    told: Sequence[Choices | None],
+    told: Sequence[RoutingReplay | None],
     seed: int,
     compiled: Kept | None,
 ) -> list[FoundStep]:
     steps = [
-        GivenStep(e.weights, e.batch, choices, e.update)
-        for e, choices in zip(expected, told, strict=True)
+        GivenStep(e.weights, e.batch, replay, e.update)
+        for e, replay in zip(expected, told, strict=True)
     ]
     evaluate = all(e.found.evaluated is not None for e in expected)
     return run_steps(program, buffers, steps, seed, evaluate, compiled)
 
 
 def _compare(
-    found: FoundStep, expected: Expected, told: Choices | None
+    found: FoundStep, expected: Expected, told: RoutingReplay | None
 ) -> Verification:
     """One step of all ranks, beside the model's."""
     want, exact = expected.found, expected.exact
@@ -178,7 +178,7 @@ def _look_again(
 ) -> Verification:
     """The proof, with all in float64; and if that is right, beside what rounding does
     to the model. All runs take the choices of its first."""
-    told = [Choices(e.made) for e in expected]
+    told = [RoutingReplay(e.made) for e in expected]
     try:
         with default_dtype(torch.float64):
             double = program_in_double(program)
@@ -189,7 +189,7 @@ def _look_again(
         proof = replace(proof, in_double=in_double)
         if not in_double.passed:
             return proof
-        told = [Choices(e.made) for e in expected]
+        told = [RoutingReplay(e.made) for e in expected]
         found = _run(program, buffers, expected, told, seed, compiled)
         for draws in DRAWS:
             each = map(_compare_rounded, found, expected, told, repeat(draws))
@@ -224,7 +224,7 @@ def _compare_in_double(found: FoundStep, wide: Expected) -> Verification:
 
 
 def _compare_rounded(
-    found: FoundStep, expected: Expected, told: Choices, draws: int
+    found: FoundStep, expected: Expected, told: RoutingReplay, draws: int
 ) -> Verification:
     proof = _compare(found, replace(expected, exact=expected.again.exact), told)
     moved = expected.again.scatter(double=False, draws=draws)

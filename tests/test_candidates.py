@@ -18,7 +18,7 @@ from autopar.planner.planner import (
     plan_of,
     sketch,
 )
-from autopar.planner.request import Asked, read_shape, wanted
+from autopar.planner.request import PlanRequest, plan_request, read_shape
 from autopar.verify import verify
 from passes.cost import Costs
 from passes.errors import AutoparError
@@ -199,11 +199,11 @@ def test_what_moves_once_a_step_goes_by_layer() -> None:
 )
 def test_what_is_found_is_as_decided_and_right(decided: dict[str, Any]) -> None:
     mesh = Mesh.parse("cp=2" if "context_parallel" in decided else "pp=2")
-    asked = Asked(cluster_of("4xA100-80GB"), mesh, options=decided)
-    of_all = sketch(case().model, case().batch, **asked.of_all)
-    found = find_plans(of_all, asked.cluster, SAMPLES, **asked.space)
+    request = PlanRequest(cluster_of("4xA100-80GB"), mesh, options=decided)
+    of_all = sketch(case().model, case().batch, **request.of_all)
+    found = find_plans(of_all, request.cluster, SAMPLES, **request.space)
     for e in found.best:
-        for name, value in asked.decided.items():
+        for name, value in request.decided.items():
             assert getattr(e.candidate, name) == value
     plan = plan_of(found.best[0].candidate, of_all)
     assert plan.precision == decided.get("precision", "model")
@@ -251,29 +251,32 @@ def test_wrong_sizes_are_refused(text: str) -> None:
 
 def test_devices_are_given_apart_from_the_mesh_or_in_its_place() -> None:
     for devices in (8, "8xA100-80GB", cluster_of("8xA100-80GB")):
-        alone, named = wanted(devices, {}), wanted(None, {}, devices=devices)
+        alone, named = (
+            plan_request(devices, {}),
+            plan_request(None, {}, devices=devices),
+        )
         assert alone == named and named and named.cluster.devices == 8
-        part = wanted("tp=2", {}, devices=devices)
+        part = plan_request("tp=2", {}, devices=devices)
         assert part and str(part.mesh) == "tp=2" and part.cluster == named.cluster
-        sizes = wanted((4, 2), {}, devices=devices)
+        sizes = plan_request((4, 2), {}, devices=devices)
         assert sizes and sizes.shape == (4, 2) and sizes.mesh is None
     with pytest.raises(MeshError, match="a mesh of 0 devices"):
-        wanted(None, {}, devices=0)
+        plan_request(None, {}, devices=0)
     with pytest.raises(MeshError, match="a mesh is text or a DeviceMesh"):
-        wanted(None, {}, auto=True)
+        plan_request(None, {}, auto=True)
 
 
 def test_what_is_left_to_the_planner() -> None:
-    assert wanted("pp=2,tp=2", {"zero": 1}) is None
-    assert wanted("x=4,y=2", {}) is None  # and is an unknown axis then
-    assert wanted("", {}) is None
-    whole = wanted("tp=2,dp=2", {"zero": 1}, auto=True)
+    assert plan_request("pp=2,tp=2", {"zero": 1}) is None
+    assert plan_request("x=4,y=2", {}) is None  # and is an unknown axis then
+    assert plan_request("", {}) is None
+    whole = plan_request("tp=2,dp=2", {"zero": 1}, auto=True)
     assert whole and str(whole.mesh) == "tp=2,dp=2" and whole.cluster.devices == 4
     assert whole.space["zero"] == (1,)
     for mesh in ((4, 2), [4, 2]):
-        sizes = wanted(mesh, {})
+        sizes = plan_request(mesh, {})
         assert sizes and sizes.shape == (4, 2) and sizes.cluster.devices == 8
-    limited = wanted(2, {"memory": "1GB", "schedule": "auto"})
+    limited = plan_request(2, {"memory": "1GB", "schedule": "auto"})
     assert limited and limited.limited.device.memory == 1e9
     assert "schedules" not in limited.space
 
@@ -292,7 +295,7 @@ def test_what_is_left_to_the_planner() -> None:
 )
 def test_options_that_cannot_be(options: dict[str, Any], says: str) -> None:
     with pytest.raises(AutoparError, match=says):
-        wanted(2, options)
+        plan_request(2, options)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +315,7 @@ def test_nothing_to_choose_from(decided: dict[str, Any], says: str) -> None:
 
 def test_an_axis_that_has_no_prices() -> None:
     with pytest.raises(PlanError, match="no prices for the axis fsdp"):
-        wanted("fsdp=2", {"zero": 3}, auto=True)
+        plan_request("fsdp=2", {"zero": 3}, auto=True)
 
 
 # --- schedules -----------------------------------------------------------------------

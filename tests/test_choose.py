@@ -69,7 +69,7 @@ def fails_as_chosen(memory: float) -> str:
 def test_all_ranks_hear_that_no_plan_fits() -> None:
     said = run_ranks(fails_as_chosen, 2, 1e4)
     assert said[0] == said[1]
-    assert said[0].startswith("NoPlanFits: no plan fits into 2xCPU")
+    assert said[0].startswith("Infeasible: no plan fits into 2xCPU")
 
 
 def test_one_device_needs_no_processes() -> None:

@@ -18,7 +18,7 @@ from processes import torchrun
 from autopar.cli import main
 from autopar.machine.hardware import cluster_of
 from autopar.models.batches import with_samples
-from autopar.planner.estimate_file import CHOSEN, STAGE, WHAT, Findings, read_findings
+from autopar.planner.plan_record import CHOSEN, STAGE, WHAT, PlanRecord, read_record
 from autopar.planner.planned import compiled_once, mesh_of, read_decided
 from autopar.planner.planner import find_plans, sketch
 from autopar.reports.explain import difference, explanation_data
@@ -58,10 +58,10 @@ def error(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_findings_are_read_as_they_were_written(plan: Path) -> None:
-    findings = read_findings(plan)
-    assert Findings.from_json(findings.to_json()) == findings
-    assert findings.samples == SAMPLES and len(findings.best) > 3
-    assert str(findings.cluster) == "4xCPU"
+    record = read_record(plan)
+    assert PlanRecord.from_json(record.to_json()) == record
+    assert record.samples == SAMPLES and len(record.best) > 3
+    assert str(record.cluster) == "4xCPU"
 
 
 def test_every_part_of_an_estimate_is_in_the_file() -> None:
@@ -132,12 +132,12 @@ def test_half_the_bits_are_suggested(origin: Path, capsys) -> None:
 
 
 def test_parts_add_up_to_the_step(plan: Path) -> None:
-    findings = read_findings(plan)
-    best = findings.best[0]
-    for e in findings.best:
+    record = read_record(plan)
+    best = record.best[0]
+    for e in record.best:
         assert sum(e.parts.values()) == pytest.approx(e.seconds)
         assert min(e.parts.values()) >= -1e-12
-    for other in explanation_data(findings)["others"]:
+    for other in explanation_data(record)["others"]:
         assert sum(other["parts"].values()) == pytest.approx(other["seconds"])
     assert difference(best, best) == ["+0 us other"]
 
@@ -145,7 +145,7 @@ def test_parts_add_up_to_the_step(plan: Path) -> None:
 def test_explain_tells_seconds_bytes_and_why(plan: Path, capsys) -> None:
     assert main(["explain", str(plan)]) == 0
     text = capsys.readouterr().out
-    best = read_findings(plan).best[0]
+    best = read_record(plan).best[0]
     assert str(best.candidate) in text
     for wanted in (*best.parts, *best.memory[0]):
         assert wanted in text or not best.parts.get(wanted)
@@ -174,21 +174,21 @@ def test_prices_of_other_devices(plan: Path, capsys) -> None:
 
 
 def test_a_proof_compiles_first(plan: Path, capsys) -> None:
-    found = read_findings(plan)
+    found = read_record(plan)
     assert main(["verify", str(plan), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["passed"]
     program = load_plan(plan).program
     assert program.batch_extent == SAMPLES
     assert program.mesh == found.best[0].candidate.mesh
     assert main(["explain", str(plan)]) == 0  # the estimate is still there
-    assert read_findings(plan).best == found.best
+    assert read_record(plan).best == found.best
 
 
 def test_compiling_by_hand_keeps_batch_and_estimate(plan: Path, capsys) -> None:
-    spec, other = read_findings(plan).model, plan.with_name("other")
+    spec, other = read_record(plan).model, plan.with_name("other")
     assert main(["compile", spec, "--plan", str(plan), "-o", str(other)]) == 0
     assert load_plan(other).program.batch_extent == SAMPLES
-    assert read_findings(other).best == read_findings(plan).best
+    assert read_record(other).best == read_record(plan).best
     # The estimate is not of an edited plan; the batch is then the model's own.
     file = plan / "plan.json"
     file.write_text(file.read_text() + " ")
@@ -203,7 +203,7 @@ def test_planning_again_replaces_what_was_compiled(origin: Path, plan: Path) -> 
     spec = f"{origin / 'model.py'}:small"
     asked = ["--devices", "1xCPU", "--global-batch", "4"]
     assert main(["plan", spec, *asked, "-o", str(plan)]) == 0
-    assert mesh_of(plan).size == 1 and read_findings(plan).samples == 4
+    assert mesh_of(plan).size == 1 and read_record(plan).samples == 4
 
 
 def test_one_rank_trains_what_is_planned(origin: Path, tmp_path: Path, capsys) -> None:

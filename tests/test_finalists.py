@@ -12,7 +12,7 @@ import pytest
 from models import Case, plain_gpt
 
 from autopar.machine.hardware import cluster_of, with_memory
-from autopar.planner.estimate_file import estimate_data
+from autopar.planner.plan_record import estimate_data
 from autopar.planner.planner import (
     Sketch,
     find_plans,

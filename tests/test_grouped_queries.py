@@ -24,7 +24,7 @@ from autopar.planner.planner import (
     plan_of,
     sketch,
 )
-from autopar.planner.request import Asked
+from autopar.planner.request import PlanRequest
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.execute.executor import Executor
@@ -292,7 +292,7 @@ def test_labels_are_found_for_both_axes() -> None:
 
 def test_a_part_of_a_mesh_has_no_axis_that_shares_keys() -> None:
     with pytest.raises(PlanError, match="share heads of keys") as caught:
-        Asked(cluster_of("8xA100-80GB"), Mesh.parse("tp=2,qp=2"))
+        PlanRequest(cluster_of("8xA100-80GB"), Mesh.parse("tp=2,qp=2"))
     assert caught.value.fix.startswith("write tp with the product")
 
 

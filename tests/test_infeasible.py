@@ -10,7 +10,7 @@ import pytest
 from models import plain_gpt
 
 from autopar.machine.hardware import cluster_of, with_memory
-from autopar.planner.infeasible import NoPlanFits, gigabytes, with_devices
+from autopar.planner.infeasible import Infeasible, gigabytes, with_devices
 from autopar.planner.planner import Sketch, find_plans, make_prices, make_space, sketch
 from passes.mesh import Mesh
 from passes.price.cluster import Cluster
@@ -32,7 +32,7 @@ def plans(cluster: Cluster, **decided: Any) -> Found:
 
 
 def refusal(cluster: Cluster, **decided: Any) -> str:
-    with pytest.raises(NoPlanFits) as caught:
+    with pytest.raises(Infeasible) as caught:
         plans(cluster, **decided)
     return str(caught.value)
 

@@ -18,7 +18,7 @@ from examples.benchmarks.live_bytes import LiveBytes
 from examples.gpt import GPT, Config
 from passes.program import Program
 from passes.schedule.make_schedule import make_schedule
-from passes.schedule.messages import AHEAD, posted, proofs
+from passes.schedule.messages import AHEAD, prefetched_receives, send_completions
 from passes.schedule.schedule import Action, Kind, add_communication
 
 BATCH, SEQ, WIDTH, HEADS, VOCAB = 8, 64, 64, 4, 128
@@ -192,21 +192,21 @@ def test_memory_is_that_of_a_run(settings):
 def test_an_answer_proves_that_a_message_has_arrived():
     schedule = add_communication(make_schedule("1f1b", 2, 3))
     send, recv = Kind.SEND_F, Kind.RECV_B
-    assert proofs(schedule, 0) == {
+    assert send_completions(schedule, 0) == {
         Action(0, recv, i): [Action(0, send, i)] for i in range(3)
     }
     # The last stage learns of its gradients by the forwards that follow them.
-    assert proofs(schedule, 1) == {
+    assert send_completions(schedule, 1) == {
         Action(1, Kind.RECV_F, 2): [Action(1, Kind.SEND_B, 0)]
     }
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h2"])
 def test_what_is_proved_has_happened(name):
-    """In an order of all actions, the proof comes after the receipt."""
+    """In an order of all actions, the proof comes after the work."""
     schedule = add_communication(make_schedule(name, 4, 8))
     for rank, actions in enumerate(schedule.ranks):
-        for recv, sends in proofs(schedule, rank).items():
+        for recv, sends in send_completions(schedule, rank).items():
             answer = recv.partner
             peer = schedule.ranks[schedule.peer(recv)]
             for send in sends:
@@ -218,7 +218,7 @@ def test_few_receives_are_open():
     schedule = add_communication(make_schedule("1f1b", 4, 8))
     for actions in schedule.ranks:
         open_: list[Action] = []
-        for action, coming in posted(actions):
+        for action, coming in prefetched_receives(actions):
             open_ += coming
             assert len(open_) <= AHEAD
             if action.kind.is_recv:

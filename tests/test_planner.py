@@ -13,7 +13,7 @@ from models import gpt2, llama, plain_gpt, switch_gpt
 
 from autopar.machine.hardware import cluster_of, with_memory
 from autopar.options import make_plan
-from autopar.planner.infeasible import NoPlanFits
+from autopar.planner.infeasible import Infeasible
 from autopar.planner.planner import Sketch, find_plans, plan_of, sketch
 from autopar.planner.shorten import find_layers, shortened
 from autopar.verify import verify
@@ -202,7 +202,7 @@ def test_with_less_memory_more_is_shared_out_or_made_again() -> None:
 def test_when_nothing_fits_it_is_said_by_how_much() -> None:
     case = plain_gpt(layers=6)
     of = sketch(case.model, case.batch)
-    with pytest.raises(NoPlanFits, match="more than the") as caught:
+    with pytest.raises(Infeasible, match="more than the") as caught:
         find_plans(of, small(memory=2e4), 8)
     assert "most are" in str(caught.value) and "fix" in str(caught.value)
 

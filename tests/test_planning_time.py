@@ -7,7 +7,7 @@ import gc
 import pytest
 from models import plain_gpt
 
-from autopar.gc_paused import uncollected
+from autopar.gc_paused import gc_paused
 from autopar.machine.hardware import cluster_of
 from autopar.options import make_plan
 from autopar.planner.planner import find_plans, make_prices, sketch
@@ -87,8 +87,8 @@ def text(local: LocalStage) -> str:
 
 def test_no_cycles_are_looked_for_within_and_again_afterwards() -> None:
     assert gc.isenabled()
-    with pytest.raises(ZeroDivisionError), uncollected():
-        with uncollected():
+    with pytest.raises(ZeroDivisionError), gc_paused():
+        with gc_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
         raise ZeroDivisionError

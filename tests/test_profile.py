@@ -26,7 +26,7 @@ from autopar.machine.profile_file import (
     usual_path,
 )
 from autopar.options import make_plan
-from autopar.planner.request import wanted
+from autopar.planner.request import plan_request
 from autopar.profiler import measure_ops
 from autopar.profiler.measure_compiled import measure_compiled
 from autopar.profiler.measure_messages import geometries, measure_messages
@@ -217,7 +217,7 @@ def test_what_was_measured_elsewhere_is_not_taken(
 
 
 def cluster_wanted(mesh: int | str) -> Cluster:
-    asked = wanted(mesh, {})
+    asked = plan_request(mesh, {})
     assert asked is not None
     return asked.cluster
 

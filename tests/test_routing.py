@@ -13,7 +13,7 @@ from models import Case, mixture, plan
 from torch import Tensor, nn
 
 from autopar.runtime.comm.comm import Comm
-from autopar.runtime.comm.fake_comm import EchoComm
+from autopar.runtime.comm.fake_comm import FakeComm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.verify import verify
 from passes.capture.normalize import normalize
@@ -198,7 +198,7 @@ def test_all_tokens_may_choose_one_expert(
 
 def test_a_rank_that_is_measured_alone_works_on_as_many_rows_as_it_sends() -> None:
     """Of its own experts: rows of others' would cost it nothing."""
-    comm = EchoComm(Mesh.parse("ep=4"), 1, torch.device("cpu"))
+    comm = FakeComm(Mesh.parse("ep=4"), 1, torch.device("cpu"))
     expert = torch.arange(8)
     there, order, counts = comm.route(expert, "ep", 8)
     assert len(there) == 8 and there.max() == 1  # of two experts

@@ -12,7 +12,7 @@ from models import Case, mixture, switch_gpt
 from autopar.options import make_plan
 from autopar.reports.proof import verification_table
 from autopar.runtime.comm.comm import Comm
-from autopar.runtime.comm.routing_replay import Choices, Choosing
+from autopar.runtime.comm.routing_replay import Choosing, RoutingReplay
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.training.reference import reference_step
 from autopar.verify import (
@@ -82,7 +82,7 @@ def test_every_row_takes_the_choice_of_its_place() -> None:
     told = torch.arange(8 * 6).view(8 * 6, 1)
 
     def body(comm: Comm) -> torch.Tensor:
-        comm.choices = Choices([told])
+        comm.replay = RoutingReplay([told])
         position = (((8, ("dp",)), (6, ("cp",))),)
         comm.zigzag = frozenset({"cp"})
         return comm.choose(torch.rand(12, 48), 1, 0, position).flatten()
@@ -98,15 +98,15 @@ def test_every_row_takes_the_choice_of_its_place() -> None:
 def test_what_is_ruled_out_is_chosen_by_nobody_or_missed_by_all() -> None:
     """A router of groups gives -inf to experts of others; there may be fewer than k."""
     scores = torch.tensor([[0.5, 0.25, 0.125, -torch.inf, -torch.inf]])
-    choices = Choices([])
+    replay = RoutingReplay([])
     for own, told, margin in (
         ([0, 1], [1, 0], 0.0),
         ([0, 1], [0, 2], 0.25),
         ([0, 1], [0, 3], torch.inf),
         ([0, 1, 2, 3], [2, 1, 0, 4], 0.0),
     ):
-        choices.take(scores, torch.tensor([own]), torch.tensor([told]), (0,))
-        assert choices.margin == margin
+        replay.take(scores, torch.tensor([own]), torch.tensor([told]), (0,))
+        assert replay.margin == margin
 
 
 def test_models_that_choose_otherwise_than_they_did_are_told_apart() -> None:
@@ -114,9 +114,9 @@ def test_models_that_choose_otherwise_than_they_did_are_told_apart() -> None:
     routers = Choosing()
     reference_step(*case, choosing=routers)
     assert len(routers.made) == 2
-    fewer = Choosing(Choices(routers.made[:1]))
+    fewer = Choosing(RoutingReplay(routers.made[:1]))
     with pytest.raises(AutoparError, match="chooses more often than the 1 times"):
         reference_step(*case, choosing=fewer)
-    shorter = Choosing(Choices([x[:3] for x in routers.made]))
+    shorter = Choosing(RoutingReplay([x[:3] for x in routers.made]))
     with pytest.raises(AutoparError, match="choice 0 is of shape"):
         reference_step(*case, choosing=shorter)

@@ -15,26 +15,26 @@ from autopar.runtime.launch.watchdog import (
     EXIT,
     NO_LAUNCHER,
     TOLD,
-    Alarm,
     Terminated,
+    Watchdog,
     guarded,
 )
 from passes.errors import AutoparError
 
 
 class Clock:
-    """As much of `time` as an alarm reads; while it sleeps, ranks that live beat."""
+    """As much of `time` as an watchdog reads; while it sleeps, ranks that live beat."""
 
     def __init__(self) -> None:
-        self.now, self.living = 0.0, list[Alarm]()
+        self.now, self.living = 0.0, list[Watchdog]()
 
     def monotonic(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
-        for alarm in self.living:
-            alarm._beat()
+        for watchdog in self.living:
+            watchdog._beat()
 
 
 @pytest.fixture
@@ -50,67 +50,71 @@ def store() -> dist.Store:
 
 
 @pytest.fixture
-def alarms(store: dist.Store, clock: Clock) -> Iterator[list[Alarm]]:
+def watchdogs(store: dist.Store, clock: Clock) -> Iterator[list[Watchdog]]:
     """Three ranks of one process, which have all begun to beat."""
     before = signal.getsignal(signal.SIGTERM)
-    clock.living = [Alarm(store, rank, 3) for rank in range(3)]
+    clock.living = [Watchdog(store, rank, 3) for rank in range(3)]
     clock.sleep(BEAT)
     yield list(clock.living)
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_failure_reaches_the_others(alarms: list[Alarm]) -> None:
-    alarms[1].publish("OutOfMemoryError: too big")
-    assert alarms[0].reason() == "rank 1 failed: OutOfMemoryError: too big"
+def test_a_failure_reaches_the_others(watchdogs: list[Watchdog]) -> None:
+    watchdogs[1].publish("OutOfMemoryError: too big")
+    assert watchdogs[0].reason() == "rank 1 failed: OutOfMemoryError: too big"
 
 
-def test_the_first_failure_is_the_reason(alarms: list[Alarm]) -> None:
-    alarms[2].publish("ValueError: root cause")
-    alarms[1].publish("RuntimeError: connection closed")
-    assert alarms[0].reason() == "rank 2 failed: ValueError: root cause"
+def test_the_first_failure_is_the_reason(watchdogs: list[Watchdog]) -> None:
+    watchdogs[2].publish("ValueError: root cause")
+    watchdogs[1].publish("RuntimeError: connection closed")
+    assert watchdogs[0].reason() == "rank 2 failed: ValueError: root cause"
 
 
-def test_a_silent_rank_is_found(alarms: list[Alarm], clock: Clock) -> None:
-    clock.living.remove(alarms[2])
-    assert alarms[0].reason() == "rank 2 does not answer (killed or hung?)"
-    assert alarms[1]._said() == "rank 2 does not answer (killed or hung?)"
+def test_a_silent_rank_is_found(watchdogs: list[Watchdog], clock: Clock) -> None:
+    clock.living.remove(watchdogs[2])
+    assert watchdogs[0].reason() == "rank 2 does not answer (killed or hung?)"
+    assert watchdogs[1]._said() == "rank 2 does not answer (killed or hung?)"
 
 
-def test_ranks_that_are_well_are_not_blamed(alarms: list[Alarm], clock: Clock) -> None:
-    assert alarms[0].reason() is None
+def test_ranks_that_are_well_are_not_blamed(
+    watchdogs: list[Watchdog], clock: Clock
+) -> None:
+    assert watchdogs[0].reason() is None
     for _ in range(200):
         clock.sleep(BEAT)
-    assert alarms[0]._said() is None
+    assert watchdogs[0]._said() is None
 
 
 def test_a_rank_that_has_not_started_is_not_blamed(
     store: dist.Store, clock: Clock
 ) -> None:
-    alarm = Alarm(store, 0, 2)
-    clock.living = [alarm]
-    assert alarm.reason() is None
+    watchdog = Watchdog(store, 0, 2)
+    clock.living = [watchdog]
+    assert watchdog.reason() is None
     for _ in range(200):
         clock.sleep(BEAT)
-    assert alarm._said() is None
+    assert watchdog._said() is None
 
 
-def test_a_neighbour_in_silence_is_reported(alarms: list[Alarm], clock: Clock) -> None:
-    clock.living.remove(alarms[1])
+def test_a_neighbour_in_silence_is_reported(
+    watchdogs: list[Watchdog], clock: Clock
+) -> None:
+    clock.living.remove(watchdogs[1])
     began = clock.now
-    while alarms[2]._said() is None:
+    while watchdogs[2]._said() is None:
         clock.sleep(BEAT)
-    assert alarms[2]._said() == "rank 1 does not answer (killed or hung?)"
-    assert alarms[0].patience < clock.now - began < alarms[0].patience + 3 * BEAT
+    assert watchdogs[2]._said() == "rank 1 does not answer (killed or hung?)"
+    assert watchdogs[0].patience < clock.now - began < watchdogs[0].patience + 3 * BEAT
 
 
 def test_who_waits_for_the_store_still_beats(store: dist.Store) -> None:
     """Its main thread waits for another rank's word, as while rank 0 compiles."""
-    with Alarm(store, 0, 1) as alarm, ThreadPoolExecutor() as pool:
+    with Watchdog(store, 0, 1) as watchdog, ThreadPoolExecutor() as pool:
         waiting = pool.submit(store.wait, ["word"])
-        start = alarm._beats([0])[0]
-        while alarm._beats([0])[0] < start + 2:
+        start = watchdog._beats([0])[0]
+        while watchdog._beats([0])[0] < start + 2:
             assert not waiting.done()
-        Alarm(store, 0, 1).store.set("word", "")
+        Watchdog(store, 0, 1).store.set("word", "")
         waiting.result()
 
 
@@ -119,11 +123,11 @@ def test_a_rank_that_is_stuck_is_ended(
     store: dist.Store, capsys: pytest.CaptureFixture[str], cause: str
 ) -> None:
     left = SimpleQueue[int]()
-    with Alarm(store, 0, 2, grace=0.1, leave=left.put) as alarm:
+    with Watchdog(store, 0, 2, grace=0.1, leave=left.put) as watchdog:
         if cause == "a failure":
-            Alarm(store, 1, 2).publish("KeyError: 'x'")
+            Watchdog(store, 1, 2).publish("KeyError: 'x'")
         else:
-            alarm.store = LostStore()
+            watchdog.store = LostStore()
         assert left.get() == EXIT
     said = "rank 1 failed: KeyError: 'x'" if cause == "a failure" else NO_LAUNCHER
     assert capsys.readouterr().err == f"\nautopar: {said}\n"
@@ -137,91 +141,93 @@ class LostStore:
 
 
 def test_a_launcher_that_is_gone_is_told(
-    alarms: list[Alarm], capsys: pytest.CaptureFixture[str]
+    watchdogs: list[Watchdog], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def body() -> None:
-        alarms[0].store = LostStore()
+        watchdogs[0].store = LostStore()
         raise RuntimeError("Connection closed by peer")
 
-    assert guarded(alarms[0], body) == EXIT
+    assert guarded(watchdogs[0], body) == EXIT
     assert capsys.readouterr().err == f"\nautopar: {NO_LAUNCHER}\n"
 
 
 def test_an_error_of_another_rank_is_told(
-    alarms: list[Alarm], capsys: pytest.CaptureFixture[str]
+    watchdogs: list[Watchdog], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def body() -> None:
-        alarms[1].publish("KeyError: 'x'")
+        watchdogs[1].publish("KeyError: 'x'")
         raise RuntimeError("Connection closed by peer")
 
-    assert guarded(alarms[0], body) == EXIT
+    assert guarded(watchdogs[0], body) == EXIT
     assert capsys.readouterr().err == "\nautopar: rank 1 failed: KeyError: 'x'\n"
-    assert guarded(alarms[2], body) == EXIT
+    assert guarded(watchdogs[2], body) == EXIT
     assert capsys.readouterr().err == ""  # said once
 
 
-def test_an_error_of_this_rank_is_raised_and_published(alarms: list[Alarm]) -> None:
+def test_an_error_of_this_rank_is_raised_and_published(
+    watchdogs: list[Watchdog],
+) -> None:
     def body() -> None:
         raise ValueError("mine\nand more")
 
     with pytest.raises(ValueError, match="mine"):
-        guarded(alarms[0], body)
-    assert alarms[1].reason() == "rank 0 failed: ValueError: mine"
+        guarded(watchdogs[0], body)
+    assert watchdogs[1].reason() == "rank 0 failed: ValueError: mine"
 
 
 def test_an_error_of_the_users_is_text(
-    alarms: list[Alarm], capsys: pytest.CaptureFixture[str]
+    watchdogs: list[Watchdog], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def body() -> None:
         raise AutoparError("wrong mesh", fix="another")
 
-    assert guarded(alarms[0], body) == 2
+    assert guarded(watchdogs[0], body) == 2
     assert capsys.readouterr().err == "\nautopar: wrong mesh\n  fix  another\n"
 
 
-def test_a_launcher_that_stops_us_is_obeyed(alarms: list[Alarm]) -> None:
+def test_a_launcher_that_stops_us_is_obeyed(watchdogs: list[Watchdog]) -> None:
     def body() -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    for alarm in alarms[1:]:
-        alarm.note_end()
-    assert guarded(alarms[0], body) == 128 + signal.SIGTERM
-    assert alarms[1].reason() == TOLD
+    for watchdog in watchdogs[1:]:
+        watchdog.note_end()
+    assert guarded(watchdogs[0], body) == 128 + signal.SIGTERM
+    assert watchdogs[1].reason() == TOLD
     signal.raise_signal(signal.SIGTERM)  # it is ending: nothing is raised any more
-    assert guarded(alarms[1], body) == 128 + signal.SIGTERM
+    assert guarded(watchdogs[1], body) == 128 + signal.SIGTERM
     assert issubclass(Terminated, BaseException)
     assert not issubclass(Terminated, Exception)
 
 
 def test_a_rank_that_alone_is_told_to_end_is_named(
-    alarms: list[Alarm], capsys: pytest.CaptureFixture[str]
+    watchdogs: list[Watchdog], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def body() -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    assert guarded(alarms[1], body) == EXIT
+    assert guarded(watchdogs[1], body) == EXIT
     said = "rank 1 got SIGTERM, and no other rank did (killed, or out of time?)"
     assert capsys.readouterr().err == f"\nautopar: {said}\n"
-    assert guarded(alarms[0], body) == EXIT  # torchrun ends the others now
-    assert alarms[2].reason() == said
+    assert guarded(watchdogs[0], body) == EXIT  # torchrun ends the others now
+    assert watchdogs[2].reason() == said
 
 
 def test_who_ends_because_another_was_killed_names_that_one(
-    alarms: list[Alarm], clock: Clock
+    watchdogs: list[Watchdog], clock: Clock
 ) -> None:
     def body() -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    clock.living.remove(alarms[2])
-    alarms[1].note_end()
-    assert guarded(alarms[0], body) == EXIT
-    assert alarms[1].reason() == "rank 2 does not answer (killed or hung?)"
+    clock.living.remove(watchdogs[2])
+    watchdogs[1].note_end()
+    assert guarded(watchdogs[0], body) == EXIT
+    assert watchdogs[1].reason() == "rank 2 does not answer (killed or hung?)"
 
 
 def test_a_signal_is_seen_while_a_call_does_not_return(store: dist.Store) -> None:
-    """The main thread runs no handler then: the alarm's own thread tells the others."""
-    with pytest.raises(SystemExit), Alarm(store, 0, 2) as alarm:
-        told = Alarm(store, 1, 2)
+    """The main thread runs no handler then: its own thread tells the others."""
+    with pytest.raises(SystemExit), Watchdog(store, 0, 2) as watchdog:
+        told = Watchdog(store, 1, 2)
 
         def body() -> None:
             signal.signal(signal.SIGTERM, lambda *_: None)  # as if it came later
@@ -230,19 +236,19 @@ def test_a_signal_is_seen_while_a_call_does_not_return(store: dist.Store) -> Non
                 pass
             raise SystemExit
 
-        guarded(alarm, body)
+        guarded(watchdog, body)
 
 
-def test_work_that_ends_well_is_status_0(alarms: list[Alarm]) -> None:
-    assert guarded(alarms[0], lambda: None) == 0
+def test_work_that_ends_well_is_status_0(watchdogs: list[Watchdog]) -> None:
+    assert guarded(watchdogs[0], lambda: None) == 0
 
 
 def test_a_rank_that_is_interrupted_is_told(
-    alarms: list[Alarm], capsys: pytest.CaptureFixture[str]
+    watchdogs: list[Watchdog], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def body() -> None:
         raise KeyboardInterrupt
 
-    assert guarded(alarms[1], body) == 128 + signal.SIGINT
+    assert guarded(watchdogs[1], body) == 128 + signal.SIGINT
     assert capsys.readouterr().err == ""
-    assert alarms[0].reason() == "rank 1 failed: interrupted"
+    assert watchdogs[0].reason() == "rank 1 failed: interrupted"

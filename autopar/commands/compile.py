@@ -28,7 +28,7 @@ from autopar.machine.cluster_file import read_cluster
 from autopar.machine.measured_cluster import named_cluster
 from autopar.models.load import LoadedModel, ModelError, example_batch, load_model
 from autopar.options import OPTIONS, make_plan
-from autopar.planner.estimate_file import Findings
+from autopar.planner.plan_record import PlanRecord
 from autopar.planner.planned import batch_for, read_decided
 from autopar.planner.planner import label_plan, sketch
 from autopar.reports.inspection import report_data, schedule_text, stage_table
@@ -91,14 +91,14 @@ def _add_sizes(add: argparse.ArgumentParser) -> None:
 
 
 def compile_command(arguments: argparse.Namespace) -> int:
-    plan, findings = _plan(arguments)
+    plan, record = _plan(arguments)
     loaded = load_model(
         arguments.model, seed=arguments.seed, device="meta" if arguments.meta else None
     )
-    if findings and not (
+    if record and not (
         arguments.global_batch or arguments.seq or arguments.attention_mask
     ):
-        batch: Mapping = batch_for(loaded, findings.samples, findings.seq)
+        batch: Mapping = batch_for(loaded, record.samples, record.seq)
     else:
         batch = _compile_batch(loaded, arguments, plan.mesh)
     if arguments.plan is None and arguments.microbatches is None:
@@ -107,7 +107,7 @@ def compile_command(arguments: argparse.Namespace) -> int:
     prove = not arguments.unproved
     program = compile_offline(loaded.model, batch, plan, prove=prove)
     where = save_plan(
-        program, arguments.output, arguments.model, arguments.seed, findings
+        program, arguments.output, arguments.model, arguments.seed, record
     )
     if arguments.json:
         print(json.dumps(report_data(program), indent=1))
@@ -125,7 +125,7 @@ def compile_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(arguments: argparse.Namespace) -> tuple[Plan, Findings | None]:
+def _plan(arguments: argparse.Namespace) -> tuple[Plan, PlanRecord | None]:
     """The decisions; and what the search found that made them, if it did."""
     if arguments.plan is not None:
         if arguments.mesh is not None:
@@ -134,9 +134,9 @@ def _plan(arguments: argparse.Namespace) -> tuple[Plan, Findings | None]:
                 fix="edit the mesh in the plan, or leave out --plan",
             )
         decided = read_decided(arguments.plan)
-        findings = decided.findings
-        same = findings is not None and findings.model == arguments.model
-        return decided.plan, findings if same else None
+        record = decided.record
+        same = record is not None and record.model == arguments.model
+        return decided.plan, record if same else None
     if arguments.mesh is None:
         raise PlanError("no mesh is given", fix="add --mesh pp=2,tp=2, or --plan FILE")
     values = {name: getattr(arguments, name) for name in OPTIONS}

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.commands.arguments import add_json, path
 from autopar.commands.devices import add_devices, read_devices
-from autopar.planner.estimate_file import read_findings
+from autopar.planner.plan_record import read_record
 from autopar.planner.planned import read_decided
 from autopar.planner.reprice import as_priced, formulas, reprice
 from autopar.reports.explain import explanation, explanation_data
@@ -31,19 +31,19 @@ def add(commands: Any) -> None:
 
 
 def explain_command(arguments: argparse.Namespace) -> int:
-    findings = read_findings(arguments.plan)
+    record = read_record(arguments.plan)
     cluster = read_devices(arguments)
     if cluster or arguments.reprice:
-        findings = reprice(
-            findings, cluster or as_priced(findings.cluster, arguments.profile)
+        record = reprice(
+            record, cluster or as_priced(record.cluster, arguments.profile)
         )
-    found = formulas(findings) if arguments.formulas else {}
+    found = formulas(record) if arguments.formulas else {}
     if arguments.json:
-        data = {**explanation_data(findings), "formulas": found}
+        data = {**explanation_data(record), "formulas": found}
         print(json.dumps(data, indent=1))
         return 0
-    print(explanation(findings))
-    if findings.best[0].candidate.labelled:
+    print(explanation(record))
+    if record.best[0].candidate.labelled:
         print(f"\n{label_table(read_decided(arguments.plan).plan)}")
     if found:
         print(f"\n{Table('in named dims', ('what', 'formula'), tuple(found.items()))}")

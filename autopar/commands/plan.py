@@ -23,11 +23,11 @@ from autopar.models.batches import samples_of
 from autopar.models.load import LoadedModel, ModelError, load_model
 from autopar.options import OF_ALL, SEARCHED, options_of
 from autopar.planner.choose import SAMPLES
-from autopar.planner.estimate_file import Findings, estimate_data
 from autopar.planner.label_found import label_found, open_to_labels
-from autopar.planner.planned import batch_for, save_findings
+from autopar.planner.plan_record import PlanRecord, estimate_data
+from autopar.planner.planned import batch_for, save_record
 from autopar.planner.planner import find_plans, plan_of, sketch
-from autopar.planner.request import Asked, read_shape
+from autopar.planner.request import PlanRequest, read_shape
 from autopar.reports.label_table import label_table
 from autopar.reports.plans import plans_table, precision_notes
 from autopar.reports.progress import Bar
@@ -83,7 +83,7 @@ def add(commands: Any) -> None:
     add_json(add)
 
 
-def read_request(arguments: argparse.Namespace) -> Asked:
+def read_request(arguments: argparse.Namespace) -> PlanRequest:
     """The devices, and what of the plan is decided."""
     cluster = read_devices(arguments)
     assert cluster is not None, "the parser asks for one"
@@ -93,27 +93,27 @@ def read_request(arguments: argparse.Namespace) -> Asked:
     named = "=" in (arguments.mesh or "")
     shape = () if named else read_shape(arguments.mesh or "")
     mesh = Mesh.parse(arguments.mesh) if arguments.mesh and not shape else None
-    return Asked(cluster, mesh, shape, options)
+    return PlanRequest(cluster, mesh, shape, options)
 
 
 def plan_command(arguments: argparse.Namespace) -> int:
     began = time.perf_counter()
-    asked = read_request(arguments)
-    cluster = asked.cluster
+    request = read_request(arguments)
+    cluster = request.cluster
     loaded = load_model(arguments.model, seed=arguments.seed, device="meta")
     samples, seq = _samples(loaded, arguments), arguments.seq or SEQ
-    of = sketch(loaded.model, batch_for(loaded, SAMPLES, seq), **asked.of_all)
+    of = sketch(loaded.model, batch_for(loaded, SAMPLES, seq), **request.of_all)
     with Bar("planning") as bar:
-        found = find_plans(of, cluster, samples, watch=bar, **asked.space)
+        found = find_plans(of, cluster, samples, watch=bar, **request.space)
     labels: Mapping[Candidate, Plan] = {}
     reach = {None: ALIKE, True: math.inf, False: -1.0}[arguments.labels]
     if open_to_labels(found, reach):
-        whole = sketch(loaded.model, batch_for(loaded, samples, seq), **asked.of_all)
+        whole = sketch(loaded.model, batch_for(loaded, samples, seq), **request.of_all)
         found, labels = label_found(found, whole, cluster, reach)
     chosen = found.best[0].candidate
     plan = labels.get(chosen) or plan_of(chosen, of)
     if arguments.output:
-        findings = Findings(
+        record = PlanRecord(
             plan=checksum(plan.to_json()),
             model=arguments.model,
             seed=arguments.seed,
@@ -124,9 +124,9 @@ def plan_command(arguments: argparse.Namespace) -> int:
             cluster=cluster,
             best=found.best,
             tried=found.tried,
-            options=asked.of_all,
+            options=request.of_all,
         )
-        save_findings(findings, plan, arguments.output)
+        save_record(record, plan, arguments.output)
     if arguments.json:
         print(json.dumps(_data(found, cluster), indent=1))
         return 0
@@ -148,7 +148,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
 
 
 def _samples(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
-    """Returns a step's samples: as asked for, else those of a model's own batch."""
+    """Returns a step's samples: as request for, else those of a model's own batch."""
     if loaded.batch is not None and arguments.seq is not None:
         raise ModelError(f"'{loaded.spec}' brings its own batch", fix="leave out --seq")
     if arguments.global_batch is not None:

@@ -10,7 +10,7 @@ from typing import Any
 from autopar.commands.arguments import add_json, path
 from autopar.commands.devices import add_devices, read_devices
 from autopar.machine.measured_cluster import measured_cluster
-from autopar.planner.estimate_file import ESTIMATE, read_findings
+from autopar.planner.plan_record import ESTIMATE, read_record
 from autopar.planner.reprice import reprice
 from autopar.reports.simulation import (
     run_data,
@@ -56,12 +56,12 @@ def _run(arguments: argparse.Namespace, cluster: Cluster | None) -> tuple[StepRu
     """The step, and what it is of."""
     folder: Path = arguments.plan
     if (folder / ESTIMATE).is_file() and not arguments.compiled:
-        findings = read_findings(folder)
+        record = read_record(folder)
         if cluster is not None:
-            findings = reprice(findings, cluster)
-        best = findings.best[0]
-        title = f"{findings.model} on {findings.cluster}: {best.candidate}"
-        crowd = findings.cluster.crowd(best.candidate.mesh)
+            record = reprice(record, cluster)
+        best = record.best[0]
+        title = f"{record.model} on {record.cluster}: {best.candidate}"
+        crowd = record.cluster.crowd(best.candidate.mesh)
         return simulate_estimate(best, crowd), title
     stored = load_plan(folder)
     size = stored.program.mesh.size

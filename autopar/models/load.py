@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.gc_paused import uncollected
+from autopar.gc_paused import gc_paused
 from autopar.models.factories import (
     ModelError,
     check_takes_nothing,
@@ -156,7 +156,7 @@ def random_batch(
 # --- Hugging Face ----------------------------------------------------------------
 
 
-@uncollected()
+@gc_paused()
 def _hugging_face(spec: str, seed: int, device: str | None) -> LoadedModel:
     transformers = _transformers()
     config, implementations = _read_config(transformers, spec)

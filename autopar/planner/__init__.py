@@ -1,1 +1,1 @@
-"""Finding a plan: the model sketched, the wishes, the search, its findings."""
+"""Finding a plan: the model sketched, the wishes, the search, its record."""

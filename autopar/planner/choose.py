@@ -12,7 +12,7 @@ from autopar.machine.measured_cluster import how_priced
 from autopar.models.batches import samples_of, with_samples
 from autopar.planner.label_found import label_found, open_to_labels
 from autopar.planner.planner import find_plans, plan_of, sketch
-from autopar.planner.request import Asked
+from autopar.planner.request import PlanRequest
 from passes.plan import Plan
 from passes.price.candidate import Candidate
 from passes.search.candidates import ALIKE
@@ -25,17 +25,17 @@ LOG = logging.getLogger("autopar")
 
 def choose_plan(
     model: nn.Module,
-    asked: Asked,
+    request: PlanRequest,
     batch: Mapping[str, Any],
     loss_fn: Callable[..., Any] | None = None,
 ) -> Plan:
-    """The best plan for steps on such batches. Raises: NoPlanFits, PlanError."""
-    of = sketch(model, with_samples(batch, SAMPLES), loss_fn, **asked.of_all)
-    found = find_plans(of, asked.limited, samples_of(batch), **asked.space)
+    """The best plan for steps on such batches. Raises: Infeasible, PlanError."""
+    of = sketch(model, with_samples(batch, SAMPLES), loss_fn, **request.of_all)
+    found = find_plans(of, request.limited, samples_of(batch), **request.space)
     labels: Mapping[Candidate, Plan] = {}
     if open_to_labels(found, ALIKE):
-        whole = sketch(model, batch, loss_fn, **asked.of_all)
-        found, labels = label_found(found, whole, asked.limited, ALIKE)
+        whole = sketch(model, batch, loss_fn, **request.of_all)
+        found, labels = label_found(found, whole, request.limited, ALIKE)
     best = found.best[0]
-    LOG.info("%s: %s", best.candidate, how_priced(best, asked.cluster))
+    LOG.info("%s: %s", best.candidate, how_priced(best, request.cluster))
     return labels.get(best.candidate) or plan_of(best.candidate, of)

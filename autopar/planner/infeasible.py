@@ -20,17 +20,17 @@ TRIED = 3  # of the most frugal candidates
 OPTIONS = {"schedules": "schedule", "shape": "the mesh", "mesh": "the mesh"}
 
 
-class NoPlanFits(PlanError):
+class Infeasible(PlanError):
     """No plan needs as little memory as a device has."""
 
 
-def does_not_fit(
+def infeasible(
     found: Found,
     prices: Prices,
     space: Space,
     wishes: Mapping[str, object],
     space_of: Callable[[Cluster, Mapping[str, object]], Space],
-) -> NoPlanFits:
+) -> Infeasible:
     """By how much the most frugal plan is too large, what binds, and a way out.
 
     wishes: fields of the space that were decided. space_of: a cluster and wishes ->
@@ -42,7 +42,7 @@ def does_not_fit(
     term = max(terms, key=lambda name: terms[name])
     peak, limit = nearest.peak, cluster.device.memory
     shown = ", ".join(f"{gigabytes(v)} {k}" for k, v in terms.items() if v)
-    return NoPlanFits(
+    return Infeasible(
         f"no plan fits into {cluster}: the most frugal of {found.tried}, "
         f"{nearest.candidate}, needs {gigabytes(peak - limit)} more than the "
         f"{gigabytes(limit)} of a device\n  {shown}; most are {term}",

@@ -19,7 +19,7 @@ from torch import Tensor
 from autopar.compiler import compile_offline
 from autopar.models.batches import with_samples
 from autopar.models.load import LoadedModel, ModelError, example_batch, load_model
-from autopar.planner.estimate_file import ESTIMATE, Findings, read_findings
+from autopar.planner.plan_record import ESTIMATE, PlanRecord, read_record
 from autopar.read_file import read_text
 from autopar.store import (
     MANIFEST,
@@ -40,13 +40,13 @@ READ, COMPILED = "autopar/read", "autopar/compiled"  # keys of a run's store
 
 @dataclass(frozen=True)
 class Decided:
-    """A plan.json, and the findings beside it, unless it was edited since."""
+    """A plan.json, and the record beside it, unless it was edited since."""
 
     plan: Plan
-    findings: Findings | None
+    record: PlanRecord | None
 
 
-def save_findings(findings: Findings, plan: Plan, directory: Path) -> None:
+def save_record(record: PlanRecord, plan: Plan, directory: Path) -> None:
     """Write the two files, the plan first. An earlier plan there is taken away.
 
     Raises PlanDirectoryError when something that is no plan is in the way.
@@ -55,7 +55,7 @@ def save_findings(findings: Findings, plan: Plan, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     # What was compiled there is of an earlier plan: without this it is not read.
     (directory / MANIFEST).unlink(missing_ok=True)
-    texts = {PLAN: plan.to_json(), ESTIMATE: findings.to_json()}
+    texts = {PLAN: plan.to_json(), ESTIMATE: record.to_json()}
     for name, text in texts.items():
         scratch = directory / f".{name}.{os.getpid()}"
         scratch.write_text(text, encoding="utf-8", newline="\n")
@@ -73,13 +73,13 @@ def read_decided(path: Path) -> Decided:
         )
     text = read_text(file, PlanError)
     try:
-        plan, findings = Plan.from_json(text), None
+        plan, record = Plan.from_json(text), None
     except AutoparError as error:
         raise PlanError(error.what, source=str(file), fix=error.fix) from None
     if (file.parent / ESTIMATE).is_file():
-        findings = read_findings(file.parent)
-        findings = findings if findings.plan == checksum(text) else None
-    return Decided(plan, findings)
+        record = read_record(file.parent)
+        record = record if record.plan == checksum(text) else None
+    return Decided(plan, record)
 
 
 def is_planned(directory: Path) -> bool:
@@ -107,7 +107,8 @@ def compiled_once(
     """The same on ranks of one run, which share a disk: rank 0 compiles for all, when
     all have read what was planned.
 
-    It tells by the store that it is done; if it fails, the run's alarm ends the others.
+    It tells by the store that it is done; if it fails, the run's watchdog ends the
+    others.
     """
     if store.add(READ, 1) == world:
         store.set(f"{READ}/all", "")
@@ -121,12 +122,12 @@ def compiled_once(
 
 
 def _compile(directory: Path, prove: bool) -> None:
-    findings = read_findings(directory)
+    record = read_record(directory)
     decided = read_decided(directory)
-    loaded = load_model(findings.model, seed=findings.seed)
-    batch = batch_for(loaded, findings.samples, findings.seq)
+    loaded = load_model(record.model, seed=record.seed)
+    batch = batch_for(loaded, record.samples, record.seq)
     program = compile_offline(loaded.model, batch, decided.plan, prove=prove)
-    save_plan(program, directory, findings.model, findings.seed, decided.findings)
+    save_plan(program, directory, record.model, record.seed, decided.record)
 
 
 def batch_for(loaded: LoadedModel, samples: int, seq: int | None) -> dict[str, Tensor]:

@@ -15,9 +15,9 @@ from typing import Any
 from torch import nn
 
 from autopar.capture.capture_model import capture_model
-from autopar.gc_paused import uncollected
+from autopar.gc_paused import gc_paused
 from autopar.options import make_plan
-from autopar.planner.infeasible import does_not_fit, nothing_to_choose
+from autopar.planner.infeasible import infeasible, nothing_to_choose
 from autopar.planner.shorten import Layers, shortened
 from passes.capture.lower_precision import lower_precision
 from passes.capture.normalize import normalize
@@ -79,7 +79,7 @@ class Sketch:
         return tuple(sorted(found))
 
 
-@uncollected()
+@gc_paused()
 def sketch(
     model: nn.Module,
     batch: Mapping[str, Any],
@@ -146,7 +146,7 @@ def make_prices(of: Sketch, cluster: Cluster, **options: Any) -> Prices:
     return prices
 
 
-@uncollected()
+@gc_paused()
 def find_plans(
     of: Sketch,
     cluster: Cluster,
@@ -159,7 +159,7 @@ def find_plans(
 
     mesh: axes whose sizes are given. watch: see `passes.search.search.search`. decided:
     more fields of `passes.search.candidates.Space`.
-    Raises: NoPlanFits, PlanError.
+    Raises: Infeasible, PlanError.
     """
     if batch < 1:
         raise PlanError(f"a global batch of {batch}", fix="give at least 1 sample")
@@ -173,7 +173,7 @@ def find_plans(
     if not found.tried:
         raise nothing_to_choose(space)
     if not found.best:
-        raise does_not_fit(found, prices, space, wishes, space_of)
+        raise infeasible(found, prices, space, wishes, space_of)
     return found
 
 

@@ -9,7 +9,7 @@ from autopar.machine.hardware import with_memory
 from autopar.machine.measured_cluster import measured_cluster
 from autopar.models.load import load_model
 from autopar.planner.choose import SAMPLES
-from autopar.planner.estimate_file import EstimateError, Findings
+from autopar.planner.plan_record import EstimateError, PlanRecord
 from autopar.planner.planned import batch_for
 from autopar.planner.planner import Sketch, make_prices, sketch
 from passes.price.cluster import Cluster, ClusterError
@@ -17,9 +17,9 @@ from passes.price.symbolic import activation_bytes, parameters, step_flops
 from passes.search.search import run_on_paper
 
 
-def formulas(findings: Findings) -> dict[str, str]:
+def formulas(record: PlanRecord) -> dict[str, str]:
     """Parameters, operations and saved bytes of the model, in its named dims."""
-    of = _sketch(findings)
+    of = _sketch(record)
     return {
         "parameters": str(parameters(of)),
         "FLOPs of a step": str(step_flops(of)),
@@ -27,14 +27,14 @@ def formulas(findings: Findings) -> dict[str, str]:
     }
 
 
-def _sketch(findings: Findings) -> Sketch:
-    loaded = load_model(findings.model, seed=findings.seed, device="meta")
-    batch = batch_for(loaded, SAMPLES, findings.seq)
-    return sketch(loaded.model, batch, **findings.options)
+def _sketch(record: PlanRecord) -> Sketch:
+    loaded = load_model(record.model, seed=record.seed, device="meta")
+    batch = batch_for(loaded, SAMPLES, record.seq)
+    return sketch(loaded.model, batch, **record.options)
 
 
 def as_priced(cluster: Cluster, profile: Path | None) -> Cluster:
-    """The cluster of findings, which do not keep what was measured of it.
+    """The cluster of record, which do not keep what was measured of it.
 
     Raises: ClusterError, if that is not in this machine's profile.
     """
@@ -49,24 +49,24 @@ def as_priced(cluster: Cluster, profile: Path | None) -> Cluster:
     return with_memory(found, cluster.device.memory)
 
 
-def reprice(findings: Findings, cluster: Cluster) -> Findings:
+def reprice(record: PlanRecord, cluster: Cluster) -> PlanRecord:
     """The same plans on other devices, or by another version's prices.
 
     The one that was chosen stays first; those with labels are left out.
     Raises: ClusterError; EstimateError, if the chosen one has labels.
     """
-    if cluster.devices != findings.cluster.devices:
+    if cluster.devices != record.cluster.devices:
         raise ClusterError(
-            f"the plans are for {findings.cluster.devices} devices, not "
+            f"the plans are for {record.cluster.devices} devices, not "
             f"{cluster.devices}",
-            fix=f"plan anew: autopar plan {findings.model} --devices ...",
+            fix=f"plan anew: autopar plan {record.model} --devices ...",
         )
-    if findings.best[0].candidate.labelled:
+    if record.best[0].candidate.labelled:
         raise EstimateError(
-            f"the plan's labels were decided for {findings.cluster}",
-            fix=f"plan anew: autopar plan {findings.model} --labels --devices ...",
+            f"the plan's labels were decided for {record.cluster}",
+            fix=f"plan anew: autopar plan {record.model} --labels --devices ...",
         )
-    plain = [e.candidate for e in findings.best if not e.candidate.labelled]
-    prices = make_prices(_sketch(findings), cluster)
+    plain = [e.candidate for e in record.best if not e.candidate.labelled]
+    prices = make_prices(_sketch(record), cluster)
     best = tuple(run_on_paper(candidate, prices, cluster) for candidate in plain)
-    return replace(findings, cluster=cluster, best=best)
+    return replace(record, cluster=cluster, best=best)

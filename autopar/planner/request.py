@@ -34,7 +34,7 @@ ONE_OF = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """Devices to plan for. mesh: axes whose sizes are decided. shape: sizes of axes in
     order, whose meaning is not. options: each fixes a decision; see
     `autopar.options.Options`, "auto" leaves it open.
@@ -96,12 +96,12 @@ class Asked:
         return found
 
 
-def wanted(
+def plan_request(
     mesh: Any,
     options: Mapping[str, Any],
     auto: bool = False,
     devices: Cluster | str | int | None = None,
-) -> Asked | None:
+) -> PlanRequest | None:
     """What to choose a plan for; None for a mesh with which all is decided.
 
     mesh: axes of which all or some are decided, or their sizes alone, as (4, 2) or
@@ -116,13 +116,13 @@ def wanted(
     known = None if shape or mesh is None else mesh
     if devices is not None:
         whole = None if known is None else read_mesh(known)
-        return Asked(_cluster(devices), whole, shape, options)
+        return PlanRequest(_cluster(devices), whole, shape, options)
     if shape:
-        return Asked(measured_cluster(prod(shape)), shape=shape, options=options)
+        return PlanRequest(measured_cluster(prod(shape)), shape=shape, options=options)
     if not auto:
         return None
     whole = read_mesh(mesh)
-    return Asked(measured_cluster(whole.size), whole, options=options)
+    return PlanRequest(measured_cluster(whole.size), whole, options=options)
 
 
 def _is_devices(mesh: Any) -> bool:

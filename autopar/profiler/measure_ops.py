@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from autopar.reports.tables import seconds
-from autopar.runtime.comm.fake_comm import EchoComm
+from autopar.runtime.comm.fake_comm import FakeComm
 from autopar.runtime.execute.running_stage import load_module
 from passes.cost import flops, signature, traffic
 from passes.dims.origins import is_real_or_complex
@@ -125,7 +125,7 @@ class Running:
     """A job with its tensors, ready to run."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
-        self.comm = EchoComm(job.mesh, job.microbatches, device)
+        self.comm = FakeComm(job.mesh, job.microbatches, device)
         held: dict[str, dict[str, Tensor]] = defaultdict(dict)
         draw = torch.Generator(device=device).manual_seed(0)
         for at, v, value in job.held:

@@ -20,7 +20,7 @@ from autopar.proof.errors import NOISE, root_mean_square
 from autopar.proof.in_double import tree_in_double
 from autopar.proof.ranks import FoundStep
 from autopar.proof.update import Update
-from autopar.runtime.comm.routing_replay import Choices, Choosing
+from autopar.runtime.comm.routing_replay import Choosing, RoutingReplay
 from autopar.training.reference import OurDropout, reference_step
 from passes.capture.call_model import loss_of
 from passes.program import Program
@@ -211,14 +211,14 @@ class _Step:
 
     def told(self, batch: Mapping[str, Any], dtype: torch.dtype | None) -> FoundStep:
         """dtype: of autocast."""
-        subject, choices = self.subject, Choices(self.made)
+        subject, replay = self.subject, RoutingReplay(self.made)
         model, loss_fn = subject.model, subject.loss_fn
         with _Limits(self.limits):
             found = reference_step(
-                model, batch, loss_fn, self.key, dtype, Choosing(choices)
+                model, batch, loss_fn, self.key, dtype, Choosing(replay)
             )
-        margin = choices.margin if choices.found else None
-        without = self.evaluated(batch, dtype, Choosing(Choices(self.made)))
+        margin = replay.margin if replay.found else None
+        without = self.evaluated(batch, dtype, Choosing(RoutingReplay(self.made)))
         return found_by_model(*found, without, margin)
 
     def evaluated(

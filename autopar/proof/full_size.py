@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from autopar.proof.ranks import VerificationFailed
-from autopar.runtime.comm.fake_comm import EchoComm
+from autopar.runtime.comm.fake_comm import FakeComm
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.rehearse import play
 from autopar.runtime.execute.running_stage import load_module
@@ -56,7 +56,7 @@ class Call:
         return f"{what} in {self.function}"
 
 
-class _Listener(EchoComm):
+class _Listener(FakeComm):
     """Notes the calls of one rank."""
 
     def __init__(self, mesh: Mesh, microbatches: int, rank: int) -> None:

@@ -21,7 +21,7 @@ from autopar.proof.errors import (
 from autopar.proof.update import Update, Updated, update_rank
 from autopar.rank_step import RankStep
 from autopar.runtime.comm.comm import Comm
-from autopar.runtime.comm.routing_replay import Choices
+from autopar.runtime.comm.routing_replay import RoutingReplay
 from autopar.runtime.comm.virtual import RankError, run_virtual
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.inductor import Kept
@@ -35,12 +35,12 @@ AGREE = 1e-6  # relative, of gradients that ranks should have alike
 
 @dataclass(frozen=True)
 class GivenStep:
-    """weights: whole, by name. batch: whole. choices: what routers are told to choose.
+    """weights: whole, by name. batch: whole. replay: what routers are told to choose.
     update: what follows the gradients, if that is run too."""
 
     weights: Mapping[str, Tensor]
     batch: Mapping[str, Tensor]
-    choices: Choices | None = None
+    replay: RoutingReplay | None = None
     update: Update | None = None
 
 
@@ -49,7 +49,7 @@ class FoundStep:
     """loss: of all samples. gradients: whole, by name. norm: of all of them, as ranks
     compute it to clip them. evaluated: the loss without dropout, where asked for.
     updated: of each rank what became of an update, where asked for. margin: by how much
-    routers preferred others than they were told (`Choices`)."""
+    routers preferred others than they were told (`RoutingReplay`)."""
 
     loss: Tensor
     gradients: Mapping[str, Tensor]
@@ -96,7 +96,7 @@ def run_steps(
         found = []
         for number, given in enumerate(steps):
             _set_weights(step, given.weights)
-            comm.choices = given.choices
+            comm.replay = given.replay
             loss = step(**_batch(program, given))
             scale = executor.loss_scale
             while scale and scale.good == 0 and scale.scale > 1.0:
@@ -114,8 +114,8 @@ def run_steps(
                 p.grad = None
         for given, one in zip(steps, found, strict=True) if evaluate else ():
             _set_weights(step, given.weights)
-            told = given.choices
-            comm.choices = None if told is None else Choices(told.told)
+            told = given.replay
+            comm.replay = None if told is None else RoutingReplay(told.told)
             one.evaluated = step.evaluate(**_batch(program, given))
         own.check()
         return found
@@ -129,7 +129,7 @@ def run_steps(
     shared.check()
     check_owners(program)
     joined = [_join(program, ranks) for ranks in zip(*by_rank, strict=True)]
-    told = [given.choices for given in steps]
+    told = [given.replay for given in steps]
     return [
         replace(found, margin=c.margin) if c is not None and c.found else found
         for found, c in zip(joined, told, strict=True)
@@ -186,15 +186,15 @@ def run_all_ranks(
     model: nn.Module,
     batch: Mapping[str, Any],
     seed: int = 0,
-    choices: Choices | None = None,
+    replay: RoutingReplay | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One step on the virtual mesh: the loss, and whole gradients by name.
 
-    choices: what routers are told to choose.
+    replay: what routers are told to choose.
     Raises VerificationFailed when ranks that should agree do not.
     """
     tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor)}
-    step = GivenStep(dict(model.named_parameters()), tensors, choices)
+    step = GivenStep(dict(model.named_parameters()), tensors, replay)
     (found,) = run_steps(program, dict(model.named_buffers()), [step], seed)
     return found.loss, dict(found.gradients)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autopar.machine.measured_cluster import how_priced
-from autopar.planner.estimate_file import Findings, estimate_data
+from autopar.planner.plan_record import PlanRecord, estimate_data
 from autopar.reports.tables import Table, count, ranges, seconds
 from passes.price.estimate import Estimate
 from passes.search.candidates import ALIKE
@@ -25,25 +25,25 @@ TERMS = (
 )
 
 
-def explanation(findings: Findings) -> str:
-    best = findings.best[0]
+def explanation(record: PlanRecord) -> str:
+    best = record.best[0]
     tables = (
-        seconds_table(findings),
-        memory_table(findings),
-        stages_table(findings),
-        model_table(findings),
+        seconds_table(record),
+        memory_table(record),
+        stages_table(record),
+        model_table(record),
     )
-    given = "".join(f", {name} {x}" for name, x in findings.options.items())
-    parts = [f"{findings.model} on {findings.cluster}: {best.candidate}{given}"]
+    given = "".join(f", {name} {x}" for name, x in record.options.items())
+    parts = [f"{record.model} on {record.cluster}: {best.candidate}{given}"]
     parts += map(str, tables)
-    if len(findings.best) > 1:
-        parts.append(str(others_table(findings)))
+    if len(record.best) > 1:
+        parts.append(str(others_table(record)))
     return "\n\n".join(parts)
 
 
-def seconds_table(findings: Findings) -> Table:
+def seconds_table(record: PlanRecord) -> Table:
     """Where the seconds of the slowest pipeline rank go; they add up to the step."""
-    best = findings.best[0]
+    best = record.best[0]
     ordered = sorted(best.parts.items(), key=lambda item: -item[1])
     least = ROUNDING * best.seconds
     rows = [(t, seconds(s), _share(s, best.seconds)) for t, s in ordered if s > least]
@@ -55,23 +55,23 @@ def seconds_table(findings: Findings) -> Table:
         (
             "collective and axes: time that the rank waits for it. idle: for other "
             f"ranks; over all of them the pipeline is idle {best.bubble:.1%}.",
-            f"{best.utilisation(findings.cluster):.1%} of the devices' peak are the "
+            f"{best.utilisation(record.cluster):.1%} of the devices' peak are the "
             "model's own operations (MFU).",
-            how_priced(best, findings.cluster),
+            how_priced(best, record.cluster),
         ),
     )
 
 
-def memory_table(findings: Findings) -> Table:
+def memory_table(record: PlanRecord) -> Table:
     """Where the bytes of each pipeline rank go; equal ranks in one row."""
-    best = findings.best[0]
+    best = record.best[0]
     found = dict.fromkeys((*TERMS, *(term for x in best.memory for term in x)))
     terms = [t for t in found if any(x.get(t) for x in best.memory)]
     ranks: dict[tuple[str, ...], list[int]] = {}
     for rank, held in enumerate(best.memory):
         row = [_bytes(held.get(t, 0.0)) for t in terms]
         ranks.setdefault((*row, _bytes(sum(held.values()))), []).append(rank)
-    limit = findings.cluster.device.memory
+    limit = record.cluster.device.memory
     return Table(
         "where the bytes go, by pipeline rank",
         ("rank", *terms, "peak"),
@@ -83,9 +83,9 @@ def memory_table(findings: Findings) -> Table:
     )
 
 
-def stages_table(findings: Findings) -> Table:
+def stages_table(record: PlanRecord) -> Table:
     """One microbatch on each stage; equal ones in one row."""
-    best = findings.best[0]
+    best = record.best[0]
     found: dict[tuple[Any, ...], list[int]] = {}
     for i, (stage, layers) in enumerate(
         zip(best.stages, best.candidate.layers, strict=True)
@@ -101,26 +101,26 @@ def stages_table(findings: Findings) -> Table:
     )
 
 
-def model_table(findings: Findings) -> Table:
+def model_table(record: PlanRecord) -> Table:
     """What the costs are made of, in numbers."""
-    best = findings.best[0]
+    best = record.best[0]
     saved = sum(stage.footprint.saved for stage in best.stages)
     rows: list[tuple[str, str]] = [
-        ("parameters", count(findings.parameters)),
+        ("parameters", count(record.parameters)),
         ("FLOPs of a step", count(best.flops)),
-        ("FLOPs of a sample", count(best.flops / findings.samples)),
+        ("FLOPs of a sample", count(best.flops / record.samples)),
         ("bytes saved for a microbatch, all stages", _bytes(saved)),
     ]
-    if findings.seq:
-        tokens = findings.samples * findings.seq
-        per = best.flops / (findings.parameters * tokens)
+    if record.seq:
+        tokens = record.samples * record.seq
+        per = best.flops / (record.parameters * tokens)
         rows.append(("FLOPs per parameter and token", f"{per:.3g}"))
     return Table("the model", ("what", "amount"), tuple(rows))
 
 
-def others_table(findings: Findings) -> Table:
+def others_table(record: PlanRecord) -> Table:
     """Each runner-up: what it would take, and by which parts it differs."""
-    best, *others = findings.best
+    best, *others = record.best
     rows = [
         (
             _narrow(str(e.candidate)),
@@ -130,7 +130,7 @@ def others_table(findings: Findings) -> Table:
         )
         for e in others[:OTHERS]
     ]
-    notes = [f"of {findings.tried} candidates. + is more than the plan above takes."]
+    notes = [f"of {record.tried} candidates. + is more than the plan above takes."]
     if any(e.seconds < best.seconds for e in others):
         notes.append(
             f"faster by less than {ALIKE:.0%} is within what estimates can tell: the "
@@ -161,17 +161,17 @@ def _deltas(best: Estimate, other: Estimate) -> dict[str, float]:
     return {t: other.parts.get(t, 0.0) - best.parts.get(t, 0.0) for t in terms}
 
 
-def explanation_data(findings: Findings) -> dict[str, Any]:
+def explanation_data(record: PlanRecord) -> dict[str, Any]:
     """The same as values for JSON."""
-    best, *others = findings.best
+    best, *others = record.best
     return {
-        "model": findings.model,
-        "cluster": str(findings.cluster),
+        "model": record.model,
+        "cluster": str(record.cluster),
         "plan": str(best.candidate),
-        "parameters": findings.parameters,
+        "parameters": record.parameters,
         **estimate_data(best),
         "peak": best.peak,
-        "mfu": best.utilisation(findings.cluster),
+        "mfu": best.utilisation(record.cluster),
         "others": [
             {
                 "plan": str(e.candidate),

@@ -18,7 +18,7 @@ import autopar
 from autopar.models.load import LoadedModel, ModelError, load_model
 from autopar.planner.planned import compiled, compiled_once, mesh_of
 from autopar.runtime.launch.join import check_launch, choose_backend
-from autopar.runtime.launch.watchdog import Alarm, guarded
+from autopar.runtime.launch.watchdog import Watchdog, guarded
 from autopar.step import Step
 from autopar.store import COMPILED, StoredPlan
 from autopar.training.data import Data, open_data
@@ -92,8 +92,10 @@ def run(directory: str | Path, options: RunOptions) -> int:
         train(compiled(directory, not options.unproved), options)
         return 0
     store, rank, world = next(iter(dist.rendezvous("env://")))
-    with Alarm(store, rank, world) as alarm:
-        return guarded(alarm, lambda: _as_rank(store, rank, world, directory, options))
+    with Watchdog(store, rank, world) as watchdog:
+        return guarded(
+            watchdog, lambda: _as_rank(store, rank, world, directory, options)
+        )
 
 
 def _as_rank(

@@ -35,7 +35,7 @@ import autopar  # noqa: E402
 from autopar.reports.simulation import simulate_program  # noqa: E402
 from autopar.runtime.comm.coalesced import Layout  # noqa: E402
 from autopar.runtime.comm.comm import Comm  # noqa: E402
-from autopar.runtime.comm.work import Receipt  # noqa: E402
+from autopar.runtime.comm.work import Work  # noqa: E402
 from examples.gpt import GPT, Config  # noqa: E402
 from passes.price.cluster import Cluster, Device, Level  # noqa: E402
 from passes.program import Program  # noqa: E402
@@ -59,14 +59,14 @@ class Change:
 # --- a link that takes time -----------------------------------------------------------
 
 
-class Slow(Receipt):
+class Slow(Work):
     """A transfer that is not there before its time."""
 
-    def __init__(self, receipt: Receipt, there: float) -> None:
-        self.receipt, self.there = receipt, there
+    def __init__(self, work: Work, there: float) -> None:
+        self.work, self.there = work, there
 
     def wait(self) -> Tensor:
-        found = self.receipt.wait()
+        found = self.work.wait()
         time.sleep(max(0.0, self.there - time.perf_counter()))
         return found
 
@@ -84,8 +84,8 @@ class Wire:
             setattr(comm, name, start)
 
     def start(
-        self, call: Callable[..., Receipt], share: float, x: Tensor, *args: object
-    ) -> Receipt:
+        self, call: Callable[..., Work], share: float, x: Tensor, *args: object
+    ) -> Work:
         sent = share * x.nbytes / (self.level.bytes_per_second * self.level.efficiency)
         begin = max(self.free, time.perf_counter())
         self.free = begin + self.level.latency + sent

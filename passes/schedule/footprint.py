@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import add
 
 from passes.graph import DTYPES, Node
-from passes.schedule.messages import AHEAD, posted, proofs, sizes
+from passes.schedule.messages import AHEAD, prefetched_receives, send_completions, sizes
 from passes.schedule.schedule import Action, Kind, Schedule
 from passes.shard.collectives import bytes_of, collective, given
 from passes.shard.collectives import workspace as packing
@@ -109,10 +109,10 @@ def bytes_alive(
     received = {s: f.received for s, f in own.items()}
     sent = {s: f.sent for s, f in own.items()}
     size = sizes(actions, received, sent)
-    done = proofs(schedule, rank)
+    done = send_completions(schedule, rank)
     now = sum(f.step for f in own.values())
     yield None, now, now
-    for action, coming in posted(actions):
+    for action, coming in prefetched_receives(actions):
         now += sum(size[recv] for recv in coming)
         peak = now
         if action.kind.is_compute:

@@ -12,7 +12,7 @@ from passes.schedule.schedule import Action, Schedule
 AHEAD = 2
 
 
-def proofs(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
+def send_completions(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
     """For each RECV of a rank, the SENDs of the rank that it proves to be done.
 
     What a peer sends after it has received a message says that it has it, so the
@@ -50,12 +50,14 @@ def apart(
 ) -> Iterator[tuple[Action, list[tuple[Action, ...]]]]:
     """Each action, with what begins before it, message by message: receives as they are
     posted, and the send that it is. Of carriers that tell messages apart by tags."""
-    for action, coming in posted(actions):
+    for action, coming in prefetched_receives(actions):
         sends = [action] if action.kind.is_send else []
         yield action, [(message,) for message in (*coming, *sends)]
 
 
-def posted(actions: Sequence[Action]) -> Iterator[tuple[Action, list[Action]]]:
+def prefetched_receives(
+    actions: Sequence[Action],
+) -> Iterator[tuple[Action, list[Action]]]:
     """Each action, with the receives that are posted before it."""
     coming = deque(a for a in actions if a.kind.is_recv)
     open_ = 0

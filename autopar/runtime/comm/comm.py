@@ -34,12 +34,12 @@ from autopar.runtime.comm.flat_buffers import (
 )
 from autopar.runtime.comm.work import (
     Arrived,
+    CoalescedWork,
     Meeting,
-    Receipt,
     Summed,
     Traffic,
-    Transit,
-    let_go,
+    Work,
+    free_storage,
     sum_in_order,
 )
 from passes.mesh import Axes, Mesh, as_axes, balanced
@@ -170,7 +170,7 @@ class Comm(Routing, ABC):
         axis: str,
         dims: Sequence[int],
         sizes: Sequence[Sequence[int] | None],
-    ) -> Transit:
+    ) -> CoalescedWork:
         """Begin an all_gather of each, as one; they may change meanwhile."""
         along = [
             self._sizes(x, axis, dim, own)
@@ -181,20 +181,20 @@ class Comm(Routing, ABC):
         rows = layout.rows_for(shards, me)
         ranks = self._enter("all_gather", (axis,), rows[me], dims=dims, sizes=sizes)
         alone = len(ranks) == 1
-        receipt = Arrived(rows) if alone else self._start_gather(rows, ranks)
+        work = Arrived(rows) if alone else self._start_gather(rows, ranks)
         wholes = [self.shares(sum(own), axis) for own in along]
 
         def join(rows: Tensor) -> list[Tensor]:
             joined = list(map(by_row, layout.join(rows), dims, wholes))
             if not layout.joins_in_place:
-                let_go(rows)
+                free_storage(rows)
             return joined
 
-        return Transit(receipt, join)
+        return CoalescedWork(work, join)
 
     def start_scatter(
         self, wholes: Sequence[Tensor], axis: str, dims: Sequence[int]
-    ) -> Transit:
+    ) -> CoalescedWork:
         """Begin a reduce_scatter of each, as one; they may change meanwhile."""
         ranks, me = self.ranks((axis,)), self.coords[axis]
         wholes = [
@@ -208,16 +208,16 @@ class Comm(Routing, ABC):
         layout = Layout.of(wholes, dims, along)
         flat = layout.split(wholes)
         self._enter("reduce_scatter", (axis,), flat, dims=dims)
-        receipt = (
+        work = (
             Arrived(flat)
             if len(ranks) == 1
             else self._start_scatter_sum(flat, layout.counts, ranks)
         )
-        return Transit(receipt, lambda row: layout.parts(row, me))
+        return CoalescedWork(work, lambda row: layout.parts(row, me))
 
-    def wait(self, transit: Transit) -> list[Tensor]:
+    def wait(self, transit: CoalescedWork) -> list[Tensor]:
         """The wholes of `start_gather`, or my shares of `start_scatter`."""
-        return transit.unpack(transit.receipt.wait())
+        return transit.unpack(transit.work.wait())
 
     def ready(self, gradients: Sequence[Tensor]) -> None:
         """This microbatch will not add to some gradients any more."""
@@ -232,7 +232,7 @@ class Comm(Routing, ABC):
         """Sum a contiguous buffer [...] in place over ranks, ascending, me included."""
         return self.start_reduce_ranks_(flat, ranks).wait()
 
-    def start_reduce_ranks_(self, flat: Tensor, ranks: tuple[int, ...]) -> Receipt:
+    def start_reduce_ranks_(self, flat: Tensor, ranks: tuple[int, ...]) -> Work:
         """Begin `reduce_ranks_`; nobody may read or write the buffer until the wait."""
         self._enter("reduce_ranks_", (), flat)
         if not flat.is_contiguous():
@@ -240,7 +240,7 @@ class Comm(Routing, ABC):
         alone = len(ranks) == 1
         return Arrived(flat) if alone else self._start_reduce_(flat, ranks, "sum")
 
-    def shift(self, x: Tensor, axis: str, numel: int) -> Receipt:
+    def shift(self, x: Tensor, axis: str, numel: int) -> Work:
         """Start sending x [n] to the next rank of the axis, and the last rank's to the
         first; what comes from the rank before is [numel]. x must not change meanwhile.
         """
@@ -294,14 +294,14 @@ class Comm(Routing, ABC):
     # Messages. The k-th send to a rank meets the k-th recv posted there for this one,
     # and their tags must agree.
 
-    def send(self, x: Tensor, to_rank: int, tag: int) -> Receipt:
+    def send(self, x: Tensor, to_rank: int, tag: int) -> Work:
         """Start sending x [...], which must not change before its wait or a flush."""
         self._peer("send", to_rank, x)
         return self._send(x.contiguous(), to_rank, tag)
 
     def recv(
         self, shape: Sequence[int], dtype: torch.dtype, from_rank: int, tag: int
-    ) -> Receipt:
+    ) -> Work:
         """Be ready for a tensor; post it early, and wait when the value is needed."""
         x = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         self._peer("recv", from_rank, x)
@@ -309,7 +309,7 @@ class Comm(Routing, ABC):
 
     def exchange(
         self, sends: Sequence[Outgoing], receives: Sequence[Incoming]
-    ) -> tuple[list[Receipt], list[Receipt]]:
+    ) -> tuple[list[Work], list[Work]]:
         """Begin several of both, see `send` and `recv`; what begins together on one
         rank begins together on the others."""
         coming = [self.recv(*one) for one in receives]
@@ -344,7 +344,7 @@ class Comm(Routing, ABC):
     # What an engine provides. Tensors are contiguous, groups have two ranks or more.
 
     @abstractmethod
-    def _start_reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> Receipt:
+    def _start_reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> Work:
         """Begin to reduce x [...] in place over the group; the wait returns x."""
 
     @abstractmethod
@@ -358,23 +358,23 @@ class Comm(Routing, ABC):
         """x [sum(sent)], its parts for each rank -> [sum(counts)], parts from each."""
 
     @abstractmethod
-    def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Receipt:
+    def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Work:
         """x [n] to the rank after me in a ring of ranks, and [numel] from that before
         me."""
 
     @abstractmethod
-    def _start_gather(self, rows: Tensor, ranks: tuple[int, ...]) -> Receipt:
+    def _start_gather(self, rows: Tensor, ranks: tuple[int, ...]) -> Work:
         """rows [n, ...], mine filled in; to be filled in when it is waited for."""
 
     @abstractmethod
     def _start_exchange(
         self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
-    ) -> Receipt:
+    ) -> Work:
         """`_exchange`; x stays as it is until the wait, which may free it."""
 
     def _start_scatter_sum(
         self, x: Tensor, counts: list[int], ranks: tuple[int, ...]
-    ) -> Receipt:
+    ) -> Work:
         """`_scatter_sum`; x stays as it is until the wait, which may free it."""
         mine = [counts[ranks.index(self.rank)]] * len(ranks)
         return Summed(self._start_exchange(x, counts, mine, ranks), len(ranks))
@@ -388,10 +388,10 @@ class Comm(Routing, ABC):
         return sum_in_order(rows.view(len(ranks), mine).unbind(0))
 
     @abstractmethod
-    def _send(self, x: Tensor, to_rank: int, tag: int) -> Receipt: ...
+    def _send(self, x: Tensor, to_rank: int, tag: int) -> Work: ...
 
     @abstractmethod
-    def _recv(self, x: Tensor, from_rank: int, tag: int) -> Receipt: ...
+    def _recv(self, x: Tensor, from_rank: int, tag: int) -> Work: ...
 
     def _enter(
         self,

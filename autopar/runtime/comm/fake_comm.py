@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.comm.comm import Comm
-from autopar.runtime.comm.work import Arrived, Receipt
+from autopar.runtime.comm.work import Arrived, Work
 from passes.mesh import Mesh
 from passes.shard.shares import extent
 
 
-class EchoComm(Comm):
+class FakeComm(Comm):
     """A rank of a mesh, the first if not told; every other one has the same as it."""
 
     def __init__(
@@ -43,7 +43,7 @@ class EchoComm(Comm):
         _, order, counts = super().route(expert, axis, experts)
         return expert.index_select(0, order).remainder(mine), order, counts
 
-    def _start_reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> Receipt:
+    def _start_reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> Work:
         """Left as it is: sums of many would grow without bounds."""
         return Arrived(x)
 
@@ -58,20 +58,20 @@ class EchoComm(Comm):
         out[:amount] = x[:amount]
         return out
 
-    def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Receipt:
+    def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Work:
         return Arrived(self._exchange(x, [], [numel], ranks))
 
-    def _start_gather(self, rows: Tensor, ranks: tuple[int, ...]) -> Receipt:
+    def _start_gather(self, rows: Tensor, ranks: tuple[int, ...]) -> Work:
         rows.copy_(rows[0].expand_as(rows).clone())
         return Arrived(rows)
 
     def _start_exchange(
         self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
-    ) -> Receipt:
+    ) -> Work:
         return Arrived(self._exchange(x, sent, counts, ranks))
 
-    def _send(self, x: Tensor, to_rank: int, tag: int) -> Receipt:
+    def _send(self, x: Tensor, to_rank: int, tag: int) -> Work:
         return Arrived(x)
 
-    def _recv(self, x: Tensor, from_rank: int, tag: int) -> Receipt:
+    def _recv(self, x: Tensor, from_rank: int, tag: int) -> Work:
         return Arrived(x.zero_())

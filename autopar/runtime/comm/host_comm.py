@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.runtime.comm.process_groups import ProcessComm
-from autopar.runtime.comm.work import Receipt
+from autopar.runtime.comm.work import Work
 
 
 def engine(device: torch.device) -> type[ProcessComm]:
@@ -26,14 +26,14 @@ def engine(device: torch.device) -> type[ProcessComm]:
 
 
 @dataclass(frozen=True)
-class Landing(Receipt):
+class Landing(Work):
     """A transfer to the host, which goes on to where it is needed."""
 
-    receipt: Receipt
+    work: Work
     x: Tensor
 
     def wait(self) -> Tensor:
-        return self.x.copy_(self.receipt.wait())
+        return self.x.copy_(self.work.wait())
 
 
 class HostComm(ProcessComm):
@@ -42,7 +42,7 @@ class HostComm(ProcessComm):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options, in_turn=False)  # gloo has tags
 
-    def _start_reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> Receipt:
+    def _start_reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> Work:
         return Landing(super()._start_reduce_(_copied(x), ranks, op), x)
 
     def _gather(self, x: Tensor, ranks: tuple[int, ...]) -> Tensor:
@@ -53,25 +53,25 @@ class HostComm(ProcessComm):
     ) -> Tensor:
         return super()._exchange(_copied(x), sent, counts, ranks).to(x.device)
 
-    def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Receipt:
+    def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Work:
         return Landing(super()._shift(_copied(x), ranks, numel), x.new_empty(numel))
 
-    def _start_gather(self, rows: Tensor, ranks: tuple[int, ...]) -> Receipt:
+    def _start_gather(self, rows: Tensor, ranks: tuple[int, ...]) -> Work:
         return Landing(super()._start_gather(_copied(rows), ranks), rows)
 
     def _start_exchange(
         self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
-    ) -> Receipt:
+    ) -> Work:
         moved = super()._start_exchange(_copied(x), sent, counts, ranks)
         return Landing(moved, x.new_empty(sum(counts)))
 
     def _by_exchange(self, x: Tensor, counts: list[int]) -> bool:
         return True
 
-    def _send(self, x: Tensor, to_rank: int, tag: int) -> Receipt:
+    def _send(self, x: Tensor, to_rank: int, tag: int) -> Work:
         return super()._send(_copied(x), to_rank, tag)
 
-    def _recv(self, x: Tensor, from_rank: int, tag: int) -> Receipt:
+    def _recv(self, x: Tensor, from_rank: int, tag: int) -> Work:
         return Landing(super()._recv(_copied(x), from_rank, tag), x)
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.runtime import kernels
-from autopar.runtime.comm.routing_replay import Choices
+from autopar.runtime.comm.routing_replay import RoutingReplay
 from autopar.runtime.kernels import experts as products
 from autopar.runtime.kernels.sdpa import in_window
 from passes.mesh import TIME, Axes, Mesh, as_axes
@@ -24,7 +24,7 @@ from passes.shard.shares import Pieces, extent, shares, within
 class Placement:
     """One rank's place on the mesh and in time, and its share of tensors.
 
-    `choices`: what routers are told to choose, if anything, see
+    `replay`: what routers are told to choose, if anything, see
     `autopar.runtime.comm.routing_replay`. The executor sets `zigzag`, the axes whose
     shares lie so, when it starts; and `microbatch`, the coordinate on the axis "time",
     before a forward or a backward.
@@ -47,7 +47,7 @@ class Placement:
         self.key = 0  # of all dropout masks of this step
         self.scale = 1.0  # of the loss, in this step
         self.evaluating = False
-        self.choices: Choices | None = None
+        self.replay: RoutingReplay | None = None
         self._ranks: dict[tuple[str, ...], tuple[int, ...]] = {}
 
     def ranks(self, axes: Axes) -> tuple[int, ...]:
@@ -132,14 +132,14 @@ class Placement:
         position: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...],
     ) -> Tensor:
         """The places of the k largest scores of my rows: x [..., n] -> int64 [..., k];
-        or what `choices` tell them. number, position: as of dropout, but of rows."""
+        or what `replay` tell them. number, position: as of dropout, but of rows."""
         own = x.topk(k).indices
-        if self.choices is None:
+        if self.replay is None:
             return own
-        rows = self.choices.told[number].to(x.device)
+        rows = self.replay.told[number].to(x.device)
         for dim, factors in enumerate(position):
             rows = rows.index_select(dim, self._positions(factors))
-        return self.choices.take(x, own, rows, (number, self.rank, self.microbatch))
+        return self.replay.take(x, own, rows, (number, self.rank, self.microbatch))
 
     def _positions(self, factors: tuple[tuple[int, tuple[str, ...]], ...]) -> Tensor:
         """Which rows of a dim are mine: int64. factors: (global extent, axes)."""

@@ -22,7 +22,7 @@ from passes.mesh import Mesh
 Message = tuple[Callable[..., Any], Tensor, int, int]
 
 
-class Turns:
+class PointToPoint:
     """A group for the stages of each pipeline, whose collectives have their own.
 
     Construct it on all ranks. It belongs to torch.distributed, as all groups do.

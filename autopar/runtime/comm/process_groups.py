@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.runtime.comm.comm import Comm, CommError, Incoming, Outgoing
-from autopar.runtime.comm.point_to_point import Message, Turns
-from autopar.runtime.comm.work import Meeting, Receipt, let_go
+from autopar.runtime.comm.point_to_point import Message, PointToPoint
+from autopar.runtime.comm.work import Meeting, Work, free_storage
 from passes.mesh import Mesh
 
 # Renamed in torch 2.13, where the old names warn.
@@ -73,9 +73,9 @@ class ProcessComm(Comm):
         self._timeout = timeout
         self._groups = _new_groups(rank, world, wanted | set(rank_groups), timeout)
         self.in_turn = self.device.type != "cpu" if in_turn is None else in_turn
-        self._turns: Turns | None = None
+        self._point_to_point: PointToPoint | None = None
         if self.in_turn:
-            self._turns = Turns(mesh, rank, self.device, timeout)
+            self._point_to_point = PointToPoint(mesh, rank, self.device, timeout)
         self._sends: deque[_Transfer] = deque()
         # On the CPU, whatever carries tensors: nobody waits for a GPU to begin. Nothing
         # else goes through this group.
@@ -126,7 +126,7 @@ class ProcessComm(Comm):
         if self.device.type == "cpu" and dist.is_initialized():
             dist.destroy_process_group()
 
-    def _start_reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> Receipt:
+    def _start_reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> Work:
         group = self._group(ranks)
         return _Transfer(dist.all_reduce(x, _REDUCE_OPS[op], group, async_op=True), x)
 
@@ -151,7 +151,7 @@ class ProcessComm(Comm):
         _reduce_scatter(out, x, group=self._group(ranks))
         return out
 
-    def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Receipt:
+    def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Work:
         group, here = self._group(ranks), ranks.index(self.rank)
         out = x.new_empty(numel)
         after, before = ranks[(here + 1) % len(ranks)], ranks[here - 1]
@@ -164,21 +164,21 @@ class ProcessComm(Comm):
         )
         return _Shift(works, x, out)
 
-    def _start_gather(self, rows: Tensor, ranks: tuple[int, ...]) -> Receipt:
+    def _start_gather(self, rows: Tensor, ranks: tuple[int, ...]) -> Work:
         mine, group = rows[ranks.index(self.rank)], self._group(ranks)
         work = _all_gather(rows.view(-1), mine, group, async_op=True)
         return _Transfer(work, rows)
 
     def _start_exchange(
         self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
-    ) -> Receipt:
+    ) -> Work:
         out, group = x.new_empty(sum(counts)), self._group(ranks)
         work = dist.all_to_all_single(out, x, counts, sent, group, async_op=True)
         return _Transfer(work, out, x)
 
     def _start_scatter_sum(
         self, x: Tensor, counts: list[int], ranks: tuple[int, ...]
-    ) -> Receipt:
+    ) -> Work:
         if self._by_exchange(x, counts):
             return super()._start_scatter_sum(x, counts, ranks)
         out = x.new_empty(counts[0])
@@ -192,8 +192,8 @@ class ProcessComm(Comm):
 
     def exchange(
         self, sends: Sequence[Outgoing], receives: Sequence[Incoming]
-    ) -> tuple[list[Receipt], list[Receipt]]:
-        if self._turns is None:
+    ) -> tuple[list[Work], list[Work]]:
+        if self._point_to_point is None:
             return super().exchange(sends, receives)
         messages: list[Message] = []
         for x, peer, tag in sends:
@@ -208,21 +208,21 @@ class ProcessComm(Comm):
         self._sends.extend(leaving)
         return [*leaving], [*coming]
 
-    def _send(self, x: Tensor, to_rank: int, tag: int) -> Receipt:
+    def _send(self, x: Tensor, to_rank: int, tag: int) -> Work:
         (transfer,) = self._start([(dist.isend, x, to_rank, tag)])
         self._sends.append(transfer)
         return transfer
 
-    def _recv(self, x: Tensor, from_rank: int, tag: int) -> Receipt:
+    def _recv(self, x: Tensor, from_rank: int, tag: int) -> Work:
         (transfer,) = self._start([(dist.irecv, x, from_rank, tag)])
         return transfer
 
     def _start(self, messages: Sequence[Message]) -> list[_Transfer]:
         """Raises: CommError, if no communicator is for these."""
         self._let_go()
-        if self._turns is None:
+        if self._point_to_point is None:
             return [_Transfer(call(x, to, tag=tag), x) for call, x, to, tag in messages]
-        works = self._turns.start(messages)
+        works = self._point_to_point.start(messages)
         if works is None:
             peers = sorted({peer for _, _, peer, _ in messages})
             raise CommError(
@@ -291,7 +291,7 @@ class _Meeting(Meeting):
         return self._rows.tolist()
 
 
-class _Shift(Receipt):
+class _Shift(Work):
     """A send and a receive at once; both tensors are kept until they are done."""
 
     def __init__(self, works: list[dist.Work], sent: Tensor, received: Tensor) -> None:
@@ -305,7 +305,7 @@ class _Shift(Receipt):
         return self._received
 
 
-class _Transfer(Receipt):
+class _Transfer(Work):
     """A message of torch.distributed, which keeps its tensors until it is done.
 
     x: what arrives, or leaves. source: what it is made of, a buffer for this alone.
@@ -320,7 +320,7 @@ class _Transfer(Receipt):
         if self._work is not None:
             self._work.wait()
             if self._source is not None:
-                let_go(self._source)
+                free_storage(self._source)
             self._work = self._source = None
         return self._x
 

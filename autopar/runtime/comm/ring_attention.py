@@ -27,7 +27,7 @@ from autopar.runtime.kernels.sdpa import (
 from passes.shard.shares import Pieces, Tile, causal_tiles, extent, window_tiles
 
 if TYPE_CHECKING:
-    from autopar.runtime.comm.comm import Comm, Receipt
+    from autopar.runtime.comm.comm import Comm, Work
 
 Split = tuple[tuple[int, tuple[str, ...]], ...]
 
@@ -105,7 +105,7 @@ def backward(
     (q, k, v), (out, lse) = qkv, results
     dq = _zeros(q.shape, lse.dtype, q.device)
     mine = _pieces(comm, rows)
-    home: Receipt | None = None
+    home: Work | None = None
     for visit in _visits(comm, k, v, keys, axis):
         dkv = dq.new_zeros(visit.k.numel() + visit.v.numel())
         sums = (dq, *_unpacked(dkv, visit.k.shape, visit.v.shape))

@@ -19,7 +19,7 @@ from passes.errors import AutoparError
 
 
 @dataclass
-class Choices:
+class RoutingReplay:
     """told: of each `topk` of a model, in order: int64 [..., k]. found: (which, and of
     which rank and microbatch) -> rows that were told otherwise than they would have
     chosen, all rows, and the margin: the most that a row's scores of what it was told
@@ -60,9 +60,9 @@ class Choices:
 class Choosing(TorchFunctionMode):
     """Notes what a model chooses along last dims, or tells it. made: in order."""
 
-    def __init__(self, choices: Choices | None = None) -> None:
+    def __init__(self, replay: RoutingReplay | None = None) -> None:
         super().__init__()
-        self.choices = choices
+        self.replay = replay
         self.made: list[Tensor] = []
 
     def __torch_function__(
@@ -73,14 +73,14 @@ class Choosing(TorchFunctionMode):
         if func not in (torch.topk, Tensor.topk) or not _is_choice(*args, **kwargs):
             return found
         x, own = args[0] if args else kwargs["input"], found.indices
-        if self.choices is not None:
+        if self.replay is not None:
             number = len(self.made)
-            if number >= len(self.choices.told):
+            if number >= len(self.replay.told):
                 raise AutoparError(
                     f"the model chooses more often than the {number} times before",
                     fix="verify it in float64",
                 )
-            own = self.choices.take(x, own, self.choices.told[number], (number,))
+            own = self.replay.take(x, own, self.replay.told[number], (number,))
             found = torch.return_types.topk((x.gather(-1, own), own))
         self.made.append(own.detach())
         return found

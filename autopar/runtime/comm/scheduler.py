@@ -13,7 +13,7 @@ class Stopped(BaseException):
     """Unwinds a thread after another one failed; no handler of Exception stops it."""
 
 
-class Baton:
+class CooperativeScheduler:
     """Threads 0 to n-1; only the one that holds the baton runs.
 
     The order in which they run depends on their calls alone, so it repeats. When all

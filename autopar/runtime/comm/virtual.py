@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.comm.comm import Comm, CommError
-from autopar.runtime.comm.scheduler import Baton, Stopped
-from autopar.runtime.comm.work import Arrived, Receipt, sum_in_order
+from autopar.runtime.comm.scheduler import CooperativeScheduler, Stopped
+from autopar.runtime.comm.work import Arrived, Work, sum_in_order
 from passes.graph import DTYPES
 from passes.mesh import Mesh
 
@@ -68,10 +68,10 @@ def run_virtual(
             what = f"{world.name(rank)}: {type(cause).__name__}: {cause}"
             error = RankError(what)
             error.__cause__ = cause
-            world.baton.stop(error)
+            world.scheduler.stop(error)
 
     try:
-        world.baton.run(run_rank)
+        world.scheduler.run(run_rank)
     finally:
         torch.set_num_threads(threads)
     world.check_messages()
@@ -118,7 +118,7 @@ class VirtualComm(Comm):
         )
         return pickle.loads(pickled)
 
-    def _start_reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> Receipt:
+    def _start_reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> Work:
         def reduce(rows: list[Tensor]) -> list[Tensor]:
             summed = op == "sum"
             total = sum_in_order(rows) if summed else torch.stack(rows).amax(0)
@@ -134,15 +134,15 @@ class VirtualComm(Comm):
     ) -> Tensor:
         return self._meet(ranks, x.split(sent), _exchanged)
 
-    def _start_gather(self, rows: Tensor, ranks: tuple[int, ...]) -> Receipt:
+    def _start_gather(self, rows: Tensor, ranks: tuple[int, ...]) -> Work:
         return self._join(ranks, rows[ranks.index(self.rank)], _stacked)
 
     def _start_exchange(
         self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
-    ) -> Receipt:
+    ) -> Work:
         return self._join(ranks, x.split(sent), _exchanged)
 
-    def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Receipt:
+    def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Work:
         def shift(rows: list[Tensor]) -> list[Tensor]:
             return [row.clone() for row in (rows[-1], *rows[:-1])]
 
@@ -151,14 +151,14 @@ class VirtualComm(Comm):
             raise CommError(f"a shift brings {found.numel()} elements, not {numel}")
         return Arrived(found)
 
-    def _send(self, x: Tensor, to_rank: int, tag: int) -> Receipt:
+    def _send(self, x: Tensor, to_rank: int, tag: int) -> Work:
         self._sends = [sent for sent in self._sends if not sent.done]
         message = _Message(self._world, True, self.rank, to_rank, tag, x)
         self._sends.append(message)
         self._world.post(message)
         return message
 
-    def _recv(self, x: Tensor, from_rank: int, tag: int) -> Receipt:
+    def _recv(self, x: Tensor, from_rank: int, tag: int) -> Work:
         message = _Message(self._world, False, self.rank, from_rank, tag, x)
         self._world.post(message)
         return message
@@ -236,7 +236,7 @@ class _Meeting:
     results: dict[int, Any] = field(default_factory=dict)
 
 
-class _Joined(Receipt):
+class _Joined(Work):
     """One rank's part in a collective that may still wait for other ranks."""
 
     def __init__(
@@ -252,7 +252,7 @@ class _Joined(Receipt):
         return str(self.call)
 
 
-class _Reducing(Receipt):
+class _Reducing(Work):
     """One rank's part in a reduction that is written over what it brought."""
 
     def __init__(self, joined: _Joined, x: Tensor) -> None:
@@ -263,11 +263,11 @@ class _Reducing(Receipt):
             world, rank = self.joined.world, self.joined.rank
             text = "a tensor was changed while it was being reduced"
             line = f"{world.name(rank)}  {self.joined}"
-            world.baton.stop(Mismatch(_listed(text, [line])))
+            world.scheduler.stop(Mismatch(_listed(text, [line])))
         return self.x.copy_(self.joined.wait())
 
 
-class _Message(Receipt):
+class _Message(Work):
     """One end of a message: what `rank` sends to `peer`, or receives from it."""
 
     def __init__(
@@ -280,7 +280,7 @@ class _Message(Receipt):
 
     def wait(self) -> Tensor:
         if not self.done:
-            self.world.baton.wait(self.rank, self, lambda: f"waits in {self}")
+            self.world.scheduler.wait(self.rank, self, lambda: f"waits in {self}")
         return self.x
 
     def carries(self) -> tuple[Any, ...]:
@@ -298,7 +298,7 @@ class _World:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.baton = Baton(mesh.size, self._deadlock)
+        self.scheduler = CooperativeScheduler(mesh.size, self._deadlock)
         self._meetings: defaultdict[Any, _Meeting] = defaultdict(_Meeting)
         # Parts in collectives that nobody has waited for yet.
         self._joined: dict[tuple[int, Any], _Joined] = {}
@@ -323,7 +323,7 @@ class _World:
         compute: from the values to the results, both in rank order. It is called once,
         when the last rank is there: until it has left a rank must not change its value.
         """
-        self.baton.check()
+        self.scheduler.check()
         key = (ranks, self._met[rank, ranks])
         self._met[rank, ranks] += 1
         meeting = self._meetings[key]
@@ -334,10 +334,10 @@ class _World:
             if any(other.common() != call.common() for other in meeting.calls.values()):
                 text = "ranks meet, but do not make the same call"
                 lines = (f"{self.name(r)}  {meeting.calls[r]}" for r in ranks)
-                self.baton.stop(Mismatch(_listed(text, lines)))
+                self.scheduler.stop(Mismatch(_listed(text, lines)))
             results = compute([meeting.values[r] for r in ranks])
             meeting.results.update(zip(ranks, results, strict=True))
-            self.baton.wake(key)
+            self.scheduler.wake(key)
         return joined
 
     def leave(self, joined: _Joined) -> Any:
@@ -345,7 +345,7 @@ class _World:
         rank, key, ranks = joined.rank, joined.key, joined.ranks
         meeting = self._meetings[key]
         if not meeting.results:
-            self.baton.wait(rank, key, lambda: _absent(joined.call, ranks, meeting))
+            self.scheduler.wait(rank, key, lambda: _absent(joined.call, ranks, meeting))
         del self._joined[rank, key]
         result = meeting.results.pop(rank)
         if not meeting.results:
@@ -368,11 +368,11 @@ class _World:
         received.x.copy_(sent.x)
         for message in (sent, received):
             message.done = True
-            self.baton.wake(message)
+            self.scheduler.wake(message)
 
     def _stop(self, text: str, *ends: _Message) -> NoReturn:
         lines = (f"{self.name(end.rank)}  {end}" for end in ends)
-        self.baton.stop(Mismatch(_listed(text, lines)))
+        self.scheduler.stop(Mismatch(_listed(text, lines)))
 
     def check_messages(self) -> None:
         """Raise Mismatch if a send or a recv has not met its other end, or nobody has

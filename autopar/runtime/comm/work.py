@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 
-class Receipt(ABC):
+class Work(ABC):
     """A transfer on its way. `wait` returns the tensor, once it is here (or gone)."""
 
     @abstractmethod
@@ -40,15 +40,15 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Transit:
+class CoalescedWork:
     """Several tensors on their way in one message."""
 
-    receipt: Receipt
+    work: Work
     unpack: Callable[[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True)
-class Arrived(Receipt):
+class Arrived(Work):
     """What has no way to go."""
 
     x: Tensor
@@ -58,20 +58,20 @@ class Arrived(Receipt):
 
 
 @dataclass(frozen=True)
-class Summed(Receipt):
+class Summed(Work):
     """The sum, in rank order, of rows that arrive one after the other in a buffer."""
 
-    receipt: Receipt
+    work: Work
     ranks: int
 
     def wait(self) -> Tensor:
-        rows = self.receipt.wait()
+        rows = self.work.wait()
         total = sum_in_order(rows.view(self.ranks, -1).unbind(0))
-        let_go(rows)
+        free_storage(rows)
         return total
 
 
-def let_go(x: Tensor) -> None:
+def free_storage(x: Tensor) -> None:
     """Free the memory of x, which nobody may read any more.
 
     A thread of gloo's keeps a message's tensors until it runs again, and that may be

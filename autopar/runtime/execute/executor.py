@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.comm.comm import Comm, Incoming, Outgoing
-from autopar.runtime.comm.work import Receipt
+from autopar.runtime.comm.work import Work
 from autopar.runtime.execute.gradient_buckets import Gradients
 from autopar.runtime.execute.inductor import Kept, compile_functions
 from autopar.runtime.execute.loss_scale import LossScale
@@ -25,7 +25,7 @@ from autopar.runtime.execute.tf32 import in_tf32
 from autopar.runtime.parameters.changed import check_data, check_kind, kind_of
 from passes.program import Program
 from passes.schedule.exchanges import Exchange, exchanges, in_turn, of_kinds
-from passes.schedule.messages import apart, proofs
+from passes.schedule.messages import apart, send_completions
 from passes.schedule.schedule import Action, Kind
 
 
@@ -54,7 +54,7 @@ class Executor:
         self.loss_scale = LossScale() if program.plan.scales_loss else None
         self.pp = comm.coords.get("pp", 0)
         self.actions = program.schedule.ranks[self.pp]
-        self._proofs = proofs(program.schedule, self.pp)
+        self._send_completions = send_completions(program.schedule, self.pp)
         self._order = exchanges(program.schedule)[self.pp] if comm.in_turn else ()
         self.overlaps = True
         self._late: defaultdict[int, list[Sequence[Tensor]]] = defaultdict(list)
@@ -70,9 +70,9 @@ class Executor:
             if name in self.parameters
         ]
         self.set_up()
-        self._arriving: dict[Action, list[Receipt]] = {}
+        self._arriving: dict[Action, list[Work]] = {}
         self._outputs: dict[tuple[str, int, int], tuple[Tensor, ...]] = {}
-        self._leaving: dict[Action, list[Receipt]] = {}
+        self._leaving: dict[Action, list[Work]] = {}
         self._losses: list[Tensor] = []
 
     # --- before the first step -----------------------------------------------------
@@ -227,9 +227,9 @@ class Executor:
             )
             receipts = self._arriving.pop(action)
             self._outputs[key] = tuple(r.wait() for r in receipts)
-            for send in self._proofs.get(action, ()):
-                for receipt in self._leaving.pop(send, ()):
-                    receipt.wait()
+            for send in self._send_completions.get(action, ()):
+                for work in self._leaving.pop(send, ()):
+                    work.wait()
         elif kind is Kind.F:
             self._forward(action)
         elif kind is Kind.I:

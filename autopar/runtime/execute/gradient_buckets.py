@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.comm.comm import Comm
-from autopar.runtime.comm.work import Receipt
+from autopar.runtime.comm.work import Work
 from passes.program import Program
 
 # Bytes of gradients that are worth a message (Li 2020, arXiv:2006.15704, figure 7).
@@ -34,7 +34,7 @@ class Bucket:
     names: list[str]
     told: frozenset[tuple[int, int]]
     missing: set[tuple[int, int]] = field(default_factory=set)
-    reducing: Receipt | None = None
+    reducing: Work | None = None
 
 
 class Gradients:

@@ -43,7 +43,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import autopar
-from autopar.gc_paused import uncollected
+from autopar.gc_paused import gc_paused
 from autopar.runtime import kernels
 from autopar.runtime.comm import placement
 from autopar.runtime.kernels import for_inductor
@@ -248,7 +248,7 @@ class Kept:
         self.taken.append(key)
         return _in_memory[key]
 
-    @uncollected()  # imports of Inductor, of which a quarter would be that
+    @gc_paused()  # imports of Inductor, of which a quarter would be that
     def preload(self, text: str, device: torch.device) -> bool:
         """Load what a module's functions were compiled to, see `remember`. Returns
         whether that is known."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.comm.comm import Comm
-from autopar.runtime.comm.fake_comm import EchoComm
+from autopar.runtime.comm.fake_comm import FakeComm
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.running_stage import Batch, RunningStage
 
@@ -25,7 +25,7 @@ def rehearse(executor: Executor) -> None:
     program, comm, kept = executor.program, executor.comm, executor.compiled
     if kept is None:
         return
-    alone = EchoComm(program.mesh, program.plan.microbatches, comm.device, comm.rank)
+    alone = FakeComm(program.mesh, program.plan.microbatches, comm.device, comm.rank)
     alone.zigzag = comm.zigzag
     batch = {
         name: torch.zeros(shape, dtype=getattr(torch, dtype), device=comm.device)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.planner.request import Asked
+from autopar.planner.request import PlanRequest
 from autopar.read_file import EnvironmentVariableError, read_variable
 from autopar.runtime.agreement.arrivals import await_all
 from passes.mesh import MeshError
@@ -40,7 +40,7 @@ def check_launch() -> tuple[int, int]:
     return rank, world
 
 
-def join(decided: Plan | Asked, timeout: timedelta) -> None:
+def join(decided: Plan | PlanRequest, timeout: timedelta) -> None:
     """Be one of the mesh's processes: those of torch.distributed, or of torchrun.
 
     The process leaves its groups when it ends.

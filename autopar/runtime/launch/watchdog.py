@@ -30,7 +30,7 @@ ENDED = "autopar/ended"  # ranks that were told to end, in order
 EXIT = 13  # status of a rank that stops because of another one
 
 
-class Alarm:
+class Watchdog:
     """One rank's part. Use it as a context around the work.
 
     silence: seconds without a sign of life that tell, after a failure, who is gone.
@@ -61,7 +61,7 @@ class Alarm:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> Alarm:
+    def __enter__(self) -> Watchdog:
         self._thread.start()
         return self
 
@@ -185,17 +185,17 @@ class Terminated(BaseException):
     """The launcher ends this process, as it does when another one failed."""
 
 
-def guarded(alarm: Alarm, body: Callable[[], None]) -> int:
+def guarded(watchdog: Watchdog, body: Callable[[], None]) -> int:
     """Run the body; returns the exit status. Prints, once, which rank failed and why.
 
     Raises what is no AutoparError and began on this rank.
     """
     signal.signal(signal.SIGTERM, _terminate)
-    with _waking(alarm):
-        return _guarded(alarm, body)
+    with _waking(watchdog):
+        return _guarded(watchdog, body)
 
 
-def _guarded(alarm: Alarm, body: Callable[[], None]) -> int:
+def _guarded(watchdog: Watchdog, body: Callable[[], None]) -> int:
     try:
         try:
             body()
@@ -203,23 +203,23 @@ def _guarded(alarm: Alarm, body: Callable[[], None]) -> int:
         finally:  # told to end while it ends, a rank would only say less of why
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except KeyboardInterrupt:
-        alarm.publish("interrupted")
+        watchdog.publish("interrupted")
         return 128 + signal.SIGINT
     except AutoparError as error:
-        alarm.publish(str(error))
-        complain(alarm.store, str(error))
+        watchdog.publish(str(error))
+        complain(watchdog.store, str(error))
         return 2
     except (RuntimeError, Terminated) as error:
         # A peer that is gone or late shows as a plain RuntimeError of gloo.
         by_signal = isinstance(error, Terminated)
-        said = alarm.ended() if by_signal else alarm.reason()
+        said = watchdog.ended() if by_signal else watchdog.reason()
         if said is None:
-            alarm.publish(_first_line(error))
+            watchdog.publish(_first_line(error))
             raise
-        complain(alarm.store, said)
+        complain(watchdog.store, said)
         return EXIT if said != TOLD else 128 + signal.SIGTERM
     except Exception as error:
-        alarm.publish(_first_line(error))
+        watchdog.publish(_first_line(error))
         raise
 
 
@@ -233,18 +233,18 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def _waking(alarm: Alarm) -> Iterator[None]:
-    """Let the alarm's thread see signals that the main thread cannot handle yet."""
+def _waking(watchdog: Watchdog) -> Iterator[None]:
+    """Let the watchdog's thread see signals that the main thread cannot handle yet."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
         theirs.setblocking(False)
         before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-        alarm.signals = ours
+        watchdog.signals = ours
         try:
             yield
         finally:
-            alarm.signals = None
+            watchdog.signals = None
             signal.set_wakeup_fd(before)
 
 

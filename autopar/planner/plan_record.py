@@ -39,7 +39,7 @@ class EstimateError(AutoparError):
 
 
 @dataclass(frozen=True)
-class Findings:
+class PlanRecord:
     """What a search was asked and found.
 
     plan: the checksum of the plan.json beside it, of the chosen estimate. model, seed:
@@ -75,7 +75,7 @@ class Findings:
         return json.dumps(data, indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, where: str = ESTIMATE) -> Findings:
+    def from_json(cls, text: str, where: str = ESTIMATE) -> PlanRecord:
         """Read `to_json`'s text. Raises EstimateError that names the key at fault."""
         data = parse_json(text, where, EstimateError, AGAIN)
         if not isinstance(data, dict) or data.get("format") != FORMAT:
@@ -94,7 +94,7 @@ class Findings:
         return cls(**{**kept, "cluster": cluster, "best": best})
 
 
-def read_findings(folder: Path) -> Findings:
+def read_record(folder: Path) -> PlanRecord:
     """Those of a directory that `autopar plan -o` wrote. Raises EstimateError."""
     if folder.is_file():
         raise EstimateError(
@@ -107,7 +107,7 @@ def read_findings(folder: Path) -> Findings:
             f"'{folder}' has no {ESTIMATE}",
             fix=f"let it be planned: autopar plan MODEL --devices 8xH100 -o {folder}",
         )
-    return Findings.from_json(read_text(path, EstimateError, AGAIN), str(path))
+    return PlanRecord.from_json(read_text(path, EstimateError, AGAIN), str(path))
 
 
 # --- estimates as data ---------------------------------------------------------------
