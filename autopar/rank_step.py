@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, DistributedSampler
 
 from autopar.checkpoints.checkpoint import load, save
 from autopar.checkpoints.state import (
@@ -24,6 +25,7 @@ from autopar.checkpoints.state import (
     state_dict,
     training_state,
 )
+from autopar.local_batches import DataRank
 from autopar.runtime.agreement.agreement import Agreement, digests
 from autopar.runtime.agreement.validate import checked_batch
 from autopar.runtime.comm.comm import Comm
@@ -44,7 +46,8 @@ NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 class RankStep:
     """Forward and backward of a program on the rank of `comm`.
 
-    Every rank calls it with the whole global batch, and takes its own part of it.
+    Every rank calls it with the whole global batch, and takes its own part of it; or,
+    with local=True, with the samples that it has loaded itself, see `data_rank`.
     """
 
     comm: Comm
@@ -87,15 +90,16 @@ class RankStep:
         self._originals = Originals(originals, comm.coords)
         self.names, self.unused, self._fixed = names, unused, fixed
 
-    def __call__(self, **batch: Any) -> Tensor:
+    def __call__(self, *, local: bool = False, **batch: Any) -> Tensor:
         """Loss of the global batch, the same on every rank; gradients are in `.grad`.
 
-        As with `loss.backward()`, gradients add to what
-        `.grad` holds: call `optimizer.zero_grad()` in between.
+        local: the batch has this rank's samples only, see `data_rank`. As with
+        `loss.backward()`, gradients add to what `.grad` holds: call
+        `optimizer.zero_grad()` in between.
         Raises: BatchError, if names, shapes or types are not those compiled for.
         """
         executor = self.executor  # raises if there is nothing to run yet
-        with self._begin("step", batch) as tensors:
+        with self._begin("step", batch, local) as tensors:
             if self._host is not None:
                 self._host.upload()
             loss = executor.step(tensors)
@@ -105,25 +109,28 @@ class RankStep:
         self._originals = None  # the model may be trained beside, from now on
         return loss
 
-    def evaluate(self, **batch: Any) -> Tensor:
+    def evaluate(self, *, local: bool = False, **batch: Any) -> Tensor:
         """Loss of the global batch without dropout, forward only; on every rank.
 
         The same as of the model in `.eval()`, if dropout is all that this changes.
+        local: as for a step.
         """
         executor = self.executor  # raises if there is nothing to evaluate yet
-        with self._begin("evaluate", batch) as tensors:
+        with self._begin("evaluate", batch, local) as tensors:
             if self._host is not None:
                 self._host.upload()
             return executor.evaluate(tensors)
 
     @contextmanager
     def _begin(
-        self, operation: str, batch: Mapping[str, Any]
+        self, operation: str, batch: Mapping[str, Any], local: bool
     ) -> Iterator[dict[str, Tensor]]:
-        """The context of an operation: with the tensors of a batch that fits, and is
-        the same on all ranks."""
+        """The context of an operation: with the tensors of a global batch that fits,
+        and is the same on all ranks. local: `batch` is this rank's part of it."""
+        data = self.data
         try:
-            tensors = checked_batch(self.program, self._fixed, batch)
+            like = data.whole_like(batch) if local else batch
+            tensors = checked_batch(self.program, self._fixed, like)
             check_trained(self.program, self._updates.parameters)
             if self._originals is not None:
                 self._originals.check(self.program, self._updates.parameters)
@@ -135,8 +142,11 @@ class RankStep:
             self._agree().refuse(operation, error)
             raise
         training = self.training_state()
-        with self._agree().on_batch(operation, tensors, self._updates, training):
-            yield {name: upload(x, self.device) for name, x in tensors.items()}
+        own = {name: batch[name] for name in tensors}
+        part = data.index if local else None
+        with self._agree().on_batch(operation, own, self._updates, training, part):
+            held = {name: upload(x, self.device) for name, x in own.items()}
+            yield data.gather(self.comm, held) if local else held
 
     # --- what optimizers and checkpoints need --------------------------------------
 
@@ -157,6 +167,38 @@ class RankStep:
     @property
     def program(self) -> Program:
         return self.executor.program
+
+    @property
+    def data(self) -> DataRank:
+        """Which part of a global batch this rank loads, for `local=True`."""
+        return DataRank(self.program.plan, self.comm.rank)
+
+    @property
+    def data_rank(self) -> int:
+        """Which of `data_ranks` parts of the batch this rank loads with `local=True`;
+        ranks that differ in pp, tp or cp alone load the same."""
+        return self.data.index
+
+    @property
+    def data_ranks(self) -> int:
+        """The parts that the batch has: ranks along dp, fsdp and ep."""
+        return self.data.size
+
+    def sampler(
+        self,
+        dataset: Dataset[Any],
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = True,
+    ) -> DistributedSampler[Any]:
+        """The samples of a dataset that this rank loads, for
+        `DataLoader(dataset, batch_size, sampler=...)` and `local=True`.
+
+        Each of the data ranks has as many. Call its `set_epoch` to shuffle anew. Like
+        `torch.utils.data.DistributedSampler`, of the ranks that share the batch.
+        """
+        return self.data.sampler(dataset, shuffle, seed, drop_last)
 
     @property
     def loss_scale(self) -> float:

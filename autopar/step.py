@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.checkpoints.state import remember
 from autopar.compiler import compile_offline, proved
+from autopar.local_batches import DataRank
 from autopar.machine.backend import resolve_backend
 from autopar.machine.profile_file import read_profile
 from autopar.options import Options, check_arguments, make_plan
+from autopar.other_shapes import OtherShapes
 from autopar.planner.choose import choose_plan
 from autopar.planner.request import PlanRequest, plan_request
 from autopar.rank_step import RankStep
@@ -104,8 +107,11 @@ def compile(
 class Step(RankStep):
     """Forward and backward of a compiled model on this rank; made by `compile`.
 
-    Every rank calls it with the whole global batch, and takes its own part of it.
+    Every rank calls it with the whole global batch, and takes its own part of it; or,
+    with local=True, with the samples that it has loaded itself, see `data_rank`.
     """
+
+    _shapes: OtherShapes
 
     def __init__(
         self,
@@ -129,22 +135,60 @@ class Step(RankStep):
         self._given, self._prove = program, prove
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
 
-    def __call__(self, **batch: Any) -> Tensor:
+    def __call__(self, *, local: bool = False, **batch: Any) -> Tensor:
         """Loss of the global batch, the same on every rank; gradients are in `.grad`.
 
-        The first call compiles, see `build`. As with `loss.backward()`, gradients add
-        to what `.grad` holds: call `optimizer.zero_grad()` in between.
-        Raises: BatchError, if names, shapes or types are not those compiled for.
+        The first call compiles, see `build`, and so does a batch of other shapes, for
+        up to eight: all compute with the same weights. local: the batch has this rank's
+        samples only, see `data_rank`. As with `loss.backward()`, gradients add to what
+        `.grad` holds: call `optimizer.zero_grad()` in between.
+        Raises: BatchError, if names or types are not those compiled for.
         """
-        if self._executor is None:
-            self.build(**batch)
-        return super().__call__(**batch)
+        self._fit(batch, local)
+        return super().__call__(local=local, **batch)
 
-    def build(self, **batch: Any) -> Step:
-        """Compile for batches like this one (only shapes and types matter)."""
+    def evaluate(self, *, local: bool = False, **batch: Any) -> Tensor:
+        """Loss of the global batch without dropout, forward only; on every rank.
+
+        The same as of the model in `.eval()`, if dropout is all that this changes.
+        local, other shapes: as for a step.
+        """
+        if self._executor is not None:
+            self._fit(batch, local)
+        return super().evaluate(local=local, **batch)
+
+    def _fit(self, batch: Mapping[str, Any], local: bool) -> None:
+        """Compile for batches of these shapes, unless that was done."""
+        if self._executor is None:
+            self.build(local=local, **batch)
+            return
+        like = self.data.whole_like(batch) if local else batch
+        executor = self._shapes.find(like)
+        if executor is None and (shapes := self._shapes.new(self.program, like)):
+            self._agree()("build", {("shape", k): v for k, v in shapes.items()})
+            executor = self._shapes.make(self._executor, like)
+        if executor is not None and executor is not self._executor:
+            executor.go_on_from(self._executor)
+            self._executor = executor
+
+    @property
+    def data(self) -> DataRank:
+        if self._executor is None and isinstance(self._decided, Plan):
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            return DataRank(self._decided, rank)
+        return super().data
+
+    def build(self, *, local: bool = False, **batch: Any) -> Step:
+        """Compile for batches like this one (only shapes and types matter).
+
+        local: the batch has this rank's samples only. The plan says how many parts a
+        batch has, so that it cannot be one that is chosen for the batch.
+        """
         if self._executor is not None:
             return self
         assert self._model is not None
+        if local:
+            batch = self.data.whole_like(batch)
         await_here("step.build()", self._timeout)
         given = self._given
         if given is not None and (given.proof or not self._prove):
@@ -155,7 +199,7 @@ class Step(RankStep):
         comm = engine(self.device)(
             program.mesh,
             program.plan.microbatches,
-            groups=program.groups,
+            groups=(*program.groups, DataRank(program.plan, 0).axes),
             rank_groups=program.reduction_groups(),
             device=self.device,
             timeout=self._timeout,
@@ -178,6 +222,9 @@ class Step(RankStep):
         rehearse(executor)
         names, unused = remember(self._model, program, buffers)
         self.start(executor, names, unused, dict(self._model.named_parameters()), fixed)
+        self._shapes = OtherShapes(
+            executor, self._model, fixed, self._loss_fn, self._prove
+        )
         notes = program.notes if program.proof else (*program.notes, UNPROVED)
         for line in filter(None, (*notes, note)) if comm.rank == 0 else ():
             LOG.warning(line)

@@ -7,6 +7,7 @@ they hold goes, as digests, with their roll calls.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from autopar.runtime.parameters.updates import Updates, plain
 from passes.errors import AutoparError, BatchError
 from passes.program import Program
 
+LOG = logging.getLogger("autopar")
+
 # In the first calls, where a loader of its own on each rank shows, and in every so many
 # later ones, batches are compared, and ranks wait for each other before they begin. In
 # between they do not, so that the roll call costs no time: see `RollCall.ahead`.
@@ -35,9 +38,9 @@ FIRST, EVERY = 4, 32
 
 WHOLE_BATCH = (
     "pass the whole batch on every rank, each takes its own part of it: draw it from "
-    "one seed, without the rank in it and without a DistributedSampler. Where each has "
-    "loaded a part, join them first: parts = [torch.empty_like(x) for _ in "
-    "range(dist.get_world_size())]; dist.all_gather(parts, x); x = torch.cat(parts)"
+    "one seed, without the rank in it and without a DistributedSampler. Or let each "
+    "load its own part: step(..., local=True), from DataLoader(data, "
+    "sampler=step.sampler(data), ...)"
 )
 
 
@@ -45,7 +48,8 @@ class Agreement(RollCall):
     """The roll calls of a step, with what it has to tell in them."""
 
     def __init__(self, comm: Comm, program: Program) -> None:
-        super().__init__(comm, {**JUDGES, "weights": self._weights})
+        own = {"weights": self._weights, "part": self._part}
+        super().__init__(comm, {**JUDGES, **own})
         self._calls: Counter[str] = Counter()
         self._program = program
 
@@ -64,9 +68,11 @@ class Agreement(RollCall):
         batch: Mapping[str, Tensor],
         updates: Updates,
         training: Mapping[str, Any],
+        part: int | None = None,
     ) -> Iterator[None]:
         """The context of an operation with a batch, after updates of the weights.
-        training: what a step goes on from. Raises: BatchError, ModelMismatch,
+        training: what a step goes on from. part: which part of the global batch this
+        one is; None: it is the global one. Raises: BatchError, ModelMismatch,
         RanksDisagree."""
         if self.comm.mesh.size == 1:
             yield
@@ -80,7 +86,11 @@ class Agreement(RollCall):
             facts = {**facts, ("weights", ""): weights}
         if count < FIRST or count % EVERY == 0:
             state = {("training", name): value for name, value in training.items()}
-            self(operation, {**facts, **digests("batch", batch), **state}, of_stage)
+            held = digests("batch", batch)
+            if part is not None:
+                fields = {name: value for (_, name), value in held.items()}
+                held = {("part", ""): (part, fields)}
+            self(operation, {**facts, **held, **state}, of_stage)
             yield
         else:
             with self.ahead(operation, facts, of_stage):
@@ -122,6 +132,37 @@ class Agreement(RollCall):
                     )
         return None
 
+    def _part(self, _: str, values: Mapping[int, Any]) -> AutoparError | None:
+        """Whether ranks of one part loaded it alike, and those of others as much; says
+        it where all of them loaded the same."""
+        first = next(iter(values))
+        expected = values[first][1]
+        parts: dict[int, tuple[int, Any]] = {}
+        for rank, (part, fields) in values.items():
+            before, loaded = parts.setdefault(part, (rank, fields))
+            for name, value in fields.items():
+                if value[:2] != expected[name][:2]:
+                    return BatchError(
+                        f"'{name}' is {list(value[0])} on rank {rank}, but "
+                        f"{list(expected[name][0])} on rank {first}",
+                        fix="load as many samples on every rank: step.sampler(dataset) "
+                        "gives each as many",
+                    )
+                if value != loaded[name]:
+                    return BatchError(
+                        f"'{name}' is not the same on rank {rank} as on rank {before}, "
+                        f"which both load part {part} (step.data_rank) of the batch",
+                        fix="let ranks that differ in pp, tp or cp alone read the same "
+                        "samples: step.sampler(dataset) says which, with one seed",
+                    )
+        alike = all(fields == expected for _, fields in parts.values())
+        if alike and len(parts) > 1 and self.comm.rank == 0:
+            LOG.warning(
+                "all ranks loaded the same samples: with local=True each loads its "
+                "own, as step.sampler(dataset) gives them"
+            )
+        return None
+
 
 def digests(kind: str, tensors: Mapping[str, Tensor]) -> Facts:
     """Facts of tensors by name: shape, dtype and values."""
@@ -142,6 +183,13 @@ def _field(name: str, values: Mapping[int, Any]) -> AutoparError:
     return BatchError(
         f"'{name}' of the batch is {_unlike(values)}",
         fix="compile with the same value on all ranks",
+    )
+
+
+def _shape(name: str, values: Mapping[int, Any]) -> AutoparError:
+    return BatchError(
+        f"'{name}' of the batch is {_unlike(values)}",
+        fix="pass batches of the same shapes on all ranks",
     )
 
 
@@ -240,6 +288,7 @@ JUDGES: Mapping[str, Judge] = {
     "training": _training,
     "batch": _batch,
     "field": _field,
+    "shape": _shape,
     "state": _state,
     "seed": _seed,
     "program": _program,

@@ -34,7 +34,8 @@ class Executor:
 
     parameters: the rank's shards by the model's names; gradients appear in `.grad`.
     buffers: whole, by name. compiled: where functions compiled by Inductor are kept;
-    None: they run as they are written. overlaps, an attribute: whether parameters come
+    None: they run as they are written. gradients: those of another executor of the same
+    parameters, to share. overlaps, an attribute: whether parameters come
     and gradients leave while stages compute; without it, before and after they do.
     """
 
@@ -46,6 +47,7 @@ class Executor:
         buffers: Mapping[str, Tensor],
         seed: int = 0,
         compiled: Kept | None = None,
+        gradients: Gradients | None = None,
     ) -> None:
         self.program, self.comm, self.compiled = program, comm, compiled
         comm.zigzag = frozenset(program.plan.zigzag)
@@ -58,7 +60,7 @@ class Executor:
         self._order = exchanges(program.schedule)[self.pp] if comm.in_turn else ()
         self.overlaps = True
         self._late: defaultdict[int, list[Sequence[Tensor]]] = defaultdict(list)
-        self.gradients = Gradients(program, comm, self.parameters)
+        self.gradients = gradients or Gradients(program, comm, self.parameters)
         self.stages = {i: self._start(i) for i in program.stages_of(comm.rank)}
         # After it, nothing is added to the gradients of a stage any more.
         self._last = {a.stage: a for a in self.actions if a.kind in (Kind.B, Kind.W)}
@@ -103,6 +105,14 @@ class Executor:
         """Compute what depends on buffers and constants alone; again if they change."""
         for stage in self.stages.values():
             stage.constants = stage.module["setup"](self.comm, stage.tensors)
+
+    def go_on_from(self, other: Executor) -> None:
+        """Train on what another executor of the same parameters trained, which has the
+        same buffers."""
+        self.seed, self.steps = other.seed, other.steps
+        self.loss_scale = other.loss_scale
+        self.comm.microbatches = self.program.plan.microbatches
+        self.set_up()
 
     # --- one step ------------------------------------------------------------------
 

@@ -1,0 +1,229 @@
+"""Ranks that load their own samples train as one device does on all of them, and
+batches of other shapes train the same weights."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from models import Case, gpt2, plain_gpt, switch_gpt
+from processes import RankFailed, run_ranks
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+import autopar
+from autopar.local_batches import DataRank
+from autopar.runtime.comm.virtual import run_virtual
+from passes.errors import BatchError
+from passes.plan import Plan
+
+BUILD = {"plain": plain_gpt, "gpt2": gpt2, "switch": switch_gpt}
+SAMPLES, LOCAL = 22, 2  # the last batch of an epoch is short
+Batch = dict[str, Tensor]
+
+
+class Samples(Dataset[Batch]):
+    """Samples like those of a case, each with labels left out of its own."""
+
+    def __init__(self, case: Case) -> None:
+        gen = torch.Generator().manual_seed(0)
+        self.fields = {}
+        for name, x in case.batch.items():
+            rows = torch.randint(len(x), (SAMPLES,), generator=gen)
+            self.fields[name] = x[rows].clone()
+            if name == "labels" and "ignored" not in case.batch:
+                out = torch.rand(self.fields[name].shape, generator=gen) < 0.3
+                self.fields[name][out] = -100
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, i: int) -> Batch:
+        return {name: x[i] for name, x in self.fields.items()}
+
+
+def case_of(model: str) -> Case:
+    return BUILD[model](layers=2).double()
+
+
+def train(model: str, mesh: str, options: dict[str, Any]) -> tuple[Any, ...]:
+    """Two epochs of what this rank's loader gives; and what that was."""
+    case = case_of(model)
+    step = autopar.compile(case.model, mesh, loss_fn=case.loss_fn, **options)
+    samples = Samples(case)
+    sampler = step.sampler(samples, seed=3, drop_last=False)
+    update, losses, batches = None, [], []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for batch in DataLoader(samples, LOCAL, sampler=sampler):
+            step.build(local=True, **batch)
+            update = update or torch.optim.AdamW(step.parameters(), lr=1e-2)
+            losses.append(step(local=True, **batch).item())
+            update.step()
+            update.zero_grad()
+            losses.append(step.evaluate(local=True, **batch).item())
+            batches.append(batch)
+    return step.data_rank, batches, losses, step.state_dict()
+
+
+def train_plainly(model: str, batches: list[Batch]) -> tuple[Any, ...]:
+    case = case_of(model)
+    update, losses = torch.optim.AdamW(case.model.parameters(), lr=1e-2), []
+    for batch in batches:
+        for again in (False, True):
+            out = case.model(**batch)
+            loss = case.loss_fn(out, batch) if case.loss_fn else out[1]
+            losses.append(loss.item())
+            if not again:
+                loss.backward()
+                update.step()
+                update.zero_grad()
+    return losses, case.model.state_dict()
+
+
+@pytest.mark.matrix(quick=1)
+@pytest.mark.parametrize(
+    ("model", "mesh", "options"),
+    [
+        ("gpt2", "dp=2", {}),
+        ("gpt2", "dp=2,tp=2", {"zero": 3}),
+        ("plain", "pp=2,dp=2", {"microbatches": 2, "zero": 1}),
+        ("plain", "cp=2,fsdp=2", {"zero": 2}),
+        ("switch", "ep=2,dp=2", {}),
+    ],
+)
+def test_loaders_of_their_own_train_as_one_device(model, mesh, options):
+    ranks = DataRank(Plan(autopar.Mesh.parse(mesh), zero=options.get("zero", 0)), 0)
+    results = run_ranks(train, autopar.Mesh.parse(mesh).size, model, mesh, options)
+    loaded = dict((index, batches) for index, batches, _, _ in results)
+    assert sorted(loaded) == list(range(ranks.size))
+    parts = [loaded[index] for index in range(ranks.size)]
+    whole = [
+        {name: torch.cat([part[name] for part in row]) for name in row[0]}
+        for row in zip(*parts, strict=True)
+    ]
+    short = {4, 2} if ranks.size == 2 else {8}
+    assert {len(batch["labels"]) for batch in whole} == short
+    losses, weights = train_plainly(model, whole)
+    for _, _, found, state in results:
+        assert found == pytest.approx(losses, rel=1e-9)
+        for name, want in weights.items():
+            torch.testing.assert_close(state[name], want, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("text", ["ep=2,dp=3", "dp=3,tp=2,ep=2", "fsdp=2,pp=2,dp=2"])
+def test_a_part_has_the_rows_that_its_rank_computes_with(text):
+    """Axes need not lie in a mesh in the order in which they split a batch."""
+    mesh = autopar.Mesh.parse(text)
+    plan = Plan(mesh, zero=3 if "fsdp" in text else 0, microbatches=2)
+
+    def check(comm):
+        part = DataRank(plan, comm.rank)
+        mine = {"rows": torch.tensor([part.index]), "all": torch.zeros([])}
+        whole = part.gather(comm, mine)
+        assert whole["rows"].tolist() == list(range(part.size))
+        assert comm.pieces(part.size, part.axes) == ((part.index, 1),)
+
+    run_virtual(mesh, 2, check)
+
+
+# --- shapes -------------------------------------------------------------------------
+
+
+def shapes_of_one_step() -> Any:
+    case = gpt2(layers=2).double()
+    step = autopar.compile(case.model, "tp=2", example_inputs=case.batch)
+    plain = gpt2(layers=2).double().model
+    update = torch.optim.AdamW(step.parameters(), lr=1e-2)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for rows, seq in ((8, 16), (3, 16), (8, 11), (8, 16), (3, 16)):
+        batch = {name: x[:rows, :seq] for name, x in case.batch.items()}
+        loss, want = step(**batch), plain(**batch).loss
+        want.backward()
+        assert loss.item() == pytest.approx(want.item(), rel=1e-9), (rows, seq)
+        update.step(), reference.step()
+        update.zero_grad(), reference.zero_grad()
+    state = step.state_dict()
+    for name, want in plain.state_dict().items():
+        torch.testing.assert_close(state[name], want, rtol=1e-8, atol=1e-9)
+    assert step.training_state()["steps"] == 5
+    return len(step._shapes._executors)
+
+
+def test_batches_of_other_shapes_train_the_same_weights():
+    assert run_ranks(shapes_of_one_step, 2) == [3, 3]
+
+
+def test_gradients_of_several_shapes_add_up() -> None:
+    case = plain_gpt(layers=1).double()
+    step = case.step(microbatches=2)
+    parts = [{n: x[a:b] for n, x in case.batch.items()} for a, b in ((0, 2), (2, 8))]
+    plain = plain_gpt(layers=1).double()
+    for part in parts:
+        step(**part)
+        plain.loss_fn(plain.model(**part), part).backward() if plain.loss_fn else (
+            plain.model(**part)[1].backward()
+        )
+    for (name, p), q in zip(
+        step.named_parameters(), plain.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_there_is_a_limit_to_shapes() -> None:
+    case = plain_gpt(layers=1)
+    step = case.step()
+    step(**case.batch)
+    for seq in range(2, 9):
+        step(**{name: x[:, :seq] for name, x in case.batch.items()})
+    with pytest.raises(BatchError, match=r"after 8 other shapes\n  fix  pad"):
+        step(**{name: x[:, :9] for name, x in case.batch.items()})
+
+
+# --- mistakes -----------------------------------------------------------------------
+
+
+def load_what_others_do_not() -> None:
+    """Ranks of tp with samples of their own."""
+    case = gpt2(layers=1)
+    step = autopar.compile(case.model, "dp=2,tp=2", example_inputs=case.batch)
+    rank = step.comm.rank
+    step(local=True, **{n: x[rank : rank + 4] for n, x in case.batch.items()})
+
+
+def load_more() -> None:
+    case = gpt2(layers=1)
+    step = autopar.compile(case.model, "dp=2", example_inputs=case.batch)
+    rows = 3 + step.comm.rank
+    step(local=True, **{n: x[:rows] for n, x in case.batch.items()})
+
+
+def load_the_same() -> list[str]:
+    case = gpt2(layers=1)
+    step = autopar.compile(case.model, "dp=2", example_inputs=case.batch)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore
+    logging.getLogger("autopar").addHandler(handler)
+    step(local=True, **{n: x[:4] for n, x in case.batch.items()})
+    return [text for text in said if "samples" in text]
+
+
+@pytest.mark.parametrize(
+    ("body", "ranks", "says"),
+    [
+        (load_what_others_do_not, 4, r"rank 1 as on rank 0, which both load part 0"),
+        (load_more, 2, r"'input_ids' of the batch is .*\n  fix  pass batches of the"),
+    ],
+)
+def test_what_is_loaded_wrongly_is_an_error(body, ranks, says):
+    with pytest.raises(RankFailed, match=says):
+        run_ranks(body, ranks)
+
+
+def test_samples_that_all_ranks_loaded_are_noticed():
+    said = run_ranks(load_the_same, 2)
+    assert len(said[0]) == 1 and "all ranks loaded the same samples" in said[0][0]
+    assert said[1] == []
