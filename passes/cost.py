@@ -4,55 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 
-from passes.dims.rules import equation
 from passes.graph import Node, Value, show
-from passes.shard.ring import ATTENTION, passed_round, ring_of
+from passes.ops.attention import ATTENTION
+from passes.ops.op import is_view, op_of
+from passes.shard.ring import passed_round, ring_of
 
-VIEWS = frozenset(
-    {
-        "aten.reshape",
-        "aten.transpose",
-        "aten.t",
-        "aten.permute",
-        "aten.expand",
-        "aten.split",
-        "aten.chunk",
-        "aten.slice",
-        "aten.select",
-        "aten.unbind",
-        "aten.detach",
-    }
-)
-# Where the time goes.
-PRODUCTS = frozenset(
-    {
-        "aten.linear",
-        "aten.matmul",
-        "aten.bmm",
-        "aten.baddbmm",
-        "aten.einsum",
-        "autopar.attention",
-        "autopar.expert_linear",
-    }
-)
-# Gradients of weights, added into their first operand.
-WEIGHT_GRADS = frozenset(
-    {
-        "autopar.linear_weight_grad_",
-        "autopar.matmul_weight_grad_",
-        "comm.expert_weight_grad_",
-    }
-)
-# How many products as large as q k^T, and as large as scores v. The backward makes the
-# scores again (Dao 2022, arXiv:2205.14135, appendix B).
-PRODUCTS_OF_ATTENTION = {
-    "autopar.attention": (1, 1),
-    "comm.attention": (1, 1),
-    "autopar.attention_backward": (3, 2),
-    "comm.attention_backward": (3, 2),
-}
 # Backward costs twice the forward: one product for the input's gradient, one for the
 # weight's (Narayanan 2021, appendix).
 BACKWARD = 2.0
@@ -60,47 +17,17 @@ BACKWARD = 2.0
 
 def flops(node: Node) -> int:
     """Floating point operations of the forward; a multiply-add counts as two."""
-    name = node.name
-    if name in ("aten.linear", "aten.matmul", "aten.bmm", "aten.mm"):
-        return 2 * node.out.numel * node.operands[0].shape[-1]
-    if name == "aten.einsum" and (rule := equation(node)) is not None:
-        extents = {
-            letters: n
-            for v, dims in zip(node.operands, rule.operands, strict=True)
-            for letters, n in zip(dims, v.shape, strict=True)
-        }
-        return 2 * prod(extents.values())
-    if node.op == "autopar.affine" or node.op.endswith("linear_transposed"):
-        return 2 * node.out.numel * node.operands[0].shape[-1]
-    if node.op.endswith(".expert_linear"):
-        return 2 * node.out.numel * node.operands[0].shape[-1]
-    if node.op in WEIGHT_GRADS:
-        first, second = node.operands[1:3]
-        return 2 * first.numel * second.shape[-1]
-    if node.op in PRODUCTS_OF_ATTENTION:
-        return _attention_flops(node)
-    if name in VIEWS or node.op.startswith("comm."):
+    count = op_of(node).flops
+    if count is not None:
+        return count(node)
+    if is_view(node) or node.op.startswith("comm."):
         return 0
     return sum(v.numel for v in node.results)
 
 
-def _attention_flops(node: Node) -> int:
-    """Counts all keys, or a window of them: a ring has a share of them at a time. Not
-    discounted for causality, as in the published formulas."""
-    is_backward = node.op.endswith("_backward")
-    q, k, v = node.operands[1:4] if is_backward else node.operands[:3]
-    columns = k.shape[-2]
-    if node.op.startswith("comm."):
-        columns = prod(extent for extent, _ in node.args[-3])
-    columns = min(columns, node.kwargs.get("window", columns))
-    rows = q.numel // q.shape[-1]
-    scores, values = PRODUCTS_OF_ATTENTION[node.op]
-    return 2 * rows * columns * (scores * q.shape[-1] + values * v.shape[-1])
-
-
 def traffic(node: Node) -> int:
     """Bytes read and written by the forward; views are free."""
-    if node.name in VIEWS:
+    if is_view(node):
         return 0
     values = {v.name: v for v in (*node.operands, *node.results)}
     return sum(v.bytes for v in values.values())
@@ -147,26 +74,12 @@ class Seconds:
 NOTHING = Seconds(0.0, 0.0, 0.0)
 
 
-# Of ops with weights: which operands these are. Their gradients are the weight half.
-WEIGHTS: dict[str, slice] = {
-    "aten.linear": slice(1, None),
-    "aten.layer_norm": slice(1, None),
-    "aten.rms_norm": slice(1, None),
-    "aten.embedding": slice(0, 1),
-    "autopar.expert_linear": slice(2, 3),
-    "comm.expert_linear": slice(2, 3),
-}
-
-
 def weights_of(node: Node) -> frozenset[str]:
     """Names of the operands whose gradients can wait: weights, by their place."""
-    name = node.name
-    operands = node.operands
-    # x [.., k] @ w [k, n]: a product with a matrix is one with a weight.
-    if name == "aten.matmul" and len(operands) == 2 and len(operands[1].shape) == 2:
-        return frozenset({operands[1].name})
-    place = WEIGHTS.get(node.op) or WEIGHTS.get(name, slice(0))
-    return frozenset(v.name for v in operands[place])
+    names = op_of(node).weights
+    names = names(node) if callable(names) else names
+    given = (node.arg(name) for name in names.split())
+    return frozenset(v.name for v in given if isinstance(v, Value))
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,10 @@ DTYPES = {
 }
 
 
+# Arguments of ops of our own: name -> place and default. `passes.ops` declares them.
+OWN: dict[str, Mapping[str, tuple[int | None, Any]]] = {}
+
+
 class InvalidGraph(AssertionError):
     """A pass broke an invariant of the graph: a bug of ours, not of the user."""
 
@@ -278,9 +282,11 @@ def resolve(op: str) -> Any:
 
 @cache
 def parameters(op: str) -> Mapping[str, tuple[int | None, Any]]:
-    """Arguments of a torch operator, in order: name -> its place (None: by name only)
-    and its default (None if it has none)."""
-    found = {}
+    """Arguments of an op, in order: name -> its place (None: by name only) and its
+    default (None if it has none)."""
+    if op in OWN:
+        return OWN[op]
+    found: dict[str, tuple[int | None, Any]] = {}
     for place, a in enumerate(resolve(op)._schema.arguments):
         default = a.default_value
         plain = tuple(default) if isinstance(default, list) else default

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from passes.capture.trace import Traced
-from passes.dims.formulas import evaluate
 from passes.graph import Graph
+from passes.ops.evaluate import evaluate
 
 
 def interpret(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -23,12 +23,13 @@ from autopar.verify import verify
 from passes.cost import Costs
 from passes.errors import AutoparError
 from passes.mesh import Mesh, MeshError
+from passes.ops.op import OPS
+from passes.ops.products import of_weight_grad
 from passes.pipeline import compile_program
 from passes.plan import PlanError
 from passes.price.candidate import Candidate
 from passes.price.estimate import in_blocks
 from passes.price.measured import Ops, Timed
-from passes.price.price import WEIGHT_GRADS
 from passes.program import Program
 from passes.search.candidates import SCHEDULES, candidates, meshes
 from passes.search.search import run_on_paper
@@ -140,7 +141,8 @@ def test_what_was_measured_without_tf32_is_no_price_of_it() -> None:
 def test_weight_gradients_are_priced_by_what_is_multiplied() -> None:
     program = compiled(even(""), "bf16")
     (text,) = program.modules.values()
-    names = [op.rpartition(".")[2] for op in WEIGHT_GRADS]
+    of_weights = [op for op in OPS.values() if op.flops is of_weight_grad]
+    names = [op.name.rpartition(".")[2] for op in of_weights]
     assert any(name in text for name in names), "else the prices above say nothing"
 
 

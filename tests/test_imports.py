@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 # The way through the compiler, and then what finds the best plan for it.
 FOLDERS = (
-    "capture", "dims", "shard", "stage", "schedule", "price", "search", "proof"
+    "ops", "capture", "dims", "shard", "stage", "schedule", "price", "search", "proof"
 )  # fmt: skip
 # What `passes` must not reach: processes, clocks, files, the environment, chance.
 EFFECTS = {

@@ -10,12 +10,12 @@ from torch import Tensor
 from passes.capture.normalize import normalize
 from passes.capture.trace import trace
 from passes.dims import probe
-from passes.dims.formulas import evaluate
 from passes.dims.name_dims import name_dims
-from passes.dims.notation import Equation
 from passes.dims.probe import probe_equation, random_operands
-from passes.dims.rules import equation
 from passes.graph import Node, Value
+from passes.ops.evaluate import evaluate
+from passes.ops.notation import Equation
+from passes.ops.rules import equation
 
 _count = itertools.count()
 

@@ -18,11 +18,12 @@ import torch
 from autopar.machine.profile_file import Profile, read_profile, save_profile
 from autopar.profiler.measure_ops import make_job, run_job
 from autopar.runtime.launch.join import default_device
-from passes.cost import VIEWS, Costs, Seconds, flops, signature, traffic
+from passes.cost import Costs, Seconds, flops, signature, traffic
 from passes.dims.origins import find_differentiable
 from passes.dims.probe import REFUSALS
 from passes.errors import CaptureError
 from passes.graph import Node
+from passes.ops.op import is_view
 from passes.shard.insert_collectives import Lowered
 from passes.stage.differentiate import differentiate
 from passes.stage.localize import Localizer
@@ -71,8 +72,7 @@ def stage_costs(lowered: Lowered) -> Costs:
 
 
 def _is_measurable(node: Node) -> bool:
-    kind = node.name
-    if kind in VIEWS or not node.results or not node.operands:
+    if is_view(node) or not node.results or not node.operands:
         return False
     return not (node.op.startswith("comm.") or traffic(node) > LARGEST)
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from passes.arguments import arguments, refuse_unread
 from passes.capture.decompose_index import index
 from passes.capture.hoist_splits import hoist_splits
 from passes.capture.loss import LOSS_RULES
@@ -28,6 +27,7 @@ from passes.capture.split_products import split_products
 from passes.capture.trace import Traced
 from passes.capture.views import RESHAPES
 from passes.graph import Graph, Node, Value
+from passes.ops.arguments import arguments, refuse_unread
 
 NESTED = 2  # pieces of pieces are cut too
 
@@ -35,7 +35,7 @@ NESTED = 2  # pieces of pieces are cut too
 def normalize(traced: Traced) -> Traced:
     """Bring the graph to its normal form. The loss stays the same function.
 
-    Raises: CaptureError on what no pass would heed, see `passes.arguments`.
+    Raises: CaptureError on what no pass would heed, see `passes.ops.arguments`.
     """
     for node in traced.graph.nodes:
         refuse_unread(node)

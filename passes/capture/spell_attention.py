@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from passes.arguments import arguments
 from passes.capture.causal_masks import causal_window
 from passes.capture.rewrite import Rewriter
 from passes.capture.spell_groups import without_copies
 from passes.graph import Node, Value, Where
+from passes.ops.arguments import arguments
 
 
 def attention(rewriter: Rewriter, node: Node) -> Value:

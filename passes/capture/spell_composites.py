@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from passes.arguments import arguments
 from passes.capture.rewrite import Rewriter, Rule
 from passes.graph import Node, Value
+from passes.ops.arguments import arguments
 
 
 def tensor_split(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...]:

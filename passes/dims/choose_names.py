@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from passes.dims.atoms import Atoms
 from passes.dims.origins import Origin
-from passes.dims.rules import equation
 from passes.graph import Graph, Node, Value
+from passes.ops.rules import equation
 
 
 def choose_names(

@@ -15,11 +15,11 @@ from functools import cache
 from passes.capture.trace import Traced
 from passes.dims.atoms import Atoms
 from passes.dims.choose_names import choose_names
-from passes.dims.notation import Equation, Role, extent_of
 from passes.dims.origins import Origin, find_origins
 from passes.dims.probe import probe_equation
-from passes.dims.rules import equation
 from passes.graph import Graph, Node, Value
+from passes.ops.notation import Equation, Role, extent_of
+from passes.ops.rules import equation
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.dims.formulas import Results, evaluate
-from passes.dims.notation import Equation, Role, extent_of
 from passes.graph import Node, Value, map_values, resolve
+from passes.ops.evaluate import Results, evaluate
+from passes.ops.notation import Equation, Role, extent_of
+from passes.ops.op import op_of
 
 # On more elements than this an op is tried out with smaller extents.
 LARGEST = 2**18
@@ -141,9 +142,22 @@ def _on_shard(
         for x, letters in zip(operands, rule.operands, strict=True)
     ]
     try:
-        return evaluate(localize(node, wanted), shards, start), wanted
+        return evaluate(_localized(node, shards, wanted), shards, start), wanted
     except REFUSALS:
         return None
+
+
+def _localized(node: Node, shards: Sequence[Tensor], outs: Results) -> Node:
+    """The node of a shard, as a rank has it: with the sizes of its results."""
+
+    def typed(x: Tensor, i: int) -> Value:
+        return Value(str(i), tuple(x.shape), x.dtype)
+
+    given = map(typed, shards, itertools.count())
+    made = tuple(None if x is None else typed(x, -1) for x in outs)
+    local = replace(node.substitute(lambda _: next(given)), outs=made)
+    sizes = op_of(node).sizes
+    return sizes(local) if sizes else local
 
 
 def take(
@@ -159,25 +173,6 @@ def take(
                 x = x.narrow(d + i, *parts[name])
         x = x.flatten(d, d + len(names) - 1)
     return x.contiguous()
-
-
-def localize(node: Node, outs: Results) -> Node:
-    """The same op with the sizes among its arguments changed to those of a shard.
-
-    outs: tensors shaped as the shard's results.
-    """
-    name = node.name
-    if name == "aten.expand" and outs[0] is not None:
-        return replace(node, args=(node.args[0], tuple(outs[0].shape)))
-    if name == "aten.conv1d" and node.args[6:] == (node.out.shape[1],):
-        channels = [x.shape[1] for x in outs if x is not None]
-        return replace(node, args=(*node.args[:6], *channels))
-    if name in ("aten.split", "aten.split_with_sizes"):
-        dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
-        pieces = tuple(x.shape[dim] for x in outs if x is not None)
-        size = pieces if isinstance(node.args[1], tuple) else pieces[0]
-        return replace(node, args=(node.args[0], size, *node.args[2:]))
-    return node
 
 
 def _same(got: Tensor | None, wanted: Tensor | None) -> bool:

@@ -9,24 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from passes.cost import VIEWS
-from passes.dims.rules import is_pointwise
 from passes.graph import Node, Value
-
-# Not elementwise, but made in the same pass over the rows.
-ROWWISE = frozenset(
-    {
-        "aten._softmax.default",
-        "aten._softmax_backward_data.default",
-        "aten.softmax.int",
-        "aten.native_layer_norm.default",
-        "aten.native_layer_norm_backward.default",
-        "aten.rms_norm.default",
-        "autopar.masked_scale",
-        "autopar.add_",
-        "comm.dropout_mask",
-    }
-)
+from passes.ops.op import is_view, op_of
+from passes.ops.rules import is_pointwise
 
 
 def fused_traffic(
@@ -73,11 +58,7 @@ def fused_traffic(
 
 
 def fusable(node: Node) -> bool:
-    return node.op in ROWWISE or (not is_view(node) and is_pointwise(node.op))
-
-
-def is_view(node: Node) -> bool:
-    return node.name in VIEWS
+    return op_of(node).rowwise or (not is_view(node) and is_pointwise(node))
 
 
 def _roots(nodes: Sequence[Node]) -> dict[str, str]:

@@ -12,8 +12,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from passes.cost import WEIGHT_GRADS, flops, traffic
+from passes.cost import flops, traffic
 from passes.graph import Node, Value
+from passes.ops.op import op_of
+from passes.ops.products import of_weight_grad
 from passes.price.cluster import Device
 from passes.price.fusion import fused_traffic
 from passes.price.measured import SOURCES, TABLE, between
@@ -247,7 +249,7 @@ def _peak(node: Node, device: Device) -> float:
     """Operations a second, of the type that most of its floating bytes have; of what is
     added up in another one, the type of what is multiplied."""
     values = (*node.operands, *node.results)
-    if node.op in WEIGHT_GRADS:
+    if op_of(node).flops is of_weight_grad:
         values = node.operands[1:3]
     floating = [v for v in values if v.dtype.is_floating_point] or values
     return device.peak(dtype_name(max(floating, key=lambda v: v.bytes).dtype))

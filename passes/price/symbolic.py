@@ -17,10 +17,11 @@ from typing import Protocol, cast
 
 from sympy import Expr, Integer, Symbol, expand
 
-from passes.cost import PRODUCTS, flops
+from passes.cost import flops
 from passes.dims.name_dims import Dim, Dims, Named
 from passes.dims.origins import Origin
 from passes.graph import LAYER, Node, Value
+from passes.ops.op import op_of
 from passes.plan import Plan
 from passes.shard.propagate import propagate
 from passes.shard.sharding import Sharding
@@ -29,25 +30,6 @@ from passes.stage.reuse import find_owners
 BACKWARD = 2  # products of the backward for one of the forward
 MASK_BYTES = 1  # of an element of a dropout's mask
 MASK, RESULT = "mask", "result"
-
-# What an op keeps for its backward, by Korthikanti 2022 (arXiv:2205.05198, section
-# 4.1): the operands at these positions, its result, or a mask of its result's size.
-# What is not here is linear or cheap, and keeps nothing.
-KEPT: Mapping[str, tuple[int | str, ...]] = {
-    "aten.linear": (0,),
-    "aten.matmul": (0, 1),
-    "aten.bmm": (0, 1),
-    "aten.layer_norm": (0,),
-    "aten.rms_norm": (0,),
-    "aten.gelu": (0,),
-    "aten.silu": (0,),
-    "aten.relu": (0,),
-    "aten.mul": (0, 1),
-    "aten.softmax": (RESULT,),
-    "autopar.dropout": (MASK,),
-    "autopar.attention": (0, 1, 2, RESULT),
-}
-BILINEAR = ("aten.mul", "aten.matmul", "aten.bmm")
 
 
 class Sketch(Protocol):
@@ -162,7 +144,7 @@ def forward_flops(sketch: Sketch) -> Expr:
 
 def activation_bytes(sketch: Sketch, plan: Plan | None = None) -> Expr:
     """Bytes that one layer keeps of a microbatch on one rank, where every op keeps what
-    it needs (`KEPT`): the accounting of Korthikanti 2022, equations 1, 2, 4 and 6.
+    it needs (`Op.keeps`): the accounting of Korthikanti 2022, equations 1, 2, 4 and 6.
 
     plan: its mesh, what its axes split, and what is recomputed. A value counts once,
     and as it lies where it is made: what sequence parallelism gathers is gathered again
@@ -207,8 +189,9 @@ def _kept(sketch: Sketch, policy: str) -> list[tuple[Value, int]]:
             found[root.name] = root, root.dtype.itemsize
 
     for node in nodes:
-        for what in KEPT.get(_name(node), ()):
-            if policy == "full" or (_name(node) in BILINEAR and not _bilinear(node)):
+        keeps = op_of(node).keeps
+        for what in keeps:
+            if policy == "full" or (keeps == (0, 1) and not _bilinear(node)):
                 continue
             if what == MASK:
                 found[f"mask of {node.out.name}"] = node.out, MASK_BYTES
@@ -223,10 +206,6 @@ def _kept(sketch: Sketch, policy: str) -> list[tuple[Value, int]]:
 def _bilinear(node: Node) -> bool:
     """Whether both operands are values: a product with a number keeps nothing."""
     return len(node.operands) == 2
-
-
-def _name(node: Node) -> str:
-    return node.name if node.op.startswith("aten.") else node.op
 
 
 # --- Layers ------------------------------------------------------------------------
@@ -263,7 +242,7 @@ def _flops(
     found = Integer(0)
     named, symbols = sketch.named, Symbols(sketch.named)
     for node in named.graph.nodes:
-        if _name(node) in PRODUCTS and _run(sketch, node.where.module) == run:
+        if op_of(node).is_product and _run(sketch, node.where.module) == run:
             redone = again(named.dims[node.out.name])
             found += (times + redone) * flops(symbols.node(node))
     return found

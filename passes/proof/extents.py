@@ -19,10 +19,10 @@ from passes.capture.trace import Traced
 from passes.capture.views import RESHAPES
 from passes.dims.atoms import Atoms
 from passes.dims.name_dims import bind
-from passes.dims.notation import parse
 from passes.dims.probe import probe_equation
-from passes.dims.rules import equation
 from passes.graph import Graph, Node, Value
+from passes.ops.notation import parse
+from passes.ops.rules import equation
 from passes.proof.cuts import cut_of, dim_of
 from passes.proof.unite_ops import SPECIAL
 

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from passes.capture.trace import Traced
 from passes.capture.views import RESHAPES
-from passes.graph import Graph, Node, Value, map_values, parameters, resolve
+from passes.graph import Graph, Node, Value, map_values, resolve
+from passes.ops.op import op_of
 from passes.proof.choose_sizes import NotShrunk
-from passes.proof.cuts import cut_of, dim_of
+from passes.proof.cuts import cut_of
 from passes.proof.extents import MARGIN, Extents
 
 # Numbers of at most this size in comparisons of positions are counts, not sizes.
@@ -83,11 +84,12 @@ class Shrinker:
             outs,
             node.where,
         )
-        name = node.name.removeprefix("aten.")
         if cut_of(node) is not None:
             return self._cut(node, new)
-        change = ARGUMENTS.get(name)
-        return change(self, node, new) if change else new
+        if (change := ARGUMENTS.get(node.name)) is not None:
+            return change(self, node, new)
+        sizes = op_of(node).sizes
+        return sizes(new) if sizes else new
 
     def number(self, n: int) -> int:
         """A number that is compared with positions: its place among the sizes."""
@@ -162,22 +164,10 @@ def _check(old: Node, new: Node) -> None:
 Change = Callable[[Shrinker, Node, Node], Node]
 
 
-def _to_out_shape(_: Shrinker, node: Node, new: Node) -> Node:
-    return new.with_args(size=new.out.shape)
-
-
 def _view(_: Shrinker, node: Node, new: Node) -> Node:
     """Any view is a reshape to its result's shape."""
     args = (new.args[0], new.out.shape)
     return replace(new, op="aten.reshape.default", args=args, kwargs={})
-
-
-def _split(_: Shrinker, node: Node, new: Node) -> Node:
-    extents = tuple(v.shape[dim_of(node)] if v else 0 for v in new.outs)
-    if isinstance(node.arg("split_size"), int):
-        return new.with_args(split_size=extents[0])
-    by_name = "split_size" if "split_size" in parameters(node.op) else "split_sizes"
-    return new.with_args(**{by_name: extents})
 
 
 def _arange(at: Shrinker, node: Node, new: Node) -> Node:
@@ -201,32 +191,6 @@ def _repeat(_: Shrinker, node: Node, new: Node) -> Node:
     padded = (*(1,) * ahead, *x.shape)
     times = tuple(n // max(m, 1) for n, m in zip(out.shape, padded, strict=True))
     return replace(new, args=(x, times))
-
-
-def _repeat_interleave(_: Shrinker, node: Node, new: Node) -> Node:
-    """As many copies as they were; torch may have noted how long the result is."""
-    if "output_size" not in new.kwargs or new.kwargs["output_size"] is None:
-        return new
-    return new.with_args(output_size=new.out.shape[node.arg("dim")])
-
-
-def _topk(_: Shrinker, node: Node, new: Node) -> Node:
-    return new.with_args(k=new.results[0].shape[node.arg("dim")])
-
-
-def _one_hot(_: Shrinker, node: Node, new: Node) -> Node:
-    return new.with_args(num_classes=new.out.shape[-1])
-
-
-def _norm(_: Shrinker, node: Node, new: Node) -> Node:
-    count = len(node.arg("normalized_shape"))
-    return new.with_args(normalized_shape=new.operands[0].shape[-count:])
-
-
-def _conv1d(at: Shrinker, node: Node, new: Node) -> Node:
-    """A filter of its own for each channel stays that."""
-    alone = node.arg("groups") == node.operands[0].shape[1] != 1
-    return new.with_args(groups=new.operands[0].shape[1]) if alone else new
 
 
 def _embedding(_: Shrinker, node: Node, new: Node) -> Node:
@@ -255,21 +219,13 @@ def _two_sizes(_: Shrinker, node: Node, new: Node) -> Node:
 
 
 ARGUMENTS: dict[str, Change] = {
-    **dict.fromkeys((name.removeprefix("aten.") for name in RESHAPES), _view),
-    "expand": _to_out_shape,
-    **dict.fromkeys(("zeros", "ones", "empty", "full", "rand", "randn"), _to_out_shape),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), _to_out_shape),
-    "split": _split,
-    "split_with_sizes": _split,
-    "arange": _arange,
-    "repeat": _repeat,
-    "repeat_interleave": _repeat_interleave,
-    "topk": _topk,
-    "one_hot": _one_hot,
-    "layer_norm": _norm,
-    "rms_norm": _norm,
-    "conv1d": _conv1d,
-    "embedding": _embedding,
-    "eye": _two_sizes,
-    **dict.fromkeys(("gt", "ge", "lt", "le", "sub", "add", "rsub"), _comparison),
+    **dict.fromkeys(RESHAPES, _view),
+    "aten.arange": _arange,
+    "aten.repeat": _repeat,
+    "aten.embedding": _embedding,
+    "aten.eye": _two_sizes,
+    **dict.fromkeys(
+        (f"aten.{name}" for name in ("gt", "ge", "lt", "le", "sub", "add", "rsub")),
+        _comparison,
+    ),
 }

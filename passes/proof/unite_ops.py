@@ -1,6 +1,6 @@
 """unite_ops: what ops that join, repeat and look up say of extents.
 
-Others follow the rules of `passes.dims.rules`.
+Others follow the rules of `passes.ops.rules`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Protocol
 
 from passes.dims.atoms import Atoms
 from passes.dims.name_dims import bind
-from passes.dims.rules import equation
 from passes.graph import Node, Value
+from passes.ops.rules import equation
 from passes.proof.cuts import dim_of
 
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from passes.cost import BACKWARD as BACKWARD_WORK
-from passes.dims.linearity import JOINTLY_LINEAR
 from passes.dims.name_dims import Factor, Place
 from passes.dims.origins import Origin
 from passes.graph import Node, Value
+from passes.ops.op import op_of
 from passes.price.price import node_seconds
 from passes.search.search_labels import Table
 from passes.search.value_costs import NEVER, Amount, Setting, ValueCosts
@@ -226,8 +226,8 @@ class LabelCosts:
 
     def _keeps(self, v: Value, node: Node) -> bool:
         """Whether the node's backward reads this operand."""
-        name = node.name
-        return v.name in self.setting.saved and name not in JOINTLY_LINEAR
+        linear = op_of(node).linear == "jointly"
+        return v.name in self.setting.saved and not linear
 
 
 def _spread(

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from passes.dims.linearity import is_jointly_linear, passes_pending_sum
 from passes.dims.name_dims import Dim, Factor
-from passes.dims.notation import PENDING
 from passes.graph import Node
 from passes.mesh import TIME
+from passes.ops.linearity import is_jointly_linear, passes_pending_sum
+from passes.ops.notation import PENDING
 from passes.shard.resharding import MAX, Need, P, R, State, V
 
 PASS = "pass"  # the op is applied to pending sums, and its result is one

@@ -6,31 +6,19 @@ from math import prod
 
 from passes.graph import Node, Value
 from passes.mesh import as_axes
+from passes.ops.experts import COMBINE, DISPATCH, ROUTE
+from passes.ops.op import op_of
 
-ROUTED = ("comm.route", "comm.dispatch", "comm.combine")
-# Those that are waited for later count where they start.
-KINDS = {
-    "comm.all_reduce": "all_reduce",
-    "comm.all_gather": "all_gather",
-    "comm.start_gather": "all_gather",
-    "comm.reduce_scatter": "reduce_scatter",
-    "comm.start_scatter": "reduce_scatter",
-    "comm.all_to_all": "all_to_all",
-    # Rows that go to their experts and home: see `passes.shard.routed`.
-    **dict.fromkeys(ROUTED, "all_to_all"),
-}
-
-
+ROUTED = (ROUTE, DISPATCH, COMBINE)
 # What only speaks of others that are under way, or may be.
 SPEAKS = ("comm.wait", "comm.ready", "comm.pause")
 
 
 def collective(node: Node) -> tuple[str, tuple[str, ...]] | None:
-    """("all_gather", its axes); None for what sends nothing."""
-    kind = KINDS.get(node.op)
-    if kind is None:
-        return None
-    return kind, as_axes(node.args[1])
+    """("all_gather", its axes); None for what sends nothing. What is waited for later
+    counts where it starts."""
+    kind = op_of(node).kind
+    return (kind, as_axes(node.args[1])) if kind else None
 
 
 def given(node: Node) -> int:

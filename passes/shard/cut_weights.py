@@ -14,11 +14,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from passes.arguments import arguments
 from passes.capture.lower_precision import CAST
 from passes.dims.name_dims import Dim, Dims, Factor
 from passes.dims.origins import find_origins
 from passes.graph import Node, Part, Value
+from passes.ops.arguments import arguments
 from passes.shard.allowed import Label
 from passes.shard.propagate import Sharded
 from passes.shard.rest import common_place, rest_as, varying_axes

@@ -19,6 +19,7 @@ from passes.dims.origins import Origin, find_differentiable, find_origins
 from passes.errors import LossNotSeparable
 from passes.graph import Graph, Node, Value, Where, prune
 from passes.mesh import TIME
+from passes.ops.experts import COMBINE, DISPATCH
 from passes.plan import Plan
 from passes.shard.before_copies import VIEWS, before_view
 from passes.shard.check_states import check_states
@@ -26,7 +27,7 @@ from passes.shard.emit_resharding import ReshardEmitter
 from passes.shard.join_moves import join_moves
 from passes.shard.propagate import Sharded
 from passes.shard.resharding import R, Step, V, transition
-from passes.shard.routed import COMBINE, DISPATCH, Ways
+from passes.shard.routed import Ways
 from passes.shard.sharding import Sharding
 
 

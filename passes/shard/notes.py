@@ -11,11 +11,11 @@ from collections.abc import Iterable
 
 import torch
 
-from passes.cost import PRODUCTS
 from passes.dims.name_dims import Factor
 from passes.dims.origins import Origin
 from passes.graph import DTYPES, Node, Value
 from passes.mesh import TIME
+from passes.ops.op import op_of
 from passes.shard.propagate import Sharded
 from passes.shard.rest import find_casts
 
@@ -58,7 +58,7 @@ def _unsplit(sharded: Sharded, axis: str) -> list[str]:
     by_token: dict[str, list[Node]] = {}
     count = 0
     for node, labels in zip(sharded.graph.nodes, sharded.labels, strict=True):
-        if node.name not in PRODUCTS and node.op not in PRODUCTS:
+        if not op_of(node).is_product:
             continue
         if sharded.named.origins[node.results[0].name] is not Origin.BOTH:
             continue

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from passes.dims.linearity import is_jointly_linear
 from passes.dims.name_dims import Factor, Named
 from passes.dims.origins import Origin, find_differentiable
 from passes.graph import Graph, Node, Value
 from passes.mesh import TIME
+from passes.ops.linearity import is_jointly_linear
 from passes.plan import Plan
 from passes.shard.allowed import PASS, Allowed, Label, made_state, needed_state
 from passes.shard.hints import Pins, read_hints

@@ -17,11 +17,10 @@ import torch
 from passes.dims.name_dims import Factor
 from passes.errors import ShardingConflict
 from passes.graph import Graph, Node
+from passes.ops.attention import ATTENTION, BACKWARD
 from passes.plan import Plan
 from passes.shard.preference import RING
 
-ATTENTION = "comm.attention"
-BACKWARD = "comm.attention_backward"
 KERNELS = (ATTENTION, BACKWARD, "autopar.attention", "autopar.attention_backward")
 SOFTMAX = ("aten.softmax.int", "aten._softmax.default")
 Q, K, V, MASK = range(4)  # operands of attention

@@ -19,22 +19,12 @@ from collections.abc import Mapping, Sequence
 
 from passes.dims.name_dims import Dim, Dims, Factor
 from passes.graph import Builder, Node, Value, Where
+from passes.ops.experts import ROUTE
+from passes.ops.op import op_of
 from passes.shard.allowed import Label
-from passes.shard.collectives import ROUTED
 from passes.shard.sharding import Route, Sharding, Slots
 
-ROUTE, DISPATCH, COMBINE = ROUTED
 ROWS, EXPERT, WEIGHT = range(3)  # operands of expert_linear
-
-# What computes each row by itself, and neither it nor its derivative names a number of
-# rows.
-ROW_BY_ROW = frozenset(
-    {
-        *("aten.chunk", "aten.silu", "aten.gelu", "aten.relu", "aten.sigmoid"),
-        *("aten.tanh", "aten.neg", "aten.clamp", "aten.to"),
-        *("aten.add", "aten.sub", "aten.mul"),
-    }
-)
 
 
 def routed_factor(node: Node, factors: Sequence[Factor]) -> Factor | None:
@@ -60,7 +50,7 @@ def route_of(
         if isinstance(label, Factor) and label.role == "routed":
             expert, weight = node.operands[EXPERT], node.operands[WEIGHT]
             return Route(axis, expert.name, weight.shape[0])
-    if node.name not in ROW_BY_ROW:
+    if not op_of(node).row_by_row:
         return None
     routes = {states[v.name].route for v in node.operands} - {None}
     if len(routes) != 1:

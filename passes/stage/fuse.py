@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from passes.graph import Node, Value, Where
-from passes.shard.ring import ATTENTION
+from passes.ops.attention import ATTENTION
 from passes.stage.outline import is_sum
 from passes.stage.reuse import ADD, ADD_EACH
 

@@ -14,25 +14,16 @@ from types import MappingProxyType
 
 import torch
 
-from passes.cost import VIEWS
 from passes.graph import Node, Value, resolve
+from passes.ops.op import OPS, is_view, op_of
 from passes.shard.collectives import arrives_in_place
 
-IN_PLACE = {
-    "aten.add.Tensor": "aten.add_.Tensor",
-    "aten.sub.Tensor": "aten.sub_.Tensor",
-    "aten.mul.Tensor": "aten.mul_.Tensor",
-    "aten.div.Tensor": "aten.div_.Tensor",
-    "aten.neg.default": "aten.neg_.default",
-    "aten.rsqrt.default": "aten.rsqrt_.default",
-    "aten.log.default": "aten.log_.default",
-}
-WRITES = frozenset(IN_PLACE.values())
 # To add to an operand, and to several.
 ADD, ADD_EACH = "autopar.add_", "autopar.add_each_"
 # Views in which places overlap.
 SPREAD = ("aten.expand", "aten.unfold", "aten.as_strided")
-COMMUTES = ("aten.add.Tensor", "aten.mul.Tensor")
+# Ops that have a form that writes over the first operand -> that form.
+IN_PLACE = {op.op: f"{op.name}_.{op.form}" for op in OPS.values() if op.in_place}
 
 
 def reuse(nodes: Sequence[Node], keep: Collection[str]) -> list[Node]:
@@ -119,7 +110,7 @@ def _spread(nodes: Sequence[Node]) -> set[str]:
 
 def is_in_place(node: Node) -> bool:
     """Whether `reuse` has put the node's result into its first operand's memory."""
-    return node.op in WRITES or bool(node.kwargs.get("inplace"))
+    return node.op in IN_PLACE.values() or bool(node.kwargs.get("inplace"))
 
 
 def may_alias(node: Node) -> bool:
@@ -128,7 +119,7 @@ def may_alias(node: Node) -> bool:
     if kind == "aten.to" and node.out.dtype is not node.operands[0].dtype:
         return False
     if (
-        kind in VIEWS
+        is_view(node)
         or kind in ("aten.to", "aten.contiguous")
         or node.op == "comm.shard"
     ):
@@ -175,7 +166,7 @@ def _free_operand(
     if node.op == "comm.all_reduce":
         candidates = node.operands[:1]
     elif node.op in IN_PLACE and not node.kwargs:
-        arguments = node.args[:2] if node.op in COMMUTES else node.args[:1]
+        arguments = node.args[: 2 if op_of(node).commutes else 1]
         candidates = tuple(a for a in arguments if isinstance(a, Value))
     else:
         return None

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from passes.graph import Node, Value, resolve
+from passes.ops.op import OPS, op_of
 from passes.stage.loops import Varying
 from passes.stage.outline import Number
+from passes.stage.reuse import IN_PLACE
 
 Names = Callable[[Value], str]
 Choose = Callable[[Varying], str]
@@ -27,7 +29,7 @@ def spell(
     if node.op == "comm.pause":
         return f"yield {args[0]}"
     if kind == "comm":
-        args = args[: COMM_ARGS.get(op, len(args))]
+        args = args[: op_of(node).called_with]
         return f"c.{op}({', '.join([*args, *kwargs])})"
     if kind == "call":
         return f"{op}({', '.join(args)})"
@@ -37,7 +39,7 @@ def spell(
         kwargs = [k for k in kwargs if not k.startswith("device=")]
         kwargs.append(f"device={device}")
     if node.op in SPELLINGS:
-        return SPELLINGS[node.op](args, kwargs)
+        return _as(SPELLINGS[node.op], args, kwargs)
     library = "" if kind == "aten" else "torch.ops."
     return f"{library}{node.op}({', '.join([*args, *kwargs])})"
 
@@ -90,7 +92,8 @@ def as_tuple(items: Iterable[str]) -> str:
 
 def is_method(node: Node) -> bool:
     """Whether it is a view of its first operand, spelled as a method of that."""
-    return node.op in VIEWS
+    op = op_of(node)
+    return op.view in ("shape", "order", "copies") and node.op in SPELLINGS
 
 
 def _returns_list(node: Node) -> bool:
@@ -101,61 +104,15 @@ def _returns_list(node: Node) -> bool:
     return [str(one.type) for one in returns] == ["List[Tensor]"]
 
 
-VIEWS = frozenset({"aten.reshape.default", "aten.transpose.int"})
-VIEWS |= {"aten.permute.default", "aten.expand.default"}
-
-# How many of a collective's arguments its call takes; the others are for the compiler.
-COMM_ARGS = {
-    "shard": 3,
-    "all_gather": 4,
-    "lookup": 4,
-    "attention": 9,
-    "attention_backward": 12,
-}
-
-
-def _method(name: str) -> Callable[[list[str], list[str]], str]:
-    def spell(args: list[str], kwargs: list[str]) -> str:
-        return f"{args[0]}.{name}({', '.join([*args[1:], *kwargs])})"
-
-    return spell
-
-
-def _plain(name: str) -> Callable[[list[str], list[str]], str]:
-    def spell(args: list[str], kwargs: list[str]) -> str:
-        return f"{name}({', '.join([*args, *kwargs])})"
-
-    return spell
+def _as(spelling: str, args: list[str], kwargs: list[str]) -> str:
+    """`torch.add(x, y)`, `x.reshape(y)`, or what a text makes of the arguments."""
+    if "{" in spelling:
+        return spelling.format(*args)
+    if spelling.startswith("."):
+        return f"{args[0]}{spelling}({', '.join([*args[1:], *kwargs])})"
+    return f"{spelling}({', '.join([*args, *kwargs])})"
 
 
 # Ops whose usual spelling reads better, and is called faster, than the operator's name.
-SPELLINGS: dict[str, Callable[[list[str], list[str]], str]] = {
-    "aten.reshape.default": _method("reshape"),
-    "aten.transpose.int": _method("transpose"),
-    "aten.permute.default": _method("permute"),
-    "aten.expand.default": _method("expand"),
-    "aten.detach.default": _method("detach"),
-    "aten.to.dtype": _method("to"),
-    "aten.add_.Tensor": _method("add_"),
-    "aten.sub_.Tensor": _method("sub_"),
-    "aten.mul_.Tensor": _method("mul_"),
-    "aten.div_.Tensor": _method("div_"),
-    "aten.neg_.default": _method("neg_"),
-    "aten.neg.default": _plain("torch.neg"),
-    "aten.add.Tensor": _plain("torch.add"),
-    "aten.sub.Tensor": _plain("torch.sub"),
-    "aten.mul.Tensor": _plain("torch.mul"),
-    "aten.div.Tensor": _plain("torch.div"),
-    "aten.matmul.default": _plain("torch.matmul"),
-    "aten.linear.default": _plain("F.linear"),
-    "aten.split.Tensor": _plain("torch.split"),
-    "aten.cat.default": _plain("torch.cat"),
-    "aten.amax.default": _plain("torch.amax"),
-    "aten.native_layer_norm.default": _plain("torch.native_layer_norm"),
-    "aten.log.default": _plain("torch.log"),
-    "aten.rsqrt.default": _plain("torch.rsqrt"),
-    # Pairs must lie next to each other, which gradients of views do not.
-    "aten.view_as_complex.default": lambda args, _: (
-        f"torch.view_as_complex({args[0]}.contiguous())"
-    ),
-}
+SPELLINGS = {op.op: op.spelling for op in OPS.values() if op.spelling}
+SPELLINGS |= {IN_PLACE[op.op]: op.in_place for op in OPS.values() if op.in_place}

@@ -19,11 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from passes.dims.formulas import REFERENCE
 from passes.errors import CaptureError
-from passes.graph import Builder, Node, Value, map_values, resolve
+from passes.graph import Builder, Node, Value, map_values
+from passes.ops.evaluate import function_of
+from passes.ops.tape import Tape
 from passes.stage.reuse import may_alias
-from passes.stage.tape import Tape
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,7 @@ def _trace(
                 return xs[arg.index]
             return [fill(a) for a in arg] if isinstance(arg, tuple) else arg
 
-        function = REFERENCE.get(op) or resolve(op)
-        result = function(*map(fill, args), **{k: fill(v) for k, v in kwargs})
+        result = function_of(op)(*map(fill, args), **{k: fill(v) for k, v in kwargs})
         return tuple(result) if isinstance(result, tuple | list) else (result,)
 
     def leaves_of(xs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -12,14 +12,13 @@ from collections.abc import Collection, Mapping
 import torch
 
 from passes.graph import Builder, Node, Value
+from passes.ops.op import Derivative, is_usual, op_of
+from passes.ops.tape import Tape, seed_of
 from passes.shard.rest import find_gathered
-from passes.shard.ring import ATTENTION
 from passes.stage.fuse import drop_identities
 from passes.stage.overlap import by_layer, gather_ahead
 from passes.stage.split_backward import GRADIENT
-from passes.stage.tape import Tape, seed_of
 from passes.stage.traced_vjp import expand_forward, traced
-from passes.stage.vjp import DERIVATIVES, forward_nodes
 
 
 class Writer:
@@ -51,28 +50,20 @@ class Writer:
 
     def run_forward(self, nodes: list[Node]) -> None:
         for node in nodes:
-            if not any(self.tape.wanted(v) for v in node.results):
-                self.forward.append(forward_nodes(self.tape, node) or node)
-                continue
-            if node.op in DERIVATIVES and not self._needs_trace(node):
-                node = forward_nodes(self.tape, node) or node
-                self.forward.append(node)
-            else:
+            op, flows = op_of(node), any(self.tape.wanted(v) for v in node.results)
+            if flows and self._derivative(node) is None:
                 self.forward += expand_forward(self.tape, node)
-            self.through.append(node)
+            else:
+                node = op.forward(self.tape, node) if op.forward else node
+                self.forward.append(node)
+            if flows:
+                self.through.append(node)
 
-    def _needs_trace(self, node: Node) -> bool:
-        """Products of two activations, computed tables, learned masks, scaled sums."""
-        if node.op == "aten.matmul.default":
-            x, w = node.operands[:2]
-            return not (len(w.shape) == 2 and len(x.shape) > 1)
-        if node.op == "aten.embedding.default":
-            return not self.tape.is_param(node.operands[0])
-        if node.op == "aten.add.Tensor":
-            return "alpha" in node.kwargs
-        if node.op in ("autopar.attention", ATTENTION):
-            return any(self.tape.wanted(mask) for mask in node.operands[3:])
-        return False
+    def _derivative(self, node: Node) -> Derivative | None:
+        """What its declaration has; None for what is traced."""
+        op = op_of(node)
+        is_traced = op.traced_if is not None and op.traced_if(self.tape, node)
+        return op.derivative if is_usual(node) and not is_traced else None
 
     def seed(
         self,
@@ -135,14 +126,9 @@ class Writer:
             for v, dy in zip(node.outs, dys, strict=True):
                 if v is not None and dy is not None:
                     self.cotangents[v.name] = dy
-            if node.op in DERIVATIVES and not self._needs_trace(node):
-                if not any(dys):
-                    continue
-                found = DERIVATIVES[node.op](tape, node, dys)
-            elif any(dys):
-                found = traced(tape, node, dys)
-            else:
+            if not any(dys):
                 continue
+            found = (self._derivative(node) or traced)(tape, node, dys)
             for v, dy in zip(node.operands, found, strict=True):
                 if dy is None or not tape.wanted(v):
                     continue

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from passes.cost import VIEWS
 from passes.graph import Builder, Node, Value, Where
+from passes.ops.op import is_view
 
 
 @dataclass
@@ -78,8 +78,9 @@ class Tape:
     def emit(self, op: str, like: Value, node: Node, *args: Any) -> Value:
         """`d_like = op(*args)`; the derivative of `node`."""
         out = self.fresh(like)
-        self.append(Node(op, args, {}, (out,), node.where))
-        if (op.rpartition(".")[0]) in VIEWS or op == "comm.shard":
+        new = Node(op, args, {}, (out,), node.where)
+        self.append(new)
+        if is_view(new) or op == "comm.shard":
             self._shared.add(out.name)
         return out
 
@@ -144,6 +145,18 @@ class Tape:
         """Add to a parameter's gradient, in place."""
         into = self.grads[self._casts.get(param.name, param.name)]
         self.append(Node(op, (into, *args), {}, (), node.where))
+
+    def to_weight(self, w: Value, op: str, node: Node, *args: Any) -> Value | None:
+        """The cotangent of a weight, which `op(cotangent, *args)` adds to; a
+        parameter's is added up."""
+        if self.is_param(w):
+            self.accumulate(w, op, node, *args)
+            return None
+        if not self.wanted(w):
+            return None
+        out = self.zeros(w, node)
+        self.append(Node(op, (out, *args), {}, (), node.where))
+        return out
 
     # --- collecting cotangents -----------------------------------------------------
 

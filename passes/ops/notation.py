@@ -113,3 +113,15 @@ def extent_of(letter: str) -> int | None:
     """The extent that a letter states itself (`g=2`), if it does."""
     name, _, extent = letter.partition("=")
     return int(extent) if extent and name else None
+
+
+# --- Rules in it --------------------------------------------------------------------
+
+
+def letters(count: int, start: str = "a") -> list[str]:
+    return [chr(ord(start) + i) for i in range(count)]
+
+
+def spell(operand: list[str], out: list[str], copies: int = 1) -> str:
+    """The rule of an op of one operand."""
+    return f"{' '.join(operand)} -> {', '.join([' '.join(out)] * copies)}"

@@ -1,0 +1,179 @@
+"""Attention as one op: whole, of some of the rows, or with keys that are passed round
+(`passes.shard.ring`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.graph import Node, Value
+from passes.ops.op import Cotangents, Op, Place
+from passes.ops.tape import Tape
+
+ATTENTION, BACKWARD = "comm.attention", "comm.attention_backward"
+
+
+def rule(node: Node) -> str:
+    """Each query row is on its own, and sees all keys; a causal flag counts rows."""
+    q, k, mask = node.arg("q"), node.arg("k"), node.arg("mask")
+    s = "s~" if node.arg("is_causal") else "s"
+    groups = k.shape[1]
+    kv = "h" if groups == q.shape[1] else f"g={groups}"
+    heads = "h" if groups == q.shape[1] else f"({kv} r)"
+    operands = [f"b {heads} {s} e!", f"b {kv} t! e!", f"b {kv} t! v!"]
+    if mask is not None:
+        operands.append(" ".join(["b", heads, s, "t!"][4 - len(mask.shape) :]))
+    return f"{', '.join(operands)} -> b {heads} {s} v!"
+
+
+def formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """softmax(q k^T scale + mask) v -> [b,h,s,v].
+
+    q [b,h,s,e], k [b,g,t,e], v [b,g,t,v], where g divides h. A causal mask is
+    aligned at the top left; a row that attends to nothing gives 0. window: of these
+    keys a row sees so many, its own being the last.
+    """
+    copies = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
+    scores = q @ k.transpose(-2, -1) * scale
+    if is_causal:
+        causal = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        causal = causal if window is None else causal.triu(1 - window)
+        scores = scores.masked_fill(~causal, -math.inf)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -math.inf)
+    elif mask is not None:
+        scores = scores + mask
+    nothing = (scores == -math.inf).all(-1, keepdim=True)
+    # A mask may be wider than what it masks.
+    return scores.softmax(-1).masked_fill(nothing, 0).to(v.dtype) @ v
+
+
+def on_shard(
+    start: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    _: bool,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    rows, columns = torch.arange(q.shape[2]) + start, torch.arange(k.shape[2])
+    apart = rows[:, None] - columns
+    seen = (apart >= 0) & (apart < (window or len(columns)))
+    return formula(q, k, v, seen, False, scale)
+
+
+def on_rank(at: Place, node: Node, local: Node) -> Node:
+    """Attention of some of the rows, under a causal mask, goes by their positions; so
+    does attention to a window of the keys, or to some of them, which are passed round:
+    see `passes.shard.ring`."""
+    rows, keys = at.position(node.arg("q"), 2), at.position(node.arg("k"), 2)
+    axes = [axis for _, split in keys for axis in split]
+    apart = node.arg("is_causal") and any(split for _, split in rows)
+    if not axes and not apart and "window" not in node.kwargs:
+        return local
+    assert len(axes) < 2, f"{node}: keys are passed round on one axis, not on {axes}"
+    ring, ranks = (axes[0], at.sizes[axes[0]]) if axes else (None, 1)
+    return replace(local, op=ATTENTION, args=(*local.args, rows, keys, ring, ranks))
+
+
+def forward(tape: Tape, node: Node) -> Node:
+    """The backward reads the logarithm of each row's sum."""
+    q, out = node.operands[0], node.out
+    lse = tape.builder.value("lse", q.shape[:-1], torch.float32)
+    return replace(node, outs=(out, lse))
+
+
+def derivative(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    q, k, v, *others = node.args
+    dq, dk, dv = (tape.fresh(x) for x in (q, k, v))
+    args = (dys[0], q, k, v, *node.outs, *others)
+    op = f"{node.op}_backward"
+    tape.append(Node(op, args, node.kwargs, (dq, dk, dv), node.where))
+    return [dq, dk, dv] + [None] * (len(node.operands) - 3)
+
+
+def has_learned_mask(tape: Tape, node: Node) -> bool:
+    return any(tape.wanted(mask) for mask in node.operands[3:])
+
+
+def flops(scores: int, values: int) -> Callable[[Node], int]:
+    """Of so many products as large as q k^T, and as large as scores v. The backward
+    makes the scores again (Dao 2022, arXiv:2205.14135, appendix B).
+
+    Counts all keys, or a window of them: a ring has a share of them at a time. Not
+    discounted for causality, as in the published formulas.
+    """
+
+    def count(node: Node) -> int:
+        q, k, v = (node.arg(name) for name in ("q", "k", "v"))
+        keys = node.arg("keys")
+        columns = k.shape[-2] if keys is None else prod(extent for extent, _ in keys)
+        columns = min(columns, node.kwargs.get("window", columns))
+        rows = q.numel // q.shape[-1]
+        return 2 * rows * columns * (scores * q.shape[-1] + values * v.shape[-1])
+
+    return count
+
+
+GIVEN = "q k v mask is_causal scale"
+RESULTS = "q k v out lse mask is_causal scale"
+LIES = "rows keys ring ranks"  # where a rank's rows and keys do, and who meets
+
+OPS = (
+    Op(
+        "aten.scaled_dot_product_attention",
+        "query key value attn_mask dropout_p is_causal scale enable_gqa",
+    ),
+    Op(
+        "autopar.attention",
+        GIVEN,
+        rule,
+        (  # The value's width differs from the key's, so no letters are confused.
+            "(x(a, 3, b, 3), x(a, 3, c, 3), x(a, 3, c, 5), None, False, 0.6); "
+            "(x(a, 2, b, 3), x(a, 2, b, 3), x(a, 2, b, 5), None, True, 0.6); "
+            "(x(a, 6, b, 3), x(a, 2, c, 3), x(a, 2, c, 5), None, False, 0.6); "
+            "(x(2, 4, b, 3), x(2, 1, b, 3), x(2, 1, b, 5), None, True, 0.6); "
+            "(x(a, 2, b, 3), x(a, 2, c, 3), x(a, 2, c, 5), bools(b, c), False, 0.6); "
+            "(x(a, 6, b, 3), x(a, 2, c, 3), x(a, 2, c, 5), x(a, 6, b, c), False, 0.6); "
+            "(x(a, 6, b, 3), x(a, 2, c, 3), x(a, 2, c, 5), bools(a, 1, b, c), "
+            "False, 0.6)"
+        ),
+        is_product=True,
+        flops=flops(1, 1),
+        keeps=(0, 1, 2, "result"),
+        on_rank=on_rank,
+        derivative=derivative,
+        traced_if=has_learned_mask,
+        forward=forward,
+        formula=formula,
+        on_shard=on_shard,
+    ),
+    Op(
+        ATTENTION,
+        f"{GIVEN} {LIES}",
+        flops=flops(1, 1),
+        derivative=derivative,
+        traced_if=has_learned_mask,
+        forward=forward,
+        called_with=9,
+    ),
+    Op("autopar.attention_backward", f"dy {RESULTS}", flops=flops(3, 2)),
+    Op(BACKWARD, f"dy {RESULTS} {LIES}", flops=flops(3, 2), called_with=12),
+)

@@ -1,0 +1,94 @@
+"""Collectives: what moves tensors between ranks, and what that is backwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from passes.graph import Node, Value
+from passes.mesh import Axes, as_axes, balanced, nested
+from passes.ops.op import Cotangents, Op, Place
+from passes.ops.tape import Tape
+
+
+def gather_on_rank(at: Place, node: Node, local: Node) -> Node:
+    x, axes, dim = node.args
+    sizes = at.extents_along(x, dim, axes)
+    return replace(local, args=(*local.args, sizes, at.is_varying(node.out, axes)))
+
+
+def exchange_on_rank(at: Place, node: Node, local: Node) -> Node:
+    x, axis, _, concat_dim = node.args
+    return replace(local, args=(*local.args, at.extents_along(x, concat_dim, axis)))
+
+
+def same(_: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    """P -> R: the cotangent of a pending sum is the cotangent of the sum."""
+    return [dys[0]]
+
+
+def enter(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    x, axes = node.args
+    return [tape.emit("comm.all_reduce", x, node, dys[0], axes, "sum")]
+
+
+def all_gather(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    x, axis, dim, _, varying = node.args
+    op = "comm.reduce_scatter" if varying else "comm.shard"
+    return [tape.emit(op, x, node, dys[0], axis, dim)]
+
+
+def reduce_scatter(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    x, axis, dim = node.args
+    return [_gathered(tape, x, node, dys[0], axis, dim)]
+
+
+def shard(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    x, axis, dim, pads = node.args
+    if pads:
+        return [tape.emit("comm.pad", x, node, dys[0], axis, dim, x.shape[dim])]
+    return [_gathered(tape, x, node, dys[0], axis, dim)]
+
+
+def _gathered(
+    tape: Tape, x: Value, node: Node, dy: Value | None, axis: Axes, dim: int
+) -> Value:
+    shares = nested(x.shape[dim], (tape.sizes[a] for a in as_axes(axis)))
+    sizes = None if len(set(shares)) == 1 else shares
+    return tape.emit("comm.all_gather", x, node, dy, axis, dim, sizes, False)
+
+
+def all_to_all(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    x, axis, split_dim, concat_dim, _ = node.args
+    shares = balanced(x.shape[split_dim], tape.sizes[axis])
+    sizes = None if len(set(shares)) == 1 else shares
+    return [tape.emit(node.op, x, node, dys[0], axis, concat_dim, split_dim, sizes)]
+
+
+OPS = (
+    Op("comm.enter", "x axes", derivative=enter),
+    Op("comm.all_reduce", "x axes reduction", kind="all_reduce", derivative=same),
+    Op(
+        "comm.all_gather",
+        "x axes dim sizes varying",
+        kind="all_gather",
+        on_rank=gather_on_rank,
+        derivative=all_gather,
+        called_with=4,
+    ),
+    Op("comm.start_gather", "xs axes dims sizes", kind="all_gather"),
+    Op(
+        "comm.reduce_scatter",
+        "x axes dim",
+        kind="reduce_scatter",
+        derivative=reduce_scatter,
+    ),
+    Op("comm.start_scatter", "xs axes dims", kind="reduce_scatter"),
+    Op("comm.shard", "x axes dim pads", derivative=shard, called_with=3),
+    Op(
+        "comm.all_to_all",
+        "x axis split_dim concat_dim sizes",
+        kind="all_to_all",
+        on_rank=exchange_on_rank,
+        derivative=all_to_all,
+    ),
+)

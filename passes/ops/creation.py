@@ -1,0 +1,33 @@
+"""Ops that make tensors of no tensor, or of one's shape alone."""
+
+from __future__ import annotations
+
+from passes.ops.op import Op, to_out
+
+
+def _sized(heeds: str, *names: str) -> tuple[Op, ...]:
+    of_size = to_out("size")
+    return tuple(Op(f"aten.{n}", heeds, sizes=of_size) for n in names)
+
+
+def _heeded(heeds: str, *names: str) -> tuple[Op, ...]:
+    return tuple(Op(f"aten.{n}", heeds) for n in names)
+
+
+OPS = (
+    *_sized("size dtype", "empty", "ones", "zeros"),
+    *_sized("size fill_value dtype", "full"),
+    *_sized("self size dtype", "new_empty", "new_ones", "new_zeros"),
+    *_sized("self size fill_value dtype", "new_full"),
+    *_sized("", "rand", "randn"),
+    *_heeded("self dtype", "empty_like", "ones_like", "zeros_like"),
+    *_heeded("self fill_value dtype", "full_like"),
+    *_heeded("start end step dtype", "arange"),
+    *_heeded("s dtype", "scalar_tensor"),
+    *_heeded("row col offset dtype", "tril_indices"),
+    *_heeded("self", "lift_fresh_copy"),
+    Op(
+        "aten.triu", "self diagonal", "... m! n! -> ... m! n!", "default(x(a, b, c), 1)"
+    ),
+    Op("aten.tril", "self diagonal", "... m! n! -> ... m! n!", "default(x(b, b))"),
+)

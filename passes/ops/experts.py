@@ -1,0 +1,87 @@
+"""Products of rows with the weights of the experts that they chose, and the ways that
+rows take to their experts and home (`passes.shard.routed`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from passes.graph import Node, Value
+from passes.ops.lookups import local
+from passes.ops.op import Cotangents, Op, Place
+from passes.ops.products import by_columns, of_weight_grad
+from passes.ops.tape import Tape
+
+ROUTE, DISPATCH, COMBINE = "comm.route", "comm.dispatch", "comm.combine"
+
+
+def expert_linear(x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
+    """Each row times the weight of its expert: x [s,k], expert [s], weight [e,n,k] ->
+    [s,n]."""
+    return expert_linear_from(0, x, expert, weight)
+
+
+def expert_linear_from(start: int, x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
+    index, inside = local(expert, start, weight.shape[0])
+    return (weight[index] @ x[..., None])[..., 0].where(inside[:, None], 0)
+
+
+def on_rank(at: Place, node: Node, local: Node) -> Node:
+    """Rows look their expert up by its global number."""
+    weight = node.arg("weight")
+    args = (*local.args, weight.shape[0], at.axes_of(weight, 0))
+    return replace(local, op="comm.expert_linear", args=args)
+
+
+def derivative(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    """y = x w[expert]^T: dx = dy w[expert], dw[expert] += dy^T x."""
+    x, expert, w, experts, axes = node.args
+    args = (dys[0], x, expert, experts, axes)
+    dw = tape.to_weight(w, "comm.expert_weight_grad_", node, *args)
+    if not tape.wanted(x):
+        return [None, None, dw]
+    back = "comm.expert_linear_transposed"
+    return [tape.emit(back, x, node, dys[0], expert, w, experts, axes), None, dw]
+
+
+def home_again(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    """Gradients of rows go home as the rows came, or to their experts again."""
+    back = COMBINE if node.op == DISPATCH else DISPATCH
+    return [tape.emit(back, node.operands[0], node, dys[0], *node.args[1:]), None, None]
+
+
+OPS = (
+    Op(
+        "autopar.expert_linear",
+        "x expert weight",
+        "s k+, s, e@ n k+ -> s n",
+        "(x(b, c), ints(b), x(a, d, c))",
+        is_product=True,
+        flops=by_columns,
+        weights="weight",
+        on_rank=on_rank,
+        formula=expert_linear,
+        on_shard=expert_linear_from,
+    ),
+    Op(
+        "comm.expert_linear",
+        "x expert weight experts axes",
+        flops=by_columns,
+        weights="weight",
+        derivative=derivative,
+    ),
+    Op(
+        "comm.expert_linear_transposed",
+        "dy expert weight experts axes",
+        flops=by_columns,
+    ),
+    Op(
+        "comm.expert_weight_grad_",
+        "into dy x expert experts axes",
+        flops=of_weight_grad,
+    ),
+    Op(ROUTE, "expert axis experts", kind="all_to_all"),
+    Op(DISPATCH, "x axis order counts", kind="all_to_all", derivative=home_again),
+    Op(COMBINE, "x axis order counts", kind="all_to_all", derivative=home_again),
+)

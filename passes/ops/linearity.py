@@ -1,0 +1,54 @@
+"""Which ops a pending sum may pass: f(x + x') = f(x) + f(x').
+
+A sum that is pending over ranks or microbatches travels on through linear ops, and is
+completed once, where something else needs it. By its declaration an op is linear
+
+    jointly        f(x + x', y + y') = f(x, y) + f(x', y')
+    in each        operand, while the others are held
+    in the first   operand, while the others are held
+    cast           as a change of type, if that keeps numbers as they are
+"""
+
+from __future__ import annotations
+
+import torch
+
+from passes.graph import Node, Value
+from passes.ops.op import op_of
+
+ADDED = ("aten.add", "aten.sub")  # a number that is added is no sum
+
+
+def is_jointly_linear(node: Node) -> bool:
+    """Whether shares of each of its operands give shares of its result."""
+    tensors = sum(isinstance(a, Value) for a in node.args)
+    joint = op_of(node).linear == "jointly"
+    return joint and (node.name not in ADDED or tensors == 2)
+
+
+def passes_pending_sum(node: Node, pending: list[bool]) -> bool:
+    """Whether the op of a partial sum is a partial sum of the op's result.
+
+    pending: for each operand, whether it is a pending sum.
+    """
+    if node.name in ADDED:
+        return is_jointly_linear(node) and all(pending)
+    casts = [(v.dtype, node.results[0].dtype) for v in node.operands]
+    if any(p and not _keeps_all(*cast) for p, cast in zip(pending, casts, strict=True)):
+        return False
+    match op_of(node).linear:
+        case "cast":
+            return pending[0] and node.operands[0].dtype.is_floating_point
+        case "jointly":
+            return all(pending)
+        case "in each":
+            return sum(pending) == 1
+        case "in the first":
+            return pending[0] and not any(pending[1:]) and not node.kwargs
+    return False
+
+
+def _keeps_all(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether numbers of one type are numbers of the other: `sum(dtype=...)` need not
+    keep them."""
+    return torch.promote_types(before, after) is after

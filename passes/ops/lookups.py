@@ -1,0 +1,180 @@
+"""Ops that look up by index: rows of a table, scores of labels, what is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from passes.graph import Node, Value
+from passes.ops.notation import letters
+from passes.ops.op import Cotangents, Op, Place
+from passes.ops.tape import Tape
+
+
+def gathered(node: Node) -> str:
+    """gather, scatter: each index points along one dim, in a row of its own."""
+    x, _, *source = node.operands
+    d = node.arg("dim") % len(x.shape)
+    takes = "gather" in node.op
+    here, there = letters(len(x.shape)), letters(len(x.shape))
+    for i, c in enumerate(letters(len(x.shape))):
+        if i == d:
+            here[i], there[i] = f"{c}!", f"{c}in" if takes else f"{c}in!"
+        elif len({v.shape[i] for v in node.operands}) > 1:
+            here[i], there[i] = f"{c}!", f"{c}in!"
+    left = [here, *[there] * (1 + len(source))]
+    out = there if takes else here
+    return f"{', '.join(map(' '.join, left))} -> {' '.join(out)}"
+
+
+# --- Formulas ---------------------------------------------------------------------
+
+
+def local(index: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Indices into a shard that begins at `start`, and which of them are in it."""
+    index = index - start
+    inside = (index >= 0) & (index < rows)
+    return index.where(inside, 0), inside
+
+
+def pick(x: Tensor, index: Tensor, ignored: int | None = None) -> Tensor:
+    """x[..., index]: x [..., v], index [...] -> [...]; 0 where the index is outside.
+
+    ignored: the one index outside that is no error.
+    """
+    return pick_from(0, x, index)
+
+
+def pick_from(start: int, x: Tensor, index: Tensor, *_: int | None) -> Tensor:
+    index, inside = local(index, start, x.shape[-1])
+    return x.gather(-1, index[..., None])[..., 0].where(inside, 0)
+
+
+def embedding_from(start: int, table: Tensor, index: Tensor, *_: int) -> Tensor:
+    index, inside = local(index, start, table.shape[0])
+    return table[index].where(inside[..., None], 0)
+
+
+def choose(x: Tensor, k: int, *_: int) -> Tensor:
+    """The places of the k largest scores: x [..., n] -> int64 [..., k]."""
+    return x.topk(k).indices
+
+
+# --- On a rank --------------------------------------------------------------------
+
+
+def padding_of(node: Node) -> int | None:
+    """The row of a table whose gradient is 0, if there is one."""
+    padding: int = node.arg("padding_idx")
+    return padding if padding >= 0 else None
+
+
+def look_up(at: Place, node: Node, local: Node) -> Node:
+    """An embedding whose rows are split is looked up by global index."""
+    table = node.operands[0]
+    axes = at.axes_of(table, 0)
+    if not axes:
+        return local
+    args = (*local.operands, table.shape[0], axes, padding_of(node))
+    return replace(local, op="comm.lookup", args=args)
+
+
+def pick_on_rank(at: Place, node: Node, local: Node) -> Node:
+    x, ignored = node.operands[0], node.arg("ignored")
+    axes = at.axes_of(x, len(x.shape) - 1)
+    args = (*local.operands, ignored, x.shape[-1], axes)
+    return replace(local, op="comm.pick", args=args)
+
+
+def choose_on_rank(at: Place, node: Node, local: Node) -> Node:
+    """What is chosen may be told, by global position."""
+    x = node.operands[0]
+    position = tuple(at.position(x, dim) for dim in range(len(x.shape) - 1))
+    return replace(local, op="comm.choose", args=(*local.args, position))
+
+
+# --- Derivatives ------------------------------------------------------------------
+
+
+def d_embedding(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    table, ids = node.operands[:2]
+    args = (dys[0], ids, padding_of(node))
+    tape.accumulate(table, "autopar.embedding_grad_", node, *args)
+    return [None, None]
+
+
+def d_lookup(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    table, *args = node.args
+    return [tape.to_weight(table, "comm.lookup_grad_", node, dys[0], *args), None]
+
+
+def d_pick(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    x, index, _, extent, axes = node.args
+    tape.add_in_place(x, "comm.pick_backward_add_", node, dys[0], index, extent, axes)
+    return [None, None]
+
+
+OPS = (
+    Op(
+        "aten.embedding",
+        "weight indices padding_idx",
+        "v@ e, ... -> ... e",
+        "default(x(a, d), ints(b, c))",
+        weights="weight",
+        on_rank=look_up,
+        on_shard=embedding_from,
+        derivative=d_embedding,
+        traced_if=lambda tape, node: not tape.is_param(node.operands[0]),
+    ),
+    Op(
+        "comm.lookup", "table ids rows axes padding", derivative=d_lookup, called_with=4
+    ),
+    Op(
+        "autopar.pick",
+        "x index ignored",
+        "... k@, ... -> ...",
+        "(x(b, c, a), ints(b, c))",
+        on_rank=pick_on_rank,
+        formula=pick,
+        on_shard=pick_from,
+    ),
+    Op("comm.pick", "x index ignored extent axes", derivative=d_pick),
+    Op(
+        "autopar.choose",
+        "x k number",
+        "... n! -> ... k!",
+        "(x(a, b, c), 2)",
+        on_rank=choose_on_rank,
+        formula=choose,
+    ),
+    Op(
+        "aten.one_hot",
+        "self num_classes",
+        "... -> ... n!",
+        "default(ints(b, c), d)",
+        sizes=lambda node: node.with_args(num_classes=node.out.shape[-1]),
+    ),
+    Op(
+        "aten.gather",
+        "self dim index",
+        gathered,
+        (
+            "default(x(a, b, c), -1, ints(a, b, d)); "
+            "default(x(b, c), 1, ints(b, d)); "
+            "default(x(b, c, d), 0, ints(a, c, d)); default(x(c, d), 1, ints(b, d))"
+        ),
+    ),
+    Op(
+        "aten.scatter",
+        "self dim index src value reduce",
+        gathered,
+        ("value(x(b, d), 1, ints(b, c), -99.0); src(x(b, d), 1, ints(b, a), x(b, a))"),
+    ),
+    Op(
+        "aten.scatter_add",
+        "self dim index src",
+        gathered,
+        "default(x(c, d), 0, ints(a, d), x(a, d))",
+    ),
+)

@@ -1,0 +1,154 @@
+"""op: all that there is to say of one operation, in one declaration.
+
+Passes ask the declaration (`op_of`) and name no op themselves. Of what is not declared,
+torch knows enough: elementwise ops have a rule by their tag, others are probed, and
+autograd is traced through them. A newcomer is declared in its family's file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from torch import Tensor
+
+from passes.graph import OWN, Node, Value
+from passes.mesh import Axes
+
+if TYPE_CHECKING:
+    from passes.ops.tape import Tape
+
+Cotangents = Sequence[Value | None]
+# node, cotangents of its outs (None where nothing flows back) -> of its operands
+Derivative = Callable[["Tape", Node, Cotangents], list[Value | None]]
+# The dims of its operands that a result is linear in, see `passes.ops.linearity`.
+Linear = Literal["", "jointly", "in each", "in the first", "cast"]
+
+
+class Place(Protocol):
+    """Where a rank stands: `passes.stage.localize.Localizer`."""
+
+    @property
+    def sizes(self) -> Any: ...
+
+    def axes_of(self, v: Value, dim: int) -> tuple[str, ...]:
+        """The axes that split a dim of one factor."""
+
+    def position(self, v: Value, dim: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """The factors of a dim, each its global extent and the axes that split it."""
+
+    def extents_along(self, v: Value, dim: int, over: Axes) -> tuple[int, ...] | None:
+        """The extents of a split dim on the ranks of some axes; None if equal."""
+
+    def is_varying(self, v: Value, axes: Axes) -> bool:
+        """Whether ranks along the axes each do something else with the value."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation. What is left out is as of an op that nobody knows.
+
+    name: `aten.add`, `autopar.pick` or `comm.all_gather`. form: the overload that
+    normal graphs have; derivative and spelling are of that one alone.
+    heeds: of torch's ops the arguments that passes read or hand on, of all overloads; a
+    value other than torch's default in another one is refused ("": it runs as it is,
+    with whatever it is given). Of our own ops all arguments, in order.
+    rule: which letters flow through it, see `passes.ops.notation`; by node, where it
+    depends on arguments. examples: calls of extents a < b < c < d that prove the rule,
+    where x(a, b) is a tensor: `overload(arguments); ...`.
+    linear: what sums may pass it, see `passes.ops.linearity`.
+    view: what it shows of its operand without a copy: all of it in another "shape", in
+    another "order", as it is ("same"), "copies" of it, or a "part".
+    row_by_row: whether each row is by itself, and neither it nor its derivative names
+    a number of rows. rowwise: whether it is made in one pass over the rows, though not
+    elementwise. is_product: whether time goes there.
+    flops: of the forward, a multiply-add counting as two; else one for each element.
+    weights: names of the arguments whose gradients can wait.
+    keeps: what its derivative reads, by Korthikanti 2022 (arXiv:2205.05198, section
+    4.1): operands by number, its "result", or a "mask" of its result's size.
+    sizes: the node with the sizes among its arguments set to those of its results, of a
+    shard or a smaller model. on_rank: what a rank runs in its place, which knows where
+    its shard begins; of the node in global shapes, and in the rank's.
+    derivative: else autograd is traced through it, as where `traced_if` says so.
+    forward: the node to run forward, if the derivative needs more results of it.
+    formula: what it computes, of an op that torch does not have. on_shard: the same of
+    a shard that begins at a global index, which comes first.
+    spelling: in Python: `torch.add`, or as a method `.reshape`; "": by its name.
+    in_place: the same of its form that writes over the first operand; "": it has none.
+    commutes: whether that may as well be the second. called_with: how many arguments
+    a collective's call takes, the others being for the compiler. kind: what it moves
+    between ranks, as collectives are priced.
+    """
+
+    name: str
+    heeds: str = ""
+    rule: str | Callable[[Node], str | None] | None = None
+    examples: str = ""
+    form: str = "default"
+    linear: Linear = ""
+    view: Literal["", "shape", "order", "same", "copies", "part"] = ""
+    row_by_row: bool = False
+    rowwise: bool = False
+    is_product: bool = False
+    flops: Callable[[Node], int] | None = None
+    weights: str | Callable[[Node], str] = ""
+    keeps: tuple[int | str, ...] = ()
+    sizes: Callable[[Node], Node] | None = None
+    on_rank: Callable[[Place, Node, Node], Node] | None = None
+    derivative: Derivative | None = None
+    traced_if: Callable[[Tape, Node], bool] | None = None
+    forward: Callable[[Tape, Node], Node] | None = None
+    formula: Callable[..., Tensor] | None = None
+    on_shard: Callable[..., Tensor] | None = None
+    spelling: str = ""
+    in_place: str = ""
+    commutes: bool = False
+    called_with: int | None = None
+    kind: str = ""
+
+    @property
+    def op(self) -> str:
+        """As in a node: `aten.add.Tensor`."""
+        own = not self.name.startswith("aten.")
+        return self.name if own else f"{self.name}.{self.form}"
+
+
+OPS: dict[str, Op] = {}
+
+
+def declare(*ops: Op) -> None:
+    """Adds ops to those that passes know."""
+    for op in ops:
+        assert op.name not in OPS, f"{op.name} is declared twice"
+        OPS[op.name] = op
+        if not op.name.startswith("aten."):
+            OWN[op.name] = {a: (i, None) for i, a in enumerate(op.heeds.split())}
+    unknown.cache_clear()
+
+
+def op_of(node: Node) -> Op:
+    """The declaration of a node's op."""
+    return OPS.get(node.name) or unknown(node.name)
+
+
+@cache
+def unknown(name: str) -> Op:
+    """The declaration of an op that has none."""
+    return Op(name=name)
+
+
+def is_usual(node: Node) -> bool:
+    """Whether the node's op has the overload that its declaration speaks of."""
+    return node.op == op_of(node).op
+
+
+def is_view(node: Node) -> bool:
+    """Whether the node shows its operand, or a part of it, without a copy."""
+    return bool(op_of(node).view)
+
+
+def to_out(argument: str) -> Callable[[Node], Node]:
+    """An argument that says the shape of the result."""
+    return lambda node: node.with_args(**{argument: node.out.shape})

@@ -1,0 +1,128 @@
+"""Ops that go element by element, and that torch does not tag so, or that more is known
+of; casts; losses that `normalize` leaves unreduced."""
+
+from __future__ import annotations
+
+from passes.graph import Node, Value
+from passes.ops.op import Cotangents, Op
+from passes.ops.tape import Tape
+
+
+def add(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    dy = dys[0]
+    assert dy is not None
+    grads: list[Value | None] = []
+    for v in node.operands:
+        if v.shape == dy.shape and tape.wanted(v):
+            grads.append(tape.cast(dy, v, node))
+        else:
+            grads.append(tape.to_bias(v, dy, node))
+    if sum(g is dy for g in grads) > 1:
+        tape.share(dy)
+    return grads
+
+
+def cast(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    dy = dys[0]
+    return [None if dy is None else tape.cast(dy, node.operands[0], node)]
+
+
+def _heeded(name: str, heeds: str) -> Op:
+    return Op(f"aten.{name}", heeds, "pointwise")
+
+
+OPS = (
+    Op(
+        "aten.add",
+        "self other alpha",
+        form="Tensor",
+        linear="jointly",
+        row_by_row=True,
+        derivative=add,
+        traced_if=lambda tape, node: "alpha" in node.kwargs,
+        spelling="torch.add",
+        in_place=".add_",
+        commutes=True,
+    ),
+    Op(
+        "aten.sub",
+        "self other alpha",
+        form="Tensor",
+        linear="jointly",
+        row_by_row=True,
+        spelling="torch.sub",
+        in_place=".sub_",
+    ),
+    Op(
+        "aten.mul",
+        "self other",
+        form="Tensor",
+        linear="in each",
+        row_by_row=True,
+        keeps=(0, 1),
+        spelling="torch.mul",
+        in_place=".mul_",
+        commutes=True,
+    ),
+    Op(
+        "aten.div",
+        form="Tensor",
+        linear="in the first",
+        spelling="torch.div",
+        in_place=".div_",
+    ),
+    Op(
+        "aten.neg",
+        linear="jointly",
+        row_by_row=True,
+        spelling="torch.neg",
+        in_place=".neg_",
+    ),
+    Op("aten.log", spelling="torch.log", in_place="aten.log_.default"),
+    Op("aten.rsqrt", spelling="torch.rsqrt", in_place="aten.rsqrt_.default"),
+    Op("aten.gelu", keeps=(0,), row_by_row=True),
+    Op("aten.relu", keeps=(0,), row_by_row=True),
+    Op("aten.sigmoid", row_by_row=True),
+    Op("aten.tanh", row_by_row=True),
+    Op("aten.clamp", row_by_row=True),
+    Op("aten.silu", "self", "pointwise", keeps=(0,), row_by_row=True),
+    Op(
+        "aten.to",
+        "self dtype other copy",
+        "pointwise",
+        form="dtype",
+        linear="cast",
+        row_by_row=True,
+        derivative=cast,
+        spelling=".to",
+    ),
+    _heeded("where", "condition self other"),
+    _heeded("__and__", "self other"),
+    _heeded("__or__", "self other"),
+    _heeded("__xor__", "self other"),
+    _heeded("square", "self"),
+    _heeded("mish", "self"),
+    _heeded("copy", "self src"),
+    _heeded("fill", "self value"),
+    _heeded("zero", "self"),
+    _heeded("leaky_relu", "self negative_slope"),  # tagged from torch 2.12 on
+    _heeded("mse_loss", "self target reduction"),
+    _heeded("l1_loss", "self target reduction"),
+    _heeded("smooth_l1_loss", "self target reduction beta"),
+    _heeded("huber_loss", "self target reduction delta"),
+    _heeded("binary_cross_entropy", "self target weight reduction"),
+    _heeded(
+        "binary_cross_entropy_with_logits", "self target weight pos_weight reduction"
+    ),
+    _heeded("kl_div", "self target reduction log_target"),
+    Op(
+        "autopar.masked_scale",
+        "x keep scale",
+        rowwise=True,
+        derivative=lambda tape, node, dys: [
+            tape.emit(node.op, node.args[0], node, dys[0], *node.args[1:]),
+            None,
+        ],
+    ),
+    Op("autopar.add_", "into x", rowwise=True),
+)

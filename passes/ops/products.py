@@ -1,0 +1,222 @@
+"""Products of tensors, and convolutions."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from passes.graph import Node, Value
+from passes.ops.notation import parse
+from passes.ops.op import Cotangents, Op
+from passes.ops.tape import Tape
+
+# --- Rules ------------------------------------------------------------------------
+
+
+def letters_of_einsum(node: Node) -> str | None:
+    """What it says itself, if no operand has a letter twice."""
+    left, arrow, right = (
+        node.arg("equation").replace(" ", "").replace("...", ".").partition("->")
+    )
+    if not arrow:
+        once = sorted(c for c in left if c.isalpha() and left.count(c) == 1)
+        right = "".join(["." if "." in left else "", *once])
+    operands = left.split(",")
+    if any(len(set(x)) < len(x) for x in operands) or ("." in left) > ("." in right):
+        return None
+
+    def spell(tensor: str) -> str:
+        marked = (c if c in right else f"{c}+" for c in tensor)
+        return " ".join(marked).replace(".", "...")
+
+    return f"{', '.join(map(spell, operands))} -> {spell(right)}"
+
+
+def of_matrices(node: Node) -> str:
+    """The rule of matrices, or of a vector on one side, or on both."""
+    left, right = (len(v.shape) for v in node.operands)
+    if right == 1:
+        return "... k+, k+ -> ..." if left > 1 else "k+, k+ -> "
+    return "... m k+, ... k+ n -> ... m n" if left > 1 else "k+, ... k+ n -> ... n"
+
+
+def convolved(node: Node) -> str:
+    """x [b, c, s], w [o, c / groups, k]: a filter of its own for each channel, or all
+    channels in each filter."""
+    groups = node.arg("groups")
+    bias = len(node.operands) > 2
+    if groups == node.operands[0].shape[1] == node.out.shape[1]:
+        return f"b c s!, c _ k!{', c' if bias else ''} -> b c t!"
+    if groups > 1:
+        return f"b c! s!, o! d! k!{', o!' if bias else ''} -> b o! t!"
+    if bias:  # each partial sum would bring it in
+        return "b c! s!, o c! k!, o -> b o t!"
+    return "b c+ s!, o c+ k! -> b o t!"
+
+
+# --- Operations -------------------------------------------------------------------
+
+
+def by_columns(node: Node) -> int:
+    """Each element of the result sums over the first operand's columns."""
+    return 2 * node.out.numel * node.operands[0].shape[-1]
+
+
+def added_by_columns(node: Node) -> int:
+    """The same of a product that is added to the first operand."""
+    return 2 * node.out.numel * node.operands[1].shape[-1]
+
+
+def of_einsum(node: Node) -> int:
+    text = letters_of_einsum(node)
+    rule = None if text is None else parse(text, node)
+    if rule is None:
+        return node.out.numel
+    extents = {
+        letters: n
+        for v, dims in zip(node.operands, rule.operands, strict=True)
+        for letters, n in zip(dims, v.shape, strict=True)
+    }
+    return 2 * prod(extents.values())
+
+
+def of_filters(node: Node) -> int:
+    """Each element of the result sums over one filter [o, c, k]."""
+    return 2 * node.out.numel * prod(node.operands[1].shape[1:])
+
+
+def of_weight_grad(node: Node) -> int:
+    first, second = node.operands[1:3]
+    return 2 * first.numel * second.shape[-1]
+
+
+# --- Derivatives ------------------------------------------------------------------
+
+
+def linear(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    """y = x w^T (+ b): dx = dy w, dw = dy^T x, db = sum dy."""
+    x, dy = node.operands[0], dys[0]
+    to_weight = ("autopar.linear_weight_grad_", dy, x)
+    return _product(tape, node, dy, "aten.matmul.default", to_weight)
+
+
+def affine(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    """y = x w (+ b): dx = dy w^T, dw = x^T dy, db = sum dy."""
+    x, dy = node.operands[0], dys[0]
+    to_weight = ("autopar.matmul_weight_grad_", x, dy)
+    return _product(tape, node, dy, "aten.linear.default", to_weight)
+
+
+def _product(
+    tape: Tape, node: Node, dy: Value | None, to_input: str, to_weight: tuple[Any, ...]
+) -> list[Value | None]:
+    assert dy is not None
+    x, w, *bias = node.operands
+    dw = tape.to_weight(w, to_weight[0], node, *to_weight[1:])
+    d_bias = [tape.to_bias(b, dy, node) for b in bias]
+    dx = tape.emit(to_input, x, node, dy, w) if tape.wanted(x) else None
+    return [dx, dw, *d_bias]
+
+
+def _is_by_weight(node: Node) -> bool:
+    """x [.., k] @ w [k, n]: a product with a matrix is one with a weight."""
+    return len(node.operands) == 2 and len(node.operands[1].shape) == 2
+
+
+def _of_activations(_: Tape, node: Node) -> bool:
+    return not (_is_by_weight(node) and len(node.operands[0].shape) > 1)
+
+
+def _filter_each(node: Node) -> Node:
+    """As many groups as there are channels, if each has its own filter."""
+    x, weight, groups = node.operands[0], node.operands[1], node.arg("groups")
+    alone = groups > 1 and weight.shape[1] == 1
+    return node.with_args(groups=x.shape[1]) if alone else node
+
+
+OPS = (
+    Op(
+        "aten.linear",
+        "input weight bias",
+        "... k+, n k+ -> ... n",
+        "default(x(a, b, c), x(d, c))",
+        linear="in each",
+        is_product=True,
+        flops=by_columns,
+        weights="weight bias",
+        keeps=(0,),
+        derivative=linear,
+        spelling="F.linear",
+    ),
+    Op(
+        "aten.matmul",
+        "self other",
+        of_matrices,
+        (
+            "default(x(a, b, c), x(c, d)); default(x(a, b, c), x(c)); "
+            "default(x(c), x(a, b, c, d)); default(x(c), x(c)); "
+            "default(x(a, 1, b, c), x(1, d, c, b))"
+        ),
+        linear="in each",
+        is_product=True,
+        flops=by_columns,
+        weights=lambda node: "other" if _is_by_weight(node) else "",
+        keeps=(0, 1),
+        derivative=affine,
+        traced_if=_of_activations,
+        spelling="torch.matmul",
+    ),
+    Op(
+        "aten.bmm",
+        "self mat2",
+        "b m k+, b k+ n -> b m n",
+        "default(x(a, b, c), x(a, c, d))",
+        linear="in each",
+        is_product=True,
+        flops=by_columns,
+        keeps=(0, 1),
+    ),
+    Op(
+        "aten.baddbmm",
+        "self batch1 batch2 beta alpha",
+        # k is whole: each partial product would bring in the first operand once.
+        "b m n, b m k!, b k! n -> b m n",
+        "default(x(a, b, d), x(a, b, c), x(a, c, d), beta=2, alpha=3)",
+        is_product=True,
+        flops=added_by_columns,
+    ),
+    Op("aten.mm", "self mat2", flops=by_columns),
+    Op("aten.addmm", "self mat1 mat2 beta alpha", flops=added_by_columns),
+    Op("aten.mv", "self vec", flops=by_columns),
+    Op("aten.dot", "self tensor", flops=by_columns),
+    Op(
+        "aten.einsum",
+        "equation tensors path",
+        letters_of_einsum,
+        (
+            "default('bid,bjd->bij', (x(a, b, d), x(a, c, d))); "
+            "default('... i, i j', (x(a, b, c), x(c, d))); "
+            "default('ij,jk,kl', (x(a, b), x(b, c), x(c, d))); "
+            "default('i...,j->j...', (x(a, b, c), x(d)))"
+        ),
+        linear="in each",
+        is_product=True,
+        flops=of_einsum,
+    ),
+    Op(
+        "aten.conv1d",
+        "input weight bias stride padding dilation groups",
+        convolved,
+        (
+            "default(x(a, b, d), x(b, 1, 2), x(b), (1,), (1,), (1,), b); "
+            "default(x(a, b, d), x(c, b, 2), None, (1,), (1,), (1,), 1); "
+            "default(x(a, b, d), x(c, b, 2), x(c), (1,), (1,), (1,), 1); "
+            "default(x(a, 2 * b, d), x(2 * c, b, 2), None, (1,), (1,), (1,), 2)"
+        ),
+        flops=of_filters,
+        sizes=_filter_each,
+    ),
+    Op("autopar.affine", "x weight bias", flops=by_columns, derivative=affine),
+    Op("autopar.linear_weight_grad_", "into dy x", flops=of_weight_grad),
+    Op("autopar.matmul_weight_grad_", "into x dy", flops=of_weight_grad),
+)

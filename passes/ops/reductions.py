@@ -1,0 +1,197 @@
+"""Ops that go along dims: sums, maxima, softmax, norms, what is sorted or shifted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from passes.graph import Node, Value
+from passes.ops.notation import letters, spell
+from passes.ops.op import Cotangents, Op
+from passes.ops.tape import Tape
+
+
+def dims_of(node: Node, name: str = "dim") -> list[int]:
+    """The dims argument of a node, as non-negative ints (all dims if it is absent)."""
+    rank, given = max(1, len(node.operands[0].shape)), node.arg(name)
+    if given is None or given == ():
+        return list(range(rank))
+    return [d % rank for d in (given if isinstance(given, tuple) else (given,))]
+
+
+def reduced(suffix: str) -> Callable[[Node], str]:
+    def rule(node: Node) -> str:
+        x = letters(len(node.operands[0].shape))
+        dims = dims_of(node)
+        operand = [c + suffix if i in dims else c for i, c in enumerate(x)]
+        out = [c for i, c in enumerate(x) if i not in dims]
+        if len(node.out.shape) == len(x):  # keepdim
+            out = ["_" if i in dims else c for i, c in enumerate(x)]
+        return spell(operand, out)
+
+    return rule
+
+
+def along(node: Node, name: str = "dim") -> str:
+    """Ops that work along one dim and keep the shape: softmax, cumsum."""
+    x, dims = letters(len(node.operands[0].shape)), dims_of(node, name)
+    both = [c + "!" if i in dims else c for i, c in enumerate(x)]
+    return spell(both, both)
+
+
+def topmost(node: Node) -> str:
+    """topk, sort: what comes out along the dim has been all over it."""
+    x = letters(len(node.operands[0].shape))
+    dim = node.arg("dim") % max(1, len(x))
+    operand = [c + "!" if i == dim else c for i, c in enumerate(x)]
+    out = [c + "out!" if i == dim else c for i, c in enumerate(x)]
+    return spell(operand, out, len(node.outs))
+
+
+def extreme(node: Node) -> str:
+    """The rule for all, along a dim (with indices), or of two tensors."""
+    if node.op.endswith(".other"):
+        return "..., ... -> ..."
+    if node.op == "aten.max.default":
+        return reduced("^")(node)
+    one = reduced("!")(replace(node, outs=node.outs[:1]))
+    left, right = one.split("->")
+    return f"{left}->{', '.join([right] * len(node.outs))}"
+
+
+def norm(node: Node) -> str:
+    """layer_norm, rms_norm: all dims of the given shape are whole."""
+    normal = " ".join(f"{c}!" for c in letters(len(node.arg("normalized_shape"))))
+    weights = [normal] * (len(node.operands) - 1)
+    return f"{', '.join([f'... {normal}', *weights])} -> ... {normal}"
+
+
+def normal_sizes(node: Node) -> Node:
+    count = len(node.arg("normalized_shape"))
+    return node.with_args(normalized_shape=node.out.shape[-count:])
+
+
+def sum_exp(x: Tensor, largest: Tensor) -> Tensor:
+    """x [..., v], largest [...] -> [...]."""
+    return (x - largest[..., None]).exp().sum(-1)
+
+
+def d_sum_exp(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    x, largest = node.args
+    op = "autopar.sum_exp_backward"
+    return [tape.emit(op, x, node, dys[0], x, largest), None]
+
+
+OPS = (
+    Op(
+        "aten.sum",
+        "self dim keepdim dtype",
+        reduced("+"),
+        (
+            "default(x(a, b)); default(bools(a, b)); "
+            "dim_IntList(x(a, b, c), (0, -1)); "
+            "dim_IntList(x(a, b, c), (-2,), True); "
+            "default(x(a, b), dtype=torch.int64)"
+        ),
+        linear="jointly",
+    ),
+    Op(
+        "aten.mean",
+        "self dim keepdim dtype",
+        reduced("!"),
+        "default(x(a, b)); dim(x(a, b, c), (-1,), True)",
+    ),
+    Op(
+        "aten.amax",
+        "self dim keepdim",
+        reduced("^"),
+        "default(x(a, b, c), (-1,)); default(x(a, b), (0,), keepdim=True)",
+        spelling="torch.amax",
+    ),
+    Op(
+        "aten.var",
+        "self dim unbiased correction keepdim",
+        reduced("!"),
+        (
+            "default(x(a, b), False); dim(x(a, b, c), (-1,), False, True); "
+            "correction(x(a, b), (1,), correction=0)"
+        ),
+    ),
+    Op(
+        "aten.linalg_vector_norm",
+        "self ord dim keepdim dtype",
+        reduced("!"),
+        "default(x(a, b), 2.0); default(x(a, b), 2.0, (1,), True)",
+    ),
+    Op(
+        "aten.softmax",
+        "self dim dtype",
+        along,
+        "int(x(a, b, c), -1)",
+        form="int",
+        rowwise=True,
+        keeps=("result",),
+    ),
+    Op(
+        "aten._softmax",
+        "self dim",
+        along,
+        "default(x(a, b, c), 1, False)",
+        rowwise=True,
+    ),
+    Op("aten._softmax_backward_data", rowwise=True),
+    Op("aten.log_softmax", "self dim dtype", along, "int(x(a, b, c), 0)"),
+    Op("aten.cumsum", "self dim dtype", along, "default(x(a, b, c), 1)"),
+    Op(
+        "aten.roll",
+        "self shifts dims",
+        lambda node: along(node, "dims"),
+        "default(x(a, b, c), (1,), (1,)); default(x(a, b), (1,))",
+    ),
+    Op(
+        "aten.topk",
+        "self k dim largest sorted",
+        topmost,
+        "default(x(a, b, c), 2); default(x(a, c, b), 2, 1)",
+        sizes=lambda node: node.with_args(k=node.results[0].shape[node.arg("dim")]),
+    ),
+    Op("aten.sort", "self stable dim descending", topmost, "default(x(a, b, c), 0)"),
+    Op(
+        "aten.max",
+        "self other dim keepdim",
+        extreme,
+        "dim(x(a, b, c), -1); default(x(a, b)); other(x(a, 1, b), x(c, 1))",
+    ),
+    Op("aten.min", "self other dim keepdim", extreme, "dim(x(a, b, c), 0, True)"),
+    Op(
+        "aten.layer_norm",
+        "input normalized_shape weight bias eps cudnn_enable",
+        norm,
+        "default(x(a, b, c), (c,), x(c), x(c)); default(x(a, b, c), (b, c))",
+        weights="weight bias",
+        keeps=(0,),
+        sizes=normal_sizes,
+    ),
+    Op(
+        "aten.rms_norm",
+        "input normalized_shape weight eps",
+        norm,
+        "default(x(a, b, c), (c,), x(c)); default(x(a, b, c), (c,))",
+        rowwise=True,
+        weights="weight",
+        keeps=(0,),
+        sizes=normal_sizes,
+    ),
+    Op("aten.native_layer_norm", rowwise=True, spelling="torch.native_layer_norm"),
+    Op("aten.native_layer_norm_backward", rowwise=True),
+    Op(
+        "autopar.sum_exp",
+        "x largest",
+        "... k+, ... -> ...",
+        "(x(a, b, c), x(a, b))",
+        derivative=d_sum_exp,
+        formula=sum_exp,
+    ),
+)

@@ -1,0 +1,320 @@
+"""Ops that move elements, show a part of them, join or repeat them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from passes.graph import Node, Value, resolve
+from passes.ops.notation import letters, spell
+from passes.ops.op import Cotangents, Op, to_out
+from passes.ops.tape import Tape
+
+# --- Rules ------------------------------------------------------------------------
+
+
+def moved(node: Node) -> str:
+    """Dims in another order: the one that dims of distinct extents come out in."""
+    x = letters(len(node.operands[0].shape))
+    extents = range(2, 2 + len(x))
+    out = resolve(node.op)(
+        torch.empty(tuple(extents), device="meta"), *node.args[1:], **node.kwargs
+    )
+    return spell(x, [x[extents.index(n)] for n in out.shape])
+
+
+def expanded(node: Node) -> str:
+    out = letters(len(node.out.shape))
+    return spell(out[len(out) - len(node.operands[0].shape) :], out)
+
+
+def changed_whole(node: Node) -> str:
+    """slice, pad: a dim that grows, shrinks or shifts must be whole."""
+    x, y = node.operands[0].shape, node.out.shape
+    pads = node.arg("pad") or ()
+    padded = {len(x) - 1 - i // 2 for i, count in enumerate(pads) if count}
+    operand, out = letters(len(x)), letters(len(x))
+    for i, c in enumerate(letters(len(x))):
+        if x[i] != y[i] or i in padded:
+            operand[i], out[i] = f"{c}!", f"{c}out!"
+    return spell(operand, out)
+
+
+def selected(node: Node) -> str:
+    """select, unbind: one dim goes away."""
+    x = letters(len(node.operands[0].shape))
+    dim = node.arg("dim") % len(x)
+    operand = [c + "!" if i == dim else c for i, c in enumerate(x)]
+    out = [c for i, c in enumerate(x) if i != dim]
+    return spell(operand, out, len(node.outs))
+
+
+def cut(node: Node) -> str:
+    """Equal pieces split the dim into (which piece, position in it)."""
+    x = letters(len(node.operands[0].shape))
+    dim = node.arg("dim") % len(x)
+    sizes = {v.shape[dim] if v else -1 for v in node.outs}
+    if len(sizes) > 1:
+        operand = [c + "!" if i == dim else c for i, c in enumerate(x)]
+        outs = []
+        for piece in range(len(node.outs)):
+            out = [f"{c}{piece}!" if i == dim else c for i, c in enumerate(x)]
+            outs.append(" ".join(out))
+        return f"{' '.join(operand)} -> {', '.join(outs)}"
+    count = f"pieces={len(node.outs)}!"
+    operand = [f"({count} {c})" if i == dim else c for i, c in enumerate(x)]
+    return spell(operand, x, len(node.outs))
+
+
+def joined(node: Node) -> str:
+    x = letters(len(node.out.shape))
+    dim = node.arg("dim") % len(x)
+    operands = []
+    for piece in range(len(node.operands)):
+        one = [f"{c}{piece}!" if i == dim else c for i, c in enumerate(x)]
+        operands.append(" ".join(one))
+    out = [f"{c}!" if i == dim else c for i, c in enumerate(x)]
+    return f"{', '.join(operands)} -> {' '.join(out)}"
+
+
+def stacked(node: Node) -> str:
+    out = letters(len(node.out.shape))
+    dim = node.arg("dim") % len(out)
+    operand = " ".join(c for i, c in enumerate(out) if i != dim)
+    out[dim] += "!"
+    return f"{', '.join([operand] * len(node.operands))} -> {' '.join(out)}"
+
+
+def repeated(node: Node) -> str | None:
+    if node.op != "aten.repeat_interleave.self_int":
+        return None
+    x = letters(len(node.operands[0].shape))
+    dim, repeats = node.arg("dim"), node.arg("repeats")
+    if dim is None or not isinstance(repeats, int):
+        return f"{' '.join(c + '!' for c in x)} -> {'z!'}"
+    dim %= len(x)
+    out = [f"({c} times={repeats}!)" if i == dim else c for i, c in enumerate(x)]
+    return spell(x, out)
+
+
+# --- Sizes ------------------------------------------------------------------------
+
+
+def piece_sizes(argument: str) -> Callable[[Node], Node]:
+    """An argument that says the extent of each piece, or of all."""
+
+    def change(node: Node) -> Node:
+        dim, given = node.arg("dim"), node.arg(argument)
+        extents = tuple(v.shape[dim] if v else 0 for v in node.outs)
+        pieces: Any = extents[0] if isinstance(given, int) else extents
+        return node.with_args(**{argument: pieces})
+
+    return change
+
+
+def length_of_copies(node: Node) -> Node:
+    """As many copies as they were; torch may have noted how long the result is."""
+    if node.arg("output_size") is None:
+        return node
+    return node.with_args(output_size=node.out.shape[node.arg("dim")])
+
+
+# --- Derivatives ------------------------------------------------------------------
+
+
+def reshape(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    return [tape.view("aten.reshape.default", dys[0], node.operands[0], node)]
+
+
+def transpose(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    return [tape.view(node.op, dys[0], node.operands[0], node, *node.args[1:])]
+
+
+def permute(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    dims = node.arg("dims")
+    order = [0] * len(dims)
+    for new, old in enumerate(dims):
+        order[old] = new
+    return [tape.view(node.op, dys[0], node.operands[0], node, tuple(order))]
+
+
+def split(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    pieces = []
+    for out, dy in zip(node.outs, dys, strict=True):
+        assert out is not None
+        pieces.append(dy if dy is not None else tape.zeros(out, node))
+    dim = node.arg("dim")
+    return [tape.emit("aten.cat.default", node.operands[0], node, tuple(pieces), dim)]
+
+
+def _order(name: str, heeds: str, examples: str, **declared: Any) -> Op:
+    given: Any = {"linear": "jointly", "view": "order", **declared}
+    return Op(f"aten.{name}", heeds, moved, examples, **given)
+
+
+OPS = (
+    Op(
+        "aten.reshape",
+        "self shape",
+        linear="jointly",
+        view="shape",
+        sizes=to_out("shape"),
+        derivative=reshape,
+        spelling=".reshape",
+    ),
+    _order(
+        "transpose",
+        "self dim0 dim1",
+        "int(x(a, b, c), -1, 0)",
+        form="int",
+        derivative=transpose,
+        spelling=".transpose",
+    ),
+    _order(
+        "permute",
+        "self dims",
+        "default(x(a, b, c), (2, 0, -2))",
+        derivative=permute,
+        spelling=".permute",
+    ),
+    _order("t", "self", "default(x(a, b))"),
+    _order("numpy_T", "self", "default(x(a, b))"),
+    _order("mT", "self", "default(x(a, b, c))"),
+    _order("adjoint", "self", "default(x(a, b, c))"),
+    _order(
+        "movedim",
+        "self source destination",
+        "int(x(a, b, c, d), -2, 0); intlist(x(a, b, c), (0, 1), (2, 0))",
+    ),
+    _order("moveaxis", "self source destination", "int(x(a, b, c), 0, -1)"),
+    _order("swapaxes", "self axis0 axis1", "default(x(a, b, c), 0, -1)"),
+    _order("swapdims", "self dim0 dim1", "default(x(a, b, c), 1, 2)"),
+    Op(
+        "aten.expand",
+        "self size",
+        expanded,
+        "default(x(a, 1, c), (d, a, b, -1))",
+        linear="jointly",
+        view="copies",
+        sizes=to_out("size"),
+        spelling=".expand",
+    ),
+    Op(
+        "aten.slice",
+        "self dim start end step",
+        changed_whole,
+        (
+            "Tensor(x(c, d), 1, 1, a); Tensor(x(c, d), 0, 0, 2**63 - 1); "
+            "Tensor(x(c, d), 1, 0, 2**63 - 1, 2)"
+        ),
+        linear="jointly",
+        view="part",
+    ),
+    Op(
+        "aten.select",
+        "self dim index",
+        selected,
+        "int(x(a, b, c), -1, 1)",
+        linear="jointly",
+        view="part",
+    ),
+    Op(
+        "aten.unbind",
+        "self dim",
+        selected,
+        "int(x(a, b, c)); int(x(a, b, c), -1)",
+        linear="jointly",
+        view="part",
+    ),
+    Op(
+        "aten.split",
+        "self split_size dim",
+        cut,
+        (
+            "Tensor(x(b, 3 * c), c, -1); Tensor(x(3 * c, b), c); "
+            "Tensor(x(b, 2 * c + 1), c, 1)"
+        ),
+        form="Tensor",
+        linear="jointly",
+        view="part",
+        sizes=piece_sizes("split_size"),
+        derivative=split,
+        spelling="torch.split",
+    ),
+    Op(
+        "aten.split_with_sizes",
+        "self split_sizes dim",
+        cut,
+        "default(x(b, 2 * c), (c, c), 1); default(x(b, c + d), (c, d), 1)",
+        linear="jointly",
+        view="part",
+        sizes=piece_sizes("split_sizes"),
+    ),
+    Op(
+        "aten.chunk",
+        "self chunks dim",
+        cut,
+        "default(x(b, 2 * c), 2, 1)",
+        linear="jointly",
+        view="part",
+        row_by_row=True,
+    ),
+    Op(
+        "aten.cat",
+        "tensors dim",
+        joined,
+        ("default((x(a, b), x(a, c)), -1); default((x(a, b), x(a, b), x(a, b)), 1)"),
+        linear="jointly",
+        spelling="torch.cat",
+    ),
+    Op(
+        "aten.stack",
+        "tensors dim",
+        stacked,
+        "default((x(a, b), x(a, b)), 1); default((x(a, b), x(a, b)), dim=-1)",
+        linear="jointly",
+    ),
+    Op(
+        "aten.pad",
+        "self pad mode value",
+        changed_whole,
+        "default(x(a, b, c), (1, 2, 0, 0)); default(x(a, b, c), (0, 0, 1, -1))",
+    ),
+    Op(
+        "aten.constant_pad_nd",
+        "self pad value",
+        changed_whole,
+        "default(x(a, b), (0, -1), 1.0)",
+    ),
+    Op(
+        "aten.repeat_interleave",
+        "self repeats dim output_size",
+        repeated,
+        "self_int(x(a, b, c), 3, dim=1); self_int(x(a, b), 2)",
+        sizes=length_of_copies,
+    ),
+    Op(
+        "aten.view_as_complex",
+        "self",
+        "... two! -> ...",
+        "default(x(a, b, 2))",
+        # Pairs must lie next to each other, which gradients of views do not.
+        spelling="torch.view_as_complex({0}.contiguous())",
+    ),
+    Op(
+        "aten.view_as_real",
+        "self",
+        "... -> ... two!",
+        "default(x(a, b, dtype=torch.complex64))",
+    ),
+    Op(
+        "aten.detach",
+        "self",
+        "pointwise",
+        linear="jointly",
+        view="same",
+        spelling=".detach",
+    ),
+)
