@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from passes.graph import Node, Value, show
+from passes.graph import Node, Value
 from passes.ops.attention import ATTENTION
 from passes.ops.op import is_view, op_of
 from passes.shard.ring import passed_round, ring_of
@@ -37,12 +37,11 @@ def signature(node: Node) -> str:
     """What the cost of a node depends on: `aten.add.Tensor(f32[4,8], f32[8])`."""
 
     def text(arg: object) -> str:
-        return arg.type if isinstance(arg, Value) else show(arg)
+        if isinstance(arg, tuple):
+            return f"[{', '.join(map(text, arg))}]"
+        return arg.type if isinstance(arg, Value) else str(arg)
 
-    parts = [
-        f"[{', '.join(map(text, a))}]" if isinstance(a, tuple) else text(a)
-        for a in node.args
-    ]
+    parts = [text(a) for a in node.args]
     parts += [f"{k}={text(v)}" for k, v in node.kwargs.items()]
     return f"{node.op}({', '.join(parts)})"
 

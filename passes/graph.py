@@ -18,21 +18,23 @@ from typing import Any
 
 import torch
 
+from passes.graph_text import (
+    SOURCE,
+    VALUE,
+    constant_text,
+    name_text,
+    op_text,
+    read_call,
+    read_name,
+    read_outs,
+    read_type,
+    type_text,
+)
+
+SOURCES = ("input", "param", "buffer", "const")
+
 # The number of a repeated layer in a module path; `+1` counts from a stage's first.
 LAYER = re.compile(r"(?:^|(?<=\.))(\+?\d+)(?=\.|$)")
-
-DTYPES = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.bool: "bool",
-}
 
 
 # Arguments of ops of our own: name -> place and default. `passes.ops` declares them.
@@ -62,8 +64,10 @@ class Value:
     @property
     def type(self) -> str:
         """`f32[4,16,48]`."""
-        name = DTYPES.get(self.dtype, str(self.dtype))
-        return f"{name}[{','.join(map(str, self.shape))}]"
+        return type_text(self.shape, self.dtype)
+
+    def __str__(self) -> str:
+        return name_text(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,12 @@ class Where:
         """`transformer.h.3` of `transformer.h.3.attn.c_proj`; "" outside of layers."""
         match = LAYER.search(self.module)
         return self.module[: match.end()] if match else ""
+
+    @classmethod
+    def parse(cls, comment: str) -> Where:
+        """Reads what a printed node has behind it."""
+        source, _, module = comment.partition("  ")
+        return cls(module, source)
 
     def __str__(self) -> str:
         return "  ".join(part for part in (self.source, self.module) if part)
@@ -159,10 +169,11 @@ class Node:
         return Node(self.op, args, kwargs, self.outs, self.where)
 
     def __str__(self) -> str:
-        outs = ", ".join("_" if v is None else f"%{v.name}" for v in self.outs)
+        outs = ", ".join("_" if v is None else str(v) for v in self.outs)
         parts = [show(a) for a in self.args]
         parts += [f"{k}={show(v)}" for k, v in self.kwargs.items()]
-        return f"{outs} = {short(self.op)}({', '.join(parts)})"
+        call = f"{op_text(self.op)}({', '.join(parts)})"
+        return f"{outs} = {call}" if outs else call
 
 
 @dataclass(frozen=True)
@@ -220,15 +231,68 @@ class Graph:
         return self
 
     def __str__(self) -> str:
-        lines = [f"input  %{v.name}  {v.type}" for v in self.inputs]
-        lines += [f"param  %{v.name}  {v.type}" for v in self.params]
-        lines += [f"buffer %{v.name}  {v.type}" for v in self.buffers]
-        lines += [f"const  %{v.name}  {v.type}" for v in self.constants]
+        return self.text()
+
+    def text(self, note: Callable[[Value], str] | None = None) -> str:
+        """Prints as `passes.graph_text` says. note: of each value, if there is any."""
+
+        def typed(v: Value, gap: str) -> str:
+            return v.type + (gap + note(v) if note else "")
+
+        groups = self.inputs, self.params, self.buffers, self.constants
+        lines = [
+            f"{word:6} {v}  {typed(v, '  ')}"
+            for word, group in zip(SOURCES, groups, strict=True)
+            for v in group
+        ]
         for node in self.nodes:
-            types = ", ".join(v.type for v in node.results)
-            lines.append(f"{types:24} {node}  # {node.where}".rstrip(" #"))
-        lines.append("return " + ", ".join(f"%{v.name}" for v in self.outputs))
+            types = ", ".join(typed(v, " ") for v in node.results)
+            place = f"{node.where.source}  {node.where.module}".rstrip()
+            lines.append(f"{types:24} {node}" + (f"  # {place}" if place else ""))
+        lines.append(f"return {', '.join(map(str, self.outputs))}".rstrip())
         return "\n".join(lines)
+
+    @classmethod
+    def parse(cls, text: str) -> Graph:
+        """Reads what `text` prints, without its notes. Raises: InvalidGraph."""
+        return cls.parse_noted(text)[0]
+
+    @classmethod
+    def parse_noted(cls, text: str) -> tuple[Graph, dict[str, str]]:
+        """Reads what `text` prints, and its notes, by the names of values."""
+        sources: dict[str, list[Value]] = {word: [] for word in SOURCES}
+        values: dict[str, Value] = {}
+        notes: dict[str, str] = {}
+        nodes: list[Node] = []
+        outputs: tuple[Value, ...] = ()
+
+        def made(name: str, of_type: str, note: str) -> Value:
+            values[name] = Value(name, *read_type(of_type))
+            notes.update({name: note} if note else {})
+            return values[name]
+
+        for line in filter(None, map(str.strip, text.splitlines())):
+            try:
+                if match := SOURCE.fullmatch(line):
+                    word, name, of_type, note = match.groups("")
+                    sources[word].append(made(read_name(name), of_type, note))
+                elif line.partition(" ")[0] == "return":
+                    names = re.findall(VALUE, line)
+                    outputs = tuple(values[read_name(name)] for name in names)
+                elif not line.startswith("#"):
+                    types, names_of_outs, call = read_outs(line)
+                    op, args, kwargs, comment = read_call(call, values)
+                    own = iter(types)
+                    outs = tuple(
+                        None if name is None else made(name, *next(own))
+                        for name in names_of_outs
+                    )
+                    nodes.append(Node(op, args, kwargs, outs, Where.parse(comment)))
+            except (KeyError, SyntaxError, ValueError, StopIteration) as error:
+                raise InvalidGraph(f"{line!r} cannot be read: {error!r}") from error
+        inputs, params, buffers, constants = map(tuple, sources.values())
+        found = cls(inputs, params, buffers, constants, tuple(nodes), outputs)
+        return found.verify(), notes
 
 
 def values_in(tree: Any) -> Iterator[Value]:
@@ -263,10 +327,10 @@ def map_values(change: Callable[[Value], Any], tree: Any) -> Any:
 def show(arg: Any) -> str:
     """An argument as printed in a node."""
     if isinstance(arg, Value):
-        return f"%{arg.name}"
+        return str(arg)
     if isinstance(arg, tuple | list):
         return f"[{', '.join(map(show, arg))}]"
-    return str(arg)
+    return constant_text(arg)
 
 
 def short(op: str) -> str:

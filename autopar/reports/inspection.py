@@ -18,7 +18,7 @@ from autopar.reports.sharing import share_table, shares
 from autopar.reports.tables import Table, count, ranges, seconds, size
 from autopar.runtime.execute.emitted import Message, Messages, sends_of, users_of
 from autopar.runtime.parameters.shards import local_shape
-from passes.graph import DTYPES
+from passes.graph_text import DTYPES
 from passes.program import ParameterSpec, Program, dtype_name
 from passes.schedule.check_schedule import peak_in_flight
 from passes.schedule.footprint import Communication

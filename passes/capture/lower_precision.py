@@ -20,7 +20,6 @@ from passes.capture.one_dtype import EQUAL
 from passes.capture.trace import Traced
 from passes.errors import CaptureError
 from passes.graph import (
-    DTYPES,
     Builder,
     Graph,
     Node,
@@ -30,6 +29,7 @@ from passes.graph import (
     prune,
     resolve,
 )
+from passes.graph_text import DTYPES
 
 CAST = "aten.to.dtype"
 # Op -> how many of its operands are cast, None: all. A mask of attention need not be.

@@ -86,13 +86,7 @@ class Named:
         return self
 
     def __str__(self) -> str:
-        lines = [
-            f"{v.type:20} %{v.name}  {self.pattern(v)}" for v in self.graph.sources
-        ]
-        for node in self.graph.nodes:
-            dims = ", ".join(self.pattern(v) for v in node.results)
-            lines.append(f"{dims:44} {node}")
-        return "\n".join(lines)
+        return self.graph.text(self.pattern)
 
 
 def pattern(dims: Dims) -> str:

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
 
-from passes.graph import DTYPES, Node
+from passes.graph import Node
+from passes.graph_text import DTYPES
 from passes.schedule.messages import AHEAD, prefetched_receives, send_completions, sizes
 from passes.schedule.schedule import Action, Kind, Schedule
 from passes.shard.collectives import bytes_of, collective, given

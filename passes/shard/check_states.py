@@ -11,9 +11,12 @@ part of the work, and sends back its own part of a gradient: no operand is R.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import prod
 
-from passes.graph import Graph, Node, Value
+from passes.dims.name_dims import Dims
+from passes.graph import Graph, InvalidGraph, Node, Value
 from passes.mesh import as_axes
+from passes.plan import Plan
 from passes.shard.collectives import ROUTED
 from passes.shard.resharding import MAX, TABLE, P, R, S, V, kind
 from passes.shard.sharding import Sharding
@@ -41,6 +44,33 @@ def check_states(
         for axis in axes:
             if problem := _problem(node, axis, shardings, flows):
                 raise AssertionError(f"{node}: {problem} on axis '{axis}'")
+
+
+def check_shardings(
+    graph: Graph,
+    dims: Mapping[str, Dims],
+    shardings: Mapping[str, Sharding],
+    plan: Plan,
+) -> None:
+    """Checks that every value has a sharding, which fits its dims and the plan's axes.
+
+    Raises: InvalidGraph.
+    """
+    for v in (*graph.sources, *(v for node in graph.nodes for v in node.results)):
+        check_sharding(v, dims[v.name], shardings[v.name], plan)
+
+
+def check_sharding(v: Value, dims: Dims, lies: Sharding, plan: Plan) -> None:
+    """Checks one value's. Raises: InvalidGraph."""
+    shape = tuple(prod(d.size for d in factors) for factors in dims)
+    if shape != v.shape:
+        raise InvalidGraph(f"{v} is {v.type}, and its dims are {shape}")
+    if [len(own) for own in lies.slots] != [len(own) for own in dims]:
+        raise InvalidGraph(f"{v} has other dims than its sharding {lies.slots}")
+    split = [axis for own in lies.slots for axes in own for axis in axes]
+    used = [*split, *(axis for axis, _ in lies.pending), *lies.varying]
+    if len(set(split)) < len(split) or not set(used) <= set(plan.axes):
+        raise InvalidGraph(f"{v} {lies.exact_text(dims)}, on axes {plan.axes}")
 
 
 def _problem(

@@ -22,7 +22,7 @@ from passes.mesh import TIME
 from passes.ops.experts import COMBINE, DISPATCH
 from passes.plan import Plan
 from passes.shard.before_copies import VIEWS, before_view
-from passes.shard.check_states import check_states
+from passes.shard.check_states import check_shardings, check_states
 from passes.shard.emit_resharding import ReshardEmitter
 from passes.shard.join_moves import join_moves
 from passes.shard.propagate import Sharded
@@ -48,11 +48,12 @@ class Lowered:
     ahead: frozenset[str]
 
     def text(self, value: Value) -> str:
-        """`f32[8,16,48] [batch/dp, seq/tp, embed]`, the shape being global."""
-        return self.shardings[value.name].text(self.dims[value.name])
+        """`[batch/dp, seq/tp, embed]`, the shape being global."""
+        return self.shardings[value.name].exact_text(self.dims[value.name])
 
     def verify(self) -> Lowered:
         self.graph.verify()
+        check_shardings(self.graph, self.dims, self.shardings, self.plan)
         for v in self.graph.outputs:
             split = self.shardings[v.name].place(TIME)
             assert split is None, f"the output %{v.name} is split over microbatches"
@@ -61,11 +62,7 @@ class Lowered:
         return self
 
     def __str__(self) -> str:
-        lines = []
-        for node in self.graph.nodes:
-            outs = ", ".join(self.text(v) for v in node.results)
-            lines.append(f"{outs:44} {node}")
-        return "\n".join(lines)
+        return self.graph.text(self.text)
 
 
 def insert_collectives(sharded: Sharded) -> Lowered:

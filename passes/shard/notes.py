@@ -13,7 +13,8 @@ import torch
 
 from passes.dims.name_dims import Factor
 from passes.dims.origins import Origin
-from passes.graph import DTYPES, Node, Value
+from passes.graph import Node, Value
+from passes.graph_text import DTYPES
 from passes.mesh import TIME
 from passes.ops.op import op_of
 from passes.shard.propagate import Sharded

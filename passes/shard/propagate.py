@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 from passes.dims.name_dims import Factor, Named
 from passes.dims.origins import Origin, find_differentiable
-from passes.graph import Graph, Node, Value
+from passes.graph import Graph, InvalidGraph, Node, Value
 from passes.mesh import TIME
 from passes.ops.linearity import is_jointly_linear
 from passes.plan import Plan
 from passes.shard.allowed import PASS, Allowed, Label, made_state, needed_state
+from passes.shard.check_states import check_sharding, check_shardings
 from passes.shard.hints import Pins, read_hints
 from passes.shard.labels import given_factor, read_labels
 from passes.shard.preference import RING, ROUTED, WEIGHTS, Preference
@@ -49,14 +50,23 @@ class Sharded:
         return self.named.graph
 
     def text(self, value: Value) -> str:
-        return self.states[value.name].text(self.named.dims[value.name])
+        return self.states[value.name].exact_text(self.named.dims[value.name])
+
+    def verify(self) -> Sharded:
+        """Check that what is said of each value and node fits what it is."""
+        self.graph.verify()
+        self.named.verify()
+        check_shardings(self.graph, self.named.dims, self.states, self.plan)
+        rows = zip(self.graph.nodes, self.needs, self.labels, strict=True)
+        for node, needs, labels in rows:
+            for v, need in zip(node.operands, needs, strict=True):
+                check_sharding(v, self.named.dims[v.name], need, self.plan)
+            if set(labels) != set(self.plan.axes):
+                raise InvalidGraph(f"{node} has labels for {sorted(labels)}")
+        return self
 
     def __str__(self) -> str:
-        lines = [f"{self.text(v):44} %{v.name}" for v in self.graph.sources]
-        for node in self.graph.nodes:
-            outs = ", ".join(self.text(v) for v in node.results)
-            lines.append(f"{outs:44} {node}")
-        return "\n".join(lines)
+        return self.graph.text(self.text)
 
 
 def propagate(named: Named, plan: Plan) -> Sharded:

@@ -10,11 +10,13 @@ On each axis a value is in one of four states:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from passes.dims.name_dims import Dims
+from passes.graph_text import name_text, read_name
 from passes.mesh import balanced
 from passes.shard.resharding import MAX, P, R, State, V
 
@@ -139,6 +141,35 @@ class Sharding:
         for axis, op in self.pending:
             text += f" +{axis}" if op == "sum" else f" {op}:{axis}"
         return f"{text} by expert" if self.route else text
+
+    def exact_text(self, dims: Dims) -> str:
+        """As `text`, with all that `parse` reads: `[embed] ~dp`, which varies on dp;
+        `[tokens/ep] by %expert of 8 on ep`."""
+        text = self.text(dims)
+        if (route := self.route) is not None:
+            whose = f"{name_text(route.expert)} of {route.experts} on {route.axis}"
+            text = f"{text.removesuffix('expert')}{whose}"
+        return text + "".join(f" ~{axis}" for axis in sorted(self.varying))
+
+    @classmethod
+    def parse(cls, text: str) -> Sharding:
+        """Reads what `exact_text` prints."""
+        inner, _, more = text[1:].partition("]")
+        dims = re.findall(r"\([^)]*\)|[^,\s]+", inner)
+        slots = tuple(
+            tuple(tuple(dim.split("/")[1:]) for dim in factors.strip("()").split())
+            if factors != "1"
+            else ()
+            for factors in dims
+        )
+        route = re.search(r"by (%\S+) of (\d+) on (\w+)", more)
+        pending = re.findall(r" (\+|max:)(\w+)", more)
+        return cls(
+            slots,
+            tuple((axis, "sum" if op == "+" else "max") for op, axis in pending),
+            frozenset(re.findall(r" ~(\w+)", more)),
+            route and Route(route[3], read_name(route[1]), int(route[2])),
+        )
 
 
 def local_extent(

@@ -20,7 +20,7 @@ from torch import Tensor
 from autopar.runtime.comm.comm import Comm, CommError
 from autopar.runtime.comm.scheduler import CooperativeScheduler, Stopped
 from autopar.runtime.comm.work import Arrived, Work, sum_in_order
-from passes.graph import DTYPES
+from passes.graph_text import DTYPES
 from passes.mesh import Mesh
 
 T = TypeVar("T")

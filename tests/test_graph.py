@@ -1,0 +1,3 @@
+"""Graphs print, and what they print is read again."""
+
+from __future__ import annotations
