@@ -2,6 +2,7 @@
 
 Environment:
     AUTOPAR_DUMP=directory   write each pass's text there (01-trace.txt ...)
+    AUTOPAR_CHECK=1          verify what each pass makes
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from autopar.profiler.stage_costs import stage_costs
 from autopar.proof.prove_program import prove_program
 from passes.cost import Costs
 from passes.errors import AutoparError
-from passes.pipeline import compile_program
+from passes.pipeline import Made, Watch, check, compile_program
 from passes.plan import Plan
 from passes.program import Program
 
@@ -42,8 +43,8 @@ def compile_offline(
     Raises: AutoparError.
     """
     traced = capture_model(model, batch, loss_fn, plan.dtype)
-    dump = Dump.from_environment()
-    program = compile_program(traced, plan, costs or stage_costs, dump)
+    watch = watch_from_environment()
+    program = compile_program(traced, plan, costs or stage_costs, watch)
     if not prove:
         return program
     proof = prove_program(program, model, batch, traced, loss_fn)
@@ -76,17 +77,22 @@ class Dump:
                 fix="give a directory that can be written, or: unset AUTOPAR_DUMP",
             ) from None
 
-    def __call__(self, name: str, made: object) -> None:
+    def __call__(self, name: str, made: Made) -> None:
         self.count += 1
         suffix = "py" if name.startswith("emit") else "txt"
         path = self.directory / f"{self.count:02}-{name}.{suffix}"
         path.write_text(f"{made}\n")
 
-    @staticmethod
-    def from_environment() -> Callable[[str, object], None]:
-        directory = os.environ.get("AUTOPAR_DUMP")
-        return Dump(pathlib.Path(directory)) if directory else _nothing
 
+def watch_from_environment() -> Watch:
+    """Returns what is done with each pass's result, as the environment asks."""
+    directory = os.environ.get("AUTOPAR_DUMP")
+    watches: list[Watch] = [Dump(pathlib.Path(directory))] if directory else []
+    if os.environ.get("AUTOPAR_CHECK") == "1":
+        watches.append(check)
 
-def _nothing(name: str, made: object) -> None:
-    """No dump is asked for."""
+    def watch(name: str, made: Made) -> None:
+        for each in watches:
+            each(name, made)
+
+    return watch

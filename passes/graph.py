@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -233,8 +234,15 @@ class Graph:
     def __str__(self) -> str:
         return self.text()
 
-    def text(self, note: Callable[[Value], str] | None = None) -> str:
-        """Prints as `passes.graph_text` says. note: of each value, if there is any."""
+    def text(
+        self,
+        note: Callable[[Value], str] | None = None,
+        titles: Mapping[int, str] = MappingProxyType({}),
+        places: bool = True,
+    ) -> str:
+        """Prints as `passes.graph_text` says. note: of each value, if there is any.
+        titles: of what begins with a node, by its number. places: where nodes are from.
+        """
 
         def typed(v: Value, gap: str) -> str:
             return v.type + (gap + note(v) if note else "")
@@ -245,10 +253,13 @@ class Graph:
             for word, group in zip(SOURCES, groups, strict=True)
             for v in group
         ]
-        for node in self.nodes:
+        for i, node in enumerate(self.nodes):
+            lines += [f"# {titles[i]}"] if i in titles else []
             types = ", ".join(typed(v, " ") for v in node.results)
             place = f"{node.where.source}  {node.where.module}".rstrip()
-            lines.append(f"{types:24} {node}" + (f"  # {place}" if place else ""))
+            comment = f"  # {place}" if place and places else ""
+            lines.append(f"{types:24} {node}{comment}")
+        lines += [f"# {title}" for i, title in titles.items() if i >= len(self.nodes)]
         lines.append(f"return {', '.join(map(str, self.outputs))}".rstrip())
         return "\n".join(lines)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
 from math import gcd
+from typing import Protocol
 
 from passes.capture.lower_precision import lower_precision
 from passes.capture.normalize import normalize
@@ -40,12 +41,20 @@ from passes.shard.ring import ring_of
 from passes.shard.separable import reads_whole
 from passes.shard.sharding import local_extent
 from passes.stage.check_alike import check_alike
-from passes.stage.differentiate import differentiate
+from passes.stage.differentiate import finish, join
 from passes.stage.emit import emit
 from passes.stage.local_stage import LocalStage
 from passes.stage.split_stages import Stage, Staged, split_stages
 
-Watch = Callable[[str, object], None]
+
+class Verified(Protocol):
+    """What a pass makes."""
+
+    def verify(self) -> object: ...
+
+
+Made = Verified | str
+Watch = Callable[[str, Made], None]
 
 
 def compile_program(
@@ -86,6 +95,12 @@ def compile_program(
     modules = emit_modules(staged, watch)
     notes = (*group_note(named, asked, plan), *find_notes(sharded))
     return replace(assemble(staged, modules, notes, costs), ranges=ranges)
+
+
+def check(name: str, made: Made) -> None:
+    """A watch that verifies what each pass made. Raises: AssertionError."""
+    if not isinstance(made, str):  # an emitted module is proved by what it computes
+        made.verify()
 
 
 def check_sources(traced: Traced) -> None:
@@ -145,7 +160,7 @@ def emit_modules(
     known: dict[object, tuple[str, str, LocalStage]] = {}
     found = []
     for stage in staged.stages:
-        text = str(stage).partition("\n")[2]
+        text = stage.text()
         policies = stage_policies(stage, plan)
         keys: dict[str, str] = {}
         texts: dict[str, tuple[str, LocalStage]] = {}
@@ -157,7 +172,10 @@ def emit_modules(
             key = (text, shapes, *policies.items())
             if key not in known:
                 made = (plan.zero, halves, plan.scales_loss)
-                local = differentiate(stage, sizes, full, policies, *made)
+                joint = join(stage, sizes, full, *made)
+                watch("join", joint)
+                local = finish(joint, policies)
+                watch("finish", local)
                 module = emit(local, len(staged.stages))
                 digest = hashlib.sha256(module.encode()).hexdigest()[:16]
                 known[key] = (digest, module, local)

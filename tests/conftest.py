@@ -12,14 +12,18 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from passes.pipeline import check, compile_program
 from passes.stage.emit import emit
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """No test reads what was measured for the user, nor adds to it."""
+    """No test reads what was measured for the user, nor adds to it; each verifies what
+    passes make."""
     folder = tempfile.TemporaryDirectory(prefix="autopar-tests-")
     os.environ["XDG_CACHE_HOME"] = folder.name
+    os.environ["AUTOPAR_CHECK"] = "1"
     config.add_cleanup(folder.cleanup)
+    compile_program.__defaults__ = (check,)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

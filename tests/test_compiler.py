@@ -8,7 +8,7 @@ import torch
 import autopar
 from autopar.profiler.stage_costs import measure
 from examples.gpt import GPT, Config
-from passes.graph import Node, Value
+from passes.graph import Graph, Node, Value
 from passes.mesh import Mesh
 from passes.plan import Plan
 
@@ -52,8 +52,12 @@ def test_each_pass_is_dumped(tmp_path, monkeypatch) -> None:
         "insert_collectives.txt",
         "split_stages.txt",
     ]
-    assert len(names) == 8  # and the modules of the two stages
-    assert all(n.endswith(".py") for n in names[6:])
+    own = ["join.txt", "finish.txt"]  # of each of the two stages, and its module
+    stages = [n.partition("-")[2] for n in names[6:]]
+    assert [stages[:2], stages[3:5], len(stages)] == [own, own, 6]
+    assert stages[2].endswith(".py") and stages[5].endswith(".py")
+    for name in names[:5]:
+        Graph.parse((tmp_path / "dump" / name).read_text())
 
 
 def test_costs_are_measured_once(own_cache, measured) -> None:

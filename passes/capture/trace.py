@@ -53,6 +53,10 @@ class Traced:
         """Where a parameter lies in the model's own."""
         return self.parts.get(v.name) or Part(v.name, v.shape, (0,) * len(v.shape))
 
+    def verify(self) -> Traced:
+        self.graph.verify()
+        return self
+
     def __str__(self) -> str:
         return str(self.graph)
 

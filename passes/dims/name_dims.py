@@ -74,6 +74,7 @@ class Named:
         return pattern(self.dims[name])
 
     def verify(self) -> Named:
+        self.graph.verify()
         for v in [
             *self.graph.sources,
             *(o for n in self.graph.nodes for o in n.results),

@@ -99,7 +99,7 @@ class _Search:
         plan = self.plan
         fixed = {**choice, **plan.recompute_layers}
         policies = {own: fixed[layer] for own, layer in stage.layers.items()}
-        key = (str(stage).partition("\n")[2], *policies.items())
+        key = (stage.text(), *policies.items())
         if key not in self.known:
             sizes = {axis: plan.size(axis) for axis in plan.axes}
             first = dict.fromkeys((*sizes, *(axis for axis, _ in plan.mesh.axes)), 0)

@@ -10,9 +10,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from passes.graph import Builder, Node, Value
+from passes.graph import Builder, Graph, Node, Value
 from passes.mesh import TIME
 from passes.shard.rest import find_casts, find_gathered, gather_again, gradient_dtypes
+from passes.stage.check_stage import check_shapes
 from passes.stage.fuse import add_together, fuse_bias, spell_masks
 from passes.stage.local_stage import LocalStage
 from passes.stage.localize import Localizer
@@ -59,6 +60,30 @@ class Joint:
     halves: bool
     input_half: frozenset[str]
     taken: frozenset[str]
+
+    @property
+    def graph(self) -> Graph:
+        """Returns all parts as one: here the backward reads all of the forward."""
+        sources, grads = self.sources, tuple(self.grads.values())
+        once = (*self.setup, *self.prologue)
+        ends = (*sources["sends"], self.loss, *self.d_receives)
+        return Graph(
+            (*sources["inputs"], *sources["receives"], *filter(None, self.d_sends)),
+            sources["params"],
+            (*sources["buffers"], *grads),
+            sources["constants"],
+            (*once, *self.forward, *self.backward, *self.epilogue),
+            tuple(v for v in ends if v is not None),
+        )
+
+    def verify(self) -> Joint:
+        """Check that everything is made once, and before its use."""
+        graph = self.graph.verify()
+        check_shapes(graph.nodes, self.stage.dims, self.stage.shardings)
+        return self
+
+    def __str__(self) -> str:
+        return str(self.graph)
 
 
 def differentiate(

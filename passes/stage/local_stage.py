@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from passes.cost import flops
-from passes.graph import Node, Value
+from passes.graph import Graph, Node, Value
+from passes.stage.check_stage import check_parts, check_shapes, part_graphs
 from passes.stage.split_stages import Stage
 
 
@@ -42,6 +43,46 @@ class LocalStage:
     weight_half: tuple[Node, ...] | None
     kept: tuple[Value, ...]
     grads: Mapping[str, Value]
+
+    @property
+    def parts(self) -> dict[str, tuple[Node, ...]]:
+        return {
+            "setup": self.setup,
+            "prologue": self.prologue,
+            "forward": self.forward,
+            "backward": self.backward,
+            "weight half": self.weight_half or (),
+            "epilogue": self.epilogue,
+        }
+
+    @property
+    def graphs(self) -> list[tuple[str, Graph]]:
+        """Each part as a graph, see `passes.stage.check_stage`."""
+        ends = (*self.sends, *self.saved, *self.kept, self.loss, *self.d_receives)
+        return part_graphs(self.parts, self.params, filter(None, ends))
+
+    def verify(self) -> LocalStage:
+        """Check that each part reads what is there, and writes over what is its own."""
+        once = [v for n in (*self.setup, *self.prologue) for v in n.results]
+        held = (*self.params, *self.buffers, *self.constants, *self.inputs, *once)
+        received = tuple(filter(None, self.d_sends))
+        sums = (*self.grads.values(), *received)
+        readable = {
+            **dict.fromkeys(("setup", "prologue"), held),
+            "forward": (*held, *self.receives),
+            "backward": (*held, *sums, *self.saved),
+            "weight half": (*held, *self.grads.values(), *self.kept),
+            "epilogue": (*held, *self.grads.values()),
+        }
+        check_parts(self.graphs, readable, {v.name for v in sums})
+        check_shapes(self.nodes, self.stage.dims, self.stage.shardings)
+        return self
+
+    def __str__(self) -> str:
+        def note(v: Value) -> str:
+            return self.texts.get(v.name, "")
+
+        return "\n\n".join(f"# {name}\n{g.text(note)}" for name, g in self.graphs)
 
     @cached_property
     def texts(self) -> dict[str, str]:

@@ -66,36 +66,44 @@ class Stage:
         made = (n.results[0].name for n in self.forward if collective(n))
         return sum((self.costs.get(name, NOTHING) for name in made), NOTHING)
 
-    def text(self, v: Value) -> str:
-        return self.shardings[v.name].text(self.dims[v.name])
-
-    def verify(self) -> Stage:
-        """Names are unique, and everything is made, held or received before its use."""
+    @property
+    def graph(self) -> Graph:
+        """Returns all parts as one."""
         nodes = (*self.setup, *self.prologue, *self.forward)
         ends = self.sends + ((self.loss,) if self.loss else ())
         sources = (self.inputs + self.receives, self.params, self.buffers)
-        Graph(*sources, self.constants, nodes, ends).verify()
+        return Graph(*sources, self.constants, nodes, ends)
+
+    def verify(self) -> Stage:
+        """Names are unique, and everything is made, held or received before its use."""
+        self.graph.verify()
         return self
 
+    def text(self, places: bool = False) -> str:
+        """Prints all that an emitted module depends on, but for what is split how.
+        places: where nodes are from, too."""
+        sources = {v.name for v in (*self.receives, *self.params, *self.buffers)}
+        received = {v.name for v in self.receives}
+
+        def note(v: Value) -> str:
+            text = self.shardings[v.name].exact_text(self.dims[v.name])
+            text += "  received" if v.name in received else ""
+            trained = v.name in sources and v.name in self.differentiable
+            return text + ("  with gradient" if trained else "")
+
+        once = len(self.setup) + len(self.prologue)
+        titles = {0: "setup"} if self.setup else {}
+        titles |= {len(self.setup): "prologue"} if self.prologue else {}
+        titles |= {once: "forward", once + len(self.forward): self.ends}
+        return self.graph.text(note, titles, places)
+
+    @property
+    def ends(self) -> str:
+        """What its graph's outputs are."""
+        return "loss" if self.loss else "send"
+
     def __str__(self) -> str:
-        """All that an emitted module depends on, but for what is split how."""
-        lines = [f"stage {self.index} {{"]
-        sources = ("receive", self.receives), ("hold", self.params)
-        for word, values in (*sources, ("hold", self.buffers)):
-            for v in values:
-                mark = "  with gradient" if v.name in self.differentiable else ""
-                lines.append(f"  {word} %{v.name}  {v.type}  {self.text(v)}{mark}")
-        parts = ("setup", self.setup), ("prologue", self.prologue)
-        for name, nodes in (*parts, ("forward", self.forward)):
-            if nodes:
-                lines.append(f"  {name}")
-            for node in nodes:
-                outs = ", ".join(self.text(v) for v in node.results)
-                lines.append(f"    {outs:40} {node}")
-        lines += [f"  send %{v.name}  {v.type}  {self.text(v)}" for v in self.sends]
-        if self.loss:
-            lines.append(f"  loss %{self.loss.name}  {self.text(self.loss)}")
-        return "\n".join([*lines, "}"])
+        return f"# stage {self.index}\n{self.text(places=True)}"
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,11 @@ class Staged:
     lowered: Lowered
     plan: Plan
     stages: tuple[Stage, ...]
+
+    def verify(self) -> Staged:
+        for stage in self.stages:
+            stage.verify()
+        return self
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.stages))
