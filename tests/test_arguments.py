@@ -66,7 +66,8 @@ def test_an_argument_that_nobody_heeds_is_refused() -> None:
                 if argument.name in {*HEEDED[name].split(), *PLACEMENT}:
                     continue
                 node = Node(op, (), {argument.name: "odd"}, (), Where("", "gpt.py:7"))
-                with pytest.raises(CaptureError, match=f"{argument.name}=odd") as info:
+                shown = f"{argument.name}='odd'"
+                with pytest.raises(CaptureError, match=shown) as info:
                     refuse_unread(node)
                 assert info.value.source == "gpt.py:7"
                 refused.add(f"{name}.{argument.name}")
