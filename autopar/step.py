@@ -25,6 +25,7 @@ from autopar.planner.request import PlanRequest, plan_request
 from autopar.rank_step import RankStep
 from autopar.runtime.agreement.agreement import Agreement
 from autopar.runtime.agreement.first_rank import on_first_rank
+from autopar.runtime.agreement.roll_call import ANOTHER_SHAPE
 from autopar.runtime.agreement.validate import check_model, check_same
 from autopar.runtime.comm.host_comm import engine
 from autopar.runtime.execute.executor import Executor
@@ -165,7 +166,7 @@ class Step(RankStep):
         like = self.data.whole_like(batch) if local else batch
         executor = self._shapes.find(like)
         if executor is None and (shapes := self._shapes.new(self.program, like)):
-            self._agree()("build", {("shape", k): v for k, v in shapes.items()})
+            self._agree()(ANOTHER_SHAPE, {("shape", k): v for k, v in shapes.items()})
             executor = self._shapes.make(self._executor, like)
         if executor is not None and executor is not self._executor:
             executor.go_on_from(self._executor)

@@ -23,6 +23,7 @@ from autopar.runtime.comm.work import Meeting
 from passes.errors import AutoparError
 
 # What ranks do together, and how an error says it of one rank and of several.
+ANOTHER_SHAPE = "another shape"
 OPERATIONS = {
     "step": ("steps", "step"),
     "evaluate": ("evaluates", "evaluate"),
@@ -33,6 +34,7 @@ OPERATIONS = {
     "load": ("loads", "load"),
     "gather_for": ("prepares an optimizer", "prepare an optimizer"),
     "build": ("compiles", "compile"),
+    ANOTHER_SHAPE: ("has a batch of another shape", "have batches of another shape"),
 }
 
 Facts = Mapping[tuple[str, str], Any]
@@ -208,6 +210,12 @@ def check_operations(by_rank: Sequence[str]) -> None:
         ranks = [r for r, other in enumerate(by_rank) if other == operation]
         words = OPERATIONS[operation][len(ranks) > 1]
         parts.append(f"{ranks_text(ranks)} {words}")
+    if ANOTHER_SHAPE in by_rank:
+        raise RanksDisagree(
+            ", but ".join(parts),
+            fix="pass batches of the same shapes on all ranks; each loads as many "
+            "samples with step.sampler(dataset)",
+        )
     called = " and ".join(f"step.{o}()" for o in dict.fromkeys(by_rank) if o != "step")
     raise RanksDisagree(
         ", but ".join(parts),
