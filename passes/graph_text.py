@@ -43,7 +43,7 @@ QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 VALUE = rf"%(?:{NAME}|{QUOTED})"
 TOKEN = re.compile(rf"{QUOTED}|#.*|{VALUE}")
 TYPE = r"[\w.]+\[[\d,]*\]"
-SOURCE = re.compile(rf"(input|param|buffer|const) +({VALUE})  ({TYPE})(?:  (.*))?")
+SOURCE = re.compile(rf"(input|param|buffer|const) +({VALUE}) +({TYPE})(?: +(.*))?")
 OUT = rf"(?:{VALUE}|_)"
 NODE = re.compile(rf"([^%='\"]*?) *({OUT}(?:, {OUT})*) = (.*)")
 BETWEEN_TYPES = re.compile(rf", (?={TYPE}(?: |,|$))")

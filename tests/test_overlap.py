@@ -2,180 +2,185 @@
 
 from __future__ import annotations
 
-import torch
+from textwrap import dedent
 
-from passes.graph import Builder, Node, Value, Where
+from passes.graph import Builder, Graph
 from passes.stage.overlap import by_layer, gather_ahead, scatter_behind
 
-F32 = torch.float32
+SOURCES = "".join(
+    f"input %{name} {kind}[4]\n"
+    for kind, names in {"f32": "a b c0 x y e grad.a grad.b grad.c", "bf16": "h"}.items()
+    for name in names.split()
+)
 
 
-def value(name: str, *shape: int) -> Value:
-    return Value(name, shape or (4,), F32)
+def written(text: str) -> str:
+    """The nodes of a text as they print, without types and places."""
+    return "\n".join(map(str, Graph.parse(SOURCES + text).nodes))
 
 
-def op(kind: str, out: str | None, *operands: Value, layer: str = "") -> Node:
-    outs = (value(out),) if out else ()
-    return Node(kind, operands, {}, outs, Where(layer))
+def ahead(text: str, *given: str) -> str:
+    return _by_block(text, gather_ahead, given)
 
 
-def gather(out: str, x: Value, layer: str, axis: str = "dp") -> Node:
-    return Node("comm.all_gather", (x, axis, 0, None), {}, (value(out),), Where(layer))
+def behind(text: str, *keep: str) -> str:
+    return _by_block(text, scatter_behind, keep)
 
 
-def scatter(out: str, x: Value, layer: str, axis: str = "dp") -> Node:
-    return Node("comm.reduce_scatter", (x, axis, 0), {}, (value(out),), Where(layer))
+def _by_block(text: str, change, names: tuple[str, ...]) -> str:
+    graph = Graph.parse(SOURCES + text)
+    made = {v.name for node in graph.nodes for v in node.results}
+    builder = Builder(made | {v.name for v in graph.inputs})
+    nodes = change(list(graph.nodes), names, by_layer, builder)
+    return "\n".join(map(str, nodes))
 
 
-def add(name: str, x: Value) -> Node:
-    return op("autopar.add_", None, value(f"grad.{name}"), x)
-
-
-def lines(nodes: list[Node]) -> list[str]:
-    return [str(n).replace("comm.", "").replace("aten.", "") for n in nodes]
-
-
-def ahead(nodes: list[Node], *given: str) -> list[str]:
-    builder = Builder({v.name for n in nodes for v in (*n.operands, *n.results)})
-    return lines(gather_ahead(nodes, given, by_layer, builder))
-
-
-def behind(nodes: list[Node], *keep: str) -> list[str]:
-    builder = Builder({v.name for n in nodes for v in (*n.operands, *n.results)})
-    return lines(scatter_behind(nodes, keep, by_layer, builder))
-
-
-a, b, x, y = value("a"), value("b"), value("x"), value("y")
+def lines(text: str) -> str:
+    return dedent(text).strip()
 
 
 def test_a_block_comes_while_the_one_before_computes():
-    nodes = [
-        gather("a1", a, "h.0"),
-        op("mul", "y", x, value("a1")),
-        gather("b1", b, "h.0"),
-        op("mul", "z", y, value("b1")),
-        op("view", "c", value("c0")),
-        gather("c1", value("c"), "h.1"),
-        op("mul", "u", value("z"), value("c1")),
-    ]
-    assert ahead(nodes, "a", "b", "c0") == [
-        "%gathering = start_gather([%a, %b], dp, [0, 0], [None, None])",
-        "%a1, %b1 = wait(%gathering)",
-        "%c = view(%c0)",
-        "%gathering_1 = start_gather([%c], dp, [0], [None])",
-        "%y = mul(%x, %a1)",
-        "%z = mul(%y, %b1)",
-        "%c1 = wait(%gathering_1)",
-        "%u = mul(%z, %c1)",
-    ]
+    nodes = """
+        f32[4] %a1 = comm.all_gather(%a, 'dp', 0, None)  #   h.0
+        f32[4] %y1 = mul(%x, %a1)
+        f32[4] %b1 = comm.all_gather(%b, 'dp', 0, None)  #   h.0
+        f32[4] %z = mul(%y1, %b1)
+        f32[4] %c = view(%c0)
+        f32[4] %c1 = comm.all_gather(%c, 'dp', 0, None)  #   h.1
+        f32[4] %u = mul(%z, %c1)
+    """
+    assert ahead(nodes, "a", "b", "c0") == lines("""
+        %gathering = comm.start_gather([%a, %b], 'dp', [0, 0], [None, None])
+        %a1, %b1 = comm.wait(%gathering)
+        %c = view(%c0)
+        %gathering_1 = comm.start_gather([%c], 'dp', [0], [None])
+        %y1 = mul(%x, %a1)
+        %z = mul(%y1, %b1)
+        %c1 = comm.wait(%gathering_1)
+        %u = mul(%z, %c1)
+    """)
 
 
 def test_what_is_gathered_of_activations_stays():
-    nodes = [op("mul", "y", x, a), gather("y1", y, "h.0"), op("mul", "z", value("y1"))]
-    assert ahead(nodes, "a") == lines(nodes)
+    nodes = """
+        f32[4] %z = mul(%x, %a)
+        f32[4] %z1 = comm.all_gather(%z, 'dp', 0, None)  #   h.0
+        f32[4] %u = mul(%z1)
+    """
+    assert ahead(nodes, "a") == written(nodes)
 
 
 def test_a_parameter_split_over_two_axes_is_whole_in_two_messages():
-    nodes = [
-        gather("a1", a, "h.0", "cp"),
-        gather("a2", value("a1"), "h.0"),
-        gather("b1", b, "h.0", "cp"),
-        gather("b2", value("b1"), "h.0"),
-        op("mul", "y", value("a2"), value("b2")),
-    ]
-    assert ahead(nodes, "a", "b") == [
-        "%gathering = start_gather([%a, %b], cp, [0, 0], [None, None])",
-        "%a1, %b1 = wait(%gathering)",
-        "%gathering_1 = start_gather([%a1, %b1], dp, [0, 0], [None, None])",
-        "%a2, %b2 = wait(%gathering_1)",
-        "%y = mul(%a2, %b2)",
-    ]
+    nodes = """
+        f32[4] %a1 = comm.all_gather(%a, 'cp', 0, None)  #   h.0
+        f32[4] %a2 = comm.all_gather(%a1, 'dp', 0, None)  #   h.0
+        f32[4] %b1 = comm.all_gather(%b, 'cp', 0, None)  #   h.0
+        f32[4] %b2 = comm.all_gather(%b1, 'dp', 0, None)  #   h.0
+        f32[4] %z = mul(%a2, %b2)
+    """
+    assert ahead(nodes, "a", "b") == lines("""
+        %gathering = comm.start_gather([%a, %b], 'cp', [0, 0], [None, None])
+        %a1, %b1 = comm.wait(%gathering)
+        %gathering_1 = comm.start_gather([%a1, %b1], 'dp', [0, 0], [None, None])
+        %a2, %b2 = comm.wait(%gathering_1)
+        %z = mul(%a2, %b2)
+    """)
 
 
 def test_gradients_of_a_block_leave_while_the_next_one_computes():
-    nodes = [
-        op("mul", "d", x, y),
-        scatter("da", value("d"), "h.1"),
-        add("a", value("da")),
-        op("mul", "e", x, y),
-        scatter("db0", value("e"), "h.1"),
-        op("aten.reshape.default", "db", value("db0")),
-        add("b", value("db")),
-        op("mul", "f", x, y),
-        scatter("dc", value("f"), "h.0"),
-        add("c", value("dc")),
-    ]
-    assert behind(nodes) == [
-        "%d = mul(%x, %y)",
-        "%e = mul(%x, %y)",
-        "%scattering = start_scatter([%d, %e], dp, [0, 0])",
-        "%f = mul(%x, %y)",
-        "%da, %db0 = wait(%scattering)",
-        " = autopar.add_(%grad.a, %da)",
-        "%db = reshape(%db0)",
-        " = autopar.add_(%grad.b, %db)",
-        "%scattering_1 = start_scatter([%f], dp, [0])",
-        "%dc = wait(%scattering_1)",
-        " = autopar.add_(%grad.c, %dc)",
-    ]
+    nodes = """
+        f32[4] %d = mul(%x, %y)
+        f32[4] %da = comm.reduce_scatter(%d, 'dp', 0)  #   h.1
+        autopar.add_(%grad.a, %da)
+        f32[4] %f = mul(%x, %y)
+        f32[4] %db0 = comm.reduce_scatter(%f, 'dp', 0)  #   h.1
+        f32[4] %db = reshape(%db0)
+        autopar.add_(%grad.b, %db)
+        f32[4] %g = mul(%x, %y)
+        f32[4] %dc = comm.reduce_scatter(%g, 'dp', 0)  #   h.0
+        autopar.add_(%grad.c, %dc)
+    """
+    assert behind(nodes) == lines("""
+        %d = mul(%x, %y)
+        %f = mul(%x, %y)
+        %scattering = comm.start_scatter([%d, %f], 'dp', [0, 0])
+        %g = mul(%x, %y)
+        %da, %db0 = comm.wait(%scattering)
+        autopar.add_(%grad.a, %da)
+        %db = reshape(%db0)
+        autopar.add_(%grad.b, %db)
+        %scattering_1 = comm.start_scatter([%g], 'dp', [0])
+        %dc = comm.wait(%scattering_1)
+        autopar.add_(%grad.c, %dc)
+    """)
 
 
 def test_gradients_over_two_axes_leave_in_two_messages():
-    nodes = [
-        scatter("da1", x, "h.0"),
-        scatter("da2", value("da1"), "h.0", "cp"),
-        add("a", value("da2")),
-        scatter("db1", y, "h.0"),
-        scatter("db2", value("db1"), "h.0", "cp"),
-        add("b", value("db2")),
-    ]
-    assert behind(nodes) == [
-        "%scattering = start_scatter([%x, %y], dp, [0, 0])",
-        "%da1, %db1 = wait(%scattering)",
-        "%scattering_1 = start_scatter([%da1, %db1], cp, [0, 0])",
-        "%da2, %db2 = wait(%scattering_1)",
-        " = autopar.add_(%grad.a, %da2)",
-        " = autopar.add_(%grad.b, %db2)",
-    ]
+    nodes = """
+        f32[4] %da1 = comm.reduce_scatter(%x, 'dp', 0)  #   h.0
+        f32[4] %da2 = comm.reduce_scatter(%da1, 'cp', 0)  #   h.0
+        autopar.add_(%grad.a, %da2)
+        f32[4] %db1 = comm.reduce_scatter(%y, 'dp', 0)  #   h.0
+        f32[4] %db2 = comm.reduce_scatter(%db1, 'cp', 0)  #   h.0
+        autopar.add_(%grad.b, %db2)
+    """
+    assert behind(nodes) == lines("""
+        %scattering = comm.start_scatter([%x, %y], 'dp', [0, 0])
+        %da1, %db1 = comm.wait(%scattering)
+        %scattering_1 = comm.start_scatter([%da1, %db1], 'cp', [0, 0])
+        %da2, %db2 = comm.wait(%scattering_1)
+        autopar.add_(%grad.a, %da2)
+        autopar.add_(%grad.b, %db2)
+    """)
 
 
 def test_a_share_that_is_read_otherwise_is_there_at_once():
-    view = op("aten.reshape.default", "z", value("da"))
-    nodes = [scatter("da", x, "h.0"), view, add("a", value("z"))]
-    assert behind(nodes, "z") == lines(nodes)
-    assert behind(nodes) != lines(nodes)
+    nodes = """
+        f32[4] %da = comm.reduce_scatter(%x, 'dp', 0)  #   h.0
+        f32[4] %z = reshape(%da)
+        autopar.add_(%grad.a, %z)
+    """
+    assert behind(nodes, "z") == written(nodes)
+    assert behind(nodes) != written(nodes)
 
 
 def test_what_is_computed_with_is_no_gradient_of_a_parameter():
     """Rows of activations, whose shares may lie in zigzag."""
-    nodes = [scatter("da", x, "h.0"), op("mul", "z", value("da")), add("a", value("z"))]
-    assert behind(nodes) == lines(nodes)
+    nodes = """
+        f32[4] %da = comm.reduce_scatter(%x, 'dp', 0)  #   h.0
+        f32[4] %z = mul(%da)
+        autopar.add_(%grad.a, %z)
+    """
+    assert behind(nodes) == written(nodes)
 
 
 def test_a_gradient_leaves_before_it_is_written_over():
-    nodes = [
-        op("mul", "d", x, y),
-        scatter("da", value("d"), "h.0"),
-        add("a", value("da")),
-        op("autopar.add_", None, value("d"), y),
-        op("mul", "z", value("d")),
-        scatter("db", value("e"), "h.0"),
-        add("b", value("db")),
-    ]
-    found = behind(nodes, "z")
-    start = found.index("%scattering = start_scatter([%d], dp, [0])")
-    assert start < found.index(" = autopar.add_(%d, %y)")
-    assert found.count("%scattering_1 = start_scatter([%e], dp, [0])") == 1
+    nodes = """
+        f32[4] %d = mul(%x, %y)
+        f32[4] %da = comm.reduce_scatter(%d, 'dp', 0)  #   h.0
+        autopar.add_(%grad.a, %da)
+        autopar.add_(%d, %y)
+        f32[4] %z = mul(%d)
+        f32[4] %db = comm.reduce_scatter(%e, 'dp', 0)  #   h.0
+        autopar.add_(%grad.b, %db)
+    """
+    found = behind(nodes, "z").splitlines()
+    start = found.index("%scattering = comm.start_scatter([%d], 'dp', [0])")
+    assert start < found.index("autopar.add_(%d, %y)")
+    assert found.count("%scattering_1 = comm.start_scatter([%e], 'dp', [0])") == 1
 
 
 def test_messages_are_of_one_dtype_and_axis():
-    half = Value("h", (4,), torch.bfloat16)
-    nodes = [gather("a1", a, ""), gather("b1", b, "", "tp")]
-    whole = Value("h1", (8,), torch.bfloat16)
-    nodes.append(Node("comm.all_gather", (half, "dp", 0, None), {}, (whole,)))
-    found = ahead([*nodes, op("mul", "y", value("a1"))], "a", "b", "h")
-    assert found[:3] == [
-        "%gathering = start_gather([%a], dp, [0], [None])",
-        "%gathering_1 = start_gather([%b], tp, [0], [None])",
-        "%gathering_2 = start_gather([%h], dp, [0], [None])",
-    ]
+    nodes = """
+        f32[4] %a1 = comm.all_gather(%a, 'dp', 0, None)
+        f32[4] %b1 = comm.all_gather(%b, 'tp', 0, None)
+        bf16[8] %h1 = comm.all_gather(%h, 'dp', 0, None)
+        f32[4] %z = mul(%a1)
+    """
+    assert ahead(nodes, "a", "b", "h").startswith(
+        lines("""
+        %gathering = comm.start_gather([%a], 'dp', [0], [None])
+        %gathering_1 = comm.start_gather([%b], 'tp', [0], [None])
+        %gathering_2 = comm.start_gather([%h], 'dp', [0], [None])
+    """)
+    )
