@@ -67,24 +67,33 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """`@pytest.mark.matrix(quick=4)`: of a test's many cases that many, spread evenly
-    over them, are quick; the others are slow. `@pytest.mark.nightly` runs if `-m` names
-    it."""
-    if "nightly" not in config.option.markexpr:
-        left = [item for item in items if item.get_closest_marker("nightly")]
-        if left:
-            config.hook.pytest_deselected(items=left)
-            known = set(left)
-            items[:] = [item for item in items if item not in known]
+    """`@pytest.mark.matrix(quick=4, daily=20)`: of a test's many cases so many, spread
+    evenly over them, are quick; so many, all if it is not given, are not nightly.
+    `@pytest.mark.nightly` runs if `-m` names it."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("matrix"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for found in cases.values():
-        marker = found[0].get_closest_marker("matrix")
+    for of_test in cases.values():
+        marker = of_test[0].get_closest_marker("matrix")
         assert marker is not None
-        quick = marker.kwargs["quick"]
-        stay = {round(i * (len(found) - 1) / max(1, quick - 1)) for i in range(quick)}
-        for i, item in enumerate(found):
-            if i not in stay:
+        daily = _spread(of_test, marker.kwargs.get("daily", len(of_test)))
+        quick = _spread(daily, marker.kwargs["quick"])
+        for item in of_test:
+            if item not in quick:
                 item.add_marker(pytest.mark.slow)
+            if item not in daily:
+                item.add_marker(pytest.mark.nightly)
+    if "nightly" not in config.option.markexpr:
+        left = {item for item in items if item.get_closest_marker("nightly")}
+        if left:
+            config.hook.pytest_deselected(items=[*left])
+            items[:] = [item for item in items if item not in left]
+
+
+def _spread(items: list[pytest.Item], n: int) -> list[pytest.Item]:
+    """n of the items, evenly; the first and the last among them."""
+    last = len(items) - 1
+    return [
+        items[i] for i in sorted({round(k * last / max(1, n - 1)) for k in range(n)})
+    ]

@@ -38,6 +38,7 @@ SPLITS = [
 ]
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize(("make", "mesh", "options", "most"), SPLITS)
 def test_boxes_of_owners_are_the_whole_and_no_more(make, mesh, options, most):
     """most: boxes of one shard; those of a fused weight are split inside of the 3."""

@@ -25,7 +25,7 @@ def options(method: str) -> dict[str, Any]:
     return {"split": split, "zigzag": ("cp",) if layout else ()}
 
 
-@pytest.mark.matrix(quick=8)
+@pytest.mark.matrix(quick=5)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("mesh, microbatches", MESHES)
 @pytest.mark.parametrize("build", [plain_gpt, gpt2, llama])
@@ -33,6 +33,7 @@ def test_loss_and_gradients_are_the_model_s(build, mesh, microbatches, method) -
     verify(build().double(), mesh, microbatches, method)
 
 
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("build", [gpt2, llama])
 def test_with_a_padding_mask_and_stages(build, method) -> None:

@@ -53,6 +53,7 @@ def step_on_meta(case: Case, mesh: str, microbatches: int, **options: Any) -> No
     run_virtual(program.mesh, microbatches, body, META)
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize(
     ("make", "mesh", "options"),
     [

@@ -286,6 +286,7 @@ block(
 )
 
 
+@pytest.mark.matrix(quick=8)
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize(
     "mesh", ["dp=2,tp=2", pytest.param("pp=2,tp=4", marks=pytest.mark.slow)]
@@ -298,7 +299,7 @@ def test_a_block_of_any_kind(name, mesh):
     verify(case.compile(mesh, 2), *case, tolerance=tolerance).check()
 
 
-@pytest.mark.matrix(quick=8)
+@pytest.mark.matrix(quick=4)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_of_any_kind_with_its_backward_in_halves(name):
     model = randomize(Stack(BLOCKS[name], layers=2))

@@ -37,7 +37,7 @@ LONG = """
 DRAWS = [seed for seed in range(264) if str(seed) not in LONG.split()]
 
 
-@pytest.mark.matrix(quick=4)
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("seed", DRAWS)
 def test_draw(seed: int) -> None:
     outcome(draw(seed))

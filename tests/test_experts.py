@@ -32,7 +32,7 @@ MESHES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.matrix(quick=6)
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize(("mesh", "microbatches", "options"), MESHES)
 def test_loss_and_gradients_are_the_model_s(mesh, microbatches, options, top_k) -> None:

@@ -65,6 +65,7 @@ def test_activation_bytes_are_those_of_a_run(mesh: str) -> None:
         assert backward == pytest.approx(predicted.backward_peak - before, rel=0.15)
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("mesh", ["pp=1", "pp=2"])
 def test_activation_bytes_in_halves_are_those_of_a_run(mesh: str) -> None:
     model, batch, program = compiled(mesh, schedule="zb-h1")

@@ -121,7 +121,7 @@ def case(*blocks: Callable[[], nn.Module]) -> Case:
     return Case(randomize(model), token_batch(BATCH, SEQ), loss).double()
 
 
-@pytest.mark.matrix(quick=1)
+@pytest.mark.matrix(quick=0)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_all_habits_in_one_model(mesh: str) -> None:
     case(*(block for _, block in cases())).verify(mesh, 2)

@@ -62,7 +62,7 @@ def drawn(costs: LabelCosts, seed: int) -> dict[str, str | None]:
     return found
 
 
-@pytest.mark.matrix(quick=4)
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("mesh", "axis"), [("tp=2", "tp"), ("cp=3", "cp"), ("dp=2,tp=2", "tp")]

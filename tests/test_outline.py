@@ -35,6 +35,7 @@ PLANS = {
 }
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_text_is_as_long_for_any_number_of_layers(plan: str) -> None:
     mesh, options = PLANS[plan]
@@ -70,6 +71,7 @@ CASES: dict[str, tuple[Callable[[], Case], str, dict[str, object]]] = {
 }
 
 
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("name", CASES)
 def test_it_computes_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     build, mesh, options = CASES[name]

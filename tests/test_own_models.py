@@ -246,7 +246,7 @@ def gathered(program: Program) -> int:
 MESHES = ("pp=2,tp=2", "dp=2,tp=2")
 
 
-@pytest.mark.matrix(quick=6)
+@pytest.mark.matrix(quick=2)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("attn", (Packed, Masked, Rotary, Einsums, Folded))
 def test_attention_of_any_spelling_is_split_by_heads(
@@ -305,6 +305,7 @@ def test_checkpointed_blocks_compile() -> None:
     one.verify("pp=2,tp=2", 2)
 
 
+@pytest.mark.matrix(quick=4)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("first", (False, True))
 @pytest.mark.parametrize("shape", ((SEQ,), (1, SEQ), (SAMPLES, SEQ)))

@@ -93,7 +93,7 @@ def of_whole_model(case, mesh: str, cuts: tuple[str, ...], **options) -> list[Ac
 
 
 @pytest.mark.slow
-@pytest.mark.matrix(quick=3)
+@pytest.mark.matrix(quick=0, daily=4)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("mesh", ["tp=2", "cp=2", "tp=1"])
 @pytest.mark.parametrize("build", [gpt2, llama])

@@ -67,7 +67,7 @@ CASES = [
 ]
 
 
-@pytest.mark.matrix(quick=8)
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "precision", "more"), CASES)
 def test_it_computes_what_the_model_computes_under_autocast(
     model, mesh, microbatches, precision, more

@@ -71,6 +71,7 @@ def prove(model: nn.Module, batch: dict[str, Tensor], program: Program):
 # --- the whole way -------------------------------------------------------------------
 
 
+@pytest.mark.matrix(quick=1)
 @pytest.mark.usefixtures("only_small")
 @pytest.mark.parametrize(
     ("mesh", "options"),
@@ -151,6 +152,7 @@ def changed(text: str, old: str, new: str) -> str:
     return before + new + after
 
 
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -540,6 +542,7 @@ def own_nothing(patch: pytest.MonkeyPatch) -> str:
     return "missing: .*up.bias"
 
 
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize(
     "mutant",
     [

@@ -138,6 +138,7 @@ MODELS = {
 }
 
 
+@pytest.mark.matrix(quick=3)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mesh", ["pp=2,tp=2", "pp=2,dp=2"])
 def test_what_several_stages_use(model, mesh):

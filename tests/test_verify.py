@@ -70,7 +70,7 @@ QUICK = [
 ]
 
 
-@pytest.mark.matrix(quick=21)
+@pytest.mark.matrix(quick=6)
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "options"), QUICK)
 def test_the_program_computes_what_the_model_computes(
     model, mesh, microbatches, options
@@ -86,6 +86,7 @@ def test_rows_that_attend_to_nothing_give_nothing(dropout):
     case._replace(batch=flipped).verify("pp=2,tp=2", 2)
 
 
+@pytest.mark.matrix(quick=0, daily=57)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mesh", meshes(8), ids=lambda m: "pp{}-dp{}-tp{}".format(*m))
@@ -113,6 +114,7 @@ def test_every_mesh_of_up_to_8_ranks(model, mesh):
 DIMS = ["batch", "seq", "heads", "kv_heads", "q_per_kv", "ffn", "vocab", "embed"]
 
 
+@pytest.mark.matrix(quick=0, daily=12)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(24))
 def test_any_preference_of_what_to_split_is_right(seed):

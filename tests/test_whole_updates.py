@@ -107,6 +107,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.matrix(quick=0, daily=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh", "options"), PLANS)
 def test_they_update_as_on_one_device(
