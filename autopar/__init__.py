@@ -18,6 +18,7 @@ with gc_paused():
     from autopar.compiler import compile_offline
     from autopar.runtime.parameters.by_element import by_element
     from autopar.step import Step, compile
+    from autopar.version import VERSION
     from passes.errors import AutoparError
     from passes.mesh import Mesh
     from passes.plan import Plan
@@ -35,4 +36,4 @@ __all__ = [
     "compile",
     "compile_offline",
 ]
-__version__ = "0.1.0"
+__version__ = VERSION

@@ -7,7 +7,6 @@ import gc
 import sys
 from collections.abc import Sequence
 
-import autopar
 from autopar.commands import (
     compile,
     demo,
@@ -21,6 +20,7 @@ from autopar.commands import (
     verify,
 )
 from autopar.commands.arguments import Parser
+from autopar.version import VERSION
 from passes.errors import AutoparError
 
 COMMANDS = (
@@ -58,9 +58,7 @@ def parser() -> Parser:
     top = Parser(
         prog="autopar", description="Parallel training of an unmodified PyTorch GPT."
     )
-    top.add_argument(
-        "--version", action="version", version=f"autopar {autopar.__version__}"
-    )
+    top.add_argument("--version", action="version", version=f"autopar {VERSION}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)

@@ -17,7 +17,7 @@ from torch import nn
 
 from autopar.capture.capture_model import capture_model
 from autopar.gc_paused import gc_paused
-from autopar.profiler.stage_costs import stage_costs
+from autopar.measure.stage_costs import stage_costs
 from autopar.proof.prove_program import prove_program
 from passes.cost import Costs
 from passes.errors import AutoparError

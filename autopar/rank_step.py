@@ -27,13 +27,13 @@ from autopar.checkpoints.state import (
 )
 from autopar.local_batches import DataRank
 from autopar.runtime.agreement.agreement import Agreement, digests
+from autopar.runtime.agreement.updates import Updates
 from autopar.runtime.agreement.validate import checked_batch
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.parameters.changed import Originals, check_trained
 from autopar.runtime.parameters.gradient_norm import checked_norm, clip_, is_owner
 from autopar.runtime.parameters.offload import Host
-from autopar.runtime.parameters.updates import Updates
 from autopar.runtime.parameters.whole_updates import WholeUpdates, beside
 from passes.errors import AutoparError
 from passes.program import Program

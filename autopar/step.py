@@ -127,7 +127,10 @@ class Step(RankStep):
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         given = None if device is None else read_device(device)
-        join(decided, timeout)
+        if isinstance(decided, Plan):
+            join(f"mesh '{decided.mesh}'", decided.mesh.size, timeout)
+        else:
+            join(f"cluster '{decided.cluster}'", decided.cluster.devices, timeout)
         super().__init__(given or default_device())
         self._model: nn.Module | None = model
         # A plan, or what one is chosen for once there is a batch.

@@ -24,7 +24,9 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))
 
 from autopar.options import LAYOUTS, make_plan
-from autopar.verify import Verification, VerificationFailed, verify
+from autopar.proof.ranks import VerificationFailed
+from autopar.proof.verification import Verification
+from autopar.verify import verify
 from passes.capture.trace import Traced, trace
 from passes.cost import Costs
 from passes.errors import AutoparError, CaptureError, LossNotSeparable, ShardingConflict

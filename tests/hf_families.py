@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from autopar.options import make_plan
-from autopar.verify import VerificationFailed, verify
+from autopar.proof.ranks import VerificationFailed
+from autopar.verify import verify
 from passes.capture.trace import trace
 from passes.cost import Costs
 from passes.errors import AutoparError

@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.planner.shorten import find_facts
+from autopar.capture.shorten import find_facts
+from autopar.proof.expected import TOLERANCE
 from autopar.proof.prove_program import prove_program
+from autopar.proof.verification import Verification
 from autopar.step import Step
-from autopar.verify import TOLERANCE, Verification, verify
+from autopar.verify import verify
 from examples import switch_gpt as switch
 from examples.gpt import GPT, Config
 from passes.capture.trace import Traced, trace

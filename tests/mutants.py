@@ -43,9 +43,10 @@ from autopar.proof.ranks import (
     root_mean_square,
     run_steps,
 )
+from autopar.proof.run_beside import prove
 from autopar.proof.small import Runnable, make_small, whole
+from autopar.proof.verification import Verification
 from autopar.reports.tables import Table
-from autopar.verify import Verification, prove
 from passes.mesh import TIME
 from passes.program import Program
 

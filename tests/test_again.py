@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from autopar.proof.again import SELECTING, Arithmetic, default_dtype
 from autopar.proof.differences import update_errors
+from autopar.proof.expected import TOLERANCE
 from autopar.proof.prove_program import prove_program
-from autopar.proof.ranks import FoundStep
+from autopar.proof.ranks import FoundStep, VerificationFailed
 from autopar.proof.update import Update, Updated
+from autopar.proof.verification import Verification
 from autopar.reports.proof import verification_data, verification_table
-from autopar.verify import TOLERANCE, Verification, VerificationFailed, verify
+from autopar.verify import verify
 
 
 class Cancelling(nn.Module):
@@ -126,7 +128,7 @@ OFF = "(lambda x: torch.relu(x - 1e-5 * (x.itemsize == 4)))("
 @pytest.mark.parametrize(("draws", "passes"), [((3,), False), ((3, 8, 32), True)])
 def test_a_unit_may_be_off_if_rounding_turns_it_off(draws, passes, monkeypatch):
     """Which hardly any draw may show."""
-    monkeypatch.setattr("autopar.verify.DRAWS", draws)
+    monkeypatch.setattr("autopar.proof.run_beside.DRAWS", draws)
     found = checked(Case(Kinked(), unit().batch), "aten.relu.default(", OFF)
     assert found.errors["on"] == 1.0 and found.passed == passes
 

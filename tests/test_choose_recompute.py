@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import gpt2, llama, plain_gpt
 
-from autopar.verify import run_all_ranks
+from autopar.proof.ranks import run_all_ranks
 from passes.plan import RECOMPUTE, Plan, PlanError
 from passes.program import Program
 from passes.schedule.cheapest import Option, cheapest

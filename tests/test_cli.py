@@ -17,7 +17,7 @@ from processes import ENVIRONMENT, output_of, rank_process, torchrun
 
 import autopar
 from autopar.cli import main
-from autopar.store import load_plan, save_plan
+from autopar.plans.store import load_plan, save_plan
 from autopar.verify import room_needed
 
 HF = (

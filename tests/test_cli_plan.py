@@ -18,12 +18,12 @@ from processes import torchrun
 from autopar.cli import main
 from autopar.machine.hardware import cluster_of
 from autopar.models.batches import with_samples
-from autopar.planner.plan_record import CHOSEN, STAGE, WHAT, PlanRecord, read_record
 from autopar.planner.planned import compiled_once, mesh_of, read_decided
 from autopar.planner.planner import find_plans, sketch
+from autopar.plans.plan_record import CHOSEN, STAGE, WHAT, PlanRecord, read_record
+from autopar.plans.store import load_plan
 from autopar.reports.explain import difference, explanation_data
 from autopar.reports.progress import Bar
-from autopar.store import load_plan
 from examples.gpt import tiny
 from passes.errors import AutoparError
 from passes.mesh import Mesh

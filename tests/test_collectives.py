@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 from models import Case, gpt2, plain_gpt
 
+from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.execute.executor import Executor
-from autopar.verify import local_parameters
 from passes.program import Program
 
 CALL = re.compile(r"= c\.(all_reduce|all_gather|reduce_scatter|all_to_all)\(")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.profiler.stage_costs import measure
+from autopar.measure.stage_costs import measure
 from examples.gpt import GPT, Config
 from passes.graph import Graph, Node, Value
 from passes.mesh import Mesh
@@ -36,7 +36,7 @@ def measured(monkeypatch) -> list[str]:
         found.append(node.op)
         return measure(node, *flows)
 
-    monkeypatch.setattr("autopar.profiler.stage_costs.measure", count)
+    monkeypatch.setattr("autopar.measure.stage_costs.measure", count)
     return found
 
 

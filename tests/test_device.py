@@ -16,10 +16,10 @@ from models import Case, gpt2, llama, mixture, plain_gpt, switch_gpt
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import RankError, run_virtual
 from autopar.runtime.execute.executor import Executor
-from autopar.verify import local_parameters
 
 META = torch.device("meta")
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from models import VOCAB, Case, plain_gpt
 
+from autopar.proof.differences import EVALUATED, NORM
+from autopar.proof.ranks import VerificationFailed
 from autopar.runtime.comm.virtual import RankError
-from autopar.verify import EVALUATED, NORM, VerificationFailed, verify
+from autopar.verify import verify
 from examples.gpt import GPT, Config, build
 from passes.program import Program
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from models import gpt2, plain_gpt
 
+from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.execute.executor import Executor
-from autopar.verify import local_parameters
 
 
 @pytest.mark.matrix(quick=4)

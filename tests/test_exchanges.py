@@ -12,11 +12,11 @@ from plans import BATCH, CONFIG, small_program
 from processes import run_ranks
 from schedules import SIZES, all_schedules, by_name, lowered, named
 
+from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm, CommError
 from autopar.runtime.comm.process_groups import ProcessComm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.execute.executor import Executor
-from autopar.verify import local_parameters
 from examples.gpt import build
 from passes.mesh import Mesh
 from passes.program import Program

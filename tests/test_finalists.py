@@ -12,7 +12,6 @@ import pytest
 from models import Case, plain_gpt
 
 from autopar.machine.hardware import cluster_of, with_memory
-from autopar.planner.plan_record import estimate_data
 from autopar.planner.planner import (
     Sketch,
     find_plans,
@@ -21,6 +20,7 @@ from autopar.planner.planner import (
     plan_of,
     sketch,
 )
+from autopar.plans.plan_record import estimate_data
 from autopar.reports.simulation import simulate_estimate
 from autopar.verify import verify
 from passes.cost import Costs

@@ -10,7 +10,7 @@ from plans import model_file, small_program
 
 from autopar.cli import main
 from autopar.models.load import ModelError, load_model
-from autopar.store import save_plan
+from autopar.plans.store import save_plan
 
 HEAD = "import torch\nfrom torch import nn\n"
 FACTORIES = {

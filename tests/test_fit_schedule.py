@@ -15,8 +15,8 @@ from models import plain_gpt
 from processes import run_ranks
 
 import autopar
+from autopar.proof.ranks import run_all_ranks
 from autopar.runtime.parameters.shards import take_shard
-from autopar.verify import run_all_ranks
 from passes.cost import Seconds
 from passes.read_program import read_program
 from passes.schedule.check_schedule import check

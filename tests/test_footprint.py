@@ -9,11 +9,11 @@ import torch.distributed as dist
 from processes import run_ranks
 
 import autopar
+from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm import process_groups
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.execute.executor import Executor
-from autopar.verify import local_parameters
 from examples.benchmarks.live_bytes import LiveBytes
 from examples.gpt import GPT, Config
 from passes.capture.trace import trace

@@ -25,11 +25,12 @@ from autopar.planner.planner import (
     sketch,
 )
 from autopar.planner.request import PlanRequest
+from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.kernels.sdpa import attention, attention_backward
-from autopar.verify import local_parameters, verify
+from autopar.verify import verify
 from examples.benchmarks.live_bytes import LiveBytes
 from passes.capture.normalize import normalize
 from passes.capture.trace import trace

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -13,6 +14,15 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = (
     "ops", "capture", "dims", "shard", "stage", "schedule", "price", "search", "proof"
 )  # fmt: skip
+# The rooms of `autopar`, and files that are one; the API and its own name come last.
+ROOMS = (
+    *("version", "gc_paused", "read_file", "units", "runtime.kernels", "runtime.comm"),
+    *("runtime.parameters", "runtime.agreement", "runtime.execute", "runtime.launch"),
+    *("machine", "options", "capture", "models", "local_batches", "checkpoints"),
+    *("rank_step", "measure", "proof", "verify", "compiler", "other_shapes", "plans"),
+    *("planner", "step", "training", "reports", "__init__", "commands", "cli"),
+    "__main__",
+)
 # What `passes` must not reach: processes, clocks, files, the environment, chance.
 EFFECTS = {
     "asyncio", "autopar", "concurrent", "datetime", "examples", "glob", "importlib",
@@ -86,6 +96,52 @@ def test_a_folder_of_passes_imports_those_before_it(folder: str) -> None:
     for path in sources(f"passes/{folder}"):
         assert folders_imported(path) <= before, path
     assert len(FOLDERS) == sum(p.is_dir() for p in (ROOT / "passes").glob("[a-z]*"))
+
+
+def module_of(path: Path) -> str:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return name.removesuffix(".__init__") if name.count(".") > 1 else name
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Modules of ours that a file imports when it runs, and not for its types alone."""
+    if isinstance(tree, ast.If) and ast.unparse(tree.test) == "TYPE_CHECKING":
+        return
+    if isinstance(tree, ast.ImportFrom) and tree.module:
+        for alias in tree.names:
+            full = f"{tree.module}.{alias.name}"
+            yield full if full in MODULES else tree.module
+    for child in ast.iter_child_nodes(tree):
+        yield from imported(child)
+
+
+OURS = (*sources("autopar"), *sources("passes"))
+MODULES = {module_of(path) for path in OURS}
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")[1:]
+    return ".".join(parts[:2] if parts[0] == "runtime" else parts[:1])
+
+
+def test_a_room_imports_those_before_it() -> None:
+    places = {room_of(module_of(path)) for path in sources("autopar")} - {"runtime"}
+    assert places == set(ROOMS)
+    for path in sources("autopar"):
+        names = {n for n in imported(parse(path)) if n.startswith("autopar.")}
+        used_rooms = {room_of(name) for name in names}
+        room = room_of(module_of(path))
+        if room != "runtime":
+            before = {"runtime", *ROOMS[: ROOMS.index(room) + 1]}
+            assert used_rooms <= before, (path, used_rooms - before)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = networkx.DiGraph()
+    for path in OURS:
+        names = MODULES.intersection(imported(parse(path)))
+        graph.add_edges_from((module_of(path), n) for n in names - {module_of(path)})
+    assert [*networkx.simple_cycles(graph)] == []
 
 
 @pytest.mark.parametrize("path", sources("passes"), ids=lambda path: path.name)

@@ -9,6 +9,7 @@ from math import prod
 import pytest
 from plans import BATCH, CONFIG, small_program
 
+from autopar.proof.ranks import local_parameters
 from autopar.reports.inspection import (
     communication_table,
     messages_of_a_step,
@@ -21,13 +22,13 @@ from autopar.reports.inspection import (
     timeline,
 )
 from autopar.reports.memory_table import memory_table
-from autopar.reports.tables import WIDTH, Table, count, ranges, seconds, size
+from autopar.reports.tables import WIDTH, Table, ranges
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.execute.emitted import InspectionError, listing, sends_of
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.running_stage import load_module
-from autopar.verify import local_parameters
+from autopar.units import count, seconds, size
 from examples.gpt import build
 from passes.mesh import MeshError
 from passes.schedule.simulate_schedule import grid

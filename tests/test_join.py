@@ -110,10 +110,8 @@ def tell():  # runs after what is registered later
 
 atexit.register(tell)
 from autopar.runtime.launch.join import join
-from passes.mesh import Mesh
-from passes.plan import Plan
 
-join(Plan(Mesh.parse("dp=2")), timedelta(seconds=60))
+join("mesh 'dp=2'", 2, timedelta(seconds=60))
 sys.stdout.write(f"alive: {dist.is_initialized()}\\n")
 """
 

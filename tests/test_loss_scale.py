@@ -9,12 +9,12 @@ import torch
 from models import Case, plain_gpt
 
 import autopar
+from autopar.proof.ranks import local_parameters, run_all_ranks
+from autopar.proof.reference import reference_step
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.loss_scale import INTERVAL, LossScale
-from autopar.training.reference import reference_step
-from autopar.verify import local_parameters, run_all_ranks
 from passes.errors import AutoparError
 
 

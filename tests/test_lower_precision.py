@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from models import Case, plain_gpt
 from torch import Tensor, nn
 
-from autopar.training.reference import reference_step
-from autopar.verify import run_all_ranks, verify
+from autopar.proof.ranks import run_all_ranks
+from autopar.proof.reference import reference_step
+from autopar.verify import verify
 from passes.capture.lower_precision import lower_precision
 from passes.capture.trace import Traced, trace
 from passes.errors import CaptureError

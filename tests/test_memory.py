@@ -11,9 +11,9 @@ from models import Case
 from processes import run_ranks
 from torch.optim import AdamW
 
+from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.process_groups import ProcessComm
 from autopar.runtime.execute.executor import Executor
-from autopar.verify import local_parameters
 from examples.benchmarks.live_bytes import LiveBytes
 from examples.gpt import GPT, Config
 from passes.program import Program

@@ -19,7 +19,7 @@ import pytest
 from plans import model_file, small_program
 
 from autopar.cli import main
-from autopar.store import save_plan
+from autopar.plans.store import save_plan
 
 DELETED = object()
 ODD = [None, -1, 0, 1.5, 1e308, 10**30, "", "x", "\udcff", [], {}, True, [[1]], DELETED]

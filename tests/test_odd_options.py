@@ -26,7 +26,7 @@ import autopar.cli
 from autopar.cli import main, parser
 from autopar.models.load import LoadedModel
 from autopar.options import OPTIONS, usual
-from autopar.store import save_plan
+from autopar.plans.store import save_plan
 from passes.errors import AutoparError
 from passes.ranges import RANGES
 

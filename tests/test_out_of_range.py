@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from models import Case, Stack, plain_gpt, randomize, token_batch
 from torch import Tensor
 
+from autopar.proof.ranks import run_all_ranks
 from autopar.runtime import kernels
 from autopar.runtime.comm.virtual import RankError
-from autopar.verify import run_all_ranks
 from passes.errors import IndexOutOfRange
 
 Batch = Mapping[str, Tensor]

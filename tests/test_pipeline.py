@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from models import VOCAB, Case, Stack, plain_gpt, randomize, token_batch
 from torch import Tensor, nn
 
-from autopar.verify import NORM
+from autopar.proof.differences import NORM
 from passes.errors import BatchError, CaptureError, LossNotSeparable
 
 MESHES = ["pp=2,tp=2", "dp=2,tp=2"]

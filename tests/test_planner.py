@@ -11,11 +11,11 @@ import pytest
 import torch
 from models import gpt2, llama, plain_gpt, switch_gpt
 
+from autopar.capture.shorten import find_layers, shortened
 from autopar.machine.hardware import cluster_of, with_memory
 from autopar.options import make_plan
 from autopar.planner.infeasible import Infeasible
 from autopar.planner.planner import Sketch, find_plans, plan_of, sketch
-from autopar.planner.shorten import find_layers, shortened
 from autopar.verify import verify
 from examples.gpt import GPT, Config
 from passes.capture.normalize import normalize

@@ -21,6 +21,9 @@ from torch import nn
 import autopar
 from autopar.cli import main
 from autopar.options import Options, make_plan
+from autopar.plans.store import load_plan
+from autopar.proof.ranks import VerificationFailed, local_parameters
+from autopar.proof.reference import reference_step
 from autopar.reports.inspection import (
     communication_table,
     messages_of_a_step,
@@ -30,9 +33,7 @@ from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.running_stage import Batch
-from autopar.store import load_plan
-from autopar.training.reference import reference_step
-from autopar.verify import VerificationFailed, local_parameters, verify
+from autopar.verify import verify
 from passes.plan import CONTEXT_PARALLEL, SPLIT, Plan, PlanError
 from passes.program import Program
 from passes.schedule.footprint import Communication

@@ -25,14 +25,14 @@ from autopar.machine.profile_file import (
     save_profile,
     usual_path,
 )
+from autopar.measure import ops as measure_ops
+from autopar.measure.compiled import measure_compiled
+from autopar.measure.messages import geometries, measure_messages
+from autopar.measure.ops import JobTimes, make_job, run_job
 from autopar.options import make_plan
+from autopar.planner.profile import Workload, alone
+from autopar.planner.profile import measure_ops as measure_ops_of
 from autopar.planner.request import plan_request
-from autopar.profiler import measure_ops
-from autopar.profiler.measure_compiled import measure_compiled
-from autopar.profiler.measure_messages import geometries, measure_messages
-from autopar.profiler.measure_ops import JobTimes, make_job, run_job
-from autopar.profiler.profile import Workload, alone
-from autopar.profiler.profile import measure_ops as measure_ops_of
 from passes.capture.normalize import normalize
 from passes.cost import Seconds, signature
 from passes.dims.name_dims import name_dims
@@ -262,9 +262,7 @@ def test_profile_then_plan_then_explain(tmp_path, capsys, monkeypatch) -> None:
     assert main(["profile", "--show"]) == 0
     assert capsys.readouterr().out.startswith("nothing was measured on this machine")
     small = [(256, 1e-3)]
-    monkeypatch.setattr(
-        "autopar.profiler.measure_update.SIZES", [bytes for bytes, _ in small]
-    )
+    monkeypatch.setattr("autopar.measure.update.SIZES", [bytes for bytes, _ in small])
     assert main(["profile", model, "--ranks", "1", "--samples", "2", "--json"]) == 0
     captured = capsys.readouterr()
     assert "2 samples: forward and backward" in captured.err
@@ -326,14 +324,14 @@ def test_backends_are_measured_by_turns_if_compiling_is_not_too_long(
     job = alone(Workload(model_file(tmp_path), seq=16, samples=2))
     assert "def blocks(" in job.text
     assert measure_compiled(job, CPU, 3, budget=0.0) is None
-    compiled = "autopar.profiler.measure_compiled.compile_functions"
+    compiled = "autopar.measure.compiled.compile_functions"
     monkeypatch.setattr(compiled, lambda module, text, kept: None)  # both as Python
     eager, inductor = measure_compiled(job, CPU, 3)
     assert 0.2 < eager / inductor < 5
 
 
 def test_what_does_not_fit_is_not_run(tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("autopar.profiler.profile.SHARE", 1e-9)
+    monkeypatch.setattr("autopar.planner.profile.SHARE", 1e-9)
     asked = Workload(model_file(tmp_path), samples=1)
     assert measure_ops_of(asked, CPU, lambda line: None) == {}
     assert "1 samples does not fit here: its ops are not measured" in caplog.text

@@ -22,14 +22,14 @@ from autopar import rank_step
 from autopar.checkpoints import checkpoint
 from autopar.cli import main
 from autopar.models.load import example_batch, load_model
+from autopar.plans.store import load_plan, save_plan
 from autopar.proof.full_size import check_full_size
 from autopar.proof.prove_program import NotProved, check_transfer, prove_program
 from autopar.proof.ranks import VerificationFailed
 from autopar.proof.small import make_small
 from autopar.rank_step import RankStep
+from autopar.runtime.agreement.updates import Updates
 from autopar.runtime.parameters import gradient_norm, shards
-from autopar.runtime.parameters.updates import Updates
-from autopar.store import load_plan, save_plan
 from examples.gpt import Config, build
 from passes.capture.trace import trace
 from passes.cost import Costs

@@ -10,11 +10,11 @@ import torch
 from models import Case, plain_gpt
 from torch import Tensor
 
+from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import Mismatch, run_virtual
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.running_stage import Batch
-from autopar.verify import local_parameters
 from passes.program import Program
 
 LEAVES = ("start_reduce_ranks_", "start_scatter")

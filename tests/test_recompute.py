@@ -18,7 +18,7 @@ from models import (
 )
 from torch import Tensor
 
-from autopar.verify import run_all_ranks
+from autopar.proof.ranks import run_all_ranks
 from passes.graph import InvalidGraph
 from passes.stage import differentiate
 

@@ -15,12 +15,12 @@ from test_step import check_trajectory
 from torch import Tensor
 
 from autopar.cli import main
+from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.process_groups import ProcessComm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.kernels import positions
-from autopar.verify import local_parameters
 from examples.benchmarks.live_bytes import LiveBytes
 from passes.errors import ShardingConflict
 from passes.mesh import Mesh, balanced

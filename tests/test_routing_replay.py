@@ -10,18 +10,14 @@ import torch
 from models import Case, mixture, switch_gpt
 
 from autopar.options import make_plan
+from autopar.proof.differences import CHOICES, find_errors
+from autopar.proof.ranks import VerificationFailed, run_all_ranks
+from autopar.proof.reference import reference_step
 from autopar.reports.proof import verification_table
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.routing_replay import Choosing, RoutingReplay
 from autopar.runtime.comm.virtual import run_virtual
-from autopar.training.reference import reference_step
-from autopar.verify import (
-    CHOICES,
-    VerificationFailed,
-    find_errors,
-    run_all_ranks,
-    verify,
-)
+from autopar.verify import verify
 from passes.cost import Costs
 from passes.errors import AutoparError
 from passes.mesh import Mesh

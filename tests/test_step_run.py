@@ -15,9 +15,9 @@ from plans import model_file, small_program
 from autopar.cli import main
 from autopar.machine.hardware import cluster_of
 from autopar.planner.planner import make_prices, sketch
+from autopar.plans.store import save_plan
 from autopar.reports.simulation import simulate_estimate, simulate_program
 from autopar.reports.trace_file import trace_data
-from autopar.store import save_plan
 from passes.mesh import Mesh
 from passes.price.candidate import Candidate
 from passes.price.estimate import Estimate

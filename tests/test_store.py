@@ -12,7 +12,7 @@ import torch
 from plans import small_program
 
 import autopar
-from autopar.store import PlanDirectoryError, load_plan, save_plan
+from autopar.plans.store import PlanDirectoryError, load_plan, save_plan
 
 ROOT = Path(__file__).parents[1]
 

@@ -13,7 +13,7 @@ from processes import run_ranks
 from torch import Tensor
 
 import autopar
-from autopar.training.reference import loss_of, reference_step
+from autopar.proof.reference import loss_of, reference_step
 from passes.mesh import Mesh
 
 RANKS, SEED = 4, 5

@@ -13,15 +13,15 @@ import torch
 from models import Case, gpt2, llama, opt, plain_gpt
 from torch import nn
 
-from autopar.training.reference import reference_step
-from autopar.verify import (
-    Verification,
+from autopar.proof.ranks import (
     VerificationFailed,
     assemble,
     relative_error,
     run_all_ranks,
-    verify,
 )
+from autopar.proof.reference import reference_step
+from autopar.proof.verification import Verification
+from autopar.verify import verify
 from passes.mesh import TIME
 
 MODELS = {"plain": plain_gpt, "gpt2": gpt2, "llama": llama}

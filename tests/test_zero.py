@@ -11,10 +11,11 @@ from test_step import check_trajectory
 from torch import nn
 
 from autopar.compiler import compile_offline
+from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.execute.executor import Executor
-from autopar.verify import local_parameters, verify
+from autopar.verify import verify
 from passes.cost import Costs
 from passes.dims.name_dims import Dim
 from passes.mesh import Mesh

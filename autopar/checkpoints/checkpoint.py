@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-import autopar
 from autopar.checkpoints import checkpoint_files as files
 from autopar.checkpoints.checkpoint_files import Manifest
 from autopar.checkpoints.dcp import (
@@ -64,6 +63,7 @@ from autopar.checkpoints.sole_writer import sole_writer
 from autopar.runtime.agreement.fail_together import on_all, on_first
 from autopar.runtime.agreement.validate import check_names
 from autopar.runtime.parameters.whole_updates import is_cut
+from autopar.version import VERSION
 from passes.ranges import check_range
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def save(
 
     def finish() -> Path:
         mesh = str(step.program.mesh)
-        made_by = (autopar.__version__, torch.__version__)
+        made_by = (VERSION, torch.__version__)
         manifest = Manifest(*made_by, count, mesh, tied, sums, made)
         files.write_manifest(folder, manifest)
         final = files.publish(folder)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.checkpoints.dcp import CheckpointError
-from autopar.runtime.parameters.updates import plain
+from autopar.runtime.agreement.updates import plain
 from autopar.runtime.parameters.whole_updates import WholeUpdates
 
 NAMES = ("params", "param_names")

@@ -8,9 +8,9 @@ from typing import Any
 
 from autopar.commands.arguments import add_json, path
 from autopar.commands.devices import add_devices, read_devices
-from autopar.planner.plan_record import read_record
 from autopar.planner.planned import read_decided
 from autopar.planner.reprice import as_priced, formulas, reprice
+from autopar.plans.plan_record import read_record
 from autopar.reports.explain import explanation, explanation_data
 from autopar.reports.label_table import label_table
 from autopar.reports.tables import Table

@@ -24,14 +24,14 @@ from autopar.models.load import LoadedModel, ModelError, load_model
 from autopar.options import OF_ALL, SEARCHED, options_of
 from autopar.planner.choose import SAMPLES
 from autopar.planner.label_found import label_found, open_to_labels
-from autopar.planner.plan_record import PlanRecord, estimate_data
 from autopar.planner.planned import batch_for, save_record
 from autopar.planner.planner import find_plans, plan_of, sketch
 from autopar.planner.request import PlanRequest, read_shape
+from autopar.plans.plan_record import PlanRecord, estimate_data
+from autopar.plans.store import checksum
 from autopar.reports.label_table import label_table
 from autopar.reports.plans import plans_table, precision_notes
 from autopar.reports.progress import Bar
-from autopar.store import checksum
 from passes.mesh import Mesh
 from passes.plan import Plan
 from passes.price.candidate import Candidate

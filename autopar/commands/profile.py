@@ -32,7 +32,7 @@ from autopar.machine.profile_file import (
 )
 from autopar.models.load import load_model
 from autopar.planner.choose import SAMPLES
-from autopar.profiler.profile import Workload, measure_here
+from autopar.planner.profile import Workload, measure_here
 from autopar.reports.measured import profile_report
 from autopar.runtime.launch.join import check_launch, choose_backend
 from autopar.runtime.launch.launch import launch, rank_threads

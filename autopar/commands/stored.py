@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from autopar.planner.planned import compiled
-from autopar.store import StoredPlan
+from autopar.plans.store import StoredPlan
 
 
 def load_stored(directory: Path) -> StoredPlan:

@@ -18,10 +18,10 @@ from autopar.machine.machine import host_memory
 from autopar.machine.profile_file import read_profile
 from autopar.models.batches import with_samples
 from autopar.models.load import load_model, random_batch
+from autopar.plans.store import COMPILED
 from autopar.reports.proof import verification_data, verification_table
 from autopar.runtime.agreement.validate import check_model
 from autopar.runtime.execute.inductor import Kept
-from autopar.store import COMPILED
 from autopar.training.run import vocab_of
 from autopar.verify import room_needed, verify
 

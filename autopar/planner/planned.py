@@ -3,7 +3,8 @@
     plan/plan.json        the decisions of the best plan
     plan/estimate.json    what was asked, and the best estimates: `autopar explain`
 
-Compiled into the same directory, it becomes one of `autopar.store`, estimate included.
+Compiled into the same directory, it becomes one of `autopar.plans.store`, estimate
+included.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ from torch import Tensor
 from autopar.compiler import compile_offline
 from autopar.models.batches import with_samples
 from autopar.models.load import LoadedModel, ModelError, example_batch, load_model
-from autopar.planner.plan_record import ESTIMATE, PlanRecord, read_record
-from autopar.read_file import read_text
-from autopar.store import (
+from autopar.plans.plan_record import ESTIMATE, PlanRecord, read_record
+from autopar.plans.store import (
     MANIFEST,
     PLAN,
     StoredPlan,
@@ -30,6 +30,7 @@ from autopar.store import (
     refuse_to_replace,
     save_plan,
 )
+from autopar.read_file import read_text
 from passes.errors import AutoparError
 from passes.mesh import Mesh
 from passes.plan import Plan, PlanError

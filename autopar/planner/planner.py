@@ -1,6 +1,6 @@
 """The planner: what a model's layers cost, and the best plan for a cluster.
 
-The model is captured with three of its layers only (`autopar.planner.shorten`), so that
+The model is captured with three of its layers only (`autopar.capture.shorten`), so that
 time and memory do not grow with its depth.
 """
 
@@ -15,10 +15,10 @@ from typing import Any
 from torch import nn
 
 from autopar.capture.capture_model import capture_model
+from autopar.capture.shorten import Layers, shortened
 from autopar.gc_paused import gc_paused
 from autopar.options import make_plan
 from autopar.planner.infeasible import infeasible, nothing_to_choose
-from autopar.planner.shorten import Layers, shortened
 from passes.capture.lower_precision import lower_precision
 from passes.capture.normalize import normalize
 from passes.dims.name_dims import Named, name_dims

@@ -107,7 +107,7 @@ def plan_request(
     mesh: axes of which all or some are decided, or their sizes alone, as (4, 2) or
     "4,2"; or devices, if it is what they may be. auto: also for a whole mesh, what it
     leaves open. devices: a number of them on this machine, as it was measured if it was
-    (see `autopar.profiler.profile`), a `Cluster`, or its text as `8xA100-80GB`.
+    (see `autopar.planner.profile`), a `Cluster`, or its text as `8xA100-80GB`.
     Raises: MeshError, ClusterError, PlanError.
     """
     if devices is None and _is_devices(mesh):

@@ -19,9 +19,9 @@ from autopar.proof.drawn import drawn_batch, drawn_weights, is_finite, with_valu
 from autopar.proof.errors import NOISE, root_mean_square
 from autopar.proof.in_double import tree_in_double
 from autopar.proof.ranks import FoundStep
+from autopar.proof.reference import OurDropout, reference_step
 from autopar.proof.update import Update
 from autopar.runtime.comm.routing_replay import Choosing, RoutingReplay
-from autopar.training.reference import OurDropout, reference_step
 from passes.capture.call_model import loss_of
 from passes.program import Program
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from autopar.planner.shorten import find_facts, without_index
+from autopar.capture.shorten import find_facts, without_index
 from passes.plan import Plan
 from passes.program import Program
 from passes.proof.shrink_plan import FewLayers, choose_layers, layer_number

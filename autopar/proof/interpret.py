@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autopar.proof.in_double import in_double, tree_in_double
-from autopar.training.reference import OurDropout
+from autopar.proof.reference import OurDropout
 from passes.capture.trace import Traced
 from passes.graph import Node, Value, resolve
 

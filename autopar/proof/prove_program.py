@@ -25,11 +25,11 @@ from autopar.proof.full_size import check_full_size
 from autopar.proof.in_double import program_in_double, tree_in_double
 from autopar.proof.interpret import run_graph
 from autopar.proof.ranks import FoundStep, VerificationFailed
+from autopar.proof.run_beside import prove as run_beside
 from autopar.proof.small import Runnable, make_small, whole
 from autopar.proof.update import update_whole
+from autopar.proof.verification import Verification
 from autopar.runtime.comm.comm import CommError
-from autopar.verify import Verification
-from autopar.verify import prove as run_beside
 from passes.capture.trace import Traced
 from passes.errors import AutoparError
 from passes.graph import Value

@@ -8,7 +8,8 @@ from typing import Any
 
 from autopar.checkpoints import checkpoint_files as files
 from autopar.checkpoints.open_checkpoint import held_by
-from autopar.reports.tables import Table, size
+from autopar.reports.tables import Table
+from autopar.units import size
 from passes.program import dtype_name
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from autopar.machine.measured_cluster import how_priced
-from autopar.planner.plan_record import PlanRecord, estimate_data
-from autopar.reports.tables import Table, count, ranges, seconds
+from autopar.plans.plan_record import PlanRecord, estimate_data
+from autopar.reports.tables import Table, ranges
+from autopar.units import count, seconds
 from passes.price.estimate import Estimate
 from passes.search.candidates import ALIKE
 

@@ -15,9 +15,10 @@ import torch
 from autopar.reports.label_table import label_table
 from autopar.reports.memory_table import memory_table
 from autopar.reports.sharing import share_table, shares
-from autopar.reports.tables import Table, count, ranges, seconds, size
+from autopar.reports.tables import Table, ranges
 from autopar.runtime.execute.emitted import Message, Messages, sends_of, users_of
 from autopar.runtime.parameters.shards import local_shape
+from autopar.units import count, seconds, size
 from passes.graph_text import DTYPES
 from passes.program import ParameterSpec, Program, dtype_name
 from passes.schedule.check_schedule import peak_in_flight

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import fields
 
-from autopar.reports.tables import Table, size
+from autopar.reports.tables import Table
+from autopar.units import size
 from passes.plan import RECOMPUTE
 from passes.program import Program
 from passes.schedule.memory import RankMemory

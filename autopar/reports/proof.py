@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from autopar.proof.verification import APART, AWAY, Verification
 from autopar.reports.tables import Table
-from autopar.verify import APART, AWAY, Verification
 
 AWAY_COLUMNS = ("without rounding", "of the model")
 ROOM = (

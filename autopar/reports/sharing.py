@@ -8,8 +8,9 @@ from math import prod
 
 import torch
 
-from autopar.reports.tables import Table, count, size
+from autopar.reports.tables import Table
 from autopar.runtime.parameters.shards import local_shape
+from autopar.units import count, size
 from passes.program import ParameterSpec, Program
 
 # Adam's two moments, of the parameter's own type.

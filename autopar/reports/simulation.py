@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from autopar.reports.inspection import messages_of_a_step
-from autopar.reports.tables import Table, count, seconds
+from autopar.reports.tables import Table
 from autopar.runtime.parameters.shards import local_shape
+from autopar.units import count, seconds
 from passes.mesh import Mesh
 from passes.price.cluster import Cluster, Device
 from passes.price.estimate import BEFORE, OPTIMIZER_TRAFFIC, Estimate, schedule_of

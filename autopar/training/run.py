@@ -17,12 +17,12 @@ from torch import Tensor, nn
 import autopar
 from autopar.models.load import LoadedModel, ModelError, load_model
 from autopar.planner.planned import compiled, compiled_once, mesh_of
+from autopar.plans.store import COMPILED, StoredPlan
+from autopar.proof.reference import reference_step
 from autopar.runtime.launch.join import check_launch, choose_backend
 from autopar.runtime.launch.watchdog import Watchdog, guarded
 from autopar.step import Step
-from autopar.store import COMPILED, StoredPlan
 from autopar.training.data import Data, open_data
-from autopar.training.reference import reference_step
 from autopar.training.resume import (
     check_saving,
     claimed,

@@ -212,7 +212,7 @@ def local(tensor: Tensor) -> Tensor:
 def ours(model: GPT, kept: Path, **options: object) -> Step:
     """The plan that the first start made and proved is taken by later ones."""
     import autopar  # only here: the peers' runs do without it
-    from autopar.store import load_plan, save_plan
+    from autopar.plans.store import load_plan, save_plan
 
     plan = kept / "plan"
     found = {"program": load_plan(plan).program} if plan.exists() else options

@@ -23,9 +23,9 @@ from autopar.runtime.agreement.roll_call import (
     others,
     ranks_text,
 )
+from autopar.runtime.agreement.updates import Updates, plain
 from autopar.runtime.agreement.validate import ModelMismatch
 from autopar.runtime.comm.comm import Comm
-from autopar.runtime.parameters.updates import Updates, plain
 from passes.errors import AutoparError, BatchError
 from passes.program import Program
 

@@ -42,11 +42,11 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-import autopar
 from autopar.gc_paused import gc_paused
 from autopar.runtime import kernels
 from autopar.runtime.comm import placement
 from autopar.runtime.kernels import for_inductor
+from autopar.version import VERSION
 
 LOG = logging.getLogger("autopar")
 # What the executor calls of a module, with tables and collectives.
@@ -356,7 +356,7 @@ class Kept:
 
 def _versions() -> dict[str, str]:
     return {
-        "autopar": autopar.__version__,
+        "autopar": VERSION,
         "torch": torch.__version__,
         "Python": platform.python_version(),
     }

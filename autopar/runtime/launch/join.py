@@ -11,11 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.planner.request import PlanRequest
 from autopar.read_file import EnvironmentVariableError, read_variable
 from autopar.runtime.agreement.arrivals import await_all
 from passes.mesh import MeshError
-from passes.plan import Plan
 from passes.ranges import RANKS, Range, shown
 
 COMPILE = "autopar.compile()"
@@ -40,16 +38,12 @@ def check_launch() -> tuple[int, int]:
     return rank, world
 
 
-def join(decided: Plan | PlanRequest, timeout: timedelta) -> None:
-    """Be one of the mesh's processes: those of torch.distributed, or of torchrun.
+def join(what: str, size: int, timeout: timedelta) -> None:
+    """Be one of so many processes: those of torch.distributed, or of torchrun.
 
-    The process leaves its groups when it ends.
+    what: has as many ranks. The process leaves its groups when it ends.
     Raises: MeshError if so many do not run, RanksDisagree if not all of them join.
     """
-    if isinstance(decided, Plan):
-        what, size = f"mesh '{decided.mesh}'", decided.mesh.size
-    else:
-        what, size = f"cluster '{decided.cluster}'", decided.cluster.devices
     if not dist.is_initialized() and size > 1 and "RANK" in os.environ:
         check_launch()
         store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))

@@ -12,10 +12,9 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any, NoReturn
 
-import autopar
 from passes.ranges import RANKS
 
-ROOT = Path(autopar.__file__).parents[1]  # of the checkout, or where we are installed
+ROOT = Path(__file__).parents[3]  # of the checkout, or where we are installed
 GRACE = 40  # seconds: torchrun itself waits up to 30 for ranks that it ends
 
 

@@ -2,7 +2,7 @@
 
 An op, forward and both halves of its backward (the gradients of activations, and of
 weights), is emitted and timed as a stage of its own, see
-`autopar.profiler.measure_ops`, on one thread, as torchrun starts its ranks. Results are
+`autopar.measure.ops`, on one thread, as torchrun starts its ranks. Results are
 kept in this machine's profile. What is too large to run here is estimated from the best
 of what was measured.
 """
@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 import torch
 
 from autopar.machine.profile_file import Profile, read_profile, save_profile
-from autopar.profiler.measure_ops import make_job, run_job
+from autopar.measure.ops import make_job, run_job
 from autopar.runtime.launch.join import default_device
 from passes.cost import Costs, Seconds, flops, signature, traffic
 from passes.dims.origins import find_differentiable

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.reports.tables import seconds
 from autopar.runtime.comm.fake_comm import FakeComm
 from autopar.runtime.execute.running_stage import load_module
+from autopar.units import seconds
 from passes.cost import flops, signature, traffic
 from passes.dims.origins import is_real_or_complex
 from passes.graph import Node, Value

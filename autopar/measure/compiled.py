@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autopar.profiler.measure_ops import Job, Running, clock_of
+from autopar.measure.ops import Job, Running, clock_of
 from autopar.runtime.execute.executor import load_module
 from autopar.runtime.execute.inductor import Kept, compile_functions
 

@@ -6,7 +6,7 @@ from statistics import median
 
 import torch
 
-from autopar.profiler.measure_ops import clock_of
+from autopar.measure.ops import clock_of
 from passes.price.measured import Point
 
 # Bytes of a parameter, by powers of eight; the largest no longer fit into caches.

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-import autopar
-from autopar.planner.plan_record import ESTIMATE, PlanRecord
+from autopar.plans.plan_record import ESTIMATE, PlanRecord
 from autopar.read_file import read_text
+from autopar.version import VERSION
 from passes.decode import parse_json
 from passes.errors import AutoparError
 from passes.plan import Plan
@@ -86,7 +86,7 @@ def save_plan(
         files[ESTIMATE] = record.to_json()
     manifest = {
         "format": FORMAT,
-        "autopar": autopar.__version__,
+        "autopar": VERSION,
         "torch": torch.__version__,
         "model": model_spec,
         "seed": seed,
@@ -215,10 +215,10 @@ def _check_versions(folder: Path, manifest: Mapping[str, Any]) -> None:
             f"reads format {FORMAT}",
             fix=again,
         )
-    if manifest.get("autopar") != autopar.__version__:
+    if manifest.get("autopar") != VERSION:
         raise PlanDirectoryError(
             f"plan '{folder}' was compiled by autopar {manifest.get('autopar')}, "
-            f"but this is {autopar.__version__}",
+            f"but this is {VERSION}",
             fix=again,
         )
     types = {"torch": str, "model": str, "seed": int, "files": dict}

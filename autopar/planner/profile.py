@@ -21,17 +21,17 @@ from autopar.machine.backend import missing_compiler
 from autopar.machine.hardware import this_cluster
 from autopar.machine.machine import busy
 from autopar.machine.profile_file import Backends, Profile
+from autopar.measure.compiled import measure_compiled
+from autopar.measure.messages import measure_messages
+from autopar.measure.ops import Job, make_job, run_job
+from autopar.measure.update import measure_update
 from autopar.models.load import load_model
 from autopar.options import make_plan
 from autopar.planner.choose import SAMPLES
 from autopar.planner.planned import batch_for
 from autopar.planner.planner import make_space, sketch
-from autopar.profiler.measure_compiled import measure_compiled
-from autopar.profiler.measure_messages import measure_messages
-from autopar.profiler.measure_ops import Job, make_job, run_job
-from autopar.profiler.measure_update import measure_update
-from autopar.reports.tables import seconds
 from autopar.runtime.launch.join import default_device
+from autopar.units import seconds
 from passes.price.measured import Ops, Point, Timed
 from passes.price.price_layers import cut_layers
 from passes.schedule.footprint import footprint

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-import autopar
 from autopar.machine.cluster_file import cluster_data, cluster_from
 from autopar.read_file import read_text
+from autopar.version import VERSION
 from passes.decode import decode, parse_json
 from passes.errors import AutoparError
 from passes.mesh import Mesh
@@ -65,7 +65,7 @@ class PlanRecord:
     def to_json(self) -> str:
         data = {
             "format": FORMAT,
-            "autopar": autopar.__version__,
+            "autopar": VERSION,
             "torch": torch.__version__,
             **{f.name: getattr(self, f.name) for f in fields(self)},
             "cluster": cluster_data(self.cluster),

@@ -1,0 +1,1 @@
+"""Measuring what ops, messages and updates take on this machine."""

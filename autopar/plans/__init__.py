@@ -1,0 +1,1 @@
+"""Plans on disk: decisions, what a search found, compiled programs."""

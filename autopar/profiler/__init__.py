@@ -1,1 +1,0 @@
-"""Measuring: ops, messages and updates of this machine."""

@@ -1,0 +1,166 @@
+"""All ranks of a program, run in this process beside what a model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from itertools import repeat
+
+import torch
+from torch import Tensor
+
+from autopar.proof.again import DRAWS, default_dtype
+from autopar.proof.differences import (
+    CHOICES,
+    differences,
+    update_errors,
+    update_room,
+)
+from autopar.proof.drawn import is_finite
+from autopar.proof.expected import TOLERANCE, Expected, unmoved
+from autopar.proof.in_double import program_in_double, tree_in_double
+from autopar.proof.ranks import (
+    FoundStep,
+    GivenStep,
+    VerificationFailed,
+    run_steps,
+)
+from autopar.proof.verification import Verification
+from autopar.runtime.comm.routing_replay import RoutingReplay
+from autopar.runtime.execute.inductor import Kept
+from passes.errors import AutoparError
+from passes.program import Program
+from passes.schedule.check_schedule import check
+
+
+def prove(
+    program: Program,
+    buffers: Mapping[str, Tensor],
+    expected: Sequence[Expected],
+    seed: int = 0,
+    compiled: Kept | None = None,
+) -> Verification:
+    """Run all ranks beside what the model computed; the worst of all steps, by name.
+
+    If that is more than the tolerance explains, both run in float64 as well, where a
+    fault stays and rounding does not. And of the precision that they have, no more is
+    excused than what the model's own results move by when its ops round otherwise.
+
+    Raises VerificationFailed, CommError, ScheduleError.
+    """
+    check(program.schedule)
+    buffers = {**buffers, **expected[0].buffers}
+    told = [None if e.exact is None else RoutingReplay(e.made) for e in expected]
+    found = _run(program, buffers, expected, told, seed, compiled)
+    proof = reduce(Verification.worse, map(_compare, found, expected, told))
+    proof = replace(proof, unmoved=unmoved(expected))
+    if proof.passed:
+        return proof
+    return _look_again(program, buffers, expected, proof, seed, compiled)
+
+
+def _run(
+    program: Program,
+    buffers: Mapping[str, Tensor],
+    expected: Sequence[Expected],
+    told: Sequence[RoutingReplay | None],
+    seed: int,
+    compiled: Kept | None,
+) -> list[FoundStep]:
+    steps = [
+        GivenStep(e.weights, e.batch, replay, e.update)
+        for e, replay in zip(expected, told, strict=True)
+    ]
+    evaluate = all(e.found.evaluated is not None for e in expected)
+    return run_steps(program, buffers, steps, seed, evaluate, compiled)
+
+
+def _compare(
+    found: FoundStep, expected: Expected, told: RoutingReplay | None
+) -> Verification:
+    """One step of all ranks, beside the model's."""
+    want, exact = expected.found, expected.exact
+    proof = Verification(
+        found.loss.item(),
+        want.loss.item(),
+        {**differences(found, want), **update_errors(found, expected.update)},
+        expected.tolerance,
+        drawn=expected.drawn,
+        restored=sum(rank.restored for rank in found.updated),
+    )
+    if told is None or exact is None:
+        return proof
+    away, reference_away = differences(found, exact), differences(want, exact)
+    if found.margin is not None:
+        away[CHOICES], reference_away[CHOICES] = found.margin, exact.margin or 0.0
+    return replace(proof, away=away, reference_away=reference_away, rerouted=told.share)
+
+
+# --- rounding or a fault? -----------------------------------------------------------
+
+
+def _look_again(
+    program: Program,
+    buffers: Mapping[str, Tensor],
+    expected: Sequence[Expected],
+    proof: Verification,
+    seed: int,
+    compiled: Kept | None,
+) -> Verification:
+    """The proof, with all in float64; and if that is right, beside what rounding does
+    to the model. All runs take the choices of its first."""
+    told = [RoutingReplay(e.made) for e in expected]
+    try:
+        with default_dtype(torch.float64):
+            double = program_in_double(program)
+            wide = [_in_double(e) for e in expected]
+            wide_buffers = tree_in_double(dict(buffers))
+            found = _run(double, wide_buffers, wide, told, seed, compiled)
+        in_double = reduce(Verification.worse, map(_compare_in_double, found, wide))
+        proof = replace(proof, in_double=in_double)
+        if not in_double.passed:
+            return proof
+        told = [RoutingReplay(e.made) for e in expected]
+        found = _run(program, buffers, expected, told, seed, compiled)
+        for draws in DRAWS:
+            each = map(_compare_rounded, found, expected, told, repeat(draws))
+            rounded = reduce(Verification.worse, each)
+            if rounded.passed:
+                break
+    except VerificationFailed:
+        raise
+    except (AutoparError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        return replace(proof, untold=(str(error).splitlines() or [""])[0])
+    return replace(rounded, in_double=in_double, unmoved=proof.unmoved)
+
+
+def _in_double(expected: Expected) -> Expected:
+    """Raises ValueError if the model gives no finite numbers there."""
+    exact = expected.again.exact
+    if not is_finite(exact.loss, exact.gradients):
+        raise ValueError("the model gives no finite numbers")
+    return replace(
+        expected,
+        weights=tree_in_double(dict(expected.weights)),
+        batch=tree_in_double(dict(expected.batch)),
+        found=exact,
+        tolerance=TOLERANCE[torch.float64],
+    )
+
+
+def _compare_in_double(found: FoundStep, wide: Expected) -> Verification:
+    moved = wide.again.scatter(double=True)
+    room = {**moved, **update_room(moved, wide.found, wide.update)}
+    return replace(_compare(found, wide, None), reference_away=room)
+
+
+def _compare_rounded(
+    found: FoundStep, expected: Expected, told: RoutingReplay, draws: int
+) -> Verification:
+    proof = _compare(found, replace(expected, exact=expected.again.exact), told)
+    moved = expected.again.scatter(double=False, draws=draws)
+    known = proof.reference_away
+    room = {name: max(error, moved.get(name, 0.0)) for name, error in known.items()}
+    room |= update_room(room, expected.again.exact, expected.update)
+    return replace(proof, reference_away=room)
