@@ -19,10 +19,10 @@ from passes.mesh import AXES, Mesh
 from passes.plan import AUTO, CONTEXT_PARALLEL, PRECISION, RECOMPUTE, ZERO
 from passes.schedule.make_schedule import SCHEDULES
 
-DRAWS = 208
+DRAWS = 256
 
 
-@pytest.mark.matrix(quick=3)
+@pytest.mark.matrix(quick=3, daily=208)
 @pytest.mark.parametrize("seed", range(DRAWS))
 def test_draw(seed: int) -> None:
     draw(seed).prove()
