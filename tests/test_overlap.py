@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from textwrap import dedent
+from graphs import calls, lines, nodes_of
 
-from passes.graph import Builder, Graph
+from passes.graph import Builder
 from passes.stage.overlap import by_layer, gather_ahead, scatter_behind
 
 SOURCES = "".join(
@@ -16,7 +16,7 @@ SOURCES = "".join(
 
 def written(text: str) -> str:
     """The nodes of a text as they print, without types and places."""
-    return "\n".join(map(str, Graph.parse(SOURCES + text).nodes))
+    return calls(nodes_of(SOURCES + text))
 
 
 def ahead(text: str, *given: str) -> str:
@@ -28,15 +28,9 @@ def behind(text: str, *keep: str) -> str:
 
 
 def _by_block(text: str, change, names: tuple[str, ...]) -> str:
-    graph = Graph.parse(SOURCES + text)
-    made = {v.name for node in graph.nodes for v in node.results}
-    builder = Builder(made | {v.name for v in graph.inputs})
-    nodes = change(list(graph.nodes), names, by_layer, builder)
-    return "\n".join(map(str, nodes))
-
-
-def lines(text: str) -> str:
-    return dedent(text).strip()
+    nodes = nodes_of(SOURCES + text)
+    builder = Builder({v.name for n in nodes for v in (*n.operands, *n.results)})
+    return calls(change(nodes, names, by_layer, builder))
 
 
 def test_a_block_comes_while_the_one_before_computes():

@@ -1,130 +1,135 @@
 """reuse: results take over the memory of operands that nobody reads any more."""
 
-import torch
+from __future__ import annotations
 
-from passes.graph import Node, Value
+import pytest
+from graphs import calls, lines, nodes_of
+
 from passes.stage.reuse import find_owners, reuse
 
-F32 = torch.float32
+SOURCES = "input %x f32[4,8]\ninput %y f32[4,8]\n"
 
 
-def value(name: str, *shape: int) -> Value:
-    return Value(name, shape or (4, 8), F32)
+def reused(text: str, *keep: str) -> str:
+    return calls(reuse(nodes_of(SOURCES + text), keep))
 
 
-def node(op: str, out: Value, *args: object, **kwargs: object) -> Node:
-    return Node(op, args, kwargs, (out,))
-
-
-x, y, a, b, c = (value(n) for n in "xyabc")
-GELU, ADD, MUL = "aten.gelu.default", "aten.add.Tensor", "aten.mul.Tensor"
-VIEW, EXPAND = "aten.reshape.default", "aten.expand.default"
-
-
-def ops(nodes: list[Node], keep: set[str]) -> list[str]:
-    return [n.op.split(".")[1] for n in reuse(nodes, keep)]
+SUM = """
+    f32[4,8] %a = gelu(%x)
+    f32[4,8] %b = add.Tensor(%a, %y)
+"""
 
 
 def test_a_dead_operand_is_written_over() -> None:
-    nodes = [node(GELU, a, x), node(ADD, b, a, y)]
-    assert ops(nodes, {"b"}) == ["gelu", "add_"]
+    assert reused(SUM, "b") == lines("""
+        %a = gelu(%x)
+        %b = add_.Tensor(%a, %y)
+    """)
 
 
 def test_the_second_operand_of_a_sum_serves_as_well() -> None:
-    nodes = [node(GELU, a, x), node(ADD, b, y, a)]
-    found = reuse(nodes, {"b"})
-    assert found[1].op == "aten.add_.Tensor"
-    assert found[1].args == (a, y)
-
-
-def test_a_difference_is_not_turned_round() -> None:
-    nodes = [node(GELU, a, x), node("aten.sub.Tensor", b, y, a)]
-    assert ops(nodes, {"b"}) == ["gelu", "sub"]
-
-
-def test_what_comes_from_outside_is_left_alone() -> None:
-    assert ops([node(ADD, a, x, y)], {"a"}) == ["add"]
+    turned = SUM.replace("(%a, %y)", "(%y, %a)")
+    assert reused(turned, "b") == reused(SUM, "b")
 
 
 def test_what_is_read_later_is_left_alone() -> None:
-    nodes = [node(GELU, a, x), node(ADD, b, a, y), node(MUL, c, a, b)]
-    assert ops(nodes, {"c"}) == ["gelu", "add", "mul_"]
+    text = SUM + "f32[4,8] %c = mul.Tensor(%a, %b)"
+    assert reused(text, "c") == lines("""
+        %a = gelu(%x)
+        %b = add.Tensor(%a, %y)
+        %c = mul_.Tensor(%a, %b)
+    """)
 
 
-def test_what_is_kept_is_left_alone() -> None:
-    nodes = [node(GELU, a, x), node(ADD, b, a, y)]
-    assert ops(nodes, {"a", "b"}) == ["gelu", "add"]
+SEEN = """
+    f32[4,8] %a = gelu(%x)
+    f32[32] %seen = reshape(%a, [32])
+    f32[4,8] %b = add.Tensor(%a, %y)
+"""
+ROW = """
+    f32[1,8] %row = gelu(%x)
+    f32[4,8] %wide = expand(%row, [4, 8])
+    f32[4,8] %b = add.Tensor(%wide, %y)
+"""
+LEFT_ALONE = {
+    "a difference turned round": (
+        "f32[4,8] %a = gelu(%x)\nf32[4,8] %b = sub.Tensor(%y, %a)", "b"),
+    "what comes from outside": ("f32[4,8] %b = add.Tensor(%x, %y)", "b"),
+    "what is kept": (SUM, "a", "b"),
+    "what a view shows that is read later": (SEEN, "b", "seen"),
+    "a broadcast view": (ROW, "b"),
+    "an operand that broadcasts": (
+        "f32[1,8] %row = gelu(%x)\nf32[4,8] %b = add.Tensor(%row, %y)", "b"),
+    "a value added to itself": (
+        "f32[4,8] %a = gelu(%x)\nf32[4,8] %b = add.Tensor(%a, %a)", "b"),
+}  # fmt: skip
 
 
-def test_a_view_that_is_read_later_protects_what_it_shows() -> None:
-    seen = value("seen", 32)
-    nodes = [node(GELU, a, x), node(VIEW, seen, a, (32,)), node(ADD, b, a, y)]
-    assert ops(nodes, {"b", "seen"}) == ["gelu", "reshape", "add"]
-    assert ops(nodes, {"b"}) == ["gelu", "reshape", "add_"]
+@pytest.mark.parametrize("case", LEFT_ALONE)
+def test_what_is_left_alone(case: str) -> None:
+    text, *keep = LEFT_ALONE[case]
+    assert reused(text, *keep) == calls(nodes_of(SOURCES + text))
+
+
+def test_a_view_that_nobody_reads_protects_nothing() -> None:
+    assert "add_.Tensor(%a, %y)" in reused(SEEN, "b")
 
 
 def test_a_result_written_over_an_operand_is_protected_in_turn() -> None:
-    seen = value("seen", 32)
-    nodes = [
-        node(GELU, a, x),
-        node(ADD, b, a, y),  # over a
-        node(VIEW, seen, b, (32,)),
-        node(MUL, c, b, y),  # b is seen later
-    ]
-    assert ops(nodes, {"c", "seen"}) == ["gelu", "add_", "reshape", "mul"]
-
-
-def test_a_broadcast_view_is_never_written_to() -> None:
-    row, wide = value("row", 1, 8), value("wide")
-    nodes = [node(GELU, row, x), node(EXPAND, wide, row, (4, 8)), node(ADD, b, wide, y)]
-    assert ops(nodes, {"b"}) == ["gelu", "expand", "add"]
-
-
-def test_an_operand_that_broadcasts_is_too_small() -> None:
-    row = value("row", 1, 8)
-    assert ops([node(GELU, row, x), node(ADD, b, row, y)], {"b"}) == ["gelu", "add"]
-
-
-def test_a_value_added_to_itself_is_left_alone() -> None:
-    assert ops([node(GELU, a, x), node(ADD, b, a, a)], {"b"}) == ["gelu", "add"]
+    seen_later = """
+        f32[32] %seen = reshape(%b, [32])
+        f32[4,8] %c = mul.Tensor(%b, %y)
+    """
+    assert reused(SUM + seen_later, "c", "seen") == lines("""
+        %a = gelu(%x)
+        %b = add_.Tensor(%a, %y)
+        %seen = reshape(%b, [32])
+        %c = mul.Tensor(%b, %y)
+    """)
 
 
 def test_an_all_reduce_of_a_dead_value_is_in_place() -> None:
-    nodes = [node(GELU, a, x), node("comm.all_reduce", b, a, ("tp",), "sum")]
-    assert reuse(nodes, {"b"})[1].kwargs == {"inplace": True}
-    assert reuse(nodes, {"a", "b"})[1].kwargs == {}
+    text = """
+        f32[4,8] %a = gelu(%x)
+        f32[4,8] %b = comm.all_reduce(%a, ['tp'], 'sum')
+    """
+    assert "(%a, ['tp'], 'sum', inplace=True)" in reused(text, "b")
+    assert "(%a, ['tp'], 'sum')" in reused(text, "a", "b")
 
 
 def test_views_belong_to_what_they_show() -> None:
-    seen, piece = value("seen", 32), value("piece", 8)
-    nodes = [
-        node(GELU, a, x),
-        node(VIEW, seen, a, (32,)),
-        node("aten.slice.Tensor", piece, seen, 0, 0, 8),
-    ]
+    nodes = nodes_of(
+        SOURCES
+        + """
+        f32[4,8] %a = gelu(%x)
+        f32[32] %seen = reshape(%a, [32])
+        f32[8] %piece = slice.Tensor(%seen, 0, 0, 8)
+    """
+    )
     assert find_owners(nodes) == {"a": "a", "seen": "a", "piece": "a"}
     assert find_owners(nodes[1:], {"a": "a"}) == {"a": "a", "seen": "a", "piece": "a"}
     assert find_owners(nodes[1:]) == {}
 
 
 def test_keys_repeated_for_the_heads_of_a_group_have_memory_of_their_own() -> None:
-    k = value("k", 2, 3, 1, 8)
-    repeated, merged = value("repeated", 2, 3, 4, 8), value("merged", 2, 12, 8)
-    nodes = [
-        node(GELU, k, value("x", 2, 3, 1, 8)),
-        node(EXPAND, repeated, k, repeated.shape),
-        node(VIEW, merged, repeated, merged.shape),
-    ]
-    assert find_owners(nodes)["repeated"] == "k"
-    assert find_owners(nodes)["merged"] == "merged"
+    owners = find_owners(
+        nodes_of("""
+        input %x f32[2,3,1,8]
+        f32[2,3,1,8] %k = gelu(%x)
+        f32[2,3,4,8] %repeated = expand(%k, [2, 3, 4, 8])
+        f32[2,12,8] %merged = reshape(%repeated, [2, 12, 8])
+    """)
+    )
+    assert owners == {"k": "k", "repeated": "k", "merged": "merged"}
 
 
 def test_what_is_expanded_as_a_whole_is_reshaped_without_a_copy() -> None:
-    total = value("total", 1)
-    flat, rows = value("flat", 6), value("rows", 2, 3)
-    nodes = [
-        node(GELU, total, value("x", 1)),
-        node(EXPAND, flat, total, flat.shape),
-        node(VIEW, rows, flat, rows.shape),
-    ]
-    assert find_owners(nodes)["rows"] == "total"
+    owners = find_owners(
+        nodes_of("""
+        input %x f32[1]
+        f32[1] %total = gelu(%x)
+        f32[6] %flat = expand(%total, [6])
+        f32[2,3] %rows = reshape(%flat, [2, 3])
+    """)
+    )
+    assert owners["rows"] == "total"

@@ -1,72 +1,132 @@
 """split_backward: which half of a backward each node belongs to."""
 
-import torch
+from __future__ import annotations
 
-from passes.graph import Node, Value
+import pytest
+from graphs import calls, lines, nodes_of
+
 from passes.stage.split_backward import find_dependent, split_backward
 
+SOURCES = "".join(f"input %{name} f32[4,8]\n" for name in ("dy", "x", "w", "grad.w"))
+WEIGHT = "weight half:"
 
-def value(name: str) -> Value:
-    return Value(name, (4, 8), torch.float32)
+# What a backward is, with its weight half behind a line of its own.
+HALVES = {
+    "a linear layer has one product in each half": (
+        """
+        autopar.linear_weight_grad_(%grad.w, %dy, %x)
+        f32[4,8] %dx = matmul(%dy, %w)
+        """,
+        """
+        %dx = matmul(%dy, %w)
+        weight half:
+        autopar.linear_weight_grad_(%grad.w, %dy, %x)
+        """,
+    ),
+    "what both halves read is made in the input half": (
+        """
+        f32[4,8] %a = gelu(%dy)
+        autopar.add_(%grad.w, %a)
+        f32[4,8] %dx = matmul(%a, %w)
+        """,
+        """
+        %a = gelu(%dy)
+        %dx = matmul(%a, %w)
+        weight half:
+        autopar.add_(%grad.w, %a)
+        """,
+    ),
+    "what leads to a weight alone is made in the weight half": (
+        """
+        f32[4,8] %dx = matmul(%dy, %w)
+        f32[4,8] %a = gelu(%x)
+        autopar.add_(%grad.w, %a)
+        """,
+        """
+        %dx = matmul(%dy, %w)
+        weight half:
+        %a = gelu(%x)
+        autopar.add_(%grad.w, %a)
+        """,
+    ),
+    "what adds to a cotangent stays with it": (
+        """
+        f32[4,8] %dx = matmul(%dy, %w)
+        autopar.add_(%dx, %dy)
+        autopar.add_(%grad.w, %dx)
+        """,
+        """
+        %dx = matmul(%dy, %w)
+        autopar.add_(%dx, %dy)
+        weight half:
+        autopar.add_(%grad.w, %dx)
+        """,
+    ),
+    # The weight half would read dz after the sum was added to it.
+    "what is written over later is read before": (
+        """
+        f32[4,8] %dz = gelu(%dy)
+        autopar.add_(%grad.w, %dz)
+        autopar.add_(%dz, %dy)
+        f32[4,8] %dx = matmul(%dz, %w)
+        autopar.add_(%grad.w, %dz)
+        """,
+        """
+        %dz = gelu(%dy)
+        autopar.add_(%grad.w, %dz)
+        autopar.add_(%dz, %dy)
+        %dx = matmul(%dz, %w)
+        weight half:
+        autopar.add_(%grad.w, %dz)
+        """,
+    ),
+    "what is written over through a view is read before": (
+        """
+        f32[4,8] %dz = gelu(%dy)
+        f32[8,4] %a = reshape(%dz, [8, 4])
+        autopar.add_(%grad.w, %dz)
+        autopar.add_(%a, %dy)
+        f32[4,8] %dx = matmul(%a, %w)
+        """,
+        """
+        %dz = gelu(%dy)
+        %a = reshape(%dz, [8, 4])
+        autopar.add_(%grad.w, %dz)
+        autopar.add_(%a, %dy)
+        %dx = matmul(%a, %w)
+        weight half:
+        """,
+    ),
+    "what the weight half writes over is its own": (
+        """
+        f32[4,8] %dx = matmul(%dy, %w)
+        f32[4,8] %a = gelu(%dx)
+        autopar.add_(%a, %dy)
+        autopar.add_(%grad.w, %a)
+        """,
+        """
+        %dx = matmul(%dy, %w)
+        weight half:
+        %a = gelu(%dx)
+        autopar.add_(%a, %dy)
+        autopar.add_(%grad.w, %a)
+        """,
+    ),
+}
 
 
-def node(op: str, out: Value, *args: object) -> Node:
-    return Node(op, args, {}, (out,))
-
-
-def into(target: Value, *args: object, op: str = "autopar.add_") -> Node:
-    return Node(op, (target, *args), {}, ())
-
-
-dy, x, w, dx, dz, a, b = (value(n) for n in ("dy", "x", "w", "dx", "dz", "a", "b"))
-grad = value("grad.w")
-MATMUL, GELU, VIEW = "aten.matmul.default", "aten.gelu.default", "aten.reshape.default"
-
-
-def test_a_linear_layer_has_one_product_in_each_half() -> None:
-    to_weight = into(grad, dy, x, op="autopar.linear_weight_grad_")
-    to_input = node(MATMUL, dx, dy, w)
-    assert split_backward([to_weight, to_input], {"dx"}) == ([to_input], [to_weight])
-
-
-def test_what_both_halves_read_is_made_in_the_input_half() -> None:
-    both = node(GELU, a, dy)
-    nodes = [both, into(grad, a), node(MATMUL, dx, a, w)]
-    assert split_backward(nodes, {"dx"}) == ([both, nodes[2]], [nodes[1]])
-
-
-def test_what_leads_to_a_weight_alone_is_made_in_the_weight_half() -> None:
-    nodes = [node(MATMUL, dx, dy, w), node(GELU, a, x), into(grad, a)]
-    assert split_backward(nodes, {"dx"}) == (nodes[:1], nodes[1:])
-
-
-def test_what_adds_to_a_cotangent_stays_with_it() -> None:
-    nodes = [node(MATMUL, dx, dy, w), into(dx, dy), into(grad, dx)]
-    assert split_backward(nodes, {"dx"}) == (nodes[:2], nodes[2:])
-
-
-def test_what_is_written_over_later_is_read_before() -> None:
-    """The weight half would read dz after the sum was added to it."""
-    make, early = node(GELU, dz, dy), into(grad, dz)
-    change, last = into(dz, dy), node(MATMUL, dx, dz, w)
-    late = into(grad, dz)
-    nodes = [make, early, change, last, late]
-    assert split_backward(nodes, {"dx"}) == ([make, early, change, last], [late])
-
-
-def test_what_is_written_over_through_a_view_is_read_before() -> None:
-    make, seen = node(GELU, dz, dy), node(VIEW, a, dz, (8, 4))
-    early = into(grad, dz)
-    change, last = into(a, dy), node(MATMUL, dx, a, w)
-    nodes = [make, seen, early, change, last]
-    assert split_backward(nodes, {"dx"}) == (nodes, [])
-
-
-def test_what_the_weight_half_writes_over_is_its_own() -> None:
-    nodes = [node(MATMUL, dx, dy, w), node(GELU, a, dx), into(a, dy), into(grad, a)]
-    assert split_backward(nodes, {"dx"}) == (nodes[:1], nodes[1:])
+@pytest.mark.parametrize("case", HALVES)
+def test_halves(case: str) -> None:
+    before, after = HALVES[case]
+    own, later = split_backward(nodes_of(SOURCES + before), {"dx"})
+    assert f"{calls(own)}\n{WEIGHT}\n{calls(later)}".strip() == lines(after)
 
 
 def test_what_depends_on_the_batch() -> None:
-    nodes = [node(GELU, a, x), node(MATMUL, b, w, w), node(MATMUL, dx, a, b)]
-    assert find_dependent([x], nodes) == {"x", "a", "dx"}
+    graph = """
+        f32[4,8] %a = gelu(%x)
+        f32[4,8] %b = matmul(%w, %w)
+        f32[4,8] %dx = matmul(%a, %b)
+    """
+    nodes = nodes_of(SOURCES + graph)
+    assert find_dependent([nodes[0].args[0]], nodes) == {"x", "a", "dx"}
