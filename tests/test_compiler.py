@@ -1,14 +1,13 @@
 """Compiling offline: the dump of passes, and costs that are measured."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from graphs import nodes_of
 
 import autopar
 from autopar.measure.stage_costs import measure
 from examples.gpt import GPT, Config
-from passes.graph import Graph, Node, Value
+from passes.graph import Graph, Node
 from passes.mesh import Mesh
 from passes.plan import Plan
 
@@ -86,45 +85,43 @@ def test_a_damaged_cache_is_measured_anew(own_cache) -> None:
 
 def test_halves_of_a_backward_are_measured_apart() -> None:
     """A square product does as much in all three parts; attention has no weights."""
-    x, w = Value("x", (256, 256), torch.float32), Value("w", (256, 256), torch.float32)
-    linear = Node("aten.linear.default", (x, w), {}, (Value("y", x.shape, x.dtype),))
+    linear, attention = nodes_of("""
+        input %x f32[256,256]
+        input %w f32[256,256]
+        input %q f32[1,2,32,16]
+        f32[256,256] %y = linear(%x, %w)
+        f32[1,2,32,16] %z = autopar.attention(%q, %q, %q, None, True, 0.25)
+    """)
     found = measure(linear)
     assert found is not None
     assert 0.2 < found.input_half / found.forward < 5
     assert 0.2 < found.weight_half / found.forward < 5
-    q = Value("q", (1, 2, 32, 16), torch.float32)
-    args = (q, q, q, None, True, 0.25)
-    attention = Node("autopar.attention", args, {}, (Value("y", q.shape, q.dtype),))
     found = measure(attention)
     assert found is not None and found.weight_half == 0 < found.input_half
 
 
-X = Value("x", (4, 4), torch.float32)
-N = Value("n", (4, 4), torch.int64)
-C = Value("c", (4, 2), torch.complex64)
-Y = Value("y", (4, 4), torch.float32)
-PAIRS = Value("pairs", (4, 2, 2), torch.float32)
-ROW, INDEX = Value("row", (4,), torch.float32), Value("index", (4,), torch.int64)
+SOURCES = """
+    input %x f32[4,4]
+    input %n i64[4,4]
+    input %c complex64[4,2]
+"""
 MEASURED = {
-    "of complex numbers": Node("aten.mul.Tensor", (C, C), {}, (C,)),
-    "of pairs": Node("aten.view_as_real.default", (C,), {}, (PAIRS,)),
-    "real, of integers": Node("aten.div.Tensor", (N, N), {}, (Y,)),
-    "integers, of real ones": Node("aten.argmax.default", (X, -1), {}, (INDEX,)),
-    "of which one is real": Node("aten.max.dim", (X, -1), {}, (ROW, INDEX)),
-    "real, of the same": Node("aten.broadcast_tensors.default", ((X, Y),), {}, (X, Y)),
+    "of complex numbers": "complex64[4,2] %out = mul.Tensor(%c, %c)",
+    "of pairs": "f32[4,2,2] %out = view_as_real(%c)",
+    "real, of integers": "f32[4,4] %out = div.Tensor(%n, %n)",
+    "integers, of real ones": "i64[4] %out = argmax(%x, -1)",
+    "of which one is real": "f32[4], i64[4] %out, %at = max.dim(%x, -1)",
+    "real, of the same": "f32[4,4], f32[4,4] %a, %b = broadcast_tensors([%x, %x])",
 }
 ESTIMATED = {
-    "without a derivative": Node("aten.heaviside.default", (X, Y), {}, (Y,)),
-    "on numbers that it refuses": Node(
-        "aten.binary_cross_entropy.default", (X, X, None, 0), {}, (Y,)
-    ),
+    "without a derivative": "f32[4,4] %out = heaviside(%x, %x)",
+    "on numbers that it refuses": "f32[4,4] %y = binary_cross_entropy(%x, %x, None, 0)",
 }
 
 
 @pytest.mark.parametrize("name", [*MEASURED, *ESTIMATED])
 def test_measuring_refuses_no_op(name: str) -> None:
-    node = {**MEASURED, **ESTIMATED}[name]
-    outs = tuple(replace(v, name=f"out_{v.name}") for v in node.results)
-    found = measure(replace(node, outs=outs))
+    (node,) = nodes_of(SOURCES + {**MEASURED, **ESTIMATED}[name])
+    found = measure(node)
     assert (found is None) == (name in ESTIMATED)
-    assert measure(replace(node, outs=outs), ()) is not None or name in ESTIMATED
+    assert measure(node, ()) is not None or name in ESTIMATED

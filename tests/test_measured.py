@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import torch
+from graphs import nodes_of
 from plans import small_model
 from pytest import approx
 
@@ -13,7 +14,7 @@ from autopar.machine.hardware import cluster_of
 from autopar.machine.measured_cluster import how_priced
 from autopar.planner.planner import make_prices, sketch
 from passes.cost import flops, signature, traffic
-from passes.graph import Node, Value
+from passes.graph import Node
 from passes.mesh import Mesh
 from passes.price.candidate import Candidate
 from passes.price.estimate import Estimate
@@ -38,9 +39,12 @@ CPU = cluster_of("4xCPU")
 
 
 def linear(rows: int, width: int = 64) -> Node:
-    x = Value("x", (rows, width), torch.float32)
-    w = Value("w", (width, width), torch.float32)
-    return Node("aten.linear.default", (x, w), {}, (Value("y", x.shape, x.dtype),))
+    (node,) = nodes_of(f"""
+        input %x f32[{rows},{width}]
+        input %w f32[{width},{width}]
+        f32[{rows},{width}] %y = linear(%x, %w)
+    """)
+    return node
 
 
 def ops_of(seconds: dict[int, float], **more) -> Ops:

@@ -13,7 +13,7 @@ from models import Case, gpt2, llama, mixture, plain_gpt
 from torch import Tensor, nn
 
 from autopar.proof.ranks import run_all_ranks
-from passes.graph import Node, Value, Where
+from passes.graph import Graph, Node, Value, Where
 from passes.program import Program
 from passes.stage.emit import emit
 from passes.stage.hand_over import HandOver, Part
@@ -213,17 +213,19 @@ def test_a_view_that_a_loop_reads_too_is_a_statement() -> None:
 
 
 def test_what_a_copied_tensor_is_made_of_is_let_go_of_first() -> None:
-    parts = [value(f"part_{i}") for i in range(3)]
-    shapes = {"stacked": (3, 2, 3), "turned": (2, 3, 3), "out": (2, 9)}
-    stacked, turned, out = (Value(n, s, torch.float32) for n, s in shapes.items())
-    nodes = [
-        Node("aten.stack.default", (parts,), {}, (stacked,)),
-        Node("aten.permute.default", (stacked, [1, 0, 2]), {}, (turned,)),
-        Node("aten.reshape.default", (turned, [2, 9]), {}, (out,)),
-    ]
+    graph = Graph.parse("""
+        input %part_0 f32[2,3]
+        input %part_1 f32[2,3]
+        input %part_2 f32[2,3]
+        f32[3,2,3] %stacked = stack([%part_0, %part_1, %part_2])
+        f32[2,3,3] %turned = permute(%stacked, [1, 0, 2])
+        f32[2,9] %out = reshape(%turned, [2, 9])
+        return %out
+    """)
+    nodes, (out,) = list(graph.nodes), graph.outputs
     part = Part(nodes, [out])
     writer = Function({}, {}, HandOver([part], {}), 0)
-    writer.arrive(parts, (), ())
+    writer.arrive(graph.inputs, (), ())
     assert writer.body(nodes, [out]) == [
         "stacked = aten.stack.default([part_0, part_1, part_2])",
         "del part_0, part_1, part_2",
@@ -232,24 +234,17 @@ def test_what_a_copied_tensor_is_made_of_is_let_go_of_first() -> None:
 
 
 def test_one_del_is_for_all_that_is_read_before_memory_is_taken() -> None:
-    x, heads, turned, y, out = (
-        Value(n, s, torch.float32)
-        for n, s in {
-            "x": (2, 6),
-            "heads": (2, 3, 2),
-            "turned": (3, 2, 2),
-            "y": (3, 2, 2),
-            "out": (3, 4),
-        }.items()
-    )
-    nodes = [
-        Node("aten.reshape.default", (x, (2, 3, 2)), {}, (heads,)),
-        Node("aten.transpose.int", (heads, 0, 1), {}, (turned,)),
-        Node("aten.mul_.Tensor", (turned, 2), {}, (y,)),
-        Node("aten.reshape.default", (y, (3, 4)), {}, (out,)),
-    ]
+    graph = Graph.parse("""
+        input %x f32[2,6]
+        f32[2,3,2] %heads = reshape(%x, [2, 3, 2])
+        f32[3,2,2] %turned = transpose.int(%heads, 0, 1)
+        f32[3,2,2] %y = mul_.Tensor(%turned, 2)
+        f32[3,4] %out = reshape(%y, [3, 4])
+        return %out
+    """)
+    nodes, (out,) = list(graph.nodes), graph.outputs
     writer = Function({}, {}, HandOver([Part(nodes, [out])], {}), 0, chains=False)
-    writer.arrive([x], (), ())
+    writer.arrive(graph.inputs, (), ())
     assert writer.body(nodes, [out]) == [
         "heads = x.reshape([2, 3, 2])",
         "turned = heads.transpose(0, 1)",

@@ -96,15 +96,18 @@ def test_ranks_choose_alike_what_to_make_again(mesh: str) -> None:
 def test_ranks_that_do_not_meet_are_found_when_compiling(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One of them leaves out a collective of its backward."""
+    """One of them does a collective of its backward twice."""
     finish, made = differentiate.finish, []
 
     def finish_one(joint, policies):
         made.append(finish(joint, policies))
-        left = [n for n in made[-1].backward if n.op != "comm.reduce_scatter"]
-        return replace(made[-1], backward=tuple(left)) if len(made) > 1 else made[-1]
+        nodes = made[-1].backward
+        last = next(n for n in reversed(nodes) if n.op == "comm.reduce_scatter")
+        again = replace(last, outs=(replace(last.out, name="again"),))
+        twice = replace(made[-1], backward=(*nodes, again))
+        return twice if len(made) > 1 else made[-1]
 
-    monkeypatch.setattr(differentiate, "finish", finish_one)
+    monkeypatch.setattr("passes.pipeline.finish", finish_one)
     with pytest.raises(InvalidGraph, match="ranks do not meet over cp in backward"):
         plain_gpt(layers=1, seq=17).compile("cp=2")
 
