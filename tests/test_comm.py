@@ -125,7 +125,7 @@ def check_several_at_once(comm):
 
 def check_who_starts_does_not_wait(comm):
     """The second rank starts only when it hears that the first one has started."""
-    comm.zigzag = frozenset()
+    comm.state.zigzag = frozenset()
     ranks, i = comm.ranks(("tp",)), comm.coords["tp"]
     x = torch.full((3,), float(comm.rank), dtype=torch.float64)
     if i == 1:
@@ -288,7 +288,7 @@ MESHES = ["tp=2,dp=1", "dp=2,tp=2", "tp=2,dp=2"]
 @pytest.mark.parametrize("zigzag", [(), ("tp",), ("dp", "tp")])
 def test_virtual_ranks(mesh, zigzag, check):
     def check_one(comm):
-        comm.zigzag = frozenset(zigzag)
+        comm.state.zigzag = frozenset(zigzag)
         check(comm)
 
     run_virtual(Mesh.parse(mesh), 1, check_one)
@@ -301,7 +301,7 @@ def check_all(mesh, engine=ProcessComm):
 def check_all_of(comm):
     for zigzag in ((), ("tp",)):
         for check in CHECKS:
-            comm.zigzag = frozenset(zigzag)
+            comm.state.zigzag = frozenset(zigzag)
             check(comm)
     return {key: traffic.calls for key, traffic in comm.log.items()}
 

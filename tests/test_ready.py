@@ -12,7 +12,8 @@ from torch import Tensor
 
 from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
-from autopar.runtime.comm.virtual import Mismatch, run_virtual
+from autopar.runtime.comm.virtual import run_virtual
+from autopar.runtime.comm.virtual_world import Mismatch
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.running_stage import Batch
 from passes.program import Program
@@ -29,7 +30,7 @@ def step(case: Case, program: Program, overlaps: bool = True) -> list[Seen]:
         seen: list[str] = []
 
         def call(name: str, made: object, *args: object) -> object:
-            if comm.on_ready:
+            if comm.state.on_ready:
                 seen.append(name)
             return made(*args)  # type: ignore[operator]
 

@@ -145,7 +145,7 @@ def test_shares_of_attention_are_those_of_the_whole(
     tolerance = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2}[dtype]
 
     def body(comm: Comm) -> None:
-        comm.zigzag = frozenset({"cp"})
+        comm.state.zigzag = frozenset({"cp"})
         rows = ((seq, ("cp",)),)
         keys = rows if axis else ((seq, ()),)
         mine = positions(comm.pieces(*rows[0]), comm.device)

@@ -78,9 +78,9 @@ def test_every_row_takes_the_choice_of_its_place() -> None:
     told = torch.arange(8 * 6).view(8 * 6, 1)
 
     def body(comm: Comm) -> torch.Tensor:
-        comm.replay = RoutingReplay([told])
+        comm.state.replay = RoutingReplay([told])
         position = (((8, ("dp",)), (6, ("cp",))),)
-        comm.zigzag = frozenset({"cp"})
+        comm.state.zigzag = frozenset({"cp"})
         return comm.choose(torch.rand(12, 48), 1, 0, position).flatten()
 
     found = run_virtual(Mesh.parse("dp=2,cp=2"), 1, body)

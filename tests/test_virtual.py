@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from autopar.runtime.comm.comm import Comm
-from autopar.runtime.comm.virtual import Deadlock, Mismatch, RankError, run_virtual
+from autopar.runtime.comm.virtual import RankError, run_virtual
+from autopar.runtime.comm.virtual_world import Deadlock, Mismatch
 from passes.mesh import Mesh
 
 
@@ -21,7 +22,7 @@ def virtual(body, mesh="tp=2"):
 
 def test_time_is_the_axis_of_microbatches():
     def body(comm):
-        comm.microbatch = 1
+        comm.state.microbatch = 1
         x = torch.arange(7)
         return comm.shard(x, "time", 0).tolist(), comm.pieces(7, ("time", "tp"))
 
@@ -93,7 +94,7 @@ def ones(*shape, dtype=torch.float32):
                 lambda comm: comm.all_reduce(ones(4), ("tp",)),
             ],
             [
-                "  rank 0 (tp=0)  all_gather(f32[4], tp, dim=0)",
+                "  rank 0 (tp=0)  all_gather(f32[4], tp, dims=[0], beside=[()])",
                 "  rank 1 (tp=1)  all_reduce(f32[4], tp, op=sum)",
             ],
         ),
@@ -113,7 +114,7 @@ def ones(*shape, dtype=torch.float32):
                 lambda comm: comm.start_scatter([ones(4)], "tp", [0]),
             ],
             [
-                "  rank 0 (tp=0)  all_gather(f32[4], tp, dims=[0], sizes=[None])",
+                "  rank 0 (tp=0)  all_gather(f32[4], tp, dims=[0], beside=[()])",
                 "  rank 1 (tp=1)  reduce_scatter(f32[4], tp, dims=[0])",
             ],
         ),
@@ -125,6 +126,16 @@ def ones(*shape, dtype=torch.float32):
             [
                 "  rank 0 (tp=0)  reduce_scatter(i64[4], tp, dim=0)",
                 "  rank 1 (tp=1)  reduce_scatter(f32[4], tp, dim=0)",
+            ],
+        ),
+        (
+            [
+                lambda comm: comm.all_gather(ones(2, 3), "tp", 0),
+                lambda comm: comm.all_gather(ones(3, 2), "tp", 0),
+            ],
+            [
+                "  rank 0 (tp=0)  all_gather(f32[6], tp, dims=[0], beside=[(3,)])",
+                "  rank 1 (tp=1)  all_gather(f32[6], tp, dims=[0], beside=[(2,)])",
             ],
         ),
         (
@@ -150,7 +161,7 @@ def ones(*shape, dtype=torch.float32):
             ],
         ),
     ],
-    ids=["kind", "shape", "start", "dtype", "uneven", "tag"],
+    ids=["kind", "shape", "start", "dtype", "beside", "uneven", "tag"],
 )
 def test_a_mismatch_shows_each_rank_s_call(calls, lines):
     with pytest.raises(Mismatch) as error:

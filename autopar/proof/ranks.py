@@ -96,7 +96,7 @@ def run_steps(
         found = []
         for number, given in enumerate(steps):
             _set_weights(step, given.weights)
-            comm.replay = given.replay
+            comm.state.replay = given.replay
             loss = step(**_batch(program, given))
             scale = executor.loss_scale
             while scale and scale.good == 0 and scale.scale > 1.0:
@@ -115,7 +115,7 @@ def run_steps(
         for given, one in zip(steps, found, strict=True) if evaluate else ():
             _set_weights(step, given.weights)
             told = given.replay
-            comm.replay = None if told is None else RoutingReplay(told.told)
+            comm.state.replay = None if told is None else RoutingReplay(told.told)
             one.evaluated = step.evaluate(**_batch(program, given))
         own.check()
         return found

@@ -1,49 +1,26 @@
 """Communication between ranks: the calls of emitted code, whatever carries them.
 
-`Comm` reduces every collective to a few operations on flat buffers that an engine
-provides: process groups in `autopar.runtime.comm.process_groups`, the virtual mesh in
-`autopar.runtime.comm.virtual`. Both thus run the same arithmetic.
+A `Comm` adds messages between two ranks, and Python objects of all, to `Collectives`.
+Engines carry them: process groups in `autopar.runtime.comm.process_groups`, the virtual
+mesh in `autopar.runtime.comm.virtual`; so both run the same arithmetic.
 
-A Comm moves values: call it without autograd. In the shapes below n is the number of
-ranks on the axis, and `passes.shard.shares` says which rows of a dim each of them
-holds.
+A Comm moves values: call it without autograd.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from math import prod
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.runtime.comm import ring_attention
-from autopar.runtime.comm.coalesced import Layout
-from autopar.runtime.comm.expert_routing import Routing
-from autopar.runtime.comm.flat_buffers import (
-    by_row,
-    by_share,
-    from_front,
-    in_order,
-    joined,
-    packed,
-    padded,
-)
+from autopar.runtime.comm.collectives import Collectives
 from autopar.runtime.comm.work import (
-    Arrived,
-    CoalescedWork,
     Meeting,
-    Summed,
-    Traffic,
     Work,
-    free_storage,
-    sum_in_order,
 )
-from passes.mesh import Axes, Mesh, as_axes, balanced
-from passes.shard.shares import extent
 
 Outgoing = tuple[Tensor, int, int]  # a tensor, to which rank, its tag
 Incoming = tuple[Sequence[int], torch.dtype, int, int]  # its shape; from which rank
@@ -53,242 +30,23 @@ class CommError(RuntimeError):
     """Ranks that do not fit together: a missing group, a mismatch, a deadlock."""
 
 
-class Comm(Routing, ABC):
-    """One rank's end of every communication. `log` counts traffic by call and axes."""
+class Comm(Collectives, ABC):
+    """One rank's end of every communication.
 
-    def __init__(
-        self, mesh: Mesh, rank: int, microbatches: int, device: torch.device
-    ) -> None:
-        super().__init__(mesh, rank, microbatches, device)
-        self.log: defaultdict[tuple[str, tuple[str, ...]], Traffic]
-        self.log = defaultdict(Traffic)
-        # Whether messages begin in the one order of `passes.schedule.exchanges`.
-        self.in_turn = False
-        # Told in the last microbatch which gradients are ready.
-        self.on_ready: Callable[[Sequence[Tensor]], None] | None = None
+    in_turn: whether messages begin in the one order of `passes.schedule.exchanges`.
+    """
 
-    # Collectives. The result never shares memory with x, unless `inplace`.
-
-    def all_reduce(
-        self, x: Tensor, axes: tuple[str, ...], op: str = "sum", inplace: bool = False
-    ) -> Tensor:
-        """x [...] -> [...], the "sum" or "max" over all ranks on `axes`.
-
-        `inplace` allows, and does not promise, that the result is x itself.
-        """
-        ranks = self._enter("all_reduce", axes, x, op=op)
-        if op not in ("sum", "max"):
-            raise ValueError(f"all_reduce has no op {op!r}: use 'sum' or 'max'")
-        if not (inplace and x.is_contiguous()):
-            x = x.clone(memory_format=torch.contiguous_format)
-        if len(ranks) > 1:
-            self._start_reduce_(x, ranks, op).wait()
-        return x
-
-    def all_gather(
-        self, x: Tensor, axis: Axes, dim: int, sizes: Sequence[int] | None = None
-    ) -> Tensor:
-        """x [..., mine, ...] -> [..., whole, ...]: the rows along dim, in order.
-
-        sizes: the extent of each rank's shard, where they are not all the same.
-        """
-        open_dim, axes = None if sizes is None else dim, as_axes(axis)
-        ranks = self._enter("all_gather", axes, x, open_dim, dim=dim, sizes=sizes)
-        if len(ranks) == 1:
-            return x.clone()
-        dim = from_front(x, dim)
-        sizes = self._sizes(x, axis, dim, sizes)
-        whole = self._gather(padded(x, dim, max(sizes)), ranks)
-        layout = self.shares(sum(sizes), axis)
-        even, outer = min(sizes) == max(sizes), prod(x.shape[:dim]) == 1
-        if even and outer and in_order(layout):
-            return whole.view(*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
-        parts = zip(whole.unbind(0), sizes, strict=True)
-        return joined([part.narrow(dim, 0, n) for part, n in parts], dim, layout)
-
-    def reduce_scatter(self, x: Tensor, axis: Axes, dim: int) -> Tensor:
-        """x [..., whole, ...] -> [..., my share, ...] of the sum over the axis."""
-        ranks = self._enter("reduce_scatter", as_axes(axis), x, dim=dim)
-        if len(ranks) == 1:
-            return x.clone()
-        dim = from_front(x, dim)
-        layout = self.shares(x.shape[dim], axis)
-        flat, counts = packed(x, dim, layout)
-        mine = extent(layout[self.place(axis)])
-        total = self._scatter_sum(flat, counts, ranks)
-        return total.view(*x.shape[:dim], mine, *x.shape[dim + 1 :])
-
-    def all_to_all(
-        self,
-        x: Tensor,
-        axis: str,
-        split_dim: int,
-        concat_dim: int,
-        sizes: Sequence[int] | None = None,
-    ) -> Tensor:
-        """x, split on concat_dim, becomes split on split_dim.
-
-        [..., whole (split_dim), ..., mine (concat_dim), ...] ->
-        [..., my share,          ..., whole,             ...]
-        sizes: the extent of each rank's x along concat_dim, where not all the same.
-        """
-        open_dim = None if sizes is None else concat_dim
-        ranks = self._enter(
-            "all_to_all", (axis,), x, open_dim, split=split_dim, concat=concat_dim,
-            sizes=sizes,
-        )  # fmt: skip
-        if len(ranks) == 1:
-            return x.clone()
-        split_dim, concat_dim = from_front(x, split_dim), from_front(x, concat_dim)
-        if split_dim == concat_dim:
-            raise ValueError(f"all_to_all splits and joins the same dim {split_dim}")
-        sizes = self._sizes(x, axis, concat_dim, sizes)
-        layout = self.shares(x.shape[split_dim], axis)
-        flat, sent = packed(x, split_dim, layout)
-        shape = list(x.shape)
-        shape[split_dim] = extent(layout[self.coords[axis]])
-        unit = prod(shape[:concat_dim] + shape[concat_dim + 1 :])
-        counts = [unit * size for size in sizes]
-        flat = self._exchange(flat, sent, counts, ranks)
-        layout = self.shares(sum(sizes), axis)
-        if prod(shape[:concat_dim]) == 1 and in_order(layout):
-            shape[concat_dim] = sum(sizes)
-            return flat.view(shape)
-        parts = []
-        for part, size in zip(flat.split(counts), sizes, strict=True):
-            shape[concat_dim] = size
-            parts.append(part.view(shape))
-        return joined(parts, concat_dim, layout)
-
-    # Those that run while something else is computed: `wait` gives the results. All
-    # ranks start and wait in the same order. They move parameters and their gradients,
-    # whose shares lie in one piece.
-
-    def start_gather(
-        self,
-        shards: Sequence[Tensor],
-        axis: str,
-        dims: Sequence[int],
-        sizes: Sequence[Sequence[int] | None],
-    ) -> CoalescedWork:
-        """Begin an all_gather of each, as one; they may change meanwhile."""
-        along = [
-            self._sizes(x, axis, dim, own)
-            for x, dim, own in zip(shards, dims, sizes, strict=True)
-        ]
-        layout = Layout.of(shards, dims, along)
-        me = self.coords[axis]
-        rows = layout.rows_for(shards, me)
-        ranks = self._enter("all_gather", (axis,), rows[me], dims=dims, sizes=sizes)
-        alone = len(ranks) == 1
-        work = Arrived(rows) if alone else self._start_gather(rows, ranks)
-        wholes = [self.shares(sum(own), axis) for own in along]
-
-        def join(rows: Tensor) -> list[Tensor]:
-            joined = list(map(by_row, layout.join(rows), dims, wholes))
-            if not layout.joins_in_place:
-                free_storage(rows)
-            return joined
-
-        return CoalescedWork(work, join)
-
-    def start_scatter(
-        self, wholes: Sequence[Tensor], axis: str, dims: Sequence[int]
-    ) -> CoalescedWork:
-        """Begin a reduce_scatter of each, as one; they may change meanwhile."""
-        ranks, me = self.ranks((axis,)), self.coords[axis]
-        wholes = [
-            by_share(x, dim, self.shares(x.shape[dim], axis))
-            for x, dim in zip(wholes, dims, strict=True)
-        ]
-        along = [
-            balanced(x.shape[dim], len(ranks))
-            for x, dim in zip(wholes, dims, strict=True)
-        ]
-        layout = Layout.of(wholes, dims, along)
-        flat = layout.split(wholes)
-        self._enter("reduce_scatter", (axis,), flat, dims=dims)
-        work = (
-            Arrived(flat)
-            if len(ranks) == 1
-            else self._start_scatter_sum(flat, layout.counts, ranks)
-        )
-        return CoalescedWork(work, lambda row: layout.parts(row, me))
-
-    def wait(self, transit: CoalescedWork) -> list[Tensor]:
-        """The wholes of `start_gather`, or my shares of `start_scatter`."""
-        return transit.unpack(transit.work.wait())
+    in_turn = False
 
     def ready(self, gradients: Sequence[Tensor]) -> None:
         """This microbatch will not add to some gradients any more."""
-        if self.on_ready is not None:
-            self.on_ready(gradients)
+        if self.state.on_ready is not None:
+            self.state.on_ready(gradients)
 
     def loss_scale(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """What a backward starts with, and gradients are multiples of until its end."""
-        return torch.full(tuple(shape), self.scale, dtype=dtype, device=self.device)
-
-    def reduce_ranks_(self, flat: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """Sum a contiguous buffer [...] in place over ranks, ascending, me included."""
-        return self.start_reduce_ranks_(flat, ranks).wait()
-
-    def start_reduce_ranks_(self, flat: Tensor, ranks: tuple[int, ...]) -> Work:
-        """Begin `reduce_ranks_`; nobody may read or write the buffer until the wait."""
-        self._enter("reduce_ranks_", (), flat)
-        if not flat.is_contiguous():
-            raise ValueError("reduce_ranks_ works in place: give a contiguous buffer")
-        alone = len(ranks) == 1
-        return Arrived(flat) if alone else self._start_reduce_(flat, ranks, "sum")
-
-    def shift(self, x: Tensor, axis: str, numel: int) -> Work:
-        """Start sending x [n] to the next rank of the axis, and the last rank's to the
-        first; what comes from the rank before is [numel]. x must not change meanwhile.
-        """
-        ranks = self._enter("shift", (axis,), x, open_dim=0)
-        return self._shift(x.contiguous(), ranks, numel)
-
-    # Attention, where rows or keys are split: see `ring_attention`.
-
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        scale: float | None,
-        rows: ring_attention.Split,
-        keys: ring_attention.Split,
-        axis: str | None,
-        window: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """My rows q [B,H,S,E]; k [B,G,T,E] and v [B,G,T,V], of all keys or, on a ring
-        along `axis`, of my own -> out [B,H,S,V], lse [B,H,S]. window: of the keys that
-        are causal for a row it sees the last so many."""
-        scoring = ring_attention.Scoring(mask, is_causal, scale, window)
-        return ring_attention.forward(self, (q, k, v), scoring, rows, keys, axis)
-
-    def attention_backward(
-        self,
-        dy: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        scale: float | None,
-        rows: ring_attention.Split,
-        keys: ring_attention.Split,
-        axis: str | None,
-        window: int | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dy [B,H,S,V] -> the gradients of q, k and v; none for the mask."""
-        scoring = ring_attention.Scoring(mask, is_causal, scale, window)
-        found = (out, lse)
-        return ring_attention.backward(
-            self, dy, (q, k, v), found, scoring, rows, keys, axis
+        return torch.full(
+            tuple(shape), self.state.scale, dtype=dtype, device=self.device
         )
 
     # Messages. The k-th send to a rank meets the k-th recv posted there for this one,
@@ -341,72 +99,11 @@ class Comm(Routing, ABC):
     def abandon(self) -> None:
         """Let ranks that wait for this one fail, where they would not by themselves."""
 
-    # What an engine provides. Tensors are contiguous, groups have two ranks or more.
-
-    @abstractmethod
-    def _start_reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> Work:
-        """Begin to reduce x [...] in place over the group; the wait returns x."""
-
-    @abstractmethod
-    def _gather(self, x: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """x [...] -> [n, ...], of the same shape on all ranks."""
-
-    @abstractmethod
-    def _exchange(
-        self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
-    ) -> Tensor:
-        """x [sum(sent)], its parts for each rank -> [sum(counts)], parts from each."""
-
-    @abstractmethod
-    def _shift(self, x: Tensor, ranks: tuple[int, ...], numel: int) -> Work:
-        """x [n] to the rank after me in a ring of ranks, and [numel] from that before
-        me."""
-
-    @abstractmethod
-    def _start_gather(self, rows: Tensor, ranks: tuple[int, ...]) -> Work:
-        """rows [n, ...], mine filled in; to be filled in when it is waited for."""
-
-    @abstractmethod
-    def _start_exchange(
-        self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
-    ) -> Work:
-        """`_exchange`; x stays as it is until the wait, which may free it."""
-
-    def _start_scatter_sum(
-        self, x: Tensor, counts: list[int], ranks: tuple[int, ...]
-    ) -> Work:
-        """`_scatter_sum`; x stays as it is until the wait, which may free it."""
-        mine = [counts[ranks.index(self.rank)]] * len(ranks)
-        return Summed(self._start_exchange(x, counts, mine, ranks), len(ranks))
-
-    def _scatter_sum(
-        self, x: Tensor, counts: list[int], ranks: tuple[int, ...]
-    ) -> Tensor:
-        """x [sum(counts)] -> my part [counts[me]] of the sum, added in rank order."""
-        mine = counts[ranks.index(self.rank)]
-        rows = self._exchange(x, counts, [mine] * len(ranks), ranks)
-        return sum_in_order(rows.view(len(ranks), mine).unbind(0))
-
     @abstractmethod
     def _send(self, x: Tensor, to_rank: int, tag: int) -> Work: ...
 
     @abstractmethod
     def _recv(self, x: Tensor, from_rank: int, tag: int) -> Work: ...
-
-    def _enter(
-        self,
-        kind: str,
-        axes: tuple[str, ...],
-        x: Tensor,
-        open_dim: int | None = None,
-        **detail: Any,
-    ) -> tuple[int, ...]:
-        """Count a collective and give its ranks. All of them must pass the same detail,
-        and an x of the same dtype and shape but for the open dim."""
-        traffic = self.log[kind, axes]
-        traffic.calls += 1
-        traffic.bytes += x.numel() * x.element_size()
-        return self.ranks(axes)
 
     def _peer(self, kind: str, rank: int, x: Tensor) -> None:
         """Count a message to or from a rank, which must be another one."""
@@ -418,17 +115,3 @@ class Comm(Routing, ABC):
         traffic = self.log[kind, ()]
         traffic.calls += 1
         traffic.bytes += x.numel() * x.element_size()
-
-    def _sizes(
-        self, x: Tensor, axis: Axes, dim: int, sizes: Sequence[int] | None
-    ) -> Sequence[int]:
-        """The extent along dim on each rank of the axis; mine must be that of x."""
-        n, place = len(self.ranks(axis)), self.place(axis)
-        if sizes is None:
-            return (x.shape[dim],) * n
-        if len(sizes) != n or x.shape[dim] != sizes[place]:
-            raise ValueError(
-                f"sizes {tuple(sizes)} do not fit {axis}={place} of {n}, "
-                f"where dim {dim} has {x.shape[dim]}"
-            )
-        return sizes

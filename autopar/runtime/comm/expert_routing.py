@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from autopar.runtime import kernels
-from autopar.runtime.comm.placement import Placement
+from autopar.runtime.comm.local_ops import LocalOps
 from passes.shard.shares import extent
 
 
-class Routing(Placement):
+class Routing(LocalOps):
     """The calls of emitted code that route rows; `Comm` has what they are made of."""
 
     def route(

@@ -45,9 +45,6 @@ class HostComm(ProcessComm):
     def _start_reduce_(self, x: Tensor, ranks: tuple[int, ...], op: str) -> Work:
         return Landing(super()._start_reduce_(_copied(x), ranks, op), x)
 
-    def _gather(self, x: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        return super()._gather(_copied(x), ranks).to(x.device)
-
     def _exchange(
         self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
     ) -> Tensor:

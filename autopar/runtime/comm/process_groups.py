@@ -130,11 +130,6 @@ class ProcessComm(Comm):
         group = self._group(ranks)
         return _Transfer(dist.all_reduce(x, _REDUCE_OPS[op], group, async_op=True), x)
 
-    def _gather(self, x: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        out = x.new_empty(len(ranks), *x.shape)
-        _all_gather(out.view(-1), x.view(-1), self._group(ranks))
-        return out
-
     def _exchange(
         self, x: Tensor, sent: list[int], counts: list[int], ranks: tuple[int, ...]
     ) -> Tensor:

@@ -27,7 +27,8 @@ from autopar.runtime.kernels.sdpa import (
 from passes.shard.shares import Pieces, Tile, causal_tiles, extent, window_tiles
 
 if TYPE_CHECKING:
-    from autopar.runtime.comm.comm import Comm, Work
+    from autopar.runtime.comm.collectives import Collectives
+    from autopar.runtime.comm.work import Work
 
 Split = tuple[tuple[int, tuple[str, ...]], ...]
 
@@ -58,7 +59,7 @@ class Visit:
 
 
 def forward(
-    comm: Comm,
+    comm: Collectives,
     qkv: tuple[Tensor, Tensor, Tensor],
     scoring: Scoring,
     rows: Split,
@@ -89,7 +90,7 @@ def forward(
 
 
 def backward(
-    comm: Comm,
+    comm: Collectives,
     dy: Tensor,
     qkv: tuple[Tensor, Tensor, Tensor],
     results: tuple[Tensor, Tensor],
@@ -149,7 +150,7 @@ def _add_gradients(
 
 
 def _visits(
-    comm: Comm, k: Tensor, v: Tensor, keys: Split, axis: str | None
+    comm: Collectives, k: Tensor, v: Tensor, keys: Split, axis: str | None
 ) -> Iterator[Visit]:
     """My own keys and values, then those of the rank before, and so on round the ring;
     while some are at work the next are under way."""
@@ -192,7 +193,7 @@ def _unpacked(flat: Tensor, *shapes: torch.Size) -> tuple[Tensor, ...]:
     )
 
 
-def _pieces(comm: Comm, split: Split) -> Pieces:
+def _pieces(comm: Collectives, split: Split) -> Pieces:
     ((n, axes),) = split
     return comm.pieces(n, axes)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.comm.comm import Comm, Incoming, Outgoing
+from autopar.runtime.comm.step_state import StepState
 from autopar.runtime.comm.work import Work
 from autopar.runtime.execute.gradient_buckets import Gradients
 from autopar.runtime.execute.inductor import Kept, compile_functions
@@ -50,10 +51,12 @@ class Executor:
         gradients: Gradients | None = None,
     ) -> None:
         self.program, self.comm, self.compiled = program, comm, compiled
-        comm.zigzag = frozenset(program.plan.zigzag)
+        plan = program.plan
+        self.state = StepState(plan.microbatches, frozenset(plan.zigzag))
+        comm.state = self.state
         self.parameters, self.buffers = dict(parameters), dict(buffers)
         self.seed, self.steps = seed, 0
-        self.loss_scale = LossScale() if program.plan.scales_loss else None
+        self.loss_scale = LossScale() if plan.scales_loss else None
         self.pp = comm.coords.get("pp", 0)
         self.actions = program.schedule.ranks[self.pp]
         self._send_completions = send_completions(program.schedule, self.pp)
@@ -103,6 +106,7 @@ class Executor:
     @torch.no_grad()
     def set_up(self) -> None:
         """Compute what depends on buffers and constants alone; again if they change."""
+        self.comm.state = self.state
         for stage in self.stages.values():
             stage.constants = stage.module["setup"](self.comm, stage.tensors)
 
@@ -111,7 +115,6 @@ class Executor:
         same buffers."""
         self.seed, self.steps = other.seed, other.steps
         self.loss_scale = other.loss_scale
-        self.comm.microbatches = self.program.plan.microbatches
         self.set_up()
 
     # --- one step ------------------------------------------------------------------
@@ -124,9 +127,9 @@ class Executor:
         loss is scaled and they overflow, all are None, so that optimizers do nothing.
         """
         self._begin_gradients()
-        self.comm.key = (self.seed << 32) + self.steps
+        self.state.key = (self.seed << 32) + self.steps
         if self.loss_scale:
-            self.comm.scale = self.loss_scale.scale
+            self.state.scale = self.loss_scale.scale
         self._play(self.actions, batch)
         self._end_reductions()
         self.steps += 1
@@ -144,11 +147,11 @@ class Executor:
     def evaluate(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The loss of the whole batch without dropout; nothing is kept or changed."""
         forward = (Kind.F, Kind.SEND_F, Kind.RECV_F)
-        self.comm.evaluating = True
+        self.state.evaluating = True
         try:
             self._play([a for a in self.actions if a.kind in forward], batch)
         finally:
-            self.comm.evaluating = False
+            self.state.evaluating = False
         self._free_batch()
         return self._loss()[0]
 
@@ -166,6 +169,7 @@ class Executor:
 
     def _play(self, actions: Sequence[Action], batch: Mapping[str, Tensor]) -> None:
         """Run the actions in turn."""
+        self.comm.state = self.state  # other executors may have run meanwhile
         for stage in self.stages.values():
             stage.batch = Batch((k, batch[k]) for k in stage.module["INPUTS"])
             of_step = self.comm, stage.tensors, stage.constants
@@ -202,12 +206,12 @@ class Executor:
         if self._last[action.stage] == action:
             late = self._late[action.stage].append
             ready = partial(self._ready, action.stage)
-            self.comm.on_ready = ready if self.overlaps else late
+            self.state.on_ready = ready if self.overlaps else late
             self.stages[action.stage].begin_epilogue(self.comm)
         try:
             yield
         finally:
-            self.comm.on_ready = None
+            self.state.on_ready = None
 
     def _ready(self, stage: int, gradients: Sequence[Tensor]) -> None:
         """A stage will not add to them any more in this step."""
@@ -217,11 +221,11 @@ class Executor:
     def _end_reductions(self) -> None:
         """Scatter and reduce what is left, and wait for all of it."""
         for index, stage in self.stages.items():
-            self.comm.on_ready = partial(self._ready, index)
+            self.state.on_ready = partial(self._ready, index)
             for gradients in self._late.pop(index, ()):
                 self._ready(index, gradients)
             stage.end_epilogue()
-        self.comm.on_ready = None
+        self.state.on_ready = None
         self._free_batch()
         self.gradients.end_reductions()
 
@@ -235,8 +239,8 @@ class Executor:
                 action.stage,
                 action.microbatch,
             )
-            receipts = self._arriving.pop(action)
-            self._outputs[key] = tuple(r.wait() for r in receipts)
+            arriving = self._arriving.pop(action)
+            self._outputs[key] = tuple(work.wait() for work in arriving)
             for send in self._send_completions.get(action, ()):
                 for work in self._leaving.pop(send, ()):
                     work.wait()
@@ -253,12 +257,12 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         stage, i = self.stages[action.stage], action.microbatch
-        self.comm.microbatch = i
+        self.state.microbatch = i
         xs = self._outputs.pop(("x", action.stage, i), ())
         made, saved = stage.module["forward"](
             self.comm, stage.tensors, stage.constants, stage.batch, *xs
         )
-        if not self.comm.evaluating:
+        if not self.state.evaluating:
             stage.saved[i] = saved
         if action.stage == len(self.program.stages) - 1:
             self._losses.append(made[-1])
@@ -269,7 +273,7 @@ class Executor:
         """B or I: what the stage before waits for; B adds up weights' gradients too."""
         stage, i = self.stages[action.stage], action.microbatch
         whole = action.kind is Kind.B
-        self.comm.microbatch = i
+        self.state.microbatch = i
         dys = self._outputs.pop(("dy", action.stage, i), ())
         made = stage.module["backward" if whole else "backward_input"](
             self.comm,
@@ -287,7 +291,7 @@ class Executor:
 
     def _weight_half(self, action: Action) -> None:
         stage, i = self.stages[action.stage], action.microbatch
-        self.comm.microbatch = i
+        self.state.microbatch = i
         stage.module["backward_weight"](
             self.comm,
             stage.tensors,

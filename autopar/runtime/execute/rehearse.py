@@ -26,7 +26,7 @@ def rehearse(executor: Executor) -> None:
     if kept is None:
         return
     alone = FakeComm(program.mesh, program.plan.microbatches, comm.device, comm.rank)
-    alone.zigzag = comm.zigzag
+    alone.state.zigzag = executor.state.zigzag
     batch = {
         name: torch.zeros(shape, dtype=getattr(torch, dtype), device=comm.device)
         for name, (shape, dtype) in program.inputs.items()
@@ -72,7 +72,7 @@ def play(
     if halves:
         _, kept = call("backward_input", *whole, saved, *given("D_SENDS"))
     stage.begin_epilogue(comm)
-    comm.on_ready = stage.go_on
+    comm.state.on_ready = stage.go_on
     if halves:
         call("backward_weight", *whole, kept)
     else:

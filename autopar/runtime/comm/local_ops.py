@@ -1,0 +1,224 @@
+"""What a rank computes by its place on the mesh, without a message.
+
+Masks of dropout, choices of routers, and rows and entries of a sharded dim, whose
+indices are global. `...` in a shape is any number of dims.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.runtime import kernels
+from autopar.runtime.comm.placement import Placement
+from autopar.runtime.kernels import experts as products
+from autopar.runtime.kernels.sdpa import in_window
+from passes.shard.shares import Pieces, extent
+
+
+class LocalOps(Placement):
+    """The calls of emitted code that a rank answers by itself."""
+
+    def dropout_mask(
+        self,
+        p: float,
+        number: int,
+        position: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...],
+    ) -> Tensor | None:
+        """What dropout `number` of the model keeps of my part of a tensor, as bool.
+
+        position: for each dim, its factors: (global extent, axes that split it).
+        None while evaluating: there is no dropout then.
+        """
+        if self.state.evaluating:
+            return None
+        dims = [
+            [(n, self.pieces(n, axes)) for n, axes in factors] for factors in position
+        ]
+        return kernels.dropout_mask(p, self.state.key, number, dims, self.device)
+
+    def choose(
+        self,
+        x: Tensor,
+        k: int,
+        number: int,
+        position: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...],
+    ) -> Tensor:
+        """The places of the k largest scores of my rows: x [..., n] -> int64 [..., k];
+        or what a replay tells them. number, position: as of dropout, but of rows."""
+        own = x.topk(k).indices
+        replay = self.state.replay
+        if replay is None:
+            return own
+        rows = replay.told[number].to(x.device)
+        for dim, factors in enumerate(position):
+            rows = rows.index_select(dim, self._positions(factors))
+        return replay.take(x, own, rows, (number, self.rank, self.state.microbatch))
+
+    def _positions(self, factors: tuple[tuple[int, tuple[str, ...]], ...]) -> Tensor:
+        """Which rows of a dim are mine: int64. factors: (global extent, axes)."""
+        rows = torch.zeros(1, dtype=torch.int64, device=self.device)
+        for n, axes in factors:
+            mine = kernels.positions(self.pieces(n, axes), self.device)
+            rows = (rows[:, None] * n + mine).flatten()
+        return rows
+
+    def causal_mask(
+        self,
+        position: tuple[tuple[int, tuple[str, ...]], ...],
+        columns: int,
+        window: int | None = None,
+    ) -> Tensor:
+        """Which keys my rows of a sequence may see: bool [my rows, columns].
+
+        position: the factors of the dim of rows: (global extent, axes that split it).
+        window: keys up to its own that a row sees at most.
+        """
+        rows, keys = self._positions(position), torch.arange(columns)
+        return in_window(rows, keys.to(self.device), window or columns)
+
+    # Rows and entries of a sharded dim. Indices are global and int64; sizes are those
+    # of the dim before it was split. What another rank holds counts as zero here.
+
+    def lookup(
+        self, weight: Tensor, ids: Tensor, n: int, axes: tuple[str, ...]
+    ) -> Tensor:
+        """weight [my rows, width], ids [...] -> [..., width], a pending sum over axes:
+        rows that are not in my shard are zeros."""
+        pieces = self.pieces(n, axes)
+        if extent(pieces) == n:
+            return F.embedding(ids, weight)
+        kernels.check_indices(ids, n)
+        if not pieces:
+            return weight.new_zeros(*ids.shape, weight.shape[1])
+        local, outside = _local(ids, pieces)
+        return F.embedding(local, weight).masked_fill_(outside.unsqueeze(-1), 0)
+
+    def lookup_grad_(
+        self,
+        grad: Tensor,
+        dy: Tensor,
+        ids: Tensor,
+        n: int,
+        axes: tuple[str, ...],
+        padding: int | None = None,
+    ) -> Tensor:
+        """Add the gradient of `lookup` into grad [my rows, width]: dy [..., width].
+
+        Row `padding` of the whole table, where given, gets nothing.
+        """
+        pieces = self.pieces(n, axes)
+        if not pieces:
+            return grad
+        if padding is not None:
+            ids = ids.masked_fill(ids == padding, -1)
+        if extent(pieces) != n or padding is not None:
+            ids, outside = _local(ids, pieces)
+            dy = dy.masked_fill(outside.unsqueeze(-1), 0)
+        return kernels.embedding_grad_(grad, dy, ids)
+
+    def pick(
+        self,
+        x: Tensor,
+        index: Tensor,
+        ignored: int | None,
+        n: int,
+        axes: tuple[str, ...],
+    ) -> Tensor:
+        """x [..., my extent], index [...] -> x[..., index] [...], a pending sum over
+        axes. An index that is to be ignored, such as -100, picks zero on every rank."""
+        kernels.check_indices(index, n, ignored)
+        pieces = self.pieces(n, axes)
+        if not pieces:
+            return x.new_zeros(index.shape)
+        local, outside = _local(index, pieces)
+        picked = x.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+        return picked.masked_fill_(outside, 0)
+
+    def pick_backward(
+        self, dy: Tensor, index: Tensor, n: int, axes: tuple[str, ...]
+    ) -> Tensor:
+        """dy [...], index [...] -> dx [..., my extent]."""
+        dx = dy.new_zeros(*index.shape, extent(self.pieces(n, axes)))
+        return self.pick_backward_add_(dx, dy, index, n, axes)
+
+    def pick_backward_add_(
+        self,
+        buffer: Tensor,
+        dy: Tensor,
+        index: Tensor,
+        n: int,
+        axes: tuple[str, ...],
+    ) -> Tensor:
+        """Add `pick_backward` into buffer [..., my extent], of dy's dtype."""
+        pieces = self.pieces(n, axes)
+        if not pieces:
+            return buffer
+        local, outside = _local(index, pieces)
+        return buffer.scatter_add_(
+            -1, local.unsqueeze(-1), dy.masked_fill(outside, 0).unsqueeze(-1)
+        )
+
+    # Experts, of which each rank of an axis may hold some.
+
+    def expert_linear(
+        self,
+        x: Tensor,
+        expert: Tensor,
+        weight: Tensor,
+        experts: int,
+        axes: tuple[str, ...],
+    ) -> Tensor:
+        """x [rows, k], expert [rows], weight [my experts, n, k] -> x weight[expert]^T
+        [rows, n], a pending sum over axes: zeros in rows of others' experts."""
+        kernels.check_indices(expert, experts)
+        mine = self._expert(expert, experts, axes)
+        return products.expert_linear(x, mine, weight.mT)
+
+    def expert_linear_transposed(
+        self,
+        dy: Tensor,
+        expert: Tensor,
+        weight: Tensor,
+        experts: int,
+        axes: tuple[str, ...],
+    ) -> Tensor:
+        """The gradient of `expert_linear` for x: dy [rows, n] -> [rows, k]."""
+        mine = self._expert(expert, experts, axes)
+        return products.expert_linear(dy, mine, weight)
+
+    def expert_weight_grad_(
+        self,
+        grad: Tensor,
+        dy: Tensor,
+        x: Tensor,
+        expert: Tensor,
+        experts: int,
+        axes: tuple[str, ...],
+    ) -> Tensor:
+        """Add the gradient of `expert_linear` for its weight into grad [my experts, n,
+        k]: dy [rows, n], x [rows, k]."""
+        mine = self._expert(expert, experts, axes)
+        return products.expert_weight_grad_(grad, dy, x, mine)
+
+    def _expert(self, expert: Tensor, experts: int, axes: tuple[str, ...]) -> Tensor:
+        """expert [rows] -> which of my own it is, -1 for another rank's."""
+        pieces = self.pieces(experts, axes)
+        if not pieces:
+            return torch.full_like(expert, -1)
+        local, outside = _local(expert, pieces)
+        return local.masked_fill_(outside, -1)
+
+
+def _local(index: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
+    """Global index [...] -> position in my share [...], which is 0 where it lies in
+    none of it; and where that is so, bool [...]."""
+    (begin, passed), *others = pieces
+    local = index - begin
+    outside = (local < 0) | (local >= passed)
+    for begin, length in others:
+        here = (index >= begin) & (index < begin + length)
+        local = torch.where(here, index - begin + passed, local)
+        outside, passed = outside & ~here, passed + length
+    return local.masked_fill_(outside, 0), outside
