@@ -13,14 +13,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_type_hints
 
 from autopar.machine.cluster_file import number
-from passes.mesh import Mesh, MeshError
+from passes.mesh import Mesh, MeshError, usual_split
 from passes.plan import (
     AUTO,
     BACKENDS,
     CONTEXT_PARALLEL,
     PRECISION,
     RECOMPUTE,
-    SPLIT,
     Plan,
     PlanError,
 )
@@ -235,7 +234,7 @@ def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
     for name in decisions:
         if isinstance(usual(name), bool) and not isinstance(decisions[name], bool):
             raise PlanError(f"{name}={shown(decisions[name])}", fix="use True or False")
-    split = dict(SPLIT)
+    split = usual_split()
     if not decisions.pop("sequence_parallel", usual("sequence_parallel")):
         for axis in ("tp", "qp"):
             split[axis] = tuple(d for d in split[axis] if d != "seq")

@@ -17,7 +17,7 @@ from autopar.proof.run_beside import prove
 from autopar.proof.verification import Verification
 from autopar.runtime.agreement.validate import check_model
 from autopar.runtime.execute.inductor import Kept
-from passes.plan import SPLIT
+from passes.mesh import AXES
 from passes.program import Program
 
 
@@ -55,7 +55,7 @@ def room_needed(program: Program) -> int:
     """Bytes that the model's own forward, of the whole batch on one device, keeps for
     its backward, at least."""
     plan = program.plan
-    ranks = [n for axis, n in plan.mesh.axes if "batch" in SPLIT.get(axis, ())]
+    ranks = [n for axis, n in plan.mesh.axes if "batch" in AXES[axis].splits]
     microbatches = plan.microbatches * prod(ranks)
     # At least: a rank's microbatch is split by other axes too, and recomputed.
     return microbatches * sum(stage.footprint.saved for stage in program.stages)

@@ -16,13 +16,55 @@ from math import prod
 from passes.errors import AutoparError
 from passes.ranges import RANKS, shown
 
-AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp", "qp")
-"""The axes a mesh may have: pipeline, data, sharing data (see `passes.shard.rest`),
-context, expert and tensor parallel, and what shares keys of it (see
-`passes.shard.query_groups`)."""
-
+PIPELINE = "pp"
 TIME = "time"
 """The axis of microbatches: it splits dims like any other, but no rank lies on it."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """All that there is to say of a mesh axis.
+
+    splits: the dims that it splits, in order of preference: an op is split along the
+    first of these that flows through it. `op:dim` is a preference of one op alone,
+    `weights:dim` of ops that read weights along it, and of what follows from them;
+    `routed:dim`: samples go to the ranks that have their part of it, see
+    `passes.shard.routed`.
+    shares_parameters: whether its ranks hold the same parameters though they split no
+    samples, and ZeRO may share these out. replicated_beside: the axis whose ranks alone
+    share out, where a mesh has that too. holds_experts: whether experts lie on it.
+    """
+
+    splits: tuple[str, ...] = ()
+    shares_parameters: bool = False
+    replicated_beside: str = ""
+    holds_experts: bool = False
+
+
+# The axes that a mesh may have: pipeline, data, sharing data (see `passes.shard.rest`),
+# context, expert and tensor parallel, and what shares keys of it (see
+# `passes.shard.query_groups`). ep splits samples as dp does, but experts where they
+# work (Lepikhin 2020). For tp this is Megatron's choice (Shoeybi 2019); `seq` at the
+# end is its sequence parallelism (Korthikanti 2022): what has no heads, ffn or vocab is
+# split along the sequence. qp does the same where queries share keys.
+AXES: dict[str, Axis] = {
+    PIPELINE: Axis(),
+    "dp": Axis(("batch",), replicated_beside="fsdp"),
+    "fsdp": Axis(("batch",)),
+    "cp": Axis(("seq",), shares_parameters=True),
+    "ep": Axis(
+        ("weights:experts", "routed:experts", "expert_linear:experts", "batch"),
+        holds_experts=True,
+    ),
+    "tp": Axis(("heads", "kv_heads", "q_per_kv", "ffn", "vocab", "seq")),
+    "qp": Axis(("heads", "q_per_kv", "ffn", "vocab", "seq")),
+}
+
+
+def usual_split() -> dict[str, tuple[str, ...]]:
+    """What each axis splits, where a plan decides nothing else; so does time."""
+    splits = {name: axis.splits for name, axis in AXES.items() if axis.splits}
+    return {**splits, TIME: ("batch",)}
 
 
 Axes = str | tuple[str, ...]
@@ -162,7 +204,7 @@ def start(n: int, parts: int, i: int) -> int:
 
 
 def _known(name: str) -> str:
-    if name in AXES:
+    if name in tuple(AXES):  # what is no text has no hash
         return name
     if name == TIME:
         raise MeshError(

@@ -10,35 +10,17 @@ import torch
 
 from passes.decode import decode, parse_json
 from passes.errors import AutoparError
-from passes.mesh import AXES, TIME, Mesh
+from passes.mesh import AXES, PIPELINE, TIME, Mesh, usual_split
 from passes.ranges import check_range, shown
 from passes.schedule.make_schedule import SCHEDULES, place_stages
 from passes.shard.preference import Preference
+from passes.stage.recompute import POLICIES
 
 FORMAT = 1
 AGAIN = "compile it again with this version of autopar"
 WRITTEN = "give a plan.json that autopar plan or compile wrote"
 USUAL = "mend it, or leave it out, and it is as usual"
 MESH = 'write "mesh": "pp=2,tp=2"'
-
-# What each mesh axis splits, in order of preference: an op is split along the first of
-# these dims that flows through it. For tp this is Megatron's choice (Shoeybi 2019);
-# `seq` at the end is its sequence parallelism (Korthikanti 2022): what has no heads,
-# ffn or vocab is split along the sequence. qp does the same where queries share keys,
-# see `passes.shard.query_groups`. `op:dim` is a preference of one op alone,
-# `weights:dim` of ops that read weights along it, and of what follows from them: ep
-# splits samples as dp does, but experts where they work (Lepikhin 2020).
-# `routed:dim`: samples go to the ranks that have their part of it, see
-# `passes.shard.routed`.
-SPLIT: dict[str, tuple[str, ...]] = {
-    "dp": ("batch",),
-    "fsdp": ("batch",),
-    "cp": ("seq",),
-    "ep": ("weights:experts", "routed:experts", "expert_linear:experts", "batch"),
-    "tp": ("heads", "kv_heads", "q_per_kv", "ffn", "vocab", "seq"),
-    "qp": ("heads", "q_per_kv", "ffn", "vocab", "seq"),
-    TIME: ("batch",),
-}
 
 # What cp splits. Rows that gather keys and values (Llama 3, Grattafiori 2024); rows
 # that keys and values are passed round to (Liu 2023, see `passes.shard.ring`); or
@@ -51,7 +33,7 @@ CONTEXT_PARALLEL = {
 
 # What the backward may compute again instead of keeping it: see
 # `passes.stage.recompute`.
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = tuple(POLICIES)
 
 # What a compiler decides: of a schedule, by measured costs; of recomputation, for each
 # layer; both within the plan's memory.
@@ -114,7 +96,7 @@ class Plan:
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     order: tuple[str, ...] = ()
-    split: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict(SPLIT))
+    split: Mapping[str, tuple[str, ...]] = field(default_factory=usual_split)
     hints: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
     cuts: tuple[str, ...] = ()
@@ -145,7 +127,7 @@ class Plan:
         self._check_axes()
         for axis in self.zigzag:
             splits = self.split.get(axis, ())
-            if axis not in AXES or axis == "pp" or "batch" in splits:
+            if axis not in AXES or axis == PIPELINE or "batch" in splits:
                 raise PlanError(
                     f"zigzag has {axis!r}, which splits no sequence",
                     fix="name axes that split one, as in ('cp',)",
@@ -172,7 +154,7 @@ class Plan:
                     f"{', '.join((*AXES, TIME))}",
                 )
         for axis, labels in self.labels.items():
-            if axis not in AXES or axis == "pp":
+            if axis not in AXES or axis == PIPELINE:
                 raise PlanError(
                     f"'labels' in the plan has {axis!r}: {shown(labels)}",
                     fix='write for instance "tp": {"blocks.*.mlp.up:linear": "ffn"}, '
@@ -195,16 +177,16 @@ class Plan:
             )
 
     def _check_recompute(self) -> None:
-        if self.recompute not in (*RECOMPUTE, AUTO):
+        if self.recompute not in (*POLICIES, AUTO):
             raise PlanError(
                 f"recompute={self.recompute!r}",
-                fix=f"use one of {', '.join(map(repr, (*RECOMPUTE, AUTO)))}",
+                fix=f"use one of {', '.join(map(repr, (*POLICIES, AUTO)))}",
             )
         for layer, policy in self.recompute_layers.items():
-            if policy not in RECOMPUTE:
+            if policy not in POLICIES:
                 raise PlanError(
                     f"recompute_layers of '{layer}' is {policy!r}",
-                    fix=f"use one of {', '.join(map(repr, RECOMPUTE))}",
+                    fix=f"use one of {', '.join(map(repr, POLICIES))}",
                 )
         if self.recompute == AUTO and not self.memory:
             raise PlanError(
@@ -223,9 +205,9 @@ class Plan:
 
         Ranks can exchange what they hold of one microbatch, but nothing across them.
         """
-        mesh = [name for name, size in self.mesh.axes if name != "pp" and size > 1]
+        mesh = [name for name, size in self.mesh.axes if name != PIPELINE and size > 1]
         # Innermost: what is split by samples can then leave it for experts alone.
-        mesh.sort(key=lambda name: name == "ep")
+        mesh.sort(key=lambda name: AXES[name].holds_experts)
         return (TIME, *mesh) if self.microbatches > 1 else tuple(mesh)
 
     @property
@@ -249,18 +231,21 @@ class Plan:
         dp ranks hold stays the same: they replicate the shares (hybrid sharding, Zhao
         2023, arXiv:2304.11277, section 3.2.2).
         """
-        replicated = ("dp",) if "fsdp" in dict(self.mesh.axes) else ()
-        alike = (a for a in self.axes if self._holds_alike(a) and a not in replicated)
-        return tuple(alike) if self.zero else ()
+        mesh = dict(self.mesh.axes)
+        alike = (a for a in self.axes if self._holds_alike(a))
+        sharing = tuple(a for a in alike if AXES[a].replicated_beside not in mesh)
+        return sharing if self.zero else ()
 
     def _holds_alike(self, axis: str) -> bool:
         """Whether ranks of a mesh axis have other samples or tokens, and would hold the
         same parameters (but experts, which lie as they are used).
 
         Ranks whose rows lie in zigzag share no parameters: theirs lie in one piece."""
-        if axis == "cp":
+        if axis == TIME:
+            return False
+        if AXES[axis].shares_parameters:
             return axis not in self.zigzag
-        return axis != TIME and self._splits_samples(axis)
+        return self._splits_samples(axis)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -274,7 +259,7 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        return self.mesh.axis_size("pp") * self.stages_per_rank
+        return self.mesh.axis_size(PIPELINE) * self.stages_per_rank
 
     @property
     def needs_costs(self) -> bool:
@@ -287,7 +272,7 @@ class Plan:
         """The pipeline rank of each stage; none before a schedule is made."""
         if self.schedule == AUTO:
             return ()
-        ranks = self.mesh.axis_size("pp")
+        ranks = self.mesh.axis_size(PIPELINE)
         return place_stages(self.schedule, ranks, self.stages_per_rank)
 
     def size(self, axis: str) -> int:

@@ -26,9 +26,9 @@ from examples import switch_gpt as switch
 from examples.gpt import GPT, Config
 from passes.capture.trace import Traced, trace
 from passes.cost import Costs
-from passes.mesh import Mesh
+from passes.mesh import Mesh, usual_split
 from passes.pipeline import compile_program
-from passes.plan import SPLIT, Plan
+from passes.plan import Plan
 from passes.program import Program
 
 VOCAB = 101  # no tp divides it
@@ -135,7 +135,7 @@ def plan(
     mesh: str, microbatches: int = 1, sequence_parallel: bool = True, **options: Any
 ) -> Plan:
     """A plan for a mesh given as text; options are fields of Plan."""
-    split = dict(SPLIT)
+    split = usual_split()
     if not sequence_parallel:
         for axis in ("tp", "qp"):
             split[axis] = tuple(dim for dim in split[axis] if dim != "seq")

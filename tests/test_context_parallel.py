@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from models import WIDTH, Case, Stack, gpt2, llama, plain_gpt, token_batch
 from torch import Tensor, nn
 
-from passes.plan import CONTEXT_PARALLEL, SPLIT
+from passes.mesh import usual_split
+from passes.plan import CONTEXT_PARALLEL
 from passes.program import Program
 
 MESHES = [("cp=2", 1), ("cp=4", 2), ("cp=2,tp=2", 2), ("dp=2,cp=2", 2)]
@@ -21,7 +22,7 @@ METHODS = [*CONTEXT_PARALLEL, "gather zigzag", "ring zigzag"]
 def options(method: str) -> dict[str, Any]:
     """Fields of a plan."""
     name, _, layout = method.partition(" ")
-    split = {**SPLIT, "cp": CONTEXT_PARALLEL[name]}
+    split = {**usual_split(), "cp": CONTEXT_PARALLEL[name]}
     return {"split": split, "zigzag": ("cp",) if layout else ()}
 
 

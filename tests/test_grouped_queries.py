@@ -36,9 +36,9 @@ from passes.capture.normalize import normalize
 from passes.capture.trace import trace
 from passes.cost import Costs
 from passes.graph import Node, Value
-from passes.mesh import Mesh
+from passes.mesh import Mesh, usual_split
 from passes.pipeline import compile_program
-from passes.plan import CONTEXT_PARALLEL, SPLIT, PlanError
+from passes.plan import CONTEXT_PARALLEL, PlanError
 from passes.program import ParameterSpec
 from passes.search.candidates import meshes
 from passes.shard.ring import KERNELS, workspace
@@ -107,7 +107,7 @@ def test_attention_reads_each_head_of_keys_once(repeat, heads) -> None:
 
 
 def options(method: str) -> dict[str, Any]:
-    return {"split": {**SPLIT, "cp": CONTEXT_PARALLEL[method]}}
+    return {"split": {**usual_split(), "cp": CONTEXT_PARALLEL[method]}}
 
 
 def moved(method: str, kv_heads: int) -> Counter[str]:

@@ -37,8 +37,9 @@ from passes.capture.trace import trace
 from passes.cost import Costs
 from passes.dims.name_dims import name_dims
 from passes.dims.origins import Origin
+from passes.mesh import usual_split
 from passes.pipeline import compile_program
-from passes.plan import CONTEXT_PARALLEL, SPLIT, Plan, PlanError
+from passes.plan import CONTEXT_PARALLEL, Plan, PlanError
 from passes.price.price_layers import price_layers
 from passes.search.label_axes import Axis, LabelsDoNotFit, Runs
 from passes.search.label_costs import LabelCosts
@@ -309,9 +310,13 @@ def test_names_of_ops_parse_as_they_print(text: str) -> None:
     assert str(OpName.parse(text)) == text
 
 
-@pytest.mark.parametrize("axis", SPLIT)
+@pytest.mark.parametrize("axis", usual_split())
 def test_preferences_parse_as_they_print(axis: str) -> None:
-    texts = (*SPLIT[axis], *CONTEXT_PARALLEL["ring"], *CONTEXT_PARALLEL["ulysses"])
+    texts = (
+        *usual_split()[axis],
+        *CONTEXT_PARALLEL["ring"],
+        *CONTEXT_PARALLEL["ulysses"],
+    )
     preferences = [Preference.parse(text) for text in texts]
     assert tuple(map(str, preferences)) == texts
     assert {":" in text for text in texts} == {bool(p.only) for p in preferences}

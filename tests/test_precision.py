@@ -34,7 +34,8 @@ from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.running_stage import Batch
 from autopar.verify import verify
-from passes.plan import CONTEXT_PARALLEL, SPLIT, Plan, PlanError
+from passes.mesh import usual_split
+from passes.plan import CONTEXT_PARALLEL, Plan, PlanError
 from passes.program import Program
 from passes.schedule.footprint import Communication
 
@@ -88,7 +89,7 @@ def test_with_padding_and_dropout(make, precision, dropout):
 
 def test_a_ring_sums_in_float32_what_it_passes_round_in_bfloat16():
     case = llama(layers=2)
-    split = {**SPLIT, "cp": CONTEXT_PARALLEL["ring"]}
+    split = {**usual_split(), "cp": CONTEXT_PARALLEL["ring"]}
     case.verify("cp=2,tp=2", 2, precision="bf16", split=split)
     table = case.compile("cp=2", precision="bf16", split=split).communication
     shifts = {(c.part, c.dtype) for c in table if c.kind == "shift"}

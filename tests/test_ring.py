@@ -23,12 +23,12 @@ from autopar.runtime.execute.executor import Executor
 from autopar.runtime.kernels import positions
 from examples.benchmarks.live_bytes import LiveBytes
 from passes.errors import ShardingConflict
-from passes.mesh import Mesh, balanced
-from passes.plan import CONTEXT_PARALLEL, SPLIT
+from passes.mesh import Mesh, balanced, usual_split
+from passes.plan import CONTEXT_PARALLEL
 from passes.shard.shares import causal_tiles, extent, shares, within
 
 ROOT = Path(__file__).parents[1]
-RING = {"split": {**SPLIT, "cp": CONTEXT_PARALLEL["ring"]}, "zigzag": ("cp",)}
+RING = {"split": {**usual_split(), "cp": CONTEXT_PARALLEL["ring"]}, "zigzag": ("cp",)}
 
 
 def rows_of(pieces) -> list[int]:
@@ -245,7 +245,7 @@ def test_what_is_no_ring_is_refused() -> None:
         with pytest.raises(ShardingConflict, match=what) as refused:
             case.compile("cp=4", **RING)
         assert "context_parallel='gather'" in refused.value.fix
-        case.double().verify("cp=2", **{**RING, "split": SPLIT})
+        case.double().verify("cp=2", **{**RING, "split": usual_split()})
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1])

@@ -19,9 +19,8 @@ from autopar.verify import verify
 from passes.capture.normalize import normalize
 from passes.cost import Costs
 from passes.dims.name_dims import name_dims
-from passes.mesh import Mesh, balanced
+from passes.mesh import Mesh, balanced, usual_split
 from passes.pipeline import compile_program
-from passes.plan import SPLIT
 from passes.program import Program
 from passes.shard.insert_collectives import insert_collectives
 from passes.shard.propagate import propagate
@@ -72,7 +71,7 @@ def on_ep(program: Program) -> Counter[tuple[str, str, str]]:
 def gathered(mesh: str, **options: Any) -> Any:
     """The plan in which each product with experts gathers the rows of all ranks."""
     chosen = plan(mesh, **options)
-    experts = tuple(dim for dim in SPLIT["ep"] if not dim.startswith("routed:"))
+    experts = tuple(dim for dim in usual_split()["ep"] if not dim.startswith("routed:"))
     return replace(chosen, split={**chosen.split, "ep": experts})
 
 

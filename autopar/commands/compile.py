@@ -33,8 +33,8 @@ from autopar.planner.planner import label_plan, sketch
 from autopar.plans.plan_record import PlanRecord
 from autopar.plans.store import save_plan
 from autopar.reports.inspection import report_data, schedule_text, stage_table
-from passes.mesh import Mesh
-from passes.plan import SPLIT, Plan, PlanError
+from passes.mesh import AXES, Mesh
+from passes.plan import Plan, PlanError
 
 
 def add(commands: Any) -> None:
@@ -172,7 +172,7 @@ def _microbatches(batch: Mapping, mesh: Mesh) -> int:
 
 def _data_ranks(mesh: Mesh) -> int:
     """The ranks that the batch is split over."""
-    return prod(size for axis, size in mesh.axes if "batch" in SPLIT.get(axis, ()))
+    return prod(size for axis, size in mesh.axes if "batch" in AXES[axis].splits)
 
 
 def _compile_batch(

@@ -23,11 +23,11 @@ from passes.capture.lower_precision import lower_precision
 from passes.capture.normalize import normalize
 from passes.dims.name_dims import Named, name_dims
 from passes.mesh import Mesh
-from passes.plan import Plan, PlanError
+from passes.plan import RECOMPUTE, Plan, PlanError
 from passes.price.candidate import Candidate
 from passes.price.cluster import Cluster
 from passes.price.price_layers import Cut, LayerPrices, Prices, cut_layers, price_cut
-from passes.search.candidates import RECOMPUTE, Space
+from passes.search.candidates import Space
 from passes.search.label_axes import Labelled, Runs, label_axes
 from passes.search.search import Found, Watch, search
 from passes.shard.query_groups import divides_groups, find_groups, split_groups

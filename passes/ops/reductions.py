@@ -50,6 +50,11 @@ def topmost(node: Node) -> str:
     return spell(operand, out, len(node.outs))
 
 
+def count_of_topmost(node: Node) -> Node:
+    shape = node.results[0].shape
+    return node.with_args(k=shape[node.arg("dim")]) if shape else node
+
+
 def extreme(node: Node) -> str:
     """The rule for all, along a dim (with indices), or of two tensors."""
     if node.op.endswith(".other"):
@@ -155,7 +160,7 @@ OPS = (
         "self k dim largest sorted",
         topmost,
         "default(x(a, b, c), 2); default(x(a, c, b), 2, 1)",
-        sizes=lambda node: node.with_args(k=node.results[0].shape[node.arg("dim")]),
+        sizes=count_of_topmost,
     ),
     Op("aten.sort", "self stable dim descending", topmost, "default(x(a, b, c), 0)"),
     Op(

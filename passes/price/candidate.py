@@ -7,10 +7,8 @@ from functools import cached_property
 
 from passes.mesh import Mesh
 from passes.plan import AUTO
-from passes.schedule.make_schedule import place_stages
+from passes.schedule.make_schedule import SCHEDULES, place_stages
 from passes.schedule.order import read_order
-
-HALVES = ("zb-h1", "zb-h2", "zb-v", AUTO)  # of the backward
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class Candidate:
     @property
     def halves(self) -> bool:
         """Whether its backwards are split."""
-        return self.schedule in HALVES
+        return self.schedule == AUTO or SCHEDULES[self.schedule].halves
 
     @cached_property
     def blocks(self) -> int:

@@ -112,9 +112,9 @@ def named_schedules(
     ranks: int, microbatches: int, stages_per_rank: int
 ) -> Iterator[Schedule]:
     """Those that can run this many stages a rank, with every backward in halves."""
-    for make in SCHEDULES.values():
+    for named in SCHEDULES.values():
         try:
-            schedule = make(ranks, microbatches, stages_per_rank)
+            schedule = named.make(ranks, microbatches, stages_per_rank)
         except ScheduleError:
             continue  # it runs another number of stages a rank
         yield in_halves(schedule)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
@@ -33,15 +34,13 @@ def make_schedule(
     at_least_one("ranks", ranks)
     at_least_one("microbatches", microbatches)
     at_least_one("stages_per_rank", stages_per_rank)
-    return SCHEDULES[name](ranks, microbatches, stages_per_rank)
+    return SCHEDULES[name].make(ranks, microbatches, stages_per_rank)
 
 
 @lru_cache(maxsize=256)  # many candidates of a search ask for the same
 def place_stages(name: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """The rank of each stage: around the ranks in rounds; down and up under zb-v."""
-    if name == "zb-v":
-        return (*range(ranks), *reversed(range(ranks)))
-    return tuple(range(ranks)) * stages_per_rank
+    """The rank of each stage of a named schedule."""
+    return SCHEDULES[name].place(ranks, stages_per_rank)
 
 
 def naive(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
@@ -52,7 +51,7 @@ def naive(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     """
     _one_stage_a_rank("naive", stages_per_rank)
     phases = [(microbatches, "F0 B0")]
-    return _in_phases("naive", microbatches, range(ranks), [phases] * ranks)
+    return in_phases("naive", microbatches, range(ranks), [phases] * ranks)
 
 
 def gpipe(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
@@ -63,7 +62,7 @@ def gpipe(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     """
     _one_stage_a_rank("gpipe", stages_per_rank)
     phases = [(microbatches, "F0"), (microbatches, "B0")]
-    return _in_phases("gpipe", microbatches, range(ranks), [phases] * ranks)
+    return in_phases("gpipe", microbatches, range(ranks), [phases] * ranks)
 
 
 def one_forward_one_backward(
@@ -79,7 +78,7 @@ def one_forward_one_backward(
     phases = [
         [(ranks - rank - 1, "F0"), (microbatches, "F0 B0")] for rank in range(ranks)
     ]
-    return _in_phases("1f1b", microbatches, range(ranks), phases)
+    return in_phases("1f1b", microbatches, range(ranks), phases)
 
 
 def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
@@ -106,7 +105,7 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule
             order += [(Kind.F, *f), (Kind.B, *b)]
         order += [(Kind.B, *b) for b in backwards[len(backwards) - ahead :]]
         lines.append(tuple(Action(c * ranks + rank, kind, i) for kind, c, i in order))
-    placement = place_stages("interleaved", ranks, stages_per_rank)
+    placement = rounds(ranks, stages_per_rank)
     return Schedule("interleaved", microbatches, placement, tuple(lines))
 
 
@@ -123,8 +122,8 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
         *((microbatches, f"F{c}") for c in chunks),
         *((microbatches, f"B{c}") for c in reversed(chunks)),
     ]
-    placement = place_stages("looped-bfs", ranks, stages_per_rank)
-    return _in_phases("looped-bfs", microbatches, placement, [phases] * ranks)
+    placement = rounds(ranks, stages_per_rank)
+    return in_phases("looped-bfs", microbatches, placement, [phases] * ranks)
 
 
 def zero_bubble_h1(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
@@ -143,7 +142,7 @@ def zero_bubble_h1(ranks: int, microbatches: int, stages_per_rank: int) -> Sched
         ]
         for rank in range(ranks)
     ]
-    return _in_phases("zb-h1", microbatches, range(ranks), phases)
+    return in_phases("zb-h1", microbatches, range(ranks), phases)
 
 
 def zero_bubble_h2(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
@@ -163,7 +162,7 @@ def zero_bubble_h2(ranks: int, microbatches: int, stages_per_rank: int) -> Sched
         ]
         for rank in range(ranks)
     ]
-    return _in_phases("zb-h2", microbatches, range(ranks), phases)
+    return in_phases("zb-h2", microbatches, range(ranks), phases)
 
 
 def zero_bubble_v(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
@@ -189,24 +188,71 @@ def zero_bubble_v(ranks: int, microbatches: int, stages_per_rank: int) -> Schedu
         ]
         for r in range(p)
     ]
-    placement = place_stages("zb-v", ranks, stages_per_rank)
-    return _in_phases("zb-v", m, placement, phases)
+    placement = down_and_up(ranks, stages_per_rank)
+    return in_phases("zb-v", m, placement, phases)
 
 
-# (ranks, microbatches, stages_per_rank) -> compute actions of every rank
-SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
-    "naive": naive,
-    "gpipe": gpipe,
-    "1f1b": one_forward_one_backward,
-    "interleaved": interleaved,
-    "looped-bfs": looped_bfs,
-    "zb-h1": zero_bubble_h1,
-    "zb-h2": zero_bubble_h2,
-    "zb-v": zero_bubble_v,
+def rounds(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """The rank of each stage: around the ranks in rounds."""
+    return tuple(range(ranks)) * stages_per_rank
+
+
+def down_and_up(ranks: int, _: int) -> tuple[int, ...]:
+    """The rank of each of two stages a rank."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+@dataclass(frozen=True)
+class Named:
+    """All that there is to say of a named schedule, for p ranks, m microbatches and v
+    stages a rank.
+
+    make: (p, m, v) -> compute actions of every rank. place: (p, v) -> the rank of each
+    stage. stages_per_rank: those that the planner tries. in_flight: (p, m, v) ->
+    microbatches in flight at most, on all stages of a rank together. put_off: weight
+    halves that each rank puts off into others' gaps; None: backwards are whole. gains:
+    (p, m) -> whether it may be faster than one that is tried before it; None: never.
+    """
+
+    make: Callable[[int, int, int], Schedule]
+    place: Callable[[int, int], tuple[int, ...]] = rounds
+    stages_per_rank: tuple[int, ...] = (1,)
+    in_flight: Callable[[int, int, int], int] = lambda p, _, v: v * p
+    put_off: int | None = None
+    gains: Callable[[int, int], bool] | None = lambda p, m: True
+
+    @property
+    def halves(self) -> bool:
+        """Whether backwards run in halves."""
+        return self.put_off is not None
+
+
+# GPipe's has 1F1B's bubble and keeps more; naive is to compare with. Breadth first has
+# the bubble of interleaved 1F1B, and keeps more; its groups are even where p does not
+# divide m.
+SCHEDULES: dict[str, Named] = {
+    "naive": Named(naive, in_flight=lambda p, m, v: 1, gains=None),
+    "gpipe": Named(gpipe, in_flight=lambda p, m, v: m, gains=None),
+    "1f1b": Named(one_forward_one_backward),
+    "interleaved": Named(
+        interleaved,
+        stages_per_rank=(2, 3, 4, 6, 8),
+        in_flight=lambda p, m, v: v * p + p - 1,
+        gains=lambda p, m: m % p == 0,
+    ),
+    "looped-bfs": Named(
+        looped_bfs,
+        stages_per_rank=(2, 3, 4, 6, 8),
+        in_flight=lambda p, m, v: m * v,
+        gains=lambda p, m: m % p != 0,
+    ),
+    "zb-h1": Named(zero_bubble_h1, put_off=1),
+    "zb-h2": Named(zero_bubble_h2, in_flight=lambda p, m, v: 2 * p - 1, put_off=2),
+    "zb-v": Named(zero_bubble_v, down_and_up, stages_per_rank=(2,), put_off=2),
 }
 
 
-def _in_phases(
+def in_phases(
     name: str,
     microbatches: int,
     placement: Iterable[int],

@@ -7,24 +7,19 @@ take more memory than another one without being faster.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby, product
 from math import prod
 
 from passes.mesh import Mesh
+from passes.plan import RECOMPUTE
 from passes.price.candidate import Candidate
 from passes.price.cluster import Cluster
 from passes.ranges import RANGES
+from passes.schedule.make_schedule import SCHEDULES
 from passes.shard.query_groups import Groups, with_groups
 
-# GPipe's has 1F1B's bubble and keeps more; naive is to compare with.
-SCHEDULES = ("1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v")
-STAGES_PER_RANK = {
-    **dict.fromkeys(("interleaved", "looped-bfs"), (2, 3, 4, 6, 8)),
-    "zb-v": (2,),
-}
-RECOMPUTE = ("none", "selective", "full")
 CONTEXT_PARALLEL = ("gather", "ring", "ulysses")
 ALIKE = 0.05  # estimates that differ by less do not say which is faster
 ORDER = ("pp", "dp", "cp", "ep", "tp")  # outermost first: tp has the fastest links
@@ -49,12 +44,17 @@ class Space:
     mesh: Mesh | None = None
     shape: tuple[int, ...] = ()
     microbatches: int | None = None
-    schedules: tuple[str, ...] = SCHEDULES
+    schedules: tuple[str, ...] = field(default_factory=lambda: searched())
     stages_per_rank: tuple[int, ...] | None = None
     zero: tuple[int, ...] = (0, 1, 2, 3)
     recompute: tuple[str, ...] = RECOMPUTE
     context_parallel: tuple[str, ...] = CONTEXT_PARALLEL
     groups: Groups = frozenset()
+
+
+def searched() -> tuple[str, ...]:
+    """The named schedules that may be faster than others."""
+    return tuple(name for name, named in SCHEDULES.items() if named.gains)
 
 
 def candidates(space: Space) -> Iterator[Candidate]:
@@ -150,7 +150,8 @@ def _pipelines(
     for schedule in space.schedules:
         if len(space.schedules) > 1 and not _may_gain(schedule, ranks, microbatches):
             continue
-        for v in STAGES_PER_RANK.get(schedule, (1,)):
+        named = SCHEDULES.get(schedule)
+        for v in named.stages_per_rank if named else (1,):
             if v in (space.stages_per_rank or (v,)) and ranks * v <= space.runs:
                 yield schedule, v
 
@@ -158,16 +159,13 @@ def _pipelines(
 def _may_gain(schedule: str, ranks: int, microbatches: int) -> bool:
     """Whether a schedule may be faster than 1F1B, by as much as estimates can tell.
 
-    1F1B is idle for p - 1 of m + p - 1 turns. Breadth first has the bubble of
-    interleaved 1F1B, and keeps more; its groups are even where p does not divide m.
+    1F1B is idle for p - 1 of m + p - 1 turns.
     """
     if schedule == "1f1b":
         return True
-    if schedule in ("interleaved", "looped-bfs"):
-        even = microbatches % ranks == 0
-        if even != (schedule == "interleaved"):
-            return False
-    return ranks - 1 > ALIKE * microbatches
+    gains = SCHEDULES[schedule].gains
+    may = gains is not None and gains(ranks, microbatches)
+    return may and ranks - 1 > ALIKE * microbatches
 
 
 @cache

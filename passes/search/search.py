@@ -23,6 +23,7 @@ from passes.price.estimate_memory import rank_memory
 from passes.price.price import Account, once_a_rank
 from passes.price.price_layers import LayerPrices, Prices
 from passes.price.stage_seconds import StageSeconds, stage_seconds
+from passes.schedule.make_schedule import SCHEDULES
 from passes.search.balance_layers import balance_ranks
 from passes.search.candidates import ALIKE, Space, candidates
 from passes.search.finalists import best_cuts, made_schedules, other_contexts
@@ -260,7 +261,8 @@ def rough_seconds(
     # `passes.schedule.make_schedule`.
     fill = typical.forward + typical.backward
     # Weight halves that each rank puts off, into the others' gaps.
-    put_off = {"zb-h1": 1, "zb-h2": 2, "zb-v": 2}.get(candidate.schedule)
+    named = SCHEDULES.get(candidate.schedule)
+    put_off = named.put_off if named else None
     fill += typical.weight if put_off is None else -put_off * typical.weight
     fill = max(0.0, fill) + 2 * typical.send
     busy = [sum(map(_total, own)) for own in took]
@@ -283,14 +285,8 @@ def in_flight(candidate: Candidate) -> int:
     """Counts microbatches in flight at most, on all stages of a rank together."""
     ranks, m = candidate.mesh.axis_size("pp"), candidate.microbatches
     v = candidate.stages_per_rank
-    most = {
-        "naive": 1,
-        "gpipe": m,
-        "zb-h2": 2 * ranks - 1,
-        "interleaved": v * ranks + ranks - 1,
-        "looped-bfs": m * v,
-    }
-    return min(m * v, most.get(candidate.schedule, v * ranks))
+    named = SCHEDULES.get(candidate.schedule)
+    return min(m * v, named.in_flight(ranks, m, v) if named else v * ranks)
 
 
 def _total(seconds: StageSeconds) -> float:

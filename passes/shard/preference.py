@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # In place of an op's name: see `passes.shard.ring`, `passes.shard.routed`, and for
-# weights `passes.plan.SPLIT`.
+# weights `passes.mesh.Axis`.
 RING, ROUTED, WEIGHTS = "ring", "routed", "weights"
 
 

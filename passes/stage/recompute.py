@@ -19,6 +19,8 @@ from passes.dims.name_dims import Dims
 from passes.graph import Node, Value
 from passes.stage.reuse import find_owners
 
+Nodes = Sequence[Node]
+
 
 def recompute(
     policies: Mapping[str, str],
@@ -30,16 +32,19 @@ def recompute(
 ) -> list[Node]:
     """The backward, with nodes in it that make again what is not kept.
 
-    policies: layer -> "none", "selective" or "full". keep: names of values that are
-    kept anyway, as they leave the stage. whole: the stage's nodes in global shapes,
-    which are those of every rank. dims: the named dims of their values.
+    policies: layer -> the name of its policy, see `POLICIES`. keep: names of values
+    that are kept anyway, as they leave the stage. whole: the stage's nodes in global
+    shapes, which are those of every rank. dims: the named dims of their values.
     """
-    if not set(policies.values()) - {"none"}:
+    used = {*policies.values()} - {"none"}
+    if not used:
         return list(backward)
-    large: set[str] = set()
-    if "selective" in policies.values():
-        large = add_unnamed(squares(whole, dims), forward, dims)
-    dropped = _dropped(forward, keep, _chooser(policies, large))
+    remade = {name: POLICIES[name](whole, forward, dims) for name in used}
+
+    def chosen(layer: str, v: Value) -> bool:
+        return v.name in remade.get(policies.get(layer, "none"), ())
+
+    dropped = _dropped(forward, keep, chosen)
     producers = {v.name: n for n in forward for v in n.results}
     order = {id(n): i for i, n in enumerate(forward)}
     wanted = {v.name for n in backward for v in n.operands if v.name in dropped}
@@ -89,18 +94,6 @@ def _dropped(
     }
 
 
-def _chooser(
-    policies: Mapping[str, str], large: Collection[str]
-) -> Callable[[str, Value], bool]:
-    """(layer, value) -> whether the layer's policy would rather make it again."""
-
-    def chosen(layer: str, v: Value) -> bool:
-        policy = policies.get(layer, "none")
-        return policy == "full" or (policy == "selective" and v.name in large)
-
-    return chosen
-
-
 def squares(nodes: Sequence[Node], dims: Mapping[str, Dims]) -> set[str]:
     """Names of values that have the same named dim twice, as scores and weights of
     attention do, and of what shares its memory with these.
@@ -136,6 +129,27 @@ def add_unnamed(
         waiting = not new <= found
         found |= new
     return found
+
+
+def none(*_: object) -> set[str]:
+    """Keeps all."""
+    return set()
+
+
+def selective(whole: Nodes, forward: Nodes, dims: Mapping[str, Dims]) -> set[str]:
+    """The core of attention."""
+    return add_unnamed(squares(whole, dims), forward, dims)
+
+
+def full(_: Nodes, forward: Nodes, *__: object) -> set[str]:
+    """All that a layer makes."""
+    return {v.name for n in forward for v in n.results}
+
+
+# (the stage's nodes in global shapes, in a rank's, dims by value) -> names of values
+# that the backward makes again. By what they keep, most first.
+Policy = Callable[[Nodes, Nodes, Mapping[str, Dims]], set[str]]
+POLICIES: dict[str, Policy] = {"none": none, "selective": selective, "full": full}
 
 
 def _closure(
