@@ -55,9 +55,9 @@ class Option:
 class Options(TypedDict, total=False):
     """What `compile` takes beside a mesh; what is left out is as a `Plan` has it.
 
-    See `passes.schedule.make_schedule`, `passes.stage.recompute`, `passes.shard.rest`
-    (ZeRO), `passes.capture.lower_precision`, `autopar.runtime.parameters.offload` and
-    `passes.shard.hints`.
+    See `passes.schedule.make_schedule`, `passes.stage.recompute`, `passes.shard.hints`,
+    `passes.shard.parameter_sharding` (ZeRO), `passes.capture.lower_precision` and
+    `autopar.runtime.parameters.offload`.
     """
 
     microbatches: Annotated[

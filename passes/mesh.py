@@ -41,12 +41,13 @@ class Axis:
     holds_experts: bool = False
 
 
-# The axes that a mesh may have: pipeline, data, sharing data (see `passes.shard.rest`),
-# context, expert and tensor parallel, and what shares keys of it (see
-# `passes.shard.query_groups`). ep splits samples as dp does, but experts where they
-# work (Lepikhin 2020). For tp this is Megatron's choice (Shoeybi 2019); `seq` at the
-# end is its sequence parallelism (Korthikanti 2022): what has no heads, ffn or vocab is
-# split along the sequence. qp does the same where queries share keys.
+# The axes that a mesh may have: pipeline, data, sharing data (see
+# `passes.shard.parameter_sharding`), context, expert and tensor parallel, and what
+# shares keys of it (see `passes.shard.query_groups`). ep splits samples as dp does, but
+# experts where they work (Lepikhin 2020). For tp this is Megatron's choice (Shoeybi
+# 2019); `seq` at the end is its sequence parallelism (Korthikanti 2022): what has no
+# heads, ffn or vocab is split along the sequence. qp does the same where queries share
+# keys.
 AXES: dict[str, Axis] = {
     PIPELINE: Axis(),
     "dp": Axis(("batch",), replicated_beside="fsdp"),

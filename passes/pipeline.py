@@ -33,10 +33,10 @@ from passes.schedule.memory import check_memory, rank_memory
 from passes.shard.collectives import collective
 from passes.shard.cut_weights import cut_weights
 from passes.shard.insert_collectives import Lowered, insert_collectives
-from passes.shard.notes import find_notes
+from passes.shard.parameter_sharding import gathered_axes
 from passes.shard.propagate import propagate
-from passes.shard.query_groups import group_note, split_groups
-from passes.shard.rest import gathered_axes
+from passes.shard.query_groups import group_remark, split_groups
+from passes.shard.remarks import find_remarks
 from passes.shard.ring import ring_of
 from passes.shard.separable import reads_whole
 from passes.shard.sharding import local_extent
@@ -72,7 +72,7 @@ def compile_program(
     splits_backward(plan)  # what cannot run is refused before the work begins
     watch("trace", traced)
     ranges = find_input_ranges(traced.graph)
-    traced = lower_precision(traced, tables=bool(plan.rest_axes))
+    traced = lower_precision(traced, tables=bool(plan.parameter_axes))
     if traced.autocast:
         watch("lower_precision", traced)
     normal = normalize(traced)
@@ -93,7 +93,7 @@ def compile_program(
     watch("split_stages", staged)
     staged = choose_recompute(staged)
     modules = emit_modules(staged, watch)
-    notes = (*group_note(named, asked, plan), *find_notes(sharded))
+    notes = (*group_remark(named, asked, plan), *find_remarks(sharded))
     return replace(assemble(staged, modules, notes, costs), ranges=ranges)
 
 

@@ -44,7 +44,7 @@ AUTO = "auto"
 # on the device at hand.
 BACKENDS = ("eager", "inductor")
 
-# Stages of ZeRO: see `passes.shard.rest`.
+# Stages of ZeRO: see `passes.shard.parameter_sharding`.
 ZERO = (0, 1, 2, 3)
 
 
@@ -79,10 +79,11 @@ class Plan:
     each layer what fits into memory, see `passes.schedule.choose_recompute`.
     recompute_layers: layer -> the same, where it differs. memory: bytes that a rank may
     use, 0 for no limit.
-    zero: what data parallel ranks share out, 0 to 3, see `passes.shard.rest`.
+    zero: what data parallel ranks share out, 0 to 3, see
+    `passes.shard.parameter_sharding`.
     zigzag: axes whose ranks hold of a dim a piece from its front and the mirror image
     from its back, instead of one piece, and of parameters all: see
-    `passes.shard.shares`.
+    `passes.shard.layout`.
     offload: whether an optimizer updates copies on the CPU, see
     `autopar.runtime.parameters.offload`.
     precision: "model", "bf16" or "fp16", see `PRECISION`.
@@ -224,7 +225,7 @@ class Plan:
         return tuple(map(Preference.parse, self.split.get(axis, ())))
 
     @property
-    def rest_axes(self) -> tuple[str, ...]:
+    def parameter_axes(self) -> tuple[str, ...]:
         """The axes over which parameters are split while nothing computes with them.
 
         Those whose ranks would all hold the same. Where the mesh has an axis fsdp, what

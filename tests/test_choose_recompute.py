@@ -11,8 +11,8 @@ from models import gpt2, llama, plain_gpt
 from autopar.proof.ranks import run_all_ranks
 from passes.plan import RECOMPUTE, Plan, PlanError
 from passes.program import Program
-from passes.schedule.cheapest import Option, cheapest
 from passes.schedule.memory import OutOfMemory
+from passes.schedule.pareto_front import Option, pareto_front
 from passes.schedule.schedule import ScheduleError
 
 
@@ -37,7 +37,7 @@ THINGS = [
 
 
 def test_trades_are_all_that_nothing_beats():
-    found = list(cheapest(THINGS))
+    found = list(pareto_front(THINGS))
     every = [
         (sum(o.seconds for o in picked), sum(o.bytes for o in picked))
         for picked in product(*THINGS)
@@ -59,7 +59,7 @@ def test_trades_are_all_that_nothing_beats():
 
 def test_of_equal_things_the_earlier_give_way_first():
     alike = [[Option(0, 10), Option(1, 1)]] * 3
-    picked = [trade.picked for trade in cheapest(alike)]
+    picked = [trade.picked for trade in pareto_front(alike)]
     assert picked == [(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)]
 
 

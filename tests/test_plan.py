@@ -73,15 +73,15 @@ def test_a_broken_plan_says_what_is_wrong(text, says):
 
 
 def test_parameters_rest_split_over_data_parallel_ranks():
-    assert plan("pp=2,dp=2,tp=2", 4, zero=3).rest_axes == ("dp",)
-    assert plan("dp=1,tp=2", zero=3).rest_axes == ()
-    assert plan("dp=2").rest_axes == ()
-    assert plan("dp=2,cp=2,tp=2", zero=1).rest_axes == ("dp", "cp")
+    assert plan("pp=2,dp=2,tp=2", 4, zero=3).parameter_axes == ("dp",)
+    assert plan("dp=1,tp=2", zero=3).parameter_axes == ()
+    assert plan("dp=2").parameter_axes == ()
+    assert plan("dp=2,cp=2,tp=2", zero=1).parameter_axes == ("dp", "cp")
 
 
 def test_on_a_hybrid_mesh_dp_replicates_what_fsdp_shares():
-    assert plan("dp=2,fsdp=4", 2, zero=3).rest_axes == ("fsdp",)
-    assert plan("fsdp=4,cp=2,tp=2", zero=1).rest_axes == ("fsdp", "cp")
+    assert plan("dp=2,fsdp=4", 2, zero=3).parameter_axes == ("fsdp",)
+    assert plan("fsdp=4,cp=2,tp=2", zero=1).parameter_axes == ("fsdp", "cp")
     assert plan("dp=2,fsdp=4", zero=3).data_axes == ("dp", "fsdp")
 
 

@@ -25,7 +25,7 @@ from examples.benchmarks.live_bytes import LiveBytes
 from passes.errors import ShardingConflict
 from passes.mesh import Mesh, balanced, usual_split
 from passes.plan import CONTEXT_PARALLEL
-from passes.shard.shares import causal_tiles, extent, shares, within
+from passes.shard.layout import causal_tiles, extent, layout, within
 
 ROOT = Path(__file__).parents[1]
 RING = {"split": {**usual_split(), "cp": CONTEXT_PARALLEL["ring"]}, "zigzag": ("cp",)}
@@ -42,13 +42,13 @@ def rows_of(pieces) -> list[int]:
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
 def test_shares_hold_each_row_once(parts, zigzag) -> None:
     for n in range(1, 24):
-        found = shares(n, parts, zigzag)
+        found = layout(n, parts, zigzag)
         assert sorted(row for share in found for row in rows_of(share)) == [*range(n)]
         assert tuple(map(extent, found)) == balanced(n, parts)
 
 
 def test_zigzag_is_a_piece_and_its_mirror_image() -> None:
-    assert shares(16, 4, zigzag=True) == (
+    assert layout(16, 4, zigzag=True) == (
         ((0, 2), (14, 2)),
         ((2, 2), (12, 2)),
         ((4, 2), (10, 2)),
@@ -60,9 +60,9 @@ def test_zigzag_is_a_piece_and_its_mirror_image() -> None:
 def test_tiles_are_the_causal_mask(zigzag) -> None:
     """Each entry of it once, for all shares of rows, split further or not."""
     for n, parts, inner in itertools.product((5, 12, 17), (1, 2, 3), (1, 2)):
-        held = shares(n, parts, zigzag)
+        held = layout(n, parts, zigzag)
         for share, keys in itertools.product(held, [*held, ((0, n),)]):
-            for part in shares(extent(share), inner):
+            for part in layout(extent(share), inner):
                 rows = within(share, part)
                 mask = torch.zeros(extent(rows), extent(keys), dtype=torch.int64)
                 for tile in causal_tiles(rows, keys):
@@ -78,7 +78,7 @@ def test_tiles_are_the_causal_mask(zigzag) -> None:
 
 def test_zigzag_gives_all_ranks_the_same_work() -> None:
     def work(zigzag: bool) -> list[float]:
-        held = shares(1024, 4, zigzag)
+        held = layout(1024, 4, zigzag)
         return [
             sum(
                 tile.rows * tile.keys * (0.5 if tile.causal else 1.0)
@@ -353,16 +353,15 @@ def test_real_ranks_follow_one_device(model, mesh, microbatches) -> None:
 def test_inspect_shows_the_ring(tmp_path, capsys) -> None:
     factory = f"{ROOT / 'examples' / 'gpt.py'}:tiny"
     ring = ["--mesh", "cp=4", "--context-parallel", "ring"]
-    for layout in ("zigzag", "contiguous"):
-        plan = tmp_path / layout
+    for how in ("zigzag", "contiguous"):
+        plan = tmp_path / how
         assert (
-            main(["compile", factory, *ring, "--cp-layout", layout, "-o", str(plan)])
-            == 0
+            main(["compile", factory, *ring, "--cp-layout", how, "-o", str(plan)]) == 0
         )
         capsys.readouterr()
         assert main(["inspect", str(plan)]) == 0
         shown = capsys.readouterr().out
-        assert ("rows of cp in zigzag" in shown) == (layout == "zigzag")
+        assert ("rows of cp in zigzag" in shown) == (how == "zigzag")
         assert re.search(r"backward +shift +cp", shown)
         assert main(["inspect", str(plan), "--rank", "3"]) == 0
         assert "c.attention_backward(" in capsys.readouterr().out

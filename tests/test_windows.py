@@ -22,8 +22,8 @@ from passes.cost import Costs, flops
 from passes.graph import Node, Value
 from passes.mesh import Mesh
 from passes.pipeline import compile_program
-from passes.shard import shares
-from passes.shard.shares import Pieces, window_tiles
+from passes.shard import layout
+from passes.shard.layout import Pieces, window_tiles
 
 WINDOW, SEQ = 7, 24
 
@@ -31,7 +31,7 @@ WINDOW, SEQ = 7, 24
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several tiles of rows in little models."""
-    monkeypatch.setattr(shares, "LEAST_ROWS", 3)
+    monkeypatch.setattr(layout, "LEAST_ROWS", 3)
     window_tiles.cache_clear()
     yield
     window_tiles.cache_clear()
@@ -48,7 +48,7 @@ def test_tiles_show_each_key_once(
     window: int, parts: int, zigzag: bool, small_tiles: None
 ) -> None:
     """And no tile has many keys in vain."""
-    for rows, keys in product(shares.shares(29, parts, zigzag), repeat=2):
+    for rows, keys in product(layout.layout(29, parts, zigzag), repeat=2):
         r, c = positions(rows), positions(keys)
         seen = torch.zeros(len(r), len(c), dtype=torch.int64)
         for tile in window_tiles(rows, keys, window):

@@ -21,7 +21,7 @@ from passes.dims.name_dims import Dim
 from passes.mesh import Mesh
 from passes.plan import Plan
 from passes.program import Program
-from passes.shard.rest import rest_split
+from passes.shard.parameter_sharding import split_parameter
 from passes.shard.sharding import Sharding
 
 MODELS = {"plain": plain_gpt, "gpt2": gpt2, "llama": llama}
@@ -283,8 +283,8 @@ def test_which_dim_a_parameter_rests_split_on(ranks, name, split):
 def test_an_outer_split_stays_as_it_is():
     dims = ((Dim(0, "3", 3), Dim(1, "heads", 8)),)
     state, sizes = Sharding((((), ("tp",)),)), {"dp": 4, "tp": 2}
-    assert rest_split(dims, state, "dp", sizes).slots == (((), ("tp", "dp")),)
-    assert rest_split(dims, state, "dp", {**sizes, "dp": 5}) == state
+    assert split_parameter(dims, state, "dp", sizes).slots == (((), ("tp", "dp")),)
+    assert split_parameter(dims, state, "dp", {**sizes, "dp": 5}) == state
 
 
 class Masked(nn.Module):

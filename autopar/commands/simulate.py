@@ -61,8 +61,8 @@ def _run(arguments: argparse.Namespace, cluster: Cluster | None) -> tuple[StepRu
             record = reprice(record, cluster)
         best = record.best[0]
         title = f"{record.model} on {record.cluster}: {best.candidate}"
-        crowd = record.cluster.crowd(best.candidate.mesh)
-        return simulate_estimate(best, crowd), title
+        contention = record.cluster.contention(best.candidate.mesh)
+        return simulate_estimate(best, contention), title
     stored = load_plan(folder)
     size = stored.program.mesh.size
     links = cluster or measured_cluster(size)

@@ -31,7 +31,7 @@ from passes.mesh import Mesh
 from passes.program import Program, coords_text
 from passes.proof.proof import CutShort
 from passes.schedule.check_schedule import check
-from passes.shard.shares import extent
+from passes.shard.layout import extent
 
 META = torch.device("meta")
 REPORT = "report this model and mesh; another mesh may be right meanwhile"

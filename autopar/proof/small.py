@@ -116,7 +116,7 @@ def _stages(plan: Plan, few: FewLayers) -> dict[str, int]:
 
 
 def _find_splits(traced: Traced, plan: Plan) -> Mapping[int, frozenset[Any]]:
-    lowered = lower_precision(traced, tables=bool(plan.rest_axes))
+    lowered = lower_precision(traced, tables=bool(plan.parameter_axes))
     return find_splits(propagate(name_dims(normalize(lowered)), plan))
 
 

@@ -44,7 +44,7 @@ class Share:
 
 def shares(program: Program) -> list[Share]:
     """Reads each stage's first rank, which has the largest part of what is uneven."""
-    mesh, rest = program.mesh, program.plan.rest_axes
+    mesh, rest = program.mesh, program.plan.parameter_axes
     found = []
     for stage, spec in enumerate(program.stages):
         first = next(r for r in range(mesh.size) if stage in program.stages_of(r))
@@ -79,7 +79,7 @@ def _without(spec: ParameterSpec, axes: Sequence[str]) -> ParameterSpec:
 
 def share_table(program: Program) -> Table:
     plan = program.plan
-    axes = " and ".join(plan.rest_axes) or "no axis of more than one rank"
+    axes = " and ".join(plan.parameter_axes) or "no axis of more than one rank"
     rows = tuple(
         (
             s.stage,
@@ -93,8 +93,8 @@ def share_table(program: Program) -> Table:
         for s in shares(program)
     )
     notes = [
-        f"formula: whole / {prod(map(plan.size, plan.rest_axes))}, but for experts, "
-        "which ep splits anyway. off by: what does not divide.",
+        f"formula: whole / {prod(map(plan.size, plan.parameter_axes))}, but for "
+        "experts, which ep splits anyway. off by: what does not divide.",
         f"parameters are gathered {GATHERED[plan.zero]}.",
     ]
     if plan.offload:

@@ -20,7 +20,7 @@ from passes.price.estimate import BEFORE, OPTIMIZER_TRAFFIC, Estimate, schedule_
 from passes.price.measured import between
 from passes.price.stage_seconds import StageSeconds, exposed
 from passes.program import ParameterSpec, Program
-from passes.schedule.crowd import ALONE, Crowd
+from passes.schedule.core_contention import ALONE, CoreContention
 from passes.schedule.footprint import Communication
 from passes.schedule.simulate_schedule import grid
 from passes.schedule.step_run import (
@@ -41,8 +41,8 @@ from passes.schedule.step_run import (
 COMPUTED = ("optimizer", "once a step")  # terms that are no communication
 
 
-def simulate_estimate(e: Estimate, crowd: Crowd = ALONE) -> StepRun:
-    """The step whose seconds the estimate states. crowd: of its cluster and mesh."""
+def simulate_estimate(e: Estimate, contention: CoreContention = ALONE) -> StepRun:
+    """The step whose seconds the estimate states. contention: of cluster and mesh."""
     chosen = e.candidate
     stages = [
         _estimated_stage(stage, f"{layers} layers")
@@ -61,7 +61,7 @@ def simulate_estimate(e: Estimate, crowd: Crowd = ALONE) -> StepRun:
                 rest=sum(n for term, n in held.items() if term != "activations"),
             )
         )
-    return run_step(schedule_of(chosen), stages, ranks, crowd)
+    return run_step(schedule_of(chosen), stages, ranks, contention)
 
 
 def _estimated_stage(stage: StageSeconds, layers: str) -> StageWork:
@@ -93,8 +93,8 @@ def simulate_program(program: Program, cluster: Cluster) -> StepRun:
         _compiled_rank(program, rank, messages, cluster)
         for rank in range(len(program.schedule.ranks))
     ]
-    crowd = cluster.crowd(program.mesh)
-    return run_step(program.schedule, stages, ranks, crowd)
+    contention = cluster.contention(program.mesh)
+    return run_step(program.schedule, stages, ranks, contention)
 
 
 def _compiled_stage(
@@ -129,7 +129,7 @@ def _message(program: Program, c: Communication, cluster: Cluster, times: int) -
     calls, given = c.calls / times, c.bytes / times
     whole = given * (link.ranks if c.kind == "all_gather" else 1)
     plan = program.plan
-    shared = plan.zero > 1 and set(c.axes) <= set(plan.rest_axes)
+    shared = plan.zero > 1 and set(c.axes) <= set(plan.parameter_axes)
     return Work(
         f"{c.kind} {','.join(c.axes)}",
         calls * link.seconds(c.kind, whole / calls) if calls else 0.0,

@@ -16,7 +16,7 @@ from passes.errors import AutoparError
 from passes.mesh import Mesh
 from passes.price.measured import TABLE, Messages, Ops, without_products
 from passes.ranges import RANKS, shown
-from passes.schedule.crowd import ALONE, Crowd
+from passes.schedule.core_contention import ALONE, CoreContention
 
 
 class ClusterError(AutoparError):
@@ -152,11 +152,11 @@ class Cluster:
         """Returns the cores that each device's process has while all are busy."""
         return self.cores / self.devices if self.cores else math.inf
 
-    def crowd(self, mesh: Mesh) -> Crowd:
+    def contention(self, mesh: Mesh) -> CoreContention:
         """Who shares the cores with whom, for the ranks of a mesh."""
         if not self.cores:
             return ALONE
-        return Crowd(self.cores, mesh.size // mesh.axis_size("pp"))
+        return CoreContention(self.cores, mesh.size // mesh.axis_size("pp"))
 
     @cached_property
     def link(self) -> Callable[[Mesh, tuple[str, ...]], Link]:

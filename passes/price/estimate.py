@@ -25,7 +25,7 @@ from passes.price.stage_seconds import (
     stage_seconds,
 )
 from passes.schedule.check_schedule import run_order
-from passes.schedule.crowd import Crowd, simulate_crowd
+from passes.schedule.core_contention import CoreContention, simulate_contention
 from passes.schedule.footprint import peak_bytes
 from passes.schedule.make_schedule import make_schedule
 from passes.schedule.order import read_order
@@ -160,7 +160,7 @@ def estimate(
     took = [stage_seconds(a, candidate, cluster) for a in accounts]
     if candidate.schedule == AUTO and not candidate.order:
         candidate = make_order(accounts, took, candidate, cluster.device.memory)
-    timeline = _timeline(took, candidate, cluster.crowd(candidate.mesh))
+    timeline = _timeline(took, candidate, cluster.contention(candidate.mesh))
     return _sum_up(accounts, took, timeline, candidate, cluster)
 
 
@@ -170,7 +170,7 @@ def step_seconds(
     """The seconds of `estimate`, without what it finds out beside, and where nothing
     moves beside the first and the last microbatch, as in others' code."""
     took = [stage_seconds(a, candidate, cluster) for a in accounts]
-    timeline = _timeline(took, candidate, cluster.crowd(candidate.mesh))
+    timeline = _timeline(took, candidate, cluster.contention(candidate.mesh))
     ranks = once_a_rank(accounts, timeline.schedule.stage_to_rank)
     once = (
         sum(sum(step_parts(a, candidate, cluster).values()) for a in own)
@@ -197,16 +197,16 @@ _ordered = lru_cache(maxsize=4)(read_order)
 
 
 def _timeline(
-    took: Sequence[StageSeconds], candidate: Candidate, crowd: Crowd
+    took: Sequence[StageSeconds], candidate: Candidate, contention: CoreContention
 ) -> Timeline:
     schedule = schedule_of(candidate)
-    return simulate_crowd(
+    return simulate_contention(
         schedule,
         [t.forward for t in took],
         [t.backward + t.weight for t in took],
         [t.weight for t in took],
         max((t.send for t in took[:-1]), default=0.0),
-        crowd,
+        contention,
         run_order(schedule),
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 
 from passes.mesh import TIME
 from passes.schedule.footprint import footprints
-from passes.shard.rest import find_casts
+from passes.shard.parameter_sharding import find_casts
 from passes.stage.blocks import Beside, beside_blocks
 from passes.stage.local_stage import LocalStage
 

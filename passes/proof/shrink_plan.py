@@ -197,8 +197,8 @@ def find_splits(sharded: Sharded) -> dict[int, frozenset[Split]]:
                 own = found.setdefault(d.size, set())
                 own.add(axes)
                 own |= {(axis,) for axis in plan.axes if d.name in wanted[axis]}
-                if name in held:  # see `passes.shard.rest.rest_split`
-                    rest = [a for a in plan.rest_axes if a not in axes]
+                if name in held:  # see `split_parameter`
+                    rest = [a for a in plan.parameter_axes if a not in axes]
                     own |= {(*axes, axis) for axis in rest}
     return {n: frozenset(s for s in splits if s) for n, splits in found.items()}
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from passes.cost import Seconds
 from passes.errors import AutoparError
 from passes.plan import AUTO, RECOMPUTE, Plan
-from passes.schedule.cheapest import Option, cheapest
 from passes.schedule.check_schedule import peak_in_flight
 from passes.schedule.choose_schedule import (
     choose_schedule,
@@ -25,8 +24,9 @@ from passes.schedule.choose_schedule import (
 from passes.schedule.fit_schedule import on_paper
 from passes.schedule.footprint import footprint, peak_bytes, saved_by_layer
 from passes.schedule.memory import OutOfMemory, RankMemory, out_of_memory, resting
+from passes.schedule.pareto_front import Option, pareto_front
 from passes.schedule.schedule import Schedule, ScheduleError
-from passes.shard.rest import find_gathered
+from passes.shard.parameter_sharding import find_gathered
 from passes.stage.differentiate import differentiate
 from passes.stage.local_stage import LocalStage
 from passes.stage.split_stages import Stage, Staged
@@ -147,7 +147,7 @@ class _Search:
         layers = [layer for stage in own for layer in stage.layers.values()]
         things = [thing for stage in own for thing in self.options(stage, schedule)]
         need = RankMemory()
-        for trade in cheapest(things):
+        for trade in pareto_front(things):
             picked = [RECOMPUTE[index] for index in trade.picked]
             choice = dict(zip(layers, picked, strict=True))
             need = self.memory(schedule, rank, own, choice)

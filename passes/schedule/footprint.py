@@ -17,7 +17,7 @@ from passes.schedule.messages import AHEAD, prefetched_receives, send_completion
 from passes.schedule.schedule import Action, Kind, Schedule
 from passes.shard.collectives import bytes_of, collective, given
 from passes.shard.collectives import workspace as packing
-from passes.shard.rest import find_made
+from passes.shard.parameter_sharding import find_made
 from passes.shard.ring import passed_round, ring_of, workspace
 from passes.stage.blocks import Beside
 from passes.stage.local_stage import LocalStage

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from passes.schedule.crowd import ALONE, Crowd, simulate_crowd
+from passes.schedule.core_contention import ALONE, CoreContention, simulate_contention
 from passes.schedule.footprint import Footprint, bytes_alive
 from passes.schedule.schedule import Action, Kind, Schedule
 from passes.schedule.simulate_schedule import Span, Timeline
@@ -132,17 +132,17 @@ def run_step(
     schedule: Schedule,
     stages: Sequence[StageWork],
     ranks: Sequence[RankWork],
-    crowd: Crowd = ALONE,
+    contention: CoreContention = ALONE,
 ) -> StepRun:
     """Run a step. stages, ranks: of the schedule's. Raises: ScheduleError."""
     halves = [stage.seconds(WEIGHT) for stage in stages]
-    timeline = simulate_crowd(
+    timeline = simulate_contention(
         schedule,
         [stage.seconds(FORWARD) for stage in stages],
         [stage.seconds(BACKWARD) + w for stage, w in zip(stages, halves, strict=True)],
         halves,
         max((stage.send for stage in stages), default=0.0),
-        crowd,
+        contention,
     )
     start = max(sum(w.seconds for w in rank.before) for rank in ranks)
     end = start + timeline.total

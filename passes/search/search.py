@@ -26,7 +26,7 @@ from passes.price.stage_seconds import StageSeconds, stage_seconds
 from passes.schedule.make_schedule import SCHEDULES
 from passes.search.balance_layers import balance_ranks
 from passes.search.candidates import ALIKE, Space, candidates
-from passes.search.finalists import best_cuts, made_schedules, other_contexts
+from passes.search.top_candidates import best_cuts, made_schedules, other_contexts
 from passes.shard.query_groups import PAIR
 
 SHORTLIST = 12
@@ -270,8 +270,8 @@ def rough_seconds(
     # Ranks that share cores are no faster than these do all the work.
     ends = busy[0] + busy[-1] * (ranks > 1)
     every = ends + (ranks - 2) * sum(map(_total, inner)) * (ranks > 2)
-    crowd = cluster.crowd(candidate.mesh)
-    seconds = max(seconds, m * every * crowd.processes / crowd.cores)
+    contention = cluster.contention(candidate.mesh)
+    seconds = max(seconds, m * every * contention.processes / contention.cores)
     known = {
         a: t for own in zip(kinds, took, strict=True) for a, t in zip(*own, strict=True)
     }

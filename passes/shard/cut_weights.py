@@ -20,8 +20,12 @@ from passes.dims.origins import find_origins
 from passes.graph import Node, Part, Value
 from passes.ops.arguments import arguments
 from passes.shard.allowed import Label
+from passes.shard.parameter_sharding import (
+    common_place,
+    parameter_sharding,
+    varying_axes,
+)
 from passes.shard.propagate import Sharded
-from passes.shard.rest import common_place, rest_as, varying_axes
 from passes.shard.sharding import Sharding
 
 SPLIT = "aten.split_with_sizes.default"
@@ -187,7 +191,7 @@ class _Cutter:
             made = [v for node in cut.splits if (v := node.outs[i]) is not None]
             uses = [need for v in made for need in self.uses[v.name]]
             dims = self.dims[made[0].name] if made else self.unread(cut, size)
-            state = rest_as(dims, uses, plan, shared=True)
+            state = parameter_sharding(dims, uses, plan, shared=True)
             state = state.with_varying(varying_axes(state, uses, plan.axes))
             self.dims[name], self.states[name] = dims, state
             self.parts[name] = part

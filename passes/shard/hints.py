@@ -17,7 +17,7 @@ from passes.dims.name_dims import Dim, Factor, Named
 from passes.errors import HintError, ShardingConflict
 from passes.graph import Node
 from passes.plan import Plan
-from passes.shard.rest import find_casts
+from passes.shard.parameter_sharding import find_casts
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from passes.graph import Graph, Node, Value, Where, prune
 from passes.mesh import TIME
 from passes.ops.experts import COMBINE, DISPATCH
 from passes.plan import Plan
-from passes.shard.before_copies import VIEWS, before_view
 from passes.shard.check_states import check_shardings, check_states
 from passes.shard.emit_resharding import ReshardEmitter
-from passes.shard.join_moves import join_moves
+from passes.shard.fuse_collectives import fuse_collectives
+from passes.shard.hoist_reshards import VIEWS, before_view
 from passes.shard.propagate import Sharded
 from passes.shard.resharding import R, Step, V, transition
 from passes.shard.routed import Ways
@@ -78,7 +78,9 @@ def insert_collectives(sharded: Sharded) -> Lowered:
     new = prune(replace(graph, nodes=tuple(lowering.builder.nodes)))
     origins = find_origins(new)
     resting = {name for name, own in origins.items() if own is Origin.PARAM}
-    new = join_moves(new, shardings, [axis for axis, _ in plan.mesh.axes], resting)
+    new = fuse_collectives(
+        new, shardings, [axis for axis, _ in plan.mesh.axes], resting
+    )
     return Lowered(
         sharded.named.traced,
         plan,
@@ -140,7 +142,7 @@ class _Lowering(ReshardEmitter):
 
     def bring(self, v: Value, need: Sharding, where: Where) -> Value:
         """The same where rows stay with their experts, or at home."""
-        if (early := self.convert_before_copies(v, need, where)) is not None:
+        if (early := self.hoist_reshard(v, need, where)) is not None:
             return early
         here = self.producer_where.get(v.name, where)
         v = self.resolve_pending(v, need, here)
@@ -164,9 +166,7 @@ class _Lowering(ReshardEmitter):
             direct = have.slots[d][i] == wanted[: wanted.index(axis)]
         return transition(have.state(axis), need.state(axis), direct)[0]
 
-    def convert_before_copies(
-        self, v: Value, need: Sharding, where: Where
-    ) -> Value | None:
+    def hoist_reshard(self, v: Value, need: Sharding, where: Where) -> Value | None:
         """Move what a value is made of copies of, and take the views of that."""
         if not self.sends(v, need):
             return None

@@ -20,8 +20,8 @@ from passes.shard.allowed import PASS, Allowed, Label, made_state, needed_state
 from passes.shard.check_states import check_sharding, check_shardings
 from passes.shard.hints import Pins, read_hints
 from passes.shard.labels import given_factor, read_labels
+from passes.shard.parameter_sharding import find_casts, parameter_sharding, varying_axes
 from passes.shard.preference import RING, ROUTED, WEIGHTS, Preference
-from passes.shard.rest import find_casts, rest_as, varying_axes
 from passes.shard.ring import check_rings, ring_factor
 from passes.shard.routed import WEIGHT, route_of, routed_factor
 from passes.shard.separable import check_loss, check_op
@@ -143,7 +143,7 @@ class _Propagation:
                     for which, v in enumerate(node.operands)
                 )
             )
-        self.rest_parameters()
+        self.shard_parameters()
         return self
 
     # --- which dim an op splits ----------------------------------------------------
@@ -283,7 +283,7 @@ class _Propagation:
             return state  # its rows are no tokens
         return _with_rows(state, route)
 
-    def rest_parameters(self) -> None:
+    def shard_parameters(self) -> None:
         """Where parameters lie between their uses; their casts lie as they do."""
         uses: dict[str, list[Sharding]] = {}
         nodes = self.named.graph.nodes
@@ -296,7 +296,9 @@ class _Propagation:
                     uses.setdefault(casts.get(v.name, v.name), []).append(need)
         for v in self.named.graph.params:
             dims, own = self.named.dims[v.name], uses.get(v.name, [])
-            self.states[v.name] = rest_as(dims, own, self.plan, v.name in uses)
+            self.states[v.name] = parameter_sharding(
+                dims, own, self.plan, v.name in uses
+            )
         for i, node in enumerate(nodes):
             if (out := node.results[0].name) in casts:
                 self.states[out] = self.states[casts[out]]

@@ -77,7 +77,7 @@ def divides_groups(groups: Groups, ranks: int) -> bool:
     return all(k % keys == 0 and q % (ranks // keys) == 0 for k, q in groups)
 
 
-def group_note(named: Named, before: Plan, after: Plan) -> tuple[str, ...]:
+def group_remark(named: Named, before: Plan, after: Plan) -> tuple[str, ...]:
     """What `split_groups` has done, if anything."""
     if before.mesh == after.mesh:
         return ()

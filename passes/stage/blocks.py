@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from passes.graph import Node
-from passes.shard.rest import find_casts
+from passes.shard.parameter_sharding import find_casts
 from passes.stage.local_stage import LocalStage
 from passes.stage.outline import find_runs
 

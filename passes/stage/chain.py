@@ -10,7 +10,7 @@ from passes.dims.origins import Origin
 from passes.errors import StageError
 from passes.graph import Node, Value
 from passes.shard.insert_collectives import Lowered
-from passes.shard.rest import GATHER
+from passes.shard.parameter_sharding import GATHER
 from passes.stage.even_ranks import even_ranks
 from passes.stage.fuse import IDENTITIES
 from passes.stage.localize import Localizer
@@ -73,7 +73,7 @@ class Chain:
             gathers: dict[str, Node] = {}
             for v in node.operands:
                 gathers |= found.get(v.name, {})
-            if node.op == GATHER and node.args[1] in plan.rest_axes:
+            if node.op == GATHER and node.args[1] in plan.parameter_axes:
                 gathers[node.out.name] = node
             found |= {v.name: gathers for v in node.results}
         return found

@@ -12,7 +12,12 @@ from types import MappingProxyType
 
 from passes.graph import Builder, Graph, Node, Value
 from passes.mesh import TIME
-from passes.shard.rest import find_casts, find_gathered, gather_again, gradient_dtypes
+from passes.shard.parameter_sharding import (
+    find_casts,
+    find_gathered,
+    gather_again,
+    gradient_dtypes,
+)
 from passes.stage.check_stage import check_shapes
 from passes.stage.fuse import add_together, fuse_bias, spell_masks
 from passes.stage.local_stage import LocalStage

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
 
 from passes.graph import Builder, Node, Value, Where
-from passes.shard.rest import GATHER, find_gathered
+from passes.shard.parameter_sharding import GATHER, find_gathered
 from passes.stage.reuse import ADD, find_owners
 from passes.stage.split_backward import GRADIENT
 

@@ -14,7 +14,7 @@ import torch
 from passes.graph import Builder, Node, Value
 from passes.ops.op import Derivative, is_usual, op_of
 from passes.ops.tape import Tape, seed_of
-from passes.shard.rest import find_gathered
+from passes.shard.parameter_sharding import find_gathered
 from passes.stage.fuse import drop_identities
 from passes.stage.overlap import by_layer, gather_ahead
 from passes.stage.split_backward import GRADIENT

@@ -1,7 +1,7 @@
 """Collectives: the calls of emitted code that all ranks of some axes make together.
 
 Each is reduced to a few operations on flat buffers that an engine provides. In the
-shapes below n is the number of ranks on the axis, and `passes.shard.shares` says which
+shapes below n is the number of ranks on the axis, and `passes.shard.layout` says which
 rows of a dim each of them holds.
 """
 
@@ -37,7 +37,7 @@ from autopar.runtime.comm.work import (
     sum_in_order,
 )
 from passes.mesh import Axes, Mesh, as_axes, balanced
-from passes.shard.shares import extent
+from passes.shard.layout import extent
 
 
 class Collectives(Routing, ABC):
@@ -83,7 +83,7 @@ class Collectives(Routing, ABC):
         if len(ranks) == 1:
             return x.clone()
         dim = from_front(x, dim)
-        layout = self.shares(x.shape[dim], axis)
+        layout = self.layout(x.shape[dim], axis)
         flat, counts = packed(x, dim, layout)
         mine = extent(layout[self.place(axis)])
         total = self._scatter_sum(flat, counts, ranks)
@@ -114,14 +114,14 @@ class Collectives(Routing, ABC):
         if split_dim == concat_dim:
             raise ValueError(f"all_to_all splits and joins the same dim {split_dim}")
         sizes = self._sizes(x, axis, concat_dim, sizes)
-        layout = self.shares(x.shape[split_dim], axis)
+        layout = self.layout(x.shape[split_dim], axis)
         flat, sent = packed(x, split_dim, layout)
         shape = list(x.shape)
         shape[split_dim] = extent(layout[self.coords[axis]])
         unit = prod(shape[:concat_dim] + shape[concat_dim + 1 :])
         counts = [unit * size for size in sizes]
         flat = self._exchange(flat, sent, counts, ranks)
-        layout = self.shares(sum(sizes), axis)
+        layout = self.layout(sum(sizes), axis)
         if prod(shape[:concat_dim]) == 1 and in_order(layout):
             shape[concat_dim] = sum(sizes)
             return flat.view(shape)
@@ -162,7 +162,7 @@ class Collectives(Routing, ABC):
         )  # fmt: skip
         alone = len(ranks) == 1
         work = Arrived(rows) if alone else self._start_gather(rows, ranks)
-        wholes = [self.shares(sum(own), axis) for own in along]
+        wholes = [self.layout(sum(own), axis) for own in along]
 
         def join(rows: Tensor) -> list[Tensor]:
             joined = list(map(by_row, layout.join(rows), dims, wholes))
@@ -178,7 +178,7 @@ class Collectives(Routing, ABC):
         """Begin a reduce_scatter of each, as one; they may change meanwhile."""
         ranks, me = self.ranks((axis,)), self.coords[axis]
         wholes = [
-            by_share(x, dim, self.shares(x.shape[dim], axis))
+            by_share(x, dim, self.layout(x.shape[dim], axis))
             for x, dim in zip(wholes, dims, strict=True)
         ]
         along = [

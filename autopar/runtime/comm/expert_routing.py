@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autopar.runtime import kernels
 from autopar.runtime.comm.local_ops import LocalOps
-from passes.shard.shares import extent
+from passes.shard.layout import extent
 
 
 class Routing(LocalOps):
@@ -31,7 +31,7 @@ class Routing(LocalOps):
         kernels.check_indices(expert, experts)
         ranks = self._enter("all_to_all", (axis,), expert, 0, experts=experts)
         leaving, order = expert.sort(stable=True)
-        last = accumulate(extent(pieces) for pieces in self.shares(experts, axis))
+        last = accumulate(extent(pieces) for pieces in self.layout(experts, axis))
         ends = torch.tensor(list(last), device=expert.device)
         sent = torch.searchsorted(leaving, ends).diff(prepend=ends.new_zeros(1))
         ones = [1] * len(ranks)

@@ -14,7 +14,7 @@ from torch import Tensor
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.work import Arrived, Work
 from passes.mesh import Mesh
-from passes.shard.shares import extent
+from passes.shard.layout import extent
 
 
 class FakeComm(Comm):
@@ -39,7 +39,7 @@ class FakeComm(Comm):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rows choose among the first rank's experts, so that it works on as many as
         leave it."""
-        mine = extent(self.shares(experts, axis)[0])
+        mine = extent(self.layout(experts, axis)[0])
         _, order, counts = super().route(expert, axis, experts)
         return expert.index_select(0, order).remainder(mine), order, counts
 

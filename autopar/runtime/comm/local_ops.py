@@ -14,7 +14,7 @@ from autopar.runtime import kernels
 from autopar.runtime.comm.placement import Placement
 from autopar.runtime.kernels import experts as products
 from autopar.runtime.kernels.sdpa import in_window
-from passes.shard.shares import Pieces, extent
+from passes.shard.layout import Pieces, extent
 
 
 class LocalOps(Placement):

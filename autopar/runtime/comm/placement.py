@@ -1,6 +1,6 @@
 """Where a rank lies on the mesh, and which share of a dim is its own.
 
-A dim is split over axes by `passes.shard.shares`, outermost axis first. "My share" is
+A dim is split over axes by `passes.shard.layout`, outermost axis first. "My share" is
 the part that belongs to this rank's coordinate.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar.runtime.comm.step_state import StepState
 from passes.mesh import TIME, Axes, Mesh, as_axes
-from passes.shard.shares import Pieces, extent, shares, within
+from passes.shard.layout import Pieces, extent, layout, within
 
 
 class Placement:
@@ -39,15 +39,15 @@ class Placement:
         """Which of the ranks on these axes this one is."""
         return self.ranks(axes).index(self.rank)
 
-    def shares(self, n: int, axis: Axes) -> tuple[Pieces, ...]:
+    def layout(self, n: int, axis: Axes) -> tuple[Pieces, ...]:
         """What of n rows each rank of the axis holds; each microbatch, on "time". Of
         several axes, outermost first: each of their ranks."""
         if not isinstance(axis, str):
             coords = (self.mesh.coords(rank) for rank in self.ranks(axis))
             return tuple(self.pieces(n, axis, one) for one in coords)
         if axis == TIME:
-            return shares(n, self.state.microbatches)
-        return shares(n, len(self.ranks((axis,))), axis in self.state.zigzag)
+            return layout(n, self.state.microbatches)
+        return layout(n, len(self.ranks((axis,))), axis in self.state.zigzag)
 
     def pieces(
         self,
@@ -60,7 +60,7 @@ class Placement:
         found: Pieces = ((0, n),)
         here = {TIME: self.state.microbatch, **self.coords, **coords}
         for axis in axes:
-            share = self.shares(extent(found), axis)[here.get(axis, 0)]
+            share = self.layout(extent(found), axis)[here.get(axis, 0)]
             found = within(found, share)
         return found
 

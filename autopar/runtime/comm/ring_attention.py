@@ -1,7 +1,7 @@
 """Attention of a rank's rows of queries, to all keys or to keys that are passed round.
 
 Of a causal mask a rank computes just the rectangles that its rows see, see
-`passes.shard.shares`. On a ring each rank holds its own keys and values, those at work
+`passes.shard.layout`. On a ring each rank holds its own keys and values, those at work
 and those under way, whatever the number of ranks (Liu 2023, arXiv 2310.01889); the
 backward passes them round once more, and their gradients with them. Partial results are
 joined by their logsumexp (Dao 2022, arXiv 2205.14135, section 3.1).
@@ -24,7 +24,7 @@ from autopar.runtime.kernels.sdpa import (
     attention_over_part,
     in_window,
 )
-from passes.shard.shares import Pieces, Tile, causal_tiles, extent, window_tiles
+from passes.shard.layout import Pieces, Tile, causal_tiles, extent, window_tiles
 
 if TYPE_CHECKING:
     from autopar.runtime.comm.collectives import Collectives

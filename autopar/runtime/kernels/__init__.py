@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autopar.runtime.kernels.sdpa import attention, attention_backward
 from passes.errors import IndexOutOfRange
-from passes.shard.shares import Pieces
+from passes.shard.layout import Pieces
 
 __all__ = [
     "add_",

@@ -20,7 +20,7 @@ ENDED = 1e-9  # of a job's seconds: what rounding leaves of them
 
 
 @dataclass(frozen=True)
-class Crowd:
+class CoreContention:
     """cores: of all machines. processes: of one pipeline rank, which all do the same at
     the same time."""
 
@@ -32,16 +32,16 @@ class Crowd:
         return min(1.0, self.cores / (self.processes * busy)) if busy else 1.0
 
 
-ALONE = Crowd()
+ALONE = CoreContention()
 
 
-def simulate_crowd(
+def simulate_contention(
     schedule: Schedule,
     forward: Sequence[float],
     backward: Sequence[float],
     weight: Sequence[float] | None,
     send: float,
-    crowd: Crowd,
+    contention: CoreContention,
     report: Report | None = None,
 ) -> Timeline:
     """`simulate` where ranks share cores. All seconds are those of a process that has a
@@ -50,12 +50,12 @@ def simulate_crowd(
     Raises: ScheduleError, ValueError, as `simulate`.
     """
     alone = simulate(schedule, forward, backward, weight, send, report)
-    if math.isinf(crowd.cores):
+    if math.isinf(contention.cores):
         return alone
     if not schedule.has_communication:
         schedule = add_communication(schedule)
     kinds = kind_seconds(schedule, forward, backward, weight)
-    run = _Run(schedule, kinds, send, crowd)
+    run = _Run(schedule, kinds, send, contention)
     return Timeline(schedule, run.spans(), alone.in_flight)
 
 
@@ -70,9 +70,9 @@ class _Run:
         schedule: Schedule,
         seconds: Mapping[Kind, Sequence[float]],
         send: float,
-        crowd: Crowd,
+        contention: CoreContention,
     ) -> None:
-        self.schedule, self.crowd = schedule, crowd
+        self.schedule, self.contention = schedule, contention
         self.seconds, self.send = seconds, send
         self.now = 0.0
         self.left: dict[int | Action, float] = {}
@@ -87,7 +87,7 @@ class _Run:
                 pass
             if not self.left:
                 break
-            speed = self.crowd.speed(len(self.left))
+            speed = self.contention.speed(len(self.left))
             least = min(self.left.values())
             self.now += least / speed
             for job in list(self.left):

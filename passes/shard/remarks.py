@@ -17,15 +17,15 @@ from passes.graph import Node, Value
 from passes.graph_text import DTYPES
 from passes.mesh import TIME
 from passes.ops.op import op_of
+from passes.shard.parameter_sharding import find_casts
 from passes.shard.propagate import Sharded
-from passes.shard.rest import find_casts
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a layer, in `h.3.attn`
 TOKENS = ("batch", "seq")  # dims of the data, which no weight has
 SHOWN = 3  # places that a note names
 
 
-def find_notes(sharded: Sharded) -> tuple[str, ...]:
+def find_remarks(sharded: Sharded) -> tuple[str, ...]:
     """Lines for the user, those about the whole model first."""
     plan = sharded.plan
     axes = [a for a in plan.axes if a not in (TIME, *plan.data_axes)]

@@ -1,4 +1,4 @@
-"""Where a value that is copied along a dim is best moved: before the copies are made.
+"""hoist_reshards: a value copied along a dim is best moved before the copies are made.
 
 Moving a value and taking a view of it may be done in either order, if the view keeps
 the dims that are split. An expand makes its result as many times larger as it makes

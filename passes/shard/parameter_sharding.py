@@ -1,4 +1,4 @@
-"""rest: where parameters lie between their uses, and how they become whole again.
+"""parameter_sharding: where parameters lie between uses, and how they become whole.
 
 Data parallel ranks would all hold the same parameters, gradients and optimizer state.
 With ZeRO (Rajbhandari 2020, section 5) each holds a share. To the compiler that is a
@@ -41,7 +41,7 @@ MOVES = frozenset(
 )
 
 
-def rest_split(
+def split_parameter(
     dims: Dims, state: Sharding, axis: str, sizes: Mapping[str, int]
 ) -> Sharding:
     """Split a parameter along one of its named dims, over an axis that splits none.
@@ -64,7 +64,9 @@ def rest_split(
     return state.with_split((d, i), axis, [*state.slots[d][i], axis])
 
 
-def rest_as(dims: Dims, uses: Sequence[Sharding], plan: Plan, shared: bool) -> Sharding:
+def parameter_sharding(
+    dims: Dims, uses: Sequence[Sharding], plan: Plan, shared: bool
+) -> Sharding:
     """How a parameter rests: as all of its uses want it; else whole, or split where a
     share for each rank is enough until it is used.
 
@@ -78,9 +80,9 @@ def rest_as(dims: Dims, uses: Sequence[Sharding], plan: Plan, shared: bool) -> S
             continue  # what rests is one piece of a parameter, and the same all along
         if place is not None:
             state = state.with_split(place, axis, order)
-    for axis in plan.rest_axes if shared else ():
+    for axis in plan.parameter_axes if shared else ():
         if state.place(axis) is None:
-            state = rest_split(dims, state, axis, sizes)
+            state = split_parameter(dims, state, axis, sizes)
     return state
 
 

@@ -18,7 +18,7 @@ LEAST_ROWS = 128  # of a tile in a sliding window
 
 
 @cache
-def shares(n: int, parts: int, zigzag: bool = False) -> tuple[Pieces, ...]:
+def layout(n: int, parts: int, zigzag: bool = False) -> tuple[Pieces, ...]:
     """The pieces of n rows that each of `parts` ranks holds: one piece, as even as can
     be; or, in zigzag, one from the front and its mirror image from the back.
 

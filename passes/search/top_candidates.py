@@ -1,4 +1,4 @@
-"""finalists: what a formula cannot rank is tried on paper, for the best plans alone.
+"""top_candidates: what no formula can rank is tried on paper, for the best plans.
 
 Attention that works otherwise, stages of a rank that are cut otherwise, and schedules
 made for what stages take: of a pipeline's ends the formula of `passes.search.search`

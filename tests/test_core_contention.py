@@ -10,7 +10,7 @@ import pytest
 from autopar.machine.cluster_file import cluster_data, cluster_from
 from passes.mesh import Mesh
 from passes.price.cluster import ClusterError
-from passes.schedule.crowd import ALONE, Crowd, simulate_crowd
+from passes.schedule.core_contention import ALONE, CoreContention, simulate_contention
 from passes.schedule.make_schedule import make_schedule
 from passes.schedule.schedule import Kind, Schedule, add_communication
 from passes.schedule.simulate_schedule import simulate
@@ -34,7 +34,7 @@ def test_with_a_core_for_each_and_each_message_nobody_waits(name, each):
     schedule, *seconds = drawn(name, 3, each, 0)
     alone = simulate(schedule, *seconds, 0.1)
     enough = 3 + len(alone.schedule.ranks) * schedule.microbatches * schedule.stages
-    crowded = simulate_crowd(schedule, *seconds, 0.1, Crowd(enough, 1))
+    crowded = simulate_contention(schedule, *seconds, 0.1, CoreContention(enough, 1))
     for mine, theirs in zip(crowded.spans, alone.spans, strict=True):
         assert [s.action for s in mine] == [s.action for s in theirs]
         assert [s.end for s in mine] == pytest.approx([s.end for s in theirs])
@@ -51,7 +51,9 @@ def test_one_core_takes_as_long_as_all_the_work(name, each, processes):
         for action in actions
     )
     work = schedule.microbatches * (sum(forward) + sum(backward)) + 0.2 * sends
-    run = simulate_crowd(schedule, forward, backward, weight, 0.2, Crowd(1, processes))
+    run = simulate_contention(
+        schedule, forward, backward, weight, 0.2, CoreContention(1, processes)
+    )
     assert run.total == pytest.approx(processes * work)
 
 
@@ -59,7 +61,7 @@ def test_ranks_slow_each_other_down_only_while_they_are_busy():
     """Two equal stages on one core and a half, two microbatches under GPipe, by hand:
     F0 alone; F1 and F0 at 3/4 each; F1 alone; and the same backwards."""
     schedule = make_schedule("gpipe", 2, 2)
-    run = simulate_crowd(schedule, [3, 3], [3, 3], None, 0.0, Crowd(1.5))
+    run = simulate_contention(schedule, [3, 3], [3, 3], None, 0.0, CoreContention(1.5))
     assert run.total == pytest.approx(2 * (3 + 3 / 0.75 + 3))
     first, second = run.compute
     assert [s.end for s in first][:2] == pytest.approx([3, 7])
@@ -67,13 +69,17 @@ def test_ranks_slow_each_other_down_only_while_they_are_busy():
 
 
 @pytest.mark.parametrize(("name", "each"), SCHEDULES)
-@pytest.mark.parametrize("crowd", [Crowd(2), Crowd(3, 2), Crowd(0.5)], ids=str)
-def test_spans_are_those_of_small_steps_of_time(name, each, crowd):
+@pytest.mark.parametrize(
+    "contention",
+    [CoreContention(2), CoreContention(3, 2), CoreContention(0.5)],
+    ids=str,
+)
+def test_spans_are_those_of_small_steps_of_time(name, each, contention):
     schedule, *seconds = drawn(name, 3, each, 2)
-    run = simulate_crowd(schedule, *seconds, 0.3, crowd)
+    run = simulate_contention(schedule, *seconds, 0.3, contention)
     small = 1e-2
     assert run.total == pytest.approx(
-        by_small_steps(add_communication(schedule), *seconds, 0.3, crowd, small),
+        by_small_steps(add_communication(schedule), *seconds, 0.3, contention, small),
         rel=0.02,
     )
     lower = simulate(schedule, *seconds, 0.3).total
@@ -84,8 +90,8 @@ def test_a_cluster_says_who_shares_its_cores() -> None:
     data = {"devices": 4, "device": "CPU", "cores": 2}
     cluster = cluster_from(data)
     assert cluster_from(cluster_data(cluster)) == cluster
-    assert cluster.crowd(Mesh.parse("pp=2,tp=2")) == Crowd(2, 2)
-    assert cluster_from({**data, "cores": 0}).crowd(Mesh.parse("pp=4")) == ALONE
+    assert cluster.contention(Mesh.parse("pp=2,tp=2")) == CoreContention(2, 2)
+    assert cluster_from({**data, "cores": 0}).contention(Mesh.parse("pp=4")) == ALONE
     with pytest.raises(ClusterError, match=r"the cores of the cluster are -1"):
         cluster_from({**data, "cores": -1})
 
@@ -96,7 +102,7 @@ def by_small_steps(
     backward: list[float],
     weight: list[float],
     send: float,
-    crowd: Crowd,
+    contention: CoreContention,
     step: float,
 ) -> float:
     """The total, time going on by `step`: each job that runs gets its part of it."""
@@ -123,7 +129,9 @@ def by_small_steps(
                     messages[action.partner] = send
                 at[rank] += 1
         jobs = sum(x is not None for x in left) + sum(m > 0 for m in messages.values())
-        speed = min(1.0, crowd.cores / (crowd.processes * jobs)) if jobs else 1.0
+        speed = (
+            min(1.0, contention.cores / (contention.processes * jobs)) if jobs else 1.0
+        )
         now += step
         for rank, x in enumerate(left):
             if x is not None:

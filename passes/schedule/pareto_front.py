@@ -1,4 +1,4 @@
-"""cheapest: the best trades of time for memory, one option of each of many things."""
+"""pareto_front: the best trades of time for memory, of options for many things."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Trade(NamedTuple):
     picked: tuple[int, ...]
 
 
-def cheapest(things: Sequence[Sequence[Option]]) -> Iterator[Trade]:
+def pareto_front(things: Sequence[Sequence[Option]]) -> Iterator[Trade]:
     """All trades that no other beats in both, the least seconds first.
 
     Exact, by dynamic programming over the things. An option that gains nothing over

@@ -1,4 +1,4 @@
-"""join_moves: a dim that is gathered or scattered over several axes goes as one.
+"""fuse_collectives: a dim that is gathered or scattered over several axes goes as one.
 
 Moves are found axis by axis. Where a value split over axes one inside of the other is
 gathered over both, or a sum pending over both is scattered, one collective over all
@@ -18,7 +18,7 @@ from passes.shard.sharding import Sharding
 GATHER, SCATTER = "comm.all_gather", "comm.reduce_scatter"
 
 
-def join_moves(
+def fuse_collectives(
     graph: Graph,
     shardings: Mapping[str, Sharding],
     order: Sequence[str],
