@@ -16,6 +16,7 @@ from autopar.gc_paused import gc_paused
 
 with gc_paused():
     from autopar.compiler import compile_offline
+    from autopar.models.meta import on_meta
     from autopar.runtime.parameters.by_element import by_element
     from autopar.step import Step, compile
     from autopar.version import VERSION
@@ -35,5 +36,6 @@ __all__ = [
     "by_element",
     "compile",
     "compile_offline",
+    "on_meta",
 ]
 __version__ = VERSION

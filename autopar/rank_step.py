@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, DistributedSampler
 
 from autopar.checkpoints.checkpoint import load, save
+from autopar.checkpoints.pretrained import load_pretrained
+from autopar.checkpoints.save_pretrained import save_pretrained
 from autopar.checkpoints.state import (
     check_state_dict,
     load_state_dict,
@@ -60,6 +62,7 @@ class RankStep:
         # parameters that no stage computes with.
         self.names: list[str] = []
         self.unused: dict[str, Tensor] = {}
+        self.configs: tuple[Any, ...] = ()  # that a Hugging Face model has beside it
         self._fixed = NO_FIELDS
         self._executor: Executor | None = None
         self._originals: Originals | None = None
@@ -260,13 +263,14 @@ class RankStep:
     def everyone(self) -> tuple[int, ...]:
         return tuple(range(self.program.mesh.size))
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
         """Whole parameters and persistent buffers on the CPU, by the model's own names.
 
-        All ranks must call it, and all get everything. Loads into the plain model.
+        All ranks must call it, and all get everything; with rank0_only, rank 0 alone,
+        and the others nothing. Loads into the plain model.
         """
         self._agree()("state_dict")
-        return state_dict(self)
+        return state_dict(self, rank0_only)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this rank's shards from whole tensors by the model's own names.
@@ -323,6 +327,36 @@ class RankStep:
         `autopar.checkpoints.checkpoint.load`."""
         self._agree_on("load", optimizer)
         return load(Path(directory), self, optimizer)
+
+    def load_pretrained(
+        self, folder: str | os.PathLike[str], *, strict: bool = True
+    ) -> None:
+        """Take weights from a folder of safetensors, as Hugging Face has them.
+
+        All ranks must call it; each reads its own parts alone. Names may have another
+        prefix, as those of a base model have; values are converted to the model's
+        dtypes. strict: each parameter is there; else those that are not stay. Nothing
+        is changed if it fails. Raises: CheckpointError, ModelMismatch on all ranks.
+        """
+        self._agree()("load_pretrained", {("argument", "strict"): strict})
+        load_pretrained(self, Path(folder), strict)
+
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        tokenizer: Any = None,
+        *,
+        shard_bytes: int = 5 << 30,
+    ) -> Path:
+        """Write what Hugging Face's `from_pretrained` reads, to a new folder.
+
+        All ranks must call it, on any disk that rank 0 has. With a Hugging Face model
+        its configuration comes with the weights; so does a tokenizer that is given. A
+        file has shard_bytes at most, or one tensor, and rank 0 holds so much beside its
+        share. Returns the folder. Raises: CheckpointError on all ranks.
+        """
+        self._agree()("save_pretrained")
+        return save_pretrained(self, Path(folder), tokenizer, shard_bytes)
 
     def _agree_on(self, operation: str, optimizer: object) -> None:
         given = "not given" if optimizer is None else "given"

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.checkpoints.save_pretrained import configs_of
 from autopar.checkpoints.state import remember
 from autopar.compiler import compile_offline, proved
 from autopar.local_batches import DataRank
@@ -32,7 +33,7 @@ from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.inductor import Kept
 from autopar.runtime.execute.rehearse import rehearse
 from autopar.runtime.launch.join import await_here, default_device, join, read_device
-from autopar.runtime.parameters.initialize import local_state
+from autopar.runtime.parameters.initialize import empty_state, local_state
 from passes.plan import AUTO, Plan, PlanError
 from passes.price.cluster import Cluster
 from passes.program import Program
@@ -59,6 +60,7 @@ def compile(
     timeout: timedelta = TIMEOUT,
     prove: bool = True,
     cache_dir: str | os.PathLike[str] | None = None,
+    pretrained: str | os.PathLike[str] | None = None,
     **options: Unpack[Options],
 ) -> Step:
     """Compile an unmodified model into a training step over a mesh of devices.
@@ -79,6 +81,8 @@ def compile(
     `autopar.proof.prove_program`; without it, each run warns that nobody did.
     cache_dir: where code that Inductor compiled is kept; if not given, in a directory
     for temporary files.
+    pretrained: a folder of safetensors that has the weights, for a model that is made
+    in `autopar.on_meta()`: no rank ever has all of them. See `Step.load_pretrained`.
     options: `microbatches=4`, `zero=3` ...: see `autopar.options.Options`.
 
     Raises: AutoparError.
@@ -98,7 +102,16 @@ def compile(
     else:
         decided = plan
     step = Step(
-        model, decided, loss_fn, seed, device, timeout, program, prove, cache_dir
+        model,
+        decided,
+        loss_fn,
+        seed,
+        device,
+        timeout,
+        program,
+        prove,
+        cache_dir,
+        pretrained,
     )
     if example_inputs is not None:
         step.build(**example_inputs)
@@ -125,6 +138,7 @@ class Step(RankStep):
         program: Program | None,
         prove: bool = True,
         cache_dir: str | os.PathLike[str] | None = None,
+        pretrained: str | os.PathLike[str] | None = None,
     ) -> None:
         given = None if device is None else read_device(device)
         if isinstance(decided, Plan):
@@ -138,6 +152,7 @@ class Step(RankStep):
         self._seed, self._timeout = seed, timeout
         self._given, self._prove = program, prove
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
+        self._pretrained = pretrained
 
     def __call__(self, *, local: bool = False, **batch: Any) -> Tensor:
         """Loss of the global batch, the same on every rank; gradients are in `.grad`.
@@ -211,9 +226,14 @@ class Step(RankStep):
         fixed = {k: v for k, v in batch.items() if not isinstance(v, Tensor)}
         Agreement(comm, program).on_build(self._seed, self._given, fixed)
         check_same(self._model, comm, program)
-        parameters, buffers = local_state(
-            program, self._model, comm.rank, self.device, self._seed
-        )
+        if self._pretrained is None:
+            parameters, buffers = local_state(
+                program, self._model, comm.rank, self.device, self._seed
+            )
+        else:
+            parameters, buffers = empty_state(
+                program, self._model, comm.rank, self.device
+            )
         # What the first rank measured: replicas compute alike.
         measured = comm.broadcast_object(dict(read_profile().backends))
         backend, note = resolve_backend(program.plan.backend, self.device, measured)
@@ -226,6 +246,9 @@ class Step(RankStep):
         rehearse(executor)
         names, unused = remember(self._model, program, buffers)
         self.start(executor, names, unused, dict(self._model.named_parameters()), fixed)
+        self.configs = configs_of(self._model)
+        if self._pretrained is not None:
+            self.load_pretrained(self._pretrained)
         self._shapes = OtherShapes(
             executor, self._model, fixed, self._loss_fn, self._prove
         )

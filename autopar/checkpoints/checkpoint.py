@@ -60,6 +60,7 @@ from autopar.checkpoints.optimizer_state import (
     set_state,
 )
 from autopar.checkpoints.sole_writer import sole_writer
+from autopar.checkpoints.state import tied_names
 from autopar.runtime.agreement.fail_together import on_all, on_first
 from autopar.runtime.agreement.validate import check_names
 from autopar.runtime.parameters.whole_updates import is_cut
@@ -96,7 +97,7 @@ def save(
     executor, root = step.executor, Path(directory)
     comm, count = executor.comm, executor.steps
     state = _state_of(step, optimizer, extra)
-    tied, made = _tied(step), {} if optimizer is None else made_with(optimizer)
+    tied, made = tied_names(step), {} if optimizer is None else made_with(optimizer)
 
     def begin() -> Path:
         held.enter_context(sole_writer(root))
@@ -127,7 +128,7 @@ def save(
 def save_in_memory(memory: Memory, step: RankStep, optimizer: Optimizer) -> None:
     """The same, for ranks that share it."""
     state = _state_of(step, optimizer, None)
-    write_pieces(memory, state, _keys(_tied(step)), step.comm)
+    write_pieces(memory, state, _keys(tied_names(step)), step.comm)
 
 
 def _state_of(step: RankStep, optimizer: Optimizer | None, extra: Any) -> State:
@@ -145,15 +146,6 @@ def _state_of(step: RankStep, optimizer: Optimizer | None, extra: Any) -> State:
 
 def _keys(tied: Mapping[str, str]) -> dict[Key, Key]:
     return {("model", alias): ("model", name) for alias, name in tied.items()}
-
-
-def _tied(step: RankStep) -> dict[str, str]:
-    """Other names of weights that are stored once, and the name that is."""
-    return {
-        alias: name
-        for alias, name in step.program.aliases.items()
-        if alias in step.names and alias not in step.unused
-    }
 
 
 def _all_groups(step: RankStep, optimizer: Optimizer) -> list[Group]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import (
     create_read_items_for_chunk_list,
 )
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 
 from autopar.checkpoints.memory import Memory
 from autopar.runtime.agreement.fail_together import joined_on_first, on_all
@@ -55,6 +55,8 @@ Key = tuple[str | int, ...]
 
 Store = Path | Memory
 """Where a checkpoint is: the folder of its files, or memory."""
+Source: TypeAlias = Path | StorageReader
+"""Where tensors are read from: the same, or any reader that knows our keys."""
 
 
 class CheckpointError(AutoparError):
@@ -117,7 +119,7 @@ def write(store: Store, state: State, aliases: Mapping[Key, Key], comm: Comm) ->
     joined_on_first(comm, told(write_own), told(finish))
 
 
-def read(store: Store, state: State, comm: Comm) -> dict[Key, Any]:
+def read(store: Source, state: State, comm: Comm) -> dict[Key, Any]:
     """Fill the pieces of `state`; returns the plain values of its other keys.
 
     All ranks must call it. Raises: CheckpointError on all ranks.
@@ -127,7 +129,7 @@ def read(store: Store, state: State, comm: Comm) -> dict[Key, Any]:
     return plain
 
 
-def read_alone(store: Store, state: State, rank: int = 0) -> dict[Key, Any]:
+def read_alone(store: Source, state: State, rank: int = 0) -> dict[Key, Any]:
     """The same for one rank, whatever others do. Raises: CheckpointError."""
     planner, reader = _LoadPlanner(state), _reader(store)
 
@@ -141,13 +143,13 @@ def read_alone(store: Store, state: State, rank: int = 0) -> dict[Key, Any]:
     return planner.plain
 
 
-def read_metadata(store: Store) -> Metadata:
+def read_metadata(store: Source) -> Metadata:
     """What the checkpoint holds: planner_data has the key of each name."""
     return _reader(store).read_metadata()
 
 
-def _reader(store: Store) -> Any:
-    return store if isinstance(store, Memory) else dcp.FileSystemReader(store)
+def _reader(store: Source) -> Any:
+    return dcp.FileSystemReader(store) if isinstance(store, Path) else store
 
 
 def pack(key: Key, value: Any) -> bytes:

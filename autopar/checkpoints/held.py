@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autopar.checkpoints.dcp import Key, Piece, State, Store, pack, read
+from autopar.checkpoints.dcp import Key, Piece, Source, State, pack, read
 from autopar.runtime.parameters.shards import Box, boxes
 from autopar.runtime.parameters.whole_updates import is_cut, refuse_alike
 
@@ -113,7 +113,7 @@ def optimizer_targets(step: RankStep, held: Mapping[Key, Any]) -> Targets:
     return found
 
 
-def read_targets(step: RankStep, store: Store, wanted: Targets) -> dict[Key, Any]:
+def read_targets(step: RankStep, store: Source, wanted: Targets) -> dict[Key, Any]:
     """Fill the memory; returns all values. What parts of a parameter have in common is
     read once, for each of them a copy."""
     state: State = {}

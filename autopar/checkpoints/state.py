@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +17,37 @@ if TYPE_CHECKING:
     from autopar.rank_step import RankStep
 
 
+def state_dict(step: RankStep, rank0_only: bool = False) -> dict[str, Tensor]:
+    """Whole parameters and persistent buffers on the CPU; on all ranks, or one."""
+    found = {}
+    for name, whole in whole_tensors(step, rank0_only):
+        found[name] = whole
+    if rank0_only and step.comm.rank:
+        return {}
+    for alias, name in step.program.aliases.items():
+        found[alias] = found[name]
+    return {name: found[name] for name in step.names if name in found}
+
+
+def tied_names(step: RankStep) -> dict[str, str]:
+    """Other names of weights that are stored once, and the name that is."""
+    return {
+        alias: name
+        for alias, name in step.program.aliases.items()
+        if alias in step.names and alias not in step.unused
+    }
+
+
 @torch.no_grad()
-def state_dict(step: RankStep) -> dict[str, Tensor]:
-    """Whole parameters and persistent buffers on the CPU; on all ranks."""
+def whole_tensors(
+    step: RankStep, rank0_only: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of the model in turn, on the CPU; tied ones once. All ranks must go
+    through them. rank0_only: those of other ranks have no values."""
     held = dict(step.named_parameters())
     program = step.program
-    found = {n: t.clone() for n, t in step.unused.items()}
+    for name, value in step.unused.items():
+        yield name, value.clone()
     for source, names in program.sources.items():
         first = program.parameters[names[0]]
         dtype = getattr(torch, first.dtype)
@@ -31,10 +56,8 @@ def state_dict(step: RankStep) -> dict[str, Tensor]:
             if name in held and step.owns(name):
                 spec = program.parameters[name]
                 put_shard(whole, held[name], spec, program.mesh, step.comm.coords)
-        found[source] = step.comm.reduce_ranks_(whole, step.everyone()).cpu()
-    for alias, name in program.aliases.items():
-        found[alias] = found[name]
-    return {name: found[name] for name in step.names if name in found}
+        step.comm.reduce_ranks_(whole, step.everyone())
+        yield source, whole.to("meta" if rank0_only and step.comm.rank else "cpu")
 
 
 def check_state_dict(step: RankStep, state: Mapping[str, Tensor]) -> None:

@@ -42,6 +42,17 @@ def parameters_on_meta() -> Iterator[Callable[[nn.Module], None]]:
         yield _finish
 
 
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Make a model in it without memory for its weights.
+
+    Parameters of 65,536 elements and more are on the meta device, buffers are real, so
+    that `autopar.compile` can make or read the weights, each rank its own part of them.
+    """
+    with _BigOnMeta():
+        yield
+
+
 def _finish(model: nn.Module) -> None:
     """Move the small parameters to meta as well. A tied parameter stays one."""
     tables = [module._parameters for module in model.modules()]

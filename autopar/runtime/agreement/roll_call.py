@@ -32,6 +32,8 @@ OPERATIONS = {
     "load_state_dict": ("loads a state dict", "load a state dict"),
     "save": ("saves", "save"),
     "load": ("loads", "load"),
+    "load_pretrained": ("loads weights", "load weights"),
+    "save_pretrained": ("saves weights", "save weights"),
     "gather_for": ("prepares an optimizer", "prepare an optimizer"),
     "build": ("compiles", "compile"),
     ANOTHER_SHAPE: ("has a batch of another shape", "have batches of another shape"),

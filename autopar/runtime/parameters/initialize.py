@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.parameters.shards import take_shard
+from autopar.runtime.parameters.shards import local_shape, take_shard
 from passes.errors import AutoparError
 from passes.program import Program
 
@@ -50,6 +50,34 @@ def local_state(
         name: parameters[name] for name in program.parameters if name in parameters
     }
     return ordered, buffers
+
+
+def empty_state(
+    program: Program, model: nn.Module, rank: int, device: torch.device
+) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+    """The same with parameters that have no values yet.
+
+    Raises: InitializationError, for a buffer on meta.
+    """
+    coords, mine = program.mesh.coords(rank), set(program.stages_of(rank))
+    parameters = {}
+    for name, spec in program.parameters.items():
+        if set(spec.stages) & mine:
+            shape = local_shape(spec, program.mesh, coords)
+            held = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=device)
+            parameters[name] = nn.Parameter(held, requires_grad=spec.trainable)
+    buffers = {}
+    for name, b in model.named_buffers():
+        if name in program.buffers:
+            if b.is_meta:
+                raise InitializationError(
+                    f"buffer '{name}' is on the meta device, and files of weights may "
+                    "not have it",
+                    fix="make the model in `with autopar.on_meta():`, which leaves "
+                    "buffers where they are",
+                )
+            buffers[name] = b.detach().to(device).clone()
+    return parameters, buffers
 
 
 def real_tensors(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
