@@ -125,6 +125,8 @@ def test_a_configuration_file_and_changes_to_it(tmp_path: Path) -> None:
     config = {"model_type": "gpt2", "n_layer": 3, "n_embd": 16, "n_head": 2}
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 32}))
     loaded = load_model(f"hf:{tmp_path / 'config.json'}?num_hidden_layers=1")
+    of_folder = load_model(f"hf:{tmp_path}?num_hidden_layers=1")
+    assert str(of_folder.model) == str(loaded.model)
     assert loaded.vocab == 32 and loaded.shifts_labels and loaded.model.training
     names = [name for name, _ in loaded.model.named_parameters()]
     assert any(".h.0." in n for n in names) and not any(".h.1." in n for n in names)

@@ -215,8 +215,8 @@ def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
 
 
 def read_in_little_memory(folder: str) -> int:
-    """Bytes that a rank holds of parameters; it reads with so many more, a bit, and a file
-    that is mapped."""
+    """Bytes that a rank holds of parameters; it reads with so many more, a bit, and a
+    file that is mapped."""
     config = transformers.AutoConfig.for_model("llama", **WIDE)
     with autopar.on_meta():
         model = transformers.AutoModelForCausalLM.from_config(config)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -48,18 +48,25 @@ class Pretrained(StorageReader):
     @cached_property
     def tensors(self) -> dict[str, tuple[Path, tuple[int, ...], torch.dtype]]:
         """Name in the files -> file, shape and dtype. Raises: CheckpointError."""
+        return {
+            name: (file, *kind)
+            for file in self._files()
+            for name, kind in self._kinds(file).items()
+        }
+
+    def _kinds(self, file: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor in a file, which is closed when it returns."""
         found = {}
-        for file in self._files():
-            with self._open(file) as held:
-                for name in held.keys():  # noqa: SIM118 (it is no dict)
-                    row = held.get_slice(name)
-                    shape, dtype = tuple(row.get_shape()), DTYPES.get(row.get_dtype())
-                    if dtype is None:
-                        raise CheckpointError(
-                            f"'{name}' in '{file}' is of type {row.get_dtype()}",
-                            fix="convert it: torch has no such numbers to train",
-                        )
-                    found[name] = file, shape, dtype
+        with self._open(file) as held:
+            for name in held.keys():  # noqa: SIM118 (it is no dict)
+                row = held.get_slice(name)
+                shape, dtype = tuple(row.get_shape()), DTYPES.get(row.get_dtype())
+                if dtype is None:
+                    raise CheckpointError(
+                        f"'{name}' in '{file}' is of type {row.get_dtype()}",
+                        fix="convert it: torch has no such numbers to train",
+                    )
+                found[name] = shape, dtype
         return found
 
     def _files(self) -> list[Path]:
@@ -132,22 +139,27 @@ class Pretrained(StorageReader):
         """There is nothing to prepare."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[Path, list[Any]] = {}
+        by_file: dict[Path, list[tuple[str, ReadItem]]] = {}
         for item in plan.items:
             name = self.names[item.storage_index.fqn.removeprefix("model.")]
             by_file.setdefault(self.tensors[name][0], []).append((name, item))
-        for path, items in by_file.items():
-            with self._open(path) as held:
-                for name, item in items:
-                    ends = zip(item.storage_offsets, item.lengths, strict=True)
-                    box = tuple(slice(at, at + n) for at, n in ends)
-                    value = held.get_slice(name)[box] if box else held.get_tensor(name)
-                    target = planner.resolve_tensor(item)
-                    target.copy_(value)
-                    planner.commit_tensor(item, target)
+        for file, items in by_file.items():
+            self._read_file(file, items, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _read_file(
+        self, file: Path, items: list[tuple[str, ReadItem]], planner: LoadPlanner
+    ) -> None:
+        with self._open(file) as held:
+            for name, item in items:
+                ends = zip(item.storage_offsets, item.lengths, strict=True)
+                box = tuple(slice(at, at + n) for at, n in ends)
+                value = held.get_slice(name)[box] if box else held.get_tensor(name)
+                target = planner.resolve_tensor(item)
+                target.copy_(value)
+                planner.commit_tensor(item, target)
 
 
 DTYPES = {

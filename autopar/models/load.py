@@ -213,17 +213,20 @@ def _read_config(transformers: Any, spec: str) -> tuple[Any, dict[str, str]]:
     name, _, query = spec.removeprefix("hf:").partition("?")
     given = _read_query(spec, query)
     chosen = {k: str(given.pop(k)) for k in IMPLEMENTATIONS if k in given}
-    file = Path(name) if name.endswith(".json") else CONFIGS / f"{name}.json"
+    own = name.endswith(".json") or Path(name, "config.json").is_file()
+    file = Path(name) if own else CONFIGS / f"{name}.json"
+    if own and file.is_dir():
+        file /= "config.json"
     data: dict[str, Any] = {}
-    if name.endswith(".json") or file.is_file():
+    if own or file.is_file():
         data = _read_json(file)
         name = data.pop("model_type", "")
     kinds = transformers.CONFIG_MAPPING
     if name not in kinds:
-        own = [path.stem for path in CONFIGS.glob("*.json")]
+        shipped = [path.stem for path in CONFIGS.glob("*.json")]
         raise ModelError(
             f"transformers knows no model type '{name}' ('{spec}')",
-            fix=near(name, [*kinds, *own]),
+            fix=near(name, [*kinds, *shipped]),
         )
     plain = kinds[name]()
     known = {*plain.to_dict(), *plain.attribute_map}
