@@ -13,7 +13,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from passes.cost import flops
 from passes.dims.probe import holds, letter_extents, random_operands
 from passes.graph import Node, Value
 from passes.ops.evaluate import evaluate
@@ -177,6 +179,21 @@ def test_no_letter_is_whole_that_could_be_split(example: Example) -> None:
             ]
             expected = ["map"] if (one.name, letter) in WHOLE_ON_PURPOSE else []
             assert possible == expected, (str(one), letter)
+
+
+# --- Operations -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=label)
+def test_products_take_the_operations_that_torch_counts(example: Example) -> None:
+    """torch counts those of matrices, and of several operands pair by pair."""
+    for one in draws(example):
+        operands = random_operands(one, 0)
+        with FlopCounterMode(display=False) as counter:
+            evaluate(one, operands)
+        counted = counter.get_total_flops()
+        many = one.name == "aten.einsum" and len(operands) > 2
+        assert many or counted in (0, flops(one)), str(one)
 
 
 # --- Which ops a pending sum may pass ----------------------------------------------

@@ -25,9 +25,9 @@ from passes.capture.spell_groups import repeat_interleave
 from passes.capture.spell_pieces import PIECE_RULES
 from passes.capture.split_products import split_products
 from passes.capture.trace import Traced
-from passes.capture.views import RESHAPES
 from passes.graph import Graph, Node, Value
 from passes.ops.arguments import arguments, refuse_unread
+from passes.ops.captured import RESHAPES
 
 NESTED = 2  # pieces of pieces are cut too
 

@@ -6,14 +6,6 @@ from typing import Any
 
 from passes.graph import Builder, Node, Value
 
-# A reshape by whatever name: all elements, in their order.
-RESHAPES = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("view", "view_as", "_unsafe_view", "reshape", "reshape_as", "ravel"),
-        *("flatten", "unflatten", "squeeze", "unsqueeze"),
-    )
-)
 # Ops whose result is a view of their operand, if it lies in the same memory. (`detach`
 # hides the write from autograd, which refuses writes to one of several results.)
 REORDERED = {"aten.transpose", "aten.t", "aten.numpy_T", "aten.mT", "aten.permute"}

@@ -6,7 +6,6 @@ from passes.ops.op import Op
 
 HEEDED = {
     "_to_copy": "self dtype",
-    "_unsafe_view": "self size",
     "_weight_norm": "v g dim",
     "alias": "self",
     "broadcast_tensors": "tensors",
@@ -23,7 +22,6 @@ HEEDED = {
     "triplet_margin_loss": "anchor positive negative margin p eps swap reduction",
     "cross_entropy_loss": "self target weight reduction ignore_index label_smoothing",
     "expand_as": "self other",
-    "flatten": "self start_dim end_dim",
     "glu": "self dim",
     "group_norm": "input num_groups weight bias eps cudnn_enabled",
     "index": "self indices",
@@ -33,19 +31,29 @@ HEEDED = {
     "nll_loss": "self target weight reduction ignore_index",
     "nll_loss_nd": "self target weight reduction ignore_index",
     "repeat": "self repeats",
-    "ravel": "self",
-    "reshape_as": "self other",
     "rsub": "self other alpha",
     "select_scatter": "self src dim index",
     "slice_scatter": "self src dim start end step",
-    "squeeze": "self dim",
     "sum_to_size": "self size",
     "tensor_split": "self sections indices dim",
     "type_as": "self other",
-    "unflatten": "self dim sizes",
-    "unsqueeze": "self dim",
-    "view": "self size",
-    "view_as": "self other",
 }
 
-OPS = tuple(Op(f"aten.{name}", heeds) for name, heeds in HEEDED.items())
+# A reshape by whatever name: all elements, in their order.
+RESHAPED = {
+    "view": "self size",
+    "view_as": "self other",
+    "_unsafe_view": "self size",
+    "reshape_as": "self other",
+    "ravel": "self",
+    "flatten": "self start_dim end_dim",
+    "unflatten": "self dim sizes",
+    "squeeze": "self dim",
+    "unsqueeze": "self dim",
+}
+
+OPS = (
+    *(Op(f"aten.{name}", heeds) for name, heeds in HEEDED.items()),
+    *(Op(f"aten.{name}", heeds, view="shape") for name, heeds in RESHAPED.items()),
+)
+RESHAPES = frozenset({"aten.reshape", *(f"aten.{name}" for name in RESHAPED)})

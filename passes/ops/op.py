@@ -149,6 +149,13 @@ def is_view(node: Node) -> bool:
     return bool(op_of(node).view)
 
 
+def is_method(node: Node) -> bool:
+    """Whether the node is a view of all of its operand, spelled as a method of that."""
+    op = op_of(node)
+    whole = op.view in ("shape", "order", "copies")
+    return whole and is_usual(node) and bool(op.spelling)
+
+
 def to_out(argument: str) -> Callable[[Node], Node]:
     """An argument that says the shape of the result."""
     return lambda node: node.with_args(**{argument: node.out.shape})

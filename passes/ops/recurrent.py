@@ -22,6 +22,13 @@ def rule(node: Node) -> str | None:
     return f"{', '.join(left)} -> {', '.join(right)}"
 
 
+def flops(node: Node) -> int:
+    """Each step of each sample is multiplied with each matrix."""
+    x, *others = node.operands
+    matrices = [v for v in others if len(v.shape) == 2]
+    return 2 * x.numel // x.shape[-1] * sum(v.numel for v in matrices)
+
+
 def _example(gates: int, x: str, states: str, batch_first: bool) -> str:
     """One layer of width a, without dropout."""
     weights = f"(x({gates} * a, d), x({gates} * a, a), x({gates} * a), x({gates} * a))"
@@ -30,7 +37,7 @@ def _example(gates: int, x: str, states: str, batch_first: bool) -> str:
 
 
 OPS = tuple(
-    Op(f"aten.{name}", HEEDS, rule, examples)
+    Op(f"aten.{name}", HEEDS, rule, examples, flops=flops)
     for name, examples in {
         "lstm": _example(4, "x(b, c, d)", "(x(1, b, a), x(1, b, a))", True),
         "gru": _example(3, "x(c, b, d)", "x(1, b, a)", False),

@@ -201,6 +201,8 @@ OPS = (
         sizes=to_out("size"),
         spelling=".expand",
     ),
+    Op("aten.unfold", view="copies"),
+    Op("aten.as_strided", view="copies"),
     Op(
         "aten.slice",
         "self dim start end step",

@@ -16,11 +16,11 @@ from math import prod
 from typing import Any
 
 from passes.capture.trace import Traced
-from passes.capture.views import RESHAPES
 from passes.dims.atoms import Atoms
 from passes.dims.name_dims import bind
 from passes.dims.probe import probe_equation
 from passes.graph import Graph, Node, Value
+from passes.ops.captured import RESHAPES
 from passes.ops.notation import parse
 from passes.ops.rules import equation
 from passes.proof.cuts import cut_of, dim_of

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from passes.capture.trace import Traced
-from passes.capture.views import RESHAPES
 from passes.graph import Graph, Node, Value, map_values, resolve
+from passes.ops.captured import RESHAPES
 from passes.ops.op import op_of
 from passes.proof.choose_sizes import NotShrunk
 from passes.proof.cuts import cut_of

@@ -12,16 +12,6 @@ from collections.abc import Sequence
 from passes.dims.name_dims import Dims, Factor
 from passes.shard.sharding import Sharding
 
-# Ops of one operand that only say where its elements are to be seen.
-VIEWS = frozenset(
-    {
-        "aten.expand.default",
-        "aten.reshape.default",
-        "aten.transpose.int",
-        "aten.permute.default",
-    }
-)
-
 
 def before_view(
     factors: Sequence[Factor], lies: Sharding, dims: Dims

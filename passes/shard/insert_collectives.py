@@ -20,11 +20,12 @@ from passes.errors import LossNotSeparable
 from passes.graph import Graph, Node, Value, Where, prune
 from passes.mesh import TIME
 from passes.ops.experts import COMBINE, DISPATCH
+from passes.ops.op import is_method
 from passes.plan import Plan
 from passes.shard.check_states import check_shardings, check_states
 from passes.shard.emit_resharding import ReshardEmitter
 from passes.shard.fuse_collectives import fuse_collectives
-from passes.shard.hoist_reshards import VIEWS, before_view
+from passes.shard.hoist_reshards import before_view
 from passes.shard.propagate import Sharded
 from passes.shard.resharding import R, Step, V, transition
 from passes.shard.routed import Ways
@@ -72,7 +73,7 @@ def insert_collectives(sharded: Sharded) -> Lowered:
     factors = sharded.named.factors
     for node, own, needs in zip(graph.nodes, factors, sharded.needs, strict=True):
         lowering.add(node, needs)
-        if node.op in VIEWS:
+        if is_method(node):
             lowering.views[node.out.name] = node, own
     plan, shardings = sharded.plan, lowering.shardings
     new = prune(replace(graph, nodes=tuple(lowering.builder.nodes)))

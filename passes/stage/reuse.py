@@ -20,8 +20,6 @@ from passes.shard.collectives import arrives_in_place
 
 # To add to an operand, and to several.
 ADD, ADD_EACH = "autopar.add_", "autopar.add_each_"
-# Views in which places overlap.
-SPREAD = ("aten.expand", "aten.unfold", "aten.as_strided")
 # Ops that have a form that writes over the first operand -> that form.
 IN_PLACE = {op.op: f"{op.name}_.{op.form}" for op in OPS.values() if op.in_place}
 
@@ -101,7 +99,7 @@ def _spread(nodes: Sequence[Node]) -> set[str]:
     """Views in which one place in memory stands for several elements."""
     found: set[str] = set()
     for node in nodes:
-        if node.name in SPREAD or (
+        if op_of(node).view == "copies" or (
             may_alias(node) and any(v.name in found for v in node.operands)
         ):
             found.update(v.name for v in node.results)

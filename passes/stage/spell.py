@@ -90,12 +90,6 @@ def as_tuple(items: Iterable[str]) -> str:
     return f"({found[0]},)" if len(found) == 1 else f"({', '.join(found)})"
 
 
-def is_method(node: Node) -> bool:
-    """Whether it is a view of its first operand, spelled as a method of that."""
-    op = op_of(node)
-    return op.view in ("shape", "order", "copies") and node.op in SPELLINGS
-
-
 def _returns_list(node: Node) -> bool:
     """Whether a call gives a list: that of one tensor is unpacked too."""
     if not node.op.startswith("aten."):

@@ -9,10 +9,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from passes.graph import Node, Value, unused
+from passes.ops.op import is_method
 from passes.stage.hand_over import HandOver, Rows
 from passes.stage.loops import Given, Item, Loop
 from passes.stage.reuse import is_in_place, may_alias, takes_memory
-from passes.stage.spell import is_method, spell, targets
+from passes.stage.spell import spell, targets
 from passes.stage.write_loop import Index, LoopWriter, Statements
 
 MEANT = ("c", "p", "g", "k", "b", "i", "saved", "made", "torch", "F", "kernels", "aten")
