@@ -29,8 +29,8 @@ from autopar.runtime.agreement.first_rank import on_first_rank
 from autopar.runtime.agreement.roll_call import ANOTHER_SHAPE
 from autopar.runtime.agreement.validate import check_model, check_same
 from autopar.runtime.comm.host_comm import engine
+from autopar.runtime.execute.code_cache import CodeCache
 from autopar.runtime.execute.executor import Executor
-from autopar.runtime.execute.inductor import Kept
 from autopar.runtime.execute.rehearse import rehearse
 from autopar.runtime.launch.join import await_here, default_device, join, read_device
 from autopar.runtime.parameters.initialize import empty_state, local_state
@@ -238,7 +238,7 @@ class Step(RankStep):
         measured = comm.broadcast_object(dict(read_profile().backends))
         backend, note = resolve_backend(program.plan.backend, self.device, measured)
         compiled = (
-            Kept(self._cache_dir, f"rank {comm.rank}")
+            CodeCache(self._cache_dir, f"rank {comm.rank}")
             if backend == "inductor"
             else None
         )

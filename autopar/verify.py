@@ -16,7 +16,7 @@ from autopar.proof.expected import expect
 from autopar.proof.run_beside import prove
 from autopar.proof.verification import Verification
 from autopar.runtime.agreement.validate import check_model
-from autopar.runtime.execute.inductor import Kept
+from autopar.runtime.execute.code_cache import CodeCache
 from passes.mesh import AXES
 from passes.program import Program
 
@@ -29,7 +29,7 @@ def verify(
     seed: int = 0,
     tolerance: float | None = None,
     drawn: bool = True,
-    compiled: Kept | None = None,
+    compiled: CodeCache | None = None,
 ) -> Verification:
     """Compare all ranks with the model. The model needs real weights.
 

@@ -15,8 +15,9 @@ from autopar.examples.gpt import Config, build
 from autopar.machine.backend import BackendError, resolve_backend
 from autopar.options import make_plan
 from autopar.runtime import kernels
-from autopar.runtime.execute import inductor
-from autopar.runtime.execute.inductor import CompiledFunction, Kept, compile_functions
+from autopar.runtime.execute import code_cache, inductor
+from autopar.runtime.execute.code_cache import CodeCache
+from autopar.runtime.execute.inductor import CompiledFunction, compile_functions
 from autopar.runtime.execute.running_stage import load_module
 from autopar.runtime.kernels import for_inductor
 from autopar.verify import verify
@@ -49,7 +50,7 @@ def kept(tmp_path_factory):
 
 def _functions(folder):
     module = load_module(TEXT, "emitted")
-    compile_functions(module, TEXT, Kept(folder))
+    compile_functions(module, TEXT, CodeCache(folder))
     return module
 
 
@@ -87,7 +88,7 @@ def test_arguments_that_share_memory_are_not_written_by_compiled_code(tmp_path):
     _, _, written = double.traced((base[0], base[1]))
     assert written == [0]
     signature = inductor._signature((base[0], base[1]))
-    code = inductor.Compiled(lambda *args: pytest.fail("compiled code wrote"), (0,))
+    code = code_cache.Compiled(lambda *args: pytest.fail("compiled code wrote"), (0,))
     double.ready[signature] = code
     assert double(base[0], base[1]).tolist() == [2.0, 2.0]
     assert "double (model.py:7) writes over an argument" in double.kept.refused[0]
@@ -120,7 +121,7 @@ def test_one_function_of_many_calls_is_compiled_once_and_found_again(kept, caplo
     assert double(x, x.clone()).tolist() == [4.0, 4.0, 4.0]
     assert isinstance(double, CompiledFunction)
     assert len([r for r in caplog.records if "compiles" in r.message]) == 1
-    inductor._in_memory.clear()
+    code_cache._in_memory.clear()
     caplog.clear()
     assert _functions(kept)["double"](torch.ones(3), torch.ones(3)).sum() == 6
     assert not caplog.records
@@ -142,7 +143,7 @@ def test_loss_and_gradients_are_those_of_the_model(kept):
     model, batch = build(Config(layers=2, width=32, heads=2, context=16, vocab=64), 4)
     plan = autopar.Plan(autopar.Mesh.parse("pp=1"), 2, backend="inductor")
     program = autopar.compile_offline(model, batch, plan)
-    compiled = Kept(kept)
+    compiled = CodeCache(kept)
     proof = verify(program, model, batch, compiled=compiled).check()
     assert compiled.compiled
     assert not compiled.refused
@@ -179,7 +180,7 @@ def test_each_technique_is_exact_with_compiled_functions(kept, name):
     program = autopar.compile_offline(
         case.model, case.batch, plan, case.loss_fn, costs=Costs()
     )
-    compiled = Kept(kept)
+    compiled = CodeCache(kept)
     verify(program, case.model, case.batch, case.loss_fn, compiled=compiled).check()
     assert not compiled.refused
     assert compiled.taken, "here or for another technique"

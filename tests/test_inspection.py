@@ -13,8 +13,6 @@ from autopar.proof.ranks import local_parameters
 from autopar.reports.inspection import (
     communication_table,
     messages_of_a_step,
-    parameter_table,
-    pattern,
     report,
     report_data,
     schedule_text,
@@ -22,6 +20,7 @@ from autopar.reports.inspection import (
     timeline,
 )
 from autopar.reports.memory_table import memory_table
+from autopar.reports.parameters import parameter_table, pattern
 from autopar.reports.tables import WIDTH, Table, ranges
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual

@@ -13,7 +13,8 @@ from autopar.commands.arguments import number, path
 from autopar.compiler import compile_offline
 from autopar.models.load import load_model
 from autopar.plans.store import save_plan
-from autopar.reports.inspection import parameter_table, schedule_text, stage_table
+from autopar.reports.inspection import schedule_text, stage_table
+from autopar.reports.parameters import parameter_table
 from autopar.runtime.launch.launch import ROOT, launch
 from autopar.verify import verify
 from passes.errors import AutoparError

@@ -21,7 +21,7 @@ from autopar.models.load import load_model, random_batch
 from autopar.plans.store import COMPILED
 from autopar.reports.proof import verification_data, verification_table
 from autopar.runtime.agreement.validate import check_model
-from autopar.runtime.execute.inductor import Kept
+from autopar.runtime.execute.code_cache import CodeCache
 from autopar.training.run import vocab_of
 from autopar.verify import room_needed, verify
 
@@ -76,7 +76,7 @@ def verify_command(arguments: argparse.Namespace) -> int:
     backend, note = resolve_backend(asked, torch.device("cpu"), measured)
     if note:
         print(f"note: {note}", file=sys.stderr)
-    kept = Kept(stored.directory / COMPILED) if backend == "inductor" else None
+    kept = CodeCache(stored.directory / COMPILED) if backend == "inductor" else None
     result = verify(
         *(program, model, batch),
         seed=stored.seed,

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from autopar.measure.ops import Job, Running, clock_of
+from autopar.runtime.execute.code_cache import CodeCache
 from autopar.runtime.execute.executor import load_module
-from autopar.runtime.execute.inductor import Kept, compile_functions
+from autopar.runtime.execute.inductor import compile_functions
 
 BUDGET = 120.0  # seconds after which no more functions are compiled
 
@@ -42,7 +43,7 @@ def measure_compiled(
     return median(took["eager"]), median(took["inductor"])
 
 
-class _Bounded(Kept):
+class _Bounded(CodeCache):
     """What is compiled within a budget of seconds, of which nobody is told."""
 
     def __init__(self, directory: Path, budget: float) -> None:

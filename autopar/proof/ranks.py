@@ -23,8 +23,8 @@ from autopar.rank_step import RankStep
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.routing_replay import RoutingReplay
 from autopar.runtime.comm.virtual import RankError, run_virtual
+from autopar.runtime.execute.code_cache import CodeCache
 from autopar.runtime.execute.executor import Executor
-from autopar.runtime.execute.inductor import Kept
 from autopar.runtime.parameters.gradient_norm import gradient_norm
 from autopar.runtime.parameters.shards import owns, put_shard, take_shard
 from passes.program import Program
@@ -74,7 +74,7 @@ def run_steps(
     steps: Sequence[GivenStep],
     seed: int = 0,
     evaluate: bool = False,
-    compiled: Kept | None = None,
+    compiled: CodeCache | None = None,
 ) -> list[FoundStep]:
     """Runs steps of one executor on each rank, with weights of each step's own.
 
@@ -83,7 +83,6 @@ def run_steps(
     compiled: see `Executor`.
     Raises VerificationFailed when ranks that should agree do not; CommError.
     """
-
     shared, memory = Watch(), Memory()
     for given in steps:
         shared.add("batch field", given.batch)
@@ -91,34 +90,7 @@ def run_steps(
 
     def body(comm: Comm) -> list[_OfRank]:
         step = _start(program, comm, steps[0].weights, buffers, seed, compiled)
-        held, executor = dict(step.named_parameters()), step.executor
-        own = Watch("buffer", executor.buffers)
-        found = []
-        for number, given in enumerate(steps):
-            _set_weights(step, given.weights)
-            comm.state.replay = given.replay
-            loss = step(**_batch(program, given))
-            scale = executor.loss_scale
-            while scale and scale.good == 0 and scale.scale > 1.0:
-                executor.steps = number  # once more, with the same dropout masks
-                loss = step(**_batch(program, given))
-            grads = {n: p.grad for n, p in held.items() if p.grad is not None}
-            shards = {n: g.as_subclass(Tensor).clone() for n, g in grads.items()}
-            norm = gradient_norm(program, comm, shards).item()
-            found.append(_OfRank(loss, shards, norm))
-            own.check()
-            if given.update is not None:
-                found[-1].updated = update_rank(step, given.update, memory)
-                own = Watch("buffer", executor.buffers)
-            for p in held.values():
-                p.grad = None
-        for given, one in zip(steps, found, strict=True) if evaluate else ():
-            _set_weights(step, given.weights)
-            told = given.replay
-            comm.state.replay = None if told is None else RoutingReplay(told.told)
-            one.evaluated = step.evaluate(**_batch(program, given))
-        own.check()
-        return found
+        return _run_rank(step, program, steps, memory, evaluate)
 
     try:
         by_rank = run_virtual(program.mesh, program.plan.microbatches, body)
@@ -134,6 +106,45 @@ def run_steps(
         replace(found, margin=c.margin) if c is not None and c.found else found
         for found, c in zip(joined, told, strict=True)
     ]
+
+
+def _run_rank(
+    step: RankStep,
+    program: Program,
+    steps: Sequence[GivenStep],
+    memory: Memory,
+    evaluate: bool,
+) -> list[_OfRank]:
+    """Runs the steps on one rank. memory: checkpoints that all ranks write."""
+    comm = step.comm
+    held, executor = dict(step.named_parameters()), step.executor
+    own = Watch("buffer", executor.buffers)
+    found = []
+    for number, given in enumerate(steps):
+        _set_weights(step, given.weights)
+        comm.state.replay = given.replay
+        loss = step(**_batch(program, given))
+        scale = executor.loss_scale
+        while scale and scale.good == 0 and scale.scale > 1.0:
+            executor.steps = number  # once more, with the same dropout masks
+            loss = step(**_batch(program, given))
+        grads = {n: p.grad for n, p in held.items() if p.grad is not None}
+        shards = {n: g.as_subclass(Tensor).clone() for n, g in grads.items()}
+        norm = gradient_norm(program, comm, shards).item()
+        found.append(_OfRank(loss, shards, norm))
+        own.check()
+        if given.update is not None:
+            found[-1].updated = update_rank(step, given.update, memory)
+            own = Watch("buffer", executor.buffers)
+        for p in held.values():
+            p.grad = None
+    for given, one in zip(steps, found, strict=True) if evaluate else ():
+        _set_weights(step, given.weights)
+        told = given.replay
+        comm.state.replay = None if told is None else RoutingReplay(told.told)
+        one.evaluated = step.evaluate(**_batch(program, given))
+    own.check()
+    return found
 
 
 class Watch:
@@ -162,7 +173,7 @@ def _start(
     wholes: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     seed: int,
-    compiled: Kept | None,
+    compiled: CodeCache | None,
 ) -> RankStep:
     """The step of a rank, which has a copy of its own of everything."""
     held = local_parameters(program, comm, wholes)

@@ -28,7 +28,7 @@ from autopar.proof.ranks import (
 )
 from autopar.proof.verification import Verification
 from autopar.runtime.comm.routing_replay import RoutingReplay
-from autopar.runtime.execute.inductor import Kept
+from autopar.runtime.execute.code_cache import CodeCache
 from passes.errors import AutoparError
 from passes.program import Program
 from passes.schedule.check_schedule import check
@@ -39,7 +39,7 @@ def prove(
     buffers: Mapping[str, Tensor],
     expected: Sequence[Expected],
     seed: int = 0,
-    compiled: Kept | None = None,
+    compiled: CodeCache | None = None,
 ) -> Verification:
     """Run all ranks beside what the model computed; the worst of all steps, by name.
 
@@ -66,7 +66,7 @@ def _run(
     expected: Sequence[Expected],
     told: Sequence[RoutingReplay | None],
     seed: int,
-    compiled: Kept | None,
+    compiled: CodeCache | None,
 ) -> list[FoundStep]:
     steps = [
         GivenStep(e.weights, e.batch, replay, e.update)
@@ -106,7 +106,7 @@ def _look_again(
     expected: Sequence[Expected],
     proof: Verification,
     seed: int,
-    compiled: Kept | None,
+    compiled: CodeCache | None,
 ) -> Verification:
     """The proof, with all in float64; and if that is right, beside what rounding does
     to the model. All runs take the choices of its first."""

@@ -28,9 +28,10 @@ import autopar
 from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
-from autopar.runtime.execute import inductor
+from autopar.runtime.execute import code_cache
+from autopar.runtime.execute.code_cache import CodeCache, Compiled
 from autopar.runtime.execute.executor import Executor
-from autopar.runtime.execute.inductor import Compiled, CompiledFunction, Kept
+from autopar.runtime.execute.inductor import CompiledFunction
 from examples.gpt import GPT, Block, Config
 from passes.cost import Costs
 
@@ -113,7 +114,7 @@ def counted_graphs() -> Iterator[list[Count]]:
         lowering.compile_to_module = before
 
 
-class Counting(Kept):
+class Counting(CodeCache):
     """Counts what each call of a function runs; graphs: what was compiled so far."""
 
     def __init__(self, directory: Path, graphs: list[Count]) -> None:
@@ -182,7 +183,7 @@ def measure(config: Config, samples: int) -> tuple[Count, Count, Count]:
     with tempfile.TemporaryDirectory() as folder, counted_graphs() as graphs:
         counts = []
         for layers in (2, 3):  # nothing compiled before is found, as it counts nothing
-            inductor._in_memory.clear()
+            code_cache._in_memory.clear()
             kept = Counting(Path(folder, str(layers)), graphs)
             counts.append(ours(replace(config, layers=layers), batch, kept))
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/theirs"

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from autopar.runtime.comm.comm import Comm, Incoming, Outgoing
 from autopar.runtime.comm.step_state import StepState
 from autopar.runtime.comm.work import Work
+from autopar.runtime.execute.code_cache import CodeCache
 from autopar.runtime.execute.gradient_buckets import Gradients
-from autopar.runtime.execute.inductor import Kept, compile_functions
+from autopar.runtime.execute.inductor import compile_functions
 from autopar.runtime.execute.loss_scale import LossScale
 from autopar.runtime.execute.running_stage import Batch, RunningStage, load_module
 from autopar.runtime.execute.tf32 import in_tf32
@@ -47,7 +48,7 @@ class Executor:
         parameters: Mapping[str, nn.Parameter],
         buffers: Mapping[str, Tensor],
         seed: int = 0,
-        compiled: Kept | None = None,
+        compiled: CodeCache | None = None,
         gradients: Gradients | None = None,
     ) -> None:
         self.program, self.comm, self.compiled = program, comm, compiled

@@ -1,0 +1,77 @@
+"""The parameters of a program, their named dims and where they rest, as a table."""
+
+from __future__ import annotations
+
+import re
+
+from autopar.reports.tables import Table, ranges
+from passes.program import ParameterSpec, Program
+
+LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.|$)")  # the number in `h.3.attn`
+UNNAMED = re.compile(r"d\d+")
+NAME = 40  # characters of a parameter's name in a line
+
+
+def pattern(spec: ParameterSpec) -> str:
+    """`embed (3 heads/tp head_dim)`: a dim without a name shows its extent."""
+    parts = []
+    for sizes, names, slots in zip(spec.factors, spec.dims, spec.slots, strict=True):
+        factors = [
+            "/".join((str(n) if UNNAMED.fullmatch(name) else name, *axes))
+            for n, name, axes in zip(sizes, names, slots, strict=True)
+        ]
+        text = " ".join(factors) or "1"
+        parts.append(text if len(factors) == 1 else f"({text})")
+    return " ".join(parts)
+
+
+def parameter_table(program: Program, every: bool = False) -> Table:
+    """Each parameter: its named dims and where it rests; equal layers in one row.
+
+    every: one row for each parameter instead.
+    """
+    rows: dict[tuple[str, ...], tuple[list[int], set[int]]] = {}
+    for name, spec in program.parameters.items():
+        found = None if every else LAYER.search(name)
+        before, after = (name, "")
+        if found:
+            before, after = name[: found.start()], name[found.end() :]
+        shape = "x".join(map(str, spec.shape))
+        dims = " ".join([pattern(spec), *(f"+{axis}" for axis in spec.pending)])
+        key = (before, after, shape, dims, _gathering(program, spec))
+        layers, stages = rows.setdefault(key, ([], set()))
+        layers.extend([int(found[1])] if found else [])
+        stages.update(spec.stages)
+    shown = ("gathered",) if program.plan.zero else ()
+    table = tuple(
+        (
+            _folded(before + ranges(layers) + after),
+            shape,
+            dims,
+            ranges(list(stages)),
+            *((gathering,) if shown else ()),
+        )
+        for (before, after, shape, dims, gathering), (layers, stages) in rows.items()
+    )
+    notes = [f"tied: {alias} is {name}" for alias, name in program.aliases.items()]
+    return Table(
+        "named dims (dim/axis: split on that axis; +axis: gradient summed over it "
+        "once a step)",
+        ("parameter", "shape", "named dims", "stage", *shown),
+        table,
+        (*notes, *program.notes),
+    )
+
+
+def _gathering(program: Program, spec: ParameterSpec) -> str:
+    """When a parameter that rests split becomes whole for its uses."""
+    when = "a block ahead" if program.plan.zero == 3 else "once a step"
+    return when if spec.gathered else ""
+
+
+def _folded(name: str) -> str:
+    """A long name on two lines, cut at a dot."""
+    if len(name) <= NAME:
+        return name
+    dot = name.rfind(".", 0, NAME)
+    return f"{name[: dot + 1]}\n  {name[dot + 1 :]}" if dot > 0 else name
