@@ -82,7 +82,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class Location:
     """Where a node comes from: module path and line of the user's source."""
 
     module: str = ""
@@ -95,7 +95,7 @@ class Where:
         return self.module[: match.end()] if match else ""
 
     @classmethod
-    def parse(cls, comment: str) -> Where:
+    def parse(cls, comment: str) -> Location:
         """Reads what a printed node has behind it."""
         source, _, module = comment.partition("  ")
         return cls(module, source)
@@ -117,7 +117,7 @@ class Node:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     outs: tuple[Value | None, ...]
-    where: Where = Where()
+    location: Location = Location()
 
     @cached_property
     def name(self) -> str:
@@ -167,7 +167,7 @@ class Node:
         args, kwargs = map_values(change, self.args), self.kwargs
         if kwargs:
             kwargs = map_values(change, kwargs)
-        return Node(self.op, args, kwargs, self.outs, self.where)
+        return Node(self.op, args, kwargs, self.outs, self.location)
 
     def __str__(self) -> str:
         outs = ", ".join("_" if v is None else str(v) for v in self.outs)
@@ -256,7 +256,7 @@ class Graph:
         for i, node in enumerate(self.nodes):
             lines += [f"# {titles[i]}"] if i in titles else []
             types = ", ".join(typed(v, " ") for v in node.results)
-            place = f"{node.where.source}  {node.where.module}".rstrip()
+            place = f"{node.location.source}  {node.location.module}".rstrip()
             comment = f"  # {place}" if place and places else ""
             lines.append(f"{types:24} {node}{comment}")
         lines += [f"# {title}" for i, title in titles.items() if i >= len(self.nodes)]
@@ -298,7 +298,7 @@ class Graph:
                         None if name is None else made(name, *next(own))
                         for name in names_of_outs
                     )
-                    nodes.append(Node(op, args, kwargs, outs, Where.parse(comment)))
+                    nodes.append(Node(op, args, kwargs, outs, Location.parse(comment)))
             except (KeyError, SyntaxError, ValueError, StopIteration) as error:
                 raise InvalidGraph(f"{line!r} cannot be read: {error!r}") from error
         inputs, params, buffers, constants = map(tuple, sources.values())
@@ -412,7 +412,7 @@ class Builder:
         args: tuple[Any, ...],
         shape: Iterable[int],
         dtype: torch.dtype,
-        where: Where,
+        where: Location,
         name: str | None = None,
         **kwargs: Any,
     ) -> Value:

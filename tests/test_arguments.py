@@ -16,7 +16,7 @@ from calls import GROUPS, LOSSES, aten, caller
 from passes.capture.normalize import CLEAN, MEANING
 from passes.capture.trace import Traced
 from passes.errors import CaptureError
-from passes.graph import Node, Where, resolve
+from passes.graph import Location, Node, resolve
 from passes.ops.arguments import PLACEMENT, arguments, is_default, refuse_unread
 from passes.ops.op import OPS
 
@@ -65,7 +65,9 @@ def test_an_argument_that_nobody_heeds_is_refused() -> None:
             for argument in schema.arguments:
                 if argument.name in {*HEEDED[name].split(), *PLACEMENT}:
                     continue
-                node = Node(op, (), {argument.name: "odd"}, (), Where("", "gpt.py:7"))
+                node = Node(
+                    op, (), {argument.name: "odd"}, (), Location("", "gpt.py:7")
+                )
                 shown = f"{argument.name}='odd'"
                 with pytest.raises(CaptureError, match=shown) as info:
                     refuse_unread(node)

@@ -93,7 +93,7 @@ def test_odd_names_and_constants_are_read_as_they_print() -> None:
     assert graph.nodes[0].args == (graph.inputs[0], -float("inf"))
     assert graph.nodes[1].args[2][1] == "a, %x # )" and graph.nodes[1].outs[1] is None
     assert graph.nodes[2].kwargs["device"] == torch.device("cuda", 1)
-    assert graph.nodes[3].where.module == "blocks.+0.mlp"
+    assert graph.nodes[3].location.module == "blocks.+0.mlp"
     assert [n.op for n in graph.nodes[:2]] == ["aten.add.Tensor", "aten.max.dim"]
     assert list(notes) == ["x"] and Sharding.parse(notes["x"]) == Sharding(
         ((("dp",),), (("tp",), ())), (("cp", "sum"),), frozenset({"ep"})

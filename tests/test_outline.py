@@ -13,7 +13,7 @@ from models import Case, gpt2, llama, mixture, plain_gpt
 from torch import Tensor, nn
 
 from autopar.proof.ranks import run_all_ranks
-from passes.graph import Graph, Node, Value, Where
+from passes.graph import Graph, Location, Node, Value
 from passes.program import Program
 from passes.stage.emit import emit
 from passes.stage.hand_over import HandOver, Part
@@ -160,7 +160,7 @@ def value(name: str) -> Value:
 
 def layer(i: int, x: Value, out: Value, scale: float = 2.0) -> list[Node]:
     w, y = value(f"blocks.+{i}.w"), value(f"y_{i}")
-    where = Where(f"blocks.+{i}")
+    where = Location(f"blocks.+{i}")
     return [
         Node("aten.mul.Tensor", (x, w), {}, (y,), where),
         Node("aten.add.Tensor", (y, scale), {}, (out,), where),
@@ -264,7 +264,7 @@ def test_rows_begin_where_one_reads_the_row_before(count: int) -> None:
     xs = [value(f"x_{i}") for i in range(count + 2)]
     nodes = []
     for i in range(count):
-        late = Where(f"blocks.+{i}")
+        late = Location(f"blocks.+{i}")
         own = layer(i, xs[i + 1], xs[i + 2])
         sent = value(f"sent_{i}")
         nodes += [Node("aten.sub.Tensor", (xs[i], xs[i + 1]), {}, (sent,), late), *own]

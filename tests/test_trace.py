@@ -315,15 +315,15 @@ def test_a_forward_by_another_name_has_a_place_too() -> None:
     model = Model(lambda loss, out: loss)
     model.forward = patched.__get__(model)
     *_, mean = trace(model, batch()).graph.nodes
-    assert mean.where.source.startswith("test_trace.py:")
+    assert mean.location.source.startswith("test_trace.py:")
 
 
 def test_nodes_know_their_module_and_line() -> None:
     traced = trace(Model(RETURNS["tensor"]), batch())
     lines, first = inspect.getsourcelines(Model.forward)
     (linear,) = [n for n in traced.graph.nodes if n.op.startswith("aten.linear")]
-    assert linear.where.module == "up"
-    assert linear.where.source == f"test_trace.py:{first + 1}"
+    assert linear.location.module == "up"
+    assert linear.location.source == f"test_trace.py:{first + 1}"
     assert "self.up(x)" in lines[1]
 
 

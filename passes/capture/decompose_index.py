@@ -39,7 +39,7 @@ def _seen_whole(rewriter: Rewriter, node: Node) -> Value | None:
         if place < last:
             return None
         last = place
-    return rewriter.reshape(x, out.shape, node.where)
+    return rewriter.reshape(x, out.shape, node.location)
 
 
 def _each_in_its_own(rewriter: Rewriter, node: Node) -> Value | None:
@@ -60,7 +60,7 @@ def _each_in_its_own(rewriter: Rewriter, node: Node) -> Value | None:
     index = indices[-1]
     if index.dtype != torch.int64 or lead[:along] != x.shape[:along]:
         return None
-    where, size, rest = node.where, x.shape[along], x.shape[along + 1 :]
+    where, size, rest = node.location, x.shape[along], x.shape[along + 1 :]
     index = _from_the_start(rewriter, index, size, node)
     if index.shape != lead:
         index = _expand(rewriter, index, lead, node)
@@ -87,7 +87,7 @@ def _counts(
 
 def _from_the_start(rewriter: Rewriter, index: Value, size: int, node: Node) -> Value:
     """Numbers that count from the end, -1 the last, counted from the start."""
-    same: dict[str, Any] = {"shape": index.shape, "where": node.where}
+    same: dict[str, Any] = {"shape": index.shape, "where": node.location}
     back = rewriter.emit("aten.lt.Scalar", index, 0, dtype=torch.bool, **same)
     moved = rewriter.emit("aten.add.Tensor", index, size, dtype=index.dtype, **same)
     op = "aten.where.self"
@@ -98,4 +98,4 @@ def _expand(rewriter: Rewriter, x: Value, shape: tuple[int, ...], node: Node) ->
     if x.shape == shape:
         return x
     op = "aten.expand.default"
-    return rewriter.emit(op, x, shape, shape=shape, dtype=x.dtype, where=node.where)
+    return rewriter.emit(op, x, shape, shape=shape, dtype=x.dtype, where=node.location)

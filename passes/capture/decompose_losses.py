@@ -42,7 +42,7 @@ def reduced(rewriter: Rewriter, node: Node) -> Value | None:
     if reduction not in (MEAN, SUM):
         return None
     args, kwargs = call(node.op, {**given, "reduction": NONE})
-    dtype, where = node.out.dtype, node.where
+    dtype, where = node.out.dtype, node.location
     name = node.op.split(".")[1]
     each = Node(node.op, args, kwargs, (), where)
     loss = rewriter.builder.value(name, _shape(each), dtype)

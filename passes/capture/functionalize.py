@@ -72,7 +72,7 @@ def _written(builder: Builder, node: Node) -> list[Node]:
     if dtype == out.dtype:
         return [node]
     wide = builder.value(out.name, out.shape, dtype)
-    cast = Node("aten.to.dtype", (wide, out.dtype), {}, (out,), node.where)
+    cast = Node("aten.to.dtype", (wide, out.dtype), {}, (out,), node.location)
     return [replace(node, outs=(wide,)), cast]
 
 
@@ -92,13 +92,13 @@ def _refuse_chance(node: Node) -> None:
         raise CaptureError(
             f"the dropout of {p:g} between the layers of "
             f"'{short(node.op)}' would differ by rank",
-            source=str(node.where),
+            source=str(node.location),
             fix="make the layers one by one, with nn.Dropout between them, or "
             "dropout=0.0",
         )
     raise CaptureError(
         f"'{short(node.op)}' draws random numbers, which would differ by rank",
-        source=str(node.where),
+        source=str(node.location),
         fix="draw them outside of the model and pass them in the batch; for "
         "dropout use nn.Dropout or F.dropout",
     )
@@ -184,7 +184,7 @@ class _Memory:
             raise CaptureError(
                 f"'{write}' changes the model's {self.lasting[root]} '{root}' in "
                 "forward, which has no meaning when ranks run different microbatches",
-                source=str(node.where),
+                source=str(node.location),
                 fix=OUTSIDE,
             )
         others = [
@@ -198,7 +198,7 @@ class _Memory:
                     f"'{write}' writes in place into what may be a view: "
                     f"%{target.name} may share memory with %{other}, which is read "
                     "later",
-                    source=str(node.where),
+                    source=str(node.location),
                     fix="make a new tensor: y = x.mul(2) instead of x.mul_(2), "
                     "torch.where or torch.cat instead of x[...] = y",
                 )
@@ -249,7 +249,7 @@ def _target(node: Node) -> Value:
     if not writes_first or writes_more or not isinstance(node.args[0], Value):
         raise CaptureError(
             f"'{short(node.op)}' writes into an argument that is not its first one",
-            source=str(node.where),
+            source=str(node.location),
             fix="use the form of the call that returns its result (no out=)",
         )
     return node.args[0]
@@ -265,7 +265,7 @@ def _without_write(node: Node) -> str:
     except AttributeError:
         raise CaptureError(
             f"'{short(node.op)}' writes in place, and has no form that does not",
-            source=str(node.where),
+            source=str(node.location),
             fix="compute a new tensor instead of writing into one",
         ) from None
     return op

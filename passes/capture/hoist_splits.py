@@ -151,7 +151,7 @@ def _hoist(rewriter: Rewriter, split: Node, hoist: Hoist) -> tuple[Value | None,
         return rewriter.replaced.get(v.name, v)
 
     if isinstance(hoist.source, Value):
-        source, where = now(hoist.source), split.where
+        source, where = now(hoist.source), split.location
         pieces = emit_split(rewriter, source, tuple(sizes), hoist.dim, where)
     else:
         pieces = tuple(now(v) for v in hoist.source)
@@ -176,7 +176,7 @@ def _each(
         own = 0 if node.name == "aten.conv1d" else dim - rank + len(v.shape)
         now = rewriter.replaced.get(v.name, v)
         if own >= 0 and v.shape[own] == whole > 1:
-            cut = emit_split(rewriter, now, tuple(sizes), own, node.where)
+            cut = emit_split(rewriter, now, tuple(sizes), own, node.location)
         else:
             cut = (now,) * len(sizes)
         shares[v.name] = cut

@@ -49,7 +49,7 @@ def _emitter(rewriter: Rewriter, x: Value, node: Node) -> Callable[..., Value]:
     def emit(op: str, *args: Any, name: str, of: Value | None = None) -> Value:
         shape = x.shape[:-1] if of is None else of.shape
         return rewriter.emit(
-            op, *args, shape=shape, dtype=x.dtype, where=node.where, name=name
+            op, *args, shape=shape, dtype=x.dtype, where=node.location, name=name
         )
 
     return emit
@@ -64,7 +64,7 @@ def _mean_of_classes(
         mean = emit("aten.sum.dim_IntList", x, (-1,), name="sum_logits")
         mean = emit("aten.mul.Tensor", mean, share, name="mean_logits")
         return emit("aten.sub.Tensor", normalizer, mean, name="uniform_nll")
-    column = rewriter.reshape(normalizer, (*normalizer.shape, 1), node.where)
+    column = rewriter.reshape(normalizer, (*normalizer.shape, 1), node.location)
     each = emit("aten.sub.Tensor", column, x, name="nll_of_classes", of=x)
     each = emit("aten.mul.Tensor", each, weight, name="weighed_classes", of=x)
     total = emit("aten.sum.dim_IntList", each, (-1,), name="sum_classes")
@@ -85,7 +85,7 @@ def _of_probabilities(
         share = smoothing / x.shape[-1]
         target = emit("aten.add.Tensor", target, share, name="wanted", of=x)
     normalizer = _log_sum_exp(rewriter, x, node)
-    column = rewriter.reshape(normalizer, (*x.shape[:-1], 1), node.where)
+    column = rewriter.reshape(normalizer, (*x.shape[:-1], 1), node.location)
     each = emit("aten.sub.Tensor", column, x, name="nll_of_classes", of=x)
     each = emit("aten.mul.Tensor", each, target, name="nll_of_classes", of=x)
     if (weight := given["weight"]) is not None:
@@ -93,7 +93,7 @@ def _of_probabilities(
     nll = emit("aten.sum.dim_IntList", each, (-1,), name="nll")
     if given["reduction"] not in (MEAN, SUM):
         return nll
-    where, share = node.where, 1.0 / max(1, nll.numel)
+    where, share = node.location, 1.0 / max(1, nll.numel)
     scalar: dict[str, Any] = {"shape": (), "dtype": x.dtype, "where": where}
     total = rewriter.emit("aten.sum.default", nll, name="total", **scalar)
     if given["reduction"] == SUM:
@@ -106,7 +106,7 @@ def _log_sum_exp(rewriter: Rewriter, x: Value, node: Node) -> Value:
 
     def emit(op: str, *args: Any, like: Value, name: str | None = None) -> Value:
         return rewriter.emit(
-            op, *args, shape=like.shape, dtype=x.dtype, where=node.where, name=name
+            op, *args, shape=like.shape, dtype=x.dtype, where=node.location, name=name
         )
 
     rows = Value("", x.shape[:-1], x.dtype)
@@ -128,7 +128,7 @@ def logsumexp(rewriter: Rewriter, node: Node) -> Value | None:
 def log_softmax(rewriter: Rewriter, node: Node) -> Value | None:
     """Along the last dim, as a loss by hand has it: x - log(sum exp(x))."""
     given = arguments(node)
-    x, out, where = given["self"], node.out, node.where
+    x, out, where = given["self"], node.out, node.location
     if given["dim"] % max(1, len(x.shape)) != len(x.shape) - 1:
         return None
     if x.dtype != out.dtype:
@@ -147,9 +147,9 @@ def gather(rewriter: Rewriter, node: Node) -> Value | None:
         return None
     if not x.dtype.is_floating_point:
         return None
-    index = rewriter.reshape(index, rows[:-1], node.where)
+    index = rewriter.reshape(index, rows[:-1], node.location)
     picked = pick_rows(rewriter, x, index, None, node)
-    return rewriter.reshape(picked, rows, node.where)
+    return rewriter.reshape(picked, rows, node.location)
 
 
 def pick_rows(
@@ -161,14 +161,14 @@ def pick_rows(
 
     def emit(op: str, *args: Any) -> Value:
         return rewriter.emit(
-            op, *args, shape=rows, dtype=x.dtype, where=node.where, name="picked"
+            op, *args, shape=rows, dtype=x.dtype, where=node.location, name="picked"
         )
 
     difference = rewriter.producer(x, "aten.sub")
     if difference is not None and not difference.kwargs:
         from_, by = difference.args
         if isinstance(by, Value) and by.shape == (*rows, 1) and from_.shape == x.shape:
-            by = rewriter.reshape(by, rows, node.where)
+            by = rewriter.reshape(by, rows, node.location)
             return emit(
                 "aten.sub.Tensor", emit("autopar.pick", from_, index, ignored), by
             )
@@ -189,7 +189,7 @@ def _weigh(rewriter: Rewriter, nll: Value, given: dict[str, Any], node: Node) ->
     of the rows go into `given`, as `weights`."""
     if (weight := given["weight"]) is None:
         return nll
-    target, where = given["target"], node.where
+    target, where = given["target"], node.location
     ignored = given["ignore_index"]
     rows: dict[str, Any] = {"shape": nll.shape, "where": where}
     kept = rewriter.emit(
@@ -230,7 +230,12 @@ def _classes_last(rewriter: Rewriter, x: Value, node: Node) -> Value:
     order = (0, *range(2, len(x.shape)), 1)
     shape = tuple(x.shape[i] for i in order)
     return rewriter.emit(
-        "aten.permute.default", x, order, shape=shape, dtype=x.dtype, where=node.where
+        "aten.permute.default",
+        x,
+        order,
+        shape=shape,
+        dtype=x.dtype,
+        where=node.location,
     )
 
 
@@ -241,7 +246,7 @@ def _reduce(rewriter: Rewriter, nll: Value, given: dict[str, Any], node: Node) -
     The count is read off the target alone, so it can be known ahead of all
     microbatches: that is what makes the mean separable over them.
     """
-    where, target, ignored = node.where, given["target"], given["ignore_index"]
+    where, target, ignored = node.location, given["target"], given["ignore_index"]
     reduction = given["reduction"]
 
     def emit(

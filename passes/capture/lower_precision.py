@@ -22,9 +22,9 @@ from passes.errors import CaptureError
 from passes.graph import (
     Builder,
     Graph,
+    Location,
     Node,
     Value,
-    Where,
     map_values,
     prune,
     resolve,
@@ -112,7 +112,7 @@ class _Lowering:
             if node.op.split(".")[1] in VIEWS and node.operands[0].name in self.views:
                 self.views.update((v.name, node) for v in node.results)
             if old.op.startswith("aten.embedding."):
-                wide = self.cast(node.out, old.operands[0].dtype, node.where)
+                wide = self.cast(node.out, old.operands[0].dtype, node.location)
                 self.now[old.out.name] = wide
         outputs = tuple(self.now.get(v.name, v) for v in self.graph.outputs)
         nodes = tuple(self.builder.nodes)
@@ -124,7 +124,7 @@ class _Lowering:
         if kind in self.low:
             chosen = node.operands[: self.low[kind]]
             return node.substitute(
-                lambda v: self.cast(v, dtype, node.where) if v in chosen else v
+                lambda v: self.cast(v, dtype, node.location) if v in chosen else v
             )
         if kind in WIDE:
             dtype = torch.float32
@@ -133,9 +133,9 @@ class _Lowering:
             dtype = max(floats, key=lambda d: d.itemsize, default=dtype)
         else:
             return node
-        return node.substitute(lambda v: self.cast(v, dtype, node.where))
+        return node.substitute(lambda v: self.cast(v, dtype, node.location))
 
-    def cast(self, v: Value, dtype: torch.dtype, where: Where) -> Value:
+    def cast(self, v: Value, dtype: torch.dtype, where: Location) -> Value:
         """The value in another precision, one for all of its readers."""
         wide = v.dtype is torch.float64
         if not v.dtype.is_floating_point or wide or v.dtype is dtype:
@@ -152,7 +152,7 @@ class _Lowering:
     def cast_before(self, view: Node, dtype: torch.dtype) -> None:
         """Make what a view shows once more, of a cast of what it is made of."""
         source = view.operands[0]
-        low = self.cast(source, dtype, view.where)
+        low = self.cast(source, dtype, view.location)
         new = view.substitute(lambda v: low if v == source else v)
         outs = tuple(
             None if v is None else self.builder.value(v.name, v.shape, dtype)
@@ -183,7 +183,7 @@ def _typed(node: Node) -> Node:
         types = ", ".join(v.type for v in node.operands)
         raise CaptureError(
             f"{node.op} cannot run on {types}: {type(error).__name__}: {error}",
-            source=str(node.where),
+            source=str(node.location),
             fix="cast its operands to float32 in the model, as x.float()",
         ) from error
     outs = tuple(

@@ -64,13 +64,13 @@ def cast(rewriter: Rewriter, node: Node) -> Value | None:
         out.dtype,
         shape=x.shape,
         dtype=out.dtype,
-        where=node.where,
+        where=node.location,
         name=out.name,
     )
 
 
 def reshape(rewriter: Rewriter, node: Node) -> Value:
-    return rewriter.reshape(node.operands[0], node.out.shape, node.where)
+    return rewriter.reshape(node.operands[0], node.out.shape, node.location)
 
 
 def collapse(rewriter: Rewriter, node: Node) -> Value:
@@ -78,7 +78,7 @@ def collapse(rewriter: Rewriter, node: Node) -> Value:
     x = node.operands[0]
     while (inner := rewriter.producer(x, "aten.reshape")) is not None:
         x = inner.operands[0]
-    return rewriter.reshape(x, node.out.shape, node.where)
+    return rewriter.reshape(x, node.out.shape, node.location)
 
 
 def add_number(rewriter: Rewriter, node: Node) -> Value | None:
@@ -93,7 +93,7 @@ def add_number(rewriter: Rewriter, node: Node) -> Value | None:
         return None
     if other == 0 and x.dtype == node.out.dtype:
         return x
-    out, where = node.out, node.where
+    out, where = node.out, node.location
     if out.shape != () or not out.dtype.is_floating_point:
         return None
     number = rewriter.factory(
@@ -125,7 +125,7 @@ def new_factory(rewriter: Rewriter, node: Node) -> Value:
     kind = "zeros" if kind == "empty" else kind
     out = node.out
     return rewriter.factory(
-        kind, out.shape, *fill, shape=out.shape, dtype=out.dtype, where=node.where
+        kind, out.shape, *fill, shape=out.shape, dtype=out.dtype, where=node.location
     )
 
 
@@ -137,7 +137,7 @@ def cat(rewriter: Rewriter, node: Node) -> Value | None:
         return cast(rewriter, replace(node, args=pieces))
     if len(pieces) == len(node.operands):
         return None
-    like = {"shape": out.shape, "dtype": out.dtype, "where": node.where}
+    like = {"shape": out.shape, "dtype": out.dtype, "where": node.location}
     return rewriter.emit(node.op, pieces, node.arg("dim"), **like)
 
 
@@ -165,7 +165,7 @@ def product(rewriter: Rewriter, node: Node) -> Value | None:
         weight,
         shape=(*x.shape[:-1], columns),
         dtype=node.out.dtype,
-        where=node.where,
+        where=node.location,
         name=kind,
     )
     if bias is not None:
@@ -175,10 +175,10 @@ def product(rewriter: Rewriter, node: Node) -> Value | None:
             bias,
             shape=out.shape,
             dtype=out.dtype,
-            where=node.where,
+            where=node.location,
             name="biased",
         )
-    return rewriter.reshape(out, node.out.shape, node.where)
+    return rewriter.reshape(out, node.out.shape, node.location)
 
 
 def mean(rewriter: Rewriter, node: Node) -> Value | None:
@@ -188,7 +188,7 @@ def mean(rewriter: Rewriter, node: Node) -> Value | None:
     is a norm's. Sums of half precision are kept in float32, where they are in range.
     """
     given = arguments(node)
-    x, out, where = given["self"], node.out, node.where
+    x, out, where = given["self"], node.out, node.location
     rank, dims = len(x.shape), given.get("dim") or ()
     dims = tuple(d % rank for d in dims) or tuple(range(rank))
     if len(dims) < rank and dims == (rank - 1,):
@@ -256,7 +256,7 @@ def tanh_gelu(rewriter: Rewriter, node: Node) -> Value | None:
                 x,
                 shape=x.shape,
                 dtype=x.dtype,
-                where=node.where,
+                where=node.location,
                 approximate="tanh",
             )
     return None

@@ -15,7 +15,7 @@ from passes.capture.inline_vmap import plain_region, regions
 from passes.capture.user_frames import TORCH
 from passes.capture.values_read import UNKNOWN, Read, Unknown, has_shape, refuse_unknown
 from passes.errors import CaptureError
-from passes.graph import Builder, Node, Value, Where, values_in
+from passes.graph import Builder, Location, Node, Value, values_in
 from passes.ops.arguments import arguments, call
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -39,7 +39,7 @@ class ExportReader:
         self.flowing: dict[str, int | None] = {}
         self.detached = False  # whether it reads a region without gradients
         self.place = ""  # the source line of what it reads
-        self.wheres: dict[tuple[str, str], Where] = {}
+        self.wheres: dict[tuple[str, str], Location] = {}
         self.memory: dict[str, int] = {}  # value -> where it lies
 
     def source(self, node: fx.Node, name: str) -> Value:
@@ -202,7 +202,7 @@ class ExportReader:
                 if v is not None and (v.dtype.is_floating_point or v.dtype.is_complex)
             )
 
-    def where(self, node: fx.Node) -> Where:
+    def where(self, node: fx.Node) -> Location:
         stack = node.meta.get("nn_module_stack") or {}
         path = list(stack.values())[-1][0] if stack else ""
         module = path.removeprefix("model").removeprefix(".")
@@ -211,7 +211,7 @@ class ExportReader:
         # Our own wrapper is the outermost frame of every node.
         file, line = outside[-1] if len(outside) > 1 else ("", "")
         source = f"{os.path.basename(file)}:{line}" if file else self.elsewhere
-        return self.wheres.setdefault((module, source), Where(module, source))
+        return self.wheres.setdefault((module, source), Location(module, source))
 
 
 def _with_eps(node: Node) -> Node:

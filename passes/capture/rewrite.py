@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from passes.graph import Builder, Graph, Node, Value, Where, prune, resolve
+from passes.graph import Builder, Graph, Location, Node, Value, prune, resolve
 
 Rule = Callable[["Rewriter", Node], "Value | tuple[Value | None, ...] | None"]
 
@@ -54,7 +54,7 @@ class Rewriter:
             None if v is None else Value(self.builder.name(v.name), v.shape, v.dtype)
             for v in node.outs
         )
-        node = Node(node.op, node.args, node.kwargs, outs, node.where)
+        node = Node(node.op, node.args, node.kwargs, outs, node.location)
         self.builder.nodes.append(node)
         self.made.update((v.name, node) for v in node.results)
         return outs
@@ -65,7 +65,7 @@ class Rewriter:
         *args: Any,
         shape: Iterable[int],
         dtype: torch.dtype,
-        where: Where,
+        where: Location,
         name: str | None = None,
         **kwargs: Any,
     ) -> Value:
@@ -76,10 +76,12 @@ class Rewriter:
     def like(self, node: Node, op: str, *args: Any) -> Value:
         """What has the shape, precision and place of a node's result."""
         out = node.out
-        return self.emit(op, *args, shape=out.shape, dtype=out.dtype, where=node.where)
+        return self.emit(
+            op, *args, shape=out.shape, dtype=out.dtype, where=node.location
+        )
 
     def factory(
-        self, kind: str, *args: Any, shape: Iterable[int], dtype: Any, where: Where
+        self, kind: str, *args: Any, shape: Iterable[int], dtype: Any, where: Location
     ) -> Value:
         """A constant: `aten.<kind>.default(*args, dtype=dtype)`."""
         out = self.builder.value(kind, shape, dtype)
@@ -88,7 +90,7 @@ class Rewriter:
         self.made[out.name] = self.builder.nodes[-1]
         return out
 
-    def reshape(self, x: Value, shape: Iterable[int], where: Where) -> Value:
+    def reshape(self, x: Value, shape: Iterable[int], where: Location) -> Value:
         """`x` seen with another shape, or what had that shape before it was a view."""
         shape = tuple(shape)
         source: Value | None = x

@@ -11,7 +11,7 @@ import torch
 from passes.capture.causal_masks import causal_window
 from passes.capture.rewrite import Rewriter
 from passes.capture.spell_groups import without_copies
-from passes.graph import Node, Value, Where
+from passes.graph import Location, Node, Value
 from passes.ops.arguments import arguments
 
 
@@ -43,9 +43,13 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
     else:
         k, v = without_copies(rewriter, k, v)
         args = (q, k, v, mask, is_causal, scale)
-        place: dict[str, Any] = {"shape": shape, "dtype": q.dtype, "where": node.where}
+        place: dict[str, Any] = {
+            "shape": shape,
+            "dtype": q.dtype,
+            "where": node.location,
+        }
         y = rewriter.emit("autopar.attention", *args, **seen, **place)
-    return rewriter.reshape(y, node.out.shape, node.where)
+    return rewriter.reshape(y, node.out.shape, node.location)
 
 
 def _with_heads(
@@ -57,7 +61,7 @@ def _with_heads(
     which case it is seen as both, as it was before. More than four become four.
     """
     qkv = given["query"], given["key"], given["value"]
-    mask, where = given["attn_mask"], node.where
+    mask, where = given["attn_mask"], node.location
     if len(qkv[0].shape) != 4:
         common = torch.broadcast_shapes(*(x.shape[:-2] for x in qkv))
         lead = _heads_apart(rewriter, qkv, common)
@@ -110,13 +114,13 @@ def _with_lead(
     """A mask whose leading dims broadcast to `common`, for `lead` instead."""
     *own, rows, columns = mask.shape
     if math.prod(own) > 1:
-        mask = _expand(rewriter, mask, (*common, rows, columns), node.where)
-        return rewriter.reshape(mask, (*lead, rows, columns), node.where)
-    return rewriter.reshape(mask, (1, 1, rows, columns), node.where)
+        mask = _expand(rewriter, mask, (*common, rows, columns), node.location)
+        return rewriter.reshape(mask, (*lead, rows, columns), node.location)
+    return rewriter.reshape(mask, (1, 1, rows, columns), node.location)
 
 
 def _expand(
-    rewriter: Rewriter, x: Value, shape: tuple[int, ...], where: Where
+    rewriter: Rewriter, x: Value, shape: tuple[int, ...], where: Location
 ) -> Value:
     if x.shape == shape:
         return x
@@ -136,7 +140,7 @@ def _explicit_attention(
     """softmax(q k^T * scale + mask) with dropout, times v."""
     q, k, v = qkv
     given = mask
-    where, rows, columns = node.where, q.shape[-2], k.shape[-2]
+    where, rows, columns = node.location, q.shape[-2], k.shape[-2]
     square = (*q.shape[:-1], columns)
 
     def emit(op: str, *args: Any, shape: tuple[int, ...], dtype: Any = None) -> Value:
@@ -178,11 +182,11 @@ def _repeat_heads(rewriter: Rewriter, x: Value, heads: int, node: Node) -> Value
     """[b, kv_heads, s, d] -> [b, heads, s, d] for grouped queries."""
     batch, groups, seq, width = x.shape
     shape = (batch, groups, heads // groups, seq, width)
-    x = rewriter.reshape(x, (batch, groups, 1, seq, width), node.where)
+    x = rewriter.reshape(x, (batch, groups, 1, seq, width), node.location)
     x = rewriter.emit(
-        "aten.expand.default", x, shape, shape=shape, dtype=x.dtype, where=node.where
+        "aten.expand.default", x, shape, shape=shape, dtype=x.dtype, where=node.location
     )
-    return rewriter.reshape(x, (batch, heads, seq, width), node.where)
+    return rewriter.reshape(x, (batch, heads, seq, width), node.location)
 
 
 def emit_dropout(rewriter: Rewriter, x: Value, p: float, node: Node) -> Value:
@@ -192,5 +196,5 @@ def emit_dropout(rewriter: Rewriter, x: Value, p: float, node: Node) -> Value:
         p,
         shape=x.shape,
         dtype=x.dtype,
-        where=node.where,
+        where=node.location,
     )

@@ -28,7 +28,7 @@ def glu(rewriter: Rewriter, node: Node) -> Value:
     halves = tuple(Value("half", out.shape, x.dtype) for _ in range(2))
     args = (x, (out.shape[dim],) * 2, dim)
     first, second = rewriter.keep(
-        Node("aten.split_with_sizes.default", args, {}, halves, node.where)
+        Node("aten.split_with_sizes.default", args, {}, halves, node.location)
     )
     gate = rewriter.like(node, "aten.sigmoid.default", second)
     return rewriter.like(node, "aten.mul.Tensor", first, gate)
@@ -36,7 +36,7 @@ def glu(rewriter: Rewriter, node: Node) -> Value:
 
 def repeat(rewriter: Rewriter, node: Node) -> Value:
     """Copies beside each other: a new dim of them, then one with what is copied."""
-    x, out, where = node.operands[0], node.out, node.where
+    x, out, where = node.operands[0], node.out, node.location
     extents = (*(1,) * (len(out.shape) - len(x.shape)), *x.shape)
     pairs = [(n // e if e else 1, e) for n, e in zip(out.shape, extents, strict=True)]
     apart = tuple(n for times, e in pairs for n in ((1, e) if times != 1 else (e,)))
@@ -62,7 +62,7 @@ def broadcast_tensors(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...
         if out is not None and x.shape != out.shape:
             op, shape = "aten.expand.default", out.shape
             x = rewriter.emit(
-                op, x, shape, shape=shape, dtype=x.dtype, where=node.where
+                op, x, shape, shape=shape, dtype=x.dtype, where=node.location
             )
         found.append(x)
     return tuple(found)
@@ -74,14 +74,14 @@ def sum_to_size(rewriter: Rewriter, node: Node) -> Value:
     extents = (*(1,) * (len(x.shape) - len(shape)), *shape)
     dims = tuple(i for i, n in enumerate(x.shape) if n != extents[i])
     if dims:
-        op, where = "aten.sum.dim_IntList", node.where
+        op, where = "aten.sum.dim_IntList", node.location
         x = rewriter.emit(op, x, dims, True, shape=extents, dtype=x.dtype, where=where)
-    return rewriter.reshape(x, shape, node.where)
+    return rewriter.reshape(x, shape, node.location)
 
 
 def nansum(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...]:
     """A sum of what is a number."""
-    x, where = node.operands[0], node.where
+    x, where = node.operands[0], node.location
     like: dict[str, Any] = {"shape": x.shape, "where": where}
     hidden = rewriter.emit("aten.isnan.default", x, dtype=torch.bool, **like)
     x = rewriter.emit("aten.masked_fill.Scalar", x, hidden, 0.0, dtype=x.dtype, **like)
@@ -129,7 +129,7 @@ def weight_norm(rewriter: Rewriter, node: Node) -> Value:
     dim = node.arg("dim")
     others = tuple(d for d in range(len(v.shape)) if d != dim)
     squares = rewriter.like(node, "aten.square.default", v)
-    share = {"shape": g.shape, "dtype": v.dtype, "where": node.where}
+    share = {"shape": g.shape, "dtype": v.dtype, "where": node.location}
     keeps = dim != -1
     norm = rewriter.emit("aten.sum.dim_IntList", squares, others, keeps, **share)
     norm = rewriter.emit("aten.sqrt.default", norm, **share)
@@ -140,7 +140,7 @@ def weight_norm(rewriter: Rewriter, node: Node) -> Value:
 def group_norm(rewriter: Rewriter, node: Node) -> Value:
     """layer_norm of each group of channels, then a weight and a bias for each channel:
     arXiv 1803.08494, section 3.1."""
-    x, groups, where = node.operands[0], node.arg("num_groups"), node.where
+    x, groups, where = node.operands[0], node.arg("num_groups"), node.location
     n, channels, *rest = x.shape
     shape = (n, groups, channels // groups, *rest)
     grouped = rewriter.reshape(x, shape, where)

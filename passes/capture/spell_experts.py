@@ -30,7 +30,7 @@ def looked_up_product(rewriter: Rewriter, node: Node) -> Value | None:
             2,
             shape=(experts, wide, tall),
             dtype=weight.dtype,
-            where=node.where,
+            where=node.location,
         )
         return _emit(rewriter, node, left, expert, turned)
     return None
@@ -42,7 +42,7 @@ def choice(rewriter: Rewriter, node: Node) -> tuple[Value, Value] | None:
     x, k, rank = node.operands[0], node.arg("k"), len(node.operands[0].shape)
     if not rank or node.arg("dim") % rank != rank - 1 or not node.arg("largest"):
         return None
-    shape, where = (*x.shape[:-1], k), node.where
+    shape, where = (*x.shape[:-1], k), node.location
     chosen = rewriter.emit(
         "autopar.choose", x, k, shape=shape, dtype=torch.int64, where=where
     )
@@ -59,15 +59,15 @@ def _emit(
     tokens, (_, wide, tall) = rows.shape[0], weight.shape
     y = rewriter.emit(
         "autopar.expert_linear",
-        rewriter.reshape(rows, (tokens, tall), node.where),
+        rewriter.reshape(rows, (tokens, tall), node.location),
         expert,
         weight,
         shape=(tokens, wide),
         dtype=node.out.dtype,
-        where=node.where,
+        where=node.location,
         name="expert_linear",
     )
-    return rewriter.reshape(y, node.out.shape, node.where)
+    return rewriter.reshape(y, node.out.shape, node.location)
 
 
 def _looked_up(rewriter: Rewriter, x: Value) -> tuple[Value, Value] | None:

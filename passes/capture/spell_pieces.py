@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from passes.capture.rewrite import Rewriter, Rule
-from passes.graph import Node, Value, Where
+from passes.graph import Location, Node, Value
 
 FILLED = ("aten.zeros", "aten.ones", "aten.full")
 
@@ -21,7 +21,7 @@ def slice_(rewriter: Rewriter, node: Node) -> Value | None:
     if node.out.shape == x.shape:
         return x
     if is_comb(x, dim, start, end, step):
-        x = comb(rewriter, x, dim, step, node.where)
+        x = comb(rewriter, x, dim, step, node.location)
         return rewriter.like(node, "aten.select.int", x, dim + 1, start)
     joined = rewriter.producer(x, "aten.cat")
     if joined is None or step != 1:
@@ -36,7 +36,7 @@ def slice_(rewriter: Rewriter, node: Node) -> Value | None:
         place += piece.shape[dim]
     if sum(piece.shape[dim] for piece in found) != end - start:
         return None
-    return join(rewriter, found, dim, node.where)
+    return join(rewriter, found, dim, node.location)
 
 
 def narrow(rewriter: Rewriter, node: Node) -> Value:
@@ -73,16 +73,16 @@ def slice_scatter(rewriter: Rewriter, node: Node) -> Value | None:
     _, dim, start, end, step = bounds(node, base)
     if base.shape == part.shape:
         return part
-    base = spread(rewriter, base, node.where)
+    base = spread(rewriter, base, node.location)
     if is_comb(base, dim, start, end, step):
-        apart = comb(rewriter, base, dim, step, node.where)
+        apart = comb(rewriter, base, dim, step, node.location)
         shape = (*part.shape[: dim + 1], 1, *part.shape[dim + 1 :])
-        part = rewriter.reshape(part, shape, node.where)
-        apart = around(rewriter, apart, part, dim + 1, start, start + 1, node.where)
-        return rewriter.reshape(apart, base.shape, node.where)
+        part = rewriter.reshape(part, shape, node.location)
+        apart = around(rewriter, apart, part, dim + 1, start, start + 1, node.location)
+        return rewriter.reshape(apart, base.shape, node.location)
     if step != 1:
         return rewriter.like(node, node.op, base, part, *node.args[2:])
-    return around(rewriter, base, part, dim, start, end, node.where)
+    return around(rewriter, base, part, dim, start, end, node.location)
 
 
 def is_comb(x: Value, dim: int, start: int, end: int, step: int) -> bool:
@@ -92,7 +92,7 @@ def is_comb(x: Value, dim: int, start: int, end: int, step: int) -> bool:
     return start < step and step > 1 and extent % step == 0 and last < end
 
 
-def comb(rewriter: Rewriter, x: Value, dim: int, step: int, where: Where) -> Value:
+def comb(rewriter: Rewriter, x: Value, dim: int, step: int, where: Location) -> Value:
     """[.., n step, ..] -> [.., n, step, ..]."""
     shape = (*x.shape[:dim], x.shape[dim] // step, step, *x.shape[dim + 1 :])
     return rewriter.reshape(x, shape, where)
@@ -104,9 +104,9 @@ def select_scatter(rewriter: Rewriter, node: Node) -> Value:
     dim = node.arg("dim") % len(base.shape)
     index = node.arg("index") % base.shape[dim]
     shape = (*base.shape[:dim], 1, *base.shape[dim + 1 :])
-    part = rewriter.reshape(part, shape, node.where)
-    base = spread(rewriter, base, node.where)
-    return around(rewriter, base, part, dim, index, index + 1, node.where)
+    part = rewriter.reshape(part, shape, node.location)
+    base = spread(rewriter, base, node.location)
+    return around(rewriter, base, part, dim, index, index + 1, node.location)
 
 
 def around(
@@ -116,7 +116,7 @@ def around(
     dim: int,
     start: int,
     end: int,
-    where: Where,
+    where: Location,
 ) -> Value:
     """cat of base[:start], part and base[end:] along a dim."""
     pieces = []
@@ -141,7 +141,7 @@ def around(
     return join(rewriter, pieces, dim, where)
 
 
-def join(rewriter: Rewriter, pieces: list[Value], dim: int, where: Where) -> Value:
+def join(rewriter: Rewriter, pieces: list[Value], dim: int, where: Location) -> Value:
     """cat of pieces along a dim; a lone piece is the whole."""
     if len(pieces) == 1:
         return pieces[0]
@@ -158,7 +158,7 @@ def join(rewriter: Rewriter, pieces: list[Value], dim: int, where: Where) -> Val
     )
 
 
-def spread(rewriter: Rewriter, x: Value, where: Where) -> Value:
+def spread(rewriter: Rewriter, x: Value, where: Location) -> Value:
     """A tensor of one value as that value seen many times, so that nobody holds all."""
     node = rewriter.producer(x, *FILLED)
     if node is None or x.numel == 1:
@@ -175,7 +175,7 @@ def spread(rewriter: Rewriter, x: Value, where: Where) -> Value:
 
 def copy(rewriter: Rewriter, node: Node) -> Value:
     """What is copied over a tensor takes its place, in its shape and precision."""
-    x, out, where = node.operands[1], node.out, node.where
+    x, out, where = node.operands[1], node.out, node.location
     if x.dtype != out.dtype:
         x = rewriter.emit(
             "aten.to.dtype", x, out.dtype, shape=x.shape, dtype=out.dtype, where=where

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from passes.capture.rewrite import Rewriter, Rule
 from passes.capture.spell_pieces import bounds
-from passes.graph import Graph, Node, Value, Where
+from passes.graph import Graph, Location, Node, Value
 
 LINEAR, MATMUL, ADD = "aten.linear.default", "aten.matmul.default", "aten.add.Tensor"
 CUTS = ("aten.split", "aten.split_with_sizes", "aten.chunk")
@@ -58,7 +58,7 @@ def split_products(rewriter: Rewriter) -> Graph:
             return None
         if node.results[0].name not in made:
             take = _even_pieces if cut.even else _products
-            found = zip(cut.pieces, take(rewriter, cut, node.where), strict=True)
+            found = zip(cut.pieces, take(rewriter, cut, node.location), strict=True)
             made.update((v.name, piece) for v, piece in found if v and piece)
         return tuple(made[v.name] if v else None for v in node.outs)
 
@@ -152,12 +152,14 @@ def _pieces(
     return x, dim, tuple(n for n, _ in found), tuple(v for _, v in found)
 
 
-def _even_pieces(rewriter: Rewriter, cut: Cut, where: Where) -> tuple[Value, ...]:
+def _even_pieces(rewriter: Rewriter, cut: Cut, where: Location) -> tuple[Value, ...]:
     x = rewriter.replaced.get(cut.x.name, cut.x)
     return emit_split(rewriter, x, cut.sizes, cut.dim, where)
 
 
-def _products(rewriter: Rewriter, cut: Cut, where: Where) -> tuple[Value | None, ...]:
+def _products(
+    rewriter: Rewriter, cut: Cut, where: Location
+) -> tuple[Value | None, ...]:
     """Each piece by its rows of the weight, and its share of the bias."""
     x, w = (rewriter.replaced.get(v.name, v) for v in cut.product.operands[:2])
     inner = math.prod(cut.x.shape[cut.dim + 1 :])
@@ -175,7 +177,7 @@ def _products(rewriter: Rewriter, cut: Cut, where: Where) -> tuple[Value | None,
             found.append(None)
             continue
         shape, dtype = (*x.shape[:-1], size), piece.dtype
-        place = cut.product.where
+        place = cut.product.location
         y = rewriter.emit(
             cut.product.op, x, weight, shape=shape, dtype=dtype, where=place
         )
@@ -193,17 +195,21 @@ def _sum_of_products(rewriter: Rewriter, node: Node, cat: Node) -> Value | None:
     if along != rank - 1 or len(w.shape) != 2 or len(pieces) > JOINED:
         return None
     sizes = tuple(v.shape[-1] for v in pieces)
-    weights = emit_split(rewriter, w, sizes, int(node.op == LINEAR), node.where)
+    weights = emit_split(rewriter, w, sizes, int(node.op == LINEAR), node.location)
     total: Value | None = None
     for piece, weight in zip(pieces, weights, strict=True):
-        like = {"shape": node.out.shape, "dtype": node.out.dtype, "where": node.where}
+        like = {
+            "shape": node.out.shape,
+            "dtype": node.out.dtype,
+            "where": node.location,
+        }
         y = rewriter.emit(node.op, piece, weight, **like)
         total = y if total is None else rewriter.emit(ADD, total, y, **like)
     return total
 
 
 def emit_split(
-    rewriter: Rewriter, x: Value, sizes: tuple[int, ...], dim: int, where: Where
+    rewriter: Rewriter, x: Value, sizes: tuple[int, ...], dim: int, where: Location
 ) -> tuple[Value, ...]:
     """The pieces of x along a dim, of these extents; of a matrix that is turned, those
     of the matrix, turned."""
@@ -217,7 +223,7 @@ def emit_split(
                 *turned.args[1:],
                 shape=piece.shape[::-1],
                 dtype=x.dtype,
-                where=turned.where,
+                where=turned.location,
             )
             for piece in pieces
         )

@@ -32,7 +32,7 @@ def put_back(builder: Builder, view: Node, base: Value, part: Value) -> Value:
     name = view.name
 
     def emit(op: str, *args: Any) -> Value:
-        return builder.emit(op, args, base.shape, base.dtype, view.where)
+        return builder.emit(op, args, base.shape, base.dtype, view.location)
 
     if name == "aten.slice":
         return emit("aten.slice_scatter.default", base, part, *view.args[1:])

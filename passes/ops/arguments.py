@@ -53,7 +53,7 @@ def refuse_unread(node: Node) -> None:
         optional = defaults[name].has_default_value()
         raise CaptureError(
             f"'{node.op}' is called with {name}={text}, which is not supported",
-            source=str(node.where),
+            source=str(node.location),
             fix=f"leave out '{name}'" if optional else "use other operations here",
         )
 

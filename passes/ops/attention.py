@@ -105,7 +105,7 @@ def derivative(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
     dq, dk, dv = (tape.fresh(x) for x in (q, k, v))
     args = (dys[0], q, k, v, *node.outs, *others)
     op = f"{node.op}_backward"
-    tape.append(Node(op, args, node.kwargs, (dq, dk, dv), node.where))
+    tape.append(Node(op, args, node.kwargs, (dq, dk, dv), node.location))
     return [dq, dk, dv] + [None] * (len(node.operands) - 3)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from passes.graph import Builder, Node, Value, Where
+from passes.graph import Builder, Location, Node, Value
 from passes.ops.op import is_view
 
 
@@ -78,7 +78,7 @@ class Tape:
     def emit(self, op: str, like: Value, node: Node, *args: Any) -> Value:
         """`d_like = op(*args)`; the derivative of `node`."""
         out = self.fresh(like)
-        new = Node(op, args, {}, (out,), node.where)
+        new = Node(op, args, {}, (out,), node.location)
         self.append(new)
         if is_view(new) or op == "comm.shard":
             self._shared.add(out.name)
@@ -100,7 +100,7 @@ class Tape:
         out = self.fresh(like)
         kwargs = {"dtype": out.dtype}
         self.append(
-            Node("aten.zeros.default", (like.shape,), kwargs, (out,), node.where)
+            Node("aten.zeros.default", (like.shape,), kwargs, (out,), node.location)
         )
         return out
 
@@ -111,7 +111,7 @@ class Tape:
             return dy
         out = self.builder.value(_named(like.name), dy.shape, dtype)
         args = (dy, dtype)
-        self.append(Node("aten.to.dtype", args, {}, (out,), node.where))
+        self.append(Node("aten.to.dtype", args, {}, (out,), node.location))
         return out
 
     def sum_to(self, like: Value, dy: Value, node: Node) -> Value:
@@ -144,7 +144,7 @@ class Tape:
     def accumulate(self, param: Value, op: str, node: Node, *args: Any) -> None:
         """Add to a parameter's gradient, in place."""
         into = self.grads[self._casts.get(param.name, param.name)]
-        self.append(Node(op, (into, *args), {}, (), node.where))
+        self.append(Node(op, (into, *args), {}, (), node.location))
 
     def to_weight(self, w: Value, op: str, node: Node, *args: Any) -> Value | None:
         """The cotangent of a weight, which `op(cotangent, *args)` adds to; a
@@ -155,7 +155,7 @@ class Tape:
         if not self.wanted(w):
             return None
         out = self.zeros(w, node)
-        self.append(Node(op, (out, *args), {}, (), node.where))
+        self.append(Node(op, (out, *args), {}, (), node.location))
         return out
 
     # --- collecting cotangents -----------------------------------------------------
@@ -182,7 +182,7 @@ class Tape:
 
     def _add_to(self, own: Value, values: Sequence[Value]) -> None:
         # The sum belongs where the last of its parts is made.
-        where = self.nodes[-1].where if self.nodes else Where()
+        where = self.nodes[-1].location if self.nodes else Location()
         for dy in values:
             self.append(Node("autopar.add_", (own, dy), {}, (), where))
 
@@ -208,7 +208,7 @@ class Tape:
             own = self.emit("aten.add.Tensor", v, node, first, second)
         self._add_to(own, values)
         for op, args, at in found.adders:
-            self.append(Node(op, (own, *args), {}, (), at.where))
+            self.append(Node(op, (own, *args), {}, (), at.location))
         return own
 
 
@@ -221,5 +221,5 @@ def seed_of(tape: Tape, loss: Value, node: Node, scaled: bool) -> Value:
     out = tape.fresh(loss)
     args, kwargs = (loss.shape,), {"dtype": loss.dtype}
     op = "comm.loss_scale" if scaled else "aten.ones.default"
-    tape.append(Node(op, args, kwargs, (out,), node.where))
+    tape.append(Node(op, args, kwargs, (out,), node.location))
     return out

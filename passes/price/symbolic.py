@@ -176,7 +176,7 @@ def state_bytes(count: Expr, zero: int, weights: int = 2, optimizer: int = 12) -
 def _kept(sketch: Sketch, policy: str) -> list[tuple[Value, int]]:
     """What a layer keeps, and bytes of an element. Views are what they are made of."""
     named = sketch.named
-    nodes = [n for n in named.graph.nodes if _run(sketch, n.where.module) == 1]
+    nodes = [n for n in named.graph.nodes if _run(sketch, n.location.module) == 1]
     made = {v.name: v for n in nodes for v in n.results}
     entering = {v.name: v for n in nodes for v in n.operands if v.name not in made}
     owners = find_owners(nodes, {name: name for name in entering})
@@ -242,7 +242,7 @@ def _flops(
     found = Integer(0)
     named, symbols = sketch.named, Symbols(sketch.named)
     for node in named.graph.nodes:
-        if op_of(node).is_product and _run(sketch, node.where.module) == run:
+        if op_of(node).is_product and _run(sketch, node.location.module) == run:
             redone = again(named.dims[node.out.name])
             found += (times + redone) * flops(symbols.node(node))
     return found

@@ -305,7 +305,9 @@ class _Search:
         for d, place in zip(dims, places, strict=True):
             self.atoms.unify(here[d], there[place])
         if scatters:
-            self._aligned(Node(node.op, (node.operands[0],), {}, node.outs, node.where))
+            self._aligned(
+                Node(node.op, (node.operands[0],), {}, node.outs, node.location)
+            )
 
     def sum(self, whole: list[int], parts: list[tuple[list[int], int]]) -> None:
         """A whole is the sum of parts, each with its extent."""

@@ -82,7 +82,7 @@ class Shrinker:
             map_values(self.value, node.args),
             map_values(self.value, node.kwargs),
             outs,
-            node.where,
+            node.location,
         )
         if cut_of(node) is not None:
             return self._cut(node, new)
@@ -154,7 +154,7 @@ def _check(old: Node, new: Node) -> None:
     if problem:
         raise NotShrunk(
             f"'{new}' does not follow from small sizes ({problem})",
-            source=str(old.where),
+            source=str(old.location),
             fix="prove the plan of a smaller model of the kind, which is run as it is",
         )
 

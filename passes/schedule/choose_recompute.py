@@ -56,7 +56,7 @@ def again_by_layer(local: LocalStage) -> dict[str, float]:
         for v in node.results:
             # Gradients have other names.
             if v.name in costs and v.name not in gathered:
-                layer = node.where.layer
+                layer = node.location.layer
                 found[layer] = found.get(layer, 0.0) + costs[v.name].forward
     return found
 

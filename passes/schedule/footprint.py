@@ -180,7 +180,7 @@ def saved_by_layer(local: LocalStage) -> dict[str, int]:
     found: dict[str, int] = {}
     for node in local.forward:
         size = sum(v.bytes for v in node.results if v.name in roots)
-        found[node.where.layer] = found.get(node.where.layer, 0) + size
+        found[node.location.layer] = found.get(node.location.layer, 0) + size
     return found
 
 

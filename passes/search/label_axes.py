@@ -143,7 +143,7 @@ class Axis:
         """The middle one of three runs, which stands for all but the first and last."""
         if self.runs is None or self.runs.total < 3:
             return None
-        run = [self.runs.of(node.where.module) for node in self.costs.nodes]
+        run = [self.runs.of(node.location.module) for node in self.costs.nodes]
         spans = [{run[i] for i in a.nodes} - {None} for a in self.costs.tables]
         if max((r for r in run if r is not None), default=0) != 2:
             return None  # the graph has all of its layers

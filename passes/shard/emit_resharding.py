@@ -10,7 +10,7 @@ from typing import Any
 
 from passes.dims.name_dims import Dim, Dims
 from passes.dims.origins import find_differentiable
-from passes.graph import Builder, Value, Where
+from passes.graph import Builder, Location, Value
 from passes.shard.propagate import Sharded
 from passes.shard.resharding import Step, V
 from passes.shard.sharding import Sharding
@@ -28,11 +28,11 @@ class ReshardEmitter:
         graph = sharded.graph
         self.builder = Builder.beside(graph.sources)
         self.builder.taken.update(v.name for n in graph.nodes for v in n.results)
-        self.producer_where: dict[str, Where] = {}
+        self.producer_where: dict[str, Location] = {}
         self.moved: dict[tuple[Any, ...], Value] = {}
         self.reshaped: dict[str, Value] = {}
 
-    def reshard(self, v: Value, axis: str, step: Step, where: Where) -> Value:
+    def reshard(self, v: Value, axis: str, step: Step, where: Location) -> Value:
         """Take a step that ends in a split or begins at one."""
         place, to = self.shardings[v.name].place(axis), step.to
         if isinstance(to, tuple):
@@ -44,7 +44,12 @@ class ReshardEmitter:
         return self.gather(v, axis, place, to == V, where)
 
     def gather(
-        self, v: Value, axis: str, place: tuple[int, int], varying: bool, where: Where
+        self,
+        v: Value,
+        axis: str,
+        place: tuple[int, int],
+        varying: bool,
+        where: Location,
     ) -> Value:
         def collective(x: Value, dim: int) -> Value:
             out = self.shardings[x.name].without_split(axis)
@@ -55,7 +60,7 @@ class ReshardEmitter:
         return self.on_own_dim(v, place, where, collective)
 
     def scatter(
-        self, v: Value, axis: str, place: tuple[int, int], where: Where
+        self, v: Value, axis: str, place: tuple[int, int], where: Location
     ) -> Value:
         def collective(x: Value, dim: int) -> Value:
             have = self.shardings[x.name]
@@ -67,7 +72,9 @@ class ReshardEmitter:
 
         return self.on_own_dim(v, place, where, collective)
 
-    def shard(self, v: Value, axis: str, place: tuple[int, int], where: Where) -> Value:
+    def shard(
+        self, v: Value, axis: str, place: tuple[int, int], where: Location
+    ) -> Value:
         def collective(x: Value, dim: int) -> Value:
             have = self.shardings[x.name]
             out = have.with_varying(have.varying - {axis})
@@ -83,7 +90,7 @@ class ReshardEmitter:
         axis: str,
         place: tuple[int, int],
         wanted: tuple[int, int],
-        where: Where,
+        where: Location,
     ) -> Value:
         """S -> S': split another dim instead, each factor being a dim of its own."""
         dims, have = self.dims[v.name], self.shardings[v.name]
@@ -104,7 +111,7 @@ class ReshardEmitter:
         return self.reshape(moved, dims, done, where)
 
     def on_own_dim(
-        self, v: Value, place: tuple[int, int], where: Where, collective: Any
+        self, v: Value, place: tuple[int, int], where: Location, collective: Any
     ) -> Value:
         """Run a collective along one factor of a dim, seen as a dim of its own."""
         d, i = place
@@ -125,7 +132,9 @@ class ReshardEmitter:
         slots = (*done.slots[:d], joined, *done.slots[d + count :])
         return self.reshape(moved, dims, replace(done, slots=slots), where)
 
-    def reshape(self, v: Value, dims: Dims, sharding: Sharding, where: Where) -> Value:
+    def reshape(
+        self, v: Value, dims: Dims, sharding: Sharding, where: Location
+    ) -> Value:
         shape = []
         for factors in dims:
             extent = 1
@@ -147,7 +156,7 @@ class ReshardEmitter:
         op: str,
         x: Value,
         args: tuple[Any, ...],
-        where: Where,
+        where: Location,
         sharding: Sharding,
         shape: tuple[int, ...] | None = None,
         dims: Dims | None = None,

@@ -47,7 +47,7 @@ class Pins:
                 f"{node.op.split('.')[1]} needs dim '{dim}' of %{v.name} whole, but "
                 f"hint {hint} splits it on '{axis}'\n"
                 f"  %{v.name}  {v.type}  {self.named.pattern(v)}",
-                source=str(node.where),
+                source=str(node.location),
                 fix=f"drop hint {hint}, or split another dim of this parameter",
             )
         return None

@@ -17,7 +17,7 @@ from passes.capture.trace import Traced
 from passes.dims.name_dims import Dims, Factor
 from passes.dims.origins import Origin, find_differentiable, find_origins
 from passes.errors import LossNotSeparable
-from passes.graph import Graph, Node, Value, Where, prune
+from passes.graph import Graph, Location, Node, Value, prune
 from passes.mesh import TIME
 from passes.ops.experts import COMBINE, DISPATCH
 from passes.ops.op import is_method
@@ -106,17 +106,17 @@ class _Lowering(ReshardEmitter):
         """Append a node, with what it needs inserted before it."""
         converted = iter(
             [
-                self.convert(v, need, node.where)
+                self.convert(v, need, node.location)
                 for v, need in zip(node.operands, needs, strict=True)
             ]
         )
         self.builder.nodes.append(node.substitute(lambda _: next(converted)))
         for v in node.results:
-            self.producer_where[v.name] = node.where
+            self.producer_where[v.name] = node.location
 
     # --- conversion of one operand -------------------------------------------------
 
-    def convert(self, v: Value, need: Sharding, where: Where) -> Value:
+    def convert(self, v: Value, need: Sharding, where: Location) -> Value:
         """Move a value from the sharding it has to the one it must have."""
         have, rows = self.shardings[v.name], need.slots[:1]
         # Away from home rows are only summed: other moves count them.
@@ -141,7 +141,7 @@ class _Lowering(ReshardEmitter):
         out = self.shardings[home.name].with_route(route)
         return self.emit(DISPATCH, home, (route.axis, *way[1:]), where, out)
 
-    def bring(self, v: Value, need: Sharding, where: Where) -> Value:
+    def bring(self, v: Value, need: Sharding, where: Location) -> Value:
         """The same where rows stay with their experts, or at home."""
         if (early := self.hoist_reshard(v, need, where)) is not None:
             return early
@@ -167,7 +167,7 @@ class _Lowering(ReshardEmitter):
             direct = have.slots[d][i] == wanted[: wanted.index(axis)]
         return transition(have.state(axis), need.state(axis), direct)[0]
 
-    def hoist_reshard(self, v: Value, need: Sharding, where: Where) -> Value | None:
+    def hoist_reshard(self, v: Value, need: Sharding, where: Location) -> Value | None:
         """Move what a value is made of copies of, and take the views of that."""
         if not self.sends(v, need):
             return None
@@ -191,7 +191,7 @@ class _Lowering(ReshardEmitter):
         x = self.convert(x, lies, where)
         for node, lies in reversed(views[:count]):
             shape, dims = node.out.shape, self.dims[node.out.name]
-            x = self.emit(node.op, x, node.args[1:], node.where, lies, shape, dims)
+            x = self.emit(node.op, x, node.args[1:], node.location, lies, shape, dims)
         return x
 
     def sends(self, v: Value, need: Sharding) -> bool:
@@ -220,7 +220,7 @@ class _Lowering(ReshardEmitter):
                 found.update(axes[len(stay) :])
         return found
 
-    def resolve_pending(self, v: Value, need: Sharding, where: Where) -> Value:
+    def resolve_pending(self, v: Value, need: Sharding, where: Location) -> Value:
         """P -> S by reduce_scatter, P -> R by all_reduce, R -> P by division."""
         have = self.shardings[v.name]
         whole_axes: dict[str, list[str]] = {}
@@ -246,7 +246,7 @@ class _Lowering(ReshardEmitter):
             v = self.share_out(v, missing, where)
         return v
 
-    def share_out(self, v: Value, axes: list[str], where: Where) -> Value:
+    def share_out(self, v: Value, axes: list[str], where: Location) -> Value:
         """R -> P: each of n ranks holds 1/n of the value."""
         parts = 1
         for axis in axes:
@@ -258,7 +258,7 @@ class _Lowering(ReshardEmitter):
         v = self.enter(v, have.with_varying(have.varying | set(axes)), where)
         return self.emit("aten.mul.Tensor", v, (1.0 / parts,), where, out)
 
-    def enter(self, v: Value, need: Sharding, where: Where) -> Value:
+    def enter(self, v: Value, need: Sharding, where: Location) -> Value:
         """R -> V, where a gradient will come back."""
         have = self.shardings[v.name]
         if v.name not in self.differentiable:
@@ -272,7 +272,7 @@ class _Lowering(ReshardEmitter):
         out = have.with_varying(have.varying | set(axes))
         return self.emit("enter", v, (axes,), where, out)
 
-    def refuse_on_time(self, axis: str, v: Value, where: Where) -> None:
+    def refuse_on_time(self, axis: str, v: Value, where: Location) -> None:
         if axis == TIME:
             raise LossNotSeparable(
                 f"%{v.name} {self.shardings[v.name].text(self.dims[v.name])} would "

@@ -49,7 +49,7 @@ def name_ops(graph: Graph) -> tuple[OpName, ...]:
     count: Counter[OpName] = Counter()
     names = []
     for node in graph.nodes:
-        name = OpName(node.where.module, short(node.op))
+        name = OpName(node.location.module, short(node.op))
         number = count[name]
         names.append(replace(name, op=f"{name.op}.{number}") if number else name)
         count[name] += 1
@@ -131,7 +131,7 @@ def given_factor(
         raise PlanError(
             f"the label {given.op!r}: {given.text!r} of '{axis}' asks for a dim that "
             f"{node} cannot be split along",
-            source=str(node.where),
+            source=str(node.location),
             fix=f"it may be {shown}, or null",
         )
     return options[texts.index(given.text)]

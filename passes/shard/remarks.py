@@ -155,8 +155,8 @@ def _places(nodes: Iterable[Node]) -> str:
     """`h.*.attn (gpt.py:35)`: the modules, equal layers as one, and the first line."""
     found: dict[str, str] = {}
     for node in nodes:
-        module = NUMBER.sub("*", node.where.module) or "the model"
-        found.setdefault(module, node.where.source)
+        module = NUMBER.sub("*", node.location.module) or "the model"
+        found.setdefault(module, node.location.source)
     texts = [f"{m} ({source})" if source else m for m, source in found.items()]
     more = len(texts) - SHOWN
     return ", ".join(texts[:SHOWN]) + (f" and {more} more" if more > 0 else "")
@@ -172,7 +172,7 @@ def _unruled(sharded: Sharded) -> list[str]:
     notes = []
     for verdict, nodes in found.items():
         times = f", {len(nodes)} times" if len(nodes) > 1 else ""
-        source = nodes[0].where.source
+        source = nodes[0].location.source
         notes.append(f"{verdict} ({source}{times})" if source else verdict)
     return notes
 

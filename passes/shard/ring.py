@@ -64,7 +64,7 @@ def check_rings(
             count += 1
             label = chosen[axis]
             if not (isinstance(label, Factor) and label.role == "ring"):
-                raise _refusal(axis, str(node), str(node.where))
+                raise _refusal(axis, str(node), str(node.location))
         if not count:
             raise _not_fused(axis, graph)
 
@@ -97,7 +97,7 @@ def _not_fused(axis: str, graph: Graph) -> ShardingConflict:
     without = " with dropout_p=0.0" if dropped else ""
     return ShardingConflict(
         f"{what}, but one in several operations{' with dropout' if dropped else ''}",
-        source=str(scores[0].where),
+        source=str(scores[0].location),
         fix="use context_parallel='gather', or compute it by "
         f"F.scaled_dot_product_attention{without}",
     )

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from passes.dims.name_dims import Dim, Dims, Factor
-from passes.graph import Builder, Node, Value, Where
+from passes.graph import Builder, Location, Node, Value
 from passes.ops.experts import ROUTE
 from passes.ops.op import op_of
 from passes.shard.allowed import Label
@@ -81,7 +81,7 @@ class Ways:
         """rows: how axes split them, at home. See `make`."""
         return self._found.get((route, rows))
 
-    def make(self, route: Route, home: Value, ranks: int, where: Where) -> Way:
+    def make(self, route: Route, home: Value, ranks: int, where: Location) -> Way:
         """home: the experts of rows, where the samples are -> the same at the experts;
         the order in which rows leave; how many go to each of the ranks, and come."""
         lies = self.shardings[home.name]

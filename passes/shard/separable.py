@@ -38,7 +38,7 @@ def check_op(
             raise LossNotSeparable(
                 f"{node} needs %{v.name} complete, but each microbatch has only "
                 "its share of this sum",
-                source=str(node.where),
+                source=str(node.location),
                 fix="let the loss be a sum over samples, divided by what depends "
                 "on the batch alone, or use microbatches=1",
             )
@@ -46,7 +46,7 @@ def check_op(
             raise LossNotSeparable(
                 f"{node} needs the whole batch of %{v.name}, but microbatches "
                 "come one after another",
-                source=str(node.where),
+                source=str(node.location),
                 fix=TOGETHER,
             )
 
@@ -88,7 +88,7 @@ def check_loss(
     raise LossNotSeparable(
         f"{node} takes samples of %{taken.name} together, so that {microbatches} "
         "microbatches cannot share them out",
-        source=str(node.where),
+        source=str(node.location),
         fix=TOGETHER,
     )
 

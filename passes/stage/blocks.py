@@ -78,7 +78,7 @@ def _uses(
                 first.setdefault(v.name, i)
                 last[v.name] = ends[i]
     uses = [
-        _Use(i, last[n], sizes[n], nodes[i if by_first else last[n]].where.layer)
+        _Use(i, last[n], sizes[n], nodes[i if by_first else last[n]].location.layer)
         for n, i in first.items()
     ]
     uses.sort(key=lambda use: use.first if by_first else use.last)

@@ -57,8 +57,8 @@ class Chain:
             found.append({})
             for v in reader.operands:
                 for name, node in behind.get(v.name, {}).items():
-                    if (name, reader.where.module) not in done:
-                        done.add((name, reader.where.module))
+                    if (name, reader.location.module) not in done:
+                        done.add((name, reader.location.module))
                         found[-1][name] = costs.gather(self.local.node(node), zero)
         return found
 
@@ -109,7 +109,7 @@ class Chain:
 
     def begins(self, position: int, layer: str) -> bool:
         """Whether a layer, by its module path, begins here."""
-        here, before = (self.nodes[i].where.layer for i in (position, position - 1))
+        here, before = (self.nodes[i].location.layer for i in (position, position - 1))
         return here == layer != before
 
     def candidates(self, stages: int) -> list[int]:
@@ -117,7 +117,7 @@ class Chain:
         borders = [
             i
             for i in narrow
-            if self.nodes[i].where.layer != self.nodes[i - 1].where.layer
+            if self.nodes[i].location.layer != self.nodes[i - 1].location.layer
         ]
         return borders if len(borders) >= stages - 1 else narrow
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from passes.graph import Node, Value, Where
+from passes.graph import Location, Node, Value
 from passes.ops.attention import ATTENTION
 from passes.stage.outline import is_sum
 from passes.stage.reuse import ADD, ADD_EACH
@@ -65,7 +65,7 @@ def spell_masks(nodes: list[Node]) -> list[Node]:
         else:
             found.append(node)
             continue
-        found += [replace(drawn, where=node.where), used]
+        found += [replace(drawn, location=node.location), used]
     return found
 
 
@@ -109,19 +109,19 @@ def add_together(nodes: Sequence[Node]) -> list[Node]:
         own = list(adds.values())
         if len(own) > 1:
             sums, terms = zip(*(n.args for n in own), strict=True)
-            where = Where(own[0].where.layer)
+            where = Location(own[0].location.layer)
             own = [Node(ADD_EACH, (sums, terms), {}, (), where)]
         found.extend(own)
         adds.clear()
 
     for node in nodes:
-        layers = {n.where.layer for n in adds.values()}
+        layers = {n.location.layer for n in adds.values()}
         if node.op != ADD or not is_sum(node):
             end()
             found.append(node)
             continue
         into = node.operands[0].name
-        if into in adds or layers - {node.where.layer}:
+        if into in adds or layers - {node.location.layer}:
             end()
         adds[into] = node
     end()

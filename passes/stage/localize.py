@@ -42,7 +42,7 @@ class Localizer:
     def node(self, node: Node) -> Node:
         local = node.substitute(self.value)
         outs = tuple([None if v is None else self.value(v) for v in node.outs])
-        local = Node(local.op, local.args, local.kwargs, outs, local.where)
+        local = Node(local.op, local.args, local.kwargs, outs, local.location)
         op = op_of(node)
         if op.sizes is not None:
             local = op.sizes(local)

@@ -177,14 +177,14 @@ def _by_layer(nodes: Sequence[Node], begin: int, period: int) -> bool:
 
 def _layers(node: Node) -> tuple[str, ...]:
     names = (v.name for v in node.operands if LAYER.search(v.name))
-    return (node.where.layer, *names)
+    return (node.location.layer, *names)
 
 
 def _aligned(nodes: Sequence[Node], begin: int, period: int, end: int) -> int:
     """The first place where a layer begins, if that loses no repetition."""
     for i in range(begin, begin + (end - begin) % period + 1):
-        layer = nodes[i].where.layer
-        if layer and (i == 0 or nodes[i - 1].where.layer != layer):
+        layer = nodes[i].location.layer
+        if layer and (i == 0 or nodes[i - 1].location.layer != layer):
             return i
     return begin
 
@@ -248,7 +248,7 @@ def _strange(nodes: Sequence[Node], at: int, period: int) -> int:
     rows = nodes[at : at + 2 * period]
     made = {v.name for n in rows for v in n.results}
     layers = Counter(
-        n.where.layer
+        n.location.layer
         for n in rows[period:]
         if any(v.name not in made and not _held(v) for v in n.operands)
     )
@@ -315,7 +315,7 @@ def _way(at: tuple[int, int, int] | None, t: int) -> tuple[int, int, int] | None
 def _number(row: Iterable[Node]) -> int:
     """Returns the number of the layer that a row is about."""
     for node in row:
-        for text in (node.where.module, *(v.name for v in node.operands)):
+        for text in (node.location.module, *(v.name for v in node.operands)):
             if match := LAYER.search(text):
                 return int(match[1])
     return 0
@@ -351,7 +351,7 @@ class _Body:
         kwargs = {k: _merged([n.kwargs[k] for n in nodes], values) for k in keys}
         # What runs at the edge of a layer belongs to another module in the first one.
         outs = tuple(v and _inner(v) for v in nodes[0].outs)
-        return Node(nodes[0].op, args, kwargs, outs, nodes[1].where)
+        return Node(nodes[0].op, args, kwargs, outs, nodes[1].location)
 
     def value(self, column: tuple[Value, ...]) -> Value:
         """What stands for an operand in the body."""

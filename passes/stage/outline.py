@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from passes.graph import LAYER, Node, Value, Where
+from passes.graph import LAYER, Location, Node, Value
 from passes.stage.reuse import find_owners
 from passes.stage.split_backward import GRADIENT
 
@@ -72,7 +72,7 @@ def gather_runs(nodes: Sequence[Node]) -> list[Node]:
     layer = None
     for node in nodes:
         drawn = node.op == "comm.dropout_mask"
-        own = node.where.layer
+        own = node.location.layer
         if not drawn and not is_sum(node) and not is_pure(node):
             end()
             found.append(node)
@@ -119,7 +119,7 @@ def find_runs(
     kind: Any = None
     for i, node in enumerate([*nodes, None]):
         again = node is not None and any(v.name in before for v in node.results)
-        own = (node.where.layer, again) if node and is_pure(node) else None
+        own = (node.location.layer, again) if node and is_pure(node) else None
         if own != kind:
             if kind is not None and i - begin >= LEAST and _given(nodes[begin:i]):
                 yield begin, i
@@ -282,7 +282,7 @@ def _function(group: Sequence[_Run], names: set[str]) -> tuple[Outlined, list[No
         }
         given = (*own, *(row[i] for i in varying))
         returned = tuple(made.get(at) for at in order)
-        calls.append(Node(CALL + name, given, {}, returned, run.nodes[0].where))
+        calls.append(Node(CALL + name, given, {}, returned, run.nodes[0].location))
     return function, calls
 
 
@@ -319,8 +319,8 @@ def _nodes(
                 if outs[j] is None and v is not None:
                     outs[j] = v
         args, kwargs = tell([node.args, dict(node.kwargs)])
-        module = LAYER.sub("*", node.where.module)
-        where = Where(module, node.where.source)
+        module = LAYER.sub("*", node.location.module)
+        where = Location(module, node.location.source)
         found.append(Node(node.op, args, kwargs, tuple(outs), where))
     return tuple(found)
 
@@ -329,12 +329,12 @@ def _name(run: _Run, names: set[str]) -> str:
     """After the modules that the nodes come from, as far as these are one or two."""
     modules: dict[str, None] = {}
     for node in run.nodes:
-        path = node.where.module
-        layer = node.where.layer
+        path = node.location.module
+        layer = node.location.layer
         inside = path[len(layer) :].strip(".") if layer else path.rpartition(".")[2]
         modules[inside.partition(".")[0]] = None
     own = [re.sub(r"\W+", "_", m) for m in modules if m]
-    layer = run.nodes[0].where.layer
+    layer = run.nodes[0].location.layer
     if own and len(own) <= 2:
         stem = "_".join(own)
     elif layer:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
 
-from passes.graph import Builder, Node, Value, Where
+from passes.graph import Builder, Location, Node, Value
 from passes.shard.parameter_sharding import GATHER, find_gathered
 from passes.stage.reuse import ADD, find_owners
 from passes.stage.split_backward import GRADIENT
@@ -44,7 +44,7 @@ Blocks = Callable[[Sequence[Node]], list[list[Node]]]
 
 def by_layer(collectives: Sequence[Node]) -> list[list[Node]]:
     """Neighbours of the same layer."""
-    return [list(own) for _, own in groupby(collectives, lambda n: n.where.layer)]
+    return [list(own) for _, own in groupby(collectives, lambda n: n.location.layer)]
 
 
 def gather_ahead(
@@ -197,14 +197,14 @@ def tell_ready(
     for early, part in [*((True, p) for p in before), (False, nodes)]:
         for i, node in enumerate(part):
             if not node.results and node.operands[0].name in last:
-                last[node.operands[0].name] = (-1 if early else i), node.where.layer
+                last[node.operands[0].name] = (-1 if early else i), node.location.layer
     told: dict[int, list[Node]] = {}
     order = sorted(last.items(), key=lambda item: item[1][0])
     for (layer, _), group in groupby(order, lambda item: (item[1][1], item[1][0] < 0)):
         own = list(group)
         values = tuple(gradients[name] for name, _ in own)
         at = own[-1][1][0]
-        told.setdefault(at, []).append(Node(READY, (values,), {}, (), Where(layer)))
+        told.setdefault(at, []).append(Node(READY, (values,), {}, (), Location(layer)))
     found = told.get(-1, [])
     for i, node in enumerate(nodes):
         found += [node, *told.get(i, ())]
@@ -226,7 +226,7 @@ def await_gradients(nodes: Sequence[Node], gradients: Collection[str]) -> list[N
         awaited |= new.keys()
         first = next((i for i, own in enumerate(reads) if own), 0)
         if new or (block and number == len(blocks) - 1):
-            where = Where(block[first].where.layer)
+            where = Location(block[first].location.layer)
             pause = Node(PAUSE, (tuple(new.values()),), {}, (), where)
             block = [*block[:first], pause, *block[first:]]
         found += block
@@ -240,7 +240,7 @@ def pause_before_waits(nodes: Sequence[Node]) -> list[Node]:
     for node in nodes:
         first = not found or found[-1].op != "comm.wait"
         if node.op == "comm.wait" and first:
-            found.append(Node(PAUSE, ((),), {}, (), Where(node.where.layer)))
+            found.append(Node(PAUSE, ((),), {}, (), Location(node.location.layer)))
         found.append(node)
     return found
 
@@ -302,7 +302,7 @@ def _messages(
         # Of each the dim; of a gather also the extents on the ranks.
         details = zip(*(n.args[2:4] for n in own), strict=True)
         args = (tuple(n.args[0] for n in own), axis, *details)
-        where = Where(first.where.layer)
+        where = Location(first.location.layer)
         starts.append(Node(kind, args, {}, (under_way,), where))
         outs = tuple(n.out for n in own)
         waits.append(Node("comm.wait", (under_way,), {}, outs, where))

@@ -54,9 +54,9 @@ def recompute(
         missing = [
             v.name for v in node.operands if v.name in dropped and v.name not in made
         ]
-        for layer in dict.fromkeys(producers[name].where.layer for name in missing):
+        for layer in dict.fromkeys(producers[name].location.layer for name in missing):
             # All that the layer's backward reads, at once.
-            names = {n for n in wanted if producers[n].where.layer == layer}
+            names = {n for n in wanted if producers[n].location.layer == layer}
             again = _closure(names - made, dropped, producers)
             for one in sorted(again, key=lambda n: order[id(n)]):
                 new = _only(one, dropped - made)
@@ -76,12 +76,12 @@ def _dropped(
     forward: Sequence[Node], keep: Collection[str], chosen: Callable[[str, Value], bool]
 ) -> set[str]:
     """Returns the chosen values that only the layer that makes them reads."""
-    layers = {v.name: n.where.layer for n in forward for v in n.results}
+    layers = {v.name: n.location.layer for n in forward for v in n.results}
     crossing = {
         v.name
         for n in forward
         for v in n.operands
-        if layers.get(v.name, n.where.layer) != n.where.layer
+        if layers.get(v.name, n.location.layer) != n.location.layer
     }
     return {
         v.name

@@ -17,7 +17,7 @@ from typing import Any
 from passes.cost import NOTHING, Costs, Seconds
 from passes.dims.name_dims import Dims
 from passes.dims.origins import Origin, find_differentiable
-from passes.graph import LAYER, Graph, Node, Value, Where
+from passes.graph import LAYER, Graph, Location, Node, Value
 from passes.mesh import TIME
 from passes.plan import Plan
 from passes.shard.collectives import collective
@@ -174,7 +174,7 @@ class _Cutter:
         traced = self.lowered.traced
         flowing = find_differentiable(graph, traced.trainable)
         last = end == len(self.chain.nodes)
-        modules = tuple(dict.fromkeys(n.where.layer for n in own))
+        modules = tuple(dict.fromkeys(n.location.layer for n in own))
 
         def new(values: Sequence[Value]) -> tuple[Value, ...]:
             return tuple(self.renamed[v.name] for v in values)
@@ -260,8 +260,8 @@ class _Cutter:
 
     def _count_layers(self, own: list[Node]) -> None:
         for node in own:
-            for match in LAYER.finditer(node.where.module):
-                prefix = node.where.module[: match.start()]
+            for match in LAYER.finditer(node.location.module):
+                prefix = node.location.module[: match.start()]
                 number = int(match[1])
                 known = self.first_layer.get(prefix, number)
                 self.first_layer[prefix] = min(known, number)
@@ -294,7 +294,7 @@ class _Cutter:
 
     def _rename_node(self, node: Node) -> Node:
         outs = tuple(None if v is None else self._rename(v) for v in node.outs)
-        module = self._relative(node.where.module)
-        where = Where(module, node.where.source)
+        module = self._relative(node.location.module)
+        where = Location(module, node.location.source)
         node = node.substitute(lambda v: self.renamed[v.name])
-        return replace(node, outs=outs, where=where)
+        return replace(node, outs=outs, location=where)

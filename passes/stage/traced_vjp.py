@@ -53,7 +53,7 @@ def template_of(tape: Tape, node: Node) -> Template:
     except Exception as error:
         raise CaptureError(
             f"{node.op} cannot be differentiated: {type(error).__name__}: {error}",
-            source=str(node.where),
+            source=str(node.location),
             fix="detach what needs no gradient, or write it with other operations",
         ) from error
 
@@ -83,7 +83,7 @@ def traced(tape: Tape, node: Node, dys: Sequence[Value | None]) -> list[Value | 
             for v in inner.outs
         )
         new = inner.substitute(lambda v: bound[v.name])
-        tape.append(Node(new.op, new.args, new.kwargs, outs, node.where))
+        tape.append(Node(new.op, new.args, new.kwargs, outs, node.location))
         for old, fresh in zip(inner.outs, outs, strict=True):
             if old is not None and fresh is not None:
                 bound[old.name] = fresh
@@ -112,7 +112,7 @@ def expand_forward(tape: Tape, node: Node) -> list[Node]:
             for v in inner.outs
         )
         new = inner.substitute(lambda v: bound[v.name])
-        nodes.append(Node(new.op, new.args, new.kwargs, outs, node.where))
+        nodes.append(Node(new.op, new.args, new.kwargs, outs, node.location))
         bound.update(
             (old.name, v)
             for old, v in zip(inner.outs, outs, strict=True)
@@ -122,7 +122,7 @@ def expand_forward(tape: Tape, node: Node) -> list[Node]:
         if t is not None and v is not None and bound[t.name] != v:
             # One of its operands, or of its other results.
             same = (bound[t.name],)
-            nodes.append(Node("aten.alias.default", same, {}, (v,), node.where))
+            nodes.append(Node("aten.alias.default", same, {}, (v,), node.location))
     tape.bindings[node.results[0].name] = bound
     return nodes
 

@@ -177,7 +177,7 @@ class Function:
             text = f"{left} = {text}"
         dims = [self.texts.get(v.name.partition("@")[0], "") for v in node.results]
         notes = [d for d in dict.fromkeys(dims) if d]
-        where = str(node.where) if index is None else index.remark(node)
+        where = str(node.location) if index is None else index.remark(node)
         comment = "  ".join([*notes, *([where] if where else [])])
         return f"{text}  # {comment}" if comment else text
 

@@ -71,14 +71,14 @@ class Index:
 
     def remark(self, node: Node) -> str:
         """Where a node of the body comes from, its layer as the variable."""
-        module = node.where.module
+        module = node.location.module
         if (match := LAYER.search(module)) is None:
-            return str(node.where)
+            return str(node.location)
         apart = int(match[1]) - self.first - self.step  # of the second iteration
         number = "i" if not apart else f"(i{apart:+d})"
         sign = "+" if match[1].startswith("+") else ""
         there = f"{module[: match.start()]}{sign}{number}{module[match.end() :]}"
-        return str(node.where).replace(module, there)
+        return str(node.location).replace(module, there)
 
     def condition(self, iterations: Collection[int]) -> str:
         """That an iteration is one of these; "" for all."""
