@@ -12,7 +12,7 @@ from passes.shard.ring import passed_round, ring_of
 
 # Backward costs twice the forward: one product for the input's gradient, one for the
 # weight's (Narayanan 2021, appendix).
-BACKWARD = 2.0
+BACKWARD_WORK = 2.0
 
 
 def flops(node: Node) -> int:
@@ -109,7 +109,7 @@ class Costs:
             # all while something is computed.
             sent = sum(size for *_, size in passed_round(node))
             busy = max(busy, sent / self.link_bytes_per_second)
-        backward = BACKWARD * busy
+        backward = BACKWARD_WORK * busy
         weight = backward / 2 if weights_of(node) else 0.0
         return Seconds(busy, backward - weight, weight)
 

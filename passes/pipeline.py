@@ -26,8 +26,16 @@ from passes.program import (
     dtype_name,
 )
 from passes.proof.input_ranges import find_input_ranges
-from passes.schedule.choose_recompute import again, choose_recompute, stage_policies
-from passes.schedule.choose_schedule import choose_schedule, room, splits_backward
+from passes.schedule.choose_recompute import (
+    choose_recompute,
+    recompute_seconds,
+    stage_policies,
+)
+from passes.schedule.choose_schedule import (
+    activation_budget,
+    choose_schedule,
+    splits_backward,
+)
 from passes.schedule.footprint import communication, footprint
 from passes.schedule.memory import check_memory, rank_memory
 from passes.shard.collectives import collective
@@ -230,10 +238,11 @@ def assemble(
     loss = lowered.shardings[graph.outputs[0].name]
     footprints = [footprint(first) for first in firsts]
     seconds = [
-        s.seconds + again(first) for s, first in zip(staged.stages, firsts, strict=True)
+        s.seconds + recompute_seconds(first)
+        for s, first in zip(staged.stages, firsts, strict=True)
     ]
     send = max(f.sent for f in footprints) / costs.link_bytes_per_second
-    limits = room(plan, firsts, traced.trainable)
+    limits = activation_budget(plan, firsts, traced.trainable)
     schedule = choose_schedule(plan, seconds, footprints, limits, send)
     memory = rank_memory(schedule, firsts, footprints, traced.trainable, plan.offload)
     check_memory(memory, plan.memory)

@@ -19,7 +19,7 @@ from passes.schedule.schedule import Schedule
 
 WHERE = "program.json"
 AGAIN = "compile it again with this version of autopar"
-PARTS = ("forward", "backward", "step")  # of `Communication`
+COMMUNICATION_PARTS = ("forward", "backward", "step")  # of `Communication`
 ELSEWHERE = frozenset({"plan", "modules"})  # in other files
 DTYPES = {str(t).removeprefix("torch."): t for t in vars(torch).values()
           if isinstance(t, torch.dtype)}  # fmt: skip
@@ -95,7 +95,7 @@ def _faults(program: Program) -> Iterator[str]:
         yield f"it has the memory of {len(program.memory)} ranks, not of {ranks}"
     if not any(shape for shape, _ in program.inputs.values()):
         yield "no field of its batch has samples"
-    if any(c.part not in PARTS for c in program.communication):
+    if any(c.part not in COMMUNICATION_PARTS for c in program.communication):
         yield "it has messages of no part of a step"
     places = {coords_text(program.mesh.coords(r)) for r in range(program.mesh.size)}
     for i, stage in enumerate(program.stages):

@@ -138,10 +138,10 @@ def test_a_sharding_that_does_not_fit_its_dims_is_found() -> None:
 
 def test_a_backward_that_reads_what_is_not_kept_is_found() -> None:
     local = made_by_passes(LocalStage)[0]
-    for v in local.saved:
-        left = tuple(other for other in local.saved if other != v)
+    for v in local.residuals:
+        left = tuple(other for other in local.residuals if other != v)
         with pytest.raises(InvalidGraph, match=f"the backward reads %{v.name} "):
-            replace(local, saved=left).verify()
+            replace(local, residuals=left).verify()
 
 
 def test_a_value_of_another_shape_than_its_dims_is_found() -> None:

@@ -27,7 +27,7 @@ from passes.plan import PlanError
 from passes.price.cluster import Cluster
 from passes.price.price import Account, price
 from passes.price.price_layers import price_layers
-from passes.price.price_memory import EVERY_MOST, MOST
+from passes.price.price_memory import EVERY_PEAK, PEAK
 from passes.schedule.choose_recompute import stage_policies
 from passes.search.balance_layers import balance_layers
 from passes.shard.insert_collectives import insert_collectives
@@ -119,7 +119,7 @@ def test_accounts_of_any_depth_are_those_of_the_whole_model(
 def same(got: Account, wanted: Account) -> None:
     for key, amount in wanted.amounts.items():
         # Blocks of ZeRO at the ends of a piece count as those next to them.
-        rel = 0.05 if key[0] in EVERY_MOST and key[0] != MOST[0] else 1e-6
+        rel = 0.05 if key[0] in EVERY_PEAK and key[0] != PEAK[0] else 1e-6
         assert got[key] == pytest.approx(amount, rel=rel, abs=1e-12), key
 
 

@@ -156,8 +156,8 @@ def test_counters_peak_as_stated_and_end_as_they_began() -> None:
 
 
 def test_what_is_hidden_costs_only_what_computing_does_not_cover() -> None:
-    def total(hidden: float) -> float:
-        gather = Work("all_gather dp", hidden, hidden=True)
+    def total(overlapped: float) -> float:
+        gather = Work("all_gather dp", overlapped, overlapped=True)
         stage = StageWork(
             "", {"forward": 2.0, "backward": 1.0, "weight": 1.0}, {"forward": (gather,)}
         )

@@ -25,7 +25,7 @@ from passes.schedule.check_schedule import peak_in_flight
 from passes.schedule.footprint import Communication
 from passes.schedule.simulate_schedule import Timeline, grid, simulate
 
-PARTS = ("forward", "backward", "step")
+COMMUNICATION_PARTS = ("forward", "backward", "step")
 LEGEND = "F forward, B backward (drawn as two forwards), . idle"
 
 
@@ -192,7 +192,10 @@ def messages_of_a_step(program: Program) -> list[Communication]:
     ]
     for stage in range(len(program.stages)):
         found += _reductions(program, stage)
-    return sorted(found, key=lambda c: (c.stage, PARTS.index(c.part), c.axes, c.kind))
+    return sorted(
+        found,
+        key=lambda c: (c.stage, COMMUNICATION_PARTS.index(c.part), c.axes, c.kind),
+    )
 
 
 def _reductions(program: Program, stage: int) -> list[Communication]:

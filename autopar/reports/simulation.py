@@ -133,7 +133,7 @@ def _message(program: Program, c: Communication, cluster: Cluster, times: int) -
     return Work(
         f"{c.kind} {','.join(c.axes)}",
         calls * link.seconds(c.kind, whole / calls) if calls else 0.0,
-        hidden=shared and c.part != "step",
+        overlapped=shared and c.part != "step",
         calls=calls,
         bytes=given,
     )

@@ -115,7 +115,7 @@ def again(prices: LayerPrices) -> Account:
         {
             tuple(BACKWARD if part == FORWARD else part for part in key): amount
             for key, amount in prices.more.amounts.items()
-            if FORWARD in key[:2] and key[0] != "most"
+            if FORWARD in key[:2] and key[0] != "peak"
         }
     )
 

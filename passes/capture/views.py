@@ -9,7 +9,7 @@ from passes.graph import Builder, Node, Value
 # Ops whose result is a view of their operand, if it lies in the same memory. (`detach`
 # hides the write from autograd, which refuses writes to one of several results.)
 REORDERED = {"aten.transpose", "aten.t", "aten.numpy_T", "aten.mT", "aten.permute"}
-PARTS = {"aten.slice", "aten.narrow", "aten.select"}
+CUTS = {"aten.slice", "aten.narrow", "aten.select"}
 # Those that keep elements in their order, if they keep all of them: the others copy.
 RESHAPED = {
     *("aten.view", "aten.unsqueeze", "aten.squeeze", "aten.alias", "aten.reshape"),
@@ -24,7 +24,7 @@ def is_view(node: Node) -> bool:
     name = node.name
     if name in RESHAPED:
         return node.out.numel == node.operands[0].numel
-    return name in REORDERED or name in PARTS
+    return name in REORDERED or name in CUTS
 
 
 def put_back(builder: Builder, view: Node, base: Value, part: Value) -> Value:

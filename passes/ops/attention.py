@@ -16,7 +16,7 @@ from passes.graph import Node, Value
 from passes.ops.op import Cotangents, Op, Place
 from passes.ops.tape import Tape
 
-ATTENTION, BACKWARD = "comm.attention", "comm.attention_backward"
+ATTENTION, ATTENTION_BACKWARD = "comm.attention", "comm.attention_backward"
 
 
 def rule(node: Node) -> str:
@@ -175,5 +175,5 @@ OPS = (
         called_with=9,
     ),
     Op("autopar.attention_backward", f"dy {RESULTS}", flops=flops(3, 2)),
-    Op(BACKWARD, f"dy {RESULTS} {LIES}", flops=flops(3, 2), called_with=12),
+    Op(ATTENTION_BACKWARD, f"dy {RESULTS} {LIES}", flops=flops(3, 2), called_with=12),
 )

@@ -21,17 +21,17 @@ from passes.price.fusion import fused_traffic
 from passes.price.measured import SOURCES, TABLE, between
 from passes.price.price_memory import (
     BACKWARD,
-    BUT_EXPERTS,
-    EVERY_MOST,
+    EVERY_PEAK,
     FORWARD,
-    MOST,
+    PEAK,
+    PEAK_BUT_EXPERTS,
     WEIGHT,
     Key,
     held_amounts,
 )
 from passes.program import dtype_name
 from passes.schedule.footprint import Footprint
-from passes.shard.collectives import SPEAKS, collective, given
+from passes.shard.collectives import SPEAKS, collective, contributed_bytes
 from passes.shard.ring import passed_round, ring_of
 from passes.stage.local_stage import LocalStage
 
@@ -56,8 +56,8 @@ class Account:
     rest, "read" of parameters as products read them, of these "cast" to another
     precision once a step; ("experts", term): of these four, without buffers, what ep
     splits. ("tied", "parameters" or "trained"): those of them that the model's other
-    end uses as well, see `once_a_rank`. ("most", part): bytes alive at once, see
-    `in_a_row` and `MOST`. ("message", "received" or "sent"): bytes of what crosses the
+    end uses as well, see `once_a_rank`. ("peak", part): bytes alive at once, see
+    `in_a_row` and `PEAK`. ("message", "received" or "sent"): bytes of what crosses the
     stage's ends in a forward. part: forward, backward (its input half), weight (its
     other half), each of one microbatch; step.
     """
@@ -99,20 +99,20 @@ class Account:
 
 def _whole(node: Node) -> int:
     """Bytes of what is gathered, reduced or exchanged."""
-    return max(given(node), sum(v.bytes for v in node.results))
+    return max(contributed_bytes(node), sum(v.bytes for v in node.results))
 
 
 def footprint_of(account: Account, zero: int = 0, experts: bool = True) -> Footprint:
     """What a stage keeps in memory, in whole bytes; by a stage of ZeRO from 2 on with
     parameters and gradients that are there by block. experts: whether theirs are."""
-    most = (MOST if experts else MOST | BUT_EXPERTS).get(zero, MOST[0])
+    peak = (PEAK if experts else PEAK | PEAK_BUT_EXPERTS).get(zero, PEAK[0])
     return Footprint(
         saved=round(account["memory", "saved"]),
-        forward_peak=round(account[most, FORWARD]),
-        backward_peak=round(account[most, BACKWARD]),
+        forward_peak=round(account[peak, FORWARD]),
+        backward_peak=round(account[peak, BACKWARD]),
         kept=round(account["memory", "kept"]),
         step=round(account["memory", "step"]),
-        weight_peak=round(account[most, WEIGHT]),
+        weight_peak=round(account[peak, WEIGHT]),
         edges=round(account["memory", "edges"]),
         received=round(account["message", "received"]),
         sent=round(account["message", "sent"]),
@@ -130,14 +130,14 @@ def in_a_row(whole: Account, parts: Sequence[Account]) -> Account:
     for what, kept in ((FORWARD, "saved"), (BACKWARD, "saved"), (WEIGHT, "kept")):
         before = 0.0
         for part in parts:
-            for key in ((most, what) for most in EVERY_MOST):
+            for key in ((peak, what) for peak in EVERY_PEAK):
                 found[key] = max(found.get(key, 0.0), before + part[key])
             before += part["memory", kept]
     # A weight that both ends use is whole between its uses, and so is its gradient.
     twice = sum(part["memory", "parameters"] for part in parts)
     tied = max(0.0, twice - whole["memory", "parameters"])
-    for most in (MOST, BUT_EXPERTS):
-        for key in ((most[3], FORWARD), (most[2], BACKWARD), (most[3], BACKWARD)):
+    for peak in (PEAK, PEAK_BUT_EXPERTS):
+        for key in ((peak[3], FORWARD), (peak[2], BACKWARD), (peak[3], BACKWARD)):
             found[key] += tied
     return Account({**whole.amounts, **found})
 
@@ -171,8 +171,8 @@ def price(local: LocalStage, device: Device) -> Account:
     def add(key: Key, amount: float) -> None:
         found[key] = found.get(key, 0.0) + amount
 
-    ends = [*local.saved, *local.sends, *([local.loss] if local.loss else [])]
-    halves = [v for v in (*local.d_receives, *local.kept) if v is not None]
+    ends = [*local.residuals, *local.sends, *([local.loss] if local.loss else [])]
+    halves = [v for v in (*local.d_receives, *local.weight_residuals) if v is not None]
     parts: dict[str, tuple[Sequence[Node], list[Value]]] = {
         FORWARD: (local.forward, ends),
         BACKWARD: (local.backward, halves),

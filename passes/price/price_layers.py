@@ -26,7 +26,7 @@ from passes.shard.propagate import propagate
 from passes.stage.differentiate import Joint, finish, join
 from passes.stage.split_stages import Stage, split_stages
 
-PARTS = ("first", "middle", "last", "more")
+POSITIONS = ("first", "middle", "last", "more")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class LayerPrices:
             return x + (y - x) * times if x and y else None
 
         whole = self.whole + (other.whole - self.whole) * times
-        parts = ((getattr(self, n), getattr(other, n)) for n in PARTS)
+        parts = ((getattr(self, n), getattr(other, n)) for n in POSITIONS)
         return LayerPrices(self.runs, whole, *(between(*pair) for pair in parts))
 
 

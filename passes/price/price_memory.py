@@ -19,23 +19,23 @@ from passes.stage.local_stage import LocalStage
 Key = tuple[str, ...]
 FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
 # Keys of the most bytes alive at once, by the stage of ZeRO; with 1 as without.
-MOST = {0: "most", 2: "most by zero 2", 3: "most by zero 3"}
+PEAK = {0: "peak", 2: "peak by zero 2", 3: "peak by zero 3"}
 # The same where no rank shares experts with another one.
-BUT_EXPERTS = {2: "most by zero 2 but experts", 3: "most by zero 3 but experts"}
-EVERY_MOST = (*MOST.values(), *BUT_EXPERTS.values())
+PEAK_BUT_EXPERTS = {2: "peak by zero 2 but experts", 3: "peak by zero 3 but experts"}
+EVERY_PEAK = (*PEAK.values(), *PEAK_BUT_EXPERTS.values())
 
 
 def held_amounts(local: LocalStage) -> dict[Key, float]:
-    """The amounts "memory", "experts", "most" and "message" of
+    """The amounts "memory", "experts", "peak" and "message" of
     `passes.price.price.Account`, in bytes; and "pending"."""
     found: Counter[Key] = Counter()
     experts = _experts(local)
     sizes, *others = footprints(local, _besides(local, experts))
     if not experts:
         others += others  # there is nothing to leave out
-    for most, of in zip(EVERY_MOST, (sizes, *others), strict=True):
+    for peak, of in zip(EVERY_PEAK, (sizes, *others), strict=True):
         for part in (FORWARD, BACKWARD, WEIGHT):
-            found[most, part] = getattr(of, f"{part}_peak")
+            found[peak, part] = getattr(of, f"{part}_peak")
     for term in ("saved", "kept", "step", "edges"):
         found["memory", term] = getattr(sizes, term)
     for end in ("received", "sent"):
@@ -66,11 +66,11 @@ def _experts(local: LocalStage) -> set[str]:
 
 
 def _besides(local: LocalStage, experts: Collection[str]) -> list[Beside]:
-    """What is alive by block, in the order of `EVERY_MOST`; without experts, of `MOST`,
+    """What is alive by block, in the order of `EVERY_PEAK`; without experts, of `PEAK`,
     as sweeps take time."""
-    found = [beside_blocks(local, zero) for zero in MOST]
+    found = [beside_blocks(local, zero) for zero in PEAK]
     if experts:
-        found += [beside_blocks(local, zero, experts) for zero in BUT_EXPERTS]
+        found += [beside_blocks(local, zero, experts) for zero in PEAK_BUT_EXPERTS]
     return found
 
 

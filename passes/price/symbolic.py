@@ -27,7 +27,7 @@ from passes.shard.propagate import propagate
 from passes.shard.sharding import Sharding
 from passes.stage.reuse import find_owners
 
-BACKWARD = 2  # products of the backward for one of the forward
+BACKWARD_PRODUCTS = 2  # products of the backward for one of the forward
 MASK_BYTES = 1  # of an element of a dropout's mask
 MASK, RESULT = "mask", "result"
 
@@ -132,7 +132,7 @@ def step_flops(sketch: Sketch, recompute: str = "none") -> Expr:
 
     def of(run: int | None) -> Expr:
         redone = again if run is not None else _nothing
-        return _flops(sketch, run, 1 + BACKWARD, redone)
+        return _flops(sketch, run, 1 + BACKWARD_PRODUCTS, redone)
 
     return _whole(sketch, of)
 

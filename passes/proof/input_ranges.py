@@ -68,7 +68,7 @@ class _Uses:
 
 
 # Ops whose result holds values of their first tensor, and no others.
-MOVES = {
+REARRANGES = {
     "alias", "as_strided", "broadcast_to", "chunk", "clone", "contiguous", "detach",
     "expand", "expand_as", "flatten", "flip", "index_select", "int", "lift_fresh_copy",
     "long", "movedim", "narrow", "permute", "repeat", "repeat_interleave", "reshape",
@@ -141,7 +141,7 @@ def _moved(node: Node, origins: Mapping[str, set[_Origin]]) -> Iterator[_Origin]
     """The origins of what a node makes."""
     name = _name(node)
     to_bool = any(v.dtype is torch.bool for v in node.results)
-    if name in MOVES and node.operands:
+    if name in REARRANGES and node.operands:
         yield from (o for o in _of(node.operands[0], origins) if not to_bool)
     elif name in REPLACES and not to_bool:
         for value in node.operands:
@@ -180,7 +180,11 @@ def _note_uses(
         for o in _of(node.args[0], origins):
             uses[o.field].compared.add(IGNORED)
     if any(v.dtype is torch.bool for v in node.results):
-        moves = name in MOVES or name in ("logical_not", "logical_and", "logical_or")
+        moves = name in REARRANGES or name in (
+            "logical_not",
+            "logical_and",
+            "logical_or",
+        )
         for value in node.operands if moves else ():
             for o in _of(value, origins):
                 uses[o.field].is_mask = True

@@ -16,9 +16,9 @@ from passes.errors import AutoparError
 from passes.plan import AUTO, RECOMPUTE, Plan
 from passes.schedule.check_schedule import peak_in_flight
 from passes.schedule.choose_schedule import (
+    activation_budget,
     choose_schedule,
     decided_schedule,
-    room,
     splits_backward,
 )
 from passes.schedule.fit_schedule import on_paper
@@ -40,7 +40,7 @@ def stage_policies(stage: Stage, plan: Plan) -> dict[str, str]:
     return {own: plan.policy(layer) for own, layer in stage.layers.items()}
 
 
-def again(local: LocalStage) -> Seconds:
+def recompute_seconds(local: LocalStage) -> Seconds:
     """What the backward takes longer, as it runs nodes of the forward once more."""
     return Seconds(0.0, sum(again_by_layer(local).values()), 0.0)
 
@@ -111,7 +111,7 @@ class _Search:
         return self.local(stage, dict.fromkeys(stage.layers.values(), policy))
 
     def timed(self, locals_: Sequence[LocalStage]) -> list[Seconds]:
-        return [local.stage.seconds + again(local) for local in locals_]
+        return [local.stage.seconds + recompute_seconds(local) for local in locals_]
 
     def schedules(self, problems: list[AutoparError]) -> Iterator[Schedule]:
         """The plan's; one that is to be made as it would be if all layers were alike.
@@ -124,7 +124,7 @@ class _Search:
         for policy in RECOMPUTE:
             locals_ = [self.uniform(stage, policy) for stage in self.stages]
             footprints = [footprint(local) for local in locals_]
-            limits = room(self.plan, locals_, self.trainable)
+            limits = activation_budget(self.plan, locals_, self.trainable)
             try:
                 yield choose_schedule(
                     self.plan, self.timed(locals_), footprints, limits, 0.0

@@ -34,7 +34,7 @@ def choose_schedule(
     return fit_schedule(*args, seconds, footprints, limits, send).schedule
 
 
-def room(
+def activation_budget(
     plan: Plan, locals_: Sequence[LocalStage], trainable: Collection[str]
 ) -> Limits:
     """What the plan's memory leaves for activations beside what rests on each rank."""

@@ -15,7 +15,7 @@ from passes.graph import Node
 from passes.graph_text import DTYPES
 from passes.schedule.messages import AHEAD, prefetched_receives, send_completions, sizes
 from passes.schedule.schedule import Action, Kind, Schedule
-from passes.shard.collectives import bytes_of, collective, given
+from passes.shard.collectives import bytes_of, collective, contributed_bytes
 from passes.shard.collectives import workspace as packing
 from passes.shard.parameter_sharding import find_made
 from passes.shard.ring import passed_round, ring_of, workspace
@@ -143,24 +143,26 @@ def footprint(local: LocalStage) -> Footprint:
 def footprints(local: LocalStage, besides: Sequence[Beside]) -> list[Footprint]:
     """The footprint with each of several things beside: their bytes at each node."""
     arrived = {v.name: v.bytes for v in local.receives}
-    ends = {v.name for v in (*local.saved, *local.sends)}
+    ends = {v.name for v in (*local.residuals, *local.sends)}
     ends |= {local.loss.name} if local.loss else set()
     sizes = _sizes(local.forward) | arrived
     owners = find_owners(local.forward, {name: name for name in arrived})
-    roots = {owners[v.name] for v in local.saved if v.name in owners}
+    roots = {owners[v.name] for v in local.residuals if v.name in owners}
     saved = sum(sizes[r] for r in roots)
     halves = local.forward, local.backward, local.weight_half or ()
     runs = find_all_runs(halves)
     forward = _peaks(local.forward, arrived, ends, owners, besides, runs[0])
     # The backward holds what was saved until the last reader of it, or of its views.
-    held = {v.name: owners[v.name] for v in local.saved if v.name in owners}
+    held = {v.name: owners[v.name] for v in local.residuals if v.name in owners}
     entering = {v.name: v.bytes for v in local.d_sends if v is not None}
     entering |= {r: sizes[r] for r in roots}
-    results = {v.name for v in (*local.d_receives, *local.kept) if v is not None}
+    results = {
+        v.name for v in (*local.d_receives, *local.weight_residuals) if v is not None
+    }
     owners = find_owners(local.backward, {n: n for n in entering} | held)
     backward = _peaks(local.backward, entering, results, owners, besides, runs[1])
     sizes = _sizes(local.backward) | entering
-    held = {v.name: owners[v.name] for v in local.kept if v.name in owners}
+    held = {v.name: owners[v.name] for v in local.weight_residuals if v.name in owners}
     left = {root: sizes[root] for root in held.values()}
     owners = find_owners(local.weight_half or (), {n: n for n in left} | held)
     weight = _peaks(local.weight_half or (), left, (), owners, besides, runs[2])
@@ -176,7 +178,7 @@ def footprints(local: LocalStage, besides: Sequence[Beside]) -> list[Footprint]:
 def saved_by_layer(local: LocalStage) -> dict[str, int]:
     """Returns the kept bytes that each layer's forward makes ("": none)."""
     owners = find_owners(local.forward, {v.name: v.name for v in local.receives})
-    roots = {owners[v.name] for v in local.saved if v.name in owners}
+    roots = {owners[v.name] for v in local.residuals if v.name in owners}
     found: dict[str, int] = {}
     for node in local.forward:
         size = sum(v.bytes for v in node.results if v.name in roots)
@@ -271,7 +273,7 @@ def communication(local: LocalStage) -> list[Communication]:
                 x = node.operands[0]
                 key = (*over, DTYPES.get(x.dtype, str(x.dtype)))
                 calls[key] += 1
-                moved[key] += given(node)
+                moved[key] += contributed_bytes(node)
         for v in handed:
             if v is not None:
                 sent = ("send", ("pp",), DTYPES.get(v.dtype, str(v.dtype)))

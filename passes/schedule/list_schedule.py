@@ -74,7 +74,7 @@ class Listed:
 def list_schedule(job: Pipeline, rule: Rule) -> Listed | None:
     """The order that comes of a rule; None where memory does not let it begin."""
     ranks = [_Rank(job, rule, rank) for rank in range(len(job.limits))]
-    if any(rank.room < rank.whole for rank in ranks):
+    if any(rank.budget < rank.whole for rank in ranks):
         return None
     events = [(0.0, rank.index) for rank in ranks]
     while events:
@@ -134,7 +134,7 @@ class _Rank:
         # Beside what waits, the most that any action needs while it runs.
         most = max(job.footprints[s].working for s in self.stages)
         step = sum(job.footprints[s].step for s in self.stages)
-        self.room = job.limits[self.index] - most - step
+        self.budget = job.limits[self.index] - most - step
 
     def choose(self, now: float) -> tuple[Kind, int] | None:
         """What to begin now; None: wait for something to arrive."""
@@ -184,7 +184,7 @@ class _Rank:
         if waiting >= self.ahead[stage]:
             return False
         later = sum(self.each[s] for s in self.stages if s > stage)
-        return self.held + self.each[stage] + later <= self.room
+        return self.held + self.each[stage] + later <= self.budget
 
     def next_arrival(self, now: float) -> float:
         """When something that could be begun then is known to arrive."""

@@ -17,7 +17,7 @@ from passes.schedule.simulate_schedule import Span, Timeline
 COMPUTE, COMMUNICATION = "compute", "communication"
 FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
 NOTHING = Footprint(0, 0, 0, 0, 0)
-PARTS = {
+PARTS_OF = {
     Kind.F: (FORWARD,),
     Kind.B: (BACKWARD, WEIGHT),
     Kind.I: (BACKWARD,),
@@ -29,13 +29,14 @@ PARTS = {
 class Work:
     """Something that takes a rank so many seconds, on one of its streams.
 
-    hidden: it goes on beside the computing. calls, bytes: of a collective, if known.
+    overlapped: it goes on beside the computing. calls, bytes: of a collective, where
+    they are known.
     """
 
     what: str
     seconds: float
     stream: str = COMMUNICATION
-    hidden: bool = False
+    overlapped: bool = False
     calls: float | None = None
     bytes: float | None = None
 
@@ -56,11 +57,11 @@ class StageWork:
     footprint: Footprint = NOTHING
 
     def seconds(self, part: str) -> float:
-        """What is hidden beside the computing counts as far as it is longer."""
+        """What is overlapped beside the computing counts as far as it is longer."""
         computing, waits = self.computing[part], self.waits.get(part, ())
-        hidden = sum(w.seconds for w in waits if w.hidden)
-        shown = sum(w.seconds for w in waits if not w.hidden)
-        return max(computing, hidden) + shown
+        overlapped = sum(w.seconds for w in waits if w.overlapped)
+        exposed = sum(w.seconds for w in waits if not w.overlapped)
+        return max(computing, overlapped) + exposed
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def _in_turn(
 def _of_span(
     rank: int, span: Span, stage: StageWork, start: float, schedule: Schedule
 ) -> list[Event]:
-    """An action; beside it its collectives: what is hidden at its begin, the rest at
+    """An action; beside it its collectives: those overlapped at its begin, the rest at
     its end (where in between they are is not known)."""
     action, begin = span.action, start + span.start
     if action.kind.is_recv and span.seconds > 0:
@@ -194,18 +195,18 @@ def _of_span(
         return []
     whole = Work(schedule.label(action), span.seconds, COMPUTE)
     found = [Event(rank, whole, begin, action, stage.layers)]
-    alone = sum(stage.seconds(part) for part in PARTS[action.kind])
+    alone = sum(stage.seconds(part) for part in PARTS_OF[action.kind])
     slower = span.seconds / alone if alone else 1.0  # where ranks share cores
-    for part in PARTS[action.kind]:
+    for part in PARTS_OF[action.kind]:
         waits = [
             replace(w, seconds=slower * w.seconds) for w in stage.waits.get(part, ())
         ]
-        hidden = [w for w in waits if w.hidden]
-        shown = [w for w in waits if not w.hidden]
+        overlapped = [w for w in waits if w.overlapped]
+        exposed = [w for w in waits if not w.overlapped]
         end = begin + slower * stage.seconds(part)
-        later = end - sum(w.seconds for w in shown)
-        found += _in_turn(rank, hidden, begin, action, stage.layers)
-        found += _in_turn(rank, shown, later, action, stage.layers)
+        later = end - sum(w.seconds for w in exposed)
+        found += _in_turn(rank, overlapped, begin, action, stage.layers)
+        found += _in_turn(rank, exposed, later, action, stage.layers)
         begin = end
     return found
 

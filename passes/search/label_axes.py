@@ -300,7 +300,7 @@ def find_saved(named: Named, plan: Plan) -> frozenset[str]:
     lowered = insert_collectives(propagate(named, alone))
     (stage,) = split_stages(lowered, Costs()).stages
     local = differentiate(stage, {}, {}, stage_policies(stage, alone))
-    names = {v.name for v in local.saved}
+    names = {v.name for v in local.residuals}
     owners = find_owners(named.graph.nodes)
     first: dict[str, str] = {}
     for node in named.graph.nodes:

@@ -16,7 +16,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from passes.cost import BACKWARD as BACKWARD_WORK
+from passes.cost import BACKWARD_WORK
 from passes.dims.name_dims import Factor, Place
 from passes.dims.origins import Origin
 from passes.graph import Node, Value
@@ -227,7 +227,7 @@ class LabelCosts:
     def _keeps(self, v: Value, node: Node) -> bool:
         """Whether the node's backward reads this operand."""
         linear = op_of(node).linear == "jointly"
-        return v.name in self.setting.saved and not linear
+        return v.name in self.setting.residuals and not linear
 
 
 def _spread(

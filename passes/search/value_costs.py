@@ -35,7 +35,7 @@ class Setting:
     axis: str
     device: Device
     link: Link
-    saved: Collection[str] = ()
+    residuals: Collection[str] = ()
     in_flight: int = 1
 
     @cached_property
@@ -83,7 +83,7 @@ class ValueCosts:
 
     @property
     def kept(self) -> bool:
-        return self.v.name in self.setting.saved
+        return self.v.name in self.setting.residuals
 
     @property
     def signature(self) -> tuple[object, ...]:

@@ -21,7 +21,7 @@ def collective(node: Node) -> tuple[str, tuple[str, ...]] | None:
     return (kind, as_axes(node.args[1])) if kind else None
 
 
-def given(node: Node) -> int:
+def contributed_bytes(node: Node) -> int:
     """Bytes of what a rank brings to a collective."""
     moved = node.operands[:1] if node.op in ROUTED else node.operands
     return sum(v.bytes for v in moved)

@@ -33,7 +33,7 @@ from passes.shard.sharding import Sharding
 GATHER = "comm.all_gather"
 GATHERS = (GATHER, "comm.start_gather")
 # What changes where a parameter lies, its shape or its precision, and nothing else.
-MOVES = frozenset(
+RELAYOUTS = frozenset(
     {
         *(GATHER, CAST, "comm.shard", "comm.enter", "comm.all_to_all"),
         *("aten.reshape.default", "aten.transpose.int", "aten.permute.default"),
@@ -126,7 +126,7 @@ def gradient_dtypes(
     and reduced: the parameters' own precision (Micikevicius 2018, section 3.1)."""
     found = {v.name: v.dtype for v in params}
     for node in nodes:
-        if node.op in MOVES and node.operands[0].name in found:
+        if node.op in RELAYOUTS and node.operands[0].name in found:
             own = found[node.operands[0].name]
             found[node.out.name] = torch.promote_types(own, node.out.dtype)
     return found

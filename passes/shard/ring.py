@@ -17,11 +17,16 @@ import torch
 from passes.dims.name_dims import Factor
 from passes.errors import ShardingConflict
 from passes.graph import Graph, Node
-from passes.ops.attention import ATTENTION, BACKWARD
+from passes.ops.attention import ATTENTION, ATTENTION_BACKWARD
 from passes.plan import Plan
 from passes.shard.preference import RING
 
-KERNELS = (ATTENTION, BACKWARD, "autopar.attention", "autopar.attention_backward")
+KERNELS = (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    "autopar.attention",
+    "autopar.attention_backward",
+)
 SOFTMAX = ("aten.softmax.int", "aten._softmax.default")
 Q, K, V, MASK = range(4)  # operands of attention
 
@@ -105,7 +110,7 @@ def _not_fused(axis: str, graph: Graph) -> ShardingConflict:
 
 def ring_of(node: Node) -> str | None:
     """The axis that a rank's node passes keys and values round on, if it does."""
-    return node.args[-2] if node.op in (ATTENTION, BACKWARD) else None
+    return node.args[-2] if node.op in (ATTENTION, ATTENTION_BACKWARD) else None
 
 
 def passed_round(node: Node) -> list[tuple[torch.dtype, int, int]]:
@@ -117,7 +122,7 @@ def passed_round(node: Node) -> list[tuple[torch.dtype, int, int]]:
     ranks = node.args[-1]
     k, v = _keys_and_values(node)
     found = [(k.dtype, ranks - 1, (ranks - 1) * (k.bytes + v.bytes))]
-    if node.op == BACKWARD:
+    if node.op == ATTENTION_BACKWARD:
         wide = torch.promote_types(k.dtype, torch.float32)
         size = ranks * wide.itemsize * (k.numel + v.numel)
         found.append((wide, ranks, size))

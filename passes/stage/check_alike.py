@@ -14,7 +14,6 @@ from passes.shard.collectives import collective
 from passes.shard.ring import ring_of
 from passes.stage.local_stage import LocalStage
 
-PARTS = ("setup", "prologue", "forward", "backward", "weight_half", "epilogue")
 Call = tuple[str, tuple[str, ...]]  # a collective, and the axes it runs over
 
 
@@ -28,7 +27,7 @@ def check_alike(
     """
     if len(stages) < 2:
         return
-    for part in PARTS:
+    for part in next(iter(stages.values())).parts:
         calls = {key: _calls(local, part) for key, local in stages.items()}
         for axes in {axes for own in calls.values() for _, axes in own}:
             over = {
@@ -47,7 +46,7 @@ def check_alike(
 
 def _calls(local: LocalStage, part: str) -> list[Call]:
     found: list[Call] = []
-    for node in getattr(local, part) or ():
+    for node in local.parts[part]:
         if (sent := collective(node)) is not None:
             found.append(sent)
         elif (axis := ring_of(node)) is not None:

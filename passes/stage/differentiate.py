@@ -176,12 +176,12 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
     weight_half: list[Node] = []
     elsewhere = standing | {v.name for n in joint.prologue for v in n.results}
     elsewhere |= {v.name for v in (*sources["inputs"], *joint.grads.values())}
-    saved = _saved(joint, backward, elsewhere)
+    residuals = _residuals(joint, backward, elsewhere)
     if joint.halves:
         received = {v.name for v in joint.d_receives if v}
         backward, weight_half = split_backward(backward, joint.input_half | received)
-    kept = _operands(weight_half, elsewhere)
-    returned = {v.name for v in (*joint.d_receives, *kept) if v}
+    weight_residuals = _operands(weight_half, elsewhere)
+    returned = {v.name for v in (*joint.d_receives, *weight_residuals) if v}
     builder = Builder(set(joint.taken))
 
     def early(nodes: list[Node], keep: Collection[str]) -> list[Node]:
@@ -197,7 +197,7 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
         stage=stage,
         setup=joint.setup,
         prologue=tuple(pause_before_waits(joint.prologue)),
-        forward=tuple(reuse(ahead, {*ends, *(v.name for v in saved)})),
+        forward=tuple(reuse(ahead, {*ends, *(v.name for v in residuals)})),
         backward=tuple(add_together(parts[0])),
         weight_half=tuple(add_together(parts[1])) if joint.halves else None,
         epilogue=tuple(add_together(epilogue)),
@@ -205,8 +205,8 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
         d_sends=joint.d_sends,
         d_receives=joint.d_receives,
         loss=joint.loss,
-        saved=saved,
-        kept=kept,
+        residuals=residuals,
+        weight_residuals=weight_residuals,
         grads=joint.grads,
     )
 
@@ -261,7 +261,7 @@ def _boundary(forward: list[Node], standing: set[str]) -> tuple[Value, ...]:
     return tuple(v for name, v in read.items() if name in gathered)
 
 
-def _saved(
+def _residuals(
     joint: Joint, backward: Sequence[Node], elsewhere: Collection[str]
 ) -> tuple[Value, ...]:
     """What the backward needs of the forward.

@@ -103,7 +103,11 @@ class _Emitter:
     def outline(self) -> tuple[list[Sequence[Node]], list[Outlined], dict[str, str]]:
         """The nodes of each microbatch, function by function, see `outline`."""
         s = self.stage
-        results = [*s.sends, *([s.loss] if s.loss else []), *s.saved], s.kept, ()
+        results = (
+            [*s.sends, *([s.loss] if s.loss else []), *s.residuals],
+            s.weight_residuals,
+            (),
+        )
         nodes: list[Sequence[Node]] = [s.forward, s.backward]
         nodes += [s.weight_half] if s.weight_half is not None else []
         if not self.outlined:
@@ -220,7 +224,7 @@ class _Emitter:
         halves = ["backward_input", "backward_weight"]
         names = ["forward", *(["backward"] if len(parts) == 2 else halves)]
         entering = [s.receives, [v for v in s.d_sends if v is not None], ()]
-        handed: list[Sequence[Value]] = [(), s.saved, s.kept, ()]
+        handed: list[Sequence[Value]] = [(), s.residuals, s.weight_residuals, ()]
         texts = []
         for i, (name, part) in enumerate(zip(names, parts, strict=True)):
             function = Function(

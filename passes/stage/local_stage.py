@@ -18,10 +18,11 @@ class LocalStage:
 
     setup, prologue, forward: as in `Stage`. backward: from the cotangents of `sends` to
     those of `receives`. epilogue: once a step, after the backwards; block by block, as
-    gradients are ready. saved: what forward keeps for backward. grads: parameter, or
-    what is gathered for the whole step, -> the buffer that its gradient is added to.
+    gradients are ready. residuals: what forward keeps for backward. grads: parameter,
+    or what is gathered for the whole step, -> the buffer that its gradient is added to.
     weight_half: None, or the part of the backward that can run later than the rest,
-    which is `backward` then; kept: what it needs of the forward and of that.
+    which is `backward` then; weight_residuals: what it needs of the forward and of
+    that.
     """
 
     stage: Stage
@@ -39,9 +40,9 @@ class LocalStage:
     d_sends: tuple[Value | None, ...]
     d_receives: tuple[Value | None, ...]
     loss: Value | None
-    saved: tuple[Value, ...]
+    residuals: tuple[Value, ...]
     weight_half: tuple[Node, ...] | None
-    kept: tuple[Value, ...]
+    weight_residuals: tuple[Value, ...]
     grads: Mapping[str, Value]
 
     @property
@@ -51,14 +52,20 @@ class LocalStage:
             "prologue": self.prologue,
             "forward": self.forward,
             "backward": self.backward,
-            "weight half": self.weight_half or (),
+            "weight_half": self.weight_half or (),
             "epilogue": self.epilogue,
         }
 
     @property
     def graphs(self) -> list[tuple[str, Graph]]:
         """Each part as a graph, see `passes.stage.check_stage`."""
-        ends = (*self.sends, *self.saved, *self.kept, self.loss, *self.d_receives)
+        ends = (
+            *self.sends,
+            *self.residuals,
+            *self.weight_residuals,
+            self.loss,
+            *self.d_receives,
+        )
         return part_graphs(self.parts, self.params, filter(None, ends))
 
     def verify(self) -> LocalStage:
@@ -70,8 +77,8 @@ class LocalStage:
         readable = {
             **dict.fromkeys(("setup", "prologue"), held),
             "forward": (*held, *self.receives),
-            "backward": (*held, *sums, *self.saved),
-            "weight half": (*held, *self.grads.values(), *self.kept),
+            "backward": (*held, *sums, *self.residuals),
+            "weight_half": (*held, *self.grads.values(), *self.weight_residuals),
             "epilogue": (*held, *self.grads.values()),
         }
         check_parts(self.graphs, readable, {v.name for v in sums})
