@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from passes.errors import AutoparError
@@ -97,13 +97,7 @@ class _Reader:
         return {k: self.read(of[1], v, f"'{k}' in {where}") for k, v in data.items()}
 
     def read_dataclass(self, kind: Any, data: Any, where: str) -> Any:
-        if not isinstance(data, dict):
-            return self.refuse(where, data, "an object")
-        hints, known = _hints(kind), {f.name: f for f in fields(kind)}
-        self.check_keys(data, set(known), _needed(kind), where)
-        return kind(
-            **{k: self.read(hints[k], v, f"'{k}' in {where}") for k, v in data.items()}
-        )
+        return kind(**decode_fields(kind, data, where, self.error, self.fix))
 
     def check_keys(
         self, data: Mapping[str, Any], known: set[str], needed: set[str], where: str
@@ -120,23 +114,28 @@ class _Reader:
         raise self.error(f"{where} is {shown(data)}, not {wanted}", fix=self.fix)
 
 
-def check_keys(
+def decode_fields(
     kind: Any,
     data: Any,
     where: str,
     error: type[AutoparError],
     fix: str = AGAIN,
+    written: Mapping[str, Any] = MappingProxyType({}),
     without: frozenset[str] = frozenset(),
-) -> None:
-    """Raises `error` unless data has the fields of a dataclass, and no others.
+) -> dict[str, Any]:
+    """The fields of a dataclass, and no others, by name. Raises `error`.
 
+    written: types of fields that JSON has as other ones, and of what it has beside.
     without: fields that come from elsewhere.
     """
     reader = _Reader(error, fix)
     if not isinstance(data, dict):
         reader.refuse(where, data, "an object")
-    known = {f.name for f in fields(kind)} - without
-    reader.check_keys(data, known, _needed(kind) - without, where)
+    kinds = {**_hints(kind), **written}
+    known, beside = {f.name for f in fields(kind)}, written.keys() - _hints(kind).keys()
+    needed = (_needed(kind) | beside) - without
+    reader.check_keys(data, (known | beside) - without, needed, where)
+    return {k: reader.read(kinds[k], v, f"'{k}' in {where}") for k, v in data.items()}
 
 
 def _fits(kind: Any, data: Any) -> bool:

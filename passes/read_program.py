@@ -7,11 +7,10 @@ import binascii
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
 from math import prod
-from typing import get_type_hints
 
 import torch
 
-from passes.decode import check_keys, decode, parse_json
+from passes.decode import decode_fields, parse_json
 from passes.errors import AutoparError
 from passes.plan import Plan
 from passes.program import FORMAT, ParameterSpec, Program, coords_text
@@ -34,16 +33,8 @@ def read_program(text: str, plan: Plan, modules: Mapping[str, str]) -> Program:
     data = parse_json(text, WHERE, ProgramError, AGAIN)
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
         raise ProgramError(f"{WHERE} is not of format {FORMAT}", fix=AGAIN)
-    check_keys(Program, data, WHERE, ProgramError, AGAIN, ELSEWHERE)
-    kinds = {
-        **get_type_hints(Program),
-        "schedule": tuple[str, ...],
-        "literals": Mapping[str, _Literal],
-    }
-    read = {
-        key: decode(kinds[key], value, f"'{key}' in {WHERE}", ProgramError, AGAIN)
-        for key, value in data.items()
-    }
+    written = {"schedule": tuple[str, ...], "literals": Mapping[str, _Literal]}
+    read = decode_fields(Program, data, WHERE, ProgramError, AGAIN, written, ELSEWHERE)
     read["schedule"] = Schedule.parse("\n".join(read["schedule"]))
     read["literals"] = {k: v.tensor(k) for k, v in read["literals"].items()}
     program = Program(plan=plan, modules=modules, **read)

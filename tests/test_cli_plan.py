@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -20,16 +19,13 @@ from autopar.machine.hardware import cluster_of
 from autopar.models.batches import with_samples
 from autopar.planner.planned import compiled_once, mesh_of, read_decided
 from autopar.planner.planner import find_plans, sketch
-from autopar.plans.plan_record import CHOSEN, STAGE, WHAT, PlanRecord, read_record
+from autopar.plans.plan_record import PlanRecord, read_record
 from autopar.plans.store import load_plan
 from autopar.reports.explain import difference, explanation_data
 from autopar.reports.progress import Bar
 from examples.gpt import tiny
 from passes.errors import AutoparError
 from passes.mesh import Mesh
-from passes.price.candidate import Candidate
-from passes.price.estimate import Estimate
-from passes.price.stage_seconds import StageSeconds
 
 SAMPLES = 8
 
@@ -64,12 +60,6 @@ def test_findings_are_read_as_they_were_written(plan: Path) -> None:
     assert str(record.cluster) == "4xCPU"
 
 
-def test_every_part_of_an_estimate_is_in_the_file() -> None:
-    kinds = {Candidate: CHOSEN, StageSeconds: STAGE, Estimate: WHAT}
-    for kind, known in kinds.items():
-        assert {f.name for f in fields(kind)} == set(known)
-
-
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
@@ -79,7 +69,10 @@ def test_every_part_of_an_estimate_is_in_the_file() -> None:
         (lambda d: d.update(samples="8"), "'samples' in"),
         (lambda d: d.update(best=[]), "holds no estimate"),
         (lambda d: d["best"][0].pop("parts"), "best[0]"),
-        (lambda d: d["best"][0]["parts"].update(idle=None), "'idle' in best[0]"),
+        (
+            lambda d: d["best"][0]["parts"].update(idle=None),
+            "'idle' in 'parts' in best[0]",
+        ),
         (lambda d: d["best"][1]["candidate"].update(zero=True), "'zero' in"),
         (lambda d: d["best"][0]["candidate"].update(mesh="xx=2"), "axis 'xx'"),
         (lambda d: d["best"][0]["stages"][0].pop("send"), "no 'send'"),

@@ -33,6 +33,7 @@ from autopar.runtime.parameters import gradient_norm, shards
 from examples.gpt import Config, build
 from passes.capture.trace import trace
 from passes.cost import Costs
+from passes.decode import decode
 from passes.errors import AutoparError
 from passes.graph import Node
 from passes.mesh import Mesh
@@ -445,7 +446,8 @@ def test_weights_after_an_update_and_a_checkpoint_are_proved(tied) -> None:
         if set(spec.stages) & set(program.stages_of(rank))
     ]
     assert proof.restored == sum(held) + 4  # and the one that is left
-    assert Proof.from_data(json.loads(json.dumps(proof.to_data()))) == proof
+    data = json.loads(json.dumps(proof.to_data()))
+    assert decode(Proof, data, "the proof", AutoparError) == proof
 
 
 def update_a_wrong_share(patch: pytest.MonkeyPatch) -> str:

@@ -130,7 +130,7 @@ def test_a_manifest_reaches_no_other_file(plan: Path) -> None:
         ("format", 99, "is of format 99"),
         ("autopar", "0.0.1", "was compiled by autopar 0.0.1"),
         ("files", {}, "does not list plan.json"),
-        ("seed", "7", "no valid 'seed'"),
+        ("seed", "7", "'seed' in manifest.json"),
     ],
 )
 def test_other_manifests_are_refused(

@@ -17,7 +17,7 @@ import torch
 from autopar.machine.cluster_file import cluster_data, cluster_from
 from autopar.read_file import read_text
 from autopar.version import VERSION
-from passes.decode import decode, parse_json
+from passes.decode import decode_fields, parse_json
 from passes.errors import AutoparError
 from passes.mesh import Mesh
 from passes.plan import AUTO, CONTEXT_PARALLEL, RECOMPUTE
@@ -25,8 +25,7 @@ from passes.price.candidate import Candidate
 from passes.price.cluster import Cluster
 from passes.price.estimate import Estimate
 from passes.price.stage_seconds import StageSeconds
-from passes.ranges import check_range
-from passes.schedule.footprint import Footprint
+from passes.ranges import check_range, shown
 from passes.schedule.make_schedule import SCHEDULES
 
 FORMAT = 1
@@ -80,18 +79,18 @@ class PlanRecord:
         data = parse_json(text, where, EstimateError, AGAIN)
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise EstimateError(f"{where} is not of format {FORMAT}", fix=AGAIN)
-        kept = {k: v for k, v in data.items() if k not in ("format", *VERSIONS)}
-        _check(where, kept, FINDINGS)
-        measured = kept.pop("profile")
-        cluster = replace(cluster_from(kept["cluster"]), profile=measured)
-        for name in ("samples", "seed", *(["seq"] if kept["seq"] is not None else [])):
-            check_range(name, kept[name], EstimateError)
+        data = {k: v for k, v in data.items() if k not in ("format", *VERSIONS)}
+        read = decode_fields(cls, data, where, EstimateError, AGAIN, WRITTEN)
+        measured = read.pop("profile")
+        cluster = replace(cluster_from(read["cluster"]), profile=measured)
+        for name in ("samples", "seed", *(["seq"] if read["seq"] is not None else [])):
+            check_range(name, read[name], EstimateError)
         best = tuple(
-            _estimate(f"best[{i}] of {where}", e) for i, e in enumerate(kept["best"])
+            _estimate(f"best[{i}] of {where}", e) for i, e in enumerate(read["best"])
         )
         if not best:
             raise EstimateError(f"{where} holds no estimate", fix="plan again")
-        return cls(**{**kept, "cluster": cluster, "best": best})
+        return cls(**{**read, "cluster": cluster, "best": best})
 
 
 def read_record(folder: Path) -> PlanRecord:
@@ -112,55 +111,13 @@ def read_record(folder: Path) -> PlanRecord:
 
 # --- estimates as data ---------------------------------------------------------------
 
-Kinds = Mapping[str, tuple[type, ...]]
-
 VERSIONS = ("autopar", "torch")
-NUMBER: tuple[type, ...] = (int, float)
 MOST = 1e30  # of a number: sums of more have no end
-FINDINGS: Kinds = {
-    "plan": (str,),
-    "model": (str,),
-    "seed": (int,),
-    "seq": (int, type(None)),
-    "samples": (int,),
-    "runs": (int,),
-    "parameters": (int,),
-    "cluster": (dict,),
-    "profile": (str,),
-    "best": (list,),
-    "tried": (int,),
-    "options": (dict,),
-}
-STAGE: Kinds = {
-    **dict.fromkeys(("forward", "backward", "weight", "send"), NUMBER),
-    "waits": (list,),
-    "footprint": (dict,),
-}
-FOOTPRINT: Kinds = {f.name: (int,) for f in fields(Footprint)}
-WHAT: Kinds = {
-    "candidate": (dict,),
-    "seconds": NUMBER,
-    "memory": (list,),
-    "parts": (dict,),
-    "bubble": NUMBER,
-    "flops": NUMBER,
-    "stages": (list,),
-    "once": (list,),
-    "sources": (dict,),
-}
-CHOSEN: Kinds = {
-    "mesh": (str,),
-    "samples": (int,),
-    "microbatches": (int,),
-    "schedule": (str,),
-    "stages_per_rank": (int,),
-    "zero": (int,),
-    "recompute": (str,),
-    "layers": (list,),
-    "context_parallel": (str,),
-    "labelled": (bool,),
-    "order": (list,),
-}
+# What JSON has otherwise than the dataclasses do, or beside them.
+WRITTEN = {"cluster": dict[str, Any], "profile": str, "best": tuple[Any, ...]}
+STAGE = {"waits": tuple[tuple[str | float, ...], ...]}
+CHOSEN = {"mesh": str}
+ESTIMATED = {"candidate": dict[str, Any], "stages": tuple[Any, ...]}
 
 
 def estimate_data(e: Estimate) -> dict[str, Any]:
@@ -183,34 +140,22 @@ def estimate_data(e: Estimate) -> dict[str, Any]:
 
 
 def _estimate(where: str, data: Any) -> Estimate:
-    _check(where, data, WHAT)
-    chosen = data["candidate"]
-    _check(f"the candidate in {where}", chosen, CHOSEN)
-    axes = [list(axis) for axis in Mesh.parse(chosen["mesh"]).axes]
-    chosen = {**chosen, "mesh": {"axes": axes}}
-    candidate = decode(Candidate, chosen, f"the candidate in {where}", EstimateError)
+    _check_ends(where, data)
+    read = decode_fields(Estimate, data, where, EstimateError, AGAIN, ESTIMATED)
+    place, chosen = f"the candidate in {where}", read["candidate"]
+    decided = decode_fields(Candidate, chosen, place, EstimateError, AGAIN, CHOSEN)
+    candidate = Candidate(**{**decided, "mesh": Mesh.parse(decided["mesh"])})
     _check_candidate(where, candidate)
+    stages = tuple(_stage(f"a stage in {where}", stage) for stage in read["stages"])
+    e = Estimate(**{**read, "candidate": candidate, "stages": stages})
     ranks = candidate.mesh.axis_size("pp")
     counts = {"memory": ranks, "once": ranks, "stages": len(candidate.layers)}
     for key, count in counts.items():
-        if len(data[key]) != count:
+        if len(getattr(e, key)) != count:
             raise EstimateError(f"'{key}' in {where} is not of {count}", fix=AGAIN)
-    if data["seconds"] <= 0 or not all(data["memory"]):
+    if e.seconds <= 0 or not all(e.memory):
         raise EstimateError(f"{where} takes no time, or no memory", fix=AGAIN)
-    _amounts(where, data["parts"])
-    for terms in (*data["memory"], *data["once"], *data["sources"].values()):
-        _amounts(where, terms)
-    return Estimate(
-        candidate=candidate,
-        seconds=data["seconds"],
-        memory=tuple(data["memory"]),
-        parts=data["parts"],
-        bubble=data["bubble"],
-        flops=data["flops"],
-        stages=tuple(_stage(f"a stage in {where}", s) for s in data["stages"]),
-        once=tuple(data["once"]),
-        sources=data["sources"],
-    )
+    return e
 
 
 def _check_candidate(where: str, candidate: Candidate) -> None:
@@ -237,36 +182,20 @@ def _check_candidate(where: str, candidate: Candidate) -> None:
 
 
 def _stage(where: str, data: Any) -> StageSeconds:
-    _check(where, data, STAGE)
+    read = decode_fields(StageSeconds, data, where, EstimateError, AGAIN, STAGE)
     waits = {}
-    for row in data["waits"]:
-        if not isinstance(row, list) or len(row) < 3:
-            raise EstimateError(f"{where} has a wait {row!r}", fix="plan again")
-        *key, seconds = row
-        waits[tuple(key)] = seconds
-    _amounts(where, {"/".join(map(str, key)): s for key, s in waits.items()})
-    sizes = data["footprint"]
-    _check(f"the footprint of {where}", sizes, FOOTPRINT)
-    return StageSeconds(**{**data, "waits": waits, "footprint": Footprint(**sizes)})
+    for row in read["waits"]:
+        words = tuple(word for word in row if isinstance(word, str))
+        if len(words) < 2 or words != row[:-1]:
+            raise EstimateError(f"{where} has a wait {list(row)!r}", fix=AGAIN)
+        waits[words] = row[-1]
+    return StageSeconds(**{**read, "waits": waits})
 
 
-def _amounts(where: str, data: Any) -> None:
-    """Names and numbers."""
-    if not isinstance(data, dict):
-        raise EstimateError(f"{where} has {data!r}, not amounts", fix="plan again")
-    _check(where, data, dict.fromkeys(data, NUMBER))
-
-
-def _check(where: str, data: Any, kinds: Kinds) -> None:
-    """All of the keys and no other, each of its kind. True is no number."""
-    if not isinstance(data, dict):
-        raise EstimateError(f"{where} is {data!r}, not an object", fix="plan again")
-    for key in kinds:
-        if key not in data:
-            raise EstimateError(f"{where} has no '{key}'", fix="plan again")
-    for key, value in data.items():
-        if key not in kinds:
-            raise EstimateError(f"unknown key '{key}' in {where}", fix="plan again")
-        endless = kinds[key] is NUMBER and type(value) in NUMBER and abs(value) > MOST
-        if type(value) not in kinds[key] or endless:
-            raise EstimateError(f"'{key}' in {where} is {value!r}", fix="plan again")
+def _check_ends(where: str, data: Any) -> None:
+    """Raises EstimateError for a number that is too large to add others to it."""
+    if isinstance(data, dict | list):
+        for value in data.values() if isinstance(data, dict) else data:
+            _check_ends(where, value)
+    elif isinstance(data, int | float) and abs(data) > MOST:
+        raise EstimateError(f"{where} has {shown(data)}", fix=AGAIN)

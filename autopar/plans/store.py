@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch
 from autopar.plans.plan_record import ESTIMATE, PlanRecord
 from autopar.read_file import read_text
 from autopar.version import VERSION
-from passes.decode import parse_json
+from passes.decode import decode, parse_json
 from passes.errors import AutoparError
 from passes.plan import Plan
 from passes.program import Program
@@ -46,6 +46,20 @@ MODULE = re.compile(r"modules/([0-9a-f]+)\.py")
 class PlanDirectoryError(AutoparError):
     """A plan directory that is not one, is damaged, was altered, or is of another
     version."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """manifest.json: of which versions and model a plan is, its proof, and the checksum
+    of each file."""
+
+    format: int
+    autopar: str
+    torch: str
+    model: str
+    seed: int
+    proof: Proof | None
+    files: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -84,16 +98,16 @@ def save_plan(
         # Compiling adds the cuts to the plan, and may write it another way.
         record = replace(record, plan=checksum(files[PLAN]))
         files[ESTIMATE] = record.to_json()
-    manifest = {
-        "format": FORMAT,
-        "autopar": VERSION,
-        "torch": torch.__version__,
-        "model": model_spec,
-        "seed": seed,
-        "proof": program.proof.to_data() if program.proof else None,
-        "files": {name: checksum(text) for name, text in sorted(files.items())},
-    }
-    files[MANIFEST] = json.dumps(manifest, indent=2) + "\n"
+    manifest = Manifest(
+        FORMAT,
+        VERSION,
+        torch.__version__,
+        model_spec,
+        seed,
+        program.proof,
+        {name: checksum(text) for name, text in sorted(files.items())},
+    )
+    files[MANIFEST] = json.dumps(asdict(manifest), indent=2) + "\n"
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f".{target.name}.new-{os.getpid()}")
     try:
@@ -109,11 +123,10 @@ def save_plan(
 def load_plan(directory: str | Path) -> StoredPlan:
     """Read a plan directory. Raises PlanDirectoryError; nothing of it has run then."""
     folder = Path(directory)
-    manifest = _read_manifest(folder)
-    _check_versions(folder, manifest)
+    manifest = _decode_manifest(folder, _read_manifest(folder))
     texts = {
         name: _read_checked(folder, name, wanted)
-        for name, wanted in manifest["files"].items()
+        for name, wanted in manifest.files.items()
     }
     modules = {
         match[1]: text
@@ -121,17 +134,17 @@ def load_plan(directory: str | Path) -> StoredPlan:
         if (match := MODULE.fullmatch(name))
     }
     program = read_program(texts[PROGRAM], Plan.from_json(texts[PLAN]), modules)
-    program = replace(program, proof=_read_proof(folder, manifest))
+    program = replace(program, proof=manifest.proof)
     for stage in program.stages:
         for key in stage.modules.values():
             if key not in modules:
                 raise _damaged(folder, f"modules/{key}.py is missing")
     return StoredPlan(
         program,
-        manifest["model"],
-        manifest["seed"],
+        manifest.model,
+        manifest.seed,
         folder,
-        tuple(_torch_warning(folder, manifest["torch"])),
+        tuple(_torch_warning(folder, manifest.torch)),
     )
 
 
@@ -205,7 +218,7 @@ def _read_manifest(folder: Path) -> Mapping[str, Any]:
     return manifest
 
 
-def _check_versions(folder: Path, manifest: Mapping[str, Any]) -> None:
+def _decode_manifest(folder: Path, manifest: Mapping[str, Any]) -> Manifest:
     """Raises for another format or version, then for what this format must have."""
     again = f"compile it again: autopar compile {manifest.get('model', 'MODEL')} "
     again += f"--plan {folder / PLAN} -o {folder}"
@@ -221,24 +234,15 @@ def _check_versions(folder: Path, manifest: Mapping[str, Any]) -> None:
             f"but this is {VERSION}",
             fix=again,
         )
-    types = {"torch": str, "model": str, "seed": int, "files": dict}
-    for key, kind in types.items():
-        if not isinstance(manifest.get(key), kind):
-            raise _damaged(folder, f"{MANIFEST} has no valid '{key}'")
+    where = f"{MANIFEST} of the damaged plan '{folder}'"
+    found: Manifest = decode(Manifest, manifest, where, PlanDirectoryError, AGAIN)
     for name in (PLAN, PROGRAM):
-        if name not in manifest["files"]:
+        if name not in found.files:
             raise _damaged(folder, f"{MANIFEST} does not list {name}")
-    for name in manifest["files"]:
+    for name in found.files:
         if name not in LISTED and not MODULE.fullmatch(name):
             raise _damaged(folder, f"{MANIFEST} lists '{name}', which no plan has")
-
-
-def _read_proof(folder: Path, manifest: Mapping[str, Any]) -> Proof | None:
-    data = manifest.get("proof")
-    try:
-        return None if data is None else Proof.from_data(data)
-    except (TypeError, ValueError, AttributeError):
-        raise _damaged(folder, f"{MANIFEST} has no valid 'proof'") from None
+    return found
 
 
 def _read_checked(folder: Path, name: str, wanted: str) -> str:

@@ -63,13 +63,6 @@ class Proof:
     def to_data(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Proof:
-        """Reads `to_data`. Raises TypeError, ValueError for other values."""
-        layers = tuple(data.get("layers", (0, 0)))
-        cut_short = tuple(CutShort(**one) for one in data.get("cut_short", ()))
-        return cls(**{**data, "layers": layers, "cut_short": cut_short})
-
     def __str__(self) -> str:
         what = (
             f"{self.compared} values of 2 steps and an update, worst '{self.worst}' "
