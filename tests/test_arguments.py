@@ -7,7 +7,9 @@ themselves on one device. Which arguments that covers is read off the captured m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,6 +76,18 @@ def test_an_argument_that_nobody_heeds_is_refused() -> None:
                 assert info.value.source == "gpt.py:7"
                 refused.add(f"{name}.{argument.name}")
     assert {"embedding.sparse", "gather.sparse_grad", "view.dtype"} <= refused
+
+
+def test_names_of_arguments_are_those_of_some_op() -> None:
+    """`node.arg` gives None where an overload has no argument of a name."""
+    known = {name for op in OPS.values() for name in op.heeds.split()}
+    asked = {
+        name
+        for path in (Path(__file__).parents[1] / "passes").rglob("*.py")
+        for name in re.findall(r"\.arg\(\"(\w+)\"\)", path.read_text())
+    }
+    assert len(asked) > 20
+    assert asked - known == set()
 
 
 def test_losses_heed_what_they_are_given() -> None:

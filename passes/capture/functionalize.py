@@ -23,8 +23,6 @@ OUTSIDE = (
     "compute it anew in each forward; freeze running statistics by .eval(); leave out "
     "what only counts by `if not torch.compiler.is_exporting():` before it"
 )
-# Ops that have a dropout of their own, between layers.
-RECURRENT = {"aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu"}
 # Ops that return their operand itself where they are off.
 DROPOUTS = {"aten.alpha_dropout", "aten.dropout", "aten.feature_dropout"}
 
@@ -85,8 +83,7 @@ def _refuse_chance(node: Node) -> None:
         name.endswith("dropout") and node.arg("train") is False
     ):
         return
-    if name in RECURRENT:
-        p = node.arg("dropout")
+    if (p := node.arg("dropout")) is not None:  # between the layers of a recurrent op
         if not (node.arg("train") and p):
             return
         raise CaptureError(

@@ -6,7 +6,7 @@ import torch
 
 from passes.graph import Node, resolve
 from passes.ops.notation import Equation, parse
-from passes.ops.op import OPS, op_of
+from passes.ops.op import op_of
 
 
 def equation(node: Node) -> Equation | None:
@@ -28,8 +28,3 @@ def is_pointwise(node: Node) -> bool:
     if rule is not None or not node.op.startswith("aten."):
         return rule == "pointwise"
     return torch.Tag.pointwise in resolve(node.op).tags
-
-
-def named(what: str) -> frozenset[str]:
-    """Names of the ops whose declarations say so of themselves: `is_product`."""
-    return frozenset(name for name, op in OPS.items() if getattr(op, what))
