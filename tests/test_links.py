@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,7 +12,7 @@ import pytest
 
 from autopar.machine.hardware import RING_STEP, cluster_of
 from passes.mesh import Mesh
-from passes.price.cluster import ClusterError, Level, Link, Near
+from passes.price.cluster import ClusterError, Level, Link, Near, nodes
 
 FAR, CLOSE = 1e-4, 1e-6
 BYTES = 1e9
@@ -64,6 +67,48 @@ def test_a_group_knows_how_many_of_it_share_a_node() -> None:
     assert near is not None
     assert near.ranks == 4
     assert cluster.link(mesh, ("tp",)).near is None
+
+
+def counted(mesh: Mesh, axes: tuple[str, ...], devices: int) -> tuple[int, int] | None:
+    """The same by looking at every rank."""
+    groups = {mesh.group(rank, axes) for rank in range(mesh.size)}
+    found = [Counter(rank // devices for rank in group) for group in groups]
+    many = max(map(len, found))
+    return (many, min(min(c.values()) for c in found)) if many > 1 else None
+
+
+def test_nodes_of_a_group_are_those_of_its_ranks() -> None:
+    """On any mesh: groups of six straddle nodes of eight."""
+    chance = random.Random(0)
+    straddle = 0
+    for _ in range(400):
+        axes = chance.sample(["pp", "dp", "cp", "tp"], chance.randint(1, 4))
+        mesh = Mesh(tuple((a, chance.choice([1, 2, 3, 4, 5, 6, 8])) for a in axes))
+        group = tuple(chance.sample(axes, chance.randint(1, len(axes))))
+        devices = chance.choice([4, 6, 8])
+        expected = counted(mesh, group, devices)
+        assert nodes(mesh, group, devices) == expected, (mesh, group, devices)
+        size = math.prod(mesh.axis_size(a) for a in group)
+        straddle += expected is not None and size <= devices
+    assert straddle > 50
+
+
+def test_a_group_that_straddles_nodes_talks_over_the_network() -> None:
+    cluster = cluster_of("768xA100-80GB")
+    straddles = cluster.link(Mesh.parse("dp=128,tp=6"), ("tp",))
+    within = cluster.link(Mesh.parse("dp=96,tp=8"), ("tp",))
+    assert straddles.near is not None and within.near is None
+    assert straddles.near.ranks == 2 and straddles.near.nodes == 2
+    assert straddles.seconds("all_gather", 1e9) > 3 * within.seconds("all_gather", 1e9)
+
+
+def test_a_message_leaves_a_node_by_the_link_of_its_sender() -> None:
+    """However many ranks of the pipeline are in the node beside it."""
+    cluster = cluster_of("32xA100-80GB")
+    inner = cluster.link(Mesh.parse("dp=2,pp=16"), ("pp",))
+    outer = cluster.link(Mesh.parse("pp=4,dp=8"), ("pp",))
+    assert inner.near is not None and inner.near.ranks == 8
+    assert inner.seconds("send", 1e9) == outer.seconds("send", 1e9)
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])

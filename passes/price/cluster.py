@@ -8,6 +8,7 @@ nodes moves its bytes through each node's share of the network.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -171,17 +172,9 @@ class Cluster:
             if name in axes:
                 break
             stride *= extent
-        outermost = next((a for a, _ in mesh.axes if a in axes), None)
-        span, inside = 1, False
-        for name, extent in mesh.axes:
-            inside = inside or name == outermost
-            span *= extent if inside else 1
-        return self._link(size, stride, max(span, 1))
-
-    def _link(self, size: int, stride: int, span: int) -> Link:
-        """size ranks, `stride` apart, the first and the last within `span` devices."""
-        here = next((i for i, x in enumerate(self.levels) if x.devices >= span), None)
-        if here is None:
+        crossed = [i for i, x in enumerate(self.levels) if nodes(mesh, axes, x.devices)]
+        here = crossed[-1] + 1 if crossed else 0
+        if here == len(self.levels):
             return Link(size, math.inf, 0.0, None, stride, self.messages)
         level = self.levels[here]
         speed = level.bytes_per_second * level.efficiency
@@ -189,22 +182,59 @@ class Cluster:
             return Link(size, speed, level.latency, None, stride, self.messages)
         # Ranks of the group in one node share what that node's devices can send.
         inner = self.levels[here - 1]
+        many = nodes(mesh, axes, inner.devices)
+        assert many is not None, "the group crosses this level"
         near = Near(
-            max(1, min(size, inner.devices // stride)),
+            many[1],
             inner.bytes_per_second * inner.efficiency,
             inner.latency,
+            many[0],
         )
         return Link(size, speed, level.latency, near, stride, self.messages, level.step)
 
 
+def nodes(mesh: Mesh, axes: tuple[str, ...], devices: int) -> tuple[int, int] | None:
+    """Over how many nodes of so many devices each group of ranks along some axes goes,
+    and how many of its ranks are in each; None if none leaves its node.
+
+    Ranks are on devices in turn. Where groups lie unevenly, as those of six ranks on
+    nodes of eight, it is what the worst of them has: the most nodes, the fewest ranks.
+    """
+    own: list[tuple[int, int]] = []  # stride and extent of each axis
+    others: list[tuple[int, int]] = []
+    inside = 1
+    for name, extent in reversed(mesh.axes):
+        (own if name in axes else others).append((inside, extent))
+        inside *= extent
+    size = math.prod(extent for _, extent in own)
+    if all(s % devices == 0 or devices % s == 0 for s, _ in (*own, *others)):
+        # Groups lie alike: of each axis, what fits into a node is in one.
+        each = math.prod(min(n, max(1, devices // s)) for s, n in own)
+        even = all(n % min(n, max(1, devices // s)) == 0 for s, n in own)
+        if even:
+            return (size // each, each) if each < size else None
+    places = [0]
+    for stride, extent in own:
+        places = [at + stride * i for i in range(extent) for at in places]
+    starts = {0}
+    for stride, extent in others:
+        starts = {(at + stride * i) % devices for i in range(extent) for at in starts}
+    many, fewest = 1, size
+    for start in starts:
+        ranks = Counter((start + at) // devices for at in places)
+        many, fewest = max(many, len(ranks)), min(fewest, *ranks.values())
+    return (many, fewest) if many > 1 else None
+
+
 @dataclass(frozen=True)
 class Near:
-    """How many ranks of a group that spans nodes are in one of them, and what these
-    talk over, see `Link`."""
+    """How many ranks of a group that spans nodes are in one of them, at least, and what
+    these talk over, see `Link`. nodes: how many these are, 0 if they are full."""
 
     ranks: int
     bytes_per_second: float
     latency: float
+    nodes: int = 0
 
 
 @dataclass(frozen=True)
@@ -244,7 +274,7 @@ class Link:
         an all-reduce is small (Sanders, Speck, Traff 2009), as NCCL chooses."""
         n = self.ranks
         near = self.near or Near(n, self.bytes_per_second, self.latency)
-        nodes = math.ceil(n / near.ranks)
+        nodes = near.nodes or math.ceil(n / near.ranks)
         moved = whole * (n - 1) / n
         # A ring enters each node once; what crosses is shared by all devices in it. All
         # ranks' pieces go over each link, one after another: n - 1 messages.
@@ -267,7 +297,8 @@ class Link:
             slowest = max(far / self.bytes_per_second, close / near.bytes_per_second)
             return far * self.latency + close * near.latency + whole / n * slowest
         assert kind == "send", f"a link prices no {kind}"
-        return self.latency + whole / shared
+        # By the device's own link: the ranks beside it send to others in the node.
+        return self.latency + whole / self.bytes_per_second
 
     def without_latency(self) -> Link:
         near = replace(self.near, latency=0.0) if self.near else None
