@@ -72,7 +72,7 @@ class Plan:
     split: mesh axis (or `time`) -> dims that it splits, in order of preference.
     hints: parameter pattern -> `dim/axis`.
     labels: mesh axis -> op -> the dim of it that the axis splits, see
-    `passes.shard.labels`.
+    `passes.shard.plan_shardings`.
     cuts: for each pipeline boundary the value that crosses it, or the layer that begins
     there (`transformer.h.6`); empty: balanced by cost.
     recompute: "none", "selective" or "full", see `passes.stage.recompute`; "auto": of

@@ -16,7 +16,7 @@ from passes.cost import Costs
 from passes.plan import Plan
 from passes.price.cluster import Link
 from passes.price.price import PARTS, STEP, Account, price
-from passes.search.label_costs import LabelCosts
+from passes.search.op_sharding_costs import OpShardingCosts
 from passes.search.value_costs import COMMUNICATION, COMPUTE, Setting
 from passes.shard.insert_collectives import insert_collectives
 from passes.shard.propagate import Sharded, propagate
@@ -40,19 +40,21 @@ def setting_of(named, plan: Plan, axis: str = "tp") -> Setting:
     return Setting(propagate(named, plan), axis, CLUSTER.device, link)
 
 
-def choices_of(costs: LabelCosts, sharded: Sharded, axis: str) -> dict[int, int]:
+def choices_of(costs: OpShardingCosts, sharded: Sharded, axis: str) -> dict[int, int]:
     """The choices that a propagation stands for."""
     found = {}
     for i, node in enumerate(costs.nodes):
-        label = sharded.labels[i][axis]
+        label = sharded.op_shardings[i][axis]
         varies = axis in sharded.states[node.results[0].name].varying
         for spot, choice in enumerate(costs.choices[i]):
-            if choice.label == label and choice.varying == (varies and label is None):
+            if choice.op_sharding == label and choice.varying == (
+                varies and label is None
+            ):
                 found[i] = spot
     return found
 
 
-def communication_of(costs: LabelCosts, choices: Mapping[int, int]) -> float:
+def communication_of(costs: OpShardingCosts, choices: Mapping[int, int]) -> float:
     """Seconds of collectives, as the tables have them."""
     total = 0.0
     for amounts in costs.tables:

@@ -1,8 +1,9 @@
 """Labels for the best plans that a search found: where they gain, the plan has them.
 
 A search prices an axis as its template splits (Megatron's, for tp). For the best plans
-the labels of all ops are then decided exactly (`passes.search.label_axes`), priced by
-the graph that they make, and kept if the step is faster on paper.
+the shardings of all ops are then decided exactly, by
+`passes.search.choose_op_shardings`, priced by the graph that they make, and kept if the
+step is faster on paper.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from passes.price.candidate import Candidate
 from passes.price.cluster import Cluster
 from passes.price.estimate import Estimate, estimate
 from passes.price.price_layers import cut_layers, price_cut
-from passes.search.label_axes import Labelled, LabelsDoNotFit
+from passes.search.choose_op_shardings import ChosenShardings, ShardingsDoNotFit
 from passes.search.search import Found, layer_mesh, simplest_first, stages_of
 from passes.shard.query_groups import PAIR
 
@@ -73,7 +74,7 @@ def _labelled(
     for _ in range(TRIES):
         try:
             found = label_plan(whole, plan, cluster, memory)
-        except LabelsDoNotFit:
+        except ShardingsDoNotFit:
             return None
         labelled = _priced(e.candidate, found, whole, cluster)
         if labelled.peak <= limit:
@@ -85,7 +86,7 @@ def _labelled(
 
 
 def _priced(
-    candidate: Candidate, labelled: Labelled, whole: Sketch, cluster: Cluster
+    candidate: Candidate, labelled: ChosenShardings, whole: Sketch, cluster: Cluster
 ) -> Estimate:
     """By the graph that the labels make, as `autopar.planner.planner.make_prices`
     does."""

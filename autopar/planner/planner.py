@@ -28,7 +28,7 @@ from passes.price.candidate import Candidate
 from passes.price.cluster import Cluster
 from passes.price.price_layers import Cut, LayerPrices, Prices, cut_layers, price_cut
 from passes.search.candidates import Space
-from passes.search.label_axes import Labelled, Runs, label_axes
+from passes.search.choose_op_shardings import ChosenShardings, Runs, choose_op_shardings
 from passes.search.search import Found, Watch, search
 from passes.shard.query_groups import divides_groups, find_groups, split_groups
 from passes.stage.recompute import squares
@@ -232,14 +232,14 @@ def plan_of(candidate: Candidate, of: Sketch) -> Plan:
 
 def label_plan(
     of: Sketch, plan: Plan, cluster: Cluster, memory: float | None = None
-) -> Labelled:
+) -> ChosenShardings:
     """Decide for each op what the axes of a plan split of it.
 
     of: captured with the whole batch of a step. memory: bytes that a rank may use for
     parameters and what is kept for the backward; None: the plan's, else a device's.
-    Raises: LabelsDoNotFit, PlanError.
+    Raises: ShardingsDoNotFit, PlanError.
     """
     found = of.layers
     runs = Runs(found.path, found.period, found.repeats) if found else None
     named = of.shared if plan.zero else of.named
-    return label_axes(named, split_groups(named, plan), cluster, runs, memory)
+    return choose_op_shardings(named, split_groups(named, plan), cluster, runs, memory)

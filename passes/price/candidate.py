@@ -17,9 +17,10 @@ class Candidate:
 
     layers: runs of layers in each of the pipeline's stages, in order. samples: in a
     microbatch of one data parallel rank. context_parallel: how attention works on an
-    axis cp, see `passes.plan.CONTEXT_PARALLEL`. labelled: whether its ops have labels
-    of their own, see `passes.search.label_axes`. order: of schedule "auto", what each
-    pipeline rank does in turn, see `passes.schedule.order`; none until it is made.
+    axis cp, see `passes.plan.CONTEXT_PARALLEL`. labelled: whether its ops have
+    shardings of their own, see `passes.search.choose_op_shardings`. order: of schedule
+    "auto", what each pipeline rank does in turn, see `passes.schedule.order`; none
+    until it is made.
     """
 
     mesh: Mesh

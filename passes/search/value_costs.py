@@ -27,9 +27,9 @@ NEVER: Amount = (math.inf, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Setting:
-    """Where labels are to be chosen: the labels of all axes so far, of which those of
-    `axis` count for nothing, its link, and the device. saved: values that the forward
-    keeps for the backward. in_flight: microbatches between the two."""
+    """Where shardings of ops are to be chosen: those on all axes so far, of which those
+    on `axis` count for nothing, its link, and the device. residuals: values that the
+    forward keeps for the backward. in_flight: microbatches between the two."""
 
     sharded: Sharded
     axis: str

@@ -19,7 +19,7 @@ from passes.dims.name_dims import Dim, Dims, Factor
 from passes.dims.origins import find_origins
 from passes.graph import Node, Part, Value
 from passes.ops.arguments import arguments
-from passes.shard.allowed import Label
+from passes.shard.op_sharding import OpSharding
 from passes.shard.parameter_sharding import (
     common_place,
     parameter_sharding,
@@ -132,23 +132,27 @@ class _Cutter:
             self.gone.update(node.results[0].name for node in cut.splits)
         sharded, named = self.sharded, self.sharded.named
         nodes: list[Node] = []
-        labels: list[Mapping[str, Label]] = []
+        op_shardings: list[Mapping[str, OpSharding]] = []
         needs: list[tuple[Sharding, ...]] = []
         factors: list[tuple[Factor, ...]] = []
         rows = zip(
-            named.graph.nodes, sharded.labels, sharded.needs, named.factors, strict=True
+            named.graph.nodes,
+            sharded.op_shardings,
+            sharded.needs,
+            named.factors,
+            strict=True,
         )
-        for node, label, need, factor in rows:
+        for node, op_sharding, need, factor in rows:
             name = node.results[0].name
             for cast, lies in self.casts.get(name, ()):
                 nodes.append(cast)
-                labels.append(label)
+                op_shardings.append(op_sharding)
                 needs.append(lies)
                 factors.append(())
             if name not in self.gone and name not in self.casts:
                 change = node.substitute(lambda v: self.replaced.get(v.name, v))
                 nodes.append(change)
-                labels.append(label)
+                op_shardings.append(op_sharding)
                 needs.append(need)
                 factors.append(factor)
         params = [
@@ -170,7 +174,7 @@ class _Cutter:
         return replace(
             sharded,
             named=named.verify(),
-            labels=tuple(labels),
+            op_shardings=tuple(op_shardings),
             needs=tuple(needs),
             states=self.states,
         )

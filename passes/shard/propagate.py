@@ -1,8 +1,8 @@
 """propagate: from the plan's few decisions to a sharding for every value.
 
 For each op and each axis one thing is decided: which of the dims that flow through the
-op the axis splits, if any (its *label*). The op's rule then says how its operands must
-lie and how its results do.
+op the axis splits, if any (its *op sharding*). The op's rule then says how its operands
+must lie and how its results do.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from passes.graph import Graph, InvalidGraph, Node, Value
 from passes.mesh import TIME
 from passes.ops.linearity import is_jointly_linear
 from passes.plan import Plan
-from passes.shard.allowed import PASS, Allowed, Label, made_state, needed_state
 from passes.shard.check_states import check_sharding, check_shardings
 from passes.shard.hints import Pins, read_hints
-from passes.shard.labels import given_factor, read_labels
+from passes.shard.op_sharding import PASS, Allowed, OpSharding, made_state, needed_state
 from passes.shard.parameter_sharding import find_casts, parameter_sharding, varying_axes
+from passes.shard.plan_shardings import planned_factor, read_plan_shardings
 from passes.shard.preference import RING, ROUTED, WEIGHTS, Preference
 from passes.shard.ring import check_rings, ring_factor
 from passes.shard.routed import WEIGHT, route_of, routed_factor
@@ -32,7 +32,7 @@ from passes.shard.sharding import Route, Sharding
 class Sharded:
     """Every value has a sharding that the rule of its op allows.
 
-    labels: for each node, axis -> the factor it splits, PASS, or None for not split.
+    op_shardings: for each node, axis -> the factor it splits, PASS, or None: not split.
     states: value name -> how it is made. needs: for each node, how each operand must
     lie. ahead: names of values of the batch alone that are needed whole; every rank
     computes them itself, before the loop over microbatches.
@@ -40,7 +40,7 @@ class Sharded:
 
     named: Named
     plan: Plan
-    labels: tuple[Mapping[str, Label], ...]
+    op_shardings: tuple[Mapping[str, OpSharding], ...]
     states: Mapping[str, Sharding]
     needs: tuple[tuple[Sharding, ...], ...]
     ahead: frozenset[str]
@@ -57,12 +57,12 @@ class Sharded:
         self.graph.verify()
         self.named.verify()
         check_shardings(self.graph, self.named.dims, self.states, self.plan)
-        rows = zip(self.graph.nodes, self.needs, self.labels, strict=True)
-        for node, needs, labels in rows:
+        rows = zip(self.graph.nodes, self.needs, self.op_shardings, strict=True)
+        for node, needs, op_shardings in rows:
             for v, need in zip(node.operands, needs, strict=True):
                 check_sharding(v, self.named.dims[v.name], need, self.plan)
-            if set(labels) != set(self.plan.axes):
-                raise InvalidGraph(f"{node} has labels for {sorted(labels)}")
+            if set(op_shardings) != set(self.plan.axes):
+                raise InvalidGraph(f"{node} is sharded on {sorted(op_shardings)}")
         return self
 
     def __str__(self) -> str:
@@ -82,13 +82,13 @@ def propagate(named: Named, plan: Plan) -> Sharded:
         if found.wanted_ahead <= ahead:
             break
         ahead = _with_ancestors(named, ahead | found.wanted_ahead)
-    check_rings(named.graph, plan, found.labels)
+    check_rings(named.graph, plan, found.op_shardings)
     if TIME in plan.axes:
-        check_loss(named, found.states, found.labels, plan.microbatches)
+        check_loss(named, found.states, found.op_shardings, plan.microbatches)
     return Sharded(
         named,
         plan,
-        tuple(found.labels),
+        tuple(found.op_shardings),
         found.states,
         tuple(_finish_varying(named, found)),
         ahead,
@@ -120,9 +120,9 @@ class _Propagation:
         }  # order of preference
         flows = find_differentiable(named.graph, named.traced.trainable)
         self.allowed = Allowed(self.sizes, flows)
-        self.given = read_labels(named, plan)
+        self.given = read_plan_shardings(named, plan)
         self.states: dict[str, Sharding] = {}
-        self.labels: list[Mapping[str, Label]] = []
+        self.op_shardings: list[Mapping[str, OpSharding]] = []
         self.needs: list[tuple[Sharding, ...]] = []
         self.wanted_ahead: frozenset[str] = frozenset()
 
@@ -131,15 +131,15 @@ class _Propagation:
         for v in graph.sources:
             self.states[v.name] = Sharding.whole(dims[v.name])
         for i, node in enumerate(graph.nodes):
-            labels = self.choose(i, node)
-            self.labels.append(labels)
-            route = route_of(node, labels, self.states)
+            op_shardings = self.choose(i, node)
+            self.op_shardings.append(op_shardings)
+            route = route_of(node, op_shardings, self.states)
             for which, out in enumerate(node.outs):
                 if out is not None:
-                    self.states[out.name] = self.made(out, which, labels, route)
+                    self.states[out.name] = self.made(out, which, op_shardings, route)
             self.needs.append(
                 tuple(
-                    self.needed(node, which, v, labels, route)
+                    self.needed(node, which, v, op_shardings, route)
                     for which, v in enumerate(node.operands)
                 )
             )
@@ -148,45 +148,45 @@ class _Propagation:
 
     # --- which dim an op splits ----------------------------------------------------
 
-    def choose(self, i: int, node: Node) -> dict[str, Label]:
+    def choose(self, i: int, node: Node) -> dict[str, OpSharding]:
         origin = self.named.origins[node.results[0].name]
         if origin is Origin.CONSTANT:
             return dict.fromkeys(self.order)
         if origin is Origin.INPUT:
             return self.choose_for_inputs(node, self.named.factors[i])
-        labels: dict[str, Label] = {}
+        op_shardings: dict[str, OpSharding] = {}
         for axis in self.order:
             pending = [
                 self.states[v.name].pending_on(axis) == "sum" for v in node.operands
             ]
             passes = self.allowed.may_pass(axis, node, pending)
             if any(pending) and (passes or self.shares_out(axis, node, pending)):
-                labels[axis] = PASS
+                op_shardings[axis] = PASS
             else:
-                labels[axis] = self.wanted(axis, i, node, labels)
+                op_shardings[axis] = self.wanted(axis, i, node, op_shardings)
             if axis == TIME:
-                check_op(self.named, self.states, node, labels[axis])
-        return labels
+                check_op(self.named, self.states, node, op_shardings[axis])
+        return op_shardings
 
     def choose_for_inputs(
         self, node: Node, factors: tuple[Factor, ...]
-    ) -> dict[str, Label]:
+    ) -> dict[str, OpSharding]:
         """Values of the batch alone are cheap: split along the batch, else whole.
 
         One that sums over the batch, or needs it whole, is computed ahead on the whole
         batch, which every rank has: no collective, and right for every microbatch.
         """
-        labels: dict[str, Label] = dict.fromkeys(self.order)
+        op_shardings: dict[str, OpSharding] = dict.fromkeys(self.order)
         if node.results[0].name in self.ahead:
-            return labels
+            return op_shardings
         for axis in self.plan.data_axes:
-            label = self.preferred(axis, factors, labels, node)
-            if isinstance(label, Factor) and label.role == "map":
-                labels[axis] = label
+            op_sharding = self.preferred(axis, factors, op_shardings, node)
+            if isinstance(op_sharding, Factor) and op_sharding.role == "map":
+                op_shardings[axis] = op_sharding
             else:
                 self.want_ahead(node.results)
                 return dict.fromkeys(self.order)
-        return labels
+        return op_shardings
 
     def shares_out(self, axis: str, node: Node, pending: list[bool]) -> bool:
         """Whether microbatches, which complete no sum, may each take their share of
@@ -202,21 +202,23 @@ class _Propagation:
         self.wanted_ahead |= {v.name for v in values}
 
     def wanted(
-        self, axis: str, i: int, node: Node, labels: Mapping[str, Label]
+        self, axis: str, i: int, node: Node, op_shardings: Mapping[str, OpSharding]
     ) -> Factor | None:
         """As a hint demands it, as the plan's labels say, or what is preferred."""
         factors = self.named.factors[i]
         pinned = self.pins.factor(axis, node, factors)
         given = self.given.get((node.results[0].name, axis))
         if pinned is None and given is not None:
-            return given_factor(self.named, self.allowed, axis, i, labels, given)
-        return pinned or self.preferred(axis, factors, labels, node)
+            return planned_factor(
+                self.named, self.allowed, axis, i, op_shardings, given
+            )
+        return pinned or self.preferred(axis, factors, op_shardings, node)
 
     def preferred(
         self,
         axis: str,
         factors: tuple[Factor, ...],
-        labels: Mapping[str, Label],
+        op_shardings: Mapping[str, OpSharding],
         node: Node,
     ) -> Factor | None:
         order, op = self.rank[axis], node.op.split(".")[1]
@@ -232,7 +234,7 @@ class _Propagation:
             and (wanted := Preference(f.dim.name, only)) in order
             and (only != WEIGHTS or self.meets(axis, f, node))
             and self.allowed.may_split(f, node)
-            and self.allowed.divides(axis, f.dim, labels)
+            and self.allowed.divides(axis, f.dim, op_shardings)
         ]
         return min(ranked, key=lambda r: r[0])[1] if ranked else None
 
@@ -254,11 +256,17 @@ class _Propagation:
     # --- what follows from it ------------------------------------------------------
 
     def made(
-        self, v: Value, which: int, labels: Mapping[str, Label], route: Route | None
+        self,
+        v: Value,
+        which: int,
+        op_shardings: Mapping[str, OpSharding],
+        route: Route | None,
     ) -> Sharding:
         lies = Sharding.whole(self.named.dims[v.name])
         for axis in self.order:
-            lies = lies.with_state(axis, made_state(labels[axis], which), self.order)
+            lies = lies.with_state(
+                axis, made_state(op_shardings[axis], which), self.order
+            )
         return _with_rows(lies, route)
 
     def needed(
@@ -266,12 +274,12 @@ class _Propagation:
         node: Node,
         which: int,
         v: Value,
-        labels: Mapping[str, Label],
+        op_shardings: Mapping[str, OpSharding],
         route: Route | None,
     ) -> Sharding:
         state = Sharding.whole(self.named.dims[v.name])
         for axis in self.order:
-            need = needed_state(node, which, axis, labels[axis])
+            need = needed_state(node, which, axis, op_shardings[axis])
             own = need.of(self.states[v.name].state(axis))
             state = state.with_state(axis, own, self.order)
         if self.named.origins[v.name] is Origin.INPUT and v.name not in self.ahead:

@@ -43,8 +43,8 @@ def find_remarks(sharded: Sharded) -> tuple[str, ...]:
 
 
 def _without_experts(sharded: Sharded) -> list[str]:
-    labels = (labels.get("ep") for labels in sharded.labels)
-    found = {label.dim.name for label in labels if isinstance(label, Factor)}
+    on_ep = (own.get("ep") for own in sharded.op_shardings)
+    found = {own.dim.name for own in on_ep if isinstance(own, Factor)}
     if "ep" not in sharded.plan.axes or "experts" in found:
         return []
     return ["ep splits no experts: only samples, as dp does"]
@@ -58,21 +58,23 @@ def _unsplit(sharded: Sharded, axis: str) -> list[str]:
     whole: list[Node] = []
     by_token: dict[str, list[Node]] = {}
     count = 0
-    for node, labels in zip(sharded.graph.nodes, sharded.labels, strict=True):
+    for node, op_shardings in zip(
+        sharded.graph.nodes, sharded.op_shardings, strict=True
+    ):
         if not op_of(node).is_product:
             continue
         if sharded.named.origins[node.results[0].name] is not Origin.BOTH:
             continue
         count += 1
-        label = labels[axis]
-        if label is None:
+        op_sharding = op_shardings[axis]
+        if op_sharding is None:
             whole.append(node)
         elif (
             splits_weights
-            and isinstance(label, Factor)
-            and _reads_whole_weight(sharded, node, label)
+            and isinstance(op_sharding, Factor)
+            and _reads_whole_weight(sharded, node, op_sharding)
         ):
-            by_token.setdefault(label.dim.name, []).append(node)
+            by_token.setdefault(op_sharding.dim.name, []).append(node)
     if count == len(whole):
         return [f"{axis} splits no matrix product: its ranks all compute the same"]
     notes = []
@@ -98,17 +100,17 @@ def _held_whole(sharded: Sharded, axis: str) -> list[str]:
     casts = find_casts(graph.nodes, graph.params)
     cut_from: dict[str, Value] = {}
     found: dict[str, None] = {}
-    for node, labels in zip(graph.nodes, sharded.labels, strict=True):
+    for node, op_shardings in zip(graph.nodes, sharded.op_shardings, strict=True):
         if node.op == "aten.split_with_sizes.default":
             whole = node.operands[0]
             whole = cut_from.get(whole.name, whole)
             held = sharded.states[whole.name].place(axis) is None
             if held and sharded.named.origins[whole.name] is Origin.PARAM:
                 cut_from |= {v.name: whole for v in node.results}
-        label = labels[axis]
-        if not isinstance(label, Factor):
+        op_sharding = op_shardings[axis]
+        if not isinstance(op_sharding, Factor):
             continue
-        for which in {which for which, _, _ in label.operands}:
+        for which in {which for which, _, _ in op_sharding.operands}:
             weight = cut_from.get(node.operands[which].name)
             if weight is not None and len(weight.shape) > 1:
                 found[NUMBER.sub("*", casts.get(weight.name, weight.name))] = None
@@ -142,8 +144,8 @@ def _too_small(sharded: Sharded, axis: str, nodes: list[Node]) -> tuple[str, str
     return f", with {dims} on {ranks} ranks", f"; {axis}={most} would split them"
 
 
-def _reads_whole_weight(sharded: Sharded, node: Node, label: Factor) -> bool:
-    split = {which for which, _, _ in label.operands}
+def _reads_whole_weight(sharded: Sharded, node: Node, op_sharding: Factor) -> bool:
+    split = {which for which, _, _ in op_sharding.operands}
     return any(
         sharded.named.origins[v.name] is Origin.PARAM
         for which, v in enumerate(node.operands)

@@ -1,8 +1,8 @@
 """Ring attention: an axis splits the queries' rows and the keys alike.
 
 Each rank keeps its own rows of queries, and keys and values are passed round, so that
-no rank ever holds all of them (Liu 2023, arXiv 2310.01889). It is one more label of an
-attention node: `comm.attention` is what the node becomes on a rank, and its derivative
+no rank ever holds all of them (Liu 2023, arXiv 2310.01889). It is one more sharding
+of an attention node: `comm.attention` is what it becomes on a rank, and its derivative
 `comm.attention_backward` passes keys and values round once more, and their gradients
 with them, instead of keeping what came by.
 """
@@ -50,7 +50,7 @@ def ring_factor(
 
 
 def check_rings(
-    graph: Graph, plan: Plan, labels: Sequence[Mapping[str, object]]
+    graph: Graph, plan: Plan, op_shardings: Sequence[Mapping[str, object]]
 ) -> None:
     """Where a plan prefers rings, every attention must be one.
 
@@ -63,12 +63,12 @@ def check_rings(
     ]
     for axis in wanted:
         count = 0
-        for node, chosen in zip(graph.nodes, labels, strict=True):
+        for node, chosen in zip(graph.nodes, op_shardings, strict=True):
             if node.op != "autopar.attention":
                 continue
             count += 1
-            label = chosen[axis]
-            if not (isinstance(label, Factor) and label.role == "ring"):
+            op_sharding = chosen[axis]
+            if not (isinstance(op_sharding, Factor) and op_sharding.role == "ring"):
                 raise _refusal(axis, str(node), str(node.location))
         if not count:
             raise _not_fused(axis, graph)

@@ -5,7 +5,7 @@ an axis ep splits the tokens by sample and the weights by expert. Each rank send
 row to the rank that has its expert, once, and gets it back when all is done with it
 (Lepikhin 2020, section 3.2): two all-to-alls, whose counts depend on the data, so no
 row is dropped and none is padded. Against gathering the rows of all n ranks for each
-product, as a label `expert_linear:experts` does, it moves 1/n of the rows.
+product, as a op_sharding `expert_linear:experts` does, it moves 1/n of the rows.
 
 To the compiler such rows are split along the batch as ever, only in another order and
 number: a state of its own of a `Sharding`. What computes row by row passes it on; any
@@ -21,7 +21,7 @@ from passes.dims.name_dims import Dim, Dims, Factor
 from passes.graph import Builder, Location, Node, Value
 from passes.ops.experts import ROUTE
 from passes.ops.op import op_of
-from passes.shard.allowed import Label
+from passes.shard.op_sharding import OpSharding
 from passes.shard.sharding import Route, Sharding, Slots
 
 ROWS, EXPERT, WEIGHT = range(3)  # operands of expert_linear
@@ -42,12 +42,12 @@ def routed_factor(node: Node, factors: Sequence[Factor]) -> Factor | None:
 
 
 def route_of(
-    node: Node, labels: Mapping[str, Label], states: Mapping[str, Sharding]
+    node: Node, op_shardings: Mapping[str, OpSharding], states: Mapping[str, Sharding]
 ) -> Route | None:
     """How the rows of a node lie: by its own experts, or as all of its operands do that
     have rows. None: each where its sample is."""
-    for axis, label in labels.items():
-        if isinstance(label, Factor) and label.role == "routed":
+    for axis, op_sharding in op_shardings.items():
+        if isinstance(op_sharding, Factor) and op_sharding.role == "routed":
             expert, weight = node.operands[EXPERT], node.operands[WEIGHT]
             return Route(axis, expert.name, weight.shape[0])
     if not op_of(node).row_by_row:
@@ -57,10 +57,10 @@ def route_of(
         return None
     (route,) = routes
     assert route is not None, "there is one"
-    label = labels[route.axis]
-    if not isinstance(label, Factor) or label.role != "map":
+    op_sharding = op_shardings[route.axis]
+    if not isinstance(op_sharding, Factor) or op_sharding.role != "map":
         return None
-    split = {which for which, _, _ in label.operands}
+    split = {which for which, _, _ in op_sharding.operands}
     alike = all(states[node.operands[i].name].route == route for i in split)
     return route if alike else None
 

@@ -13,7 +13,7 @@ from passes.dims.origins import Origin
 from passes.errors import BatchError, LossNotSeparable
 from passes.graph import Node, Value
 from passes.mesh import TIME
-from passes.shard.allowed import PASS, Label
+from passes.shard.op_sharding import PASS, OpSharding
 from passes.shard.sharding import Sharding
 
 TOGETHER = (
@@ -23,18 +23,18 @@ TOGETHER = (
 
 
 def check_op(
-    named: Named, states: Mapping[str, Sharding], node: Node, label: Label
+    named: Named, states: Mapping[str, Sharding], node: Node, op_sharding: OpSharding
 ) -> None:
     """Refuses an op that needs more than a microbatch has of one of its operands.
 
-    states: of the operands. label: what microbatches split of the op.
+    states: of the operands. op_sharding: what microbatches split of the op.
     Raises: LossNotSeparable.
     """
     for v in node.operands:
         state = states[v.name]
         if named.origins[v.name] is Origin.INPUT:
             continue
-        if state.pending_on(TIME) and label != PASS:
+        if state.pending_on(TIME) and op_sharding != PASS:
             raise LossNotSeparable(
                 f"{node} needs %{v.name} complete, but each microbatch has only "
                 "its share of this sum",
@@ -42,7 +42,7 @@ def check_op(
                 fix="let the loss be a sum over samples, divided by what depends "
                 "on the batch alone, or use microbatches=1",
             )
-        if label is None and state.place(TIME):
+        if op_sharding is None and state.place(TIME):
             raise LossNotSeparable(
                 f"{node} needs the whole batch of %{v.name}, but microbatches "
                 "come one after another",
@@ -54,7 +54,7 @@ def check_op(
 def check_loss(
     named: Named,
     states: Mapping[str, Sharding],
-    labels: Sequence[Mapping[str, Label]],
+    op_shardings: Sequence[Mapping[str, OpSharding]],
     microbatches: int,
 ) -> None:
     """Refuses a loss that every microbatch would compute as a whole: the sum of their
@@ -78,7 +78,7 @@ def check_loss(
             fix="use microbatches=1, or a batch with a first dim that "
             f"{microbatches} divides",
         )
-    node = _first_whole(named, labels, samples)
+    node = _first_whole(named, op_shardings, samples)
     if node is None:
         raise LossNotSeparable(
             f"the loss does not depend on what {microbatches} microbatches share out",
@@ -105,13 +105,15 @@ def reads_whole(named: Named, dim: Dim) -> bool:
 
 def _first_whole(
     named: Named,
-    labels: Sequence[Mapping[str, Label]],
+    op_shardings: Sequence[Mapping[str, OpSharding]],
     samples: Mapping[int, int],
 ) -> Node | None:
     """The first node that needs samples of different microbatches: of those that read
     activations, if there is one, else of those that read the batch alone."""
     found: dict[Origin, Node] = {}
-    for node, own, chosen in zip(named.graph.nodes, named.factors, labels, strict=True):
+    for node, own, chosen in zip(
+        named.graph.nodes, named.factors, op_shardings, strict=True
+    ):
         if chosen.get(TIME) is not None:
             continue
         mixes = any(f.dim.key in samples and f.role != "map" for f in own)

@@ -41,25 +41,27 @@ from passes.mesh import usual_split
 from passes.pipeline import compile_program
 from passes.plan import CONTEXT_PARALLEL, Plan, PlanError
 from passes.price.price_layers import price_layers
-from passes.search.label_axes import Axis, LabelsDoNotFit, Runs
-from passes.search.label_costs import LabelCosts
-from passes.search.search_labels import search_labels
-from passes.shard.allowed import PASS
-from passes.shard.labels import OpName, fold, label_text, name_ops
+from passes.search.choose_op_shardings import Axis, Runs, ShardingsDoNotFit
+from passes.search.least_cost import least_cost
+from passes.search.op_sharding_costs import OpShardingCosts
+from passes.shard.op_sharding import PASS
+from passes.shard.plan_shardings import OpName, fold, name_ops, sharding_text
 from passes.shard.preference import Preference
 from passes.shard.propagate import propagate
 
 # --- What labels cost ----------------------------------------------------------------
 
 
-def drawn(costs: LabelCosts, seed: int) -> dict[str, str | None]:
+def drawn(costs: OpShardingCosts, seed: int) -> dict[str, str | None]:
     """Any label for each op."""
     draw, names = random.Random(seed), name_ops(costs.named.graph)
     found = {}
     for i, node in enumerate(costs.nodes):
         if costs.named.origins[node.results[0].name] & Origin.PARAM:
-            choice = draw.choice([c for c in costs.choices[i] if c.label != PASS])
-            found[str(names[i])] = label_text(costs.named.factors[i], choice.label)
+            choice = draw.choice([c for c in costs.choices[i] if c.op_sharding != PASS])
+            found[str(names[i])] = sharding_text(
+                costs.named.factors[i], choice.op_sharding
+            )
     return found
 
 
@@ -76,7 +78,7 @@ def test_any_labels_are_right_and_cost_what_their_program_does(
     traced = trace(case.model, case.batch, case.loss_fn)
     named = name_dims(normalize(traced))
     setting = setting_of(named, make_plan(mesh), axis)
-    costs = LabelCosts(setting)
+    costs = OpShardingCosts(setting)
     plan = replace(make_plan(mesh), labels={axis: drawn(costs, seed)})
     priced = communication_of(costs, choices_of(costs, propagate(named, plan), axis))
     found = seconds_of(compiled(named, plan), axis, setting.link)
@@ -108,7 +110,7 @@ def test_the_best_labels_as_by_trying_all(byte: float) -> None:
         for choices in itertools.product(*map(range, sizes))
     )
     assert 0 < least < math.inf and math.prod(sizes) > 300
-    assert search_labels(tables, sizes).cost == pytest.approx(least, rel=1e-12)
+    assert least_cost(tables, sizes).cost == pytest.approx(least, rel=1e-12)
 
 
 @pytest.mark.slow
@@ -187,7 +189,7 @@ def test_less_memory_takes_longer_until_nothing_fits() -> None:
         for limit in limits
     ]
     assert took == sorted(took) and took[0] < took[-1]
-    with pytest.raises(LabelsDoNotFit, match="and has 1 GB"):
+    with pytest.raises(ShardingsDoNotFit, match="and has 1 GB"):
         label_plan(large(), tp(8), CLUSTER, memory=1e9)
     with pytest.raises(PlanError, match="needs 16 devices"):
         label_plan(large(), tp(16), CLUSTER)
@@ -202,7 +204,7 @@ def frugal(case, mesh: str, **options) -> Plan:
     assert of.layers is not None
     runs = Runs(of.layers.path, of.layers.period, of.layers.repeats)
     found = Axis(setting_of(of.named, plan), runs).best(1e-6)
-    return replace(plan, labels={"tp": found.labels})
+    return replace(plan, labels={"tp": found.op_shardings})
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
-"""label_axes: the labels of all ops on the axes of a plan, in turn, and within memory.
+"""choose_op_shardings: for all ops what the axes of a plan split, within memory.
 
-On one axis they are the best there are (`passes.search.search_labels`), given what the
+On one axis they are the best there are (`passes.search.least_cost`), given what the
 other axes split; each axis is labelled again until nothing changes. A limit of memory
 becomes a price of bytes, the lowest with which the labels fit (Everett 1963): of all
 labels that need as little they are the fastest.
@@ -23,11 +23,11 @@ from passes.mesh import TIME, Mesh
 from passes.plan import Plan, PlanError
 from passes.price.cluster import Cluster
 from passes.schedule.choose_recompute import stage_policies
-from passes.search.label_costs import Amounts, Choice, LabelCosts
-from passes.search.search_labels import Block, Chosen, Table, owns, search_labels
+from passes.search.least_cost import Block, Chosen, Table, least_cost, owns
+from passes.search.op_sharding_costs import Amounts, Choice, OpShardingCosts
 from passes.search.value_costs import Setting
 from passes.shard.insert_collectives import insert_collectives
-from passes.shard.labels import OpName, fold, label_text, name_ops
+from passes.shard.plan_shardings import OpName, fold, name_ops, sharding_text
 from passes.shard.preference import RING
 from passes.shard.propagate import propagate
 from passes.stage.differentiate import differentiate
@@ -40,7 +40,7 @@ TIE = 1e-12  # seconds: between labels that cost the same the plan's order decid
 ROUNDS = 5
 
 
-class LabelsDoNotFit(AutoparError):
+class ShardingsDoNotFit(AutoparError):
     """Whatever the axes split, a rank needs more memory than there is."""
 
 
@@ -66,7 +66,7 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Labelling:
+class AxisShardings:
     """labels: op -> dim, as plans have them, of the whole model; of_graph: of the graph
     alone. Seconds of one microbatch, with its share of the step's end; memory: bytes of
     parameters with their gradients and optimizer state, and of what is kept."""
@@ -86,18 +86,18 @@ class Axis:
     """The labels of one axis, for any price of bytes. runs: None: there are none."""
 
     def __init__(self, setting: Setting, runs: Runs | None = None) -> None:
-        self.costs, self.runs = LabelCosts(setting), runs
+        self.costs, self.runs = OpShardingCosts(setting), runs
         self.named, self.axis = self.costs.named, setting.axis
         self.names = name_ops(self.named.graph)
         self.sizes = [len(own) for own in self.costs.choices]
 
-    def best(self, byte: float = 0.0) -> Labelling:
+    def best(self, byte: float = 0.0) -> AxisShardings:
         """The labels that cost least, with a byte worth so many seconds."""
         tables = [amounts.weigh(byte) for amounts in self.costs.tables]
-        chosen = search_labels([*tables, *self.ties], self.sizes, self.block)
+        chosen = least_cost([*tables, *self.ties], self.sizes, self.block)
         return self._labelling(chosen)
 
-    def within(self, limit: float) -> Labelling:
+    def within(self, limit: float) -> AxisShardings:
         """The fastest that need no more bytes, as far as prices tell."""
         found = self.best()
         if found.memory <= limit:
@@ -105,7 +105,7 @@ class Axis:
         low, high = CHEAPEST, DEAREST
         found = self.best(high)
         if found.memory > limit:
-            raise LabelsDoNotFit(
+            raise ShardingsDoNotFit(
                 f"whatever '{self.axis}' splits, a rank needs "
                 f"{found.memory / 1e9:.3g} GB, and has {limit / 1e9:.3g} GB",
                 fix="use more ranks, more microbatches, zero, or recompute",
@@ -131,9 +131,9 @@ class Axis:
 
     @staticmethod
     def _rank(order: Sequence[str], choice: Choice) -> int:
-        if not isinstance(choice.label, Factor):
+        if not isinstance(choice.op_sharding, Factor):
             return len(order)
-        name = choice.label.dim.name
+        name = choice.op_sharding.dim.name
         return order.index(name) if name in order else len(order) + 1
 
     # --- runs of layers ---------------------------------------------------------------
@@ -181,7 +181,7 @@ class Axis:
 
     # --- the answer -----------------------------------------------------------------
 
-    def _labelling(self, chosen: Chosen) -> Labelling:
+    def _labelling(self, chosen: Chosen) -> AxisShardings:
         block, labels = self.block, {}
         of_graph = self._texts({**chosen.choices, **(chosen.copies or [{}])[0]})
         if block is None:
@@ -209,16 +209,16 @@ class Axis:
         order = sorted(labels, key=lambda name: place[name.in_layer("*")])
         folded = fold({name: labels[name] for name in order})
         texts_of_graph = {str(name): text for name, text in of_graph.items()}
-        return Labelling(folded, texts_of_graph, *totals.tolist())
+        return AxisShardings(folded, texts_of_graph, *totals.tolist())
 
     def _texts(self, choices: Mapping[int, int]) -> dict[OpName, str | None]:
         """Returns the labels of the ops for which these are a decision."""
         found = {}
         for i, spot in choices.items():
             first = self.costs.nodes[i].results[0].name
-            label = self.costs.choices[i][spot].label
+            label = self.costs.choices[i][spot].op_sharding
             if self.named.origins[first] & Origin.PARAM and not isinstance(label, str):
-                found[self.names[i]] = label_text(self.named.factors[i], label)
+                found[self.names[i]] = sharding_text(self.named.factors[i], label)
         return found
 
     def _total(
@@ -232,26 +232,26 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Labelled:
+class ChosenShardings:
     """plan: with labels of the whole model; of_graph: with labels of the graph alone.
     found: axis -> its labelling, once those of the others were decided."""
 
     plan: Plan
     of_graph: Plan
-    found: Mapping[str, Labelling]
+    found: Mapping[str, AxisShardings]
 
 
-def label_axes(
+def choose_op_shardings(
     named: Named,
     plan: Plan,
     cluster: Cluster,
     runs: Runs | None = None,
     limit: float | None = None,
-) -> Labelled:
-    """Label the axes of a plan that do not split the batch, or attention in rings.
+) -> ChosenShardings:
+    """Choose for the axes of a plan that do not split the batch, or attention in rings.
 
     limit: bytes that a rank may use; None: the plan's memory, else that of a device.
-    Raises: LabelsDoNotFit, TooEntangled, PlanError.
+    Raises: ShardingsDoNotFit, TooEntangled, PlanError.
     """
     if plan.mesh.size > cluster.devices:
         raise PlanError(
@@ -263,8 +263,8 @@ def label_axes(
     own = plan.memory or cluster.device.memory
     whole = ranks * (own if limit is None else limit)
     saved = find_saved(named, plan)
-    found: dict[str, Labelling] = {}
-    done: list[Mapping[str, Labelling]] = []
+    found: dict[str, AxisShardings] = {}
+    done: list[Mapping[str, AxisShardings]] = []
     here = there = replace(plan, labels={})
     axes = [a for a in plan.axes if a not in (TIME, *plan.data_axes)]
     axes = [a for a in axes if not any(p.only == RING for p in plan.preferences(a))]
@@ -284,7 +284,7 @@ def label_axes(
         if found in done or len(axes) < 2:
             break
         done.append(dict(found))
-    return Labelled(there, here, found)
+    return ChosenShardings(there, here, found)
 
 
 def _with(plan: Plan, axis: str, labels: Mapping[str, str | None]) -> Plan:

@@ -19,7 +19,7 @@ from passes.dims.name_dims import Factor, Named
 from passes.dims.origins import Origin
 from passes.graph import LAYER, Graph, short
 from passes.plan import Plan, PlanError
-from passes.shard.allowed import Allowed, Label
+from passes.shard.op_sharding import Allowed, OpSharding
 
 UNNAMED = re.compile(r"d\d+")
 
@@ -56,7 +56,7 @@ def name_ops(graph: Graph) -> tuple[OpName, ...]:
     return tuple(names)
 
 
-def label_text(factors: tuple[Factor, ...], label: Label) -> str | None:
+def sharding_text(factors: tuple[Factor, ...], label: OpSharding) -> str | None:
     """How a plan writes a label."""
     if not isinstance(label, Factor):
         return None
@@ -66,31 +66,33 @@ def label_text(factors: tuple[Factor, ...], label: Label) -> str | None:
 
 
 def splittable(
-    named: Named, allowed: Allowed, axis: str, i: int, labels: Mapping[str, Label]
+    named: Named, allowed: Allowed, axis: str, i: int, labels: Mapping[str, OpSharding]
 ) -> list[Factor]:
     """What the axis may split of node i, one for each text. labels: of other axes."""
     node, factors = named.graph.nodes[i], named.factors[i]
     found: dict[str | None, Factor] = {}
     for f in factors:
         if allowed.may_split(f, node) and allowed.divides(axis, f.dim, labels):
-            found.setdefault(label_text(factors, f), f)
+            found.setdefault(sharding_text(factors, f), f)
     return list(found.values())
 
 
 @dataclass(frozen=True)
-class Given:
+class PlanSharding:
     """A label that the plan gives: its text, and the plan's name for the op."""
 
     op: str
     text: str | None
 
 
-def read_labels(named: Named, plan: Plan) -> dict[tuple[str, str], Given]:
+def read_plan_shardings(
+    named: Named, plan: Plan
+) -> dict[tuple[str, str], PlanSharding]:
     """(an op's first result, axis) -> what the plan says about it.
 
     Raises: PlanError for a name that no op has.
     """
-    found: dict[tuple[str, str], Given] = {}
+    found: dict[tuple[str, str], PlanSharding] = {}
     names = name_ops(named.graph) if plan.labels else ()
     for axis, wanted in plan.labels.items():
         texts = {OpName.parse(text): text for text in wanted}
@@ -102,7 +104,7 @@ def read_labels(named: Named, plan: Plan) -> dict[tuple[str, str], Given]:
             own = texts.get(name) or texts.get(name.in_layer("*"))
             if own is not None:
                 used.add(own)
-                found[first, axis] = Given(own, wanted[own])
+                found[first, axis] = PlanSharding(own, wanted[own])
         if unused := sorted(set(wanted) - used):
             like = names[-1].in_layer("*")
             raise PlanError(
@@ -113,19 +115,19 @@ def read_labels(named: Named, plan: Plan) -> dict[tuple[str, str], Given]:
     return found
 
 
-def given_factor(
+def planned_factor(
     named: Named,
     allowed: Allowed,
     axis: str,
     i: int,
-    labels: Mapping[str, Label],
-    given: Given,
+    labels: Mapping[str, OpSharding],
+    given: PlanSharding,
 ) -> Factor | None:
     """The dim that a plan's label names. Raises: PlanError if it cannot be split."""
     if given.text is None:
         return None
     node, options = named.graph.nodes[i], splittable(named, allowed, axis, i, labels)
-    texts = [label_text(named.factors[i], f) for f in options]
+    texts = [sharding_text(named.factors[i], f) for f in options]
     if given.text not in texts:
         shown = ", ".join(str(t) for t in texts) or "null alone"
         raise PlanError(

@@ -1,7 +1,7 @@
-"""label_costs: what the labels of ops cost on one axis, as tables for `search_labels`.
+"""op_sharding_costs: what shardings of ops cost on an axis, as tables for `least_cost`.
 
 An op costs the seconds that its part takes; a value costs the collectives that bring it
-from its producer's label to its consumers', each once for all that share it; what is
+from its producer's sharding to its consumers', each once for all that share it; what is
 kept for the backward, and a parameter as it rests, costs bytes. What other axes split
 is given, and so is a byte's price in seconds: where memory is short it is high.
 """
@@ -22,11 +22,11 @@ from passes.dims.origins import Origin
 from passes.graph import Node, Value
 from passes.ops.op import op_of
 from passes.price.price import node_seconds
-from passes.search.search_labels import Table
+from passes.search.least_cost import Table
 from passes.search.value_costs import NEVER, Amount, Setting, ValueCosts
-from passes.shard.allowed import PASS, Allowed, Label, made_state, needed_state
 from passes.shard.hints import read_hints
-from passes.shard.labels import splittable
+from passes.shard.op_sharding import PASS, Allowed, OpSharding, made_state, needed_state
+from passes.shard.plan_shardings import splittable
 from passes.shard.resharding import Need, P, R, State, V
 from passes.shard.sharding import Sharding
 
@@ -36,7 +36,7 @@ class Choice:
     """What an axis may do with an op. varying: it is computed whole on each rank, and
     each uses the result for other work (state V)."""
 
-    label: Label
+    op_sharding: OpSharding
     varying: bool = False
 
 
@@ -53,7 +53,7 @@ class Amounts:
         return Table(self.nodes, self.values @ weights)
 
 
-class LabelCosts:
+class OpShardingCosts:
     """The choices of each node, and tables of what they cost."""
 
     def __init__(self, setting: Setting) -> None:
@@ -78,13 +78,13 @@ class LabelCosts:
         """Lists a node's choices; None comes first."""
         node, axis = self.nodes[i], self.axis
         origin = self.named.origins[node.results[0].name]
-        given = self.setting.sharded.labels[i]
+        given = self.setting.sharded.op_shardings[i]
         if not origin & Origin.PARAM:
             return [Choice(given[axis])]
         pinned = self.pins.factor(axis, node, self.named.factors[i])
         if pinned is not None:
             return [Choice(pinned)]
-        others = {a: label for a, label in given.items() if a != axis}
+        others = {a: op_sharding for a, op_sharding in given.items() if a != axis}
         found = [Choice(None)]
         if self._may_vary(origin) and len(node.results) == 1:
             found.append(Choice(None, varying=True))
@@ -100,7 +100,7 @@ class LabelCosts:
     def made(self, node: Node, v: Value, choice: Choice) -> State:
         """How a choice makes one of the node's results."""
         which = [out and out.name for out in node.outs].index(v.name)
-        return V if choice.varying else made_state(choice.label, which)
+        return V if choice.varying else made_state(choice.op_sharding, which)
 
     def need(self, node: Node, which: int, choice: Choice) -> Need:
         """How a choice needs an operand."""
@@ -109,7 +109,9 @@ class LabelCosts:
         )
         if choice.varying:
             return Need(V, flows=flows)
-        return replace(needed_state(node, which, self.axis, choice.label), flows=flows)
+        return replace(
+            needed_state(node, which, self.axis, choice.op_sharding), flows=flows
+        )
 
     # --- seconds of ops ---------------------------------------------------------------
 
@@ -127,9 +129,13 @@ class LabelCosts:
 
     def _seconds(self, i: int, choice: Choice) -> float:
         """Returns the seconds of what the axis's first rank computes of an op."""
-        node, sharded, label = self.nodes[i], self.setting.sharded, choice.label
-        operands = label.operands if isinstance(label, Factor) else ()
-        results = label.outs if isinstance(label, Factor) else ()
+        node, sharded, op_sharding = (
+            self.nodes[i],
+            self.setting.sharded,
+            choice.op_sharding,
+        )
+        operands = op_sharding.operands if isinstance(op_sharding, Factor) else ()
+        results = op_sharding.outs if isinstance(op_sharding, Factor) else ()
         mine = [
             self._local(v, lies, operands, k)
             for k, (v, lies) in enumerate(
@@ -173,7 +179,7 @@ class LabelCosts:
                 passes = any(pending) and self.allowed.may_pass(
                     self.axis, node, pending
                 )
-                if passes != (self.choices[i][at[i]].label == PASS):
+                if passes != (self.choices[i][at[i]].op_sharding == PASS):
                     values[spots] = torch.tensor(NEVER, dtype=torch.float64)
             yield Amounts(scope, values)
 
@@ -212,7 +218,7 @@ class LabelCosts:
             origin = self.named.origins[v.name]
             can_vary = self._may_vary(origin) and len(node.results) == 1
             haves = [
-                (self.made(node, v, c), can_vary and c.label is None)
+                (self.made(node, v, c), can_vary and c.op_sharding is None)
                 for c in self.choices[producer]
             ]
         pricing = ValueCosts(self.setting, v, producer is None, tuple(savers))

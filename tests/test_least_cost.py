@@ -1,4 +1,4 @@
-"""search_labels: the least cost, as by trying everything."""
+"""least_cost: the least cost, as by trying everything."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from passes.search.search_labels import (
+from passes.search.least_cost import (
     Block,
     Chosen,
     Table,
     TooEntangled,
-    search_labels,
+    least_cost,
 )
 
 
@@ -57,7 +57,7 @@ def test_random_graphs_as_by_brute_force() -> None:
         ]
         scopes += [[v] for v in range(len(sizes))]
         tables = [table(draw, sizes, scope) for scope in scopes]
-        found = search_labels(tables, sizes)
+        found = least_cost(tables, sizes)
         assert found.cost == by_trying(tables, sizes)
         if found.cost < math.inf:
             assert cost(tables, found.choices) == found.cost
@@ -96,9 +96,9 @@ def test_a_row_of_blocks_as_all_of_them_written_out(times: int) -> None:
             for scope in (FIRST, *SCOPES, LAST)
         ]
         block = Block(frozenset({4, 5, 6}), (2, 3), (5, 6), times)
-        found = search_labels(row_of(kinds, 3), sizes, block)
+        found = least_cost(row_of(kinds, 3), sizes, block)
         whole = row_of(kinds, times + 2)
-        assert found.cost == search_labels(whole, sizes).cost
+        assert found.cost == least_cost(whole, sizes).cost
         if found.cost < math.inf:
             assert cost(whole, written_out(found, times)) == found.cost
 
@@ -114,4 +114,4 @@ def test_what_is_too_entangled_is_refused() -> None:
     pairs = itertools.combinations(range(9), 2)
     tables = [Table(pair, torch.zeros(8, 8).double()) for pair in pairs]
     with pytest.raises(TooEntangled, match="9 choices depend on each other"):
-        search_labels(tables, [8] * 9)
+        least_cost(tables, [8] * 9)

@@ -1,4 +1,4 @@
-"""Which labels an op may have on an axis, whoever chooses among them, and in which
+"""Which shardings an op may have on an axis, whoever chooses among them, and in which
 states it then needs its operands and makes its results."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from passes.ops.notation import PENDING
 from passes.shard.resharding import MAX, Need, P, R, State, V
 
 PASS = "pass"  # the op is applied to pending sums, and its result is one
-Label = Factor | str | None
+OpSharding = Factor | str | None
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,18 @@ class Allowed:
         has_gradient = any(v.name in self.differentiable for v in node.results)
         return f.role != "whole" and not (f.role == "max" and has_gradient)
 
-    def divides(self, axis: str, dim: Dim, labels: Mapping[str, Label]) -> bool:
-        """Whether every rank of the axis gets a part of the dim. labels: what other
-        axes split of the op."""
+    def divides(
+        self, axis: str, dim: Dim, op_shardings: Mapping[str, OpSharding]
+    ) -> bool:
+        """Whether every rank of the axis gets a part of the dim. op_shardings: on
+        other axes."""
         parts = self.sizes[axis]
-        for other, label in labels.items():
-            if other != axis and isinstance(label, Factor) and label.dim == dim:
+        for other, op_sharding in op_shardings.items():
+            if (
+                other != axis
+                and isinstance(op_sharding, Factor)
+                and op_sharding.dim == dim
+            ):
                 parts *= self.sizes[other]
         return dim.size >= parts
 
@@ -49,24 +55,24 @@ class Allowed:
         return passes_pending_sum(node, list(pending))
 
 
-def made_state(label: Label, which: int) -> State:
-    """Returns how an op with this label makes one of its results."""
-    if label == PASS:
+def made_state(op_sharding: OpSharding, which: int) -> State:
+    """Returns how an op with this sharding makes one of its results."""
+    if op_sharding == PASS:
         return P
-    if not isinstance(label, Factor):
+    if not isinstance(op_sharding, Factor):
         return R
-    place = next(((d, i) for out, d, i in label.outs if out == which), None)
-    pending = PENDING.get(label.role)
+    place = next(((d, i) for out, d, i in op_sharding.outs if out == which), None)
+    pending = PENDING.get(op_sharding.role)
     return place or (R if pending is None else P if pending == "sum" else MAX)
 
 
-def needed_state(node: Node, which: int, axis: str, label: Label) -> Need:
-    """Returns how a node with this label on an axis needs one of its operands."""
-    if label == PASS:
+def needed_state(node: Node, which: int, axis: str, op_sharding: OpSharding) -> Need:
+    """Returns how a node with this sharding on an axis needs one of its operands."""
+    if op_sharding == PASS:
         joins = node.op == "aten.add.Tensor"
         joins |= axis == TIME and is_jointly_linear(node)
         return Need(V, passes=True, joins=joins)
-    if not isinstance(label, Factor):
+    if not isinstance(op_sharding, Factor):
         return Need(R)
-    place = next(((d, i) for op, d, i in label.operands if op == which), None)
+    place = next(((d, i) for op, d, i in op_sharding.operands if op == which), None)
     return Need(place or V)

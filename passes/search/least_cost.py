@@ -1,4 +1,4 @@
-"""search_labels: the choices that cost least together, found exactly.
+"""least_cost: the choices that cost least together, found exactly.
 
 Variables have a few choices each; tables say what some of them cost together. Tables of
 a model's graph are local, so its variables are eliminated one by one: all tables with a
@@ -147,7 +147,7 @@ class Chosen:
     copies: tuple[Mapping[int, int], ...] = ()
 
 
-def search_labels(
+def least_cost(
     tables: Sequence[Table], sizes: Sequence[int], block: Block | None = None
 ) -> Chosen:
     """The choices that cost least. sizes: how many choices each variable has.
