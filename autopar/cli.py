@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 for a failed proof, 2 for errors."""
     try:
         arguments = parser().parse_args(argv)
+        arguments.argv = [*(sys.argv[1:] if argv is None else argv)]
         status: int = arguments.command(arguments)
     except AutoparError as error:
         print(f"autopar: {error}", file=sys.stderr)

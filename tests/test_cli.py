@@ -12,13 +12,16 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+import torch
 from plans import BATCH, CONFIG, model_file, small_program
 from processes import ENVIRONMENT, output_of, rank_process, torchrun
 
 import autopar
 from autopar.cli import main
+from autopar.commands.run import check_devices
 from autopar.plans.store import load_plan, save_plan
 from autopar.verify import room_needed
+from passes.mesh import MeshError
 
 HF = (
     "hf:llama?num_hidden_layers=2,hidden_size=32,intermediate_size=64,"
@@ -269,8 +272,11 @@ def test_training_prints_its_progress(
 
 
 def test_run_says_how_to_start_it(
-    plan: str, capsys: pytest.CaptureFixture[str]
+    plan: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    started = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
     assert main(["run", plan]) == 2
     assert "torchrun --nproc-per-node 4 -m autopar run" in capsys.readouterr().err
 
@@ -288,13 +294,24 @@ def trained(plan: str, *options: str) -> AbstractContextManager[subprocess.Popen
 
 @pytest.mark.slow
 def test_four_ranks_train_as_one_device(plan: str) -> None:
-    with trained(plan, "--steps", "4", "--reference", "--json") as process:
-        text, said = process.communicate()
-    assert process.returncode == 0, said
-    rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    """On processes that the command starts itself."""
+    line = [sys.executable, "-m", "autopar", "run", plan, "--steps", "4"]
+    line += ["--reference", "--json"]
+    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(one) for one in done.stdout.splitlines() if one[0] == "{"]
     assert len(rows) == 4
     for row in rows:
         assert row["loss"] == pytest.approx(row["reference_loss"], rel=1e-4)
+
+
+def test_a_plan_for_more_gpus_than_there_are_says_how_to_start_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(MeshError, match=r"--nnodes 3 .*node 2 .*run 'a plan'"):
+        check_devices(6, ["run", "a plan"])
+    check_devices(2, [])
 
 
 def first_step(process: subprocess.Popen[str]) -> None:

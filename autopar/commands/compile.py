@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
@@ -118,10 +119,7 @@ def compile_command(arguments: argparse.Namespace) -> int:
     print(program.proof or "not proved")
     print(f"wrote {where} ({len(program.modules)} distinct modules)")
     if not loaded.on_meta:
-        print(
-            f"next: torchrun --nproc-per-node {program.mesh.size} -m autopar run "
-            f"{arguments.output}"
-        )
+        print(f"next: autopar run {shlex.quote(str(arguments.output))}")
     return 0
 
 
