@@ -21,9 +21,10 @@ from autopar.measure.stage_costs import stage_costs
 from autopar.proof.prove_program import prove_program
 from passes.cost import Costs
 from passes.errors import AutoparError
-from passes.pipeline import Made, Watch, check, compile_program
+from passes.pipeline import compile_program
 from passes.plan import Plan
 from passes.program import Program
+from passes.watch import Made, Watch, check
 
 
 @gc_paused()

@@ -12,8 +12,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from passes.pipeline import check, compile_program
+from passes.pipeline import compile_program
 from passes.stage.emit import emit
+from passes.watch import check
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,7 +44,7 @@ def seeded() -> None:
 def unrolled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Emitted texts have a statement a node, which is easier to count."""
     flat = functools.partial(emit, outlined=False)
-    monkeypatch.setattr("passes.pipeline.emit", flat)
+    monkeypatch.setattr("passes.emit_modules.emit", flat)
 
 
 @pytest.fixture

@@ -52,9 +52,10 @@ def test_each_pass_is_dumped(tmp_path, monkeypatch) -> None:
         "split_stages.txt",
     ]
     own = ["join.txt", "finish.txt"]  # of each of the two stages, and its module
-    stages = [n.partition("-")[2] for n in names[6:]]
+    *stages, last = [n.partition("-")[2] for n in names[6:]]
     assert [stages[:2], stages[3:5], len(stages)] == [own, own, 6]
     assert stages[2].endswith(".py") and stages[5].endswith(".py")
+    assert last == "schedule_stages.txt"
     for name in names[:5]:
         Graph.parse((tmp_path / "dump" / name).read_text())
 

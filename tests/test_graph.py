@@ -15,6 +15,8 @@ from passes.graph import Graph, InvalidGraph, Value
 from passes.mesh import Mesh
 from passes.pipeline import compile_program
 from passes.plan import Plan
+from passes.schedule.schedule import Schedule
+from passes.schedule.schedule_stages import Scheduled
 from passes.shard.insert_collectives import Lowered
 from passes.shard.propagate import Sharded
 from passes.shard.sharding import Sharding
@@ -35,6 +37,9 @@ MODELS = {
 }
 
 
+LAST = "schedule_stages"
+
+
 def read_again(name: str, made: object) -> None:
     """Reads what a pass made; of shardings, too."""
     if isinstance(made, Staged):
@@ -45,6 +50,9 @@ def read_again(name: str, made: object) -> None:
             made.graphs, str(made).split("\n\n"), strict=True
         ):
             assert text.startswith(f"# {title}\n") and Graph.parse(text) == graph
+    elif isinstance(made, Scheduled):
+        text, _ = str(made).split("\n\n")
+        assert Schedule.parse(text) == made.schedule
     elif not isinstance(made, str):
         graph, notes = Graph.parse_noted(str(made))
         assert graph == made.graph, name
@@ -69,7 +77,9 @@ def test_what_passes_make_is_read_as_it_prints(model) -> None:
     microbatches = 3 if len(next(iter(case.batch.values()))) == 6 else 2
     plan = make_plan("dp=2,tp=2", microbatches=microbatches, zero=1)
     compile_program(case.trace(), plan, Costs(), watch)
-    assert {"trace", "insert_collectives", "split_stages", "join", "finish"} <= {*names}
+    assert {"trace", "insert_collectives", "split_stages", "join", "finish", LAST} <= {
+        *names
+    }
 
 
 ODD = """

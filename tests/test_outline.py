@@ -54,7 +54,7 @@ def both(
     """As it is, and with a statement a node."""
     program = case.compile(mesh, 2, **options)
     with monkeypatch.context() as patch:
-        patch.setattr("passes.pipeline.emit", partial(emit, outlined=False))
+        patch.setattr("passes.emit_modules.emit", partial(emit, outlined=False))
         return program, case.compile(mesh, 2, **options)
 
 

@@ -336,7 +336,7 @@ def test_a_wrong_pass_fails_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is wrong at every size is found at a small one."""
     model, batch = build(BIG, batch=12)
     monkeypatch.setattr(
-        "passes.pipeline.emit",
+        "passes.emit_modules.emit",
         lambda *arguments: emit(*arguments).replace("1e-05", "1e-02"),
     )
     plan = Plan(Mesh.parse("dp=2"), 2)
@@ -380,7 +380,7 @@ def test_a_dim_found_by_its_extent_is_no_size(monkeypatch: pytest.MonkeyPatch) -
         forward = tuple(map(by_extent, local.forward))
         return emit(replace(local, forward=forward), stages)
 
-    monkeypatch.setattr("passes.pipeline.emit", wrong)
+    monkeypatch.setattr("passes.emit_modules.emit", wrong)
     config = Config(layers=1, width=192, heads=6, context=64, vocab=64)
     model, batch, program = compiled("cp=2", 1, config)
     assert check_full_size(program) == ()

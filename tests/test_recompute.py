@@ -107,7 +107,7 @@ def test_ranks_that_do_not_meet_are_found_when_compiling(
         twice = replace(made[-1], backward=(*nodes, again))
         return twice if len(made) > 1 else made[-1]
 
-    monkeypatch.setattr("passes.pipeline.finish", finish_one)
+    monkeypatch.setattr("passes.emit_modules.finish", finish_one)
     with pytest.raises(InvalidGraph, match="ranks do not meet over cp in backward"):
         plain_gpt(layers=1, seq=17).compile("cp=2")
 

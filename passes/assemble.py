@@ -1,0 +1,114 @@
+"""assemble: what ranks need to know beside the texts of their modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from passes.emit_modules import EmittedStage
+from passes.graph import Value
+from passes.mesh import TIME
+from passes.program import (
+    ParameterSpec,
+    Program,
+    StageSpec,
+    dtype_name,
+)
+from passes.proof.input_ranges import InputRange
+from passes.schedule.footprint import communication
+from passes.schedule.schedule_stages import Scheduled
+from passes.shard.collectives import collective
+from passes.shard.parameter_sharding import gathered_axes
+from passes.shard.ring import ring_of
+from passes.stage.local_stage import LocalStage
+from passes.stage.split_stages import Staged
+
+
+def assemble(
+    staged: Staged,
+    emitted: Sequence[EmittedStage],
+    scheduled: Scheduled,
+    ranges: Mapping[str, InputRange],
+    notes: tuple[str, ...],
+) -> Program:
+    """Gather what ranks need to know beside the texts."""
+    lowered = staged.lowered
+    graph, traced = lowered.graph, lowered.traced
+    firsts = [one.first for one in emitted]
+    loss = lowered.shardings[graph.outputs[0].name]
+    return Program(
+        plan=staged.plan,
+        schedule=scheduled.schedule,
+        stages=tuple(
+            StageSpec(
+                layers=one.stage.modules,
+                names=one.stage.names,
+                modules=one.keys,
+                seconds=scheduled.seconds[i],
+                waits=one.stage.waits,
+                flops=firsts[i].flops,
+                footprint=scheduled.footprints[i],
+            )
+            for i, one in enumerate(emitted)
+        ),
+        parameters=_specs(staged, graph.params),
+        buffers=_specs(staged, graph.buffers),
+        aliases=traced.aliases,
+        inputs={v.name: (v.shape, dtype_name(v.dtype)) for v in graph.inputs},
+        loss_pending=tuple(axis for axis, _ in loss.pending),
+        loss_dtype=dtype_name(graph.outputs[0].dtype),
+        literals=dict(traced.literals),
+        groups=_groups([local for e in emitted for _, local in e.texts.values()]),
+        communication=tuple(
+            replace(c, stage=i)
+            for i, first in enumerate(firsts)
+            for c in communication(first)
+        ),
+        modules={k: text for e in emitted for k, (text, _) in e.texts.items()},
+        memory=scheduled.memory,
+        send=scheduled.send,
+        notes=notes,
+        ranges=ranges,
+    )
+
+
+def _specs(staged: Staged, values: tuple[Value, ...]) -> dict[str, ParameterSpec]:
+    """Where each of some parameters or buffers rests."""
+    lowered = staged.lowered
+    gathered = gathered_axes(lowered.graph)
+    holders: dict[str, list[int]] = {}
+    for stage in staged.stages:
+        for name in stage.names.values():
+            holders.setdefault(name, []).append(stage.index)
+    traced = lowered.traced
+    sources: dict[str, list[int]] = {}
+    for v in values:
+        sources.setdefault(traced.part(v).source, []).extend(holders.get(v.name, ()))
+    found = {}
+    for v in values:
+        part = traced.part(v)
+        sharding, dims = lowered.shardings[v.name], lowered.dims[v.name]
+        trainable = v.name in lowered.traced.trainable
+        pending = [a for a in staged.plan.axes if a in sharding.varying and a != TIME]
+        found[v.name] = ParameterSpec(
+            shape=v.shape,
+            dtype=dtype_name(v.dtype),
+            factors=tuple(tuple(d.size for d in dim) for dim in dims),
+            dims=tuple(tuple(d.name for d in dim) for dim in dims),
+            slots=sharding.slots,
+            pending=tuple(pending) if trainable else (),
+            gathered=gathered.get(v.name, ()),
+            # What nothing reads of a weight is where the rest of it is.
+            stages=tuple(holders.get(v.name) or sorted({*sources[part.source]})),
+            trainable=trainable,
+            part=part,
+        )
+    return found
+
+
+def _groups(locals_: list[LocalStage]) -> tuple[tuple[str, ...], ...]:
+    """The sets of axes that collectives run over, each once, in a fixed order."""
+    nodes = [node for local in locals_ for node in local.nodes]
+    sent = {found[1] for node in nodes if (found := collective(node))}
+    rings = {(ring,) for node in nodes if (ring := ring_of(node)) is not None}
+    return tuple(sorted(sent | rings))

@@ -1,0 +1,105 @@
+"""emit_modules: the modules of all stages, one for each kind of rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+
+from passes.program import (
+    coords_text,
+)
+from passes.schedule.choose_recompute import (
+    stage_policies,
+)
+from passes.schedule.choose_schedule import (
+    splits_backward,
+)
+from passes.shard.sharding import local_extent
+from passes.stage.check_alike import check_alike
+from passes.stage.differentiate import finish, join
+from passes.stage.emit import emit
+from passes.stage.local_stage import LocalStage
+from passes.stage.split_stages import Stage, Staged
+from passes.watch import Watch
+
+
+@dataclass(frozen=True)
+class EmittedStage:
+    """keys: coordinates -> the key of a module. texts: key -> (text, local stage)."""
+
+    stage: Stage
+    keys: Mapping[str, str]
+    texts: Mapping[str, tuple[str, LocalStage]]
+
+    @property
+    def first(self) -> LocalStage:
+        """That of its first rank. Stages of equal text share what was worked out for
+        the first of them."""
+        _, local = self.texts[next(iter(self.keys.values()))]
+        return replace(local, stage=self.stage)
+
+
+def emit_modules(staged: Staged, watch: Watch) -> tuple[EmittedStage, ...]:
+    """Work out each stage for each kind of rank, and write its modules.
+
+    Stages of equal text, and ranks of equal shapes, are worked out once.
+    """
+    plan = staged.plan
+    halves = splits_backward(plan)
+    sizes = {axis: plan.size(axis) for axis in plan.axes}
+    mesh_axes = [(a, n) for a, n in plan.mesh.axes if a != "pp"]
+    known: dict[object, tuple[str, str, LocalStage]] = {}
+    found = []
+    for stage in staged.stages:
+        text = stage.text()
+        policies = stage_policies(stage, plan)
+        keys: dict[str, str] = {}
+        texts: dict[str, tuple[str, LocalStage]] = {}
+        ranks: list[tuple[dict[str, int], str]] = []
+        for place in product(*(range(n) for _, n in mesh_axes)):
+            coords = {a: i for (a, _), i in zip(mesh_axes, place, strict=True)}
+            full = {**dict.fromkeys(sizes, 0), **coords}
+            shapes = _shape_class(stage, sizes, full)
+            key = (text, shapes, *policies.items())
+            if key not in known:
+                made = (plan.zero, halves, plan.scales_loss)
+                joint = join(stage, sizes, full, *made)
+                watch("join", joint)
+                local = finish(joint, policies)
+                watch("finish", local)
+                module = emit(local, len(staged.stages))
+                digest = hashlib.sha256(module.encode()).hexdigest()[:16]
+                known[key] = (digest, module, local)
+                watch(f"emit-{digest}", module)
+            digest, module, local = known[key]
+            keys[coords_text(coords)] = digest
+            texts[digest] = (module, local)
+            ranks.append((coords, digest))
+        check_alike(ranks, {key: local for key, (_, local) in texts.items()})
+        found.append(EmittedStage(stage, keys, texts))
+    return tuple(found)
+
+
+def _shape_class(
+    stage: Stage, sizes: Mapping[str, int], coords: Mapping[str, int]
+) -> tuple[int, ...]:
+    """What a rank's shapes depend on: its extent of every dim that is split."""
+    splits = {
+        (dim.size, axes)
+        for name, sharding in stage.shardings.items()
+        for dims, slots in zip(stage.dims[name], sharding.slots, strict=True)
+        for dim, axes in zip(dims, slots, strict=True)
+        if axes
+    }
+    extents = [local_extent(n, axes, sizes, coords) for n, axes in sorted(splits)]
+    nested = any(len(axes) > 1 and n % _parts(axes, sizes) for n, axes in splits)
+    return (*extents, *(coords.values() if nested else ()))
+
+
+def _parts(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
+    parts = 1
+    for axis in axes:
+        parts *= sizes[axis]
+    return parts

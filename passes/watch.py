@@ -1,0 +1,22 @@
+"""Who watches what each pass makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Verified(Protocol):
+    """What a pass makes."""
+
+    def verify(self) -> object: ...
+
+
+Made = Verified | str
+Watch = Callable[[str, Made], None]
+
+
+def check(name: str, made: Made) -> None:
+    """A watch that verifies what each pass made. Raises: AssertionError."""
+    if not isinstance(made, str):  # an emitted module is proved by what it computes
+        made.verify()
