@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graphs import calls, lines, nodes_of
 
-from passes.graph import Builder
+from passes.builder import Builder
 from passes.stage.overlap import by_layer, gather_ahead, scatter_behind
 
 SOURCES = "".join(

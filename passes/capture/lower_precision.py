@@ -16,19 +16,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from passes.builder import Builder, prune
 from passes.capture.one_dtype import EQUAL
 from passes.capture.trace import Traced
 from passes.errors import CaptureError
-from passes.graph import (
-    Builder,
-    Graph,
-    Location,
-    Node,
-    Value,
-    map_values,
-    prune,
-    resolve,
-)
+from passes.graph import Graph, Location, Node, Value, map_values, resolve
 from passes.graph_text import DTYPES
 
 CAST = "aten.to.dtype"

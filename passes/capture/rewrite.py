@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from passes.graph import Builder, Graph, Location, Node, Value, prune, resolve
+from passes.builder import Builder, prune
+from passes.graph import Graph, Location, Node, Value, resolve
 
 Rule = Callable[["Rewriter", Node], "Value | tuple[Value | None, ...] | None"]
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from passes.graph import Builder, Location, Node, Value
+from passes.builder import Builder
+from passes.graph import Location, Node, Value
 from passes.ops.op import is_view
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from passes.builder import Builder
 from passes.dims.name_dims import Dim, Dims
 from passes.dims.origins import find_differentiable
-from passes.graph import Builder, Location, Value
+from passes.graph import Location, Value
 from passes.shard.propagate import Sharded
 from passes.shard.resharding import Step, V
 from passes.shard.sharding import Sharding

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import prod
 
+from passes.builder import prune
 from passes.capture.trace import Traced
 from passes.dims.name_dims import Dims, Factor
 from passes.dims.origins import Origin, find_differentiable, find_origins
 from passes.errors import LossNotSeparable
-from passes.graph import Graph, Location, Node, Value, prune
+from passes.graph import Graph, Location, Node, Value
 from passes.mesh import TIME
 from passes.ops.experts import COMBINE, DISPATCH
 from passes.ops.op import is_method

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from passes.builder import Builder
 from passes.dims.name_dims import Dim, Dims, Factor
-from passes.graph import Builder, Location, Node, Value
+from passes.graph import Location, Node, Value
 from passes.ops.experts import ROUTE
 from passes.ops.op import op_of
 from passes.shard.op_sharding import OpSharding

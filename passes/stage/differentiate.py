@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from passes.graph import Builder, Graph, Node, Value
+from passes.builder import Builder
+from passes.graph import Graph, Node, Value
 from passes.mesh import TIME
 from passes.shard.parameter_sharding import (
     find_casts,

@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
-from passes.graph import LAYER, Node, Value, unused
+from passes.builder import unused
+from passes.graph import LAYER, Node, Value
 from passes.stage.hand_over import HandOver, Part, split_readers
 from passes.stage.local_stage import LocalStage
 from passes.stage.loops import Item, Loop, find_loops

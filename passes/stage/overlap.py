@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
 
-from passes.graph import Builder, Location, Node, Value
+from passes.builder import Builder
+from passes.graph import Location, Node, Value
 from passes.shard.parameter_sharding import GATHER, find_gathered
 from passes.stage.reuse import ADD, find_owners
 from passes.stage.split_backward import GRADIENT

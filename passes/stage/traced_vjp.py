@@ -19,8 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from passes.builder import Builder
 from passes.errors import CaptureError
-from passes.graph import Builder, Node, Value, map_values
+from passes.graph import Node, Value, map_values
 from passes.ops.evaluate import function_of
 from passes.ops.tape import Tape
 from passes.stage.reuse import may_alias

@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from passes.graph import Builder, Node, Value
+from passes.builder import Builder
+from passes.graph import Node, Value
 from passes.ops.op import Derivative, is_usual, op_of
 from passes.ops.tape import Tape, seed_of
 from passes.shard.parameter_sharding import find_gathered

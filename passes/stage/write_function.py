@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from passes.graph import Node, Value, unused
+from passes.builder import unused
+from passes.graph import Node, Value
 from passes.ops.op import is_method
 from passes.stage.hand_over import HandOver, Rows
 from passes.stage.loops import Given, Item, Loop

@@ -1,0 +1,82 @@
+"""What passes make new graphs with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from passes.graph import Graph, Location, Node, Value
+
+
+def unused(stem: str, taken: Collection[str]) -> str:
+    """`stem`, or `stem_1`, `stem_2` ... if it is taken."""
+    name, count = stem, 0
+    while name in taken:
+        count += 1
+        name = f"{stem}_{count}"
+    return name
+
+
+@dataclass
+class Builder:
+    """Collects the nodes of a new graph, and gives fresh names."""
+
+    taken: set[str]
+    nodes: list[Node] = field(default_factory=list)
+    _counts: dict[str, int] = field(default_factory=dict)  # the last one of each stem
+
+    @classmethod
+    def beside(cls, sources: Iterable[Value]) -> Builder:
+        return cls({v.name for v in sources})
+
+    def name(self, wanted: str) -> str:
+        """`wanted`, or `wanted_1`, `wanted_2` ... if it is taken."""
+        candidate = wanted
+        if wanted in self.taken:
+            stem = re.sub(r"_\d+$", "", wanted)
+            count = self._counts.get(stem, 0)
+            while candidate in self.taken:
+                count += 1
+                candidate = f"{stem}_{count}"
+            self._counts[stem] = count
+        self.taken.add(candidate)
+        return candidate
+
+    def value(self, wanted: str, shape: Iterable[int], dtype: torch.dtype) -> Value:
+        return Value(self.name(wanted), tuple(shape), dtype)
+
+    def emit(
+        self,
+        op: str,
+        args: tuple[Any, ...],
+        shape: Iterable[int],
+        dtype: torch.dtype,
+        where: Location,
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> Value:
+        """Append a node with one result, and return the result."""
+        wanted = name or op.split(".")[1]
+        out = self.value(wanted, shape, dtype)
+        self.nodes.append(Node(op, args, kwargs, (out,), where))
+        return out
+
+
+def prune(graph: Graph) -> Graph:
+    """Drop nodes, buffers and constants that no output depends on."""
+    needed = {v.name for v in graph.outputs}
+    kept = []
+    for node in reversed(graph.nodes):
+        if any(v.name in needed for v in node.results):
+            kept.append(node)
+            needed.update(v.name for v in node.operands)
+    return replace(
+        graph,
+        nodes=tuple(reversed(kept)),
+        buffers=tuple(v for v in graph.buffers if v.name in needed),
+        constants=tuple(v for v in graph.constants if v.name in needed),
+    )
