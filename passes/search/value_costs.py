@@ -104,7 +104,7 @@ class ValueCosts:
         if self.rests:
             have = self._rest(needs, partial)
         elif can_vary and (have == V) != partial:
-            return NEVER  # see `passes.shard.propagate._finish_varying`
+            return NEVER  # see `passes.shard.settle_varying`
         try:
             found = dict.fromkeys(  # each once, in an order that does not change
                 sent

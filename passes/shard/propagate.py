@@ -19,12 +19,13 @@ from passes.plan import Plan
 from passes.shard.check_states import check_sharding, check_shardings
 from passes.shard.hints import Pins, read_hints
 from passes.shard.op_sharding import PASS, Allowed, OpSharding, made_state, needed_state
-from passes.shard.parameter_sharding import find_casts, parameter_sharding, varying_axes
+from passes.shard.parameter_sharding import find_casts, parameter_sharding
 from passes.shard.plan_shardings import planned_factor, read_plan_shardings
 from passes.shard.preference import RING, ROUTED, WEIGHTS, Preference
 from passes.shard.ring import check_rings, ring_factor
 from passes.shard.routed import WEIGHT, route_of, routed_factor
 from passes.shard.separable import check_loss, check_op
+from passes.shard.settle_varying import settle_varying
 from passes.shard.sharding import Route, Sharding
 
 
@@ -90,7 +91,7 @@ def propagate(named: Named, plan: Plan) -> Sharded:
         plan,
         tuple(found.op_shardings),
         found.states,
-        tuple(_finish_varying(named, found)),
+        tuple(settle_varying(named, plan, found.states, found.needs)),
         ahead,
     )
 
@@ -317,41 +318,3 @@ def _with_rows(state: Sharding, route: Route | None) -> Sharding:
     """Rows where their experts are, if it has any that the axis splits."""
     has_rows = route is not None and state.place(route.axis) is not None
     return state.with_route(route) if has_rows else state
-
-
-def _finish_varying(named: Named, found: _Propagation) -> list[tuple[Sharding, ...]]:
-    """Settle R or V, from the loss backwards.
-
-    A value of parameters alone is V on an axis if each of its uses there is V or split:
-    its gradient then stays a pending sum, down to the parameter, and is reduced once a
-    step. So is any other value on the axes that split the batch, if it has no samples:
-    positions that come with the batch. What one op makes is V all together, or none of
-    it: of what it is made of, the gradient has one state. States are updated in place;
-    the nodes' needs are returned anew.
-    """
-    uses: dict[str, list[Sharding]] = {}
-    all_needs = list(found.needs)
-    states = found.states
-
-    def varying(v: Value) -> frozenset[str]:
-        alone = named.origins[v.name] is Origin.PARAM
-        axes = found.order if alone else found.plan.data_axes
-        return varying_axes(states[v.name], uses.get(v.name, ()), axes)
-
-    nodes = named.graph.nodes
-    for i in range(len(nodes) - 1, -1, -1):
-        node, needs = nodes[i], all_needs[i]
-        if named.origins[node.results[0].name] & Origin.PARAM:
-            # What nothing reads sends no gradient back that could have a state.
-            read = [v for v in node.results if v.name in uses] or node.results
-            common = frozenset.intersection(*(varying(v) for v in read))
-            for v in node.results:
-                states[v.name] = states[v.name].with_varying(common)
-            needs = tuple(n.with_varying(n.varying | common) for n in needs)
-            all_needs[i] = needs
-        for v, need in zip(node.operands, needs, strict=True):
-            if named.origins[v.name] & Origin.PARAM:
-                uses.setdefault(v.name, []).append(need)
-    for v in named.graph.params:
-        states[v.name] = states[v.name].with_varying(varying(v))
-    return all_needs
