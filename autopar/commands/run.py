@@ -19,6 +19,18 @@ from autopar.runtime.launch.launch import launch
 from autopar.training.run import RunOptions, run
 from passes.mesh import MeshError
 
+# Flags of numbers, each with its range, and the default of `RunOptions`.
+NUMBERS = {
+    "steps": "of the optimizer",
+    "lr": "learning rate, of AdamW",
+    "clip": "the greatest norm of all gradients; 0: as it is",
+    "seed": "of the data",
+    "timeout": "seconds to wait for a rank",
+    "warmup": "steps until lr is reached",
+    "save_every": "steps between checkpoints; 0: the last alone",
+    "keep": "how many of the newest checkpoints stay",
+}
+
 
 def add(commands: Any) -> None:
     usual = RunOptions()
@@ -26,54 +38,17 @@ def add(commands: Any) -> None:
     add.set_defaults(command=run_command)
     add.add_argument("plan", type=path, help="a directory, planned or compiled")
     add.add_argument(
-        "--steps", type=number("steps"), default=usual.steps, help="of the optimizer"
-    )
-    add.add_argument(
         "--data",
         type=text,
         default=usual.data,
         help="stdlib, synthetic, or a .bin .npy .txt file",
     )
-    add.add_argument(
-        "--lr", type=number("lr"), default=usual.lr, help="learning rate, of AdamW"
-    )
-    add.add_argument(
-        "--clip",
-        type=number("clip"),
-        default=usual.clip,
-        help="the greatest norm of all gradients; 0: as it is",
-    )
-    add.add_argument(
-        "--seed", type=number("seed"), default=usual.seed, help="of the data"
-    )
-    add.add_argument(
-        "--reference", action="store_true", help="train the model itself beside"
-    )
-    add.add_argument(
-        "--timeout",
-        type=number("timeout"),
-        default=usual.timeout,
-        help="seconds to wait for a rank",
-    )
-    add.add_argument(
-        "--warmup",
-        type=number("warmup"),
-        default=usual.warmup,
-        help="steps until lr is reached",
-    )
+    for name, told in NUMBERS.items():
+        flag, default = f"--{name.replace('_', '-')}", getattr(usual, name)
+        add.add_argument(flag, type=number(name), default=default, help=told)
     add.add_argument("--save", type=path, metavar="DIR", help="for checkpoints")
     add.add_argument(
-        "--save-every",
-        type=number("save_every"),
-        default=usual.save_every,
-        metavar="STEPS",
-        help="between checkpoints; 0: the last alone",
-    )
-    add.add_argument(
-        "--keep",
-        type=number("keep"),
-        default=usual.keep,
-        help="how many of the newest checkpoints stay",
+        "--reference", action="store_true", help="train the model itself beside"
     )
     add.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint, if any"
