@@ -64,6 +64,11 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         # of training
         "steps": Range(1, 10**9),
         "lr": Range(0.0, 1000.0, whole=False),
+        "min_lr": Range(0.0, 1000.0, whole=False),
+        "decay_ratio": Range(0.0, 1.0, whole=False),
+        "beta1": Range(0.0, 0.999999, whole=False),
+        "beta2": Range(0.0, 0.999999, whole=False),
+        "weight_decay": Range(0.0, 1000.0, whole=False),
         "clip": Range(0.0, 1e9, whole=False),
         "timeout": Range(1.0, 31 * 86_400.0, whole=False),  # seconds
         "warmup": Range(0, 10**9),

@@ -7,7 +7,7 @@ import math
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Any
 
 import torch
@@ -16,55 +16,41 @@ from autopar.commands.arguments import add_backend, add_json, number, path, text
 from autopar.planner.planned import mesh_of
 from autopar.runtime.launch.join import check_launch
 from autopar.runtime.launch.launch import launch
-from autopar.training.run import RunOptions, run
+from autopar.training.options import RunOptions
+from autopar.training.run import run
 from passes.mesh import MeshError
-
-# Flags of numbers, each with its range, and the default of `RunOptions`.
-NUMBERS = {
-    "steps": "of the optimizer",
-    "lr": "learning rate, of AdamW",
-    "clip": "the greatest norm of all gradients; 0: as it is",
-    "seed": "of the data",
-    "timeout": "seconds to wait for a rank",
-    "warmup": "steps until lr is reached",
-    "save_every": "steps between checkpoints; 0: the last alone",
-    "keep": "how many of the newest checkpoints stay",
-}
+from passes.ranges import RANGES
 
 
 def add(commands: Any) -> None:
-    usual = RunOptions()
     add = commands.add_parser("run", help="train a plan, also under torchrun")
     add.set_defaults(command=run_command)
     add.add_argument("plan", type=path, help="a directory, planned or compiled")
-    add.add_argument(
-        "--data",
-        type=text,
-        default=usual.data,
-        help="stdlib, synthetic, or a .bin .npy .txt file",
-    )
-    for name, told in NUMBERS.items():
-        flag, default = f"--{name.replace('_', '-')}", getattr(usual, name)
-        add.add_argument(flag, type=number(name), default=default, help=told)
-    add.add_argument("--save", type=path, metavar="DIR", help="for checkpoints")
-    add.add_argument(
-        "--reference", action="store_true", help="train the model itself beside"
-    )
-    add.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint, if any"
-    )
-    add.add_argument(
-        "--unproved", action="store_true", help="run a plan that nobody proved"
-    )
+    for each in fields(RunOptions):
+        if each.metadata:
+            add_field(add, each)
     add_backend(add)
     add_json(add, "print one object for each step")
 
 
+def add_field(add: Any, each: Field[Any]) -> None:
+    """Add the flag of an option of the run."""
+    told = dict(each.metadata)
+    if each.name in RANGES:
+        told["type"] = number(each.name)
+    elif isinstance(each.default, bool):
+        told["action"] = "store_true"
+    elif "choices" not in told:
+        told["type"] = text if isinstance(each.default, str) else path
+    flag = f"--{each.name.replace('_', '-')}"
+    add.add_argument(flag, default=each.default, **told)
+
+
 def run_command(arguments: argparse.Namespace) -> int:
-    values = {**vars(arguments), "as_json": arguments.json}
-    options = RunOptions(
-        **{field.name: values[field.name] for field in fields(RunOptions)}
-    )
+    values = {
+        field.name: getattr(arguments, field.name) for field in fields(RunOptions)
+    }
+    options = RunOptions(**values)
     ranks = mesh_of(arguments.plan).size
     if ranks > 1 and check_launch() == (0, 1) and "RANK" not in os.environ:
         check_devices(ranks, arguments.argv)

@@ -22,7 +22,7 @@ from autopar.plans.store import COMPILED
 from autopar.reports.proof import verification_data, verification_table
 from autopar.runtime.agreement.validate import check_model
 from autopar.runtime.execute.code_cache import CodeCache
-from autopar.training.run import vocab_of
+from autopar.training.feed import vocab_of
 from autopar.verify import room_needed, verify
 
 

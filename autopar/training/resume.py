@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from autopar.checkpoints.checkpoint import load
 from autopar.checkpoints.checkpoint_files import latest
@@ -18,10 +17,13 @@ from autopar.runtime.agreement.fail_together import on_first
 from autopar.step import Step
 
 if TYPE_CHECKING:
-    from autopar.training.run import RunOptions
+    from autopar.training.options import RunOptions
 
 # Options that training follows from; a run that goes on must have them as before.
-SAME = ("data", "seed", "lr", "clip", "warmup")
+SAME = (
+    *("data", "seed", "clip", "beta1", "beta2", "weight_decay"),
+    *("lr", "lr_schedule", "warmup", "min_lr", "decay_ratio"),
+)
 
 
 def check_saving(options: RunOptions) -> None:
@@ -34,11 +36,6 @@ def check_saving(options: RunOptions) -> None:
             "--reference has no checkpoint to go on from",
             fix="leave out --resume, or --reference",
         )
-
-
-def learning_rates(optimizer: Optimizer, warmup: int) -> LambdaLR:
-    """Rising evenly to the optimizer's own in `warmup` steps, then constant."""
-    return LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / max(1, warmup)))
 
 
 def is_due(done: int, options: RunOptions) -> bool:
@@ -61,18 +58,14 @@ def claimed(step: Step, options: RunOptions) -> Iterator[None]:
         yield
 
 
-def save(
-    done: int, step: Step, optimizer: Optimizer, rates: LambdaLR, options: RunOptions
-) -> None:
+def save(done: int, step: Step, optimizer: Optimizer, options: RunOptions) -> None:
     """Write a checkpoint after so many steps."""
     assert options.save is not None, "a save is due only if there is a place for it"
-    extra = {"done": done, "rates": rates.state_dict(), "options": trained_by(options)}
+    extra = {"done": done, "options": trained_by(options)}
     step.save(options.save, optimizer, extra=extra, keep=options.keep)
 
 
-def resume(
-    step: Step, optimizer: Optimizer, rates: LambdaLR, options: RunOptions
-) -> int:
+def resume(step: Step, optimizer: Optimizer, options: RunOptions) -> int:
     """Go on from the newest checkpoint, if so asked and there is one; returns the
     number of steps done.
 
@@ -93,17 +86,18 @@ def resume(
     extra = load(
         found, step, optimizer, lambda extra: check_options(found, options, extra)
     )
-    rates.load_state_dict(extra["rates"])
     return int(extra["done"])
 
 
 def trained_by(options: RunOptions) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in SAME}
+    """Returns their values by name; steps too, where the learning rate follows."""
+    names = SAME if options.lr_schedule == "constant" else (*SAME, "steps")
+    return {name: getattr(options, name) for name in names}
 
 
 def check_options(found: Path, options: RunOptions, extra: Any) -> None:
     """Raises CheckpointError for the first option that is not as before."""
-    if not isinstance(extra, dict) or not {"options", "rates", "done"} <= set(extra):
+    if not isinstance(extra, dict) or not {"options", "done"} <= set(extra):
         raise CheckpointError(
             f"checkpoint '{found}' is not one of `autopar run`",
             fix="give the --save directory of an earlier run",
@@ -111,7 +105,8 @@ def check_options(found: Path, options: RunOptions, extra: Any) -> None:
     for name, now in trained_by(options).items():
         before = extra["options"].get(name)
         if before != now:
+            flag = f"--{name.replace('_', '-')}"
             raise CheckpointError(
-                f"the run in '{found}' had --{name} {before}, but this has {now}",
-                fix=f"go on with --{name} {before}, or start anew with another --save",
+                f"the run in '{found}' had {flag} {before}, but this has {now}",
+                fix=f"go on with {flag} {before}, or start anew with another --save",
             )

@@ -1,0 +1,59 @@
+"""What a run can be told, said once: fields, flags and their help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from autopar.training.resume import check_saving
+from autopar.training.schedules import DECAY, check_schedule
+from passes.errors import AutoparError
+from passes.ranges import RANGES, check_range
+
+
+class OptionError(AutoparError):
+    """An option of a run that is out of its range."""
+
+
+def option(default: Any, help: str, **flag: Any) -> Any:
+    """A field that has a flag. flag: further arguments of `add_argument`."""
+    return field(default=default, metadata={"help": help, **flag})
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Numbers are in the range of their name, see `passes.ranges`."""
+
+    steps: int = option(20, "of the optimizer")
+    data: str = option("synthetic", "stdlib, synthetic, or a .bin .npy .txt file")
+    lr: float = option(3e-4, "learning rate, of AdamW")
+    lr_schedule: str = option(
+        "constant", "after the warmup; the others end at --min-lr", choices=tuple(DECAY)
+    )
+    warmup: int = option(0, "steps until lr is reached")
+    min_lr: float = option(0.0, "that lr decays to")
+    decay_ratio: float = option(0.2, "share of the steps in which wsd decays")
+    beta1: float = option(0.9, "of AdamW")
+    beta2: float = option(0.95, "of AdamW")
+    weight_decay: float = option(0.1, "of AdamW, for parameters of 2 dims or more")
+    clip: float = option(1.0, "the greatest norm of all gradients; 0: as it is")
+    seed: int = option(0, "of the data")
+    reference: bool = option(False, "train the model itself beside, on rank 0")
+    timeout: float = option(300.0, "seconds to wait for a rank")
+    save: Path | None = option(None, "for checkpoints", metavar="DIR")  # noqa: RUF009
+    save_every: int = option(0, "steps between checkpoints; 0: the last alone")
+    keep: int = option(2, "how many of the newest checkpoints stay")
+    resume: bool = option(False, "go on from the newest checkpoint, if any")
+    unproved: bool = option(False, "run a plan that nobody proved")
+    # Flags that other commands have too: what runs functions, in place of the plan's,
+    # see `passes.plan.BACKENDS`; and one object a line.
+    backend: str | None = None
+    json: bool = False
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if each.name in RANGES:
+                check_range(each.name, getattr(self, each.name), OptionError)
+        check_saving(self)
+        check_schedule(self)
