@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -30,6 +30,9 @@ class Data(Protocol):
 
     def batch(self, step: int, batch_size: int, seq: int) -> tuple[Tensor, Tensor]:
         """ids and labels, int64 [batch_size, seq]: labels[b, i] follows ids[b, i]."""
+
+    def split(self, fraction: float) -> tuple[Data, Data]:
+        """Data to train with, and the held-out rest: so much of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,23 +58,38 @@ class Corpus:
         starts = generator(self.seed, step).integers(places, size=batch_size)
         return shifted(self.tokens[starts[:, None] + np.arange(seq + 1)])
 
+    def split(self, fraction: float) -> tuple[Data, Data]:
+        """All but the end, and the end: no token is in both."""
+        cut = len(self.tokens) - round(fraction * len(self.tokens))
+        held_out = f"the held-out end of {self.name}"
+        return (
+            replace(self, tokens=self.tokens[:cut]),
+            replace(self, name=held_out, tokens=self.tokens[cut:]),
+        )
+
 
 @dataclass(frozen=True)
 class Synthetic:
     """Endless arithmetic progressions modulo vocab: made up, yet a model learns them.
 
-    The stride is below 8, so that the next token follows from the last two.
+    The stride is below 8, so that the next token follows from the last two. drawn: of
+    which source of chance, of those of a seed.
     """
 
     vocab: int
     seed: int
+    drawn: int = 0
 
     def batch(self, step: int, batch_size: int, seq: int) -> tuple[Tensor, Tensor]:
         """Sequences with a random first token and stride each."""
-        draw = generator(self.seed, step)
+        draw = generator(self.seed, step, self.drawn)
         first = draw.integers(self.vocab, size=(batch_size, 1))
         stride = draw.integers(1, 8, size=(batch_size, 1))
         return shifted((first + stride * np.arange(seq + 1)) % self.vocab)
+
+    def split(self, fraction: float) -> tuple[Data, Data]:
+        """The same, and others that are drawn anew: there is no end."""
+        return self, replace(self, drawn=self.drawn + 1)
 
 
 def open_data(spec: str, vocab: int, seed: int = 0) -> Data:
@@ -172,9 +190,9 @@ def chunks(tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         yield start, tokens[start : start + SCAN]
 
 
-def generator(seed: int, step: int) -> np.random.Generator:
-    """Independent random numbers for every pair (seed, step), neither negative."""
-    return np.random.default_rng([seed, step])
+def generator(seed: int, step: int, drawn: int = 0) -> np.random.Generator:
+    """Independent random numbers for all of these numbers, none negative."""
+    return np.random.default_rng([seed, step, drawn])
 
 
 def shifted(windows: np.ndarray) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,11 @@ class Feed:
         return cls(
             open_data(options.data, vocab, options.seed), program, loaded.shifts_labels
         )
+
+    def split(self, fraction: float) -> tuple[Feed, Feed]:
+        """To train with, and of the held-out rest of the data."""
+        train, held_out = self.data.split(fraction)
+        return replace(self, data=train), replace(self, data=held_out)
 
     @property
     def tokens(self) -> int:

@@ -6,10 +6,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from autopar.training.evaluation import check_evaluation
 from autopar.training.resume import check_saving
 from autopar.training.schedules import DECAY, check_schedule
 from passes.errors import AutoparError
 from passes.ranges import RANGES, check_range
+
+HELD_OUT = 0.1  # share of the data, where some is
 
 
 class OptionError(AutoparError):
@@ -39,6 +42,13 @@ class RunOptions:
     weight_decay: float = option(0.1, "of AdamW, for parameters of 2 dims or more")
     clip: float = option(1.0, "the greatest norm of all gradients; 0: as it is")
     seed: int = option(0, "of the data")
+    eval_every: int = option(0, "steps between evaluations; 0: none")
+    eval_batches: int = option(8, "batches of an evaluation")
+    eval_fraction: float | None = option(
+        None,
+        "share of the data, its end, that is held out "
+        f"(default: {HELD_OUT} with --eval-every, else 0)",
+    )
     reference: bool = option(False, "train the model itself beside, on rank 0")
     timeout: float = option(300.0, "seconds to wait for a rank")
     save: Path | None = option(None, "for checkpoints", metavar="DIR")  # noqa: RUF009
@@ -53,7 +63,16 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            if each.name in RANGES:
-                check_range(each.name, getattr(self, each.name), OptionError)
+            value = getattr(self, each.name)
+            if each.name in RANGES and not (value is None is each.default):
+                check_range(each.name, value, OptionError)
         check_saving(self)
         check_schedule(self)
+        check_evaluation(self)
+
+    @property
+    def held_out(self) -> float:
+        """The share of the data that training never sees."""
+        if self.eval_fraction is None:
+            return HELD_OUT if self.eval_every else 0.0
+        return self.eval_fraction

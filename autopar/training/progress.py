@@ -8,6 +8,7 @@ import time
 
 from torch import Tensor
 
+from autopar.training.evaluation import perplexity
 from autopar.training.options import RunOptions
 
 
@@ -36,6 +37,17 @@ class Progress:
         speed = tokens / (time.perf_counter() - self.began)
         self._print(step, value, reference, speed)
         self.began, self.shown = time.perf_counter(), step
+
+    def show_evaluation(self, step: int, loss: float) -> None:
+        """Of held-out data, on a line of its own."""
+        found = perplexity(loss)
+        if self.options.json:
+            row = {"step": step, "eval_loss": loss, "eval_perplexity": found}
+            print(json.dumps(row), flush=True)
+            return
+        if self.live and step != self.options.steps:
+            print()
+        print(f"step {step}  held out: loss {loss:.5f}  perplexity {found:,.2f}")
 
     def _print(
         self, step: int, loss: float, reference: float | None, speed: float

@@ -92,7 +92,8 @@ def resume(step: Step, optimizer: Optimizer, options: RunOptions) -> int:
 def trained_by(options: RunOptions) -> dict[str, Any]:
     """Returns their values by name; steps too, where the learning rate follows."""
     names = SAME if options.lr_schedule == "constant" else (*SAME, "steps")
-    return {name: getattr(options, name) for name in names}
+    values = {name: getattr(options, name) for name in names}
+    return {**values, "eval_fraction": options.held_out}
 
 
 def check_options(found: Path, options: RunOptions, extra: Any) -> None:
@@ -103,9 +104,14 @@ def check_options(found: Path, options: RunOptions, extra: Any) -> None:
             fix="give the --save directory of an earlier run",
         )
     for name, now in trained_by(options).items():
-        before = extra["options"].get(name)
+        flag = f"--{name.replace('_', '-')}"
+        if name not in extra["options"]:
+            raise CheckpointError(
+                f"the run in '{found}' is of an earlier version, without {flag}",
+                fix="start anew with another --save",
+            )
+        before = extra["options"][name]
         if before != now:
-            flag = f"--{name.replace('_', '-')}"
             raise CheckpointError(
                 f"the run in '{found}' had {flag} {before}, but this has {now}",
                 fix=f"go on with {flag} {before}, or start anew with another --save",

@@ -20,6 +20,7 @@ from autopar.plans.store import COMPILED, StoredPlan
 from autopar.runtime.launch.join import check_launch, choose_backend
 from autopar.runtime.launch.watchdog import Watchdog, guarded
 from autopar.step import Step
+from autopar.training.evaluation import Evaluation
 from autopar.training.feed import Feed
 from autopar.training.optimizer import make_optimizer, set_learning_rate
 from autopar.training.options import RunOptions
@@ -83,14 +84,20 @@ def train(stored: StoredPlan, options: RunOptions) -> None:
         timeout=timedelta(seconds=options.timeout),
         cache_dir=stored.directory / COMPILED,
     )
-    feed = Feed.open(program, loaded, options)
+    feed, held_out = Feed.open(program, loaded, options).split(options.held_out)
+    evaluation = Evaluation(held_out, options)
     step.build(**feed.batch(0))
     with claimed(step, options):
-        _train(step, feed, loaded, stored, options)
+        _train(step, feed, evaluation, loaded, stored, options)
 
 
 def _train(
-    step: Step, feed: Feed, loaded: LoadedModel, stored: StoredPlan, options: RunOptions
+    step: Step,
+    feed: Feed,
+    evaluation: Evaluation,
+    loaded: LoadedModel,
+    stored: StoredPlan,
+    options: RunOptions,
 ) -> None:
     """Goes on from where a checkpoint ended, if there is one."""
     specs = step.program.parameters
@@ -118,6 +125,12 @@ def _train(
                 expected = beside.step(i, batch)
                 progress.began += time.perf_counter() - began
             progress.show(i + 1, loss, expected)
+        if evaluation.is_due(i + 1):
+            began = time.perf_counter()
+            held_out = evaluation.loss(step)
+            if progress:
+                progress.show_evaluation(i + 1, held_out)
+                progress.began += time.perf_counter() - began
         if is_due(i + 1, options):
             save(i + 1, step, optimizer, options)
 

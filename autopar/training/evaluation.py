@@ -1,0 +1,56 @@
+"""Evaluation on tokens that training never sees: the last part of the data."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from autopar.step import Step
+from passes.errors import AutoparError
+
+if TYPE_CHECKING:
+    from autopar.training.feed import Feed
+    from autopar.training.options import RunOptions
+
+
+class EvaluationError(AutoparError):
+    """An evaluation that cannot be."""
+
+
+def check_evaluation(options: RunOptions) -> None:
+    """Raises EvaluationError for options that contradict each other."""
+    if options.eval_every and not options.held_out:
+        raise EvaluationError(
+            "--eval-every has nothing to evaluate on: --eval-fraction is 0",
+            fix="use --eval-fraction 0.1, or leave --eval-every out",
+        )
+
+
+class Evaluation:
+    """The mean loss of some batches of held-out data, the same batches each time."""
+
+    def __init__(self, held_out: Feed, options: RunOptions) -> None:
+        """Raises DataError, before anything is trained, where no sequence fits."""
+        self.feed, self.options = held_out, options
+        if options.eval_every:
+            held_out.batch(0)
+
+    def is_due(self, done: int) -> bool:
+        """Whether to evaluate after so many steps."""
+        every = self.options.eval_every
+        return bool(every) and (done % every == 0 or done == self.options.steps)
+
+    def loss(self, step: Step) -> float:
+        """Returns the loss, without dropout; all ranks must call it."""
+        batches = range(self.options.eval_batches)
+        losses = [step.evaluate(**self.feed.batch(i)) for i in batches]
+        return torch.stack(losses).double().mean().item()
+
+
+def perplexity(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

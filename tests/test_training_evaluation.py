@@ -1,0 +1,117 @@
+"""Held-out loss is that of the untouched model in eval mode, on unseen tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from autopar.cli import main
+from autopar.models.load import load_model
+from autopar.training.data import Corpus, open_data
+
+MODEL = """
+from examples.gpt import Config, build
+
+def tiny():
+    return build(Config(2, 32, 4, 16, 64, dropout=0.1), batch=4)
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> str:
+    (tmp_path / "model.py").write_text(MODEL)
+    where = str(tmp_path / "plan")
+    assert main(["compile", spec(tmp_path), "--mesh", "tp=1", "-o", where]) == 0
+    return where
+
+
+def spec(folder: Path) -> str:
+    return f"{folder / 'model.py'}:tiny"
+
+
+def evaluations(capsys: pytest.CaptureFixture[str]) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return [row for row in rows if "eval_loss" in row]
+
+
+def test_it_is_the_loss_of_the_model_on_the_end_of_the_data(
+    plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, 64, 1000).astype(np.uint16)
+    text.tofile(tmp_path / "a.bin")
+    given = ["--lr", "0", "--data", str(tmp_path / "a.bin"), "--eval-batches", "3"]
+    given += ["--eval-fraction", "0.2", "--steps", "5", "--eval-every", "2"]
+    capsys.readouterr()
+    assert main(["run", plan, "--json", *given]) == 0
+    found = evaluations(capsys)
+    model = load_model(spec(tmp_path)).model.eval()
+    losses = []
+    for i in range(3):
+        ids, labels = Corpus("its end", text[800:], seed=0).batch(i, 4, 16)
+        with torch.no_grad():
+            losses.append(model(ids, labels)[1].item())
+    want = sum(losses) / 3
+    assert [row["step"] for row in found] == [2, 4, 5]
+    for row in found:
+        assert row["eval_loss"] == pytest.approx(want, rel=1e-6)
+        assert row["eval_perplexity"] == pytest.approx(math.exp(want), rel=1e-5)
+
+
+def test_training_never_sees_what_is_held_out() -> None:
+    train, held_out = Corpus("a", np.arange(100), seed=3).split(0.25)
+    drawn = {x for i in range(200) for x in train.batch(i, 4, 8)[1].flatten().tolist()}
+    unseen = {
+        x for i in range(200) for x in held_out.batch(i, 4, 8)[0].flatten().tolist()
+    }
+    assert drawn == set(range(1, 75)) and unseen == set(range(75, 99))
+
+
+def test_synthetic_data_is_drawn_anew() -> None:
+    data = open_data("synthetic", 1000)
+    train, held_out = data.split(0.1)
+    assert torch.equal(train.batch(0, 4, 8)[0], data.batch(0, 4, 8)[0])
+    assert not torch.equal(train.batch(0, 4, 8)[0], held_out.batch(0, 4, 8)[0])
+
+
+def test_evaluation_leaves_training_as_it_is(
+    plan: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = []
+    for given in ([], ["--eval-every", "1"]):
+        capsys.readouterr()
+        assert main(["run", plan, "--json", "--steps", "4", *given]) == 0
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        losses.append([row["loss"] for row in rows if "loss" in row])
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+def test_a_held_out_end_that_is_too_short_is_told_before_training(
+    plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.arange(100, dtype=np.uint16).clip(0, 63).tofile(tmp_path / "a.bin")
+    given = ["--data", str(tmp_path / "a.bin"), "--eval-every", "5"]
+    capsys.readouterr()
+    assert main(["run", plan, "--json", *given]) == 2
+    told = capsys.readouterr()
+    assert not told.out and "has 10 tokens, but a sequence of 16" in told.err
+    assert "the held-out end of" in told.err
+    assert main(["run", plan, *given, "--eval-fraction", "0"]) == 2
+    assert "use --eval-fraction 0.1" in capsys.readouterr().err
+
+
+def test_another_split_is_refused(
+    plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["run", plan, "--steps", "1", "--save", str(tmp_path / "runs"), "--resume"]
+    assert main([*line, "--eval-every", "1"]) == 0
+    capsys.readouterr()
+    assert main(line) == 2
+    said = capsys.readouterr().err
+    assert "had --eval-fraction 0.1, but this has 0.0" in said
+    assert main([*line, "--eval-fraction", "0.1"]) == 0  # as it says
