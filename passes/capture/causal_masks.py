@@ -27,7 +27,13 @@ SMALL = 2**20  # elements of what is evaluated whole
 def causal_window(rewriter: Rewriter, mask: Value) -> int | None:
     """How many columns up to its own number each row of a bool mask [..., rows,
     columns] shows, at most: all rows of a causal mask, fewer of a sliding window. None
-    for another mask."""
+    for another mask. Layers have one mask in common, which is looked at once."""
+    if mask.name not in rewriter.windows:
+        rewriter.windows[mask.name] = _window(rewriter, mask)
+    return rewriter.windows[mask.name]
+
+
+def _window(rewriter: Rewriter, mask: Value) -> int | None:
     rows, columns = mask.shape[-2:] if len(mask.shape) > 1 else (0, 1)
     if mask.dtype != torch.bool or rows != columns or mask.numel != rows * columns:
         return None

@@ -31,6 +31,8 @@ class Rewriter:
         self.replaced: dict[str, Value] = {}
         self._constants: dict[str, torch.Tensor | None] = dict(literals)
         self._inputs = {v.name for v in graph.inputs}
+        # What `passes.capture.causal_masks` found of masks, by name.
+        self.windows: dict[str, int | None] = {}
 
     def run(self, rules: Mapping[str, Rule]) -> Graph:
         """Apply the rule of each node's op (looked up by `aten.name` or full name)."""
