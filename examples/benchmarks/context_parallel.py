@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the examples are found from any directory
 
 import autopar  # noqa: E402
-from autopar import kernels  # noqa: E402
+from autopar.runtime import kernels  # noqa: E402
 from examples.benchmarks.live_bytes import peak_bytes  # noqa: E402
 from examples.gpt import GPT, Config  # noqa: E402
 
