@@ -168,6 +168,14 @@ class Program:
         """Samples in the global batch."""
         return next(shape[0] for shape, _ in self.inputs.values() if shape)
 
+    @property
+    def forward_flops(self) -> int:
+        """Operations of one forward of the whole batch, on all ranks, by those of the
+        first rank of each stage."""
+        ranks = self.mesh.size // self.mesh.axis_size("pp")
+        once = sum(stage.flops for stage in self.stages)
+        return once * ranks * self.plan.microbatches
+
     def to_json(self) -> str:
         """Everything but the module texts and the plan: see `passes.read_program`."""
         data = {

@@ -75,7 +75,7 @@ def prove_program(
     after gradients were clipped and AdamW updated them; a checkpoint must come back.
     Raises VerificationFailed where it does not, NotProved where that cannot be told.
     """
-    flops = _flops(program)
+    flops = program.forward_flops
     if flops <= LITTLE and program.mesh.size <= RANKS:
         return _prove_whole(program, model, traced, batch, seed)
     try:
@@ -90,13 +90,6 @@ def prove_program(
                 fix=WITHOUT,
             ) from error
     return _prove_whole(program, model, traced, batch, seed)
-
-
-def _flops(program: Program) -> int:
-    """Counts operations of one forward of the whole batch, on all ranks."""
-    ranks = program.mesh.size // program.mesh.axis_size("pp")
-    once = sum(stage.flops for stage in program.stages)
-    return once * ranks * program.plan.microbatches
 
 
 def _prove_whole(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.training.evaluation import check_evaluation
+from autopar.training.nonfinite import ON_NONFINITE
 from autopar.training.resume import check_saving
 from autopar.training.schedules import DECAY, check_schedule
 from passes.errors import AutoparError
@@ -48,6 +49,11 @@ class RunOptions:
         None,
         "share of the data, its end, that is held out "
         f"(default: {HELD_OUT} with --eval-every, else 0)",
+    )
+    log: Path | None = option(None, "append JSON lines to it", metavar="FILE")  # noqa: RUF009
+    log_every: int = option(10, "steps between lines of the log")
+    on_nonfinite: str = option(
+        "stop", "or skip, which waits for a GPU in each step", choices=ON_NONFINITE
     )
     reference: bool = option(False, "train the model itself beside, on rank 0")
     timeout: float = option(300.0, "seconds to wait for a rank")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from autopar.models.load import LoadedModel, ModelError
 from autopar.plans.store import StoredPlan
 from autopar.proof.reference import reference_step
+from autopar.training.nonfinite import is_finite
 from autopar.training.optimizer import make_optimizer, set_learning_rate
 from autopar.training.options import RunOptions
 
@@ -38,8 +40,9 @@ class Reference:
         )
         for name, p in self.model.named_parameters():
             p.grad = grads.get(name)
-        if clip := self.options.clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        limit = self.options.clip or math.inf
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         set_learning_rate(self.optimizer, i, self.options)
-        self.optimizer.step()
+        if self.options.on_nonfinite != "skip" or is_finite(loss, norm):
+            self.optimizer.step()
         return loss.item()

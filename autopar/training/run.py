@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -17,15 +17,20 @@ import autopar
 from autopar.models.load import LoadedModel, load_model
 from autopar.planner.planned import compiled, compiled_once, mesh_of
 from autopar.plans.store import COMPILED, StoredPlan
+from autopar.runtime.agreement.fail_together import on_first
 from autopar.runtime.launch.join import check_launch, choose_backend
 from autopar.runtime.launch.watchdog import Watchdog, guarded
 from autopar.step import Step
 from autopar.training.evaluation import Evaluation
 from autopar.training.feed import Feed
+from autopar.training.log import Log
+from autopar.training.metrics import Clock, Meter
+from autopar.training.nonfinite import EVERY, FirstNonFinite, is_finite
 from autopar.training.optimizer import make_optimizer, set_learning_rate
 from autopar.training.options import RunOptions
 from autopar.training.progress import Progress
 from autopar.training.reference import Reference
+from autopar.training.report import Report, Writer
 from autopar.training.resume import claimed, is_due, resume, save
 from passes.mesh import MeshError
 from passes.plan import PlanError
@@ -107,44 +112,56 @@ def _train(
     done = resume(step, optimizer, options)
     first = step.comm.rank == 0
     beside = Reference(loaded, stored, options) if first and options.reference else None
-    progress = Progress(options, done, feed.tokens) if first else None
-    for warning in stored.warnings if first else ():
-        print(f"warning: {warning}", file=sys.stderr)
-    if first and done:
-        print(f"going on after step {done}", file=sys.stderr)
+    report = Report(Meter.of(step, feed.tokens), writers(step, done, options))
+    if first:
+        told = [f"warning: {warning}" for warning in stored.warnings]
+        told += [f"going on after step {done}"] if done else []
+        print("".join(f"{line}\n" for line in told), end="", file=sys.stderr)
+    nonfinite = FirstNonFinite()
     following = feed.batch(done)
     for i in range(done, options.steps):
         batch = following
-        set_learning_rate(optimizer, i, options)
-        loss = train_step(step, optimizer, batch, options.clip)
+        rate = set_learning_rate(optimizer, i, options)
+        loss, norm = train_step(step, optimizer, batch, options)
         following = feed.batch(i + 1)  # while a GPU computes
-        if progress:
-            expected = None
-            if beside:
-                began = time.perf_counter()
-                expected = beside.step(i, batch)
-                progress.began += time.perf_counter() - began
-            progress.show(i + 1, loss, expected)
-        if evaluation.is_due(i + 1):
-            began = time.perf_counter()
-            held_out = evaluation.loss(step)
-            if progress:
-                progress.show_evaluation(i + 1, held_out)
-                progress.began += time.perf_counter() - began
-        if is_due(i + 1, options):
+        with report.left_out():
+            expected = beside.step(i, batch) if beside else None
+        report.step(i + 1, loss, norm, rate, expected)
+        evaluated, saved = evaluation.is_due(i + 1), is_due(i + 1, options)
+        if options.on_nonfinite == "stop":
+            nonfinite.add(i + 1, loss, norm)
+            last = i + 1 == options.steps
+            if evaluated or saved or last or (i + 1) % EVERY == 0:
+                nonfinite.check()
+        if evaluated:
+            with report.left_out():
+                report.evaluation(i + 1, evaluation.loss(step))
+        if saved:
             save(i + 1, step, optimizer, options)
+
+
+def writers(step: Step, done: int, options: RunOptions) -> list[Writer]:
+    """Who is told, on rank 0; nobody on others. Raises AutoparError on all ranks for a
+    log that cannot be written."""
+    found: list[Writer] = [Progress(options, done)]
+    if options.log is not None:
+        log = Log(options.log, options.log_every, options.steps, Clock(done))
+        on_first(step.comm, log.open)
+        found.append(log)
+    return found if step.comm.rank == 0 else []
 
 
 def train_step(
     step: Step,
     optimizer: torch.optim.Optimizer,
     batch: Mapping[str, Tensor],
-    clip: float,
-) -> Tensor:
-    """One update of the weights; returns the loss before it, and waits for no GPU."""
+    options: RunOptions,
+) -> tuple[Tensor, Tensor]:
+    """One update of the weights; returns the loss before it, and the norm of all
+    gradients as they were. Waits for no GPU, unless what is not finite is skipped."""
     optimizer.zero_grad()
     loss = step(**batch)
-    if clip:
-        step.clip_grad_norm_(clip)
-    optimizer.step()
-    return loss
+    norm = step.clip_grad_norm_(options.clip or math.inf)
+    if options.on_nonfinite != "skip" or is_finite(loss, norm):
+        optimizer.step()
+    return loss, norm

@@ -1,0 +1,56 @@
+"""Who is told of the steps of a run, on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+from torch import Tensor
+
+from autopar.training.evaluation import perplexity
+from autopar.training.metrics import Clock, Meter, Row
+
+
+class Writer(Protocol):
+    """Takes rows, as of the terminal or of a file."""
+
+    clock: Clock
+
+    def wants(self, done: int) -> bool:
+        """Whether to be told of that step; of evaluations it always is."""
+
+    def write(self, row: Row) -> None: ...
+
+
+@dataclass(frozen=True)
+class Report:
+    """Gives rows to those that want them; to none, on other ranks than the first."""
+
+    meter: Meter
+    writers: Sequence[Writer]
+
+    def step(
+        self, done: int, loss: Tensor, norm: Tensor, lr: float, reference: float | None
+    ) -> None:
+        for writer in self.writers:
+            if writer.wants(done):
+                row = self.meter.row(done, loss, norm, lr, writer.clock)
+                if reference is not None:
+                    row["reference_loss"] = reference
+                writer.write(row)
+
+    def evaluation(self, done: int, loss: float) -> None:
+        found = perplexity(loss)
+        for writer in self.writers:
+            writer.write({"step": done, "eval_loss": loss, "eval_perplexity": found})
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """The context of what is no part of a step: its seconds do not count."""
+        began = perf_counter()
+        yield
+        for writer in self.writers:
+            writer.clock.leave_out(perf_counter() - began)
