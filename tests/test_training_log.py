@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.run import get_args_parser
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.cli import main
@@ -17,6 +18,7 @@ from autopar.planner.planned import compiled
 from autopar.training import metrics
 from autopar.training import run as training
 from autopar.training.data import open_data
+from autopar.training.options import RunOptions
 
 MODEL = """
 from examples.gpt import Config, build
@@ -48,7 +50,7 @@ def test_the_log_has_what_plain_torch_computes(
 ) -> None:
     log = tmp_path / "log.jsonl"
     given = ["--steps", "4", "--warmup", "8", "--lr", "0.08", "--clip", clip]
-    assert main(["run", plan, *given, "--log", str(log), "--log-every", "1"]) == 0
+    assert main(["run", plan, *given, "--log-file", str(log), "--log-every", "1"]) == 0
     model = load_model(spec(tmp_path)).model
     ids, labels = open_data("synthetic", 64).batch(0, 4, 16)
     loss = model(ids, labels)[1]
@@ -67,7 +69,7 @@ def test_the_log_has_what_plain_torch_computes(
 def test_a_run_that_goes_on_appends(plan: str, tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     line = ["run", plan, "--save", str(tmp_path / "runs"), "--resume"]
-    line += ["--log", str(log), "--log-every", "2", "--eval-every", "3"]
+    line += ["--log-file", str(log), "--log-every", "2", "--eval-every", "3"]
     assert main([*line, "--steps", "3"]) == 0
     with log.open("a") as file:
         file.write('{"step": 4, "lo')  # as a crash leaves it
@@ -85,7 +87,7 @@ def test_a_log_that_cannot_be_written_is_told_first(
     plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert main(["run", plan, "--log", str(tmp_path / "none" / "log")]) == 2
+    assert main(["run", plan, "--log-file", str(tmp_path / "none" / "log")]) == 2
     told = capsys.readouterr()
     assert "none/log" in told.err and not told.out
 
@@ -101,10 +103,18 @@ def test_mfu_counts_as_torch_counts(
     assert program.forward_flops == pytest.approx(counter.get_total_flops(), rel=0.1)
     monkeypatch.setattr(metrics, "peak_flops", lambda *_: 1e12)
     log = tmp_path / "log.jsonl"
-    assert main(["run", plan, "--steps", "2", "--log", str(log)]) == 0
+    assert main(["run", plan, "--steps", "2", "--log-file", str(log)]) == 0
     (row,) = rows(log)
     seconds = 4 * 16 / row["tokens_per_second"]
     assert row["mfu"] == pytest.approx(3 * program.forward_flops / seconds / 1e12)
+
+
+def test_no_flag_looks_like_the_start_of_one_of_torchrun() -> None:
+    """It reads those of the script too, and takes them for its own, shortened."""
+    theirs = [o for a in get_args_parser()._actions for o in a.option_strings]
+    for name in RunOptions.__dataclass_fields__:
+        flag = f"--{name.replace('_', '-')}"
+        assert not [option for option in theirs if option.startswith(flag)], flag
 
 
 # --- what is not finite ------------------------------------------------------------
@@ -141,7 +151,7 @@ def test_a_step_that_is_skipped_changes_nothing(
     plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "log.jsonl"
-    given = ["--steps", "5", "--on-nonfinite", "skip", "--log", str(log)]
+    given = ["--steps", "5", "--on-nonfinite", "skip", "--log-file", str(log)]
     assert main(["run", plan, *given, "--log-every", "1", "--eval-every", "1"]) == 0
     found = rows(log)
     norms = [row["grad_norm"] for row in found if "loss" in row]

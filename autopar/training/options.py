@@ -50,7 +50,7 @@ class RunOptions:
         "share of the data, its end, that is held out "
         f"(default: {HELD_OUT} with --eval-every, else 0)",
     )
-    log: Path | None = option(None, "append JSON lines to it", metavar="FILE")  # noqa: RUF009
+    log_file: Path | None = option(None, "append JSON lines", metavar="FILE")  # noqa: RUF009
     log_every: int = option(10, "steps between lines of the log")
     on_nonfinite: str = option(
         "stop", "or skip, which waits for a GPU in each step", choices=ON_NONFINITE

@@ -144,8 +144,8 @@ def writers(step: Step, done: int, options: RunOptions) -> list[Writer]:
     """Who is told, on rank 0; nobody on others. Raises AutoparError on all ranks for a
     log that cannot be written."""
     found: list[Writer] = [Progress(options, done)]
-    if options.log is not None:
-        log = Log(options.log, options.log_every, options.steps, Clock(done))
+    if options.log_file is not None:
+        log = Log(options.log_file, options.log_every, options.steps, Clock(done))
         on_first(step.comm, log.open)
         found.append(log)
     return found if step.comm.rank == 0 else []
