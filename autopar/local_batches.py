@@ -67,9 +67,9 @@ class DataRank:
         whole = dict(parts)
         for name, x in parts.items():
             if _has_samples(x, own) and self.size > 1:
-                # Not every backend sends booleans.
-                sent = x.to(torch.uint8) if x.dtype is torch.bool else x
-                whole[name] = comm.all_gather(sent, self.axes, 0).to(x.dtype)
+                # As bytes: not every backend sends booleans, or integers of 16 bits.
+                sent = x.contiguous().view(torch.uint8)
+                whole[name] = comm.all_gather(sent, self.axes, 0).view(x.dtype)
         return whole
 
 

@@ -62,23 +62,21 @@ class OtherShapes:
         shapes = {n: tuple(x.shape) for n, x in batch.items() if isinstance(x, Tensor)}
         return self._executors.get(_key(shapes))
 
-    def new(self, program: Program, batch: Mapping[str, Any]) -> Shapes | None:
-        """The shapes of a batch whose fields have names, dtypes and dims that a program
-        was compiled for; None if they do not."""
+    def fits(self, program: Program, batch: Mapping[str, Any]) -> bool:
+        """Whether a batch has the names, dtypes and count of dims that a program was
+        compiled for, whatever its shapes."""
         tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
         if tensors.keys() != program.inputs.keys():
-            return None
+            return False
         for name, (shape, dtype) in program.inputs.items():
             x = tensors[name]
             if dtype_name(x.dtype) != dtype or x.ndim != len(shape) or not x.numel():
-                return None
+                return False
         others = batch.keys() - tensors.keys()
-        if any(n not in self._fixed or batch[n] != self._fixed[n] for n in others):
-            return None
-        return {name: tuple(x.shape) for name, x in tensors.items()}
+        return all(n in self._fixed and batch[n] == self._fixed[n] for n in others)
 
     def make(self, like: Executor, batch: Mapping[str, Any]) -> Executor:
-        """Compile for batches as this one, which are `new`; on all ranks. like: one
+        """Compile for batches as this one, which `fits`; on all ranks. like: one
         that computes with the same weights. Raises: AutoparError, on all ranks."""
         shapes = {n: tuple(x.shape) for n, x in batch.items() if isinstance(x, Tensor)}
         known = len(self._executors)

@@ -153,6 +153,8 @@ class Step(RankStep):
         self._given, self._prove = program, prove
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
         self._pretrained = pretrained
+        # Whether the last batch had this rank's samples only.
+        self._local = False
 
     def __call__(self, *, local: bool = False, **batch: Any) -> Tensor:
         """Loss of the global batch, the same on every rank; gradients are in `.grad`.
@@ -180,14 +182,20 @@ class Step(RankStep):
         """Compile for batches of these shapes, unless that was done."""
         if self._executor is None:
             self.build(local=local, **batch)
-            return
         like = self.data.whole_like(batch) if local else batch
-        executor = self._shapes.find(like)
-        if executor is None and (shapes := self._shapes.new(self.program, like)):
-            self._agree()(ANOTHER_SHAPE, {("shape", k): v for k, v in shapes.items()})
-            executor = self._shapes.make(self._executor, like)
-        if executor is not None and executor is not self._executor:
-            executor.go_on_from(self._executor)
+        if not self._shapes.fits(self.program, like):
+            return  # whoever begins with it says why
+        current, found = self.executor, self._shapes.find(like)
+        if found is current and local == self._local:
+            return
+        # All ranks change to it together: none waits for messages of other sizes.
+        shapes = {n: list(x.shape) for n, x in batch.items() if isinstance(x, Tensor)}
+        facts = {("shape", name): shape for name, shape in shapes.items()}
+        self._agree()(ANOTHER_SHAPE, {("argument", "local"): local, **facts})
+        self._local = local
+        executor = found or self._shapes.make(current, like)
+        if executor is not current:
+            executor.go_on_from(current)
             self._executor = executor
 
     @property

@@ -4,6 +4,7 @@ batches of other shapes train the same weights."""
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import autopar
 from autopar.local_batches import DataRank
+from autopar.runtime.agreement.agreement import FIRST
 from autopar.runtime.comm.virtual import run_virtual
 from passes.errors import BatchError
 from passes.plan import Plan
@@ -125,8 +127,13 @@ def test_a_part_has_the_rows_that_its_rank_computes_with(text):
 
     def check(comm):
         part = DataRank(plan, comm.rank)
-        mine = {"rows": torch.tensor([part.index]), "all": torch.zeros([])}
+        row = torch.tensor([part.index])
+        short, masks = row.to(torch.int16), row[:, None].expand(1, 3) > 0
+        mine = {"rows": row, "all": torch.zeros([]), "short": short, "masks": masks}
         whole = part.gather(comm, mine)
+        assert whole["short"].dtype is torch.int16 and whole["masks"].shape[1:] == (3,)
+        assert whole["short"].tolist() == list(range(part.size))
+        assert whole["masks"][:, 0].tolist() == [i > 0 for i in range(part.size)]
         assert whole["rows"].tolist() == list(range(part.size))
         assert comm.pieces(part.size, part.axes) == ((part.index, 1),)
 
@@ -176,6 +183,19 @@ def test_gradients_of_several_shapes_add_up() -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
+def test_compiling_for_another_shape_leaves_gradients(tmp_path: Path) -> None:
+    case, plain = (plain_gpt(layers=1).double() for _ in range(2))
+    step = autopar.compile(
+        case.model, "tp=1", loss_fn=case.loss_fn, backend="inductor", cache_dir=tmp_path
+    )
+    for rows in (8, 3):
+        part = {name: x[:rows] for name, x in case.batch.items()}
+        step(**part)
+        loss_of(plain, part).backward()
+    for p, q in zip(step.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+
+
 def test_there_is_a_limit_to_shapes() -> None:
     case = plain_gpt(layers=1)
     step = case.step()
@@ -204,6 +224,35 @@ def load_more() -> None:
     step(local=True, **{n: x[:rows] for n, x in case.batch.items()})
 
 
+def load_another_size() -> None:
+    """Sizes that all ranks know, but at another time."""
+    case = gpt2(layers=1)
+    step = autopar.compile(case.model, "dp=2", example_inputs=case.batch)
+    for _ in range(FIRST):
+        for rows in (8, 4):
+            step(**{name: x[:rows] for name, x in case.batch.items()})
+    rows = 4 + 4 * step.comm.rank
+    step(**{name: x[:rows] for name, x in case.batch.items()})
+
+
+def load_on_one_rank() -> None:
+    case = gpt2(layers=1)
+    step = autopar.compile(case.model, "dp=2", example_inputs=case.batch)
+    for _ in range(FIRST + 1):
+        step.evaluate(**case.batch)
+    rows = 8 - 4 * step.comm.rank
+    part = {name: x[:rows] for name, x in case.batch.items()}
+    step.evaluate(local=step.comm.rank == 1, **part)
+
+
+def load_at_first_on_one_rank() -> None:
+    case = gpt2(layers=1)
+    step = autopar.compile(case.model, "dp=2", example_inputs=case.batch)
+    rows = 8 - 4 * step.comm.rank
+    part = {name: x[:rows] for name, x in case.batch.items()}
+    step(local=step.comm.rank == 1, **part)
+
+
 def load_the_same() -> list[str]:
     case = gpt2(layers=1)
     step = autopar.compile(case.model, "dp=2", example_inputs=case.batch)
@@ -219,7 +268,14 @@ def load_the_same() -> list[str]:
     ("body", "ranks", "says"),
     [
         (load_what_others_do_not, 4, r"rank 1 as on rank 0, which both load part 0"),
-        (load_more, 2, r"rank 1 .*a batch of another shape\n  fix  pass batches of"),
+        (load_more, 2, r"is \[4, 16\] on rank 0, but \[5, 16\] on rank 1\n  fix  pass"),
+        (load_another_size, 2, "rank . has .* another local="),
+        (load_on_one_rank, 2, r"evaluates, but rank 1 has .* another local="),
+        (
+            load_at_first_on_one_rank,
+            2,
+            "rank 0 steps, but rank 1 has .* another local=",
+        ),
     ],
 )
 def test_what_is_loaded_wrongly_is_an_error(body, ranks, says):

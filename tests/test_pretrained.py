@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -261,3 +262,29 @@ def load_on_one_rank(folder: str) -> None:
 def test_all_ranks_must_load(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="rank 0 loads weights, but rank 1 steps"):
         run_ranks(load_on_one_rank, 2, str(tmp_path))
+
+
+class Unsaved:
+    def save_pretrained(self, folder: Path) -> None:
+        raise ValueError("no vocabulary")
+
+
+def save_without_room(folder: str) -> list[str]:
+    """A disk that is full for rank 0, and a tokenizer that raises."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    step = autopar.compile(make("gpt2"), "tp=2", example_inputs=batch())
+    said = []
+    for room, tokenizer in ((20_000, None), (resource.RLIM_INFINITY, Unsaved())):
+        if step.comm.rank == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+        with pytest.raises(autopar.AutoparError) as error:
+            step.save_pretrained(folder, tokenizer)
+        said.append(str(error.value))
+    return said
+
+
+def test_what_another_library_raises_all_ranks_raise(tmp_path: Path) -> None:
+    for full, tokenizer in run_ranks(save_without_room, 2, str(tmp_path / "out")):
+        assert "SafetensorError" in full and "too large" in full
+        assert tokenizer == "ValueError: no vocabulary"
+    assert [*tmp_path.iterdir()] == []

@@ -189,7 +189,8 @@ def _field(name: str, values: Mapping[int, Any]) -> AutoparError:
 def _shape(name: str, values: Mapping[int, Any]) -> AutoparError:
     return BatchError(
         f"'{name}' of the batch is {_unlike(values)}",
-        fix="pass batches of the same shapes on all ranks",
+        fix="pass batches of the same shapes on all ranks; each loads as many samples "
+        "with step.sampler(dataset)",
     )
 
 

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def on_first(comm: Comm, work: Callable[[], T]) -> T:
-    """Rank 0 works; all ranks return its result, or raise its AutoparError.
+    """Rank 0 works; all ranks return its result, or raise its error as AutoparError.
 
     Also a barrier: no rank goes on before rank 0 is done.
     """
@@ -45,6 +45,10 @@ def _outcome(work: Callable[[], T]) -> tuple[T | None, AutoparError | None]:
             what,
             fix="see that the path is right and can be written, on a disk with room",
         )
+    except Exception as error:  # of other libraries: the others must not wait for it
+        failed = AutoparError(f"{type(error).__name__}: {error}")
+        failed.__cause__ = error
+        return None, failed
 
 
 def _agreed(outcome: tuple[T, AutoparError | None]) -> T:

@@ -36,7 +36,10 @@ OPERATIONS = {
     "save_pretrained": ("saves weights", "save weights"),
     "gather_for": ("prepares an optimizer", "prepare an optimizer"),
     "build": ("compiles", "compile"),
-    ANOTHER_SHAPE: ("has a batch of another shape", "have batches of another shape"),
+    ANOTHER_SHAPE: (
+        "has a batch of another shape or another local=",
+        "have batches of another shape or another local=",
+    ),
 }
 
 Facts = Mapping[tuple[str, str], Any]
@@ -215,8 +218,8 @@ def check_operations(by_rank: Sequence[str]) -> None:
     if ANOTHER_SHAPE in by_rank:
         raise RanksDisagree(
             ", but ".join(parts),
-            fix="pass batches of the same shapes on all ranks; each loads as many "
-            "samples with step.sampler(dataset)",
+            fix="pass batches of the same shapes, and local= alike, on all ranks; each "
+            "loads as many samples with step.sampler(dataset)",
         )
     called = " and ".join(f"step.{o}()" for o in dict.fromkeys(by_rank) if o != "step")
     raise RanksDisagree(

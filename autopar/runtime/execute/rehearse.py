@@ -19,8 +19,9 @@ from autopar.runtime.execute.running_stage import Batch, RunningStage
 def rehearse(executor: Executor) -> None:
     """Compile functions before the first step, where other ranks would wait for them.
 
-    Each rank computes one microbatch by itself, on zeros; nothing of it stays. Does
-    nothing where functions run as they are written, or were rehearsed before.
+    Each rank computes one microbatch by itself, on zeros; nothing of it stays, and
+    gradients are what they were. Does nothing where functions run as they are written,
+    or were rehearsed before.
     """
     program, comm, kept = executor.program, executor.comm, executor.compiled
     if kept is None:
@@ -31,6 +32,8 @@ def rehearse(executor: Executor) -> None:
         name: torch.zeros(shape, dtype=getattr(torch, dtype), device=comm.device)
         for name, (shape, dtype) in program.inputs.items()
     }
+    flats = [bucket.flat for bucket in executor.gradients.buckets]
+    before = [flat.clone() if bool(flat.any()) else None for flat in flats]
     for index, stage in executor.stages.items():
         text = program.modules[program.module_of(comm.rank, index)]
         with executor.multiplying():  # which compiled code is made for
@@ -38,8 +41,8 @@ def rehearse(executor: Executor) -> None:
                 play(alone, stage, batch)
                 stage.batch = Batch()
                 kept.remember(text, comm.device)
-    for bucket in executor.gradients.buckets:
-        bucket.flat.zero_()
+    for flat, held in zip(flats, before, strict=True):
+        flat.zero_() if held is None else flat.copy_(held)
 
 
 def play(
