@@ -20,8 +20,8 @@ from autopar.commands import (
     verify,
 )
 from autopar.commands.arguments import Parser
+from autopar.passes.errors import AutoparError
 from autopar.version import VERSION
-from passes.errors import AutoparError
 
 COMMANDS = (
     *(plan, explain, simulate, profile, compile, inspect, verify, run, export, demo),

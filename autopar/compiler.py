@@ -18,13 +18,13 @@ from torch import nn
 from autopar.capture.capture_model import capture_model
 from autopar.gc_paused import gc_paused
 from autopar.measure.stage_costs import stage_costs
+from autopar.passes.cost import Costs
+from autopar.passes.errors import AutoparError
+from autopar.passes.pipeline import compile_program
+from autopar.passes.plan import Plan
+from autopar.passes.program import Program
+from autopar.passes.watch import Made, Watch, check
 from autopar.proof.prove_program import prove_program
-from passes.cost import Costs
-from passes.errors import AutoparError
-from passes.pipeline import compile_program
-from passes.plan import Plan
-from passes.program import Program
-from passes.watch import Made, Watch, check
 
 
 @gc_paused()

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
 from autopar.models.batches import samples_of
+from autopar.passes.mesh import TIME
+from autopar.passes.plan import Plan
 from autopar.runtime.comm.comm import Comm
-from passes.mesh import TIME
-from passes.plan import Plan
 
 
 class DataRank:

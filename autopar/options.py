@@ -13,8 +13,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_type_hints
 
 from autopar.machine.cluster_file import number
-from passes.mesh import Mesh, MeshError, usual_split
-from passes.plan import (
+from autopar.passes.mesh import Mesh, MeshError, usual_split
+from autopar.passes.plan import (
     AUTO,
     BACKENDS,
     CONTEXT_PARALLEL,
@@ -23,10 +23,10 @@ from passes.plan import (
     Plan,
     PlanError,
 )
-from passes.price.cluster import ClusterError
-from passes.program import Program
-from passes.ranges import RANGES, check_range, shown
-from passes.schedule.make_schedule import SCHEDULES
+from autopar.passes.price.cluster import ClusterError
+from autopar.passes.program import Program
+from autopar.passes.ranges import RANGES, check_range, shown
+from autopar.passes.schedule.make_schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing from Python 3.11 on

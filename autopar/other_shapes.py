@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from autopar.compiler import compile_offline
 from autopar.local_batches import DataRank
 from autopar.models.batches import samples_of
+from autopar.passes.errors import AutoparError, BatchError
+from autopar.passes.plan import Plan
+from autopar.passes.program import Program, dtype_name
 from autopar.runtime.agreement.first_rank import on_first_rank
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.rehearse import rehearse
-from passes.errors import AutoparError, BatchError
-from passes.plan import Plan
-from passes.program import Program, dtype_name
 
 MOST = 8  # programs of a step
 LOG = logging.getLogger("autopar")

@@ -28,6 +28,8 @@ from autopar.checkpoints.state import (
     training_state,
 )
 from autopar.local_batches import DataRank
+from autopar.passes.errors import AutoparError
+from autopar.passes.program import Program
 from autopar.runtime.agreement.agreement import Agreement, digests
 from autopar.runtime.agreement.updates import Updates
 from autopar.runtime.agreement.validate import checked_batch
@@ -37,8 +39,6 @@ from autopar.runtime.parameters.changed import Originals, check_trained
 from autopar.runtime.parameters.gradient_norm import checked_norm, clip_, is_owner
 from autopar.runtime.parameters.offload import Host
 from autopar.runtime.parameters.whole_updates import WholeUpdates, beside
-from passes.errors import AutoparError
-from passes.program import Program
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 NO_PARAMETERS: Mapping[str, nn.Parameter] = MappingProxyType({})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from passes.errors import AutoparError
-from passes.ranges import RANKS, Range, shown
+from autopar.passes.errors import AutoparError
+from autopar.passes.ranges import RANKS, Range, shown
 
 
 class EnvironmentVariableError(AutoparError):

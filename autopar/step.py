@@ -21,6 +21,9 @@ from autopar.machine.backend import resolve_backend
 from autopar.machine.profile_file import read_profile
 from autopar.options import Options, check_arguments, make_plan
 from autopar.other_shapes import OtherShapes
+from autopar.passes.plan import AUTO, Plan, PlanError
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.program import Program
 from autopar.planner.choose import choose_plan
 from autopar.planner.request import PlanRequest, plan_request
 from autopar.rank_step import RankStep
@@ -34,9 +37,6 @@ from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.rehearse import rehearse
 from autopar.runtime.launch.join import await_here, default_device, join, read_device
 from autopar.runtime.parameters.initialize import empty_state, local_state
-from passes.plan import AUTO, Plan, PlanError
-from passes.price.cluster import Cluster
-from passes.program import Program
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing from Python 3.11 on

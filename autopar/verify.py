@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import nn
 
+from autopar.passes.mesh import AXES
+from autopar.passes.program import Program
 from autopar.proof.expected import expect
 from autopar.proof.run_beside import prove
 from autopar.proof.verification import Verification
 from autopar.runtime.agreement.validate import check_model
 from autopar.runtime.execute.code_cache import CodeCache
-from passes.mesh import AXES
-from passes.program import Program
 
 
 def verify(

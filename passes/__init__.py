@@ -29,5 +29,3 @@ A folder imports those above it, never one below. All stand on the types that fl
 graph, mesh, plan, program, errors; and on cost, what a node takes.
 `pipeline.compile_program` shows the whole way on a page.
 """
-
-AUTOPAR = True  # tells this package from another that a user may have named passes

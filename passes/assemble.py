@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from passes.emit_modules import EmittedStage
-from passes.graph import Value
-from passes.mesh import TIME
-from passes.program import (
+from autopar.passes.emit_modules import EmittedStage
+from autopar.passes.graph import Value
+from autopar.passes.mesh import TIME
+from autopar.passes.program import (
     ParameterSpec,
     Program,
     StageSpec,
     dtype_name,
 )
-from passes.proof.input_ranges import InputRange
-from passes.schedule.footprint import communication
-from passes.schedule.schedule_stages import Scheduled
-from passes.shard.collectives import collective
-from passes.shard.parameter_sharding import gathered_axes
-from passes.shard.ring import ring_of
-from passes.stage.local_stage import LocalStage
-from passes.stage.split_stages import Staged
+from autopar.passes.proof.input_ranges import InputRange
+from autopar.passes.schedule.footprint import communication
+from autopar.passes.schedule.schedule_stages import Scheduled
+from autopar.passes.shard.collectives import collective
+from autopar.passes.shard.parameter_sharding import gathered_axes
+from autopar.passes.shard.ring import ring_of
+from autopar.passes.stage.local_stage import LocalStage
+from autopar.passes.stage.split_stages import Staged
 
 
 def assemble(

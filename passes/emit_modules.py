@@ -7,22 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from passes.program import (
+from autopar.passes.program import (
     coords_text,
 )
-from passes.schedule.choose_recompute import (
+from autopar.passes.schedule.choose_recompute import (
     stage_policies,
 )
-from passes.schedule.choose_schedule import (
+from autopar.passes.schedule.choose_schedule import (
     splits_backward,
 )
-from passes.shard.sharding import local_extent
-from passes.stage.check_alike import check_alike
-from passes.stage.differentiate import finish, join
-from passes.stage.emit import emit
-from passes.stage.local_stage import LocalStage
-from passes.stage.split_stages import Stage, Staged
-from passes.watch import Watch
+from autopar.passes.shard.sharding import local_extent
+from autopar.passes.stage.check_alike import check_alike
+from autopar.passes.stage.differentiate import finish, join
+from autopar.passes.stage.emit import emit
+from autopar.passes.stage.local_stage import LocalStage
+from autopar.passes.stage.split_stages import Stage, Staged
+from autopar.passes.watch import Watch
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from functools import cached_property
 from itertools import product
 from math import prod
 
-from passes.errors import AutoparError
-from passes.ranges import RANKS, shown
+from autopar.passes.errors import AutoparError
+from autopar.passes.ranges import RANKS, shown
 
 PIPELINE = "pp"
 TIME = "time"

@@ -5,35 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import gcd
 
-from passes.assemble import assemble
-from passes.capture.lower_precision import lower_precision
-from passes.capture.normalize import normalize
-from passes.capture.trace import Traced
-from passes.cost import Costs
-from passes.dims.name_dims import Named, name_dims
-from passes.emit_modules import emit_modules
-from passes.errors import BatchError, CaptureError
-from passes.mesh import TIME
-from passes.plan import Plan
-from passes.program import (
+from autopar.passes.assemble import assemble
+from autopar.passes.capture.lower_precision import lower_precision
+from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.trace import Traced
+from autopar.passes.cost import Costs
+from autopar.passes.dims.name_dims import Named, name_dims
+from autopar.passes.emit_modules import emit_modules
+from autopar.passes.errors import BatchError, CaptureError
+from autopar.passes.mesh import TIME
+from autopar.passes.plan import Plan
+from autopar.passes.program import (
     Program,
 )
-from passes.proof.input_ranges import find_input_ranges
-from passes.schedule.choose_recompute import (
+from autopar.passes.proof.input_ranges import find_input_ranges
+from autopar.passes.schedule.choose_recompute import (
     choose_recompute,
 )
-from passes.schedule.choose_schedule import (
+from autopar.passes.schedule.choose_schedule import (
     splits_backward,
 )
-from passes.schedule.schedule_stages import schedule_stages
-from passes.shard.cut_weights import cut_weights
-from passes.shard.insert_collectives import Lowered, insert_collectives
-from passes.shard.propagate import propagate
-from passes.shard.query_groups import group_remark, split_groups
-from passes.shard.remarks import find_remarks
-from passes.shard.separable import reads_whole
-from passes.stage.split_stages import split_stages
-from passes.watch import Watch
+from autopar.passes.schedule.schedule_stages import schedule_stages
+from autopar.passes.shard.cut_weights import cut_weights
+from autopar.passes.shard.insert_collectives import Lowered, insert_collectives
+from autopar.passes.shard.propagate import propagate
+from autopar.passes.shard.query_groups import group_remark, split_groups
+from autopar.passes.shard.remarks import find_remarks
+from autopar.passes.shard.separable import reads_whole
+from autopar.passes.stage.split_stages import split_stages
+from autopar.passes.watch import Watch
 
 
 def compile_program(

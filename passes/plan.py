@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from passes.decode import decode, parse_json
-from passes.errors import AutoparError
-from passes.mesh import AXES, PIPELINE, TIME, Mesh, usual_split
-from passes.ranges import check_range, shown
-from passes.schedule.make_schedule import SCHEDULES, place_stages
-from passes.shard.preference import Preference
-from passes.stage.recompute import POLICIES
+from autopar.passes.decode import decode, parse_json
+from autopar.passes.errors import AutoparError
+from autopar.passes.mesh import AXES, PIPELINE, TIME, Mesh, usual_split
+from autopar.passes.ranges import check_range, shown
+from autopar.passes.schedule.make_schedule import SCHEDULES, place_stages
+from autopar.passes.shard.preference import Preference
+from autopar.passes.stage.recompute import POLICIES
 
 FORMAT = 1
 AGAIN = "compile it again with this version of autopar"

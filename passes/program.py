@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from passes.cost import Seconds
-from passes.graph import Part
-from passes.mesh import Mesh
-from passes.plan import Plan
-from passes.proof.input_ranges import InputRange
-from passes.proof.proof import Proof
-from passes.schedule.footprint import Communication, Footprint
-from passes.schedule.memory import RankMemory
-from passes.schedule.schedule import Schedule
+from autopar.passes.cost import Seconds
+from autopar.passes.graph import Part
+from autopar.passes.mesh import Mesh
+from autopar.passes.plan import Plan
+from autopar.passes.proof.input_ranges import InputRange
+from autopar.passes.proof.proof import Proof
+from autopar.passes.schedule.footprint import Communication, Footprint
+from autopar.passes.schedule.memory import RankMemory
+from autopar.passes.schedule.schedule import Schedule
 
 FORMAT = 3
 

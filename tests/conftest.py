@@ -12,9 +12,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from passes.pipeline import compile_program
-from passes.stage.emit import emit
-from passes.watch import check
+from autopar.passes.pipeline import compile_program
+from autopar.passes.stage.emit import emit
+from autopar.passes.watch import check
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,7 +44,7 @@ def seeded() -> None:
 def unrolled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Emitted texts have a statement a node, which is easier to count."""
     flat = functools.partial(emit, outlined=False)
-    monkeypatch.setattr("passes.emit_modules.emit", flat)
+    monkeypatch.setattr("autopar.passes.emit_modules.emit", flat)
 
 
 @pytest.fixture

@@ -24,16 +24,21 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))
 
 from autopar.options import LAYOUTS, make_plan
+from autopar.passes.capture.trace import Traced, trace
+from autopar.passes.cost import Costs
+from autopar.passes.errors import (
+    AutoparError,
+    CaptureError,
+    LossNotSeparable,
+    ShardingConflict,
+)
+from autopar.passes.mesh import AXES, Mesh
+from autopar.passes.pipeline import compile_program
+from autopar.passes.plan import AUTO, CONTEXT_PARALLEL, PRECISION, RECOMPUTE, ZERO
+from autopar.passes.schedule.make_schedule import SCHEDULES
 from autopar.proof.ranks import VerificationFailed
 from autopar.proof.verification import Verification
 from autopar.verify import verify
-from passes.capture.trace import Traced, trace
-from passes.cost import Costs
-from passes.errors import AutoparError, CaptureError, LossNotSeparable, ShardingConflict
-from passes.mesh import AXES, Mesh
-from passes.pipeline import compile_program
-from passes.plan import AUTO, CONTEXT_PARALLEL, PRECISION, RECOMPUTE, ZERO
-from passes.schedule.make_schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from models import Case

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from textwrap import dedent
 
-from passes.graph import Graph, Node
+from autopar.passes.graph import Graph, Node
 
 
 def nodes_of(text: str) -> list[Node]:

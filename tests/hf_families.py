@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from autopar.options import make_plan
+from autopar.passes.capture.trace import trace
+from autopar.passes.cost import Costs
+from autopar.passes.errors import AutoparError
+from autopar.passes.pipeline import compile_program
 from autopar.proof.ranks import VerificationFailed
 from autopar.verify import verify
-from passes.capture.trace import trace
-from passes.cost import Costs
-from passes.errors import AutoparError
-from passes.pipeline import compile_program
 
 VOCAB, ROWS, SEQ = 61, 6, 12
 MOST = 4_000_000  # parameters of what is small

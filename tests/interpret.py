@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from passes.capture.trace import Traced
-from passes.graph import Graph
-from passes.ops.evaluate import evaluate
+from autopar.passes.capture.trace import Traced
+from autopar.passes.graph import Graph
+from autopar.passes.ops.evaluate import evaluate
 
 
 def interpret(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

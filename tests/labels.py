@@ -10,18 +10,18 @@ import torch
 
 from autopar.machine.hardware import cluster_of
 from autopar.options import make_plan
+from autopar.passes.cost import Costs
+from autopar.passes.plan import Plan
+from autopar.passes.price.cluster import Link
+from autopar.passes.price.price import PARTS, STEP, Account, price
+from autopar.passes.search.op_sharding_costs import OpShardingCosts
+from autopar.passes.search.value_costs import COMMUNICATION, COMPUTE, Setting
+from autopar.passes.shard.insert_collectives import insert_collectives
+from autopar.passes.shard.propagate import Sharded, propagate
+from autopar.passes.stage.differentiate import differentiate
+from autopar.passes.stage.split_stages import split_stages
 from autopar.planner.planner import Sketch, sketch
 from examples.gpt import GPT, Config
-from passes.cost import Costs
-from passes.plan import Plan
-from passes.price.cluster import Link
-from passes.price.price import PARTS, STEP, Account, price
-from passes.search.op_sharding_costs import OpShardingCosts
-from passes.search.value_costs import COMMUNICATION, COMPUTE, Setting
-from passes.shard.insert_collectives import insert_collectives
-from passes.shard.propagate import Sharded, propagate
-from passes.stage.differentiate import differentiate
-from passes.stage.split_stages import split_stages
 
 CLUSTER = cluster_of("8xA100-80GB")
 

@@ -17,6 +17,12 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture.shorten import find_facts
+from autopar.passes.capture.trace import Traced, trace
+from autopar.passes.cost import Costs
+from autopar.passes.mesh import Mesh, usual_split
+from autopar.passes.pipeline import compile_program
+from autopar.passes.plan import Plan
+from autopar.passes.program import Program
 from autopar.proof.expected import TOLERANCE
 from autopar.proof.prove_program import prove_program
 from autopar.proof.verification import Verification
@@ -24,12 +30,6 @@ from autopar.step import Step
 from autopar.verify import verify
 from examples import switch_gpt as switch
 from examples.gpt import GPT, Config
-from passes.capture.trace import Traced, trace
-from passes.cost import Costs
-from passes.mesh import Mesh, usual_split
-from passes.pipeline import compile_program
-from passes.plan import Plan
-from passes.program import Program
 
 VOCAB = 101  # no tp divides it
 WIDTH = 32

@@ -10,10 +10,10 @@ from typing import Any
 from models import Case, llama, mixture, plain_gpt, switch_gpt
 
 from autopar.options import make_plan
+from autopar.passes.cost import Costs
+from autopar.passes.pipeline import compile_program
+from autopar.passes.program import Program
 from autopar.proof.expected import Expected, expect
-from passes.cost import Costs
-from passes.pipeline import compile_program
-from passes.program import Program
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ from statements import Place, places, with_line
 from torch import Tensor
 
 import autopar.proof.prove_program as prover
+from autopar.passes.mesh import TIME
+from autopar.passes.program import Program
 from autopar.proof.expected import TOLERANCE, Expected, expect
 from autopar.proof.full_size import check_full_size
 from autopar.proof.in_double import program_in_double
@@ -47,8 +49,6 @@ from autopar.proof.run_beside import prove
 from autopar.proof.small import Runnable, make_small, whole
 from autopar.proof.verification import Verification
 from autopar.reports.tables import Table
-from passes.mesh import TIME
-from passes.program import Program
 
 EACH = 2  # mutants of each kind, plan and way
 ALONE = 0.3  # the chance that one rank alone runs a changed text

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations, pairwise
 
-from passes.program import ParameterSpec, Program
-from passes.schedule.schedule import Action, Kind, Schedule
+from autopar.passes.program import ParameterSpec, Program
+from autopar.passes.schedule.schedule import Action, Kind, Schedule
 
 Named = Iterator[tuple[str, Program]]  # what was changed, and the program
 

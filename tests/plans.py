@@ -6,11 +6,11 @@ from functools import cache
 from pathlib import Path
 
 import autopar
+from autopar.passes.cost import Costs
+from autopar.passes.mesh import Mesh
+from autopar.passes.plan import Plan
+from autopar.passes.program import Program
 from examples.gpt import GPT, Config, build
-from passes.cost import Costs
-from passes.mesh import Mesh
-from passes.plan import Plan
-from passes.program import Program
 
 CONFIG = Config(layers=2, width=32, heads=2, context=16, vocab=64)
 BATCH = 4

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from passes.schedule.make_schedule import SCHEDULES, make_schedule
-from passes.schedule.schedule import Schedule, add_communication
+from autopar.passes.schedule.make_schedule import SCHEDULES, make_schedule
+from autopar.passes.schedule.schedule import Schedule, add_communication
 
 # (ranks, microbatches)
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 2), (3, 8), (4, 2), (4, 4), (4, 9), (8, 32)]

@@ -16,14 +16,14 @@ from processes import run_ranks
 from torch import Tensor
 
 import autopar
+from autopar.passes.errors import AutoparError
+from autopar.passes.program import Program
 from autopar.runtime.agreement.agreement import FIRST
 from autopar.runtime.agreement.digest import digest
 from autopar.runtime.agreement.roll_call import RanksDisagree
 from autopar.runtime.comm.comm import CommError
 from autopar.step import Step
 from examples.gpt import build
-from passes.errors import AutoparError
-from passes.program import Program
 
 Scenario = Callable[[Program, int, Path], None]
 

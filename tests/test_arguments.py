@@ -15,12 +15,12 @@ import pytest
 import torch
 from calls import GROUPS, LOSSES, aten, caller
 
-from passes.capture.normalize import CLEAN, MEANING
-from passes.capture.trace import Traced
-from passes.errors import CaptureError
-from passes.graph import Location, Node, resolve
-from passes.ops.arguments import PLACEMENT, arguments, is_default, refuse_unread
-from passes.ops.op import OPS
+from autopar.passes.capture.normalize import CLEAN, MEANING
+from autopar.passes.capture.trace import Traced
+from autopar.passes.errors import CaptureError
+from autopar.passes.graph import Location, Node, resolve
+from autopar.passes.ops.arguments import PLACEMENT, arguments, is_default, refuse_unread
+from autopar.passes.ops.op import OPS
 
 HEEDED = {name[5:]: op.heeds for name, op in OPS.items() if name[:5] == "aten."}
 

@@ -10,6 +10,19 @@ import pytest
 from models import Case, plain_gpt
 
 from autopar.machine.hardware import cluster_of
+from autopar.passes.cost import Costs
+from autopar.passes.errors import AutoparError
+from autopar.passes.mesh import Mesh, MeshError
+from autopar.passes.ops.op import OPS
+from autopar.passes.ops.products import of_weight_grad
+from autopar.passes.pipeline import compile_program
+from autopar.passes.plan import PlanError
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.price.estimate import in_blocks
+from autopar.passes.price.measured import Ops, Timed
+from autopar.passes.program import Program
+from autopar.passes.search.candidates import candidates, meshes, searched
+from autopar.passes.search.search import run_on_paper
 from autopar.planner.planner import (
     Sketch,
     find_plans,
@@ -20,19 +33,6 @@ from autopar.planner.planner import (
 )
 from autopar.planner.request import PlanRequest, plan_request, read_shape
 from autopar.verify import verify
-from passes.cost import Costs
-from passes.errors import AutoparError
-from passes.mesh import Mesh, MeshError
-from passes.ops.op import OPS
-from passes.ops.products import of_weight_grad
-from passes.pipeline import compile_program
-from passes.plan import PlanError
-from passes.price.candidate import Candidate
-from passes.price.estimate import in_blocks
-from passes.price.measured import Ops, Timed
-from passes.program import Program
-from passes.search.candidates import candidates, meshes, searched
-from passes.search.search import run_on_paper
 
 LAYERS, SAMPLES = 4, 16
 
@@ -149,7 +149,7 @@ def test_weight_gradients_are_priced_by_what_is_multiplied() -> None:
 def test_shares_are_gathered_in_half_the_bits_and_scattered_in_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    all_of_it = "passes.price.estimate.exposed"
+    all_of_it = "autopar.passes.price.estimate.exposed"
     monkeypatch.setattr(all_of_it, lambda moving, *beside: moving)
     cluster = cluster_of("4xA100-80GB")
     shared = replace(even("dp=4"), zero=1)
@@ -367,7 +367,7 @@ def test_nothing_is_made_again_where_all_of_it_has_room(
 ) -> None:
     cluster = cluster_of("4xA100-80GB")
     found = find_plans(of(), cluster, SAMPLES)
-    monkeypatch.setattr("passes.search.search.ROOMY", 0.0)
+    monkeypatch.setattr("autopar.passes.search.search.ROOMY", 0.0)
     every = find_plans(of(), cluster, SAMPLES)
     assert found.tried < every.tried
     assert found.best[0] == every.best[0]

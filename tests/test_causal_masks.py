@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from passes.capture import causal_masks, rewrite
-from passes.capture.normalize import normalize
-from passes.capture.trace import trace
+from autopar.passes.capture import causal_masks, rewrite
+from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.trace import trace
 
 SEQ = 96
 MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

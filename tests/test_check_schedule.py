@@ -8,9 +8,9 @@ from random import Random
 import pytest
 from schedules import HALVES, LOOPED, SIZES, VEE, all_schedules, by_name, lowered
 
-from passes.schedule.check_schedule import check
-from passes.schedule.make_schedule import make_schedule
-from passes.schedule.schedule import (
+from autopar.passes.schedule.check_schedule import check
+from autopar.passes.schedule.make_schedule import make_schedule
+from autopar.passes.schedule.schedule import (
     Action,
     Kind,
     Schedule,

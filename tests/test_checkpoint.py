@@ -26,7 +26,7 @@ from trained import (
 )  # fmt: skip
 
 from autopar.checkpoints.checkpoint_files import latest
-from passes.program import Program
+from autopar.passes.program import Program
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from trained import HALF, build, compiled, optimizer, train
 
 import autopar
 from autopar.checkpoints.checkpoint_files import latest
+from autopar.passes.errors import AutoparError
 from autopar.runtime.parameters.shards import boxes, owns, take_shard
 from examples.gpt import GPT
-from passes.errors import AutoparError
 
 
 @pytest.fixture(scope="module")

@@ -30,8 +30,8 @@ from autopar.checkpoints.checkpoint_files import (
     latest,
 )
 from autopar.checkpoints.sole_writer import LOCK, sole_writer
-from passes.errors import AutoparError
-from passes.program import Program
+from autopar.passes.errors import AutoparError
+from autopar.passes.program import Program
 
 # Every call that changes names or makes files, as Python's audit hooks see it.
 CALLS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}

@@ -12,10 +12,10 @@ from test_step import batches, build, optimizer, train_plainly
 
 import autopar
 from autopar.machine.hardware import DEVICES, cluster_of, named_by_torch, with_memory
-from passes.errors import AutoparError
-from passes.mesh import MeshError
-from passes.plan import PlanError
-from passes.price.cluster import ClusterError
+from autopar.passes.errors import AutoparError
+from autopar.passes.mesh import MeshError
+from autopar.passes.plan import PlanError
+from autopar.passes.price.cluster import ClusterError
 
 
 def train_as_chosen(devices: Any, options: Any) -> tuple[list[float], dict, dict]:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from models import gpt2, llama, plain_gpt
 
+from autopar.passes.plan import RECOMPUTE, Plan, PlanError
+from autopar.passes.program import Program
+from autopar.passes.schedule.memory import OutOfMemory
+from autopar.passes.schedule.pareto_front import Option, pareto_front
+from autopar.passes.schedule.schedule import ScheduleError
 from autopar.proof.ranks import run_all_ranks
-from passes.plan import RECOMPUTE, Plan, PlanError
-from passes.program import Program
-from passes.schedule.memory import OutOfMemory
-from passes.schedule.pareto_front import Option, pareto_front
-from passes.schedule.schedule import ScheduleError
 
 
 def most(program: Program) -> int:

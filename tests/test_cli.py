@@ -19,9 +19,9 @@ from processes import ENVIRONMENT, output_of, rank_process, torchrun
 import autopar
 from autopar.cli import main
 from autopar.commands.run import check_devices
+from autopar.passes.mesh import MeshError
 from autopar.plans.store import load_plan, save_plan
 from autopar.verify import room_needed
-from passes.mesh import MeshError
 
 HF = (
     "hf:llama?num_hidden_layers=2,hidden_size=32,intermediate_size=64,"

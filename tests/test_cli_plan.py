@@ -17,6 +17,8 @@ from processes import torchrun
 from autopar.cli import main
 from autopar.machine.hardware import cluster_of
 from autopar.models.batches import with_samples
+from autopar.passes.errors import AutoparError
+from autopar.passes.mesh import Mesh
 from autopar.planner.planned import compiled_once, mesh_of, read_decided
 from autopar.planner.planner import find_plans, sketch
 from autopar.plans.plan_record import PlanRecord, read_record
@@ -24,8 +26,6 @@ from autopar.plans.store import load_plan
 from autopar.reports.explain import difference, explanation_data
 from autopar.reports.progress import Bar
 from examples.gpt import tiny
-from passes.errors import AutoparError
-from passes.mesh import Mesh
 
 SAMPLES = 8
 

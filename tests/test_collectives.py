@@ -9,11 +9,11 @@ from collections.abc import Callable
 import pytest
 from models import Case, gpt2, plain_gpt
 
+from autopar.passes.program import Program
 from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.execute.executor import Executor
-from passes.program import Program
 
 CALL = re.compile(r"= c\.(all_reduce|all_gather|reduce_scatter|all_to_all)\(")
 

@@ -6,12 +6,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from processes import run_ranks
 
+from autopar.passes.mesh import Mesh, balanced, nested
 from autopar.runtime.comm.comm import CommError
 from autopar.runtime.comm.host_comm import HostComm
 from autopar.runtime.comm.process_groups import ProcessComm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.kernels import positions
-from passes.mesh import Mesh, balanced, nested
 
 AXES = [("dp",), ("tp",), ("dp", "tp")]
 EXTENTS = [8, 7, 2]  # even, uneven, and fewer than there may be ranks

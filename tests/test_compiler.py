@@ -6,10 +6,10 @@ from graphs import nodes_of
 
 import autopar
 from autopar.measure.stage_costs import measure
+from autopar.passes.graph import Graph, Node
+from autopar.passes.mesh import Mesh
+from autopar.passes.plan import Plan
 from examples.gpt import GPT, Config
-from passes.graph import Graph, Node
-from passes.mesh import Mesh
-from passes.plan import Plan
 
 CONFIG = Config(layers=2, width=32, heads=4, context=16, vocab=64)
 

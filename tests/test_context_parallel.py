@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from models import WIDTH, Case, Stack, gpt2, llama, plain_gpt, token_batch
 from torch import Tensor, nn
 
-from passes.mesh import usual_split
-from passes.plan import CONTEXT_PARALLEL
-from passes.program import Program
+from autopar.passes.mesh import usual_split
+from autopar.passes.plan import CONTEXT_PARALLEL
+from autopar.passes.program import Program
 
 MESHES = [("cp=2", 1), ("cp=4", 2), ("cp=2,tp=2", 2), ("dp=2,cp=2", 2)]
 # Those in which rows lie as they come, and those in zigzag.

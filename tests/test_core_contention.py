@@ -8,12 +8,16 @@ import random
 import pytest
 
 from autopar.machine.cluster_file import cluster_data, cluster_from
-from passes.mesh import Mesh
-from passes.price.cluster import ClusterError
-from passes.schedule.core_contention import ALONE, CoreContention, simulate_contention
-from passes.schedule.make_schedule import make_schedule
-from passes.schedule.schedule import Kind, Schedule, add_communication
-from passes.schedule.simulate_schedule import simulate
+from autopar.passes.mesh import Mesh
+from autopar.passes.price.cluster import ClusterError
+from autopar.passes.schedule.core_contention import (
+    ALONE,
+    CoreContention,
+    simulate_contention,
+)
+from autopar.passes.schedule.make_schedule import make_schedule
+from autopar.passes.schedule.schedule import Kind, Schedule, add_communication
+from autopar.passes.schedule.simulate_schedule import simulate
 
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2))
 

@@ -22,17 +22,17 @@ from torch import Tensor, nn
 from autopar.checkpoints.dcp import CheckpointError
 from autopar.checkpoints.optimizer_state import Group, join_parts
 from autopar.checkpoints.state import remember
+from autopar.passes.capture.normalize import normalize
+from autopar.passes.dims.name_dims import name_dims
+from autopar.passes.program import Program
+from autopar.passes.shard.insert_collectives import insert_collectives
+from autopar.passes.shard.propagate import propagate
 from autopar.proof.ranks import local_parameters
 from autopar.rank_step import RankStep
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.parameters.shards import local_shape
-from passes.capture.normalize import normalize
-from passes.dims.name_dims import name_dims
-from passes.program import Program
-from passes.shard.insert_collectives import insert_collectives
-from passes.shard.propagate import propagate
 
 CLIP = 0.5
 HEAD = 4  # extent of a head

@@ -10,11 +10,11 @@ import pytest
 from models import Case, plain_gpt
 
 from autopar.options import make_plan
-from passes.cost import Costs
-from passes.pipeline import compile_program
-from passes.program import Program, StageSpec
-from passes.schedule.make_schedule import place_stages
-from passes.stage.even_ranks import even_ranks
+from autopar.passes.cost import Costs
+from autopar.passes.pipeline import compile_program
+from autopar.passes.program import Program, StageSpec
+from autopar.passes.schedule.make_schedule import place_stages
+from autopar.passes.stage.even_ranks import even_ranks
 
 SLOW = 1e6  # bytes a second between ranks: what moves takes most of the time
 
@@ -89,7 +89,7 @@ def test_with_many_microbatches_ranks_are_balanced(
     """Stages that are balanced one by one leave the rank with the head too long."""
     found = compile_again(schedule, microbatches)
     as_they_are = lambda ends, placement, cost: list(ends)  # noqa: E731
-    monkeypatch.setattr("passes.stage.chain.even_ranks", as_they_are)
+    monkeypatch.setattr("autopar.passes.stage.chain.even_ranks", as_they_are)
     by_stage = compile_again(schedule, microbatches)
     if microbatches == 2:
         assert found.plan.cuts == by_stage.plan.cuts

@@ -24,8 +24,8 @@ from drawn_layers import NORMS
 from drawn_losses import LOSSES
 from drawn_mixers import MIXERS
 
-from passes.mesh import Mesh
-from passes.plan import PlanError
+from autopar.passes.mesh import Mesh
+from autopar.passes.plan import PlanError
 
 MORE = 1000
 # Those that take longest of the first ones are left to the night.

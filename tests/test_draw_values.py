@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from models import gpt2, llama, opt, plain_gpt, switch_gpt
 from torch import Tensor, nn
 
+from autopar.passes.capture.trace import trace
+from autopar.passes.proof.input_ranges import InputRange, find_input_ranges
 from autopar.proof.draw_batches import draw_batch, draw_mask
 from autopar.proof.draw_values import draw_parameters
-from passes.capture.trace import trace
-from passes.proof.input_ranges import InputRange, find_input_ranges
 
 
 def drawn_weights(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:

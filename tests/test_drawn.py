@@ -9,12 +9,12 @@ import pytest
 import torch
 from models import VOCAB, Case, plain_gpt
 
+from autopar.passes.program import Program
 from autopar.proof.differences import EVALUATED, NORM
 from autopar.proof.ranks import VerificationFailed
 from autopar.runtime.comm.virtual import RankError
 from autopar.verify import verify
 from examples.gpt import GPT, Config, build
-from passes.program import Program
 
 
 def as_initialised(mesh: str) -> tuple[Program, GPT, dict[str, torch.Tensor]]:

@@ -15,9 +15,9 @@ from draws import MODELS, OPTIONS, Draw, DrawFailed, Model, draw, main
 from processes import ENVIRONMENT
 
 from autopar.options import LAYOUTS, Options
-from passes.mesh import AXES, Mesh
-from passes.plan import AUTO, CONTEXT_PARALLEL, PRECISION, RECOMPUTE, ZERO
-from passes.schedule.make_schedule import SCHEDULES
+from autopar.passes.mesh import AXES, Mesh
+from autopar.passes.plan import AUTO, CONTEXT_PARALLEL, PRECISION, RECOMPUTE, ZERO
+from autopar.passes.schedule.make_schedule import SCHEDULES
 
 DRAWS = 256
 

@@ -12,24 +12,29 @@ from plans import BATCH, CONFIG, small_program
 from processes import run_ranks
 from schedules import SIZES, all_schedules, by_name, lowered, named
 
-from autopar.proof.ranks import local_parameters
-from autopar.runtime.comm.comm import Comm, CommError
-from autopar.runtime.comm.process_groups import ProcessComm
-from autopar.runtime.comm.virtual import run_virtual
-from autopar.runtime.execute.executor import Executor
-from examples.gpt import build
-from passes.mesh import Mesh
-from passes.program import Program
-from passes.schedule.exchanges import (
+from autopar.passes.mesh import Mesh
+from autopar.passes.program import Program
+from autopar.passes.schedule.exchanges import (
     Exchange,
     check_exchanges,
     exchanges,
     in_turn,
     of_kinds,
 )
-from passes.schedule.make_schedule import SCHEDULES
-from passes.schedule.messages import AHEAD
-from passes.schedule.schedule import Kind, Schedule, ScheduleError, add_communication
+from autopar.passes.schedule.make_schedule import SCHEDULES
+from autopar.passes.schedule.messages import AHEAD
+from autopar.passes.schedule.schedule import (
+    Kind,
+    Schedule,
+    ScheduleError,
+    add_communication,
+)
+from autopar.proof.ranks import local_parameters
+from autopar.runtime.comm.comm import Comm, CommError
+from autopar.runtime.comm.process_groups import ProcessComm
+from autopar.runtime.comm.virtual import run_virtual
+from autopar.runtime.execute.executor import Executor
+from examples.gpt import build
 
 FORWARD = (Kind.F, Kind.SEND_F, Kind.RECV_F)
 Orders = tuple[tuple[Exchange, ...], ...]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from models import WIDTH, Case, mixture, plain_gpt, switch_gpt
 
-from passes.capture.normalize import normalize
-from passes.dims.name_dims import name_dims
-from passes.errors import CaptureError, LossNotSeparable
-from passes.program import Program
+from autopar.passes.capture.normalize import normalize
+from autopar.passes.dims.name_dims import name_dims
+from autopar.passes.errors import CaptureError, LossNotSeparable
+from autopar.passes.program import Program
 
 SAMPLES, SEQ = 8, 16
 

@@ -18,21 +18,26 @@ from models import Case, cut_gpt
 from test_rules import SEEDS, declared, draws, splittable
 from torch import Tensor, nn
 
+from autopar.passes.dims.name_dims import Dims
+from autopar.passes.dims.probe import holds
+from autopar.passes.graph import OWN, Node, Value
+from autopar.passes.mesh import AXES, Axis, Mesh
+from autopar.passes.ops.op import OPS, Cotangents, Op, Place
+from autopar.passes.ops.rules import equation, is_pointwise
+from autopar.passes.ops.tape import Tape
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.schedule.check_schedule import peak_in_flight
+from autopar.passes.schedule.make_schedule import (
+    SCHEDULES,
+    Named,
+    in_phases,
+    make_schedule,
+)
+from autopar.passes.schedule.schedule import Schedule
+from autopar.passes.search.candidates import searched
+from autopar.passes.search.search import in_flight
+from autopar.passes.stage.recompute import POLICIES, Nodes
 from autopar.runtime.comm.comm import Comm
-from passes.dims.name_dims import Dims
-from passes.dims.probe import holds
-from passes.graph import OWN, Node, Value
-from passes.mesh import AXES, Axis, Mesh
-from passes.ops.op import OPS, Cotangents, Op, Place
-from passes.ops.rules import equation, is_pointwise
-from passes.ops.tape import Tape
-from passes.price.candidate import Candidate
-from passes.schedule.check_schedule import peak_in_flight
-from passes.schedule.make_schedule import SCHEDULES, Named, in_phases, make_schedule
-from passes.schedule.schedule import Schedule
-from passes.search.candidates import searched
-from passes.search.search import in_flight
-from passes.stage.recompute import POLICIES, Nodes
 
 
 def add_op(monkeypatch: pytest.MonkeyPatch, op: Op) -> None:

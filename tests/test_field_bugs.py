@@ -13,13 +13,13 @@ from dataclasses import dataclass, fields, replace
 import pytest
 from mutant_plans import planned, prepared
 
+from autopar.passes.program import Program
 from autopar.proof.differences import NORM
 from autopar.proof.expected import expect
 from autopar.proof.ranks import VerificationFailed
 from autopar.proof.run_beside import prove
 from autopar.proof.verification import Verification
 from autopar.runtime.parameters import gradient_norm
-from passes.program import Program
 
 pytestmark = pytest.mark.slow
 

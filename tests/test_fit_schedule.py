@@ -15,22 +15,22 @@ from models import plain_gpt
 from processes import run_ranks
 
 import autopar
-from autopar.proof.ranks import run_all_ranks
-from autopar.runtime.parameters.shards import take_shard
-from passes.cost import Seconds
-from passes.read_program import read_program
-from passes.schedule.check_schedule import check
-from passes.schedule.fit_schedule import (
+from autopar.passes.cost import Seconds
+from autopar.passes.read_program import read_program
+from autopar.passes.schedule.check_schedule import check
+from autopar.passes.schedule.fit_schedule import (
     Fitted,
     fit_schedule,
     fits,
     in_halves,
     named_schedules,
 )
-from passes.schedule.footprint import Footprint, peak_bytes
-from passes.schedule.make_schedule import make_schedule
-from passes.schedule.schedule import Kind, ScheduleError, add_communication
-from passes.schedule.simulate_schedule import simulate
+from autopar.passes.schedule.footprint import Footprint, peak_bytes
+from autopar.passes.schedule.make_schedule import make_schedule
+from autopar.passes.schedule.schedule import Kind, ScheduleError, add_communication
+from autopar.passes.schedule.simulate_schedule import simulate
+from autopar.proof.ranks import run_all_ranks
+from autopar.runtime.parameters.shards import take_shard
 
 
 def kept(size: int) -> Footprint:

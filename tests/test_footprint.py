@@ -9,6 +9,12 @@ import torch.distributed as dist
 from processes import run_ranks
 
 import autopar
+from autopar.passes.capture.trace import trace
+from autopar.passes.cost import Costs
+from autopar.passes.mesh import Mesh
+from autopar.passes.pipeline import compile_program
+from autopar.passes.plan import Plan
+from autopar.passes.schedule.footprint import Footprint
 from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm import process_groups
 from autopar.runtime.comm.comm import Comm
@@ -16,12 +22,6 @@ from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.execute.executor import Executor
 from examples.benchmarks.live_bytes import LiveBytes
 from examples.gpt import GPT, Config
-from passes.capture.trace import trace
-from passes.cost import Costs
-from passes.mesh import Mesh
-from passes.pipeline import compile_program
-from passes.plan import Plan
-from passes.schedule.footprint import Footprint
 
 CONFIG = Config(layers=3, width=64, heads=4, context=64, vocab=512)
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from interpret import loss_of
 from torch import Tensor, nn
 
-from passes.capture.trace import trace
-from passes.errors import CaptureError
-from passes.graph import resolve
+from autopar.passes.capture.trace import trace
+from autopar.passes.errors import CaptureError
+from autopar.passes.graph import resolve
 
 
 class Body(nn.Module):

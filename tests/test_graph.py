@@ -10,20 +10,20 @@ from hf import CONFIGS, MORE, padded_batch, tiny
 from models import Case, cut_gpt, gpt2, llama, mixture, opt, plain_gpt, switch_gpt
 
 from autopar.options import make_plan
-from passes.cost import Costs
-from passes.graph import Graph, InvalidGraph, Value
-from passes.mesh import Mesh
-from passes.pipeline import compile_program
-from passes.plan import Plan
-from passes.schedule.schedule import Schedule
-from passes.schedule.schedule_stages import Scheduled
-from passes.shard.insert_collectives import Lowered
-from passes.shard.propagate import Sharded
-from passes.shard.sharding import Sharding
-from passes.stage.check_stage import check_writes
-from passes.stage.differentiate import Joint
-from passes.stage.local_stage import LocalStage
-from passes.stage.split_stages import Staged
+from autopar.passes.cost import Costs
+from autopar.passes.graph import Graph, InvalidGraph, Value
+from autopar.passes.mesh import Mesh
+from autopar.passes.pipeline import compile_program
+from autopar.passes.plan import Plan
+from autopar.passes.schedule.schedule import Schedule
+from autopar.passes.schedule.schedule_stages import Scheduled
+from autopar.passes.shard.insert_collectives import Lowered
+from autopar.passes.shard.propagate import Sharded
+from autopar.passes.shard.sharding import Sharding
+from autopar.passes.stage.check_stage import check_writes
+from autopar.passes.stage.differentiate import Joint
+from autopar.passes.stage.local_stage import LocalStage
+from autopar.passes.stage.split_stages import Staged
 
 # --- What prints is read again ------------------------------------------------------
 

@@ -16,6 +16,16 @@ from torch import Tensor, nn
 
 from autopar.machine.hardware import cluster_of
 from autopar.options import make_plan
+from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.trace import trace
+from autopar.passes.cost import Costs
+from autopar.passes.graph import Node, Value
+from autopar.passes.mesh import Mesh, usual_split
+from autopar.passes.pipeline import compile_program
+from autopar.passes.plan import CONTEXT_PARALLEL, PlanError
+from autopar.passes.program import ParameterSpec
+from autopar.passes.search.candidates import meshes
+from autopar.passes.shard.ring import KERNELS, workspace
 from autopar.planner.planner import (
     Sketch,
     find_plans,
@@ -32,16 +42,6 @@ from autopar.runtime.execute.executor import Executor
 from autopar.runtime.kernels.sdpa import attention, attention_backward
 from autopar.verify import verify
 from examples.benchmarks.live_bytes import LiveBytes
-from passes.capture.normalize import normalize
-from passes.capture.trace import trace
-from passes.cost import Costs
-from passes.graph import Node, Value
-from passes.mesh import Mesh, usual_split
-from passes.pipeline import compile_program
-from passes.plan import CONTEXT_PARALLEL, PlanError
-from passes.program import ParameterSpec
-from passes.search.candidates import meshes
-from passes.shard.ring import KERNELS, workspace
 
 GROUPS, SHARED = 2, 3  # heads of keys, and of queries for each
 BATCH, SEQ, WIDTH = 2, 4, 5

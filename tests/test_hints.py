@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from models import gpt2, llama, plain_gpt
 
-from passes.errors import HintError, ShardingConflict
+from autopar.passes.errors import HintError, ShardingConflict
 
 UP, HEAD = "blocks.*.mlp.up.weight", "head.weight"
 

@@ -8,7 +8,7 @@ import pytest
 from hf import MORE, padded_batch, precise_loss, tiny
 from models import Case, randomize
 
-from passes.program import Program
+from autopar.passes.program import Program
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 # Matrices that ranks of tp hold whole, beside tables of positions: routers, the one

@@ -14,6 +14,8 @@ import autopar
 from autopar.examples.gpt import Config, build
 from autopar.machine.backend import BackendError, resolve_backend
 from autopar.options import make_plan
+from autopar.passes.cost import Costs
+from autopar.passes.plan import PlanError
 from autopar.runtime import kernels
 from autopar.runtime.execute import code_cache, inductor
 from autopar.runtime.execute.code_cache import CodeCache
@@ -22,8 +24,6 @@ from autopar.runtime.execute.running_stage import load_module
 from autopar.runtime.kernels import for_inductor
 from autopar.verify import verify
 from examples.benchmarks.compiled_layer import measure
-from passes.cost import Costs
-from passes.plan import PlanError
 
 CPU = torch.device("cpu")
 TEXT = """

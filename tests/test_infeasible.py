@@ -10,12 +10,12 @@ import pytest
 from models import plain_gpt
 
 from autopar.machine.hardware import cluster_of, with_memory
+from autopar.passes.mesh import Mesh
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.search.candidates import candidates, searched
+from autopar.passes.search.search import Found, rough, run_on_paper
 from autopar.planner.infeasible import Infeasible, gigabytes, with_devices
 from autopar.planner.planner import Sketch, find_plans, make_prices, make_space, sketch
-from passes.mesh import Mesh
-from passes.price.cluster import Cluster
-from passes.search.candidates import candidates, searched
-from passes.search.search import Found, rough, run_on_paper
 
 BATCH = 16
 PLAIN = {"schedules": ("1f1b",)}  # which keeps the least

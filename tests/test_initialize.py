@@ -4,6 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.passes.capture.trace import trace
+from autopar.passes.cost import Costs
+from autopar.passes.mesh import Mesh
+from autopar.passes.pipeline import compile_program
+from autopar.passes.plan import Plan
 from autopar.runtime.parameters.initialize import (
     InitializationError,
     local_state,
@@ -11,11 +16,6 @@ from autopar.runtime.parameters.initialize import (
 )
 from autopar.runtime.parameters.shards import local_shape
 from examples.gpt import GPT, Config
-from passes.capture.trace import trace
-from passes.cost import Costs
-from passes.mesh import Mesh
-from passes.pipeline import compile_program
-from passes.plan import Plan
 
 CONFIG = Config(layers=2, width=32, heads=4, context=16, vocab=64)
 CPU = torch.device("cpu")

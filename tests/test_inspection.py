@@ -9,6 +9,8 @@ from math import prod
 import pytest
 from plans import BATCH, CONFIG, small_program
 
+from autopar.passes.mesh import MeshError
+from autopar.passes.schedule.simulate_schedule import grid
 from autopar.proof.ranks import local_parameters
 from autopar.reports.inspection import (
     communication_table,
@@ -29,8 +31,6 @@ from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.running_stage import load_module
 from autopar.units import count, seconds, size
 from examples.gpt import build
-from passes.mesh import MeshError
-from passes.schedule.simulate_schedule import grid
 
 SCHEDULES = [("naive", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]
 SCHEDULES += [("looped-bfs", 2), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)]

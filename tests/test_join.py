@@ -14,12 +14,12 @@ from processes import output_of, run_ranks, torchrun_command
 from torch import nn
 
 import autopar
+from autopar.passes.mesh import Mesh, MeshError
 from autopar.runtime.agreement import arrivals
 from autopar.runtime.agreement.roll_call import RanksDisagree
 from autopar.runtime.comm.comm import CommError
 from autopar.runtime.comm.process_groups import ProcessComm
 from autopar.runtime.launch.join import choose_backend, default_device, read_device
-from passes.mesh import Mesh, MeshError
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,12 +12,12 @@ from plans import model_file
 
 from autopar.cli import main
 from autopar.machine.hardware import cluster_of, with_memory
+from autopar.passes.cost import Costs
+from autopar.passes.mesh import Mesh
+from autopar.passes.pipeline import compile_program
 from autopar.planner.label_found import label_found, open_to_labels
 from autopar.planner.planner import find_plans, plan_of, sketch
 from autopar.verify import verify
-from passes.cost import Costs
-from passes.mesh import Mesh
-from passes.pipeline import compile_program
 
 SAMPLES = 16
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from passes.search.least_cost import (
+from autopar.passes.search.least_cost import (
     Block,
     Chosen,
     Table,

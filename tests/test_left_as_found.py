@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.capture.capture_model import capture_model
+from autopar.passes.cost import Costs
+from autopar.passes.errors import CaptureError
+from autopar.passes.pipeline import compile_program
 from autopar.verify import verify
-from passes.cost import Costs
-from passes.errors import CaptureError
-from passes.pipeline import compile_program
 
 SEQ = 4
 CACHE: dict[int, Tensor] = {}

@@ -11,8 +11,8 @@ from itertools import pairwise
 import pytest
 
 from autopar.machine.hardware import RING_STEP, cluster_of
-from passes.mesh import Mesh
-from passes.price.cluster import ClusterError, Level, Link, Near, nodes
+from autopar.passes.mesh import Mesh
+from autopar.passes.price.cluster import ClusterError, Level, Link, Near, nodes
 
 FAR, CLOSE = 1e-4, 1e-6
 BYTES = 1e9

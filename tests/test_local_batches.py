@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import autopar
 from autopar.local_batches import DataRank
+from autopar.passes.errors import BatchError
+from autopar.passes.plan import Plan
 from autopar.runtime.agreement.agreement import FIRST
 from autopar.runtime.comm.virtual import run_virtual
-from passes.errors import BatchError
-from passes.plan import Plan
 
 BUILD = {"plain": plain_gpt, "gpt2": gpt2, "switch": switch_gpt}
 SAMPLES, LOCAL = 22, 2  # the last batch of an epoch is short

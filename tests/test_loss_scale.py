@@ -9,13 +9,13 @@ import torch
 from models import Case, plain_gpt
 
 import autopar
+from autopar.passes.errors import AutoparError
 from autopar.proof.ranks import local_parameters, run_all_ranks
 from autopar.proof.reference import reference_step
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.loss_scale import INTERVAL, LossScale
-from passes.errors import AutoparError
 
 
 def test_the_scale_halves_grows_and_counts():

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from models import VOCAB, WIDTH, Case, Stack, randomize, token_batch
 from torch import Tensor, nn
 
-from passes.capture.loss import LOSS_RULES
+from autopar.passes.capture.loss import LOSS_RULES
 
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from models import Case, plain_gpt
 from torch import Tensor, nn
 
+from autopar.passes.capture.lower_precision import lower_precision
+from autopar.passes.capture.trace import Traced, trace
+from autopar.passes.errors import CaptureError
+from autopar.passes.graph import Node
 from autopar.proof.ranks import run_all_ranks
 from autopar.proof.reference import reference_step
 from autopar.verify import verify
-from passes.capture.lower_precision import lower_precision
-from passes.capture.trace import Traced, trace
-from passes.errors import CaptureError
-from passes.graph import Node
 
 
 class Regions(nn.Module):

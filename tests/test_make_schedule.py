@@ -7,10 +7,15 @@ import itertools
 import pytest
 from schedules import STAGES_PER_RANK, named
 
-from passes.schedule.check_schedule import check
-from passes.schedule.make_schedule import SCHEDULES, make_schedule
-from passes.schedule.schedule import Schedule, ScheduleError, add_communication
-from passes.schedule.simulate_schedule import Timeline, bubble_formula, grid, simulate
+from autopar.passes.schedule.check_schedule import check
+from autopar.passes.schedule.make_schedule import SCHEDULES, make_schedule
+from autopar.passes.schedule.schedule import Schedule, ScheduleError, add_communication
+from autopar.passes.schedule.simulate_schedule import (
+    Timeline,
+    bubble_formula,
+    grid,
+    simulate,
+)
 
 
 def timed(schedule: Schedule, f: float, i: float, w: float, hop: float = 0) -> Timeline:

@@ -12,13 +12,12 @@ from pytest import approx
 
 from autopar.machine.hardware import cluster_of
 from autopar.machine.measured_cluster import how_priced
-from autopar.planner.planner import make_prices, sketch
-from passes.cost import flops, signature, traffic
-from passes.graph import Node
-from passes.mesh import Mesh
-from passes.price.candidate import Candidate
-from passes.price.estimate import Estimate
-from passes.price.measured import (
+from autopar.passes.cost import flops, signature, traffic
+from autopar.passes.graph import Node
+from autopar.passes.mesh import Mesh
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.price.estimate import Estimate
+from autopar.passes.price.measured import (
     BETWEEN,
     BEYOND,
     MEASURED,
@@ -29,11 +28,12 @@ from passes.price.measured import (
     between,
     fit_line,
 )
-from passes.price.price import UPDATE, node_seconds, price
-from passes.search.search import run_on_paper
-from passes.stage.differentiate import differentiate
-from passes.stage.local_stage import LocalStage
-from passes.stage.one_op import one_op
+from autopar.passes.price.price import UPDATE, node_seconds, price
+from autopar.passes.search.search import run_on_paper
+from autopar.passes.stage.differentiate import differentiate
+from autopar.passes.stage.local_stage import LocalStage
+from autopar.passes.stage.one_op import one_op
+from autopar.planner.planner import make_prices, sketch
 
 CPU = cluster_of("4xCPU")
 

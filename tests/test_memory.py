@@ -11,15 +11,19 @@ from models import Case
 from processes import run_ranks
 from torch.optim import AdamW
 
+from autopar.passes.program import Program
+from autopar.passes.schedule.make_schedule import make_schedule
+from autopar.passes.schedule.messages import (
+    AHEAD,
+    prefetched_receives,
+    send_completions,
+)
+from autopar.passes.schedule.schedule import Action, Kind, add_communication
 from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.process_groups import ProcessComm
 from autopar.runtime.execute.executor import Executor
 from examples.benchmarks.live_bytes import LiveBytes
 from examples.gpt import GPT, Config
-from passes.program import Program
-from passes.schedule.make_schedule import make_schedule
-from passes.schedule.messages import AHEAD, prefetched_receives, send_completions
-from passes.schedule.schedule import Action, Kind, add_communication
 
 BATCH, SEQ, WIDTH, HEADS, VOCAB = 8, 64, 64, 4, 128
 

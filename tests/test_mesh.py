@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from passes.mesh import Mesh, MeshError, balanced, nested, start
+from autopar.passes.mesh import Mesh, MeshError, balanced, nested, start
 
 
 @pytest.mark.parametrize("text", ["", "tp=2", "pp=2,tp=2", "tp=3,dp=2", "dp=1,cp=4"])

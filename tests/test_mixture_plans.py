@@ -8,13 +8,13 @@ import pytest
 from models import Case, mixture, switch_gpt
 
 from autopar.machine.hardware import cluster_of, with_memory
+from autopar.passes.cost import Costs
+from autopar.passes.mesh import Mesh
+from autopar.passes.pipeline import compile_program
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.price.estimate import Estimate, in_blocks
+from autopar.passes.search.search import accounts_of, run_on_paper
 from autopar.planner.planner import Sketch, find_plans, make_prices, plan_of, sketch
-from passes.cost import Costs
-from passes.mesh import Mesh
-from passes.pipeline import compile_program
-from passes.price.candidate import Candidate
-from passes.price.estimate import Estimate, in_blocks
-from passes.search.search import accounts_of, run_on_paper
 
 LAYERS, SAMPLES = 4, 16
 

@@ -8,12 +8,12 @@ import torch
 from hf import padded_batch, tiny
 from torch import Tensor, nn
 
+from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.trace import trace
+from autopar.passes.dims.name_dims import Named, name_dims
+from autopar.passes.dims.probe import take
+from autopar.passes.graph import Node
 from examples.gpt import Config, build
-from passes.capture.normalize import normalize
-from passes.capture.trace import trace
-from passes.dims.name_dims import Named, name_dims
-from passes.dims.probe import take
-from passes.graph import Node
 
 
 def named(

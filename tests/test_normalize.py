@@ -11,9 +11,9 @@ from hf import CONFIGS, padded_batch, precise_loss, tiny
 from interpret import loss_of
 from torch import Tensor, nn
 
-from passes.capture.normalize import normalize
-from passes.capture.trace import Traced, trace
-from passes.graph import Node, Value, short
+from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.trace import Traced, trace
+from autopar.passes.graph import Node, Value, short
 
 
 class Body(nn.Module):

@@ -26,9 +26,9 @@ import autopar.cli
 from autopar.cli import main, parser
 from autopar.models.load import LoadedModel
 from autopar.options import OPTIONS, usual
+from autopar.passes.errors import AutoparError
+from autopar.passes.ranges import RANGES
 from autopar.plans.store import save_plan
-from passes.errors import AutoparError
-from passes.ranges import RANGES
 
 LIMIT = 60  # seconds of a command: one that takes longer hangs
 LONG = "x" * 5000

@@ -30,24 +30,24 @@ from torch import nn
 import autopar
 from autopar.cli import main
 from autopar.options import make_plan
+from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.trace import trace
+from autopar.passes.cost import Costs
+from autopar.passes.dims.name_dims import name_dims
+from autopar.passes.dims.origins import Origin
+from autopar.passes.mesh import usual_split
+from autopar.passes.pipeline import compile_program
+from autopar.passes.plan import CONTEXT_PARALLEL, Plan, PlanError
+from autopar.passes.price.price_layers import price_layers
+from autopar.passes.search.choose_op_shardings import Axis, Runs, ShardingsDoNotFit
+from autopar.passes.search.least_cost import least_cost
+from autopar.passes.search.op_sharding_costs import OpShardingCosts
+from autopar.passes.shard.op_sharding import PASS
+from autopar.passes.shard.plan_shardings import OpName, fold, name_ops, sharding_text
+from autopar.passes.shard.preference import Preference
+from autopar.passes.shard.propagate import propagate
 from autopar.planner.planner import label_plan, sketch
 from autopar.verify import verify
-from passes.capture.normalize import normalize
-from passes.capture.trace import trace
-from passes.cost import Costs
-from passes.dims.name_dims import name_dims
-from passes.dims.origins import Origin
-from passes.mesh import usual_split
-from passes.pipeline import compile_program
-from passes.plan import CONTEXT_PARALLEL, Plan, PlanError
-from passes.price.price_layers import price_layers
-from passes.search.choose_op_shardings import Axis, Runs, ShardingsDoNotFit
-from passes.search.least_cost import least_cost
-from passes.search.op_sharding_costs import OpShardingCosts
-from passes.shard.op_sharding import PASS
-from passes.shard.plan_shardings import OpName, fold, name_ops, sharding_text
-from passes.shard.preference import Preference
-from passes.shard.propagate import propagate
 
 # --- What labels cost ----------------------------------------------------------------
 

@@ -10,9 +10,9 @@ from models import plain_gpt
 
 import autopar
 from autopar.options import Options, make_plan
-from passes.errors import AutoparError
-from passes.mesh import Mesh
-from passes.plan import Plan, PlanError
+from autopar.passes.errors import AutoparError
+from autopar.passes.mesh import Mesh
+from autopar.passes.plan import Plan, PlanError
 
 
 def test_what_is_left_out_is_as_a_plan_has_it():

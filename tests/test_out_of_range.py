@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from models import Case, Stack, plain_gpt, randomize, token_batch
 from torch import Tensor
 
+from autopar.passes.errors import IndexOutOfRange
 from autopar.proof.ranks import run_all_ranks
 from autopar.runtime import kernels
 from autopar.runtime.comm.virtual import RankError
-from passes.errors import IndexOutOfRange
 
 Batch = Mapping[str, Tensor]
 VOCAB = 101

@@ -12,13 +12,13 @@ import torch
 from models import Case, gpt2, llama, mixture, plain_gpt
 from torch import Tensor, nn
 
+from autopar.passes.graph import Graph, Location, Node, Value
+from autopar.passes.program import Program
+from autopar.passes.stage.emit import emit
+from autopar.passes.stage.hand_over import HandOver, Part
+from autopar.passes.stage.loops import Loop, Varying, find_loops
+from autopar.passes.stage.write_function import Function
 from autopar.proof.ranks import run_all_ranks
-from passes.graph import Graph, Location, Node, Value
-from passes.program import Program
-from passes.stage.emit import emit
-from passes.stage.hand_over import HandOver, Part
-from passes.stage.loops import Loop, Varying, find_loops
-from passes.stage.write_function import Function
 
 
 def lines(program: Program) -> int:
@@ -54,7 +54,7 @@ def both(
     """As it is, and with a statement a node."""
     program = case.compile(mesh, 2, **options)
     with monkeypatch.context() as patch:
-        patch.setattr("passes.emit_modules.emit", partial(emit, outlined=False))
+        patch.setattr("autopar.passes.emit_modules.emit", partial(emit, outlined=False))
         return program, case.compile(mesh, 2, **options)
 
 

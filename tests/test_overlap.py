@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from graphs import calls, lines, nodes_of
 
-from passes.builder import Builder
-from passes.stage.overlap import by_layer, gather_ahead, scatter_behind
+from autopar.passes.builder import Builder
+from autopar.passes.stage.overlap import by_layer, gather_ahead, scatter_behind
 
 SOURCES = "".join(
     f"input %{name} {kind}[4]\n"

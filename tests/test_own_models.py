@@ -12,7 +12,7 @@ from models import VOCAB, WIDTH, Case, randomize
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from passes.program import Program
+from autopar.passes.program import Program
 
 HEADS, SEQ, SAMPLES, LONGEST = 4, 12, 8, 20
 SIZE = WIDTH // HEADS

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from models import VOCAB, Case, Stack, plain_gpt, randomize, token_batch
 from torch import Tensor, nn
 
+from autopar.passes.errors import BatchError, CaptureError, LossNotSeparable
 from autopar.proof.differences import NORM
-from passes.errors import BatchError, CaptureError, LossNotSeparable
 
 MESHES = ["pp=2,tp=2", "dp=2,tp=2"]
 ONE_QUICK = [MESHES[0], pytest.param(MESHES[1], marks=pytest.mark.slow)]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from models import plain_gpt, plan
 
-from passes.mesh import TIME
-from passes.plan import Plan, PlanError
+from autopar.passes.mesh import TIME
+from autopar.passes.plan import Plan, PlanError
 
 PLANS = [
     plan("tp=2"),

@@ -14,26 +14,26 @@ from models import gpt2, llama, plain_gpt, switch_gpt
 from autopar.capture.shorten import find_layers, shortened
 from autopar.machine.hardware import cluster_of, with_memory
 from autopar.options import make_plan
+from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.trace import trace
+from autopar.passes.cost import Costs
+from autopar.passes.dims.name_dims import name_dims
+from autopar.passes.pipeline import compile_program
+from autopar.passes.plan import PlanError
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.price.price import Account, price
+from autopar.passes.price.price_layers import price_layers
+from autopar.passes.price.price_memory import EVERY_PEAK, PEAK
+from autopar.passes.schedule.choose_recompute import stage_policies
+from autopar.passes.search.balance_layers import balance_layers
+from autopar.passes.shard.insert_collectives import insert_collectives
+from autopar.passes.shard.propagate import propagate
+from autopar.passes.stage.differentiate import differentiate
+from autopar.passes.stage.split_stages import split_stages
 from autopar.planner.infeasible import Infeasible
 from autopar.planner.planner import Sketch, find_plans, plan_of, sketch
 from autopar.verify import verify
 from examples.gpt import GPT, Config
-from passes.capture.normalize import normalize
-from passes.capture.trace import trace
-from passes.cost import Costs
-from passes.dims.name_dims import name_dims
-from passes.pipeline import compile_program
-from passes.plan import PlanError
-from passes.price.cluster import Cluster
-from passes.price.price import Account, price
-from passes.price.price_layers import price_layers
-from passes.price.price_memory import EVERY_PEAK, PEAK
-from passes.schedule.choose_recompute import stage_policies
-from passes.search.balance_layers import balance_layers
-from passes.shard.insert_collectives import insert_collectives
-from passes.shard.propagate import propagate
-from passes.stage.differentiate import differentiate
-from passes.stage.split_stages import split_stages
 
 DEVICE = cluster_of("8xA100-80GB").device
 

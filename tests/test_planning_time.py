@@ -10,13 +10,13 @@ from models import plain_gpt
 from autopar.gc_paused import gc_paused
 from autopar.machine.hardware import cluster_of
 from autopar.options import make_plan
+from autopar.passes.price import price_layers
+from autopar.passes.price.price_layers import cut_layers
+from autopar.passes.search.candidates import Space, candidates
+from autopar.passes.search.search import least_bytes, make_timer, rough
+from autopar.passes.stage.differentiate import differentiate, finish, join
+from autopar.passes.stage.local_stage import LocalStage
 from autopar.planner.planner import find_plans, make_prices, sketch
-from passes.price import price_layers
-from passes.price.price_layers import cut_layers
-from passes.search.candidates import Space, candidates
-from passes.search.search import least_bytes, make_timer, rough
-from passes.stage.differentiate import differentiate, finish, join
-from passes.stage.local_stage import LocalStage
 
 
 def test_candidates_that_share_their_timing_are_ranked_as_each_by_itself() -> None:

@@ -21,6 +21,10 @@ from torch import nn
 import autopar
 from autopar.cli import main
 from autopar.options import Options, make_plan
+from autopar.passes.mesh import usual_split
+from autopar.passes.plan import CONTEXT_PARALLEL, Plan, PlanError
+from autopar.passes.program import Program
+from autopar.passes.schedule.footprint import Communication
 from autopar.plans.store import load_plan
 from autopar.proof.ranks import VerificationFailed, local_parameters
 from autopar.proof.reference import reference_step
@@ -34,10 +38,6 @@ from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.running_stage import Batch
 from autopar.verify import verify
-from passes.mesh import usual_split
-from passes.plan import CONTEXT_PARALLEL, Plan, PlanError
-from passes.program import Program
-from passes.schedule.footprint import Communication
 
 MODELS = {
     "plain": lambda: plain_gpt(layers=2),

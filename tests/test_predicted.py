@@ -10,12 +10,12 @@ from processes import run_ranks
 
 from autopar.machine.hardware import this_cluster
 from autopar.models.load import load_model
+from autopar.passes.mesh import Mesh
+from autopar.passes.search.search import run_on_paper
 from autopar.planner.planner import sketch
 from examples.benchmarks.predicted import Planned, Planner, Row, choosing, summary
 from examples.benchmarks.predicted_plans import CHOICES, Choice, spread
 from examples.benchmarks.predicted_runs import Job, Measured, prepare
-from passes.mesh import Mesh
-from passes.search.search import run_on_paper
 
 MODEL = "examples.gpt:tiny"
 MEASURED = (

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from passes.capture.normalize import normalize
-from passes.capture.trace import trace
-from passes.dims import probe
-from passes.dims.name_dims import name_dims
-from passes.dims.probe import probe_equation, random_operands
-from passes.graph import Node, Value
-from passes.ops.evaluate import evaluate
-from passes.ops.notation import Equation
-from passes.ops.rules import equation
+from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.trace import trace
+from autopar.passes.dims import probe
+from autopar.passes.dims.name_dims import name_dims
+from autopar.passes.dims.probe import probe_equation, random_operands
+from autopar.passes.graph import Node, Value
+from autopar.passes.ops.evaluate import evaluate
+from autopar.passes.ops.notation import Equation
+from autopar.passes.ops.rules import equation
 
 _count = itertools.count()
 

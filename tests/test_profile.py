@@ -30,18 +30,18 @@ from autopar.measure.compiled import measure_compiled
 from autopar.measure.messages import geometries, measure_messages
 from autopar.measure.ops import JobTimes, make_job, run_job
 from autopar.options import make_plan
+from autopar.passes.capture.normalize import normalize
+from autopar.passes.cost import Seconds, signature
+from autopar.passes.dims.name_dims import name_dims
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.price.measured import MEASURED, Messages, Ops, Timed
+from autopar.passes.price.price_layers import cut_layers
+from autopar.passes.shard.collectives import SPEAKS, collective
+from autopar.passes.stage.differentiate import differentiate
+from autopar.passes.stage.local_stage import LocalStage
 from autopar.planner.profile import Workload, alone
 from autopar.planner.profile import measure_ops as measure_ops_of
 from autopar.planner.request import plan_request
-from passes.capture.normalize import normalize
-from passes.cost import Seconds, signature
-from passes.dims.name_dims import name_dims
-from passes.price.cluster import Cluster
-from passes.price.measured import MEASURED, Messages, Ops, Timed
-from passes.price.price_layers import cut_layers
-from passes.shard.collectives import SPEAKS, collective
-from passes.stage.differentiate import differentiate
-from passes.stage.local_stage import LocalStage
 
 CPU = torch.device("cpu")
 

@@ -22,6 +22,20 @@ from autopar import rank_step
 from autopar.checkpoints import checkpoint
 from autopar.cli import main
 from autopar.models.load import example_batch, load_model
+from autopar.passes.capture.trace import trace
+from autopar.passes.cost import Costs
+from autopar.passes.decode import decode
+from autopar.passes.errors import AutoparError
+from autopar.passes.graph import Node
+from autopar.passes.mesh import Mesh
+from autopar.passes.plan import Plan
+from autopar.passes.program import ParameterSpec, Program
+from autopar.passes.proof.proof import SMALL, WHOLE, Proof
+from autopar.passes.proof.same_specs import find_other_spec
+from autopar.passes.proof.shrink_plan import Layers
+from autopar.passes.proof.transfer import Sizes, differs
+from autopar.passes.stage.emit import emit
+from autopar.passes.stage.local_stage import LocalStage
 from autopar.plans.store import load_plan, save_plan
 from autopar.proof.full_size import check_full_size
 from autopar.proof.prove_program import NotProved, check_transfer, prove_program
@@ -31,20 +45,6 @@ from autopar.rank_step import RankStep
 from autopar.runtime.agreement.updates import Updates
 from autopar.runtime.parameters import gradient_norm, shards
 from examples.gpt import Config, build
-from passes.capture.trace import trace
-from passes.cost import Costs
-from passes.decode import decode
-from passes.errors import AutoparError
-from passes.graph import Node
-from passes.mesh import Mesh
-from passes.plan import Plan
-from passes.program import ParameterSpec, Program
-from passes.proof.proof import SMALL, WHOLE, Proof
-from passes.proof.same_specs import find_other_spec
-from passes.proof.shrink_plan import Layers
-from passes.proof.transfer import Sizes, differs
-from passes.stage.emit import emit
-from passes.stage.local_stage import LocalStage
 
 # Nothing is small enough to be run as it is, and nothing is too large to be refused.
 BIG = Config(layers=6, width=48, heads=6, context=40, vocab=64)
@@ -336,7 +336,7 @@ def test_a_wrong_pass_fails_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is wrong at every size is found at a small one."""
     model, batch = build(BIG, batch=12)
     monkeypatch.setattr(
-        "passes.emit_modules.emit",
+        "autopar.passes.emit_modules.emit",
         lambda *arguments: emit(*arguments).replace("1e-05", "1e-02"),
     )
     plan = Plan(Mesh.parse("dp=2"), 2)
@@ -380,7 +380,7 @@ def test_a_dim_found_by_its_extent_is_no_size(monkeypatch: pytest.MonkeyPatch) -
         forward = tuple(map(by_extent, local.forward))
         return emit(replace(local, forward=forward), stages)
 
-    monkeypatch.setattr("passes.emit_modules.emit", wrong)
+    monkeypatch.setattr("autopar.passes.emit_modules.emit", wrong)
     config = Config(layers=1, width=192, heads=6, context=64, vocab=64)
     model, batch, program = compiled("cp=2", 1, config)
     assert check_full_size(program) == ()

@@ -11,6 +11,7 @@ import torch
 from sympy import expand, simplify
 from torch import nn
 
+from autopar.passes.price.symbolic import parameters, size
 from autopar.planner.planner import sketch
 from examples.benchmarks import published_formulas as formulas
 from examples.benchmarks import published_others as others
@@ -19,7 +20,6 @@ from examples.benchmarks import published_sweep as sweep
 from examples.benchmarks import published_zero as zero
 from examples.benchmarks.published_picks import picked
 from examples.gpt import GPT, Config
-from passes.price.symbolic import parameters, size
 
 
 def test_formulas_of_the_graph_are_the_published_ones() -> None:

@@ -10,13 +10,13 @@ import torch
 from models import Case, plain_gpt
 from torch import Tensor
 
+from autopar.passes.program import Program
 from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.comm.virtual_world import Mismatch
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.running_stage import Batch
-from passes.program import Program
 
 LEAVES = ("start_reduce_ranks_", "start_scatter")
 Seen = tuple[list[str], dict[str, Tensor]]

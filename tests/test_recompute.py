@@ -18,9 +18,9 @@ from models import (
 )
 from torch import Tensor
 
+from autopar.passes.graph import InvalidGraph
+from autopar.passes.stage import differentiate
 from autopar.proof.ranks import run_all_ranks
-from passes.graph import InvalidGraph
-from passes.stage import differentiate
 
 MESHES = ["pp=1", "tp=2", "pp=2,tp=2", "dp=2"]
 
@@ -107,7 +107,7 @@ def test_ranks_that_do_not_meet_are_found_when_compiling(
         twice = replace(made[-1], backward=(*nodes, again))
         return twice if len(made) > 1 else made[-1]
 
-    monkeypatch.setattr("passes.emit_modules.finish", finish_one)
+    monkeypatch.setattr("autopar.passes.emit_modules.finish", finish_one)
     with pytest.raises(InvalidGraph, match="ranks do not meet over cp in backward"):
         plain_gpt(layers=1, seq=17).compile("cp=2")
 

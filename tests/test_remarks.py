@@ -8,8 +8,8 @@ import torch
 from models import Case, token_batch
 from torch import Tensor, nn
 
+from autopar.passes.program import Program
 from examples.gpt import GPT, Config
-from passes.program import Program
 
 BATCH = token_batch(4, 8)
 

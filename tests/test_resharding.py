@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from passes.shard.resharding import (
+from autopar.passes.shard.resharding import (
     LOCAL,
     MAX,
     TABLE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from graphs import calls, lines, nodes_of
 
-from passes.stage.reuse import find_owners, reuse
+from autopar.passes.stage.reuse import find_owners, reuse
 
 SOURCES = "input %x f32[4,8]\ninput %y f32[4,8]\n"
 

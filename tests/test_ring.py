@@ -15,6 +15,10 @@ from test_step import check_trajectory
 from torch import Tensor
 
 from autopar.cli import main
+from autopar.passes.errors import ShardingConflict
+from autopar.passes.mesh import Mesh, balanced, usual_split
+from autopar.passes.plan import CONTEXT_PARALLEL
+from autopar.passes.shard.layout import causal_tiles, extent, layout, within
 from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.process_groups import ProcessComm
@@ -22,10 +26,6 @@ from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.kernels import positions
 from examples.benchmarks.live_bytes import LiveBytes
-from passes.errors import ShardingConflict
-from passes.mesh import Mesh, balanced, usual_split
-from passes.plan import CONTEXT_PARALLEL
-from passes.shard.layout import causal_tiles, extent, layout, within
 
 ROOT = Path(__file__).parents[1]
 RING = {"split": {**usual_split(), "cp": CONTEXT_PARALLEL["ring"]}, "zigzag": ("cp",)}

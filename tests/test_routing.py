@@ -12,19 +12,19 @@ import torch.nn.functional as F
 from models import Case, mixture, plan
 from torch import Tensor, nn
 
+from autopar.passes.capture.normalize import normalize
+from autopar.passes.cost import Costs
+from autopar.passes.dims.name_dims import name_dims
+from autopar.passes.mesh import Mesh, balanced, usual_split
+from autopar.passes.pipeline import compile_program
+from autopar.passes.program import Program
+from autopar.passes.shard.insert_collectives import insert_collectives
+from autopar.passes.shard.propagate import propagate
+from autopar.passes.stage.chain import Chain
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.fake_comm import FakeComm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.verify import verify
-from passes.capture.normalize import normalize
-from passes.cost import Costs
-from passes.dims.name_dims import name_dims
-from passes.mesh import Mesh, balanced, usual_split
-from passes.pipeline import compile_program
-from passes.program import Program
-from passes.shard.insert_collectives import insert_collectives
-from passes.shard.propagate import propagate
-from passes.stage.chain import Chain
 
 WIDTH, VOCAB = 16, 32
 

@@ -10,6 +10,11 @@ import torch
 from models import Case, mixture, switch_gpt
 
 from autopar.options import make_plan
+from autopar.passes.cost import Costs
+from autopar.passes.errors import AutoparError
+from autopar.passes.mesh import Mesh
+from autopar.passes.pipeline import compile_program
+from autopar.passes.program import Program
 from autopar.proof.differences import CHOICES, find_errors
 from autopar.proof.ranks import VerificationFailed, run_all_ranks
 from autopar.proof.reference import reference_step
@@ -18,11 +23,6 @@ from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.routing_replay import Choosing, RoutingReplay
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.verify import verify
-from passes.cost import Costs
-from passes.errors import AutoparError
-from passes.mesh import Mesh
-from passes.pipeline import compile_program
-from passes.program import Program
 
 CHOOSE = "c.choose("
 # Scores that a router compares, but nothing else reads, 1 % up or down.

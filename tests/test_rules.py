@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from passes.cost import flops
-from passes.dims.probe import holds, letter_extents, random_operands
-from passes.graph import Node, Value
-from passes.ops.evaluate import evaluate
-from passes.ops.linearity import passes_pending_sum
-from passes.ops.notation import Equation
-from passes.ops.op import OPS, Op
-from passes.ops.rules import equation
+from autopar.passes.cost import flops
+from autopar.passes.dims.probe import holds, letter_extents, random_operands
+from autopar.passes.graph import Node, Value
+from autopar.passes.ops.evaluate import evaluate
+from autopar.passes.ops.linearity import passes_pending_sum
+from autopar.passes.ops.notation import Equation
+from autopar.passes.ops.op import OPS, Op
+from autopar.passes.ops.rules import equation
 
 SEEDS = range(3)
 Example = Callable[[int, int, int, int], Node]  # of extents a < b < c < d

@@ -9,8 +9,8 @@ import torch
 from models import Block, Case, Stack, gpt2, llama, plain_gpt, randomize, token_batch
 from torch import Tensor, nn
 
+from autopar.passes.schedule.schedule import ScheduleError
 from autopar.proof.ranks import run_all_ranks
-from passes.schedule.schedule import ScheduleError
 
 LOOPED = ["interleaved", "looped-bfs"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from schedules import HALVES, LOOPED, VEE, all_schedules, by_name, lowered
 
-from passes.schedule.make_schedule import make_schedule
-from passes.schedule.schedule import (
+from autopar.passes.schedule.make_schedule import make_schedule
+from autopar.passes.schedule.schedule import (
     Action,
     Kind,
     Schedule,

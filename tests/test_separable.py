@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from models import VOCAB, WIDTH, Case, Stack, plain_gpt, randomize, token_batch
 from torch import Tensor, nn
 
-from passes.errors import BatchError, LossNotSeparable
+from autopar.passes.errors import BatchError, LossNotSeparable
 
 Batch = Mapping[str, Tensor]
 

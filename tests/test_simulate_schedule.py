@@ -7,9 +7,14 @@ from itertools import pairwise
 import pytest
 from schedules import HALVES, SIZES, VEE, all_schedules, by_name
 
-from passes.schedule.make_schedule import make_schedule
-from passes.schedule.schedule import Kind, Schedule, add_communication
-from passes.schedule.simulate_schedule import Timeline, bubble_formula, grid, simulate
+from autopar.passes.schedule.make_schedule import make_schedule
+from autopar.passes.schedule.schedule import Kind, Schedule, add_communication
+from autopar.passes.schedule.simulate_schedule import (
+    Timeline,
+    bubble_formula,
+    grid,
+    simulate,
+)
 
 
 def equal_stages(schedule: Schedule, send: float = 0.0) -> Timeline:

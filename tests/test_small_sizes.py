@@ -9,14 +9,14 @@ import torch
 from models import Case
 from torch import Tensor, nn
 
+from autopar.passes.capture.trace import trace
+from autopar.passes.mesh import Mesh
+from autopar.passes.plan import Plan
+from autopar.passes.proof.choose_sizes import Divides, NotShrunk, choose_sizes
+from autopar.passes.proof.extents import Sum, find_extents
+from autopar.passes.proof.shrink import Shrinker
+from autopar.passes.proof.shrink_plan import choose_layers, small_sizes, thin
 from autopar.proof.few_layers import find_few_layers
-from passes.capture.trace import trace
-from passes.mesh import Mesh
-from passes.plan import Plan
-from passes.proof.choose_sizes import Divides, NotShrunk, choose_sizes
-from passes.proof.extents import Sum, find_extents
-from passes.proof.shrink import Shrinker
-from passes.proof.shrink_plan import choose_layers, small_sizes, thin
 
 
 def test_small_sizes_divide_as_the_large_ones_do() -> None:

@@ -15,14 +15,14 @@ import torch
 
 from autopar.machine.hardware import cluster_of
 from autopar.models.load import load_model
+from autopar.passes.mesh import Mesh
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.price.estimate import Estimate
+from autopar.passes.price.price_layers import Prices
+from autopar.passes.search.search import run_on_paper
 from autopar.planner.planner import make_prices, sketch
 from examples.gpt import GPT, Config
-from passes.mesh import Mesh
-from passes.price.candidate import Candidate
-from passes.price.cluster import Cluster
-from passes.price.estimate import Estimate
-from passes.price.price_layers import Prices
-from passes.search.search import run_on_paper
 
 LAYERS, EMBED, TABLE = 8, 1024, cluster_of("8xH100")
 

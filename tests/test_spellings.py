@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from models import WIDTH, Block, Case, Stack, randomize, token_batch
 from torch import Tensor, nn
 
+from autopar.passes.errors import CaptureError
+from autopar.passes.program import Program
 from autopar.proof.expected import TOLERANCE
 from autopar.verify import verify
-from passes.errors import CaptureError
-from passes.program import Program
 
 HEADS, SIZE, GROUPS, FFN = 4, 8, 2, 48
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from graphs import calls, lines, nodes_of
 
-from passes.stage.split_backward import find_dependent, split_backward
+from autopar.passes.stage.split_backward import find_dependent, split_backward
 
 SOURCES = "".join(f"input %{name} f32[4,8]\n" for name in ("dy", "x", "w", "grad.w"))
 WEIGHT = "weight half:"

@@ -21,8 +21,8 @@ from models import (
 from models import token_batch as tokens
 from torch import Tensor, nn
 
-from passes.errors import StageError
-from passes.program import Program
+from autopar.passes.errors import StageError
+from autopar.passes.program import Program
 
 
 def cross_entropy(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:

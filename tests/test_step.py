@@ -13,7 +13,7 @@ from processes import run_ranks
 from torch import Tensor
 
 import autopar
-from passes.errors import AutoparError, BatchError
+from autopar.passes.errors import AutoparError, BatchError
 
 MODELS = {"plain": plain_gpt, "gpt2": gpt2, "llama": llama, "switch": switch_gpt}
 Trajectory = tuple[list[float], list[float], dict[str, Tensor]]

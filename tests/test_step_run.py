@@ -14,17 +14,23 @@ from plans import model_file, small_program
 
 from autopar.cli import main
 from autopar.machine.hardware import cluster_of
+from autopar.passes.mesh import Mesh
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.price.estimate import Estimate
+from autopar.passes.schedule.make_schedule import make_schedule
+from autopar.passes.schedule.schedule import Kind
+from autopar.passes.schedule.step_run import (
+    COMPUTE,
+    RankWork,
+    StageWork,
+    Work,
+    run_step,
+)
+from autopar.passes.search.search import run_on_paper
 from autopar.planner.planner import make_prices, sketch
 from autopar.plans.store import save_plan
 from autopar.reports.simulation import simulate_estimate, simulate_program
 from autopar.reports.trace_file import trace_data
-from passes.mesh import Mesh
-from passes.price.candidate import Candidate
-from passes.price.estimate import Estimate
-from passes.schedule.make_schedule import make_schedule
-from passes.schedule.schedule import Kind
-from passes.schedule.step_run import COMPUTE, RankWork, StageWork, Work, run_step
-from passes.search.search import run_on_paper
 
 CLUSTER = cluster_of("4xCPU")
 PLAIN = Candidate(Mesh.parse("pp=2,dp=2"), 2, 4, "1f1b", 1, 0, "none", (4, 4))

@@ -13,8 +13,8 @@ from processes import run_ranks
 from torch import Tensor
 
 import autopar
+from autopar.passes.mesh import Mesh
 from autopar.proof.reference import loss_of, reference_step
-from passes.mesh import Mesh
 
 RANKS, SEED = 4, 5
 Result = tuple[float, float, dict[str, Tensor]]  # evaluated, trained, weights after

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from autopar.options import make_plan
+from autopar.passes.plan import Plan, PlanError
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.tf32 import in_tf32
-from passes.plan import Plan, PlanError
 
 MATMUL = torch.backends.cuda.matmul
 

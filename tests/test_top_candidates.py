@@ -12,6 +12,19 @@ import pytest
 from models import Case, plain_gpt
 
 from autopar.machine.hardware import cluster_of, with_memory
+from autopar.passes.cost import Costs
+from autopar.passes.mesh import Mesh
+from autopar.passes.pipeline import compile_program
+from autopar.passes.plan import Plan, PlanError
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.price.estimate import Estimate, schedule_of
+from autopar.passes.schedule.make_schedule import make_schedule, place_stages
+from autopar.passes.schedule.order import read_order, write_order
+from autopar.passes.schedule.schedule import ScheduleError
+from autopar.passes.search.balance_layers import balance_ranks
+from autopar.passes.search.candidates import ALIKE, candidates
+from autopar.passes.search.search import rough, run_on_paper
 from autopar.planner.planner import (
     Sketch,
     find_plans,
@@ -23,19 +36,6 @@ from autopar.planner.planner import (
 from autopar.plans.plan_record import estimate_data
 from autopar.reports.simulation import simulate_estimate
 from autopar.verify import verify
-from passes.cost import Costs
-from passes.mesh import Mesh
-from passes.pipeline import compile_program
-from passes.plan import Plan, PlanError
-from passes.price.candidate import Candidate
-from passes.price.cluster import Cluster
-from passes.price.estimate import Estimate, schedule_of
-from passes.schedule.make_schedule import make_schedule, place_stages
-from passes.schedule.order import read_order, write_order
-from passes.schedule.schedule import ScheduleError
-from passes.search.balance_layers import balance_ranks
-from passes.search.candidates import ALIKE, candidates
-from passes.search.search import rough, run_on_paper
 
 LAYERS, SAMPLES = 9, 16
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from interpret import loss_of
 from torch import Tensor, nn
 
-from passes.capture.trace import trace
-from passes.errors import CaptureError
+from autopar.passes.capture.trace import trace
+from autopar.passes.errors import CaptureError
 
 
 def batch(rows: int = 4) -> dict[str, Tensor]:

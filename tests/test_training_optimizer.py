@@ -13,11 +13,11 @@ from torch import nn
 from torch.optim import SGD, lr_scheduler
 
 from autopar.cli import main
+from autopar.passes.errors import AutoparError
 from autopar.training import run as training
 from autopar.training.optimizer import make_optimizer
 from autopar.training.options import RunOptions
 from autopar.training.schedules import DECAY, learning_rate
-from passes.errors import AutoparError
 
 MODEL = """
 from examples.gpt import Config, build

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from passes.capture.trace import trace
-from passes.errors import CaptureError
+from autopar.passes.capture.trace import trace
+from autopar.passes.errors import CaptureError
 
 
 class Square(torch.autograd.Function):

@@ -14,11 +14,11 @@ from test_agreement import batch_of, made
 from torch import Tensor, nn
 
 import autopar
+from autopar.passes.errors import AutoparError
+from autopar.passes.program import Program
 from autopar.runtime.parameters.by_element import KNOWN, Reach, Undecided, reach_of
 from autopar.runtime.parameters.shard_gradient import ShardGradient
 from autopar.step import Step
-from passes.errors import AutoparError
-from passes.program import Program
 
 # --- which optimizers update element by element ------------------------------------
 

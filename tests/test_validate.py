@@ -11,13 +11,13 @@ from plans import BATCH, CONFIG, small_model, small_program
 from torch import nn
 
 import autopar
+from autopar.passes.errors import BatchError
+from autopar.passes.mesh import Mesh
 from autopar.runtime.agreement.validate import ModelMismatch, check_model, check_same
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import RankError, run_virtual
 from autopar.verify import verify
 from examples.gpt import build
-from passes.errors import BatchError
-from passes.mesh import Mesh
 
 NAME = "blocks.1.mlp.up.bias"
 

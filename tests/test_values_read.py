@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from models import VOCAB, WIDTH, Case, randomize, token_batch
 from torch import Tensor, nn
 
-from passes.capture.trace import trace
-from passes.errors import CaptureError
+from autopar.passes.capture.trace import trace
+from autopar.passes.errors import CaptureError
 
 NUMBERS = "forward reads numbers out of a tensor by "
 ROWS = "how many rows "

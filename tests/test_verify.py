@@ -13,6 +13,7 @@ import torch
 from models import Case, gpt2, llama, opt, plain_gpt
 from torch import nn
 
+from autopar.passes.mesh import TIME
 from autopar.proof.ranks import (
     VerificationFailed,
     assemble,
@@ -22,7 +23,6 @@ from autopar.proof.ranks import (
 from autopar.proof.reference import reference_step
 from autopar.proof.verification import Verification
 from autopar.verify import verify
-from passes.mesh import TIME
 
 MODELS = {"plain": plain_gpt, "gpt2": gpt2, "llama": llama}
 

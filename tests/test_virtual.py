@@ -5,10 +5,10 @@ from queue import SimpleQueue
 import pytest
 import torch
 
+from autopar.passes.mesh import Mesh
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import RankError, run_virtual
 from autopar.runtime.comm.virtual_world import Deadlock, Mismatch
-from passes.mesh import Mesh
 
 
 def virtual(body, mesh="tp=2"):

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 import pytest
 import torch.distributed as dist
 
+from autopar.passes.errors import AutoparError
 from autopar.runtime.launch.watchdog import (
     BEAT,
     EXIT,
@@ -19,7 +20,6 @@ from autopar.runtime.launch.watchdog import (
     Watchdog,
     guarded,
 )
-from passes.errors import AutoparError
 
 
 class Clock:

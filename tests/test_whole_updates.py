@@ -13,9 +13,9 @@ from processes import run_ranks
 from torch import Tensor, nn
 
 import autopar
+from autopar.passes.errors import AutoparError
+from autopar.passes.program import Program
 from autopar.step import Step
-from passes.errors import AutoparError
-from passes.program import Program
 
 MODELS = {"plain": plain_gpt, "cut": cut_gpt}
 STEPS, HALF = 4, 2

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from autopar.compiler import compile_offline
 from autopar.options import make_plan
+from autopar.passes.cost import Costs, flops
+from autopar.passes.graph import Node, Value
+from autopar.passes.mesh import Mesh
+from autopar.passes.pipeline import compile_program
+from autopar.passes.shard import layout
+from autopar.passes.shard.layout import Pieces, window_tiles
 from autopar.proof import prove_program
 from autopar.runtime.comm import ring_attention
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.verify import verify
 from examples.benchmarks.live_bytes import LiveBytes
-from passes.cost import Costs, flops
-from passes.graph import Node, Value
-from passes.mesh import Mesh
-from passes.pipeline import compile_program
-from passes.shard import layout
-from passes.shard.layout import Pieces, window_tiles
 
 WINDOW, SEQ = 7, 24
 

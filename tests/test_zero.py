@@ -11,18 +11,18 @@ from test_step import check_trajectory
 from torch import nn
 
 from autopar.compiler import compile_offline
+from autopar.passes.cost import Costs
+from autopar.passes.dims.name_dims import Dim
+from autopar.passes.mesh import Mesh
+from autopar.passes.plan import Plan
+from autopar.passes.program import Program
+from autopar.passes.shard.parameter_sharding import split_parameter
+from autopar.passes.shard.sharding import Sharding
 from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.execute.executor import Executor
 from autopar.verify import verify
-from passes.cost import Costs
-from passes.dims.name_dims import Dim
-from passes.mesh import Mesh
-from passes.plan import Plan
-from passes.program import Program
-from passes.shard.parameter_sharding import split_parameter
-from passes.shard.sharding import Sharding
 
 MODELS = {"plain": plain_gpt, "gpt2": gpt2, "llama": llama}
 MESHES = [

@@ -8,7 +8,7 @@ import re
 import pytest
 from models import plain_gpt
 
-from passes.program import Program
+from autopar.passes.program import Program
 
 pytestmark = pytest.mark.usefixtures("unrolled")
 

@@ -13,7 +13,7 @@ from processes import run_ranks
 from torch import Tensor, nn
 
 import autopar
-from passes.program import Program
+from autopar.passes.program import Program
 
 HALF, STEPS = 3, 6
 Trained = tuple[list[float], dict[str, Tensor]]

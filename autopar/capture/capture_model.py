@@ -13,8 +13,8 @@ from torch import nn
 from autopar.capture.chance import Chance
 from autopar.capture.left_as_found import AsFound, Change, counters
 from autopar.capture.survivors import left_over, only_new, refuse_held
-from passes.capture.trace import Traced, trace
-from passes.errors import CaptureError
+from autopar.passes.capture.trace import Traced, trace
+from autopar.passes.errors import CaptureError
 
 
 def capture_model(

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from passes.capture.user_frames import is_users
-from passes.errors import CaptureError
+from autopar.passes.capture.user_frames import is_users
+from autopar.passes.errors import CaptureError
 
 STDLIB = sysconfig.get_path("stdlib") + os.sep
 UINT8 = torch.uint8

@@ -18,7 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.capture.left_as_found import Cached, is_users
-from passes.errors import CaptureError
+from autopar.passes.errors import CaptureError
 
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType)
 STEPS = 5  # from a tensor to who holds it, through containers

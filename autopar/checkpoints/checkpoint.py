@@ -61,11 +61,11 @@ from autopar.checkpoints.optimizer_state import (
 )
 from autopar.checkpoints.sole_writer import sole_writer
 from autopar.checkpoints.state import tied_names
+from autopar.passes.ranges import check_range
 from autopar.runtime.agreement.fail_together import on_all, on_first
 from autopar.runtime.agreement.validate import check_names
 from autopar.runtime.parameters.whole_updates import is_cut
 from autopar.version import VERSION
-from passes.ranges import check_range
 
 if TYPE_CHECKING:
     from autopar.rank_step import RankStep

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.checkpoints.dcp import CheckpointError
-from passes.decode import decode
+from autopar.passes.decode import decode
 
 FORMAT = 1
 MANIFEST = "autopar.json"

@@ -41,10 +41,10 @@ from torch.distributed.checkpoint.planner_helpers import (
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 
 from autopar.checkpoints.memory import Memory
+from autopar.passes.errors import AutoparError
 from autopar.runtime.agreement.fail_together import joined_on_first, on_all
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.parameters.shards import Box
-from passes.errors import AutoparError
 
 P = ParamSpec("P")
 T = TypeVar("T")

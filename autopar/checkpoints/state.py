@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from autopar.passes.program import Program
 from autopar.runtime.agreement.validate import check_names
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.parameters.shards import put_shard, take_shard
-from passes.program import Program
 
 if TYPE_CHECKING:
     from autopar.rank_step import RankStep

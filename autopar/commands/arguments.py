@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autopar.options import OPTIONS, read_bytes, usual
-from passes.errors import AutoparError, HintError
-from passes.plan import AUTO, BACKENDS
-from passes.ranges import RANGES, Range, shown
+from autopar.passes.errors import AutoparError, HintError
+from autopar.passes.plan import AUTO, BACKENDS
+from autopar.passes.ranges import RANGES, Range, shown
 
 LONGEST = 4096  # characters of a value, bytes of a path
 NAME = 255  # bytes of a name in a path

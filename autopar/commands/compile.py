@@ -29,13 +29,13 @@ from autopar.machine.cluster_file import read_cluster
 from autopar.machine.measured_cluster import named_cluster
 from autopar.models.load import LoadedModel, ModelError, example_batch, load_model
 from autopar.options import OPTIONS, make_plan
+from autopar.passes.mesh import AXES, Mesh
+from autopar.passes.plan import Plan, PlanError
 from autopar.planner.planned import batch_for, read_decided
 from autopar.planner.planner import label_plan, sketch
 from autopar.plans.plan_record import PlanRecord
 from autopar.plans.store import save_plan
 from autopar.reports.inspection import report_data, schedule_text, stage_table
-from passes.mesh import AXES, Mesh
-from passes.plan import Plan, PlanError
 
 
 def add(commands: Any) -> None:

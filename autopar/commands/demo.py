@@ -12,14 +12,14 @@ import torch
 from autopar.commands.arguments import number, path
 from autopar.compiler import compile_offline
 from autopar.models.load import load_model
+from autopar.passes.errors import AutoparError
+from autopar.passes.mesh import Mesh
+from autopar.passes.plan import Plan
 from autopar.plans.store import save_plan
 from autopar.reports.inspection import schedule_text, stage_table
 from autopar.reports.parameters import parameter_table
 from autopar.runtime.launch.launch import ROOT, launch
 from autopar.verify import verify
-from passes.errors import AutoparError
-from passes.mesh import Mesh
-from passes.plan import Plan
 
 MESH, MICROBATCHES = "pp=2,tp=2", 4
 

@@ -9,7 +9,7 @@ from autopar.machine.cluster_file import read_cluster
 from autopar.machine.hardware import with_memory
 from autopar.machine.measured_cluster import named_cluster
 from autopar.machine.profile_file import ProfileError
-from passes.price.cluster import Cluster, ClusterError
+from autopar.passes.price.cluster import Cluster, ClusterError
 
 
 def add_devices(add: argparse.ArgumentParser, required: bool) -> None:

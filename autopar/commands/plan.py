@@ -22,6 +22,12 @@ from autopar.commands.devices import add_devices, read_devices
 from autopar.models.batches import samples_of
 from autopar.models.load import LoadedModel, ModelError, load_model
 from autopar.options import OF_ALL, SEARCHED, options_of
+from autopar.passes.mesh import Mesh
+from autopar.passes.plan import Plan
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.search.candidates import ALIKE
+from autopar.passes.search.search import Found
 from autopar.planner.choose import SAMPLES
 from autopar.planner.label_found import label_found, open_to_labels
 from autopar.planner.planned import batch_for, save_record
@@ -32,12 +38,6 @@ from autopar.plans.store import checksum
 from autopar.reports.label_table import label_table
 from autopar.reports.plans import plans_table, precision_notes
 from autopar.reports.progress import Bar
-from passes.mesh import Mesh
-from passes.plan import Plan
-from passes.price.candidate import Candidate
-from passes.price.cluster import Cluster
-from passes.search.candidates import ALIKE
-from passes.search.search import Found
 
 SEQ = 128  # tokens of one, unless told otherwise
 # Those of a whole run; what a device has is said with the devices, and nothing is run.

@@ -31,12 +31,12 @@ from autopar.machine.profile_file import (
     save_profile,
 )
 from autopar.models.load import load_model
+from autopar.passes.ranges import Range
 from autopar.planner.choose import SAMPLES
 from autopar.planner.profile import Workload, measure_here
 from autopar.reports.measured import profile_report
 from autopar.runtime.launch.join import check_launch, choose_backend
 from autopar.runtime.launch.launch import launch, rank_threads
-from passes.ranges import Range
 
 WAIT = timedelta(minutes=5)  # of a rank for another one, that captures a model
 LIMIT = 900.0  # seconds of all ranks of a number

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from autopar.commands.arguments import add_backend, add_json, number, path, text
+from autopar.passes.mesh import MeshError
+from autopar.passes.ranges import RANGES
 from autopar.planner.planned import mesh_of
 from autopar.runtime.launch.join import check_launch
 from autopar.runtime.launch.launch import launch
 from autopar.training.options import RunOptions
 from autopar.training.run import run
-from passes.mesh import MeshError
-from passes.ranges import RANGES
 
 
 def add(commands: Any) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 from autopar.commands.arguments import add_json, path
 from autopar.commands.devices import add_devices, read_devices
 from autopar.machine.measured_cluster import measured_cluster
+from autopar.passes.price.cluster import Cluster, ClusterError
+from autopar.passes.schedule.step_run import StepRun
 from autopar.planner.reprice import reprice
 from autopar.plans.plan_record import ESTIMATE, read_record
 from autopar.plans.store import load_plan
@@ -20,8 +22,6 @@ from autopar.reports.simulation import (
     simulate_program,
 )
 from autopar.reports.trace_file import write_trace
-from passes.price.cluster import Cluster, ClusterError
-from passes.schedule.step_run import StepRun
 
 
 def add(commands: Any) -> None:

@@ -10,8 +10,8 @@ from types import MappingProxyType
 import torch
 
 from autopar.machine.profile_file import Backends
-from passes.errors import AutoparError
-from passes.plan import AUTO
+from autopar.passes.errors import AutoparError
+from autopar.passes.plan import AUTO
 
 
 class BackendError(AutoparError):

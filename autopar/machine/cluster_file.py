@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Any
 
 from autopar.machine.hardware import DEVICES, make_cluster
+from autopar.passes.decode import parse_json
+from autopar.passes.price.cluster import Cluster, ClusterError, Device, Level
+from autopar.passes.ranges import RANKS, shown
 from autopar.read_file import read_text
-from passes.decode import parse_json
-from passes.price.cluster import Cluster, ClusterError, Device, Level
-from passes.ranges import RANKS, shown
 
 UNITS = {
     **{"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15},

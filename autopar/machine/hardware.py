@@ -13,10 +13,10 @@ import torch
 
 from autopar.machine.machine import cores as usable_cores
 from autopar.machine.machine import host_memory
+from autopar.passes.price.cluster import TF32, Cluster, ClusterError, Device, Level
+from autopar.passes.ranges import RANKS, shown
 from autopar.read_file import read_variable
 from autopar.runtime.launch.launch import rank_threads
-from passes.price.cluster import TF32, Cluster, ClusterError, Device, Level
-from passes.ranges import RANKS, shown
 
 GB, TERA = 1e9, 1e12
 

@@ -12,10 +12,17 @@ from pathlib import Path
 from autopar.machine.hardware import cluster_of, read_devices, this_cluster
 from autopar.machine.machine import busy, machine_text
 from autopar.machine.profile_file import ProfileError, machines_of, read_profile
-from passes.price.cluster import Cluster, Device
-from passes.price.estimate import Estimate
-from passes.price.measured import BETWEEN, BEYOND, MEASURED, TABLE, Messages, Ops
-from passes.price.sources import COMPUTE, MESSAGES
+from autopar.passes.price.cluster import Cluster, Device
+from autopar.passes.price.estimate import Estimate
+from autopar.passes.price.measured import (
+    BETWEEN,
+    BEYOND,
+    MEASURED,
+    TABLE,
+    Messages,
+    Ops,
+)
+from autopar.passes.price.sources import COMPUTE, MESSAGES
 
 LOG = logging.getLogger("autopar")
 FEW = 0.5  # of the seconds of computing: a model whose own ops were not measured

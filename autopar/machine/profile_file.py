@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from autopar.machine.machine import machine_text
-from passes.cost import Seconds
-from passes.errors import AutoparError
-from passes.price.measured import Messages, Ops, Point, Timed
+from autopar.passes.cost import Seconds
+from autopar.passes.errors import AutoparError
+from autopar.passes.price.measured import Messages, Ops, Point, Timed
 
 FORMAT = 1
 Backends = Mapping[str, tuple[float, float]]  # kind of device -> eager, inductor

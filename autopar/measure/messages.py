@@ -15,9 +15,9 @@ from statistics import mean, median
 
 import torch
 
+from autopar.passes.mesh import Mesh
+from autopar.passes.price.measured import Messages, Place, Point
 from autopar.runtime.comm.process_groups import ProcessComm
-from passes.mesh import Mesh
-from passes.price.measured import Messages, Place, Point
 
 SIZES = tuple(1 << power for power in (10, 14, 17, 20, 22, 24))  # bytes
 LEAST_ROUNDS, MOST_ROUNDS = 3, 15

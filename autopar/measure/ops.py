@@ -22,17 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.passes.cost import flops, signature, traffic
+from autopar.passes.dims.origins import is_real_or_complex
+from autopar.passes.graph import Node, Value
+from autopar.passes.mesh import Mesh
+from autopar.passes.price.measured import Timed
+from autopar.passes.shard.collectives import SPEAKS, collective
+from autopar.passes.stage.emit import emit
+from autopar.passes.stage.local_stage import LocalStage
 from autopar.runtime.comm.fake_comm import FakeComm
 from autopar.runtime.execute.running_stage import load_module
 from autopar.units import seconds
-from passes.cost import flops, signature, traffic
-from passes.dims.origins import is_real_or_complex
-from passes.graph import Node, Value
-from passes.mesh import Mesh
-from passes.price.measured import Timed
-from passes.shard.collectives import SPEAKS, collective
-from passes.stage.emit import emit
-from passes.stage.local_stage import LocalStage
 
 MARK = "_mark"
 NO_MESH = Mesh(())

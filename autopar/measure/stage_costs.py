@@ -17,17 +17,17 @@ import torch
 
 from autopar.machine.profile_file import Profile, read_profile, save_profile
 from autopar.measure.ops import make_job, run_job
+from autopar.passes.cost import Costs, Seconds, flops, signature, traffic
+from autopar.passes.dims.origins import find_differentiable
+from autopar.passes.dims.probe import REFUSALS
+from autopar.passes.errors import CaptureError
+from autopar.passes.graph import Node
+from autopar.passes.ops.op import is_view
+from autopar.passes.shard.insert_collectives import Lowered
+from autopar.passes.stage.differentiate import differentiate
+from autopar.passes.stage.localize import Localizer
+from autopar.passes.stage.one_op import one_op
 from autopar.runtime.launch.join import default_device
-from passes.cost import Costs, Seconds, flops, signature, traffic
-from passes.dims.origins import find_differentiable
-from passes.dims.probe import REFUSALS
-from passes.errors import CaptureError
-from passes.graph import Node
-from passes.ops.op import is_view
-from passes.shard.insert_collectives import Lowered
-from passes.stage.differentiate import differentiate
-from passes.stage.localize import Localizer
-from passes.stage.one_op import one_op
 
 # An op that touches more than this many bytes is not run, but estimated.
 LARGEST = 1 << 28

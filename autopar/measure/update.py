@@ -7,7 +7,7 @@ from statistics import median
 import torch
 
 from autopar.measure.ops import clock_of
-from passes.price.measured import Point
+from autopar.passes.price.measured import Point
 
 # Bytes of a parameter, by powers of eight; the largest no longer fit into caches.
 SIZES = tuple(1 << power for power in range(8, 27, 3))

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from passes.errors import AutoparError
-from passes.ranges import shown
+from autopar.passes.errors import AutoparError
+from autopar.passes.ranges import shown
 
 # Frames that do not help a user.
 OURS = (str(Path(__file__).parents[1]), str(Path(importlib.__file__).parent), "<frozen")

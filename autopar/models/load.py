@@ -33,9 +33,9 @@ from autopar.models.factories import (
     their_errors,
 )
 from autopar.models.meta import parameters_on_meta
+from autopar.passes.decode import parse_json
+from autopar.passes.ranges import Range, shown
 from autopar.read_file import read_text
-from passes.decode import parse_json
-from passes.ranges import Range, shown
 
 CONFIGS = Path(__file__).with_name("configs")
 BIG = 2 << 30  # bytes of parameters from which on they stay on the meta device

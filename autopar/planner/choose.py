@@ -10,12 +10,12 @@ from torch import nn
 
 from autopar.machine.measured_cluster import how_priced
 from autopar.models.batches import samples_of, with_samples
+from autopar.passes.plan import Plan
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.search.candidates import ALIKE
 from autopar.planner.label_found import label_found, open_to_labels
 from autopar.planner.planner import find_plans, plan_of, sketch
 from autopar.planner.request import PlanRequest
-from passes.plan import Plan
-from passes.price.candidate import Candidate
-from passes.search.candidates import ALIKE
 
 # Of the batch that a model is captured with, two for each rank of up to 8 with experts
 # of their own; costs are linear in them.

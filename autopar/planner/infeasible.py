@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from autopar.machine.hardware import NODES, make_cluster
-from passes.plan import PlanError
-from passes.price.cluster import Cluster
-from passes.price.estimate import Estimate
-from passes.price.price_layers import Prices
-from passes.search.candidates import Space, candidates, meshes
-from passes.search.search import Found, rough, run_on_paper
+from autopar.passes.plan import PlanError
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.price.estimate import Estimate
+from autopar.passes.price.price_layers import Prices
+from autopar.passes.search.candidates import Space, candidates, meshes
+from autopar.passes.search.search import Found, rough, run_on_paper
 
 TIMES = (2, 4, 8, 16, 32, 64)  # as many devices are tried
 TRIED = 3  # of the most frugal candidates

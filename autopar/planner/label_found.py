@@ -12,15 +12,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from autopar.passes.plan import Plan
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.price.estimate import Estimate, estimate
+from autopar.passes.price.price_layers import cut_layers, price_cut
+from autopar.passes.search.choose_op_shardings import ChosenShardings, ShardingsDoNotFit
+from autopar.passes.search.search import Found, layer_mesh, simplest_first, stages_of
+from autopar.passes.shard.query_groups import PAIR
 from autopar.planner.planner import Sketch, label_plan, plan_of
-from passes.plan import Plan
-from passes.price.candidate import Candidate
-from passes.price.cluster import Cluster
-from passes.price.estimate import Estimate, estimate
-from passes.price.price_layers import cut_layers, price_cut
-from passes.search.choose_op_shardings import ChosenShardings, ShardingsDoNotFit
-from passes.search.search import Found, layer_mesh, simplest_first, stages_of
-from passes.shard.query_groups import PAIR
 
 MOST = 2  # of the best plans are labelled, that differ by more than ZeRO
 TRIES = 2  # to leave room for what labels do not count

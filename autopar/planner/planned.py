@@ -20,6 +20,9 @@ from torch import Tensor
 from autopar.compiler import compile_offline
 from autopar.models.batches import with_samples
 from autopar.models.load import LoadedModel, ModelError, example_batch, load_model
+from autopar.passes.errors import AutoparError
+from autopar.passes.mesh import Mesh
+from autopar.passes.plan import Plan, PlanError
 from autopar.plans.plan_record import ESTIMATE, PlanRecord, read_record
 from autopar.plans.store import (
     MANIFEST,
@@ -31,9 +34,6 @@ from autopar.plans.store import (
     save_plan,
 )
 from autopar.read_file import read_text
-from passes.errors import AutoparError
-from passes.mesh import Mesh
-from passes.plan import Plan, PlanError
 
 WAIT = timedelta(minutes=30)  # for rank 0 to compile
 READ, COMPILED = "autopar/read", "autopar/compiled"  # keys of a run's store

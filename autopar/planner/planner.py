@@ -18,20 +18,30 @@ from autopar.capture.capture_model import capture_model
 from autopar.capture.shorten import Layers, shortened
 from autopar.gc_paused import gc_paused
 from autopar.options import make_plan
+from autopar.passes.capture.lower_precision import lower_precision
+from autopar.passes.capture.normalize import normalize
+from autopar.passes.dims.name_dims import Named, name_dims
+from autopar.passes.mesh import Mesh
+from autopar.passes.plan import RECOMPUTE, Plan, PlanError
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.price.price_layers import (
+    Cut,
+    LayerPrices,
+    Prices,
+    cut_layers,
+    price_cut,
+)
+from autopar.passes.search.candidates import Space
+from autopar.passes.search.choose_op_shardings import (
+    ChosenShardings,
+    Runs,
+    choose_op_shardings,
+)
+from autopar.passes.search.search import Found, Watch, search
+from autopar.passes.shard.query_groups import divides_groups, find_groups, split_groups
+from autopar.passes.stage.recompute import squares
 from autopar.planner.infeasible import infeasible, nothing_to_choose
-from passes.capture.lower_precision import lower_precision
-from passes.capture.normalize import normalize
-from passes.dims.name_dims import Named, name_dims
-from passes.mesh import Mesh
-from passes.plan import RECOMPUTE, Plan, PlanError
-from passes.price.candidate import Candidate
-from passes.price.cluster import Cluster
-from passes.price.price_layers import Cut, LayerPrices, Prices, cut_layers, price_cut
-from passes.search.candidates import Space
-from passes.search.choose_op_shardings import ChosenShardings, Runs, choose_op_shardings
-from passes.search.search import Found, Watch, search
-from passes.shard.query_groups import divides_groups, find_groups, split_groups
-from passes.stage.recompute import squares
 
 LONG = 8192  # tokens of a sequence from which on it may be worth splitting
 

@@ -27,18 +27,18 @@ from autopar.measure.ops import Job, make_job, run_job
 from autopar.measure.update import measure_update
 from autopar.models.load import load_model
 from autopar.options import make_plan
+from autopar.passes.price.measured import Ops, Point, Timed
+from autopar.passes.price.price_layers import cut_layers
+from autopar.passes.schedule.footprint import footprint
+from autopar.passes.search.candidates import meshes
+from autopar.passes.search.search import layer_mesh
+from autopar.passes.stage.differentiate import differentiate
+from autopar.passes.stage.local_stage import LocalStage
 from autopar.planner.choose import SAMPLES
 from autopar.planner.planned import batch_for
 from autopar.planner.planner import make_space, sketch
 from autopar.runtime.launch.join import default_device
 from autopar.units import seconds
-from passes.price.measured import Ops, Point, Timed
-from passes.price.price_layers import cut_layers
-from passes.schedule.footprint import footprint
-from passes.search.candidates import meshes
-from passes.search.search import layer_mesh
-from passes.stage.differentiate import differentiate
-from passes.stage.local_stage import LocalStage
 
 LOG = logging.getLogger("autopar")
 REPEATS = 5

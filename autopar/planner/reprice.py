@@ -8,13 +8,13 @@ from pathlib import Path
 from autopar.machine.hardware import with_memory
 from autopar.machine.measured_cluster import measured_cluster
 from autopar.models.load import load_model
+from autopar.passes.price.cluster import Cluster, ClusterError
+from autopar.passes.price.symbolic import activation_bytes, parameters, step_flops
+from autopar.passes.search.search import run_on_paper
 from autopar.planner.choose import SAMPLES
 from autopar.planner.planned import batch_for
 from autopar.planner.planner import Sketch, make_prices, sketch
 from autopar.plans.plan_record import EstimateError, PlanRecord
-from passes.price.cluster import Cluster, ClusterError
-from passes.price.symbolic import activation_bytes, parameters, step_flops
-from passes.search.search import run_on_paper
 
 
 def formulas(record: PlanRecord) -> dict[str, str]:

@@ -18,10 +18,10 @@ from autopar.options import (
     read_bytes,
     read_mesh,
 )
-from passes.mesh import AXES, Mesh, MeshError
-from passes.plan import AUTO, PlanError
-from passes.price.cluster import Cluster
-from passes.ranges import RANKS, shown
+from autopar.passes.mesh import AXES, Mesh, MeshError
+from autopar.passes.plan import AUTO, PlanError
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.ranges import RANKS, shown
 
 # What a search chooses among -> the field of `passes.search.candidates.Space`.
 ONE_OF = {

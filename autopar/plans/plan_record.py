@@ -15,18 +15,18 @@ from typing import Any
 import torch
 
 from autopar.machine.cluster_file import cluster_data, cluster_from
+from autopar.passes.decode import decode_fields, parse_json
+from autopar.passes.errors import AutoparError
+from autopar.passes.mesh import Mesh
+from autopar.passes.plan import AUTO, CONTEXT_PARALLEL, RECOMPUTE
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.price.estimate import Estimate
+from autopar.passes.price.stage_seconds import StageSeconds
+from autopar.passes.ranges import check_range, shown
+from autopar.passes.schedule.make_schedule import SCHEDULES
 from autopar.read_file import read_text
 from autopar.version import VERSION
-from passes.decode import decode_fields, parse_json
-from passes.errors import AutoparError
-from passes.mesh import Mesh
-from passes.plan import AUTO, CONTEXT_PARALLEL, RECOMPUTE
-from passes.price.candidate import Candidate
-from passes.price.cluster import Cluster
-from passes.price.estimate import Estimate
-from passes.price.stage_seconds import StageSeconds
-from passes.ranges import check_range, shown
-from passes.schedule.make_schedule import SCHEDULES
 
 FORMAT = 1
 ESTIMATE = "estimate.json"

@@ -25,15 +25,15 @@ from typing import Any
 
 import torch
 
+from autopar.passes.decode import decode, parse_json
+from autopar.passes.errors import AutoparError
+from autopar.passes.plan import Plan
+from autopar.passes.program import Program
+from autopar.passes.proof.proof import Proof
+from autopar.passes.read_program import read_program
 from autopar.plans.plan_record import ESTIMATE, PlanRecord
 from autopar.read_file import read_text
 from autopar.version import VERSION
-from passes.decode import decode, parse_json
-from passes.errors import AutoparError
-from passes.plan import Plan
-from passes.program import Program
-from passes.proof.proof import Proof
-from passes.read_program import read_program
 
 FORMAT = 1
 COMPILED = "compiled"

@@ -12,8 +12,8 @@ from math import prod
 import torch
 from torch import Generator, Tensor
 
+from autopar.passes.proof.input_ranges import INDEX, LABEL, MASK, InputRange
 from autopar.proof.chance import dtype_of, generator_of, uniform
-from passes.proof.input_ranges import INDEX, LABEL, MASK, InputRange
 
 Spec = tuple[tuple[int, ...], "torch.dtype | str"]  # shape and dtype
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.passes.program import Program
 from autopar.proof.draw_batches import NONE_DRAWN, draw_batch
 from autopar.proof.draw_values import draw_parameters
-from passes.program import Program
 
 
 @contextmanager

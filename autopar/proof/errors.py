@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from passes.errors import AutoparError
+from autopar.passes.errors import AutoparError
 
 ANOTHER_MESH = "report this model and mesh; another mesh may be right meanwhile"
 # A gradient this small, as a share of the model's typical one, is compared as if it

@@ -12,6 +12,8 @@ from torch import Tensor, finfo, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.left_as_found import AsFound
+from autopar.passes.capture.call_model import loss_of
+from autopar.passes.program import Program
 from autopar.proof.again import Again, Arithmetic
 from autopar.proof.differences import found_by_model
 from autopar.proof.draw_values import draw_buffers
@@ -22,8 +24,6 @@ from autopar.proof.ranks import FoundStep
 from autopar.proof.reference import OurDropout, reference_step
 from autopar.proof.update import Update
 from autopar.runtime.comm.routing_replay import Choosing, RoutingReplay
-from passes.capture.call_model import loss_of
-from passes.program import Program
 
 # Relative error that rounding explains without a second look, by dtype of the
 # parameters.

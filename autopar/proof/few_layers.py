@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from torch import nn
 
 from autopar.capture.shorten import find_facts, without_index
-from passes.plan import Plan
-from passes.program import Program
-from passes.proof.shrink_plan import FewLayers, choose_layers, layer_number
+from autopar.passes.plan import Plan
+from autopar.passes.program import Program
+from autopar.passes.proof.shrink_plan import FewLayers, choose_layers, layer_number
 
 PLAIN = bool | int | float | str
 KEPT = 3  # repeats of a pattern that a stage keeps: the first, one inside, the last

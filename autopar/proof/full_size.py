@@ -20,18 +20,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from autopar.passes.errors import AutoparError
+from autopar.passes.mesh import Mesh
+from autopar.passes.program import Program, coords_text
+from autopar.passes.proof.proof import CutShort
+from autopar.passes.schedule.check_schedule import check
+from autopar.passes.shard.layout import extent
 from autopar.proof.ranks import VerificationFailed
 from autopar.runtime.comm.fake_comm import FakeComm
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.rehearse import play
 from autopar.runtime.execute.running_stage import load_module
 from autopar.runtime.parameters.shards import local_shape
-from passes.errors import AutoparError
-from passes.mesh import Mesh
-from passes.program import Program, coords_text
-from passes.proof.proof import CutShort
-from passes.schedule.check_schedule import check
-from passes.shard.layout import extent
 
 META = torch.device("meta")
 REPORT = "report this model and mesh; another mesh may be right meanwhile"

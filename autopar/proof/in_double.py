@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from passes.program import ParameterSpec, Program
+from autopar.passes.program import ParameterSpec, Program
 
 # What every real number is computed in.
 DOUBLE = {

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.passes.capture.trace import Traced
+from autopar.passes.graph import Node, Value, resolve
 from autopar.proof.in_double import in_double, tree_in_double
 from autopar.proof.reference import OurDropout
-from passes.capture.trace import Traced
-from passes.graph import Node, Value, resolve
 
 # Checks of the capture, and where a result would be.
 SKIPPED = ("aten._assert", "aten.sym_")

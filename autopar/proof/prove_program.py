@@ -17,6 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.passes.capture.trace import Traced
+from autopar.passes.errors import AutoparError
+from autopar.passes.graph import Value
+from autopar.passes.mesh import TIME
+from autopar.passes.program import Program
+from autopar.passes.proof.input_ranges import find_input_ranges
+from autopar.passes.proof.proof import SMALL, WHOLE, Proof
+from autopar.passes.proof.same_specs import find_other_spec
+from autopar.passes.proof.shrink_plan import Layers, layer_number
+from autopar.passes.proof.transfer import Difference, Sizes, differs
 from autopar.proof.again import Again, Arithmetic
 from autopar.proof.differences import found_by_model
 from autopar.proof.draw_values import draw_batch, draw_parameters
@@ -30,16 +40,6 @@ from autopar.proof.small import Runnable, make_small, whole
 from autopar.proof.update import update_whole
 from autopar.proof.verification import Verification
 from autopar.runtime.comm.comm import CommError
-from passes.capture.trace import Traced
-from passes.errors import AutoparError
-from passes.graph import Value
-from passes.mesh import TIME
-from passes.program import Program
-from passes.proof.input_ranges import find_input_ranges
-from passes.proof.proof import SMALL, WHOLE, Proof
-from passes.proof.same_specs import find_other_spec
-from passes.proof.shrink_plan import Layers, layer_number
-from passes.proof.transfer import Difference, Sizes, differs
 
 # Rounding of float64, through some thousand operations.
 TOLERANCE = 1e-9

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.checkpoints.memory import Memory
+from autopar.passes.program import Program
 from autopar.proof.errors import (
     ANOTHER_MESH,
     NOISE,
@@ -27,7 +28,6 @@ from autopar.runtime.execute.code_cache import CodeCache
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.parameters.gradient_norm import gradient_norm
 from autopar.runtime.parameters.shards import owns, put_shard, take_shard
-from passes.program import Program
 
 NONE: Mapping[str, Tensor] = MappingProxyType({})
 AGREE = 1e-6  # relative, of gradients that ranks should have alike

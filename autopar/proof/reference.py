@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autopar.passes.capture.call_model import loss_of
+from autopar.passes.capture.custom_functions import through_checkpoints
+from autopar.passes.capture.one_dtype import OneDtype
+from autopar.passes.errors import AutoparError
 from autopar.runtime.comm.routing_replay import Choosing
 from autopar.runtime.execute.loss_scale import LossScale
 from autopar.runtime.kernels import dropout_mask
-from passes.capture.call_model import loss_of
-from passes.capture.custom_functions import through_checkpoints
-from passes.capture.one_dtype import OneDtype
-from passes.errors import AutoparError
 
 
 class OurDropout(TorchFunctionMode):

@@ -10,6 +10,9 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
+from autopar.passes.errors import AutoparError
+from autopar.passes.program import Program
+from autopar.passes.schedule.check_schedule import check
 from autopar.proof.again import DRAWS, default_dtype
 from autopar.proof.differences import (
     CHOICES,
@@ -29,9 +32,6 @@ from autopar.proof.ranks import (
 from autopar.proof.verification import Verification
 from autopar.runtime.comm.routing_replay import RoutingReplay
 from autopar.runtime.execute.code_cache import CodeCache
-from passes.errors import AutoparError
-from passes.program import Program
-from passes.schedule.check_schedule import check
 
 
 def prove(

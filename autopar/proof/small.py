@@ -12,21 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.capture_model import capture_model
+from autopar.passes.capture.lower_precision import lower_precision
+from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.trace import Traced
+from autopar.passes.cost import Costs
+from autopar.passes.dims.name_dims import name_dims
+from autopar.passes.mesh import TIME
+from autopar.passes.pipeline import compile_program
+from autopar.passes.plan import Plan
+from autopar.passes.program import Program
+from autopar.passes.proof.choose_sizes import NotShrunk, Split, choose_sizes
+from autopar.passes.proof.extents import Extents, Product, find_extents
+from autopar.passes.proof.shrink import Shrinker
+from autopar.passes.proof.shrink_plan import (
+    FewLayers,
+    find_splits,
+    shrink_plan,
+    small_sizes,
+)
+from autopar.passes.shard.propagate import propagate
 from autopar.proof.few_layers import find_few_layers, with_few_layers
-from passes.capture.lower_precision import lower_precision
-from passes.capture.normalize import normalize
-from passes.capture.trace import Traced
-from passes.cost import Costs
-from passes.dims.name_dims import name_dims
-from passes.mesh import TIME
-from passes.pipeline import compile_program
-from passes.plan import Plan
-from passes.program import Program
-from passes.proof.choose_sizes import NotShrunk, Split, choose_sizes
-from passes.proof.extents import Extents, Product, find_extents
-from passes.proof.shrink import Shrinker
-from passes.proof.shrink_plan import FewLayers, find_splits, shrink_plan, small_sizes
-from passes.shard.propagate import propagate
 
 MESHES = 8  # that are looked at for small extents
 

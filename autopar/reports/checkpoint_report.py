@@ -8,9 +8,9 @@ from typing import Any
 
 from autopar.checkpoints import checkpoint_files as files
 from autopar.checkpoints.open_checkpoint import held_by
+from autopar.passes.program import dtype_name
 from autopar.reports.tables import Table
 from autopar.units import size
-from passes.program import dtype_name
 
 
 def checkpoint_data(directory: str | Path) -> dict[str, Any]:

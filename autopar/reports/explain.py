@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from autopar.machine.measured_cluster import how_priced
+from autopar.passes.price.estimate import Estimate
+from autopar.passes.search.candidates import ALIKE
 from autopar.plans.plan_record import PlanRecord, estimate_data
 from autopar.reports.tables import Table, ranges
 from autopar.units import count, seconds
-from passes.price.estimate import Estimate
-from passes.search.candidates import ALIKE
 
 LEAST = 0.005  # of a step: differences of parts below it are not told one by one
 ROUNDING = 1e-9  # of a step: what is no time at all

@@ -11,6 +11,11 @@ from typing import Any
 
 import torch
 
+from autopar.passes.graph_text import DTYPES
+from autopar.passes.program import ParameterSpec, Program, dtype_name
+from autopar.passes.schedule.check_schedule import peak_in_flight
+from autopar.passes.schedule.footprint import Communication
+from autopar.passes.schedule.simulate_schedule import Timeline, grid, simulate
 from autopar.reports.label_table import label_table
 from autopar.reports.memory_table import memory_table
 from autopar.reports.parameters import LAYER, parameter_table, pattern
@@ -19,11 +24,6 @@ from autopar.reports.tables import Table, ranges
 from autopar.runtime.execute.emitted import Message, Messages, sends_of, users_of
 from autopar.runtime.parameters.shards import local_shape
 from autopar.units import count, seconds, size
-from passes.graph_text import DTYPES
-from passes.program import ParameterSpec, Program, dtype_name
-from passes.schedule.check_schedule import peak_in_flight
-from passes.schedule.footprint import Communication
-from passes.schedule.simulate_schedule import Timeline, grid, simulate
 
 COMMUNICATION_PARTS = ("forward", "backward", "step")
 LEGEND = "F forward, B backward (drawn as two forwards), . idle"

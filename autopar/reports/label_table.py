@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from textwrap import fill
 
+from autopar.passes.plan import Plan
 from autopar.reports.tables import Table
-from passes.plan import Plan
 
 OPS = 44  # letters of a line of ops
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from autopar.machine.machine import machine_text
 from autopar.machine.profile_file import Profile
+from autopar.passes.price.measured import Timed, kind_of
 from autopar.reports.tables import Table
 from autopar.units import seconds, size
-from passes.price.measured import Timed, kind_of
 
 SHOWN = 12  # kinds of ops in a table; JSON has all
 

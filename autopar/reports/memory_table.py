@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import fields
 
+from autopar.passes.plan import RECOMPUTE
+from autopar.passes.program import Program
+from autopar.passes.schedule.memory import RankMemory
 from autopar.reports.tables import Table
 from autopar.units import size
-from passes.plan import RECOMPUTE
-from passes.program import Program
-from passes.schedule.memory import RankMemory
 
 
 def memory_table(program: Program) -> Table:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from autopar.passes.program import ParameterSpec, Program
 from autopar.reports.tables import Table, ranges
-from passes.program import ParameterSpec, Program
 
 LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.|$)")  # the number in `h.3.attn`
 UNNAMED = re.compile(r"d\d+")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from autopar.machine.measured_cluster import how_priced
+from autopar.passes.price.cluster import TF32, Cluster
+from autopar.passes.search.search import Found
 from autopar.planner.infeasible import gigabytes
 from autopar.planner.planner import Sketch
 from autopar.reports.tables import Table
-from passes.price.cluster import TF32, Cluster
-from passes.search.search import Found
 
 
 def precision_notes(of: Sketch, cluster: Cluster) -> tuple[str, ...]:

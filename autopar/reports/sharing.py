@@ -8,10 +8,10 @@ from math import prod
 
 import torch
 
+from autopar.passes.program import ParameterSpec, Program
 from autopar.reports.tables import Table
 from autopar.runtime.parameters.shards import local_shape
 from autopar.units import count, size
-from passes.program import ParameterSpec, Program
 
 # Adam's two moments, of the parameter's own type.
 MOMENTS = 2

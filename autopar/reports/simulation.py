@@ -10,20 +10,21 @@ from typing import Any
 
 import torch
 
-from autopar.reports.inspection import messages_of_a_step
-from autopar.reports.tables import Table
-from autopar.runtime.parameters.shards import local_shape
-from autopar.units import count, seconds
-from passes.mesh import Mesh
-from passes.price.cluster import Cluster, Device
-from passes.price.estimate import BEFORE, OPTIMIZER_TRAFFIC, Estimate, schedule_of
-from passes.price.measured import between
-from passes.price.stage_seconds import StageSeconds, exposed
-from passes.program import ParameterSpec, Program
-from passes.schedule.core_contention import ALONE, CoreContention
-from passes.schedule.footprint import Communication
-from passes.schedule.simulate_schedule import grid
-from passes.schedule.step_run import (
+from autopar.passes.mesh import Mesh
+from autopar.passes.price.cluster import Cluster, Device
+from autopar.passes.price.estimate import (
+    BEFORE,
+    OPTIMIZER_TRAFFIC,
+    Estimate,
+    schedule_of,
+)
+from autopar.passes.price.measured import between
+from autopar.passes.price.stage_seconds import StageSeconds, exposed
+from autopar.passes.program import ParameterSpec, Program
+from autopar.passes.schedule.core_contention import ALONE, CoreContention
+from autopar.passes.schedule.footprint import Communication
+from autopar.passes.schedule.simulate_schedule import grid
+from autopar.passes.schedule.step_run import (
     BACKWARD,
     COMMUNICATION,
     COMPUTE,
@@ -35,6 +36,10 @@ from passes.schedule.step_run import (
     Work,
     run_step,
 )
+from autopar.reports.inspection import messages_of_a_step
+from autopar.reports.tables import Table
+from autopar.runtime.parameters.shards import local_shape
+from autopar.units import count, seconds
 
 # --- an estimate ---------------------------------------------------------------------
 

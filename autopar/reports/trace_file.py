@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from passes.errors import AutoparError
-from passes.schedule.step_run import COMMUNICATION, COMPUTE, Event, StepRun
+from autopar.passes.errors import AutoparError
+from autopar.passes.schedule.step_run import COMMUNICATION, COMPUTE, Event, StepRun
 
 STREAMS = [COMPUTE, COMMUNICATION]
 MICRO, NANO = 1e6, 1e9

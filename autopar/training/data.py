@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from passes.errors import AutoparError
+from autopar.passes.errors import AutoparError
 
 SCAN = 1 << 24  # tokens looked at in one go, so that a big file stays on disk
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from autopar.passes.errors import AutoparError
 from autopar.step import Step
-from passes.errors import AutoparError
 
 if TYPE_CHECKING:
     from autopar.training.feed import Feed

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from autopar.models.load import LoadedModel, ModelError
+from autopar.passes.program import Program
 from autopar.training.data import Data, open_data
 from autopar.training.options import RunOptions
-from passes.program import Program
 
 LABELS = ("labels", "targets")
 

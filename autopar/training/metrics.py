@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from autopar.machine.hardware import named_by_torch
+from autopar.passes.price.cluster import ClusterError
+from autopar.passes.program import Program
 from autopar.step import Step
-from passes.price.cluster import ClusterError
-from passes.program import Program
 
 Row = Mapping[str, float]
 

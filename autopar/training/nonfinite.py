@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from passes.errors import AutoparError
+from autopar.passes.errors import AutoparError
 
 ON_NONFINITE = ("stop", "skip")
 EVERY = 10  # steps between looks, which wait for a GPU

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from autopar.passes.errors import AutoparError
+from autopar.passes.ranges import RANGES, check_range
 from autopar.training.evaluation import check_evaluation
 from autopar.training.nonfinite import ON_NONFINITE
 from autopar.training.resume import check_saving
 from autopar.training.schedules import DECAY, check_schedule
-from passes.errors import AutoparError
-from passes.ranges import RANGES, check_range
 
 HELD_OUT = 0.1  # share of the data, where some is
 

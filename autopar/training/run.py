@@ -15,6 +15,8 @@ from torch import Tensor
 
 import autopar
 from autopar.models.load import LoadedModel, load_model
+from autopar.passes.mesh import MeshError
+from autopar.passes.plan import PlanError
 from autopar.planner.planned import compiled, compiled_once, mesh_of
 from autopar.plans.store import COMPILED, StoredPlan
 from autopar.runtime.agreement.fail_together import on_first
@@ -32,8 +34,6 @@ from autopar.training.progress import Progress
 from autopar.training.reference import Reference
 from autopar.training.report import Report, Writer
 from autopar.training.resume import claimed, is_due, resume, save
-from passes.mesh import MeshError
-from passes.plan import PlanError
 
 
 def run(directory: str | Path, options: RunOptions) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from passes.errors import AutoparError
+from autopar.passes.errors import AutoparError
 
 if TYPE_CHECKING:
     from autopar.training.options import RunOptions

@@ -22,12 +22,12 @@ from tabulate import tabulate
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the passes are found from any directory
 
-from passes.cost import Seconds  # noqa: E402
-from passes.schedule.fit_schedule import fit_schedule  # noqa: E402
-from passes.schedule.footprint import Footprint, peak_bytes  # noqa: E402
-from passes.schedule.make_schedule import make_schedule  # noqa: E402
-from passes.schedule.schedule import Schedule, add_communication  # noqa: E402
-from passes.schedule.simulate_schedule import simulate  # noqa: E402
+from autopar.passes.cost import Seconds  # noqa: E402
+from autopar.passes.schedule.fit_schedule import fit_schedule  # noqa: E402
+from autopar.passes.schedule.footprint import Footprint, peak_bytes  # noqa: E402
+from autopar.passes.schedule.make_schedule import make_schedule  # noqa: E402
+from autopar.passes.schedule.schedule import Schedule, add_communication  # noqa: E402
+from autopar.passes.schedule.simulate_schedule import simulate  # noqa: E402
 
 PUBLISHED = Path(__file__).parent / "published" / "zero_bubble.csv"
 

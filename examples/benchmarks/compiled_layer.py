@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import autopar
+from autopar.passes.cost import Costs
 from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
@@ -33,7 +34,6 @@ from autopar.runtime.execute.code_cache import CodeCache, Compiled
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.inductor import CompiledFunction
 from examples.gpt import GPT, Block, Config
-from passes.cost import Costs
 
 
 @dataclass

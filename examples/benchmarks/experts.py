@@ -34,10 +34,10 @@ from autopar.compiler import compile_offline  # noqa: E402
 from autopar.measure.ops import clock_of  # noqa: E402
 from autopar.models.load import example_batch, load_model  # noqa: E402
 from autopar.options import make_plan  # noqa: E402
+from autopar.passes.cost import Costs  # noqa: E402
+from autopar.passes.plan import Plan  # noqa: E402
+from autopar.passes.schedule.footprint import Communication  # noqa: E402
 from autopar.runtime.kernels.experts import expert_linear, expert_weight_grad_  # noqa: E402
-from passes.cost import Costs  # noqa: E402
-from passes.plan import Plan  # noqa: E402
-from passes.schedule.footprint import Communication  # noqa: E402
 
 LAYERS = 2  # of which one more is what a layer takes
 

@@ -26,16 +26,16 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.machine.hardware import cluster_of, this_cluster, with_memory
+from autopar.passes.mesh import Mesh
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.price.cluster import Cluster, ClusterError
+from autopar.passes.price.estimate import Estimate
+from autopar.passes.program import Program
+from autopar.passes.search.search import rough, run_on_paper
 from autopar.planner.planner import Sketch, make_prices, make_space, sketch
 from examples.benchmarks.gpu_models import SIZES, TINY, batch_of, make
 from examples.benchmarks.live_bytes import peak_allocated
 from examples.gpt import Config
-from passes.mesh import Mesh
-from passes.price.candidate import Candidate
-from passes.price.cluster import Cluster, ClusterError
-from passes.price.estimate import Estimate
-from passes.program import Program
-from passes.search.search import rough, run_on_paper
 
 # What says most comes first: later ones may find no time.
 WAYS = ("eager", "ours-eager", "ours-inductor", "compile-blocks", "compile")

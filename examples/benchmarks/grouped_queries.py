@@ -18,13 +18,13 @@ sys.path.insert(0, str(ROOT))  # the passes are found from any directory
 
 from autopar.models.load import load_model  # noqa: E402
 from autopar.options import make_plan  # noqa: E402
-from passes.capture.trace import Traced, trace  # noqa: E402
-from passes.cost import Costs  # noqa: E402
-from passes.mesh import Mesh  # noqa: E402
-from passes.pipeline import compile_program  # noqa: E402
-from passes.plan import Plan  # noqa: E402
-from passes.program import Program  # noqa: E402
-from passes.shard.sharding import local_extent  # noqa: E402
+from autopar.passes.capture.trace import Traced, trace  # noqa: E402
+from autopar.passes.cost import Costs  # noqa: E402
+from autopar.passes.mesh import Mesh  # noqa: E402
+from autopar.passes.pipeline import compile_program  # noqa: E402
+from autopar.passes.plan import Plan  # noqa: E402
+from autopar.passes.program import Program  # noqa: E402
+from autopar.passes.shard.sharding import local_extent  # noqa: E402
 
 HEADS, KV_HEADS, WIDTH, FFN, VOCAB, SEQ = 32, 8, 4096, 14336, 128256, 8192
 MB = 1e6

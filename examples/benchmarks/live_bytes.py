@@ -36,6 +36,7 @@ class LiveBytes(TorchDispatchMode):
         self.storages = weakref.WeakValueDictionary[int, UntypedStorage]()
 
     def __enter__(self) -> "LiveBytes":
+        gc.collect()  # what nobody can reach would die at any moment
         for item in gc.get_objects():
             # type(), as isinstance() would wake up proxies that merely look alike
             if issubclass(type(item), Tensor):

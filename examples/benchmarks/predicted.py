@@ -28,6 +28,11 @@ sys.path.insert(0, str(ROOT))  # the examples are found from any directory
 from autopar.machine.measured_cluster import measured_cluster  # noqa: E402
 from autopar.models.batches import with_samples  # noqa: E402
 from autopar.models.load import load_model  # noqa: E402
+from autopar.passes.price.candidate import Candidate  # noqa: E402
+from autopar.passes.price.cluster import Cluster  # noqa: E402
+from autopar.passes.price.estimate import Estimate  # noqa: E402
+from autopar.passes.price.price_layers import Prices  # noqa: E402
+from autopar.passes.search.search import rough, run_on_paper  # noqa: E402
 from autopar.planner.choose import SAMPLES  # noqa: E402
 from autopar.planner.planned import batch_for  # noqa: E402
 from autopar.planner.planner import (  # noqa: E402
@@ -48,11 +53,6 @@ from examples.benchmarks.predicted_plans import (  # noqa: E402
 )
 from examples.benchmarks.predicted_runs import Job, Measured  # noqa: E402
 from examples.benchmarks.processes import run  # noqa: E402
-from passes.price.candidate import Candidate  # noqa: E402
-from passes.price.cluster import Cluster  # noqa: E402
-from passes.price.estimate import Estimate  # noqa: E402
-from passes.price.price_layers import Prices  # noqa: E402
-from passes.search.search import rough, run_on_paper  # noqa: E402
 
 RANKS = (2, 4)
 TIMEOUT = 600.0  # seconds of all ranks of a number

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from autopar.passes.mesh import Mesh
+from autopar.passes.price.candidate import Candidate
 from examples.gpt import GPT, Config, build
-from passes.mesh import Mesh
-from passes.price.candidate import Candidate
 
 SEQ = 128  # tokens of a sample
 BATCH = 8  # samples of a step

@@ -23,9 +23,9 @@ from torch import Tensor
 
 import autopar
 from autopar.models.load import load_model
+from autopar.passes.plan import Plan
 from autopar.planner.planned import batch_for
 from examples.benchmarks.live_bytes import peak_bytes
-from passes.plan import Plan
 
 WAIT = timedelta(minutes=3)  # of a rank for another one
 TOLERANCE = 1e-3  # of a loss, fp32 sums in another order, after some updates

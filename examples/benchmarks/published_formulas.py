@@ -8,8 +8,7 @@ from functools import cache
 from sympy import LT, Expr, Integer, Rational, expand
 
 from autopar.options import make_plan
-from examples.benchmarks.published_models import Row, gpt, read
-from passes.price.symbolic import (
+from autopar.passes.price.symbolic import (
     LAYERS,
     activation_bytes,
     layer_parameters,
@@ -18,9 +17,10 @@ from passes.price.symbolic import (
     state_bytes,
     step_flops,
 )
-from passes.schedule.check_schedule import check
-from passes.schedule.make_schedule import make_schedule
-from passes.schedule.schedule import add_communication
+from autopar.passes.schedule.check_schedule import check
+from autopar.passes.schedule.make_schedule import make_schedule
+from autopar.passes.schedule.schedule import add_communication
+from examples.benchmarks.published_models import Row, gpt, read
 
 H, A, S, V, B, T = map(size, ("embed", "heads", "seq", "vocab", "batch", "tp"))
 L = LAYERS

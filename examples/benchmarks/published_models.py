@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from autopar.models.load import load_model
+from autopar.passes.price.price import BACKWARD, FORWARD, Account
 from autopar.planner.planner import Sketch, sketch
 from examples.gpt import GPT, Config
-from passes.price.price import BACKWARD, FORWARD, Account
 
 FACTS = Path(__file__).parent / "published"
 SAMPLES = 4  # that a model is traced with

@@ -15,6 +15,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from autopar.machine.hardware import cluster_of
+from autopar.passes.mesh import Mesh
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.search.balance_layers import balance_layers
+from autopar.passes.search.search import accounts_of, layer_mesh
 from autopar.planner.planner import make_prices
 from examples.benchmarks.published_models import Row, gpt, in_turn, read
 from examples.benchmarks.published_runs import (
@@ -24,11 +29,6 @@ from examples.benchmarks.published_runs import (
     in_float32,
     overlapped,
 )
-from passes.mesh import Mesh
-from passes.price.candidate import Candidate
-from passes.price.cluster import Cluster
-from passes.search.balance_layers import balance_layers
-from passes.search.search import accounts_of, layer_mesh
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.search.candidates import ALIKE
+from autopar.passes.search.search import complexity
 from examples.benchmarks.published_sweep import Constants, Run, runs
-from passes.price.candidate import Candidate
-from passes.search.candidates import ALIKE
-from passes.search.search import complexity
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,17 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from autopar.machine.hardware import cluster_of
+from autopar.passes.mesh import Mesh
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.price.estimate import OPTIMIZER_TRAFFIC, step_seconds
+from autopar.passes.price.price import BACKWARD, FORWARD, STEP, Account, retimed
+from autopar.passes.price.price_layers import LayerPrices
+from autopar.passes.price.stage_seconds import stage_seconds
+from autopar.passes.search.search import accounts_of, layer_mesh
 from autopar.planner.planner import Sketch, make_prices
 from examples.benchmarks.published_fit import descend
 from examples.benchmarks.published_models import Row, gpt, in_turn, read
-from passes.mesh import Mesh
-from passes.price.candidate import Candidate
-from passes.price.cluster import Cluster
-from passes.price.estimate import OPTIMIZER_TRAFFIC, step_seconds
-from passes.price.price import BACKWARD, FORWARD, STEP, Account, retimed
-from passes.price.price_layers import LayerPrices
-from passes.price.stage_seconds import stage_seconds
-from passes.search.search import accounts_of, layer_mesh
 
 FITTED_UP_TO = 20  # billions of parameters
 

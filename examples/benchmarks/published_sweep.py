@@ -21,18 +21,18 @@ from itertools import chain
 from statistics import mean
 
 from autopar.machine.hardware import cluster_of
+from autopar.passes.mesh import Mesh
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.price.estimate import step_parts
+from autopar.passes.price.price import BACKWARD, FORWARD, Account, footprint_of, retimed
+from autopar.passes.price.price_layers import Prices
+from autopar.passes.price.stage_seconds import stage_seconds
+from autopar.passes.search.candidates import Space
+from autopar.passes.search.search import accounts_of, rough, rough_seconds
 from autopar.planner.planner import make_prices
 from examples.benchmarks.published_fit import descend
 from examples.benchmarks.published_models import Row, in_turn, llama, read
-from passes.mesh import Mesh
-from passes.price.candidate import Candidate
-from passes.price.cluster import Cluster
-from passes.price.estimate import step_parts
-from passes.price.price import BACKWARD, FORWARD, Account, footprint_of, retimed
-from passes.price.price_layers import Prices
-from passes.price.stage_seconds import stage_seconds
-from passes.search.candidates import Space
-from passes.search.search import accounts_of, rough, rough_seconds
 
 MODELS = ("1B", "8B")
 BATCH, TOKENS = 256, 256 * 4096

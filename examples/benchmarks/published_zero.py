@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from autopar.machine.hardware import cluster_of
+from autopar.passes.mesh import Mesh
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.price.estimate import step_seconds
+from autopar.passes.price.price import Account, retimed
+from autopar.passes.price.stage_seconds import stage_seconds
+from autopar.passes.search.search import accounts_of, layer_mesh
 from autopar.planner.planner import make_prices
 from examples.benchmarks.published_models import Row, gpt, read
 from examples.benchmarks.published_runs import UNFITTED, Constants, again
-from passes.mesh import Mesh
-from passes.price.candidate import Candidate
-from passes.price.cluster import Cluster
-from passes.price.estimate import step_seconds
-from passes.price.price import Account, retimed
-from passes.price.stage_seconds import stage_seconds
-from passes.search.search import accounts_of, layer_mesh
 
 SEQ = 2048
 WEIGHTS = 4  # of a layer, that are large enough to be shared out

@@ -32,13 +32,13 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the examples are found from any directory
 
 import autopar  # noqa: E402
+from autopar.passes.price.cluster import Cluster, Device, Level  # noqa: E402
+from autopar.passes.program import Program  # noqa: E402
 from autopar.reports.simulation import simulate_program  # noqa: E402
 from autopar.runtime.comm.coalesced import Layout  # noqa: E402
 from autopar.runtime.comm.comm import Comm  # noqa: E402
 from autopar.runtime.comm.work import Work  # noqa: E402
 from examples.gpt import GPT, Config  # noqa: E402
-from passes.price.cluster import Cluster, Device, Level  # noqa: E402
-from passes.program import Program  # noqa: E402
 
 LATENCY = 5e-5  # of a link, in seconds
 Run = Callable[[], object]

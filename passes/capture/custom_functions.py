@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from passes.capture.unseen import spelled
-from passes.capture.user_frames import at_work
-from passes.errors import CaptureError
+from autopar.passes.capture.unseen import spelled
+from autopar.passes.capture.user_frames import at_work
+from autopar.passes.errors import CaptureError
 
 Apply = type[torch.autograd.Function]
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from passes.capture.rewrite import Rewriter, Rule
-from passes.capture.split_products import CUTS, LINEAR, MATMUL, emit_split
-from passes.graph import Graph, Node, Value
+from autopar.passes.capture.rewrite import Rewriter, Rule
+from autopar.passes.capture.split_products import CUTS, LINEAR, MATMUL, emit_split
+from autopar.passes.graph import Graph, Node, Value
 
 UNARY = frozenset(
     f"aten.{n}"

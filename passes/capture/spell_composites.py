@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from passes.capture.rewrite import Rewriter, Rule
-from passes.graph import Node, Value
-from passes.ops.arguments import arguments
+from autopar.passes.capture.rewrite import Rewriter, Rule
+from autopar.passes.graph import Node, Value
+from autopar.passes.ops.arguments import arguments
 
 
 def tensor_split(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...]:

@@ -19,15 +19,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from passes.capture.call_model import call_for_loss, only_by_any_keyword
-from passes.capture.custom_functions import Functions
-from passes.capture.functionalize import functionalize
-from passes.capture.one_dtype import OneDtype
-from passes.capture.read_export import ExportReader
-from passes.capture.unseen import Unseen, refuse_hooks
-from passes.capture.values_read import capture_failed
-from passes.errors import CaptureError
-from passes.graph import Graph, Part, Value
+from autopar.passes.capture.call_model import call_for_loss, only_by_any_keyword
+from autopar.passes.capture.custom_functions import Functions
+from autopar.passes.capture.functionalize import functionalize
+from autopar.passes.capture.one_dtype import OneDtype
+from autopar.passes.capture.read_export import ExportReader
+from autopar.passes.capture.unseen import Unseen, refuse_hooks
+from autopar.passes.capture.values_read import capture_failed
+from autopar.passes.errors import CaptureError
+from autopar.passes.graph import Graph, Part, Value
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,8 @@ from types import FrameType, TracebackType
 
 import torch
 
-import passes
-
 TORCH = os.path.dirname(torch.__file__) + os.sep
-OURS = os.path.dirname(os.path.abspath(passes.__file__)) + os.sep
+OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def is_users(file: str) -> bool:

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from passes.capture.trace import Traced
-from passes.dims.atoms import Atoms
-from passes.dims.choose_names import choose_names
-from passes.dims.origins import Origin, find_origins
-from passes.dims.probe import probe_equation
-from passes.graph import Graph, Node, Value
-from passes.ops.notation import Equation, Role, extent_of
-from passes.ops.rules import equation
+from autopar.passes.capture.trace import Traced
+from autopar.passes.dims.atoms import Atoms
+from autopar.passes.dims.choose_names import choose_names
+from autopar.passes.dims.origins import Origin, find_origins
+from autopar.passes.dims.probe import probe_equation
+from autopar.passes.graph import Graph, Node, Value
+from autopar.passes.ops.notation import Equation, Role, extent_of
+from autopar.passes.ops.rules import equation
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 import torch
 
-from passes.graph import Graph
+from autopar.passes.graph import Graph
 
 
 class Origin(enum.Flag):

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.graph import Node, Value
-from passes.ops.op import Cotangents, Op, Place
-from passes.ops.tape import Tape
+from autopar.passes.graph import Node, Value
+from autopar.passes.ops.op import Cotangents, Op, Place
+from autopar.passes.ops.tape import Tape
 
 ATTENTION, ATTENTION_BACKWARD = "comm.attention", "comm.attention_backward"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from passes.ops.op import Op
+from autopar.passes.ops.op import Op
 
 HEEDED = {
     "_to_copy": "self dtype",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from passes.graph import Node, Value
-from passes.mesh import Axes, as_axes, balanced, nested
-from passes.ops.op import Cotangents, Op, Place
-from passes.ops.tape import Tape
+from autopar.passes.graph import Node, Value
+from autopar.passes.mesh import Axes, as_axes, balanced, nested
+from autopar.passes.ops.op import Cotangents, Op, Place
+from autopar.passes.ops.tape import Tape
 
 
 def gather_on_rank(at: Place, node: Node, local: Node) -> Node:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from passes.graph import Node
-from passes.ops.op import Op, Place
+from autopar.passes.graph import Node
+from autopar.passes.ops.op import Op, Place
 
 
 def on_rank(at: Place, node: Node, local: Node) -> Node:

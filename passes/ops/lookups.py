@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from passes.graph import Node, Value
-from passes.ops.notation import letters
-from passes.ops.op import Cotangents, Op, Place
-from passes.ops.tape import Tape
+from autopar.passes.graph import Node, Value
+from autopar.passes.ops.notation import letters
+from autopar.passes.ops.op import Cotangents, Op, Place
+from autopar.passes.ops.tape import Tape
 
 
 def gathered(node: Node) -> str:

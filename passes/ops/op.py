@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor
 
-from passes.graph import OWN, Node, Value
-from passes.mesh import Axes
+from autopar.passes.graph import OWN, Node, Value
+from autopar.passes.mesh import Axes
 
 if TYPE_CHECKING:
-    from passes.ops.tape import Tape
+    from autopar.passes.ops.tape import Tape
 
 Cotangents = Sequence[Value | None]
 # node, cotangents of its outs (None where nothing flows back) -> of its operands

@@ -5,10 +5,10 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from passes.graph import Node, Value
-from passes.ops.notation import parse
-from passes.ops.op import Cotangents, Op
-from passes.ops.tape import Tape
+from autopar.passes.graph import Node, Value
+from autopar.passes.ops.notation import parse
+from autopar.passes.ops.op import Cotangents, Op
+from autopar.passes.ops.tape import Tape
 
 # --- Rules ------------------------------------------------------------------------
 

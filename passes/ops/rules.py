@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from passes.graph import Node, resolve
-from passes.ops.notation import Equation, parse
-from passes.ops.op import op_of
+from autopar.passes.graph import Node, resolve
+from autopar.passes.ops.notation import Equation, parse
+from autopar.passes.ops.op import op_of
 
 
 def equation(node: Node) -> Equation | None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from passes.builder import Builder
-from passes.graph import Location, Node, Value
-from passes.ops.op import is_view
+from autopar.passes.builder import Builder
+from autopar.passes.graph import Location, Node, Value
+from autopar.passes.ops.op import is_view
 
 
 @dataclass

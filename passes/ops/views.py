@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from passes.graph import Node, Value, resolve
-from passes.ops.notation import letters, spell
-from passes.ops.op import Cotangents, Op, to_out
-from passes.ops.tape import Tape
+from autopar.passes.graph import Node, Value, resolve
+from autopar.passes.ops.notation import letters, spell
+from autopar.passes.ops.op import Cotangents, Op, to_out
+from autopar.passes.ops.tape import Tape
 
 # --- Rules ------------------------------------------------------------------------
 

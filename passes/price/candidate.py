@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from passes.mesh import Mesh
-from passes.plan import AUTO
-from passes.schedule.make_schedule import SCHEDULES, place_stages
-from passes.schedule.order import read_order
+from autopar.passes.mesh import Mesh
+from autopar.passes.plan import AUTO
+from autopar.passes.schedule.make_schedule import SCHEDULES, place_stages
+from autopar.passes.schedule.order import read_order
 
 
 @dataclass(frozen=True)

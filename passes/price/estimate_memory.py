@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from passes.price.candidate import Candidate
-from passes.price.price import Account
-from passes.schedule.memory import OPTIMIZER_STATES
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.price.price import Account
+from autopar.passes.schedule.memory import OPTIMIZER_STATES
 
 TERMS = ("parameters", "trained", "read", "cast")
 

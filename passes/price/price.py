@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from passes.cost import flops, traffic
-from passes.graph import Node, Value
-from passes.ops.op import op_of
-from passes.ops.products import of_weight_grad
-from passes.price.cluster import Device
-from passes.price.fusion import fused_traffic
-from passes.price.measured import SOURCES, TABLE, between
-from passes.price.price_memory import (
+from autopar.passes.cost import flops, traffic
+from autopar.passes.graph import Node, Value
+from autopar.passes.ops.op import op_of
+from autopar.passes.ops.products import of_weight_grad
+from autopar.passes.price.cluster import Device
+from autopar.passes.price.fusion import fused_traffic
+from autopar.passes.price.measured import SOURCES, TABLE, between
+from autopar.passes.price.price_memory import (
     BACKWARD,
     EVERY_PEAK,
     FORWARD,
@@ -29,11 +29,11 @@ from passes.price.price_memory import (
     Key,
     held_amounts,
 )
-from passes.program import dtype_name
-from passes.schedule.footprint import Footprint
-from passes.shard.collectives import SPEAKS, collective, contributed_bytes
-from passes.shard.ring import passed_round, ring_of
-from passes.stage.local_stage import LocalStage
+from autopar.passes.program import dtype_name
+from autopar.passes.schedule.footprint import Footprint
+from autopar.passes.shard.collectives import SPEAKS, collective, contributed_bytes
+from autopar.passes.shard.ring import passed_round, ring_of
+from autopar.passes.stage.local_stage import LocalStage
 
 STEP = "step"
 PARTS = (FORWARD, BACKWARD, WEIGHT, STEP)

@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Protocol
 
-from passes.cost import Costs
-from passes.dims.name_dims import Named
-from passes.mesh import Mesh
-from passes.plan import Plan
-from passes.price.cluster import Device
-from passes.price.price import TIED, Account, in_a_row, price
-from passes.schedule.choose_recompute import stage_policies
-from passes.shard.cut_weights import cut_weights
-from passes.shard.insert_collectives import Lowered, insert_collectives
-from passes.shard.propagate import propagate
-from passes.stage.differentiate import Joint, finish, join
-from passes.stage.split_stages import Stage, split_stages
+from autopar.passes.cost import Costs
+from autopar.passes.dims.name_dims import Named
+from autopar.passes.mesh import Mesh
+from autopar.passes.plan import Plan
+from autopar.passes.price.cluster import Device
+from autopar.passes.price.price import TIED, Account, in_a_row, price
+from autopar.passes.schedule.choose_recompute import stage_policies
+from autopar.passes.shard.cut_weights import cut_weights
+from autopar.passes.shard.insert_collectives import Lowered, insert_collectives
+from autopar.passes.shard.propagate import propagate
+from autopar.passes.stage.differentiate import Joint, finish, join
+from autopar.passes.stage.split_stages import Stage, split_stages
 
 POSITIONS = ("first", "middle", "last", "more")
 

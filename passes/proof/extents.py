@@ -15,16 +15,16 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-from passes.capture.trace import Traced
-from passes.dims.atoms import Atoms
-from passes.dims.name_dims import bind
-from passes.dims.probe import probe_equation
-from passes.graph import Graph, Node, Value
-from passes.ops.captured import RESHAPES
-from passes.ops.notation import parse
-from passes.ops.rules import equation
-from passes.proof.cuts import cut_of, dim_of
-from passes.proof.unite_ops import SPECIAL
+from autopar.passes.capture.trace import Traced
+from autopar.passes.dims.atoms import Atoms
+from autopar.passes.dims.name_dims import bind
+from autopar.passes.dims.probe import probe_equation
+from autopar.passes.graph import Graph, Node, Value
+from autopar.passes.ops.captured import RESHAPES
+from autopar.passes.ops.notation import parse
+from autopar.passes.ops.rules import equation
+from autopar.passes.proof.cuts import cut_of, dim_of
+from autopar.passes.proof.unite_ops import SPECIAL
 
 # A product of extents that stay factors: `(heads head_dim)` as (12, 64).
 Product = tuple[int, ...]

@@ -9,9 +9,9 @@ from functools import lru_cache
 from itertools import combinations, zip_longest
 from math import prod
 
-from passes.graph import LAYER
-from passes.program import ParameterSpec, Program, StageSpec
-from passes.proof.extents import Product
+from autopar.passes.graph import LAYER
+from autopar.passes.program import ParameterSpec, Program, StageSpec
+from autopar.passes.proof.extents import Product
 
 Factors = tuple[Product, ...]
 PIECE = re.compile(r"\[\d+:\d+\]")

@@ -10,12 +10,12 @@ from itertools import accumulate
 from math import prod
 from typing import TypeVar
 
-from passes.graph import LAYER
-from passes.mesh import TIME, Mesh
-from passes.plan import Plan
-from passes.proof.choose_sizes import Candidates, Split
-from passes.shard.preference import RING
-from passes.shard.propagate import Sharded
+from autopar.passes.graph import LAYER
+from autopar.passes.mesh import TIME, Mesh
+from autopar.passes.plan import Plan
+from autopar.passes.proof.choose_sizes import Candidates, Split
+from autopar.passes.shard.preference import RING
+from autopar.passes.shard.propagate import Sharded
 
 T = TypeVar("T")
 

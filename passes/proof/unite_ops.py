@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from passes.dims.atoms import Atoms
-from passes.dims.name_dims import bind
-from passes.graph import Node, Value
-from passes.ops.rules import equation
-from passes.proof.cuts import dim_of
+from autopar.passes.dims.atoms import Atoms
+from autopar.passes.dims.name_dims import bind
+from autopar.passes.graph import Node, Value
+from autopar.passes.ops.rules import equation
+from autopar.passes.proof.cuts import dim_of
 
 
 class Unite(Protocol):

@@ -11,25 +11,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from passes.cost import Seconds
-from passes.errors import AutoparError
-from passes.plan import AUTO, RECOMPUTE, Plan
-from passes.schedule.check_schedule import peak_in_flight
-from passes.schedule.choose_schedule import (
+from autopar.passes.cost import Seconds
+from autopar.passes.errors import AutoparError
+from autopar.passes.plan import AUTO, RECOMPUTE, Plan
+from autopar.passes.schedule.check_schedule import peak_in_flight
+from autopar.passes.schedule.choose_schedule import (
     activation_budget,
     choose_schedule,
     decided_schedule,
     splits_backward,
 )
-from passes.schedule.fit_schedule import on_paper
-from passes.schedule.footprint import footprint, peak_bytes, saved_by_layer
-from passes.schedule.memory import OutOfMemory, RankMemory, out_of_memory, resting
-from passes.schedule.pareto_front import Option, pareto_front
-from passes.schedule.schedule import Schedule, ScheduleError
-from passes.shard.parameter_sharding import find_gathered
-from passes.stage.differentiate import differentiate
-from passes.stage.local_stage import LocalStage
-from passes.stage.split_stages import Stage, Staged
+from autopar.passes.schedule.fit_schedule import on_paper
+from autopar.passes.schedule.footprint import footprint, peak_bytes, saved_by_layer
+from autopar.passes.schedule.memory import (
+    OutOfMemory,
+    RankMemory,
+    out_of_memory,
+    resting,
+)
+from autopar.passes.schedule.pareto_front import Option, pareto_front
+from autopar.passes.schedule.schedule import Schedule, ScheduleError
+from autopar.passes.shard.parameter_sharding import find_gathered
+from autopar.passes.stage.differentiate import differentiate
+from autopar.passes.stage.local_stage import LocalStage
+from autopar.passes.stage.split_stages import Stage, Staged
 
 # Layer of the model -> policy.
 Choice = dict[str, str]

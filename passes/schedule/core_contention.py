@@ -12,9 +12,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from passes.schedule.check_schedule import Report
-from passes.schedule.schedule import Action, Kind, Schedule, add_communication
-from passes.schedule.simulate_schedule import Span, Timeline, kind_seconds, simulate
+from autopar.passes.schedule.check_schedule import Report
+from autopar.passes.schedule.schedule import Action, Kind, Schedule, add_communication
+from autopar.passes.schedule.simulate_schedule import (
+    Span,
+    Timeline,
+    kind_seconds,
+    simulate,
+)
 
 ENDED = 1e-9  # of a job's seconds: what rounding leaves of them
 

@@ -11,18 +11,23 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
 
-from passes.graph import Node
-from passes.graph_text import DTYPES
-from passes.schedule.messages import AHEAD, prefetched_receives, send_completions, sizes
-from passes.schedule.schedule import Action, Kind, Schedule
-from passes.shard.collectives import bytes_of, collective, contributed_bytes
-from passes.shard.collectives import workspace as packing
-from passes.shard.parameter_sharding import find_made
-from passes.shard.ring import passed_round, ring_of, workspace
-from passes.stage.blocks import Beside
-from passes.stage.local_stage import LocalStage
-from passes.stage.outline import find_all_runs
-from passes.stage.reuse import find_owners
+from autopar.passes.graph import Node
+from autopar.passes.graph_text import DTYPES
+from autopar.passes.schedule.messages import (
+    AHEAD,
+    prefetched_receives,
+    send_completions,
+    sizes,
+)
+from autopar.passes.schedule.schedule import Action, Kind, Schedule
+from autopar.passes.shard.collectives import bytes_of, collective, contributed_bytes
+from autopar.passes.shard.collectives import workspace as packing
+from autopar.passes.shard.parameter_sharding import find_made
+from autopar.passes.shard.ring import passed_round, ring_of, workspace
+from autopar.passes.stage.blocks import Beside
+from autopar.passes.stage.local_stage import LocalStage
+from autopar.passes.stage.outline import find_all_runs
+from autopar.passes.stage.reuse import find_owners
 
 
 @dataclass(frozen=True)

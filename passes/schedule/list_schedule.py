@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from passes.cost import Seconds
-from passes.schedule.footprint import Footprint
-from passes.schedule.schedule import Action, Kind, Schedule
+from autopar.passes.cost import Seconds
+from autopar.passes.schedule.footprint import Footprint
+from autopar.passes.schedule.schedule import Action, Kind, Schedule
 
 
 @dataclass(frozen=True)

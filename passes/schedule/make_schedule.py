@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from passes.schedule.schedule import Action, Kind, Schedule, ScheduleError, at_least_one
+from autopar.passes.schedule.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    ScheduleError,
+    at_least_one,
+)
 
 # How often in turn, and what: (3, "F0 B0") is a forward and a backward, three times.
 Phase = tuple[int, str]

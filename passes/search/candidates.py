@@ -12,13 +12,13 @@ from functools import cache
 from itertools import groupby, product
 from math import prod
 
-from passes.mesh import Mesh
-from passes.plan import RECOMPUTE
-from passes.price.candidate import Candidate
-from passes.price.cluster import Cluster
-from passes.ranges import RANGES
-from passes.schedule.make_schedule import SCHEDULES
-from passes.shard.query_groups import Groups, with_groups
+from autopar.passes.mesh import Mesh
+from autopar.passes.plan import RECOMPUTE
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.ranges import RANGES
+from autopar.passes.schedule.make_schedule import SCHEDULES
+from autopar.passes.shard.query_groups import Groups, with_groups
 
 CONTEXT_PARALLEL = ("gather", "ring", "ulysses")
 ALIKE = 0.05  # estimates that differ by less do not say which is faster

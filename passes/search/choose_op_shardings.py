@@ -15,24 +15,24 @@ from functools import cached_property
 
 import torch
 
-from passes.cost import Costs
-from passes.dims.name_dims import Factor, Named
-from passes.dims.origins import Origin
-from passes.errors import AutoparError
-from passes.mesh import TIME, Mesh
-from passes.plan import Plan, PlanError
-from passes.price.cluster import Cluster
-from passes.schedule.choose_recompute import stage_policies
-from passes.search.least_cost import Block, Chosen, Table, least_cost, owns
-from passes.search.op_sharding_costs import Amounts, Choice, OpShardingCosts
-from passes.search.value_costs import Setting
-from passes.shard.insert_collectives import insert_collectives
-from passes.shard.plan_shardings import OpName, fold, name_ops, sharding_text
-from passes.shard.preference import RING
-from passes.shard.propagate import propagate
-from passes.stage.differentiate import differentiate
-from passes.stage.reuse import find_owners
-from passes.stage.split_stages import split_stages
+from autopar.passes.cost import Costs
+from autopar.passes.dims.name_dims import Factor, Named
+from autopar.passes.dims.origins import Origin
+from autopar.passes.errors import AutoparError
+from autopar.passes.mesh import TIME, Mesh
+from autopar.passes.plan import Plan, PlanError
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.schedule.choose_recompute import stage_policies
+from autopar.passes.search.least_cost import Block, Chosen, Table, least_cost, owns
+from autopar.passes.search.op_sharding_costs import Amounts, Choice, OpShardingCosts
+from autopar.passes.search.value_costs import Setting
+from autopar.passes.shard.insert_collectives import insert_collectives
+from autopar.passes.shard.plan_shardings import OpName, fold, name_ops, sharding_text
+from autopar.passes.shard.preference import RING
+from autopar.passes.shard.propagate import propagate
+from autopar.passes.stage.differentiate import differentiate
+from autopar.passes.stage.reuse import find_owners
+from autopar.passes.stage.split_stages import split_stages
 
 CHEAPEST, DEAREST = 1e-18, 1e-3  # seconds that a byte may be worth
 STEPS = 30  # of bisection: prices within a ten-thousandth

@@ -14,20 +14,24 @@ from functools import cache, lru_cache
 from itertools import islice
 from statistics import fmean
 
-from passes.mesh import Mesh
-from passes.plan import AUTO
-from passes.price.candidate import Candidate
-from passes.price.cluster import Cluster
-from passes.price.estimate import Estimate, estimate, step_parts
-from passes.price.estimate_memory import rank_memory
-from passes.price.price import Account, once_a_rank
-from passes.price.price_layers import LayerPrices, Prices
-from passes.price.stage_seconds import StageSeconds, stage_seconds
-from passes.schedule.make_schedule import SCHEDULES
-from passes.search.balance_layers import balance_ranks
-from passes.search.candidates import ALIKE, Space, candidates
-from passes.search.top_candidates import best_cuts, made_schedules, other_contexts
-from passes.shard.query_groups import PAIR
+from autopar.passes.mesh import Mesh
+from autopar.passes.plan import AUTO
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.price.estimate import Estimate, estimate, step_parts
+from autopar.passes.price.estimate_memory import rank_memory
+from autopar.passes.price.price import Account, once_a_rank
+from autopar.passes.price.price_layers import LayerPrices, Prices
+from autopar.passes.price.stage_seconds import StageSeconds, stage_seconds
+from autopar.passes.schedule.make_schedule import SCHEDULES
+from autopar.passes.search.balance_layers import balance_ranks
+from autopar.passes.search.candidates import ALIKE, Space, candidates
+from autopar.passes.search.top_candidates import (
+    best_cuts,
+    made_schedules,
+    other_contexts,
+)
+from autopar.passes.shard.query_groups import PAIR
 
 SHORTLIST = 12
 # A plan that takes less than this share of the memory by formula does fit, and gains

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from passes.errors import ShardingConflict
-from passes.plan import AUTO
-from passes.price.candidate import Candidate
-from passes.price.estimate import Estimate
-from passes.price.stage_seconds import StageSeconds
-from passes.schedule.schedule import ScheduleError
-from passes.search.balance_layers import balance_layers
-from passes.search.candidates import Space, contexts
+from autopar.passes.errors import ShardingConflict
+from autopar.passes.plan import AUTO
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.price.estimate import Estimate
+from autopar.passes.price.stage_seconds import StageSeconds
+from autopar.passes.schedule.schedule import ScheduleError
+from autopar.passes.search.balance_layers import balance_layers
+from autopar.passes.search.candidates import Space, contexts
 
 MOST = 3  # of the best plans get a schedule of their own
 ACTIONS = 6_000  # of a step, at most: to make a schedule takes time by them

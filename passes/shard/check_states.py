@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
-from passes.dims.name_dims import Dims
-from passes.graph import Graph, InvalidGraph, Node, Value
-from passes.mesh import as_axes
-from passes.plan import Plan
-from passes.shard.collectives import ROUTED
-from passes.shard.resharding import MAX, TABLE, P, R, S, V, kind
-from passes.shard.sharding import Sharding
+from autopar.passes.dims.name_dims import Dims
+from autopar.passes.graph import Graph, InvalidGraph, Node, Value
+from autopar.passes.mesh import as_axes
+from autopar.passes.plan import Plan
+from autopar.passes.shard.collectives import ROUTED
+from autopar.passes.shard.resharding import MAX, TABLE, P, R, S, V, kind
+from autopar.passes.shard.sharding import Sharding
 
 # op -> (the state of its operand on its axes, that of its result).
 STEPS: dict[str, set[tuple[str, str]]] = {}

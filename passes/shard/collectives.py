@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from math import prod
 
-from passes.graph import Node, Value
-from passes.mesh import as_axes
-from passes.ops.experts import COMBINE, DISPATCH, ROUTE
-from passes.ops.op import op_of
+from autopar.passes.graph import Node, Value
+from autopar.passes.mesh import as_axes
+from autopar.passes.ops.experts import COMBINE, DISPATCH, ROUTE
+from autopar.passes.ops.op import op_of
 
 ROUTED = (ROUTE, DISPATCH, COMBINE)
 # What only speaks of others that are under way, or may be.

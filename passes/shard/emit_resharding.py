@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from passes.builder import Builder
-from passes.dims.name_dims import Dim, Dims
-from passes.dims.origins import find_differentiable
-from passes.graph import Location, Value
-from passes.shard.propagate import Sharded
-from passes.shard.resharding import Step, V
-from passes.shard.sharding import Sharding
+from autopar.passes.builder import Builder
+from autopar.passes.dims.name_dims import Dim, Dims
+from autopar.passes.dims.origins import find_differentiable
+from autopar.passes.graph import Location, Value
+from autopar.passes.shard.propagate import Sharded
+from autopar.passes.shard.resharding import Step, V
+from autopar.passes.shard.sharding import Sharding
 
 
 class ReshardEmitter:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from passes.graph import Graph, Node
-from passes.mesh import as_axes
-from passes.shard.sharding import Sharding
+from autopar.passes.graph import Graph, Node
+from autopar.passes.mesh import as_axes
+from autopar.passes.shard.sharding import Sharding
 
 GATHER, SCATTER = "comm.all_gather", "comm.reduce_scatter"
 

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from passes.dims.name_dims import Dim, Factor, Named
-from passes.errors import HintError, ShardingConflict
-from passes.graph import Node
-from passes.plan import Plan
-from passes.shard.parameter_sharding import find_casts
+from autopar.passes.dims.name_dims import Dim, Factor, Named
+from autopar.passes.errors import HintError, ShardingConflict
+from autopar.passes.graph import Node
+from autopar.passes.plan import Plan
+from autopar.passes.shard.parameter_sharding import find_casts
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from passes.dims.name_dims import Dims, Factor
-from passes.shard.sharding import Sharding
+from autopar.passes.dims.name_dims import Dims, Factor
+from autopar.passes.shard.sharding import Sharding
 
 
 def before_view(

@@ -13,24 +13,24 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import prod
 
-from passes.builder import prune
-from passes.capture.trace import Traced
-from passes.dims.name_dims import Dims, Factor
-from passes.dims.origins import Origin, find_differentiable, find_origins
-from passes.errors import LossNotSeparable
-from passes.graph import Graph, Location, Node, Value
-from passes.mesh import TIME
-from passes.ops.experts import COMBINE, DISPATCH
-from passes.ops.op import is_method
-from passes.plan import Plan
-from passes.shard.check_states import check_shardings, check_states
-from passes.shard.emit_resharding import ReshardEmitter
-from passes.shard.fuse_collectives import fuse_collectives
-from passes.shard.hoist_reshards import before_view
-from passes.shard.propagate import Sharded
-from passes.shard.resharding import R, Step, V, transition
-from passes.shard.routed import Ways
-from passes.shard.sharding import Sharding
+from autopar.passes.builder import prune
+from autopar.passes.capture.trace import Traced
+from autopar.passes.dims.name_dims import Dims, Factor
+from autopar.passes.dims.origins import Origin, find_differentiable, find_origins
+from autopar.passes.errors import LossNotSeparable
+from autopar.passes.graph import Graph, Location, Node, Value
+from autopar.passes.mesh import TIME
+from autopar.passes.ops.experts import COMBINE, DISPATCH
+from autopar.passes.ops.op import is_method
+from autopar.passes.plan import Plan
+from autopar.passes.shard.check_states import check_shardings, check_states
+from autopar.passes.shard.emit_resharding import ReshardEmitter
+from autopar.passes.shard.fuse_collectives import fuse_collectives
+from autopar.passes.shard.hoist_reshards import before_view
+from autopar.passes.shard.propagate import Sharded
+from autopar.passes.shard.resharding import R, Step, V, transition
+from autopar.passes.shard.routed import Ways
+from autopar.passes.shard.sharding import Sharding
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from passes.dims.name_dims import Factor
-from passes.errors import ShardingConflict
-from passes.graph import Graph, Node
-from passes.ops.attention import ATTENTION, ATTENTION_BACKWARD
-from passes.plan import Plan
-from passes.shard.preference import RING
+from autopar.passes.dims.name_dims import Factor
+from autopar.passes.errors import ShardingConflict
+from autopar.passes.graph import Graph, Node
+from autopar.passes.ops.attention import ATTENTION, ATTENTION_BACKWARD
+from autopar.passes.plan import Plan
+from autopar.passes.shard.preference import RING
 
 KERNELS = (
     ATTENTION,

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from passes.cost import Costs, Seconds
-from passes.dims.origins import Origin
-from passes.errors import StageError
-from passes.graph import Node, Value
-from passes.shard.insert_collectives import Lowered
-from passes.shard.parameter_sharding import GATHER
-from passes.stage.even_ranks import even_ranks
-from passes.stage.fuse import IDENTITIES
-from passes.stage.localize import Localizer
+from autopar.passes.cost import Costs, Seconds
+from autopar.passes.dims.origins import Origin
+from autopar.passes.errors import StageError
+from autopar.passes.graph import Node, Value
+from autopar.passes.shard.insert_collectives import Lowered
+from autopar.passes.shard.parameter_sharding import GATHER
+from autopar.passes.stage.even_ranks import even_ranks
+from autopar.passes.stage.fuse import IDENTITIES
+from autopar.passes.stage.localize import Localizer
 
 
 class Chain:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from passes.cost import flops
-from passes.graph import Graph, Node, Value
-from passes.stage.check_stage import check_parts, check_shapes, part_graphs
-from passes.stage.split_stages import Stage
+from autopar.passes.cost import flops
+from autopar.passes.graph import Graph, Node, Value
+from autopar.passes.stage.check_stage import check_parts, check_shapes, part_graphs
+from autopar.passes.stage.split_stages import Stage
 
 
 @dataclass(frozen=True)

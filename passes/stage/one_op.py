@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from passes.cost import weights_of
-from passes.dims.name_dims import Dim, Dims
-from passes.dims.origins import is_real_or_complex
-from passes.graph import Node
-from passes.shard.sharding import Sharding
-from passes.stage.split_stages import Stage
+from autopar.passes.cost import weights_of
+from autopar.passes.dims.name_dims import Dim, Dims
+from autopar.passes.dims.origins import is_real_or_complex
+from autopar.passes.graph import Node
+from autopar.passes.shard.sharding import Sharding
+from autopar.passes.stage.split_stages import Stage
 
 
 def one_op(node: Node, flows: Collection[str] | None = None) -> Stage:

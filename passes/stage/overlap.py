@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
 
-from passes.builder import Builder
-from passes.graph import Location, Node, Value
-from passes.shard.parameter_sharding import GATHER, find_gathered
-from passes.stage.reuse import ADD, find_owners
-from passes.stage.split_backward import GRADIENT
+from autopar.passes.builder import Builder
+from autopar.passes.graph import Location, Node, Value
+from autopar.passes.shard.parameter_sharding import GATHER, find_gathered
+from autopar.passes.stage.reuse import ADD, find_owners
+from autopar.passes.stage.split_backward import GRADIENT
 
 SCATTER = "comm.reduce_scatter"
 

@@ -11,15 +11,15 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from passes.builder import Builder
-from passes.graph import Node, Value
-from passes.ops.op import Derivative, is_usual, op_of
-from passes.ops.tape import Tape, seed_of
-from passes.shard.parameter_sharding import find_gathered
-from passes.stage.fuse import drop_identities
-from passes.stage.overlap import by_layer, gather_ahead
-from passes.stage.split_backward import GRADIENT
-from passes.stage.traced_vjp import expand_forward, traced
+from autopar.passes.builder import Builder
+from autopar.passes.graph import Node, Value
+from autopar.passes.ops.op import Derivative, is_usual, op_of
+from autopar.passes.ops.tape import Tape, seed_of
+from autopar.passes.shard.parameter_sharding import find_gathered
+from autopar.passes.stage.fuse import drop_identities
+from autopar.passes.stage.overlap import by_layer, gather_ahead
+from autopar.passes.stage.split_backward import GRADIENT
+from autopar.passes.stage.traced_vjp import expand_forward, traced
 
 
 class Writer:

@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from passes.builder import unused
-from passes.graph import Node, Value
-from passes.ops.op import is_method
-from passes.stage.hand_over import HandOver, Rows
-from passes.stage.loops import Given, Item, Loop
-from passes.stage.reuse import is_in_place, may_alias, takes_memory
-from passes.stage.spell import spell, targets
-from passes.stage.write_loop import Index, LoopWriter, Statements
+from autopar.passes.builder import unused
+from autopar.passes.graph import Node, Value
+from autopar.passes.ops.op import is_method
+from autopar.passes.stage.hand_over import HandOver, Rows
+from autopar.passes.stage.loops import Given, Item, Loop
+from autopar.passes.stage.reuse import is_in_place, may_alias, takes_memory
+from autopar.passes.stage.spell import spell, targets
+from autopar.passes.stage.write_loop import Index, LoopWriter, Statements
 
 MEANT = ("c", "p", "g", "k", "b", "i", "saved", "made", "torch", "F", "kernels", "aten")
 RESERVED = frozenset({*MEANT, *keyword.kwlist, "inf", "range", "reversed", "_"})

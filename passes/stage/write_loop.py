@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from passes.graph import LAYER, Node, Value
-from passes.stage.hand_over import Rows
-from passes.stage.loops import Carried, Given, Loop, Varying, numbered, series
-from passes.stage.reuse import takes_memory
-from passes.stage.spell import constant
+from autopar.passes.graph import LAYER, Node, Value
+from autopar.passes.stage.hand_over import Rows
+from autopar.passes.stage.loops import Carried, Given, Loop, Varying, numbered, series
+from autopar.passes.stage.reuse import takes_memory
+from autopar.passes.stage.spell import constant
 
 if TYPE_CHECKING:
-    from passes.stage.write_function import Function
+    from autopar.passes.stage.write_function import Function
 
 
 class Index:

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from autopar.passes.errors import AutoparError, BatchError
+from autopar.passes.program import Program
 from autopar.runtime.agreement.digest import digest, digest_of_text
 from autopar.runtime.agreement.roll_call import (
     Facts,
@@ -26,8 +28,6 @@ from autopar.runtime.agreement.roll_call import (
 from autopar.runtime.agreement.updates import Updates, plain
 from autopar.runtime.agreement.validate import ModelMismatch
 from autopar.runtime.comm.comm import Comm
-from passes.errors import AutoparError, BatchError
-from passes.program import Program
 
 LOG = logging.getLogger("autopar")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from autopar.passes.errors import AutoparError
 from autopar.runtime.comm.comm import Comm
-from passes.errors import AutoparError
 
 S = TypeVar("S")
 T = TypeVar("T")

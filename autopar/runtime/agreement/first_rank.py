@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from passes.errors import AutoparError
+from autopar.passes.errors import AutoparError
 
 T = TypeVar("T")
 

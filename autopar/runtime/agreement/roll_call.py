@@ -17,10 +17,10 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any
 
+from autopar.passes.errors import AutoparError
 from autopar.runtime.agreement.digest import digest_of_text
 from autopar.runtime.comm.comm import Comm, CommError
 from autopar.runtime.comm.work import Meeting
-from passes.errors import AutoparError
 
 # What ranks do together, and how an error says it of one rank and of several.
 ANOTHER_SHAPE = "another shape"

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autopar.passes.errors import AutoparError
+from autopar.passes.program import Program
 from autopar.runtime.agreement.digest import digest_of_text
 from autopar.runtime.agreement.roll_call import Facts
 from autopar.runtime.parameters.by_element import Reach, Undecided, reach_of
 from autopar.runtime.parameters.shard_gradient import ShardGradient
 from autopar.runtime.parameters.whole_updates import WholeUpdates, is_cut
-from passes.errors import AutoparError
-from passes.program import Program
 
 
 class OptimizerError(AutoparError):

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.passes.errors import AutoparError, BatchError
+from autopar.passes.program import Program, dtype_name
 from autopar.runtime.agreement.digest import digest
 from autopar.runtime.comm.comm import Comm
-from passes.errors import AutoparError, BatchError
-from passes.program import Program, dtype_name
 
 MOST = 8  # names in a line of an error
 

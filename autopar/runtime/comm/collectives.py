@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.passes.mesh import Axes, Mesh, as_axes, balanced
+from autopar.passes.shard.layout import extent
 from autopar.runtime.comm import ring_attention
 from autopar.runtime.comm.coalesced import Layout
 from autopar.runtime.comm.expert_routing import Routing
@@ -36,8 +38,6 @@ from autopar.runtime.comm.work import (
     free_storage,
     sum_in_order,
 )
-from passes.mesh import Axes, Mesh, as_axes, balanced
-from passes.shard.layout import extent
 
 
 class Collectives(Routing, ABC):

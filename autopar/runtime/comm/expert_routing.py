@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.passes.shard.layout import extent
 from autopar.runtime import kernels
 from autopar.runtime.comm.local_ops import LocalOps
-from passes.shard.layout import extent
 
 
 class Routing(LocalOps):

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.passes.mesh import Mesh
+from autopar.passes.shard.layout import extent
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.work import Arrived, Work
-from passes.mesh import Mesh
-from passes.shard.layout import extent
 
 
 class FakeComm(Comm):

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from passes.shard.layout import Pieces, extent
+from autopar.passes.shard.layout import Pieces, extent
 
 
 def padded(x: Tensor, dim: int, extent: int) -> Tensor:

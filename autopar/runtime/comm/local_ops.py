@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.passes.shard.layout import Pieces, extent
 from autopar.runtime import kernels
 from autopar.runtime.comm.placement import Placement
 from autopar.runtime.kernels import experts as products
 from autopar.runtime.kernels.sdpa import in_window
-from passes.shard.layout import Pieces, extent
 
 
 class LocalOps(Placement):

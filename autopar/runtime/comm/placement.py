@@ -12,9 +12,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from autopar.passes.mesh import TIME, Axes, Mesh, as_axes
+from autopar.passes.shard.layout import Pieces, extent, layout, within
 from autopar.runtime.comm.step_state import StepState
-from passes.mesh import TIME, Axes, Mesh, as_axes
-from passes.shard.layout import Pieces, extent, layout, within
 
 
 class Placement:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.mesh import Mesh
+from autopar.passes.mesh import Mesh
 
 # dist.isend or dist.irecv, a tensor, the other rank, a tag
 Message = tuple[Callable[..., Any], Tensor, int, int]

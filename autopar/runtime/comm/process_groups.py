@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.passes.mesh import Mesh
 from autopar.runtime.comm.comm import Comm, CommError, Incoming, Outgoing
 from autopar.runtime.comm.point_to_point import Message, PointToPoint
 from autopar.runtime.comm.work import Meeting, Work, free_storage
-from passes.mesh import Mesh
 
 # Renamed in torch 2.13, where the old names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from autopar.passes.shard.layout import Pieces, Tile, causal_tiles, extent, window_tiles
 from autopar.runtime.kernels.sdpa import (
     Gradients,
     attention_backward,
     attention_over_part,
     in_window,
 )
-from passes.shard.layout import Pieces, Tile, causal_tiles, extent, window_tiles
 
 if TYPE_CHECKING:
     from autopar.runtime.comm.collectives import Collectives

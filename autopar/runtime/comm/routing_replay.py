@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from passes.errors import AutoparError
+from autopar.passes.errors import AutoparError
 
 
 @dataclass

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from autopar.passes.mesh import Mesh
 from autopar.runtime.comm.comm import Comm, CommError
 from autopar.runtime.comm.scheduler import Stopped
 from autopar.runtime.comm.virtual_world import (
@@ -25,7 +26,6 @@ from autopar.runtime.comm.virtual_world import (
     World,
 )
 from autopar.runtime.comm.work import Arrived, Work, sum_in_order
-from passes.mesh import Mesh
 
 T = TypeVar("T")
 

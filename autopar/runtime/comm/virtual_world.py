@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from autopar.passes.graph_text import DTYPES
+from autopar.passes.mesh import Mesh
 from autopar.runtime.comm.comm import CommError
 from autopar.runtime.comm.scheduler import CooperativeScheduler
 from autopar.runtime.comm.work import Work
-from passes.graph_text import DTYPES
-from passes.mesh import Mesh
 
 
 class Deadlock(CommError):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import ast
 from textwrap import fill, indent
 
-from passes.errors import AutoparError
-from passes.program import Program
+from autopar.passes.errors import AutoparError
+from autopar.passes.program import Program
 
 Message = tuple[tuple[int, ...], str]  # shape and name of the dtype
 Messages = tuple[Message, ...]

@@ -15,6 +15,10 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
+from autopar.passes.program import Program
+from autopar.passes.schedule.exchanges import Exchange, exchanges, in_turn, of_kinds
+from autopar.passes.schedule.messages import apart, send_completions
+from autopar.passes.schedule.schedule import Action, Kind
 from autopar.runtime.comm.comm import Comm, Incoming, Outgoing
 from autopar.runtime.comm.step_state import StepState
 from autopar.runtime.comm.work import Work
@@ -25,10 +29,6 @@ from autopar.runtime.execute.loss_scale import LossScale
 from autopar.runtime.execute.running_stage import Batch, RunningStage, load_module
 from autopar.runtime.execute.tf32 import in_tf32
 from autopar.runtime.parameters.changed import check_data, check_kind, kind_of
-from passes.program import Program
-from passes.schedule.exchanges import Exchange, exchanges, in_turn, of_kinds
-from passes.schedule.messages import apart, send_completions
-from passes.schedule.schedule import Action, Kind
 
 
 class Executor:

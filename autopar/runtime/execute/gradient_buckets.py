@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.passes.program import Program
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.work import Work
-from passes.program import Program
 
 # Bytes of gradients that are worth a message (Li 2020, arXiv:2006.15704, figure 7).
 BUCKET = 25 << 20

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
-from passes.errors import AutoparError
+from autopar.passes.errors import AutoparError
 
 GROWTH, BACKOFF = 2.0, 0.5
 INTERVAL = 2000  # good steps in a row before the scale grows

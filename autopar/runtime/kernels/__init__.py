@@ -10,9 +10,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from autopar.passes.errors import IndexOutOfRange
+from autopar.passes.shard.layout import Pieces
 from autopar.runtime.kernels.sdpa import attention, attention_backward
-from passes.errors import IndexOutOfRange
-from passes.shard.layout import Pieces
 
 __all__ = [
     "add_",

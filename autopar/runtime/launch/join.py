@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.passes.mesh import MeshError
+from autopar.passes.ranges import RANKS, Range, shown
 from autopar.read_file import EnvironmentVariableError, read_variable
 from autopar.runtime.agreement.arrivals import await_all
-from passes.mesh import MeshError
-from passes.ranges import RANKS, Range, shown
 
 COMPILE = "autopar.compile()"
 RANK, PORT = Range(0, RANKS.most - 1), Range(0, (1 << 16) - 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any, NoReturn
 
-from passes.ranges import RANKS
+from autopar.passes.ranges import RANKS
 
 ROOT = Path(__file__).parents[3]  # of the checkout, or where we are installed
 GRACE = 40  # seconds: torchrun itself waits up to 30 for ranks that it ends

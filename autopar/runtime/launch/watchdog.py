@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
-from passes.errors import AutoparError
+from autopar.passes.errors import AutoparError
 
 BEAT = 0.5  # seconds between signs of life
 FAILURE = "autopar/failure"

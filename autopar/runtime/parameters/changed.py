@@ -8,9 +8,9 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from autopar.passes.errors import AutoparError
+from autopar.passes.program import Program, dtype_name
 from autopar.runtime.parameters.shards import take_shard
-from passes.errors import AutoparError
-from passes.program import Program, dtype_name
 
 Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from autopar.passes.errors import AutoparError
+from autopar.passes.program import Program
+from autopar.passes.ranges import shown
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.parameters.shards import owns
-from passes.errors import AutoparError
-from passes.program import Program
-from passes.ranges import shown
 
 
 def is_owner(program: Program, comm: Comm, name: str) -> bool:

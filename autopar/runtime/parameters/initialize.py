@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from autopar.passes.errors import AutoparError
+from autopar.passes.program import Program
 from autopar.runtime.parameters.shards import local_shape, take_shard
-from passes.errors import AutoparError
-from passes.program import Program
 
 
 class InitializationError(AutoparError):

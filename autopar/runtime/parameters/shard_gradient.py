@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.errors import AutoparError
+from autopar.passes.errors import AutoparError
 
 NORMS = frozenset(
     {

@@ -13,8 +13,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from passes.mesh import Mesh, balanced, start
-from passes.program import ParameterSpec
+from autopar.passes.mesh import Mesh, balanced, start
+from autopar.passes.program import ParameterSpec
 
 
 def spans(

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autopar.passes.errors import AutoparError
+from autopar.passes.program import Program
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.parameters.shards import put_shard, take_shard
-from passes.errors import AutoparError
-from passes.program import Program
 
 
 class WholeUpdates:
