@@ -63,7 +63,7 @@ def test_of_equal_things_the_earlier_give_way_first():
     assert picked == [(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)]
 
 
-@pytest.mark.matrix(quick=1)
+@pytest.mark.matrix(quick=1, daily=6)
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.6])
 @pytest.mark.parametrize(
     ("mesh", "options"),

@@ -26,7 +26,7 @@ def options(method: str) -> dict[str, Any]:
     return {"split": split, "zigzag": ("cp",) if layout else ()}
 
 
-@pytest.mark.matrix(quick=5)
+@pytest.mark.matrix(quick=5, daily=30)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("mesh, microbatches", MESHES)
 @pytest.mark.parametrize("build", [plain_gpt, gpt2, llama])

@@ -286,7 +286,7 @@ block(
 )
 
 
-@pytest.mark.matrix(quick=8)
+@pytest.mark.matrix(quick=8, daily=40)
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize(
     "mesh", ["dp=2,tp=2", pytest.param("pp=2,tp=4", marks=pytest.mark.slow)]

@@ -34,6 +34,7 @@ def compiled(mesh: str, microbatches: int = 1, schedule: str = "1f1b"):
     return model, batch, compile_program(trace(model, batch), plan, Costs())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["pp=1", "pp=2"])
 def test_activation_bytes_are_those_of_a_run(mesh: str) -> None:
     model, batch, program = compiled(mesh)
@@ -65,6 +66,7 @@ def test_activation_bytes_are_those_of_a_run(mesh: str) -> None:
         assert backward == pytest.approx(predicted.backward_peak - before, rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("mesh", ["pp=1", "pp=2"])
 def test_activation_bytes_in_halves_are_those_of_a_run(mesh: str) -> None:

@@ -12,6 +12,7 @@ from examples.benchmarks.gpu import SIZES, Done, Job, run, skipped, speed_rows, 
 from examples.benchmarks.gpu_models import TINY
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_it_runs_on_the_cpu(tmp_path):
     """Without compiled ways to train, which take a minute to compile."""

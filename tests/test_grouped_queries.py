@@ -300,6 +300,7 @@ def test_a_part_of_a_mesh_has_no_axis_that_shares_keys() -> None:
 # --- what kernels copy ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_copies_inside_of_kernels_are_predicted(dtype: torch.dtype) -> None:
     """In float32 there are none."""

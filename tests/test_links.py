@@ -77,11 +77,12 @@ def counted(mesh: Mesh, axes: tuple[str, ...], devices: int) -> tuple[int, int] 
     return (many, min(min(c.values()) for c in found)) if many > 1 else None
 
 
+@pytest.mark.slow
 def test_nodes_of_a_group_are_those_of_its_ranks() -> None:
     """On any mesh: groups of six straddle nodes of eight."""
     chance = random.Random(0)
     straddle = 0
-    for _ in range(400):
+    for _ in range(200):
         axes = chance.sample(["pp", "dp", "cp", "tp"], chance.randint(1, 4))
         mesh = Mesh(tuple((a, chance.choice([1, 2, 3, 4, 5, 6, 8])) for a in axes))
         group = tuple(chance.sample(axes, chance.randint(1, len(axes))))
@@ -90,7 +91,7 @@ def test_nodes_of_a_group_are_those_of_its_ranks() -> None:
         assert nodes(mesh, group, devices) == expected, (mesh, group, devices)
         size = math.prod(mesh.axis_size(a) for a in group)
         straddle += expected is not None and size <= devices
-    assert straddle > 50
+    assert straddle > 25
 
 
 def test_a_group_that_straddles_nodes_talks_over_the_network() -> None:

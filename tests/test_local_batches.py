@@ -89,7 +89,7 @@ def train_plainly(model: str, batches: list[Batch]) -> tuple[Any, ...]:
     return losses, case.model.state_dict()
 
 
-@pytest.mark.matrix(quick=1)
+@pytest.mark.matrix(quick=1, daily=3)
 @pytest.mark.parametrize(
     ("model", "mesh", "options"),
     [
@@ -165,6 +165,7 @@ def shapes_of_one_step() -> int:
     return len(step._shapes._executors)
 
 
+@pytest.mark.slow
 def test_batches_of_other_shapes_train_the_same_weights():
     assert run_ranks(shapes_of_one_step, 2) == [3, 3]
 
@@ -183,6 +184,7 @@ def test_gradients_of_several_shapes_add_up() -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
+@pytest.mark.nightly
 def test_compiling_for_another_shape_leaves_gradients(tmp_path: Path) -> None:
     case, plain = (plain_gpt(layers=1).double() for _ in range(2))
     step = autopar.compile(
@@ -196,6 +198,7 @@ def test_compiling_for_another_shape_leaves_gradients(tmp_path: Path) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_there_is_a_limit_to_shapes() -> None:
     case = plain_gpt(layers=1)
     step = case.step()
@@ -264,6 +267,7 @@ def load_the_same() -> list[str]:
     return [text for text in said if "samples" in text]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "ranks", "says"),
     [
@@ -283,6 +287,7 @@ def test_what_is_loaded_wrongly_is_an_error(body, ranks, says):
         run_ranks(body, ranks)
 
 
+@pytest.mark.slow
 def test_samples_that_all_ranks_loaded_are_noticed():
     said = run_ranks(load_the_same, 2)
     assert len(said[0]) == 1 and "all ranks loaded the same samples" in said[0][0]

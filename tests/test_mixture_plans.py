@@ -60,7 +60,7 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.matrix(quick=1)
+@pytest.mark.matrix(quick=1, daily=4)
 @pytest.mark.parametrize(("name", "mesh", "zero", "precision"), CASES)
 def test_memory_on_paper_is_that_of_the_program(name, mesh, zero, precision) -> None:
     """Ranks of ep share all but experts, those of dp experts too."""

@@ -280,7 +280,7 @@ def test_a_loss_of_ignored_tokens_alone_is_not_a_number() -> None:
 QUICK = {"gpt2", "llama"}
 
 
-@pytest.mark.matrix(quick=6)
+@pytest.mark.matrix(quick=6, daily=14)
 @pytest.mark.parametrize(
     "name",
     [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS],

@@ -65,7 +65,7 @@ def drawn(costs: OpShardingCosts, seed: int) -> dict[str, str | None]:
     return found
 
 
-@pytest.mark.matrix(quick=2)
+@pytest.mark.matrix(quick=2, daily=14)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("mesh", "axis"), [("tp=2", "tp"), ("cp=3", "cp"), ("dp=2,tp=2", "tp")]
@@ -204,11 +204,11 @@ def frugal(case, mesh: str, **options) -> Plan:
     assert of.layers is not None
     runs = Runs(of.layers.path, of.layers.period, of.layers.repeats)
     found = Axis(setting_of(of.named, plan), runs).best(1e-6)
-    return replace(plan, labels={"tp": found.op_shardings})
+    return replace(plan, labels={"tp": found.labels})
 
 
 @pytest.mark.slow
-@pytest.mark.matrix(quick=3)
+@pytest.mark.matrix(quick=3, daily=6)
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2", "pp=2,tp=2", "cp=2,tp=2"])
 @pytest.mark.parametrize("build", [plain_gpt, gpt2, llama])
 def test_plans_with_labels_are_right(build, mesh) -> None:

@@ -35,7 +35,7 @@ PLANS = {
 }
 
 
-@pytest.mark.matrix(quick=2)
+@pytest.mark.matrix(quick=1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_text_is_as_long_for_any_number_of_layers(plan: str) -> None:
     mesh, options = PLANS[plan]

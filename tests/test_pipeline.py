@@ -122,7 +122,7 @@ LOSSES = [
 ]
 
 
-@pytest.mark.matrix(quick=4)
+@pytest.mark.matrix(quick=4, daily=14)
 @pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("mesh", ONE_QUICK)
 def test_a_loss_that_is_a_sum_over_samples(loss_fn, mesh):

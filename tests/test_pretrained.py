@@ -73,7 +73,7 @@ def train(kind: str, mesh: str, folder: str, out: str, options: Any) -> list[flo
     return losses
 
 
-@pytest.mark.matrix(quick=1)
+@pytest.mark.matrix(quick=1, daily=2)
 @pytest.mark.parametrize(
     ("kind", "mesh", "options"),
     [
@@ -259,6 +259,7 @@ def load_on_one_rank(folder: str) -> None:
         step(**batch())
 
 
+@pytest.mark.slow
 def test_all_ranks_must_load(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="rank 0 loads weights, but rank 1 steps"):
         run_ranks(load_on_one_rank, 2, str(tmp_path))
@@ -283,6 +284,7 @@ def save_without_room(folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_what_another_library_raises_all_ranks_raise(tmp_path: Path) -> None:
     for full, tokenizer in run_ranks(save_without_room, 2, str(tmp_path / "out")):
         assert "SafetensorError" in full and "too large" in full

@@ -267,6 +267,7 @@ def test_numbers_in_texts_are_told_for_what_they_are(
     assert differs(text(wrong), text(small), *known) is not None
 
 
+@pytest.mark.matrix(quick=0, daily=2)
 @pytest.mark.slow
 @pytest.mark.usefixtures("only_small")
 @pytest.mark.parametrize(
@@ -345,6 +346,7 @@ def test_a_wrong_pass_fails_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
         prove(model, batch, program)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_small")
 def test_an_extent_may_be_larger_in_the_small_program() -> None:
     """8 is the head's extent and the batch's, of which three microbatches need 9."""

@@ -58,6 +58,7 @@ def test_zero_needs_what_every_published_row_says() -> None:
         assert found == pytest.approx(float(row["formula_gb"]), rel=1e-3), row
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_steps_are_predicted_from_those_of_small_models() -> None:
     """One test: fitting takes most of the time."""

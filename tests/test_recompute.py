@@ -31,7 +31,7 @@ def gradients(case: Case, mesh: str, policy: str):
     return program, loss, grads
 
 
-@pytest.mark.matrix(quick=3)
+@pytest.mark.matrix(quick=3, daily=6)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("build", [plain_gpt, gpt2, llama])
 def test_full_recompute_changes_no_bit(build, mesh: str) -> None:

@@ -95,7 +95,7 @@ def world(mesh: str) -> int:
     return size
 
 
-@pytest.mark.matrix(quick=2)
+@pytest.mark.matrix(quick=2, daily=6)
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "zero"), MESHES)
 def test_the_trajectory_is_that_of_one_device(model, mesh, microbatches, zero):
     check_trajectory(model, mesh, microbatches, {"zero": zero})

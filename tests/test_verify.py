@@ -86,7 +86,7 @@ def test_rows_that_attend_to_nothing_give_nothing(dropout):
     case._replace(batch=flipped).verify("pp=2,tp=2", 2)
 
 
-@pytest.mark.matrix(quick=0, daily=57)
+@pytest.mark.matrix(quick=0, daily=38)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mesh", meshes(8), ids=lambda m: "pp{}-dp{}-tp{}".format(*m))

@@ -212,6 +212,7 @@ def test_a_rank_that_alone_is_told_to_end_is_named(
     assert watchdogs[2].reason() == said
 
 
+@pytest.mark.slow
 def test_who_ends_because_another_was_killed_names_that_one(
     watchdogs: list[Watchdog], clock: Clock
 ) -> None:

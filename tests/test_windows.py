@@ -148,6 +148,7 @@ def test_the_default_proof_keeps_a_window(monkeypatch: pytest.MonkeyPatch) -> No
     assert found and all(f is not None for f in found)
 
 
+@pytest.mark.slow
 def test_memory_is_linear_in_the_sequence() -> None:
     """32,768 rows, where a mask of them would have 2^30 elements."""
     seq, window = 2**15, 512

@@ -35,7 +35,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.matrix(quick=3)
+@pytest.mark.matrix(quick=3, daily=28)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
@@ -231,6 +231,7 @@ def elements(tensors) -> int:
 # --- real ranks --------------------------------------------------------------------
 
 
+@pytest.mark.matrix(quick=0, daily=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "mesh", "microbatches"),
