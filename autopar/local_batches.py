@@ -9,16 +9,19 @@ is 16 bytes each, where a token's activations are thousands in every layer.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from autopar.models.batches import samples_of
 from autopar.passes.mesh import TIME
 from autopar.passes.plan import Plan
 from autopar.runtime.comm.comm import Comm
+
+Inputs = Mapping[str, tuple[tuple[int, ...], str]]
+NOTHING: Inputs = MappingProxyType({})
 
 
 class DataRank:
@@ -49,29 +52,40 @@ class DataRank:
             dataset, self.size, self.index, shuffle, seed, drop_last
         )
 
-    def whole_like(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def whole_like(
+        self, batch: Mapping[str, Any], inputs: Inputs = NOTHING
+    ) -> dict[str, Any]:
         """Something with the names, shapes and dtypes of the global batch of which
-        `batch` is this rank's part; tensors hold zeros."""
-        own = samples_of(batch)
+        `batch` is this rank's part; tensors hold zeros. inputs: of a program for such
+        batches, which tells what of them are samples."""
+        samples = _of_samples(batch, inputs)
         whole = dict(batch)
         for name, x in batch.items():
             if isinstance(x, Tensor):
-                n = own * self.size if _has_samples(x, own) else None
-                shape = x.shape if n is None else (n, *x.shape[1:])
-                whole[name] = torch.zeros(shape, dtype=x.dtype)
+                rows = [len(x) * self.size] if name in samples else x.shape[:1]
+                whole[name] = torch.zeros((*rows, *x.shape[1:]), dtype=x.dtype)
         return whole
 
-    def gather(self, comm: Comm, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather(
+        self, comm: Comm, parts: Mapping[str, Tensor], inputs: Inputs = NOTHING
+    ) -> dict[str, Tensor]:
         """The global batch, of what each rank loaded; on all ranks."""
-        own = samples_of(parts)
         whole = dict(parts)
-        for name, x in parts.items():
-            if _has_samples(x, own) and self.size > 1:
-                # As bytes: not every backend sends booleans, or integers of 16 bits.
-                sent = x.contiguous().view(torch.uint8)
-                whole[name] = comm.all_gather(sent, self.axes, 0).view(x.dtype)
+        # In one order, in whichever a rank names them.
+        for name in sorted(_of_samples(parts, inputs)) if self.size > 1 else ():
+            # As bytes: not every backend sends booleans, or integers of 16 bits.
+            sent = parts[name].contiguous().view(torch.uint8)
+            gathered = comm.all_gather(sent, self.axes, 0)
+            whole[name] = gathered.view(parts[name].dtype)
         return whole
 
 
-def _has_samples(x: Tensor, samples: int) -> bool:
-    return x.ndim > 0 and len(x) == samples
+def _of_samples(batch: Mapping[str, Any], inputs: Inputs) -> list[str]:
+    """The fields of a batch whose first dim is that of samples: the one that most have.
+    Positions may be as many as a rank's samples, so that a program tells more."""
+    shapes = {n: tuple(x.shape) for n, x in batch.items() if isinstance(x, Tensor)}
+    if shapes.keys() <= inputs.keys():
+        shapes = {name: inputs[name][0] for name in shapes}
+    lengths = [shape[0] for shape in shapes.values() if shape]
+    most = max(lengths, key=lengths.count, default=1)
+    return [name for name, shape in shapes.items() if shape and shape[0] == most]

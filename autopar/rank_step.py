@@ -132,7 +132,8 @@ class RankStep:
         and is the same on all ranks. local: `batch` is this rank's part of it."""
         data = self.data
         try:
-            like = data.whole_like(batch) if local else batch
+            inputs = self.program.inputs
+            like = data.whole_like(batch, inputs) if local else batch
             tensors = checked_batch(self.program, self._fixed, like)
             check_trained(self.program, self._updates.parameters)
             if self._originals is not None:
@@ -149,7 +150,7 @@ class RankStep:
         part = data.index if local else None
         with self._agree().on_batch(operation, own, self._updates, training, part):
             held = {name: upload(x, self.device) for name, x in own.items()}
-            yield data.gather(self.comm, held) if local else held
+            yield data.gather(self.comm, held, inputs) if local else held
 
     # --- what optimizers and checkpoints need --------------------------------------
 

@@ -182,7 +182,8 @@ class Step(RankStep):
         """Compile for batches of these shapes, unless that was done."""
         if self._executor is None:
             self.build(local=local, **batch)
-        like = self.data.whole_like(batch) if local else batch
+        inputs = self.program.inputs
+        like = self.data.whole_like(batch, inputs) if local else batch
         if not self._shapes.fits(self.program, like):
             return  # whoever begins with it says why
         current, found = self.executor, self._shapes.find(like)
@@ -233,7 +234,7 @@ class Step(RankStep):
         )
         fixed = {k: v for k, v in batch.items() if not isinstance(v, Tensor)}
         Agreement(comm, program).on_build(self._seed, self._given, fixed)
-        check_same(self._model, comm, program)
+        check_same(self._model, comm, program, weights=self._pretrained is None)
         if self._pretrained is None:
             parameters, buffers = local_state(
                 program, self._model, comm.rank, self.device, self._seed

@@ -140,6 +140,22 @@ def test_a_part_has_the_rows_that_its_rank_computes_with(text):
     run_virtual(mesh, 2, check)
 
 
+def test_positions_as_many_as_a_rank_s_samples_are_not_samples() -> None:
+    """Where a program tells what is."""
+    mesh = autopar.Mesh.parse("dp=2")
+    inputs = {"ids": ((8, 4), "int64"), "at": ((4,), "int64"), "mask": ((8, 4), "bool")}
+    batch = {"ids": torch.ones(4, 4), "at": torch.arange(4), "mask": torch.ones(4, 4)}
+
+    def check(comm):
+        part = DataRank(Plan(mesh), comm.rank)
+        assert part.whole_like(batch)["at"].shape == (8,)
+        assert part.whole_like(batch, inputs)["at"].shape == (4,)
+        whole = part.gather(comm, batch, inputs)
+        assert whole["at"] is batch["at"] and whole["ids"].shape == (8, 4)
+
+    run_virtual(mesh, 1, check)
+
+
 # --- shapes -------------------------------------------------------------------------
 
 

@@ -251,6 +251,21 @@ def test_no_rank_ever_has_the_model(tmp_path: Path) -> None:
         assert held < 0.27 * total
 
 
+def seeds_of_their_own(folder: str) -> Tensor:
+    torch.manual_seed(torch.distributed.get_rank())
+    step = autopar.compile(
+        make("gpt2"), "tp=2", example_inputs=batch(), pretrained=folder
+    )
+    return step.state_dict()["transformer.h.0.mlp.c_fc.weight"]
+
+
+@pytest.mark.slow
+def test_what_ranks_held_before_does_not_matter(tmp_path: Path) -> None:
+    model = other("gpt2", tmp_path)
+    for found in run_ranks(seeds_of_their_own, 2, str(tmp_path)):
+        assert torch.equal(found, model.transformer.h[0].mlp.c_fc.weight)
+
+
 def load_on_one_rank(folder: str) -> None:
     step = autopar.compile(make("gpt2"), "tp=2", example_inputs=batch())
     if step.comm.rank == 0:

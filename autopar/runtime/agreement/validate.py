@@ -76,9 +76,11 @@ def check_names(
         )
 
 
-def check_same(model: nn.Module, comm: Comm, program: Program) -> None:
+def check_same(
+    model: nn.Module, comm: Comm, program: Program, weights: bool = True
+) -> None:
     """Compare the values of all ranks' parameters, and of buffers that the program
-    reads, by digests.
+    reads, by digests. weights: else the parameters' values are read from elsewhere.
 
     Weights on meta are drawn from one seed later, and so the same. All ranks must call
     it. Raises ModelMismatch on all of them.
@@ -86,7 +88,7 @@ def check_same(model: nn.Module, comm: Comm, program: Program) -> None:
     world = comm.mesh.size
     read = {name for name, spec in program.buffers.items() if spec.stages}
     buffers = {n: x for n, x in model.named_buffers() if n in read}
-    held = {**dict(model.named_parameters()), **buffers}
+    held = {**dict(model.named_parameters() if weights else ()), **buffers}
     named = [(n, x) for n, x in held.items() if not x.is_meta]
     if world == 1 or not named:
         return
