@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autopar.passes.emit_modules import EmittedStage
-from autopar.passes.graph import Value
-from autopar.passes.mesh import TIME
-from autopar.passes.program import (
+from .emit_modules import EmittedStage
+from .graph import Value
+from .mesh import TIME
+from .program import (
     ParameterSpec,
     Program,
     StageSpec,
     dtype_name,
 )
-from autopar.passes.proof.input_ranges import InputRange
-from autopar.passes.schedule.footprint import communication
-from autopar.passes.schedule.schedule_stages import Scheduled
-from autopar.passes.shard.collectives import collective
-from autopar.passes.shard.parameter_sharding import gathered_axes
-from autopar.passes.shard.ring import ring_of
-from autopar.passes.stage.local_stage import LocalStage
-from autopar.passes.stage.split_stages import Staged
+from .proof.input_ranges import InputRange
+from .schedule.footprint import communication
+from .schedule.schedule_stages import Scheduled
+from .shard.collectives import collective
+from .shard.parameter_sharding import gathered_axes
+from .shard.ring import ring_of
+from .stage.local_stage import LocalStage
+from .stage.split_stages import Staged
 
 
 def assemble(

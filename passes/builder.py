@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autopar.passes.graph import Graph, Location, Node, Value
+from .graph import Graph, Location, Node, Value
 
 
 def unused(stem: str, taken: Collection[str]) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.passes.graph import Node, Value
-from autopar.passes.ops.attention import ATTENTION
-from autopar.passes.ops.op import is_view, op_of
-from autopar.passes.shard.ring import passed_round, ring_of
+from .graph import Node, Value
+from .ops.attention import ATTENTION
+from .ops.op import is_view, op_of
+from .shard.ring import passed_round, ring_of
 
 # Backward costs twice the forward: one product for the input's gradient, one for the
 # weight's (Narayanan 2021, appendix).

@@ -18,8 +18,8 @@ from functools import cache
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from autopar.passes.errors import AutoparError
-from autopar.passes.ranges import shown
+from .errors import AutoparError
+from .ranges import shown
 
 ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
 AGAIN = "write it again with this version of autopar"

@@ -7,22 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from autopar.passes.program import (
+from .program import (
     coords_text,
 )
-from autopar.passes.schedule.choose_recompute import (
+from .schedule.choose_recompute import (
     stage_policies,
 )
-from autopar.passes.schedule.choose_schedule import (
+from .schedule.choose_schedule import (
     splits_backward,
 )
-from autopar.passes.shard.sharding import local_extent
-from autopar.passes.stage.check_alike import check_alike
-from autopar.passes.stage.differentiate import finish, join
-from autopar.passes.stage.emit import emit
-from autopar.passes.stage.local_stage import LocalStage
-from autopar.passes.stage.split_stages import Stage, Staged
-from autopar.passes.watch import Watch
+from .shard.sharding import local_extent
+from .stage.check_alike import check_alike
+from .stage.differentiate import finish, join
+from .stage.emit import emit
+from .stage.local_stage import LocalStage
+from .stage.split_stages import Stage, Staged
+from .watch import Watch
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from autopar.passes.graph_text import (
+from .graph_text import (
     SOURCE,
     VALUE,
     constant_text,

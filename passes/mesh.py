@@ -13,8 +13,8 @@ from functools import cached_property
 from itertools import product
 from math import prod
 
-from autopar.passes.errors import AutoparError
-from autopar.passes.ranges import RANKS, shown
+from .errors import AutoparError
+from .ranges import RANKS, shown
 
 PIPELINE = "pp"
 TIME = "time"

@@ -5,35 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import gcd
 
-from autopar.passes.assemble import assemble
-from autopar.passes.capture.lower_precision import lower_precision
-from autopar.passes.capture.normalize import normalize
-from autopar.passes.capture.trace import Traced
-from autopar.passes.cost import Costs
-from autopar.passes.dims.name_dims import Named, name_dims
-from autopar.passes.emit_modules import emit_modules
-from autopar.passes.errors import BatchError, CaptureError
-from autopar.passes.mesh import TIME
-from autopar.passes.plan import Plan
-from autopar.passes.program import (
+from .assemble import assemble
+from .capture.lower_precision import lower_precision
+from .capture.normalize import normalize
+from .capture.trace import Traced
+from .cost import Costs
+from .dims.name_dims import Named, name_dims
+from .emit_modules import emit_modules
+from .errors import BatchError, CaptureError
+from .mesh import TIME
+from .plan import Plan
+from .program import (
     Program,
 )
-from autopar.passes.proof.input_ranges import find_input_ranges
-from autopar.passes.schedule.choose_recompute import (
+from .proof.input_ranges import find_input_ranges
+from .schedule.choose_recompute import (
     choose_recompute,
 )
-from autopar.passes.schedule.choose_schedule import (
+from .schedule.choose_schedule import (
     splits_backward,
 )
-from autopar.passes.schedule.schedule_stages import schedule_stages
-from autopar.passes.shard.cut_weights import cut_weights
-from autopar.passes.shard.insert_collectives import Lowered, insert_collectives
-from autopar.passes.shard.propagate import propagate
-from autopar.passes.shard.query_groups import group_remark, split_groups
-from autopar.passes.shard.remarks import find_remarks
-from autopar.passes.shard.separable import reads_whole
-from autopar.passes.stage.split_stages import split_stages
-from autopar.passes.watch import Watch
+from .schedule.schedule_stages import schedule_stages
+from .shard.cut_weights import cut_weights
+from .shard.insert_collectives import Lowered, insert_collectives
+from .shard.propagate import propagate
+from .shard.query_groups import group_remark, split_groups
+from .shard.remarks import find_remarks
+from .shard.separable import reads_whole
+from .stage.split_stages import split_stages
+from .watch import Watch
 
 
 def compile_program(

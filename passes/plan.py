@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from autopar.passes.decode import decode, parse_json
-from autopar.passes.errors import AutoparError
-from autopar.passes.mesh import AXES, PIPELINE, TIME, Mesh, usual_split
-from autopar.passes.ranges import check_range, shown
-from autopar.passes.schedule.make_schedule import SCHEDULES, place_stages
-from autopar.passes.shard.preference import Preference
-from autopar.passes.stage.recompute import POLICIES
+from .decode import decode, parse_json
+from .errors import AutoparError
+from .mesh import AXES, PIPELINE, TIME, Mesh, usual_split
+from .ranges import check_range, shown
+from .schedule.make_schedule import SCHEDULES, place_stages
+from .shard.preference import Preference
+from .stage.recompute import POLICIES
 
 FORMAT = 1
 AGAIN = "compile it again with this version of autopar"

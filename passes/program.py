@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from autopar.passes.cost import Seconds
-from autopar.passes.graph import Part
-from autopar.passes.mesh import Mesh
-from autopar.passes.plan import Plan
-from autopar.passes.proof.input_ranges import InputRange
-from autopar.passes.proof.proof import Proof
-from autopar.passes.schedule.footprint import Communication, Footprint
-from autopar.passes.schedule.memory import RankMemory
-from autopar.passes.schedule.schedule import Schedule
+from .cost import Seconds
+from .graph import Part
+from .mesh import Mesh
+from .plan import Plan
+from .proof.input_ranges import InputRange
+from .proof.proof import Proof
+from .schedule.footprint import Communication, Footprint
+from .schedule.memory import RankMemory
+from .schedule.schedule import Schedule
 
 FORMAT = 3
 

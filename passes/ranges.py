@@ -9,7 +9,7 @@ from numbers import Integral
 from types import MappingProxyType
 from typing import Any
 
-from autopar.passes.errors import AutoparError
+from .errors import AutoparError
 
 SHOWN = 40  # characters of a wrong value
 

@@ -10,11 +10,11 @@ from math import prod
 
 import torch
 
-from autopar.passes.decode import decode_fields, parse_json
-from autopar.passes.errors import AutoparError
-from autopar.passes.plan import Plan
-from autopar.passes.program import FORMAT, ParameterSpec, Program, coords_text
-from autopar.passes.schedule.schedule import Schedule
+from .decode import decode_fields, parse_json
+from .errors import AutoparError
+from .plan import Plan
+from .program import FORMAT, ParameterSpec, Program, coords_text
+from .schedule.schedule import Schedule
 
 WHERE = "program.json"
 AGAIN = "compile it again with this version of autopar"

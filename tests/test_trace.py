@@ -118,8 +118,10 @@ def categorical(x: Tensor, y: Tensor, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("loss", [gaussian, normal, categorical])
 def test_where_torch_looks_into_tensors_there_is_a_way_without(
-    loss: Callable[..., Tensor],
+    loss: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Torch's default, which whoever compiles with Dynamo turns off for the process.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     model = Model(lambda _, out: out)
     with pytest.raises(CaptureError) as error:
         trace(model, batch(), lambda out, b: loss(out, b["y"]))

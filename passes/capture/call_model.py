@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.passes.errors import CaptureError
+from ..errors import CaptureError
 
 
 def loss_of(

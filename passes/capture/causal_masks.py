@@ -7,8 +7,8 @@ from itertools import combinations_with_replacement
 import torch
 from torch import Tensor
 
-from autopar.passes.capture.rewrite import Rewriter
-from autopar.passes.graph import Node, Value, resolve
+from ..capture.rewrite import Rewriter
+from ..graph import Node, Value, resolve
 
 # Ops that compare positions, and put comparisons together. What they make of row and
 # column changes only where rows meet the numbers in them, so some rows tell of all.

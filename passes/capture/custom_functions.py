@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from autopar.passes.capture.unseen import spelled
-from autopar.passes.capture.user_frames import at_work
-from autopar.passes.errors import CaptureError
+from ..capture.unseen import spelled
+from ..capture.user_frames import at_work
+from ..errors import CaptureError
 
 Apply = type[torch.autograd.Function]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from autopar.passes.capture.loss import pick_rows
-from autopar.passes.capture.rewrite import Rewriter
-from autopar.passes.graph import Node, Value
+from ..capture.loss import pick_rows
+from ..capture.rewrite import Rewriter
+from ..graph import Node, Value
 
 
 def index(rewriter: Rewriter, node: Node) -> Value | None:

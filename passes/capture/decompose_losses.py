@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.passes.capture.rewrite import Rewriter, Rule
-from autopar.passes.graph import Node, Value, map_values, resolve
-from autopar.passes.ops.arguments import arguments, call
+from ..capture.rewrite import Rewriter, Rule
+from ..graph import Node, Value, map_values, resolve
+from ..ops.arguments import arguments, call
 
 NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from autopar.passes.builder import Builder
-from autopar.passes.capture.views import is_view, put_back
-from autopar.passes.errors import CaptureError
-from autopar.passes.graph import Graph, Node, Value, map_values, resolve, short
+from ..builder import Builder
+from ..capture.views import is_view, put_back
+from ..errors import CaptureError
+from ..graph import Graph, Node, Value, map_values, resolve, short
 
 # Ops that draw random numbers in a way that later passes make independent of the plan.
 KNOWN_CHANCE = {"aten.dropout", "aten.dropout_", "aten.scaled_dot_product_attention"}

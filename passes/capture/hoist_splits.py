@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from autopar.passes.capture.rewrite import Rewriter, Rule
-from autopar.passes.capture.split_products import CUTS, LINEAR, MATMUL, emit_split
-from autopar.passes.graph import Graph, Node, Value
+from ..capture.rewrite import Rewriter, Rule
+from ..capture.split_products import CUTS, LINEAR, MATMUL, emit_split
+from ..graph import Graph, Node, Value
 
 UNARY = frozenset(
     f"aten.{n}"

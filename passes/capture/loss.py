@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from autopar.passes.capture.decompose_losses import MEAN, REDUCED_RULES, SUM
-from autopar.passes.capture.rewrite import Rewriter, Rule
-from autopar.passes.graph import Node, Value
-from autopar.passes.ops.arguments import arguments
+from ..capture.decompose_losses import MEAN, REDUCED_RULES, SUM
+from ..capture.rewrite import Rewriter, Rule
+from ..graph import Node, Value
+from ..ops.arguments import arguments
 
 
 def cross_entropy(rewriter: Rewriter, node: Node) -> Value:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.passes.builder import Builder, prune
-from autopar.passes.capture.one_dtype import EQUAL
-from autopar.passes.capture.trace import Traced
-from autopar.passes.errors import CaptureError
-from autopar.passes.graph import Graph, Location, Node, Value, map_values, resolve
-from autopar.passes.graph_text import DTYPES
+from ..builder import Builder, prune
+from ..capture.one_dtype import EQUAL
+from ..capture.trace import Traced
+from ..errors import CaptureError
+from ..graph import Graph, Location, Node, Value, map_values, resolve
+from ..graph_text import DTYPES
 
 CAST = "aten.to.dtype"
 # Op -> how many of its operands are cast, None: all. A mask of attention need not be.

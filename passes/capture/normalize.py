@@ -14,20 +14,20 @@ from typing import Any
 
 import torch
 
-from autopar.passes.capture.decompose_index import index
-from autopar.passes.capture.hoist_splits import hoist_splits
-from autopar.passes.capture.loss import LOSS_RULES
-from autopar.passes.capture.rewrite import Rewriter, Rule
-from autopar.passes.capture.spell_attention import attention, emit_dropout
-from autopar.passes.capture.spell_composites import COMPOSITE_RULES
-from autopar.passes.capture.spell_experts import choice, looked_up_product
-from autopar.passes.capture.spell_groups import repeat_interleave
-from autopar.passes.capture.spell_pieces import PIECE_RULES
-from autopar.passes.capture.split_products import split_products
-from autopar.passes.capture.trace import Traced
-from autopar.passes.graph import Graph, Node, Value
-from autopar.passes.ops.arguments import arguments, refuse_unread
-from autopar.passes.ops.captured import RESHAPES
+from ..capture.decompose_index import index
+from ..capture.hoist_splits import hoist_splits
+from ..capture.loss import LOSS_RULES
+from ..capture.rewrite import Rewriter, Rule
+from ..capture.spell_attention import attention, emit_dropout
+from ..capture.spell_composites import COMPOSITE_RULES
+from ..capture.spell_experts import choice, looked_up_product
+from ..capture.spell_groups import repeat_interleave
+from ..capture.spell_pieces import PIECE_RULES
+from ..capture.split_products import split_products
+from ..capture.trace import Traced
+from ..graph import Graph, Node, Value
+from ..ops.arguments import arguments, refuse_unread
+from ..ops.captured import RESHAPES
 
 NESTED = 2  # pieces of pieces are cut too
 

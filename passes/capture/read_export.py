@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.passes.builder import Builder
-from autopar.passes.capture.inline_vmap import plain_region, regions
-from autopar.passes.capture.user_frames import TORCH
-from autopar.passes.capture.values_read import (
+from ..builder import Builder
+from ..capture.inline_vmap import plain_region, regions
+from ..capture.user_frames import TORCH
+from ..capture.values_read import (
     UNKNOWN,
     Read,
     Unknown,
     has_shape,
     refuse_unknown,
 )
-from autopar.passes.errors import CaptureError
-from autopar.passes.graph import Location, Node, Value, values_in
-from autopar.passes.ops.arguments import arguments, call
+from ..errors import CaptureError
+from ..graph import Location, Node, Value, values_in
+from ..ops.arguments import arguments, call
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 

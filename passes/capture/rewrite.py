@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from autopar.passes.builder import Builder, prune
-from autopar.passes.graph import Graph, Location, Node, Value, resolve
+from ..builder import Builder, prune
+from ..graph import Graph, Location, Node, Value, resolve
 
 Rule = Callable[["Rewriter", Node], "Value | tuple[Value | None, ...] | None"]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from autopar.passes.capture.causal_masks import causal_window
-from autopar.passes.capture.rewrite import Rewriter
-from autopar.passes.capture.spell_groups import without_copies
-from autopar.passes.graph import Location, Node, Value
-from autopar.passes.ops.arguments import arguments
+from ..capture.causal_masks import causal_window
+from ..capture.rewrite import Rewriter
+from ..capture.spell_groups import without_copies
+from ..graph import Location, Node, Value
+from ..ops.arguments import arguments
 
 
 def attention(rewriter: Rewriter, node: Node) -> Value:

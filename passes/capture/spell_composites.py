@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from autopar.passes.capture.rewrite import Rewriter, Rule
-from autopar.passes.graph import Node, Value
-from autopar.passes.ops.arguments import arguments
+from ..capture.rewrite import Rewriter, Rule
+from ..graph import Node, Value
+from ..ops.arguments import arguments
 
 
 def tensor_split(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from autopar.passes.capture.rewrite import Rewriter
-from autopar.passes.graph import Node, Value
+from ..capture.rewrite import Rewriter
+from ..graph import Node, Value
 
 
 def looked_up_product(rewriter: Rewriter, node: Node) -> Value | None:

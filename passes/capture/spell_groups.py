@@ -7,8 +7,8 @@ is kept for the backward, and less is gathered, exchanged, or passed round.
 
 from __future__ import annotations
 
-from autopar.passes.capture.rewrite import Rewriter
-from autopar.passes.graph import Node, Value
+from ..capture.rewrite import Rewriter
+from ..graph import Node, Value
 
 HEADS = 1  # the dim of keys and values that has their heads
 

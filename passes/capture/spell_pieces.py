@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from autopar.passes.capture.rewrite import Rewriter, Rule
-from autopar.passes.graph import Location, Node, Value
+from ..capture.rewrite import Rewriter, Rule
+from ..graph import Location, Node, Value
 
 FILLED = ("aten.zeros", "aten.ones", "aten.full")
 

@@ -15,9 +15,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.passes.capture.rewrite import Rewriter, Rule
-from autopar.passes.capture.spell_pieces import bounds
-from autopar.passes.graph import Graph, Location, Node, Value
+from ..capture.rewrite import Rewriter, Rule
+from ..capture.spell_pieces import bounds
+from ..graph import Graph, Location, Node, Value
 
 LINEAR, MATMUL, ADD = "aten.linear.default", "aten.matmul.default", "aten.add.Tensor"
 CUTS = ("aten.split", "aten.split_with_sizes", "aten.chunk")

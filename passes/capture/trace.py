@@ -19,15 +19,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.passes.capture.call_model import call_for_loss, only_by_any_keyword
-from autopar.passes.capture.custom_functions import Functions
-from autopar.passes.capture.functionalize import functionalize
-from autopar.passes.capture.one_dtype import OneDtype
-from autopar.passes.capture.read_export import ExportReader
-from autopar.passes.capture.unseen import Unseen, refuse_hooks
-from autopar.passes.capture.values_read import capture_failed
-from autopar.passes.errors import CaptureError
-from autopar.passes.graph import Graph, Part, Value
+from ..capture.call_model import call_for_loss, only_by_any_keyword
+from ..capture.custom_functions import Functions
+from ..capture.functionalize import functionalize
+from ..capture.one_dtype import OneDtype
+from ..capture.read_export import ExportReader
+from ..capture.unseen import Unseen, refuse_hooks
+from ..capture.values_read import capture_failed
+from ..errors import CaptureError
+from ..graph import Graph, Part, Value
 
 
 @dataclass(frozen=True)

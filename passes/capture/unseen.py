@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.passes.capture.user_frames import at_work
-from autopar.passes.capture.values_read import Read, read_by, tried_by
-from autopar.passes.errors import CaptureError
+from ..capture.user_frames import at_work
+from ..capture.values_read import Read, read_by, tried_by
+from ..errors import CaptureError
 
 AFTER_STEP = (
     "remove it before compile (handle.remove()); what it does to gradients can be done "

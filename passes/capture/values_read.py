@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.passes.capture.user_frames import at_work, raised_at, words_at_work
-from autopar.passes.errors import CaptureError
+from ..capture.user_frames import at_work, raised_at, words_at_work
+from ..errors import CaptureError
 
 # In errors of captures that need to know what is in a tensor.
 VALUES_READ = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.passes.builder import Builder
-from autopar.passes.graph import Node, Value
+from ..builder import Builder
+from ..graph import Node, Value
 
 # Ops whose result is a view of their operand, if it lies in the same memory. (`detach`
 # hides the write from autograd, which refuses writes to one of several results.)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.passes.dims.atoms import Atoms
-from autopar.passes.dims.origins import Origin
-from autopar.passes.graph import Graph, Node, Value
-from autopar.passes.ops.rules import equation
+from ..dims.atoms import Atoms
+from ..dims.origins import Origin
+from ..graph import Graph, Node, Value
+from ..ops.rules import equation
 
 
 def choose_names(

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from autopar.passes.capture.trace import Traced
-from autopar.passes.dims.atoms import Atoms
-from autopar.passes.dims.choose_names import choose_names
-from autopar.passes.dims.origins import Origin, find_origins
-from autopar.passes.dims.probe import probe_equation
-from autopar.passes.graph import Graph, Node, Value
-from autopar.passes.ops.notation import Equation, Role, extent_of
-from autopar.passes.ops.rules import equation
+from ..capture.trace import Traced
+from ..dims.atoms import Atoms
+from ..dims.choose_names import choose_names
+from ..dims.origins import Origin, find_origins
+from ..dims.probe import probe_equation
+from ..graph import Graph, Node, Value
+from ..ops.notation import Equation, Role, extent_of
+from ..ops.rules import equation
 
 
 @dataclass(frozen=True, slots=True)

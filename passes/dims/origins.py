@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 import torch
 
-from autopar.passes.graph import Graph
+from ..graph import Graph
 
 
 class Origin(enum.Flag):

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.passes.graph import Node, Value, map_values, resolve
-from autopar.passes.ops.evaluate import Results, evaluate
-from autopar.passes.ops.notation import Equation, Role, extent_of
-from autopar.passes.ops.op import op_of
+from ..graph import Node, Value, map_values, resolve
+from ..ops.evaluate import Results, evaluate
+from ..ops.notation import Equation, Role, extent_of
+from ..ops.op import op_of
 
 # On more elements than this an op is tried out with smaller extents.
 LARGEST = 2**18

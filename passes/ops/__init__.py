@@ -1,6 +1,6 @@
 """Operations: each is declared once, in the file of its family (see `op.Op`)."""
 
-from autopar.passes.ops import (
+from ..ops import (
     attention,
     captured,
     collectives,
@@ -14,7 +14,7 @@ from autopar.passes.ops import (
     reductions,
     views,
 )
-from autopar.passes.ops.op import declare
+from ..ops.op import declare
 
 for family in (
     *(views, pointwise, reductions, products, attention, lookups, experts),

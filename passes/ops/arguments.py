@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from autopar.passes.errors import CaptureError
-from autopar.passes.graph import Node, Value, parameters, resolve, show
-from autopar.passes.ops.op import op_of
+from ..errors import CaptureError
+from ..graph import Node, Value, parameters, resolve, show
+from ..ops.op import op_of
 
 # Where a tensor lies and how, which the rank that runs the program decides.
 PLACEMENT = frozenset({"device", "pin_memory", "non_blocking", "memory_format"})

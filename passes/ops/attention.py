@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.passes.graph import Node, Value
-from autopar.passes.ops.op import Cotangents, Op, Place
-from autopar.passes.ops.tape import Tape
+from ..graph import Node, Value
+from ..ops.op import Cotangents, Op, Place
+from ..ops.tape import Tape
 
 ATTENTION, ATTENTION_BACKWARD = "comm.attention", "comm.attention_backward"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.passes.ops.op import Op
+from ..ops.op import Op
 
 HEEDED = {
     "_to_copy": "self dtype",

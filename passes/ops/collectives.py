@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.passes.graph import Node, Value
-from autopar.passes.mesh import Axes, as_axes, balanced, nested
-from autopar.passes.ops.op import Cotangents, Op, Place
-from autopar.passes.ops.tape import Tape
+from ..graph import Node, Value
+from ..mesh import Axes, as_axes, balanced, nested
+from ..ops.op import Cotangents, Op, Place
+from ..ops.tape import Tape
 
 
 def gather_on_rank(at: Place, node: Node, local: Node) -> Node:

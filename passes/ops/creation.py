@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.passes.ops.op import Op, to_out
+from ..ops.op import Op, to_out
 
 
 def _sized(heeds: str, *names: str) -> tuple[Op, ...]:

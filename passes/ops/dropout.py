@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.passes.graph import Node
-from autopar.passes.ops.op import Op, Place
+from ..graph import Node
+from ..ops.op import Op, Place
 
 
 def on_rank(at: Place, node: Node, local: Node) -> Node:

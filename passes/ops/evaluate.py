@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.passes.graph import Node, resolve
-from autopar.passes.ops.op import OPS, op_of
+from ..graph import Node, resolve
+from ..ops.op import OPS, op_of
 
 Results = tuple[Tensor | None, ...]
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from autopar.passes.graph import Node, Value
-from autopar.passes.ops.lookups import local
-from autopar.passes.ops.op import Cotangents, Op, Place
-from autopar.passes.ops.products import by_columns, of_weight_grad
-from autopar.passes.ops.tape import Tape
+from ..graph import Node, Value
+from ..ops.lookups import local
+from ..ops.op import Cotangents, Op, Place
+from ..ops.products import by_columns, of_weight_grad
+from ..ops.tape import Tape
 
 ROUTE, DISPATCH, COMBINE = "comm.route", "comm.dispatch", "comm.combine"
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from autopar.passes.graph import Node, Value
-from autopar.passes.ops.op import op_of
+from ..graph import Node, Value
+from ..ops.op import op_of
 
 ADDED = ("aten.add", "aten.sub")  # a number that is added is no sum
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from autopar.passes.graph import Node, Value
-from autopar.passes.ops.notation import letters
-from autopar.passes.ops.op import Cotangents, Op, Place
-from autopar.passes.ops.tape import Tape
+from ..graph import Node, Value
+from ..ops.notation import letters
+from ..ops.op import Cotangents, Op, Place
+from ..ops.tape import Tape
 
 
 def gathered(node: Node) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from autopar.passes.graph import Node, Value
+from ..graph import Node, Value
 
 Role = Literal["map", "sum", "max", "lookup", "rows", "ring", "routed", "whole"]
 SUFFIXES: dict[str, Role] = {

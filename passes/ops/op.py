@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor
 
-from autopar.passes.graph import OWN, Node, Value
-from autopar.passes.mesh import Axes
+from ..graph import OWN, Node, Value
+from ..mesh import Axes
 
 if TYPE_CHECKING:
-    from autopar.passes.ops.tape import Tape
+    from ..ops.tape import Tape
 
 Cotangents = Sequence[Value | None]
 # node, cotangents of its outs (None where nothing flows back) -> of its operands

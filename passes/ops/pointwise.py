@@ -3,9 +3,9 @@ of; casts; losses that `normalize` leaves unreduced."""
 
 from __future__ import annotations
 
-from autopar.passes.graph import Node, Value
-from autopar.passes.ops.op import Cotangents, Op
-from autopar.passes.ops.tape import Tape
+from ..graph import Node, Value
+from ..ops.op import Cotangents, Op
+from ..ops.tape import Tape
 
 
 def add(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from autopar.passes.graph import Node, Value
-from autopar.passes.ops.notation import parse
-from autopar.passes.ops.op import Cotangents, Op
-from autopar.passes.ops.tape import Tape
+from ..graph import Node, Value
+from ..ops.notation import parse
+from ..ops.op import Cotangents, Op
+from ..ops.tape import Tape
 
 # --- Rules ------------------------------------------------------------------------
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.passes.graph import Node
-from autopar.passes.ops.notation import letters
-from autopar.passes.ops.op import Op
+from ..graph import Node
+from ..ops.notation import letters
+from ..ops.op import Op
 
 HEEDS = "input hx params has_biases num_layers dropout train bidirectional batch_first"
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from autopar.passes.graph import Node, Value
-from autopar.passes.ops.notation import letters, spell
-from autopar.passes.ops.op import Cotangents, Op
-from autopar.passes.ops.tape import Tape
+from ..graph import Node, Value
+from ..ops.notation import letters, spell
+from ..ops.op import Cotangents, Op
+from ..ops.tape import Tape
 
 
 def dims_of(node: Node, name: str = "dim") -> list[int]:

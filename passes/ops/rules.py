@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from autopar.passes.graph import Node, resolve
-from autopar.passes.ops.notation import Equation, parse
-from autopar.passes.ops.op import op_of
+from ..graph import Node, resolve
+from ..ops.notation import Equation, parse
+from ..ops.op import op_of
 
 
 def equation(node: Node) -> Equation | None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from autopar.passes.builder import Builder
-from autopar.passes.graph import Location, Node, Value
-from autopar.passes.ops.op import is_view
+from ..builder import Builder
+from ..graph import Location, Node, Value
+from ..ops.op import is_view
 
 
 @dataclass

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from autopar.passes.graph import Node, Value, resolve
-from autopar.passes.ops.notation import letters, spell
-from autopar.passes.ops.op import Cotangents, Op, to_out
-from autopar.passes.ops.tape import Tape
+from ..graph import Node, Value, resolve
+from ..ops.notation import letters, spell
+from ..ops.op import Cotangents, Op, to_out
+from ..ops.tape import Tape
 
 # --- Rules ------------------------------------------------------------------------
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.passes.mesh import Mesh
-from autopar.passes.plan import AUTO
-from autopar.passes.schedule.make_schedule import SCHEDULES, place_stages
-from autopar.passes.schedule.order import read_order
+from ..mesh import Mesh
+from ..plan import AUTO
+from ..schedule.make_schedule import SCHEDULES, place_stages
+from ..schedule.order import read_order
 
 
 @dataclass(frozen=True)

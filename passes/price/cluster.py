@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
-from autopar.passes.errors import AutoparError
-from autopar.passes.mesh import Mesh
-from autopar.passes.price.measured import TABLE, Messages, Ops, without_products
-from autopar.passes.ranges import RANKS, shown
-from autopar.passes.schedule.core_contention import ALONE, CoreContention
+from ..errors import AutoparError
+from ..mesh import Mesh
+from ..price.measured import TABLE, Messages, Ops, without_products
+from ..ranges import RANKS, shown
+from ..schedule.core_contention import ALONE, CoreContention
 
 
 class ClusterError(AutoparError):

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from autopar.passes.plan import AUTO
-from autopar.passes.price.candidate import Candidate
-from autopar.passes.price.cluster import Cluster, Link
-from autopar.passes.price.estimate_memory import rank_memory
-from autopar.passes.price.made_order import make_order
-from autopar.passes.price.price import FORWARD, STEP, TIED, UPDATE, Account, once_a_rank
-from autopar.passes.price.sources import Sources, find_sources
-from autopar.passes.price.stage_seconds import (
+from ..plan import AUTO
+from ..price.candidate import Candidate
+from ..price.cluster import Cluster, Link
+from ..price.estimate_memory import rank_memory
+from ..price.made_order import make_order
+from ..price.price import FORWARD, STEP, TIED, UPDATE, Account, once_a_rank
+from ..price.sources import Sources, find_sources
+from ..price.stage_seconds import (
     StageSeconds,
     exposed,
     last_backward,
@@ -24,13 +24,13 @@ from autopar.passes.price.stage_seconds import (
     shared,
     stage_seconds,
 )
-from autopar.passes.schedule.check_schedule import run_order
-from autopar.passes.schedule.core_contention import CoreContention, simulate_contention
-from autopar.passes.schedule.footprint import peak_bytes
-from autopar.passes.schedule.make_schedule import make_schedule
-from autopar.passes.schedule.order import read_order
-from autopar.passes.schedule.schedule import Schedule, add_communication
-from autopar.passes.schedule.simulate_schedule import Timeline
+from ..schedule.check_schedule import run_order
+from ..schedule.core_contention import CoreContention, simulate_contention
+from ..schedule.footprint import peak_bytes
+from ..schedule.make_schedule import make_schedule
+from ..schedule.order import read_order
+from ..schedule.schedule import Schedule, add_communication
+from ..schedule.simulate_schedule import Timeline
 
 # AdamW reads a parameter, its gradient and two moments, and writes three of them.
 OPTIMIZER_TRAFFIC = 7

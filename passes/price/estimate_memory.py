@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.passes.price.candidate import Candidate
-from autopar.passes.price.price import Account
-from autopar.passes.schedule.memory import OPTIMIZER_STATES
+from ..price.candidate import Candidate
+from ..price.price import Account
+from ..schedule.memory import OPTIMIZER_STATES
 
 TERMS = ("parameters", "trained", "read", "cast")
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from autopar.passes.graph import Node, Value
-from autopar.passes.ops.op import is_view, op_of
-from autopar.passes.ops.rules import is_pointwise
+from ..graph import Node, Value
+from ..ops.op import is_view, op_of
+from ..ops.rules import is_pointwise
 
 
 def fused_traffic(

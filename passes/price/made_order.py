@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.passes.cost import Seconds
-from autopar.passes.price.candidate import Candidate
-from autopar.passes.price.estimate_memory import rank_memory
-from autopar.passes.price.price import Account, once_a_rank
-from autopar.passes.price.stage_seconds import StageSeconds
-from autopar.passes.schedule.fit_schedule import fit_schedule
-from autopar.passes.schedule.order import write_order
+from ..cost import Seconds
+from ..price.candidate import Candidate
+from ..price.estimate_memory import rank_memory
+from ..price.price import Account, once_a_rank
+from ..price.stage_seconds import StageSeconds
+from ..schedule.fit_schedule import fit_schedule
+from ..schedule.order import write_order
 
 
 def make_order(

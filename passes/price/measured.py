@@ -15,8 +15,8 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
-from autopar.passes.cost import flops, signature, traffic
-from autopar.passes.graph import Node
+from ..cost import flops, signature, traffic
+from ..graph import Node
 
 # How seconds were found: measured; between or beyond points of the same kind; or not
 # at all, so that a table of hardware has to say.

@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.passes.cost import flops, traffic
-from autopar.passes.graph import Node, Value
-from autopar.passes.ops.op import op_of
-from autopar.passes.ops.products import of_weight_grad
-from autopar.passes.price.cluster import Device
-from autopar.passes.price.fusion import fused_traffic
-from autopar.passes.price.measured import SOURCES, TABLE, between
-from autopar.passes.price.price_memory import (
+from ..cost import flops, traffic
+from ..graph import Node, Value
+from ..ops.op import op_of
+from ..ops.products import of_weight_grad
+from ..price.cluster import Device
+from ..price.fusion import fused_traffic
+from ..price.measured import SOURCES, TABLE, between
+from ..price.price_memory import (
     BACKWARD,
     EVERY_PEAK,
     FORWARD,
@@ -29,11 +29,11 @@ from autopar.passes.price.price_memory import (
     Key,
     held_amounts,
 )
-from autopar.passes.program import dtype_name
-from autopar.passes.schedule.footprint import Footprint
-from autopar.passes.shard.collectives import SPEAKS, collective, contributed_bytes
-from autopar.passes.shard.ring import passed_round, ring_of
-from autopar.passes.stage.local_stage import LocalStage
+from ..program import dtype_name
+from ..schedule.footprint import Footprint
+from ..shard.collectives import SPEAKS, collective, contributed_bytes
+from ..shard.ring import passed_round, ring_of
+from ..stage.local_stage import LocalStage
 
 STEP = "step"
 PARTS = (FORWARD, BACKWARD, WEIGHT, STEP)

@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Protocol
 
-from autopar.passes.cost import Costs
-from autopar.passes.dims.name_dims import Named
-from autopar.passes.mesh import Mesh
-from autopar.passes.plan import Plan
-from autopar.passes.price.cluster import Device
-from autopar.passes.price.price import TIED, Account, in_a_row, price
-from autopar.passes.schedule.choose_recompute import stage_policies
-from autopar.passes.shard.cut_weights import cut_weights
-from autopar.passes.shard.insert_collectives import Lowered, insert_collectives
-from autopar.passes.shard.propagate import propagate
-from autopar.passes.stage.differentiate import Joint, finish, join
-from autopar.passes.stage.split_stages import Stage, split_stages
+from ..cost import Costs
+from ..dims.name_dims import Named
+from ..mesh import Mesh
+from ..plan import Plan
+from ..price.cluster import Device
+from ..price.price import TIED, Account, in_a_row, price
+from ..schedule.choose_recompute import stage_policies
+from ..shard.cut_weights import cut_weights
+from ..shard.insert_collectives import Lowered, insert_collectives
+from ..shard.propagate import propagate
+from ..stage.differentiate import Joint, finish, join
+from ..stage.split_stages import Stage, split_stages
 
 POSITIONS = ("first", "middle", "last", "more")
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from autopar.passes.mesh import TIME
-from autopar.passes.schedule.footprint import footprints
-from autopar.passes.shard.parameter_sharding import find_casts
-from autopar.passes.stage.blocks import Beside, beside_blocks
-from autopar.passes.stage.local_stage import LocalStage
+from ..mesh import TIME
+from ..schedule.footprint import footprints
+from ..shard.parameter_sharding import find_casts
+from ..stage.blocks import Beside, beside_blocks
+from ..stage.local_stage import LocalStage
 
 Key = tuple[str, ...]
 FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autopar.passes.mesh import Mesh
-from autopar.passes.price.cluster import Cluster
-from autopar.passes.price.measured import SOURCES, TABLE
-from autopar.passes.price.price import BACKWARD, FORWARD, WEIGHT, Account
+from ..mesh import Mesh
+from ..price.cluster import Cluster
+from ..price.measured import SOURCES, TABLE
+from ..price.price import BACKWARD, FORWARD, WEIGHT, Account
 
 COMPUTE, MESSAGES = "compute", "messages"
 Sources = Mapping[str, Mapping[str, float]]

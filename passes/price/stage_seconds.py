@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.passes.mesh import Mesh
-from autopar.passes.price.candidate import Candidate
-from autopar.passes.price.cluster import Cluster, Link
-from autopar.passes.price.price import BACKWARD, FORWARD, WEIGHT, Account, footprint_of
-from autopar.passes.schedule.footprint import Footprint
+from ..mesh import Mesh
+from ..price.candidate import Candidate
+from ..price.cluster import Cluster, Link
+from ..price.price import BACKWARD, FORWARD, WEIGHT, Account, footprint_of
+from ..schedule.footprint import Footprint
 
 # What a collective beside computing takes from it, of its own seconds: an assumption,
 # that kernels which communicate hold an eighth of a GPU's multiprocessors. That they

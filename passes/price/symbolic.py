@@ -17,15 +17,15 @@ from typing import Protocol, cast
 
 from sympy import Expr, Integer, Symbol, expand
 
-from autopar.passes.cost import flops
-from autopar.passes.dims.name_dims import Dim, Dims, Named
-from autopar.passes.dims.origins import Origin
-from autopar.passes.graph import LAYER, Node, Value
-from autopar.passes.ops.op import op_of
-from autopar.passes.plan import Plan
-from autopar.passes.shard.propagate import propagate
-from autopar.passes.shard.sharding import Sharding
-from autopar.passes.stage.reuse import find_owners
+from ..cost import flops
+from ..dims.name_dims import Dim, Dims, Named
+from ..dims.origins import Origin
+from ..graph import LAYER, Node, Value
+from ..ops.op import op_of
+from ..plan import Plan
+from ..shard.propagate import propagate
+from ..shard.sharding import Sharding
+from ..stage.reuse import find_owners
 
 BACKWARD_PRODUCTS = 2  # products of the backward for one of the forward
 MASK_BYTES = 1  # of an element of a dropout's mask

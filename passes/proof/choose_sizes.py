@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
-from autopar.passes.errors import AutoparError
-from autopar.passes.proof.extents import MARGIN, Product, Sum
+from ..errors import AutoparError
+from ..proof.extents import MARGIN, Product, Sum
 
 # Axes that split an extent, outermost first.
 Split = tuple[str, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.passes.graph import Node, Value
+from ..graph import Node, Value
 
 CUTS = ("slice", "slice_scatter", "select", "select_scatter", "narrow")
 

@@ -15,16 +15,16 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-from autopar.passes.capture.trace import Traced
-from autopar.passes.dims.atoms import Atoms
-from autopar.passes.dims.name_dims import bind
-from autopar.passes.dims.probe import probe_equation
-from autopar.passes.graph import Graph, Node, Value
-from autopar.passes.ops.captured import RESHAPES
-from autopar.passes.ops.notation import parse
-from autopar.passes.ops.rules import equation
-from autopar.passes.proof.cuts import cut_of, dim_of
-from autopar.passes.proof.unite_ops import SPECIAL
+from ..capture.trace import Traced
+from ..dims.atoms import Atoms
+from ..dims.name_dims import bind
+from ..dims.probe import probe_equation
+from ..graph import Graph, Node, Value
+from ..ops.captured import RESHAPES
+from ..ops.notation import parse
+from ..ops.rules import equation
+from ..proof.cuts import cut_of, dim_of
+from ..proof.unite_ops import SPECIAL
 
 # A product of extents that stay factors: `(heads head_dim)` as (12, 64).
 Product = tuple[int, ...]

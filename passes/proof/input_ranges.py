@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autopar.passes.graph import Graph, Node, Value, resolve, values_in
+from ..graph import Graph, Node, Value, resolve, values_in
 
 INDEX, LABEL, MASK, VALUE = "index", "label", "mask", "value"
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from autopar.passes.proof.read_text import end_of
+from ..proof.read_text import end_of
 
 FUNCTION = re.compile(r"^def (\w+)\(.*\):\n", re.MULTILINE)
 UNDER = re.compile(r"\s*(for i in|if) (.*):$")

@@ -9,9 +9,9 @@ from functools import lru_cache
 from itertools import combinations, zip_longest
 from math import prod
 
-from autopar.passes.graph import LAYER
-from autopar.passes.program import ParameterSpec, Program, StageSpec
-from autopar.passes.proof.extents import Product
+from ..graph import LAYER
+from ..program import ParameterSpec, Program, StageSpec
+from ..proof.extents import Product
 
 Factors = tuple[Product, ...]
 PIECE = re.compile(r"\[\d+:\d+\]")

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.passes.capture.trace import Traced
-from autopar.passes.graph import Graph, Node, Value, map_values, resolve
-from autopar.passes.ops.captured import RESHAPES
-from autopar.passes.ops.op import op_of
-from autopar.passes.proof.choose_sizes import NotShrunk
-from autopar.passes.proof.cuts import cut_of
-from autopar.passes.proof.extents import MARGIN, Extents
+from ..capture.trace import Traced
+from ..graph import Graph, Node, Value, map_values, resolve
+from ..ops.captured import RESHAPES
+from ..ops.op import op_of
+from ..proof.choose_sizes import NotShrunk
+from ..proof.cuts import cut_of
+from ..proof.extents import MARGIN, Extents
 
 # Numbers of at most this size in comparisons of positions are counts, not sizes.
 SMALL_NUMBER = 8

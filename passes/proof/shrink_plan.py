@@ -10,12 +10,12 @@ from itertools import accumulate
 from math import prod
 from typing import TypeVar
 
-from autopar.passes.graph import LAYER
-from autopar.passes.mesh import TIME, Mesh
-from autopar.passes.plan import Plan
-from autopar.passes.proof.choose_sizes import Candidates, Split
-from autopar.passes.shard.preference import RING
-from autopar.passes.shard.propagate import Sharded
+from ..graph import LAYER
+from ..mesh import TIME, Mesh
+from ..plan import Plan
+from ..proof.choose_sizes import Candidates, Split
+from ..shard.preference import RING
+from ..shard.propagate import Sharded
 
 T = TypeVar("T")
 

@@ -19,11 +19,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from autopar.passes.proof.find_dims import find_dims
-from autopar.passes.proof.layer_uses import find_out_of_turn
-from autopar.passes.proof.read_text import Counts, Number, Statement, read_module
-from autopar.passes.proof.same_specs import NO_PAIRS, Pairs, find_shares, stands_for
-from autopar.passes.proof.shrink_plan import Layers
+from ..proof.find_dims import find_dims
+from ..proof.layer_uses import find_out_of_turn
+from ..proof.read_text import Counts, Number, Statement, read_module
+from ..proof.same_specs import NO_PAIRS, Pairs, find_shares, stands_for
+from ..proof.shrink_plan import Layers
 
 SHOWN = 160  # characters of a statement in an error
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from autopar.passes.dims.atoms import Atoms
-from autopar.passes.dims.name_dims import bind
-from autopar.passes.graph import Node, Value
-from autopar.passes.ops.rules import equation
-from autopar.passes.proof.cuts import dim_of
+from ..dims.atoms import Atoms
+from ..dims.name_dims import bind
+from ..graph import Node, Value
+from ..ops.rules import equation
+from ..proof.cuts import dim_of
 
 
 class Unite(Protocol):

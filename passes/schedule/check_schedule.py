@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from autopar.passes.schedule.schedule import Action, Kind, Schedule, ScheduleError
+from ..schedule.schedule import Action, Kind, Schedule, ScheduleError
 
 WIDTH = 88  # characters in a line of a drawn schedule
 # What must have run before on the same stage and microbatch.

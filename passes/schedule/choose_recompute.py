@@ -11,30 +11,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from autopar.passes.cost import Seconds
-from autopar.passes.errors import AutoparError
-from autopar.passes.plan import AUTO, RECOMPUTE, Plan
-from autopar.passes.schedule.check_schedule import peak_in_flight
-from autopar.passes.schedule.choose_schedule import (
+from ..cost import Seconds
+from ..errors import AutoparError
+from ..plan import AUTO, RECOMPUTE, Plan
+from ..schedule.check_schedule import peak_in_flight
+from ..schedule.choose_schedule import (
     activation_budget,
     choose_schedule,
     decided_schedule,
     splits_backward,
 )
-from autopar.passes.schedule.fit_schedule import on_paper
-from autopar.passes.schedule.footprint import footprint, peak_bytes, saved_by_layer
-from autopar.passes.schedule.memory import (
+from ..schedule.fit_schedule import on_paper
+from ..schedule.footprint import footprint, peak_bytes, saved_by_layer
+from ..schedule.memory import (
     OutOfMemory,
     RankMemory,
     out_of_memory,
     resting,
 )
-from autopar.passes.schedule.pareto_front import Option, pareto_front
-from autopar.passes.schedule.schedule import Schedule, ScheduleError
-from autopar.passes.shard.parameter_sharding import find_gathered
-from autopar.passes.stage.differentiate import differentiate
-from autopar.passes.stage.local_stage import LocalStage
-from autopar.passes.stage.split_stages import Stage, Staged
+from ..schedule.pareto_front import Option, pareto_front
+from ..schedule.schedule import Schedule, ScheduleError
+from ..shard.parameter_sharding import find_gathered
+from ..stage.differentiate import differentiate
+from ..stage.local_stage import LocalStage
+from ..stage.split_stages import Stage, Staged
 
 # Layer of the model -> policy.
 Choice = dict[str, str]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from autopar.passes.cost import Seconds
-from autopar.passes.plan import AUTO, Plan
-from autopar.passes.schedule.fit_schedule import Limits, fit_schedule
-from autopar.passes.schedule.footprint import Footprint
-from autopar.passes.schedule.make_schedule import make_schedule
-from autopar.passes.schedule.memory import resting
-from autopar.passes.schedule.order import read_order
-from autopar.passes.schedule.schedule import Schedule, add_communication
-from autopar.passes.stage.local_stage import LocalStage
+from ..cost import Seconds
+from ..plan import AUTO, Plan
+from ..schedule.fit_schedule import Limits, fit_schedule
+from ..schedule.footprint import Footprint
+from ..schedule.make_schedule import make_schedule
+from ..schedule.memory import resting
+from ..schedule.order import read_order
+from ..schedule.schedule import Schedule, add_communication
+from ..stage.local_stage import LocalStage
 
 
 def choose_schedule(

@@ -12,9 +12,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.passes.schedule.check_schedule import Report
-from autopar.passes.schedule.schedule import Action, Kind, Schedule, add_communication
-from autopar.passes.schedule.simulate_schedule import (
+from ..schedule.check_schedule import Report
+from ..schedule.schedule import Action, Kind, Schedule, add_communication
+from ..schedule.simulate_schedule import (
     Span,
     Timeline,
     kind_seconds,

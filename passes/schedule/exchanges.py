@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from autopar.passes.schedule.messages import AHEAD
-from autopar.passes.schedule.schedule import Action, Kind, Schedule, ScheduleError
-from autopar.passes.schedule.simulate_schedule import simulate
+from ..schedule.messages import AHEAD
+from ..schedule.schedule import Action, Kind, Schedule, ScheduleError
+from ..schedule.simulate_schedule import simulate
 
 Exchange = tuple[Action, ...]  # messages of one rank with another one, at once
 

@@ -12,18 +12,18 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.passes.cost import Seconds
-from autopar.passes.schedule.footprint import Footprint, peak_bytes
-from autopar.passes.schedule.list_schedule import RULES, Listed, Pipeline, list_schedule
-from autopar.passes.schedule.make_schedule import SCHEDULES
-from autopar.passes.schedule.schedule import (
+from ..cost import Seconds
+from ..schedule.footprint import Footprint, peak_bytes
+from ..schedule.list_schedule import RULES, Listed, Pipeline, list_schedule
+from ..schedule.make_schedule import SCHEDULES
+from ..schedule.schedule import (
     Action,
     Kind,
     Schedule,
     ScheduleError,
     add_communication,
 )
-from autopar.passes.schedule.simulate_schedule import simulate
+from ..schedule.simulate_schedule import simulate
 
 # The rank of each stage -> bytes for activations on each rank.
 Limits = Callable[[Sequence[int]], Sequence[float]]

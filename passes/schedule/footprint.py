@@ -11,23 +11,23 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
 
-from autopar.passes.graph import Node
-from autopar.passes.graph_text import DTYPES
-from autopar.passes.schedule.messages import (
+from ..graph import Node
+from ..graph_text import DTYPES
+from ..schedule.messages import (
     AHEAD,
     prefetched_receives,
     send_completions,
     sizes,
 )
-from autopar.passes.schedule.schedule import Action, Kind, Schedule
-from autopar.passes.shard.collectives import bytes_of, collective, contributed_bytes
-from autopar.passes.shard.collectives import workspace as packing
-from autopar.passes.shard.parameter_sharding import find_made
-from autopar.passes.shard.ring import passed_round, ring_of, workspace
-from autopar.passes.stage.blocks import Beside
-from autopar.passes.stage.local_stage import LocalStage
-from autopar.passes.stage.outline import find_all_runs
-from autopar.passes.stage.reuse import find_owners
+from ..schedule.schedule import Action, Kind, Schedule
+from ..shard.collectives import bytes_of, collective, contributed_bytes
+from ..shard.collectives import workspace as packing
+from ..shard.parameter_sharding import find_made
+from ..shard.ring import passed_round, ring_of, workspace
+from ..stage.blocks import Beside
+from ..stage.local_stage import LocalStage
+from ..stage.outline import find_all_runs
+from ..stage.reuse import find_owners
 
 
 @dataclass(frozen=True)

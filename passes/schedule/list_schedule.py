@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from autopar.passes.cost import Seconds
-from autopar.passes.schedule.footprint import Footprint
-from autopar.passes.schedule.schedule import Action, Kind, Schedule
+from ..cost import Seconds
+from ..schedule.footprint import Footprint
+from ..schedule.schedule import Action, Kind, Schedule
 
 
 @dataclass(frozen=True)

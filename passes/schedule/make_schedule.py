@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from autopar.passes.schedule.schedule import (
+from ..schedule.schedule import (
     Action,
     Kind,
     Schedule,

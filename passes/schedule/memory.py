@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 
-from autopar.passes.errors import AutoparError
-from autopar.passes.schedule.footprint import Footprint, peak_bytes
-from autopar.passes.schedule.schedule import Schedule
-from autopar.passes.stage.local_stage import LocalStage
+from ..errors import AutoparError
+from ..schedule.footprint import Footprint, peak_bytes
+from ..schedule.schedule import Schedule
+from ..stage.local_stage import LocalStage
 
 # AdamW keeps two values for each one that it trains, in the parameter's own type.
 OPTIMIZER_STATES = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from autopar.passes.schedule.schedule import Action, Schedule
+from ..schedule.schedule import Action, Schedule
 
 # So many receives are posted before they are waited for: one is on its way while
 # something is computed.

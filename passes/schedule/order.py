@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.passes.schedule.check_schedule import check
-from autopar.passes.schedule.schedule import (
+from ..schedule.check_schedule import check
+from ..schedule.schedule import (
     Action,
     Kind,
     Schedule,

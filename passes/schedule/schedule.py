@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from autopar.passes.errors import AutoparError
+from ..errors import AutoparError
 
 
 class ScheduleError(AutoparError):

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.passes.cost import Costs, Seconds
-from autopar.passes.schedule.check_schedule import check
-from autopar.passes.schedule.choose_recompute import recompute_seconds
-from autopar.passes.schedule.choose_schedule import activation_budget, choose_schedule
-from autopar.passes.schedule.footprint import Footprint, footprint
-from autopar.passes.schedule.memory import RankMemory, check_memory, rank_memory
-from autopar.passes.schedule.schedule import Schedule
-from autopar.passes.stage.local_stage import LocalStage
-from autopar.passes.stage.split_stages import Staged
+from ..cost import Costs, Seconds
+from ..schedule.check_schedule import check
+from ..schedule.choose_recompute import recompute_seconds
+from ..schedule.choose_schedule import activation_budget, choose_schedule
+from ..schedule.footprint import Footprint, footprint
+from ..schedule.memory import RankMemory, check_memory, rank_memory
+from ..schedule.schedule import Schedule
+from ..stage.local_stage import LocalStage
+from ..stage.split_stages import Staged
 
 
 @dataclass(frozen=True)

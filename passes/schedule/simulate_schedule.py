@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from autopar.passes.schedule.check_schedule import WIDTH, Report, check, columns
-from autopar.passes.schedule.schedule import Action, Kind, Schedule, add_communication
+from ..schedule.check_schedule import WIDTH, Report, check, columns
+from ..schedule.schedule import Action, Kind, Schedule, add_communication
 
 
 class Span(NamedTuple):

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.passes.schedule.core_contention import (
+from ..schedule.core_contention import (
     ALONE,
     CoreContention,
     simulate_contention,
 )
-from autopar.passes.schedule.footprint import Footprint, bytes_alive
-from autopar.passes.schedule.schedule import Action, Kind, Schedule
-from autopar.passes.schedule.simulate_schedule import Span, Timeline
+from ..schedule.footprint import Footprint, bytes_alive
+from ..schedule.schedule import Action, Kind, Schedule
+from ..schedule.simulate_schedule import Span, Timeline
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"

@@ -12,13 +12,13 @@ from functools import cache
 from itertools import groupby, product
 from math import prod
 
-from autopar.passes.mesh import Mesh
-from autopar.passes.plan import RECOMPUTE
-from autopar.passes.price.candidate import Candidate
-from autopar.passes.price.cluster import Cluster
-from autopar.passes.ranges import RANGES
-from autopar.passes.schedule.make_schedule import SCHEDULES
-from autopar.passes.shard.query_groups import Groups, with_groups
+from ..mesh import Mesh
+from ..plan import RECOMPUTE
+from ..price.candidate import Candidate
+from ..price.cluster import Cluster
+from ..ranges import RANGES
+from ..schedule.make_schedule import SCHEDULES
+from ..shard.query_groups import Groups, with_groups
 
 CONTEXT_PARALLEL = ("gather", "ring", "ulysses")
 ALIKE = 0.05  # estimates that differ by less do not say which is faster

@@ -15,24 +15,24 @@ from functools import cached_property
 
 import torch
 
-from autopar.passes.cost import Costs
-from autopar.passes.dims.name_dims import Factor, Named
-from autopar.passes.dims.origins import Origin
-from autopar.passes.errors import AutoparError
-from autopar.passes.mesh import TIME, Mesh
-from autopar.passes.plan import Plan, PlanError
-from autopar.passes.price.cluster import Cluster
-from autopar.passes.schedule.choose_recompute import stage_policies
-from autopar.passes.search.least_cost import Block, Chosen, Table, least_cost, owns
-from autopar.passes.search.op_sharding_costs import Amounts, Choice, OpShardingCosts
-from autopar.passes.search.value_costs import Setting
-from autopar.passes.shard.insert_collectives import insert_collectives
-from autopar.passes.shard.plan_shardings import OpName, fold, name_ops, sharding_text
-from autopar.passes.shard.preference import RING
-from autopar.passes.shard.propagate import propagate
-from autopar.passes.stage.differentiate import differentiate
-from autopar.passes.stage.reuse import find_owners
-from autopar.passes.stage.split_stages import split_stages
+from ..cost import Costs
+from ..dims.name_dims import Factor, Named
+from ..dims.origins import Origin
+from ..errors import AutoparError
+from ..mesh import TIME, Mesh
+from ..plan import Plan, PlanError
+from ..price.cluster import Cluster
+from ..schedule.choose_recompute import stage_policies
+from ..search.least_cost import Block, Chosen, Table, least_cost, owns
+from ..search.op_sharding_costs import Amounts, Choice, OpShardingCosts
+from ..search.value_costs import Setting
+from ..shard.insert_collectives import insert_collectives
+from ..shard.plan_shardings import OpName, fold, name_ops, sharding_text
+from ..shard.preference import RING
+from ..shard.propagate import propagate
+from ..stage.differentiate import differentiate
+from ..stage.reuse import find_owners
+from ..stage.split_stages import split_stages
 
 CHEAPEST, DEAREST = 1e-18, 1e-3  # seconds that a byte may be worth
 STEPS = 30  # of bisection: prices within a ten-thousandth

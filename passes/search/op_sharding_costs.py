@@ -16,25 +16,25 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from autopar.passes.cost import BACKWARD_WORK
-from autopar.passes.dims.name_dims import Factor, Place
-from autopar.passes.dims.origins import Origin
-from autopar.passes.graph import Node, Value
-from autopar.passes.ops.op import op_of
-from autopar.passes.price.price import node_seconds
-from autopar.passes.search.least_cost import Table
-from autopar.passes.search.value_costs import NEVER, Amount, Setting, ValueCosts
-from autopar.passes.shard.hints import read_hints
-from autopar.passes.shard.op_sharding import (
+from ..cost import BACKWARD_WORK
+from ..dims.name_dims import Factor, Place
+from ..dims.origins import Origin
+from ..graph import Node, Value
+from ..ops.op import op_of
+from ..price.price import node_seconds
+from ..search.least_cost import Table
+from ..search.value_costs import NEVER, Amount, Setting, ValueCosts
+from ..shard.hints import read_hints
+from ..shard.op_sharding import (
     PASS,
     Allowed,
     OpSharding,
     made_state,
     needed_state,
 )
-from autopar.passes.shard.plan_shardings import splittable
-from autopar.passes.shard.resharding import Need, P, R, State, V
-from autopar.passes.shard.sharding import Sharding
+from ..shard.plan_shardings import splittable
+from ..shard.resharding import Need, P, R, State, V
+from ..shard.sharding import Sharding
 
 
 @dataclass(frozen=True)

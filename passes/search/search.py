@@ -14,24 +14,24 @@ from functools import cache, lru_cache
 from itertools import islice
 from statistics import fmean
 
-from autopar.passes.mesh import Mesh
-from autopar.passes.plan import AUTO
-from autopar.passes.price.candidate import Candidate
-from autopar.passes.price.cluster import Cluster
-from autopar.passes.price.estimate import Estimate, estimate, step_parts
-from autopar.passes.price.estimate_memory import rank_memory
-from autopar.passes.price.price import Account, once_a_rank
-from autopar.passes.price.price_layers import LayerPrices, Prices
-from autopar.passes.price.stage_seconds import StageSeconds, stage_seconds
-from autopar.passes.schedule.make_schedule import SCHEDULES
-from autopar.passes.search.balance_layers import balance_ranks
-from autopar.passes.search.candidates import ALIKE, Space, candidates
-from autopar.passes.search.top_candidates import (
+from ..mesh import Mesh
+from ..plan import AUTO
+from ..price.candidate import Candidate
+from ..price.cluster import Cluster
+from ..price.estimate import Estimate, estimate, step_parts
+from ..price.estimate_memory import rank_memory
+from ..price.price import Account, once_a_rank
+from ..price.price_layers import LayerPrices, Prices
+from ..price.stage_seconds import StageSeconds, stage_seconds
+from ..schedule.make_schedule import SCHEDULES
+from ..search.balance_layers import balance_ranks
+from ..search.candidates import ALIKE, Space, candidates
+from ..search.top_candidates import (
     best_cuts,
     made_schedules,
     other_contexts,
 )
-from autopar.passes.shard.query_groups import PAIR
+from ..shard.query_groups import PAIR
 
 SHORTLIST = 12
 # A plan that takes less than this share of the memory by formula does fit, and gains

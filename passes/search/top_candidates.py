@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from autopar.passes.errors import ShardingConflict
-from autopar.passes.plan import AUTO
-from autopar.passes.price.candidate import Candidate
-from autopar.passes.price.estimate import Estimate
-from autopar.passes.price.stage_seconds import StageSeconds
-from autopar.passes.schedule.schedule import ScheduleError
-from autopar.passes.search.balance_layers import balance_layers
-from autopar.passes.search.candidates import Space, contexts
+from ..errors import ShardingConflict
+from ..plan import AUTO
+from ..price.candidate import Candidate
+from ..price.estimate import Estimate
+from ..price.stage_seconds import StageSeconds
+from ..schedule.schedule import ScheduleError
+from ..search.balance_layers import balance_layers
+from ..search.candidates import Space, contexts
 
 MOST = 3  # of the best plans get a schedule of their own
 ACTIONS = 6_000  # of a step, at most: to make a schedule takes time by them

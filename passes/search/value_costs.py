@@ -11,14 +11,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.passes.dims.origins import find_differentiable
-from autopar.passes.graph import Value
-from autopar.passes.price.cluster import Device, Link
-from autopar.passes.price.estimate import OPTIMIZER_TRAFFIC
-from autopar.passes.schedule.memory import OPTIMIZER_STATES
-from autopar.passes.shard.propagate import Sharded
-from autopar.passes.shard.resharding import Impossible, Need, R, State, V, transition
-from autopar.passes.shard.sharding import Sharding
+from ..dims.origins import find_differentiable
+from ..graph import Value
+from ..price.cluster import Device, Link
+from ..price.estimate import OPTIMIZER_TRAFFIC
+from ..schedule.memory import OPTIMIZER_STATES
+from ..shard.propagate import Sharded
+from ..shard.resharding import Impossible, Need, R, State, V, transition
+from ..shard.sharding import Sharding
 
 COMPUTE, COMMUNICATION, MEMORY = range(3)  # of an amount; seconds, seconds, bytes
 Amount = tuple[float, float, float]

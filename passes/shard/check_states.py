@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
-from autopar.passes.dims.name_dims import Dims
-from autopar.passes.graph import Graph, InvalidGraph, Node, Value
-from autopar.passes.mesh import as_axes
-from autopar.passes.plan import Plan
-from autopar.passes.shard.collectives import ROUTED
-from autopar.passes.shard.resharding import MAX, TABLE, P, R, S, V, kind
-from autopar.passes.shard.sharding import Sharding
+from ..dims.name_dims import Dims
+from ..graph import Graph, InvalidGraph, Node, Value
+from ..mesh import as_axes
+from ..plan import Plan
+from ..shard.collectives import ROUTED
+from ..shard.resharding import MAX, TABLE, P, R, S, V, kind
+from ..shard.sharding import Sharding
 
 # op -> (the state of its operand on its axes, that of its result).
 STEPS: dict[str, set[tuple[str, str]]] = {}

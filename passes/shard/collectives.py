@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from math import prod
 
-from autopar.passes.graph import Node, Value
-from autopar.passes.mesh import as_axes
-from autopar.passes.ops.experts import COMBINE, DISPATCH, ROUTE
-from autopar.passes.ops.op import op_of
+from ..graph import Node, Value
+from ..mesh import as_axes
+from ..ops.experts import COMBINE, DISPATCH, ROUTE
+from ..ops.op import op_of
 
 ROUTED = (ROUTE, DISPATCH, COMBINE)
 # What only speaks of others that are under way, or may be.

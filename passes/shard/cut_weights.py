@@ -14,19 +14,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.passes.capture.lower_precision import CAST
-from autopar.passes.dims.name_dims import Dim, Dims, Factor
-from autopar.passes.dims.origins import find_origins
-from autopar.passes.graph import Node, Part, Value
-from autopar.passes.ops.arguments import arguments
-from autopar.passes.shard.op_sharding import OpSharding
-from autopar.passes.shard.parameter_sharding import (
+from ..capture.lower_precision import CAST
+from ..dims.name_dims import Dim, Dims, Factor
+from ..dims.origins import find_origins
+from ..graph import Node, Part, Value
+from ..ops.arguments import arguments
+from ..shard.op_sharding import OpSharding
+from ..shard.parameter_sharding import (
     common_place,
     parameter_sharding,
     varying_axes,
 )
-from autopar.passes.shard.propagate import Sharded
-from autopar.passes.shard.sharding import Sharding
+from ..shard.propagate import Sharded
+from ..shard.sharding import Sharding
 
 SPLIT = "aten.split_with_sizes.default"
 

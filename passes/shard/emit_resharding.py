@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from autopar.passes.builder import Builder
-from autopar.passes.dims.name_dims import Dim, Dims
-from autopar.passes.dims.origins import find_differentiable
-from autopar.passes.graph import Location, Value
-from autopar.passes.shard.propagate import Sharded
-from autopar.passes.shard.resharding import Step, V
-from autopar.passes.shard.sharding import Sharding
+from ..builder import Builder
+from ..dims.name_dims import Dim, Dims
+from ..dims.origins import find_differentiable
+from ..graph import Location, Value
+from ..shard.propagate import Sharded
+from ..shard.resharding import Step, V
+from ..shard.sharding import Sharding
 
 
 class ReshardEmitter:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from autopar.passes.graph import Graph, Node
-from autopar.passes.mesh import as_axes
-from autopar.passes.shard.sharding import Sharding
+from ..graph import Graph, Node
+from ..mesh import as_axes
+from ..shard.sharding import Sharding
 
 GATHER, SCATTER = "comm.all_gather", "comm.reduce_scatter"
 

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from autopar.passes.dims.name_dims import Dim, Factor, Named
-from autopar.passes.errors import HintError, ShardingConflict
-from autopar.passes.graph import Node
-from autopar.passes.plan import Plan
-from autopar.passes.shard.parameter_sharding import find_casts
+from ..dims.name_dims import Dim, Factor, Named
+from ..errors import HintError, ShardingConflict
+from ..graph import Node
+from ..plan import Plan
+from ..shard.parameter_sharding import find_casts
 
 
 @dataclass(frozen=True)

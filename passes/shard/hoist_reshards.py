@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.passes.dims.name_dims import Dims, Factor
-from autopar.passes.shard.sharding import Sharding
+from ..dims.name_dims import Dims, Factor
+from ..shard.sharding import Sharding
 
 
 def before_view(

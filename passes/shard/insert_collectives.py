@@ -13,24 +13,24 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import prod
 
-from autopar.passes.builder import prune
-from autopar.passes.capture.trace import Traced
-from autopar.passes.dims.name_dims import Dims, Factor
-from autopar.passes.dims.origins import Origin, find_differentiable, find_origins
-from autopar.passes.errors import LossNotSeparable
-from autopar.passes.graph import Graph, Location, Node, Value
-from autopar.passes.mesh import TIME
-from autopar.passes.ops.experts import COMBINE, DISPATCH
-from autopar.passes.ops.op import is_method
-from autopar.passes.plan import Plan
-from autopar.passes.shard.check_states import check_shardings, check_states
-from autopar.passes.shard.emit_resharding import ReshardEmitter
-from autopar.passes.shard.fuse_collectives import fuse_collectives
-from autopar.passes.shard.hoist_reshards import before_view
-from autopar.passes.shard.propagate import Sharded
-from autopar.passes.shard.resharding import R, Step, V, transition
-from autopar.passes.shard.routed import Ways
-from autopar.passes.shard.sharding import Sharding
+from ..builder import prune
+from ..capture.trace import Traced
+from ..dims.name_dims import Dims, Factor
+from ..dims.origins import Origin, find_differentiable, find_origins
+from ..errors import LossNotSeparable
+from ..graph import Graph, Location, Node, Value
+from ..mesh import TIME
+from ..ops.experts import COMBINE, DISPATCH
+from ..ops.op import is_method
+from ..plan import Plan
+from ..shard.check_states import check_shardings, check_states
+from ..shard.emit_resharding import ReshardEmitter
+from ..shard.fuse_collectives import fuse_collectives
+from ..shard.hoist_reshards import before_view
+from ..shard.propagate import Sharded
+from ..shard.resharding import R, Step, V, transition
+from ..shard.routed import Ways
+from ..shard.sharding import Sharding
 
 
 @dataclass(frozen=True)

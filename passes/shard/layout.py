@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
-from autopar.passes.mesh import balanced, start
+from ..mesh import balanced, start
 
 Pieces = tuple[tuple[int, int], ...]
 LEAST_ROWS = 128  # of a tile in a sliding window

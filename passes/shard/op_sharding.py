@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.passes.dims.name_dims import Dim, Factor
-from autopar.passes.graph import Node
-from autopar.passes.mesh import TIME
-from autopar.passes.ops.linearity import is_jointly_linear, passes_pending_sum
-from autopar.passes.ops.notation import PENDING
-from autopar.passes.shard.resharding import MAX, Need, P, R, State, V
+from ..dims.name_dims import Dim, Factor
+from ..graph import Node
+from ..mesh import TIME
+from ..ops.linearity import is_jointly_linear, passes_pending_sum
+from ..ops.notation import PENDING
+from ..shard.resharding import MAX, Need, P, R, State, V
 
 PASS = "pass"  # the op is applied to pending sums, and its result is one
 OpSharding = Factor | str | None

@@ -22,13 +22,13 @@ from math import prod
 
 import torch
 
-from autopar.passes.capture.lower_precision import CAST
-from autopar.passes.dims.name_dims import Dims
-from autopar.passes.graph import Graph, Node, Value
-from autopar.passes.mesh import TIME
-from autopar.passes.plan import Plan
-from autopar.passes.shard.resharding import R, V
-from autopar.passes.shard.sharding import Sharding
+from ..capture.lower_precision import CAST
+from ..dims.name_dims import Dims
+from ..graph import Graph, Node, Value
+from ..mesh import TIME
+from ..plan import Plan
+from ..shard.resharding import R, V
+from ..shard.sharding import Sharding
 
 GATHER = "comm.all_gather"
 GATHERS = (GATHER, "comm.start_gather")

@@ -15,11 +15,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.passes.dims.name_dims import Factor, Named
-from autopar.passes.dims.origins import Origin
-from autopar.passes.graph import LAYER, Graph, short
-from autopar.passes.plan import Plan, PlanError
-from autopar.passes.shard.op_sharding import Allowed, OpSharding
+from ..dims.name_dims import Factor, Named
+from ..dims.origins import Origin
+from ..graph import LAYER, Graph, short
+from ..plan import Plan, PlanError
+from ..shard.op_sharding import Allowed, OpSharding
 
 UNNAMED = re.compile(r"d\d+")
 

@@ -10,29 +10,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.passes.dims.name_dims import Factor, Named
-from autopar.passes.dims.origins import Origin, find_differentiable
-from autopar.passes.graph import Graph, InvalidGraph, Node, Value
-from autopar.passes.mesh import TIME
-from autopar.passes.ops.linearity import is_jointly_linear
-from autopar.passes.plan import Plan
-from autopar.passes.shard.check_states import check_sharding, check_shardings
-from autopar.passes.shard.hints import Pins, read_hints
-from autopar.passes.shard.op_sharding import (
+from ..dims.name_dims import Factor, Named
+from ..dims.origins import Origin, find_differentiable
+from ..graph import Graph, InvalidGraph, Node, Value
+from ..mesh import TIME
+from ..ops.linearity import is_jointly_linear
+from ..plan import Plan
+from ..shard.check_states import check_sharding, check_shardings
+from ..shard.hints import Pins, read_hints
+from ..shard.op_sharding import (
     PASS,
     Allowed,
     OpSharding,
     made_state,
     needed_state,
 )
-from autopar.passes.shard.parameter_sharding import find_casts, parameter_sharding
-from autopar.passes.shard.plan_shardings import planned_factor, read_plan_shardings
-from autopar.passes.shard.preference import RING, ROUTED, WEIGHTS, Preference
-from autopar.passes.shard.ring import check_rings, ring_factor
-from autopar.passes.shard.routed import WEIGHT, route_of, routed_factor
-from autopar.passes.shard.separable import check_loss, check_op
-from autopar.passes.shard.settle_varying import settle_varying
-from autopar.passes.shard.sharding import Route, Sharding
+from ..shard.parameter_sharding import find_casts, parameter_sharding
+from ..shard.plan_shardings import planned_factor, read_plan_shardings
+from ..shard.preference import RING, ROUTED, WEIGHTS, Preference
+from ..shard.ring import check_rings, ring_factor
+from ..shard.routed import WEIGHT, route_of, routed_factor
+from ..shard.separable import check_loss, check_op
+from ..shard.settle_varying import settle_varying
+from ..shard.sharding import Route, Sharding
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.passes.dims.name_dims import Named
-from autopar.passes.mesh import Mesh
-from autopar.passes.plan import Plan
+from ..dims.name_dims import Named
+from ..mesh import Mesh
+from ..plan import Plan
 
 KEYS, QUERIES = "kv_heads", "q_per_kv"
 PAIR = ("tp", "qp")

@@ -11,14 +11,14 @@ from collections.abc import Iterable
 
 import torch
 
-from autopar.passes.dims.name_dims import Factor
-from autopar.passes.dims.origins import Origin
-from autopar.passes.graph import Node, Value
-from autopar.passes.graph_text import DTYPES
-from autopar.passes.mesh import TIME
-from autopar.passes.ops.op import op_of
-from autopar.passes.shard.parameter_sharding import find_casts
-from autopar.passes.shard.propagate import Sharded
+from ..dims.name_dims import Factor
+from ..dims.origins import Origin
+from ..graph import Node, Value
+from ..graph_text import DTYPES
+from ..mesh import TIME
+from ..ops.op import op_of
+from ..shard.parameter_sharding import find_casts
+from ..shard.propagate import Sharded
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a layer, in `h.3.attn`
 TOKENS = ("batch", "seq")  # dims of the data, which no weight has

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from autopar.passes.dims.name_dims import Factor
-from autopar.passes.errors import ShardingConflict
-from autopar.passes.graph import Graph, Node
-from autopar.passes.ops.attention import ATTENTION, ATTENTION_BACKWARD
-from autopar.passes.plan import Plan
-from autopar.passes.shard.preference import RING
+from ..dims.name_dims import Factor
+from ..errors import ShardingConflict
+from ..graph import Graph, Node
+from ..ops.attention import ATTENTION, ATTENTION_BACKWARD
+from ..plan import Plan
+from ..shard.preference import RING
 
 KERNELS = (
     ATTENTION,

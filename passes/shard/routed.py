@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autopar.passes.builder import Builder
-from autopar.passes.dims.name_dims import Dim, Dims, Factor
-from autopar.passes.graph import Location, Node, Value
-from autopar.passes.ops.experts import ROUTE
-from autopar.passes.ops.op import op_of
-from autopar.passes.shard.op_sharding import OpSharding
-from autopar.passes.shard.sharding import Route, Sharding, Slots
+from ..builder import Builder
+from ..dims.name_dims import Dim, Dims, Factor
+from ..graph import Location, Node, Value
+from ..ops.experts import ROUTE
+from ..ops.op import op_of
+from ..shard.op_sharding import OpSharding
+from ..shard.sharding import Route, Sharding, Slots
 
 ROWS, EXPERT, WEIGHT = range(3)  # operands of expert_linear
 

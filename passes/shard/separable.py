@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autopar.passes.dims.name_dims import Dim, Named
-from autopar.passes.dims.origins import Origin
-from autopar.passes.errors import BatchError, LossNotSeparable
-from autopar.passes.graph import Node, Value
-from autopar.passes.mesh import TIME
-from autopar.passes.shard.op_sharding import PASS, OpSharding
-from autopar.passes.shard.sharding import Sharding
+from ..dims.name_dims import Dim, Named
+from ..dims.origins import Origin
+from ..errors import BatchError, LossNotSeparable
+from ..graph import Node, Value
+from ..mesh import TIME
+from ..shard.op_sharding import PASS, OpSharding
+from ..shard.sharding import Sharding
 
 TOGETHER = (
     "keep samples independent of each other up to the loss, or use microbatches=1; "

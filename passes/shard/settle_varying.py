@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.passes.dims.name_dims import Named
-from autopar.passes.dims.origins import Origin
-from autopar.passes.graph import Value
-from autopar.passes.plan import Plan
-from autopar.passes.shard.parameter_sharding import varying_axes
-from autopar.passes.shard.sharding import Sharding
+from ..dims.name_dims import Named
+from ..dims.origins import Origin
+from ..graph import Value
+from ..plan import Plan
+from ..shard.parameter_sharding import varying_axes
+from ..shard.sharding import Sharding
 
 
 def settle_varying(

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from autopar.passes.dims.name_dims import Dims
-from autopar.passes.graph_text import name_text, read_name
-from autopar.passes.mesh import balanced
-from autopar.passes.shard.resharding import MAX, P, R, State, V
+from ..dims.name_dims import Dims
+from ..graph_text import name_text, read_name
+from ..mesh import balanced
+from ..shard.resharding import MAX, P, R, State, V
 
 Slots = tuple[tuple[tuple[str, ...], ...], ...]
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from autopar.passes.graph import Node
-from autopar.passes.shard.parameter_sharding import find_casts
-from autopar.passes.stage.local_stage import LocalStage
-from autopar.passes.stage.outline import find_runs
+from ..graph import Node
+from ..shard.parameter_sharding import find_casts
+from ..stage.local_stage import LocalStage
+from ..stage.outline import find_runs
 
 Beside = Callable[[Sequence[Node]], Sequence[int]]  # nodes -> bytes at each of them
 

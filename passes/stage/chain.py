@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.passes.cost import Costs, Seconds
-from autopar.passes.dims.origins import Origin
-from autopar.passes.errors import StageError
-from autopar.passes.graph import Node, Value
-from autopar.passes.shard.insert_collectives import Lowered
-from autopar.passes.shard.parameter_sharding import GATHER
-from autopar.passes.stage.even_ranks import even_ranks
-from autopar.passes.stage.fuse import IDENTITIES
-from autopar.passes.stage.localize import Localizer
+from ..cost import Costs, Seconds
+from ..dims.origins import Origin
+from ..errors import StageError
+from ..graph import Node, Value
+from ..shard.insert_collectives import Lowered
+from ..shard.parameter_sharding import GATHER
+from ..stage.even_ranks import even_ranks
+from ..stage.fuse import IDENTITIES
+from ..stage.localize import Localizer
 
 
 class Chain:

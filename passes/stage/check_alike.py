@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autopar.passes.graph import InvalidGraph
-from autopar.passes.shard.collectives import collective
-from autopar.passes.shard.ring import ring_of
-from autopar.passes.stage.local_stage import LocalStage
+from ..graph import InvalidGraph
+from ..shard.collectives import collective
+from ..shard.ring import ring_of
+from ..stage.local_stage import LocalStage
 
 Call = tuple[str, tuple[str, ...]]  # a collective, and the axes it runs over
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 
-from autopar.passes.dims.name_dims import Dims
-from autopar.passes.graph import Graph, InvalidGraph, Node, Value, values_in
-from autopar.passes.shard.sharding import Sharding
-from autopar.passes.stage.reuse import ADD, ADD_EACH, find_owners, is_in_place
+from ..dims.name_dims import Dims
+from ..graph import Graph, InvalidGraph, Node, Value, values_in
+from ..shard.sharding import Sharding
+from ..stage.reuse import ADD, ADD_EACH, find_owners, is_in_place
 
 Parts = Mapping[str, Sequence[Node]]
 

@@ -10,21 +10,21 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from autopar.passes.builder import Builder
-from autopar.passes.graph import Graph, Node, Value
-from autopar.passes.mesh import TIME
-from autopar.passes.shard.parameter_sharding import (
+from ..builder import Builder
+from ..graph import Graph, Node, Value
+from ..mesh import TIME
+from ..shard.parameter_sharding import (
     find_casts,
     find_gathered,
     gather_again,
     gradient_dtypes,
 )
-from autopar.passes.stage.check_stage import check_shapes
-from autopar.passes.stage.fuse import add_together, fuse_bias, spell_masks
-from autopar.passes.stage.local_stage import LocalStage
-from autopar.passes.stage.localize import Localizer
-from autopar.passes.stage.outline import gather_runs
-from autopar.passes.stage.overlap import (
+from ..stage.check_stage import check_shapes
+from ..stage.fuse import add_together, fuse_bias, spell_masks
+from ..stage.local_stage import LocalStage
+from ..stage.localize import Localizer
+from ..stage.outline import gather_runs
+from ..stage.overlap import (
     await_gradients,
     by_layer,
     gather_ahead,
@@ -32,11 +32,11 @@ from autopar.passes.stage.overlap import (
     scatter_behind,
     tell_ready,
 )
-from autopar.passes.stage.recompute import recompute
-from autopar.passes.stage.reuse import reuse
-from autopar.passes.stage.split_backward import find_dependent, split_backward
-from autopar.passes.stage.split_stages import Stage
-from autopar.passes.stage.write_backward import Writer
+from ..stage.recompute import recompute
+from ..stage.reuse import reuse
+from ..stage.split_backward import find_dependent, split_backward
+from ..stage.split_stages import Stage
+from ..stage.write_backward import Writer
 
 
 @dataclass(frozen=True)

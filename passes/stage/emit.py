@@ -11,15 +11,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
-from autopar.passes.builder import unused
-from autopar.passes.graph import LAYER, Node, Value
-from autopar.passes.stage.hand_over import HandOver, Part, split_readers
-from autopar.passes.stage.local_stage import LocalStage
-from autopar.passes.stage.loops import Item, Loop, find_loops
-from autopar.passes.stage.outline import Outlined, outline
-from autopar.passes.stage.spell import as_tuple
-from autopar.passes.stage.split_backward import GRADIENT
-from autopar.passes.stage.write_function import Function
+from ..builder import unused
+from ..graph import LAYER, Node, Value
+from ..stage.hand_over import HandOver, Part, split_readers
+from ..stage.local_stage import LocalStage
+from ..stage.loops import Item, Loop, find_loops
+from ..stage.outline import Outlined, outline
+from ..stage.spell import as_tuple
+from ..stage.split_backward import GRADIENT
+from ..stage.write_function import Function
 
 HEADER = '''"""{title}
 

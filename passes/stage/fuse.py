@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from autopar.passes.graph import Location, Node, Value
-from autopar.passes.ops.attention import ATTENTION
-from autopar.passes.stage.outline import is_sum
-from autopar.passes.stage.reuse import ADD, ADD_EACH
+from ..graph import Location, Node, Value
+from ..ops.attention import ATTENTION
+from ..stage.outline import is_sum
+from ..stage.reuse import ADD, ADD_EACH
 
 # What does nothing at run time: R -> V, and a gradient that ends.
 IDENTITIES = ("comm.enter", "aten.detach.default")

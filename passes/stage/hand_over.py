@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from autopar.passes.graph import LAYER, Node, Value
-from autopar.passes.stage.loops import Carried, Item, Loop, without_ends
+from ..graph import LAYER, Node, Value
+from ..stage.loops import Carried, Item, Loop, without_ends
 
 
 @dataclass(eq=False)

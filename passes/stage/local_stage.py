@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.passes.cost import flops
-from autopar.passes.graph import Graph, Node, Value
-from autopar.passes.stage.check_stage import check_parts, check_shapes, part_graphs
-from autopar.passes.stage.split_stages import Stage
+from ..cost import flops
+from ..graph import Graph, Node, Value
+from ..stage.check_stage import check_parts, check_shapes, part_graphs
+from ..stage.split_stages import Stage
 
 
 @dataclass(frozen=True)

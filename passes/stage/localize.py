@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import product
 
-from autopar.passes.dims.name_dims import Dims
-from autopar.passes.graph import Node, Value
-from autopar.passes.mesh import Axes, as_axes
-from autopar.passes.ops.op import op_of
-from autopar.passes.shard.sharding import Sharding, local_extent
+from ..dims.name_dims import Dims
+from ..graph import Node, Value
+from ..mesh import Axes, as_axes
+from ..ops.op import op_of
+from ..shard.sharding import Sharding, local_extent
 
 
 @dataclass(frozen=True)

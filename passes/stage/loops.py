@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from autopar.passes.graph import LAYER, Node, Value
+from ..graph import LAYER, Node, Value
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from autopar.passes.cost import weights_of
-from autopar.passes.dims.name_dims import Dim, Dims
-from autopar.passes.dims.origins import is_real_or_complex
-from autopar.passes.graph import Node
-from autopar.passes.shard.sharding import Sharding
-from autopar.passes.stage.split_stages import Stage
+from ..cost import weights_of
+from ..dims.name_dims import Dim, Dims
+from ..dims.origins import is_real_or_complex
+from ..graph import Node
+from ..shard.sharding import Sharding
+from ..stage.split_stages import Stage
 
 
 def one_op(node: Node, flows: Collection[str] | None = None) -> Stage:

@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.passes.graph import LAYER, Location, Node, Value
-from autopar.passes.stage.reuse import find_owners
-from autopar.passes.stage.split_backward import GRADIENT
+from ..graph import LAYER, Location, Node, Value
+from ..stage.reuse import find_owners
+from ..stage.split_backward import GRADIENT
 
 LEAST = 3  # nodes that are worth a function
 CALL = "call."

@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
 
-from autopar.passes.builder import Builder
-from autopar.passes.graph import Location, Node, Value
-from autopar.passes.shard.parameter_sharding import GATHER, find_gathered
-from autopar.passes.stage.reuse import ADD, find_owners
-from autopar.passes.stage.split_backward import GRADIENT
+from ..builder import Builder
+from ..graph import Location, Node, Value
+from ..shard.parameter_sharding import GATHER, find_gathered
+from ..stage.reuse import ADD, find_owners
+from ..stage.split_backward import GRADIENT
 
 SCATTER = "comm.reduce_scatter"
 

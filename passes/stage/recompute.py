@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from autopar.passes.dims.name_dims import Dims
-from autopar.passes.graph import Node, Value
-from autopar.passes.stage.reuse import find_owners
+from ..dims.name_dims import Dims
+from ..graph import Node, Value
+from ..stage.reuse import find_owners
 
 Nodes = Sequence[Node]
 

@@ -14,9 +14,9 @@ from types import MappingProxyType
 
 import torch
 
-from autopar.passes.graph import Node, Value, resolve
-from autopar.passes.ops.op import OPS, is_view, op_of
-from autopar.passes.shard.collectives import arrives_in_place
+from ..graph import Node, Value, resolve
+from ..ops.op import OPS, is_view, op_of
+from ..shard.collectives import arrives_in_place
 
 # To add to an operand, and to several.
 ADD, ADD_EACH = "autopar.add_", "autopar.add_each_"

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from autopar.passes.graph import Node, Value, resolve
-from autopar.passes.ops.op import OPS, op_of
-from autopar.passes.stage.loops import Varying
-from autopar.passes.stage.outline import Number
-from autopar.passes.stage.reuse import IN_PLACE
+from ..graph import Node, Value, resolve
+from ..ops.op import OPS, op_of
+from ..stage.loops import Varying
+from ..stage.outline import Number
+from ..stage.reuse import IN_PLACE
 
 Names = Callable[[Value], str]
 Choose = Callable[[Varying], str]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from autopar.passes.graph import Node, Value
-from autopar.passes.stage.reuse import find_owners
+from ..graph import Node, Value
+from ..stage.reuse import find_owners
 
 GRADIENT = "grad."  # what names of gradient buffers begin with
 

@@ -14,16 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.passes.cost import NOTHING, Costs, Seconds
-from autopar.passes.dims.name_dims import Dims
-from autopar.passes.dims.origins import Origin, find_differentiable
-from autopar.passes.graph import LAYER, Graph, Location, Node, Value
-from autopar.passes.mesh import TIME
-from autopar.passes.plan import Plan
-from autopar.passes.shard.collectives import collective
-from autopar.passes.shard.insert_collectives import Lowered
-from autopar.passes.shard.sharding import Sharding
-from autopar.passes.stage.chain import Chain
+from ..cost import NOTHING, Costs, Seconds
+from ..dims.name_dims import Dims
+from ..dims.origins import Origin, find_differentiable
+from ..graph import LAYER, Graph, Location, Node, Value
+from ..mesh import TIME
+from ..plan import Plan
+from ..shard.collectives import collective
+from ..shard.insert_collectives import Lowered
+from ..shard.sharding import Sharding
+from ..stage.chain import Chain
 
 
 @dataclass(frozen=True)

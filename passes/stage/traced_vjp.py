@@ -19,12 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.passes.builder import Builder
-from autopar.passes.errors import CaptureError
-from autopar.passes.graph import Node, Value, map_values
-from autopar.passes.ops.evaluate import function_of
-from autopar.passes.ops.tape import Tape
-from autopar.passes.stage.reuse import may_alias
+from ..builder import Builder
+from ..errors import CaptureError
+from ..graph import Node, Value, map_values
+from ..ops.evaluate import function_of
+from ..ops.tape import Tape
+from ..stage.reuse import may_alias
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from autopar.passes.builder import Builder
-from autopar.passes.graph import Node, Value
-from autopar.passes.ops.op import Derivative, is_usual, op_of
-from autopar.passes.ops.tape import Tape, seed_of
-from autopar.passes.shard.parameter_sharding import find_gathered
-from autopar.passes.stage.fuse import drop_identities
-from autopar.passes.stage.overlap import by_layer, gather_ahead
-from autopar.passes.stage.split_backward import GRADIENT
-from autopar.passes.stage.traced_vjp import expand_forward, traced
+from ..builder import Builder
+from ..graph import Node, Value
+from ..ops.op import Derivative, is_usual, op_of
+from ..ops.tape import Tape, seed_of
+from ..shard.parameter_sharding import find_gathered
+from ..stage.fuse import drop_identities
+from ..stage.overlap import by_layer, gather_ahead
+from ..stage.split_backward import GRADIENT
+from ..stage.traced_vjp import expand_forward, traced
 
 
 class Writer:

@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from autopar.passes.builder import unused
-from autopar.passes.graph import Node, Value
-from autopar.passes.ops.op import is_method
-from autopar.passes.stage.hand_over import HandOver, Rows
-from autopar.passes.stage.loops import Given, Item, Loop
-from autopar.passes.stage.reuse import is_in_place, may_alias, takes_memory
-from autopar.passes.stage.spell import spell, targets
-from autopar.passes.stage.write_loop import Index, LoopWriter, Statements
+from ..builder import unused
+from ..graph import Node, Value
+from ..ops.op import is_method
+from ..stage.hand_over import HandOver, Rows
+from ..stage.loops import Given, Item, Loop
+from ..stage.reuse import is_in_place, may_alias, takes_memory
+from ..stage.spell import spell, targets
+from ..stage.write_loop import Index, LoopWriter, Statements
 
 MEANT = ("c", "p", "g", "k", "b", "i", "saved", "made", "torch", "F", "kernels", "aten")
 RESERVED = frozenset({*MEANT, *keyword.kwlist, "inf", "range", "reversed", "_"})

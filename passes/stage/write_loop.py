@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from autopar.passes.graph import LAYER, Node, Value
-from autopar.passes.stage.hand_over import Rows
-from autopar.passes.stage.loops import Carried, Given, Loop, Varying, numbered, series
-from autopar.passes.stage.reuse import takes_memory
-from autopar.passes.stage.spell import constant
+from ..graph import LAYER, Node, Value
+from ..stage.hand_over import Rows
+from ..stage.loops import Carried, Given, Loop, Varying, numbered, series
+from ..stage.reuse import takes_memory
+from ..stage.spell import constant
 
 if TYPE_CHECKING:
-    from autopar.passes.stage.write_function import Function
+    from ..stage.write_function import Function
 
 
 class Index:
