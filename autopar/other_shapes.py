@@ -90,8 +90,7 @@ class OtherShapes:
             LOG.info("compiling for %s, the %dth shape", _text(shapes), known + 1)
         program = on_first_rank(lambda: self._compile(like.program, batch))
         comm, mesh = like.comm, program.mesh
-        everyone = range(mesh.size)
-        wanted = {mesh.group(r, axes) for axes in program.groups for r in everyone}
+        wanted = {ranks for axes in program.groups for ranks in mesh.groups(axes)}
         comm.open_groups(sorted(group for group in wanted if len(group) > 1))
         made = Executor(
             program,

@@ -7,10 +7,9 @@ is the fastest, as in torch's DeviceMesh. In `pp=2,tp=3` rank 4 is `pp=1, tp=1`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from math import prod
 
 from .errors import AutoparError
@@ -166,16 +165,40 @@ class Mesh:
         Ascending is row-major over the axes in mesh order, whatever the order of
         `axes`. Axes that this mesh lacks have size 1 and change nothing.
         """
+        free, fixed = self._split(axes)
+        coords = self.coords(rank)
+        here = sum(coords[name] * stride for name, _, stride in fixed)
+        return tuple(here + at for at in _places(free))
+
+    def groups(self, axes: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+        """The group of every rank, each once, by its first rank."""
+        free, fixed = self._split(axes)
+        within = _places(free)
+        for here in _places(fixed):
+            yield tuple(here + at for at in within)
+
+    def _split(self, axes: tuple[str, ...]) -> tuple[list[_Extent], list[_Extent]]:
+        """Name, size and stride of the axes that are named, and of the others."""
         for name in axes:
             _known(name)
-        coords = self.coords(rank)
-        free = [(name, size) for name, size in self.axes if name in axes]
-        places = product(*(range(size) for _, size in free))
-        names = [name for name, _ in free]
-        return tuple(
-            self.rank({**coords, **dict(zip(names, place, strict=True))})
-            for place in places
-        )
+        free: list[_Extent] = []
+        fixed: list[_Extent] = []
+        stride = self.size
+        for name, size in self.axes:
+            stride //= size
+            (free if name in axes else fixed).append((name, size, stride))
+        return free, fixed
+
+
+_Extent = tuple[str, int, int]
+
+
+def _places(extents: Iterable[_Extent]) -> list[int]:
+    """The ranks that are 0 on all axes but these, in ascending order."""
+    found = [0]
+    for _, size, stride in extents:
+        found = [at + i * stride for at in found for i in range(size)]
+    return found
 
 
 def balanced(n: int, parts: int) -> tuple[int, ...]:

@@ -145,20 +145,30 @@ class Program:
         Those that differ from `rank` on the axes where it is pending, and for a tied
         weight on the pipeline ranks that hold it too. Ascending; just `rank` if none.
         """
-        spec = self.parameters[name]
-        held_by = {self.schedule.stage_to_rank[s] for s in spec.stages}
-        axes = (*spec.pending, "pp") if len(held_by) > 1 else spec.pending
+        axes, held_by = self._gradient_axes(self.parameters[name])
         group = self.mesh.group(rank, axes)
         return tuple(r for r in group if self.mesh.coords(r).get("pp", 0) in held_by)
 
+    def _gradient_axes(
+        self, spec: ParameterSpec
+    ) -> tuple[tuple[str, ...], frozenset[int]]:
+        """The axes over which a gradient is summed, and the pipeline ranks that do."""
+        held_by = frozenset(self.schedule.stage_to_rank[s] for s in spec.stages)
+        return (*spec.pending, *(["pp"] if len(held_by) > 1 else [])), held_by
+
     def reduction_groups(self) -> list[tuple[int, ...]]:
         """Every set of ranks over which a gradient or the loss is summed, in order."""
-        found = {
-            self.gradient_ranks(name, rank)
-            for name, spec in self.parameters.items()
+        place = [self.mesh.coords(r).get("pp", 0) for r in range(self.mesh.size)]
+        # Few parameters differ in these.
+        kinds = {
+            self._gradient_axes(spec)
+            for spec in self.parameters.values()
             if spec.trainable and spec.stages
-            for rank in range(self.mesh.size)
-            if set(self.stages_of(rank)) & set(spec.stages)
+        }
+        found = {
+            tuple(r for r in group if place[r] in held_by)
+            for axes, held_by in kinds
+            for group in self.mesh.groups(axes)
         }
         found.add(tuple(range(self.mesh.size)))
         return sorted(group for group in found if len(group) > 1)

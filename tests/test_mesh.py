@@ -61,6 +61,8 @@ def test_groups_are_slices_of_the_row_major_grid(text):
             at = mesh.coords(rank)
             want = grid[tuple(slice(None) if n in axes else at[n] for n in names)]
             assert mesh.group(rank, axes) == tuple(want.ravel().tolist())
+        each = [mesh.group(rank, axes) for rank in range(mesh.size)]
+        assert list(mesh.groups(axes)) == sorted(set(each))
 
 
 @pytest.mark.parametrize(

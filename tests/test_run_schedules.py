@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 from models import Block, Case, Stack, gpt2, llama, plain_gpt, randomize, token_batch
 from torch import Tensor, nn
 
+from autopar.passes.mesh import Mesh
+from autopar.passes.program import Program
 from autopar.passes.schedule.schedule import ScheduleError
 from autopar.proof.ranks import run_all_ranks
 
@@ -152,6 +156,26 @@ def test_a_weight_of_several_stages_of_a_rank_is_counted_once(
     assert len(held_by) > len(set(held_by)) and set(held_by) == holders
     assert program.gradient_ranks("blocks.0.up.weight", 0) == tuple(sorted(holders))
     case.verify(mesh, 2, **options)
+
+
+def on_mesh(program: Program, mesh: str) -> Program:
+    """The program as if it were compiled for more ranks: what it says of them alone."""
+    return replace(program, plan=replace(program.plan, mesh=Mesh.parse(mesh)))
+
+
+def test_ranks_that_sum_a_gradient_are_a_group() -> None:
+    tied = gpt2().compile("pp=2,dp=2,tp=2", 2)
+    for program in (tied, on_mesh(tied, "pp=2,tp=3,dp=2")):
+        each = {
+            program.gradient_ranks(name, rank)
+            for name, spec in program.parameters.items()
+            for rank in range(program.mesh.size)
+            if set(program.stages_of(rank)) & set(spec.stages)
+        } | {tuple(range(program.mesh.size))}
+        assert program.reduction_groups() == sorted(g for g in each if len(g) > 1)
+    began = time.process_time()
+    assert len(on_mesh(tied, "pp=2,dp=64,tp=8").reduction_groups()) > 16
+    assert time.process_time() - began < 2
 
 
 def test_a_schedule_that_does_not_fit_is_refused_before_the_work_begins():

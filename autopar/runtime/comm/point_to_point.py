@@ -32,7 +32,7 @@ class PointToPoint:
         self, mesh: Mesh, rank: int, device: torch.device, timeout: timedelta | None
     ) -> None:
         self._group: ref[dist.ProcessGroup] | None = None
-        lines = {mesh.group(r, ("pp",)) for r in range(mesh.size)}
+        lines = mesh.groups(("pp",))
         for ranks in sorted(line for line in lines if len(line) > 1):
             group = dist.new_group(list(ranks), timeout=timeout)
             if rank in ranks:

@@ -69,7 +69,7 @@ class ProcessComm(Comm):
             )
         rank = dist.get_rank() if started else 0
         super().__init__(mesh, rank, microbatches, device or torch.device("cpu"))
-        wanted = {mesh.group(r, axes) for axes in groups for r in range(mesh.size)}
+        wanted = {ranks for axes in groups for ranks in mesh.groups(axes)}
         self._timeout = timeout
         self._groups = _new_groups(rank, world, wanted | set(rank_groups), timeout)
         self.in_turn = self.device.type != "cpu" if in_turn is None else in_turn
