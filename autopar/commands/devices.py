@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from autopar.commands.arguments import path, size, text
 from autopar.machine.cluster_file import read_cluster
@@ -12,7 +13,7 @@ from autopar.machine.profile_file import ProfileError
 from autopar.passes.price.cluster import Cluster, ClusterError
 
 
-def add_devices(add: argparse.ArgumentParser, required: bool) -> None:
+def add_devices(add: Any, required: bool) -> None:
     where = add.add_mutually_exclusive_group(required=required)
     where.add_argument(
         "--devices",

@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from autopar.commands.arguments import (
@@ -23,18 +22,13 @@ from autopar.models.batches import samples_of
 from autopar.models.load import LoadedModel, ModelError, load_model
 from autopar.options import OF_ALL, SEARCHED, options_of
 from autopar.passes.mesh import Mesh
-from autopar.passes.plan import Plan
-from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.search.candidates import ALIKE
 from autopar.passes.search.search import Found
-from autopar.planner.choose import SAMPLES
-from autopar.planner.label_found import label_found, open_to_labels
-from autopar.planner.planned import batch_for, save_record
-from autopar.planner.planner import find_plans, plan_of, sketch
+from autopar.planner.best_plan import best_plan, capture_few_layers
+from autopar.planner.planned import save_record
 from autopar.planner.request import PlanRequest, read_shape
-from autopar.plans.plan_record import PlanRecord, estimate_data
-from autopar.plans.store import checksum
+from autopar.plans.plan_record import estimate_data
 from autopar.reports.label_table import label_table
 from autopar.reports.plans import plans_table, precision_notes
 from autopar.reports.progress import Bar
@@ -64,12 +58,7 @@ def add(commands: Any) -> None:
         metavar="N",
         help=f"tokens of hf: models (default: {SEQ})",
     )
-    add.add_argument(
-        "--mesh",
-        type=text,
-        help='axes that are decided already, as "tp=2"; or sizes alone: "4,2"',
-    )
-    add_options(add, DECISIONS, left_out="searched for")
+    add_decisions(add)
     add.add_argument(
         "--labels",
         action=argparse.BooleanOptionalAction,
@@ -83,10 +72,18 @@ def add(commands: Any) -> None:
     add_json(add)
 
 
-def read_request(arguments: argparse.Namespace) -> PlanRequest:
+def add_decisions(add: Any) -> None:
+    """Add the flags of what a search may find, or be given."""
+    add.add_argument(
+        "--mesh",
+        type=text,
+        help='axes that are decided already, as "tp=2"; or sizes alone: "4,2"',
+    )
+    add_options(add, DECISIONS, left_out="searched for")
+
+
+def read_request(arguments: argparse.Namespace, cluster: Cluster) -> PlanRequest:
     """The devices, and what of the plan is decided."""
-    cluster = read_devices(arguments)
-    assert cluster is not None, "the parser asks for one"
     values = {name: getattr(arguments, name) for name in DECISIONS}
     options = {name: value for name, value in values.items() if value is not None}
     # What has names is of our axes here, or a slip of the pen.
@@ -98,35 +95,18 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
 
 def plan_command(arguments: argparse.Namespace) -> int:
     began = time.perf_counter()
-    request = read_request(arguments)
-    cluster = request.cluster
+    cluster = read_devices(arguments)
+    assert cluster is not None, "the parser asks for one"
+    request = read_request(arguments, cluster)
     loaded = load_model(arguments.model, seed=arguments.seed, device="meta")
     samples, seq = _samples(loaded, arguments), arguments.seq or SEQ
-    of = sketch(loaded.model, batch_for(loaded, SAMPLES, seq), **request.of_all)
-    with Bar("planning") as bar:
-        found = find_plans(of, cluster, samples, watch=bar, **request.space)
-    labels: Mapping[Candidate, Plan] = {}
+    of = capture_few_layers(loaded, request, seq)
     reach = {None: ALIKE, True: math.inf, False: -1.0}[arguments.labels]
-    if open_to_labels(found, reach):
-        whole = sketch(loaded.model, batch_for(loaded, samples, seq), **request.of_all)
-        found, labels = label_found(found, whole, cluster, reach)
-    chosen = found.best[0].candidate
-    plan = labels.get(chosen) or plan_of(chosen, of)
+    with Bar("planning") as bar:
+        best = best_plan(of, loaded, request, samples, seq, arguments.seed, reach, bar)
+    found, plan = best.found, best.plan
     if arguments.output:
-        record = PlanRecord(
-            plan=checksum(plan.to_json()),
-            model=arguments.model,
-            seed=arguments.seed,
-            seq=seq if loaded.batch is None else None,
-            samples=samples,
-            runs=of.runs,
-            parameters=sum(p.numel() for p in loaded.model.parameters()),
-            cluster=cluster,
-            best=found.best,
-            tried=found.tried,
-            options=request.of_all,
-        )
-        save_record(record, plan, arguments.output)
+        save_record(best.record, plan, arguments.output)
     if arguments.json:
         print(json.dumps(_data(found, cluster), indent=1))
         return 0

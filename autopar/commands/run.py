@@ -1,4 +1,5 @@
-"""`autopar run`: train a plan, on processes of its own or of torchrun."""
+"""`autopar run`: train a plan, or a model that is planned first, on processes of its
+own or of torchrun."""
 
 from __future__ import annotations
 
@@ -12,7 +13,20 @@ from typing import Any
 
 import torch
 
-from autopar.commands.arguments import add_backend, add_json, number, path, text
+from autopar.commands.arguments import (
+    MODEL,
+    add_backend,
+    add_json,
+    number,
+    path,
+    text,
+)
+from autopar.commands.run_model import (
+    ModelToRun,
+    add_planning,
+    check_decided,
+    is_model,
+)
 from autopar.passes.mesh import MeshError
 from autopar.passes.ranges import RANGES
 from autopar.planner.planned import mesh_of
@@ -23,14 +37,20 @@ from autopar.training.run import run
 
 
 def add(commands: Any) -> None:
-    add = commands.add_parser("run", help="train a plan, also under torchrun")
+    add = commands.add_parser("run", help="train a plan or a model")
     add.set_defaults(command=run_command)
-    add.add_argument("plan", type=path, help="a directory, planned or compiled")
+    add.add_argument(
+        "plan",
+        type=text,
+        metavar="PLAN|MODEL",
+        help=f"a directory, planned or compiled; or {MODEL}",
+    )
     for each in fields(RunOptions):
         if each.metadata:
             add_field(add, each)
     add_backend(add)
     add_json(add, "print one object for each step")
+    add_planning(add)
 
 
 def add_field(add: Any, each: Field[Any]) -> None:
@@ -51,11 +71,33 @@ def run_command(arguments: argparse.Namespace) -> int:
         field.name: getattr(arguments, field.name) for field in fields(RunOptions)
     }
     options = RunOptions(**values)
-    ranks = mesh_of(arguments.plan).size
-    if ranks > 1 and check_launch() == (0, 1) and "RANK" not in os.environ:
+    alone = check_launch() == (0, 1) and "RANK" not in os.environ
+    argv = arguments.argv
+    if is_model(arguments.plan):
+        model = ModelToRun(arguments, options.seed, not options.unproved)
+        if not alone:
+            return run(model.prepare, options)
+        plan = model.prepare()
+        argv = ["run", str(plan), *flags_of(options)]
+    else:
+        check_decided(arguments)
+        plan = path(arguments.plan)
+    ranks = mesh_of(plan).size
+    if ranks > 1 and alone:
         check_devices(ranks, arguments.argv)
-        return launch(ranks, arguments.argv)
-    return run(arguments.plan, options)
+        return launch(ranks, argv)
+    return run(plan, options)
+
+
+def flags_of(options: RunOptions) -> list[str]:
+    """The command line of options, without those that are as usual."""
+    flags = []
+    for each in fields(RunOptions):
+        value = getattr(options, each.name)
+        if value != each.default:
+            flags.append(f"--{each.name.replace('_', '-')}")
+            flags += [] if value is True else [str(value)]
+    return flags
 
 
 def check_devices(ranks: int, argv: Sequence[str]) -> None:

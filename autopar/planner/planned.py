@@ -10,6 +10,7 @@ included.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -36,7 +37,8 @@ from autopar.plans.store import (
 from autopar.read_file import read_text
 
 WAIT = timedelta(minutes=30)  # for rank 0 to compile
-READ, COMPILED = "autopar/read", "autopar/compiled"  # keys of a run's store
+# Keys of a run's store.
+READ, COMPILED, MADE = "autopar/read", "autopar/compiled", "autopar/made"
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,16 @@ def compiled_once(
         return stored
     store.wait([COMPILED], WAIT)
     return load_plan(directory)
+
+
+def made_once(make: Callable[[], Path], store: dist.Store, rank: int) -> Path:
+    """The directory of a plan that rank 0 makes, on a disk that ranks share."""
+    if rank == 0:
+        directory = make().absolute()
+        store.set(MADE, str(directory))
+        return directory
+    store.wait([MADE], WAIT)
+    return Path(store.get(MADE).decode())
 
 
 def _compile(directory: Path, prove: bool) -> None:

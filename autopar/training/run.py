@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,7 @@ import autopar
 from autopar.models.load import LoadedModel, load_model
 from autopar.passes.mesh import MeshError
 from autopar.passes.plan import PlanError
-from autopar.planner.planned import compiled, compiled_once, mesh_of
+from autopar.planner.planned import compiled, compiled_once, made_once, mesh_of
 from autopar.plans.store import COMPILED, StoredPlan
 from autopar.runtime.agreement.fail_together import on_first
 from autopar.runtime.launch.join import check_launch, choose_backend
@@ -36,28 +36,43 @@ from autopar.training.report import Report, Writer
 from autopar.training.resume import claimed, is_due, resume, save
 
 
-def run(directory: str | Path, options: RunOptions) -> int:
-    """Train for some steps on this rank; returns the exit status."""
-    directory = Path(directory)
-    mesh, (_, world) = mesh_of(directory), check_launch()
+def run(plan: str | Path | Callable[[], Path], options: RunOptions) -> int:
+    """Train for some steps on this rank; returns the exit status.
+
+    plan: the directory of one, or what rank 0 makes one by, on a disk that ranks share.
+    """
+    _, world = check_launch()
+    if world == 1:
+        directory = plan() if callable(plan) else Path(plan)
+        check_world(directory, world)
+        train(compiled(directory, not options.unproved), options)
+        return 0
+    if not callable(plan):
+        check_world(Path(plan), world)
+    store, rank, world = next(iter(dist.rendezvous("env://")))
+    with Watchdog(store, rank, world) as watchdog:
+        return guarded(watchdog, lambda: _as_rank(store, rank, world, plan, options))
+
+
+def check_world(directory: Path, world: int) -> None:
+    """Raises MeshError unless the plan is for so many processes."""
+    mesh = mesh_of(directory)
     if world != mesh.size:
         raise MeshError(
             f"plan '{directory}' is for {mesh.size} ranks, but {world} processes run",
             fix=f"torchrun --nproc-per-node {mesh.size} -m autopar run {directory}",
         )
-    if world == 1:
-        train(compiled(directory, not options.unproved), options)
-        return 0
-    store, rank, world = next(iter(dist.rendezvous("env://")))
-    with Watchdog(store, rank, world) as watchdog:
-        return guarded(
-            watchdog, lambda: _as_rank(store, rank, world, directory, options)
-        )
 
 
 def _as_rank(
-    store: dist.Store, rank: int, world: int, directory: Path, options: RunOptions
+    store: dist.Store,
+    rank: int,
+    world: int,
+    plan: str | Path | Callable[[], Path],
+    options: RunOptions,
 ) -> None:
+    directory = Path(made_once(plan, store, rank) if callable(plan) else plan)
+    check_world(directory, world)
     stored = compiled_once(directory, store, rank, world, not options.unproved)
     wait = timedelta(seconds=options.timeout)
     dist.init_process_group(

@@ -1,0 +1,154 @@
+"""`autopar run MODEL`: the plan is found, proved and compiled first, into a folder from
+which the same command starts again."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar.commands.arguments import number, path
+from autopar.commands.devices import add_devices, read_devices
+from autopar.commands.plan import DECISIONS, SEQ, add_decisions, read_request
+from autopar.machine.measured_cluster import named_cluster
+from autopar.models.batches import samples_of
+from autopar.models.load import LoadedModel, ModelError, load_model
+from autopar.passes.mesh import Mesh
+from autopar.passes.plan import PlanError
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.search.candidates import ALIKE
+from autopar.planner.best_plan import best_plan, capture_few_layers
+from autopar.planner.plan_folder import plan_folder
+from autopar.planner.planned import compiled, save_record
+from autopar.planner.request import read_shape
+from autopar.plans.plan_record import ESTIMATE, read_record
+from autopar.reports.progress import Bar
+from autopar.runtime.launch.join import check_launch
+from autopar.units import size
+
+PLANS = Path("plans")
+SAMPLES = 8  # of a step at least, and two for each device, where nobody says how many
+# Flags that decide on a plan; a plan that is there has decided.
+DECIDING = (
+    *("devices", "cluster", "memory", "profile", "global_batch", "seq", "mesh"),
+    *(*DECISIONS, "plans"),
+)
+
+
+def add_planning(add: argparse.ArgumentParser) -> None:
+    """Add what a plan is made from, if a model is given."""
+    group = add.add_argument_group("of a MODEL, which is planned first")
+    add_devices(group, required=False)
+    group.add_argument(
+        "--global-batch",
+        type=number("global_batch"),
+        metavar="N",
+        help="samples of a step (default: those of the model's own batch, else two a "
+        f"device, at least {SAMPLES})",
+    )
+    group.add_argument(
+        "--seq",
+        type=number("seq"),
+        metavar="N",
+        help=f"tokens of hf: models (default: {SEQ})",
+    )
+    add_decisions(group)
+    group.add_argument(
+        "--plans",
+        type=path,
+        metavar="DIR",
+        help=f"where plans are kept, each in a folder (default: {PLANS})",
+    )
+
+
+def is_model(target: str) -> bool:
+    """Whether it names a model, and not the directory of a plan."""
+    return ":" in target and not Path(target).exists()
+
+
+def check_decided(arguments: argparse.Namespace) -> None:
+    """Raises PlanError for a flag that would decide what a plan has decided."""
+    for name in DECIDING:
+        if getattr(arguments, name) is not None:
+            raise PlanError(
+                f"--{name.replace('_', '-')} decides on a plan, but "
+                f"'{arguments.plan}' is one",
+                fix="leave it out; or give a MODEL, as file.py:factory or hf:gpt2, "
+                "which is planned first",
+            )
+
+
+@dataclass(frozen=True)
+class ModelToRun:
+    """A model, and what its plan is to follow from. prove: before anything runs."""
+
+    arguments: argparse.Namespace
+    seed: int
+    prove: bool
+
+    def prepare(self) -> Path:
+        """Returns the folder of the compiled plan, which is made unless it is there.
+
+        Prints two lines on it to stderr. Raises: AutoparError.
+        """
+        began = time.perf_counter()
+        given = self.arguments
+        request = read_request(given, read_devices(given) or _cluster(given))
+        loaded = load_model(given.plan, seed=self.seed, device="meta")
+        samples, seq = _samples(loaded, given, request.cluster), given.seq or SEQ
+        of = capture_few_layers(loaded, request, seq)
+        plans = given.plans or PLANS
+        folder = plan_folder(plans, of, loaded, request, samples, self.seed)
+        known = (folder / ESTIMATE).is_file()
+        if not known:
+            with Bar("planning") as bar:
+                best = best_plan(
+                    of, loaded, request, samples, seq, self.seed, ALIKE, bar
+                )
+            save_record(best.record, best.plan, folder)
+        compiled(folder, self.prove)
+        how = "found again" if known else "planned, proved and compiled"
+        if not (known or self.prove):
+            how = "planned and compiled"
+        chosen = read_record(folder).best[0]
+        print(
+            f"plan    {chosen.candidate}: {chosen.seconds:.3g} s a step, "
+            f"{size(chosen.peak)} of a device\n"
+            f"folder  {folder} ({how} in {time.perf_counter() - began:.0f} s)",
+            file=sys.stderr,
+        )
+        return folder
+
+
+def _cluster(given: argparse.Namespace) -> Cluster:
+    """As many devices of this machine as the mesh has, or torchrun has processes; else
+    all GPUs, or one device."""
+    mesh = given.mesh or ""
+    shape = () if "=" in mesh else read_shape(mesh)
+    devices = torch.cuda.device_count() or 1
+    if shape:
+        devices = prod(shape)
+    elif mesh:
+        devices = Mesh.parse(mesh).size
+    elif "RANK" in os.environ:
+        devices = check_launch()[1]
+    return named_cluster(str(devices))
+
+
+def _samples(loaded: LoadedModel, given: Any, cluster: Cluster) -> int:
+    """Of a step."""
+    if loaded.batch is not None and given.seq is not None:
+        raise ModelError(f"'{loaded.spec}' brings its own batch", fix="leave out --seq")
+    if given.global_batch is not None:
+        samples: int = given.global_batch
+        return samples
+    if loaded.batch is not None:
+        return samples_of(loaded.batch)
+    return max(SAMPLES, 2 * cluster.devices)

@@ -1,0 +1,76 @@
+"""The best plan of a model for a cluster, with the record of how it was found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.models.load import LoadedModel
+from autopar.passes.plan import Plan
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.search.search import Found, Watch
+from autopar.planner.choose import SAMPLES
+from autopar.planner.label_found import label_found, open_to_labels
+from autopar.planner.planned import batch_for
+from autopar.planner.planner import Sketch, find_plans, plan_of, sketch
+from autopar.planner.request import PlanRequest
+from autopar.plans.plan_record import PlanRecord
+from autopar.plans.store import checksum
+
+
+@dataclass(frozen=True)
+class BestPlan:
+    """of: the model as it was captured. found: the best plans, the chosen one first."""
+
+    of: Sketch
+    found: Found
+    plan: Plan
+    record: PlanRecord
+
+
+def capture_few_layers(
+    loaded: LoadedModel, request: PlanRequest, seq: int | None
+) -> Sketch:
+    """Returns the model as it is captured for planning. seq: tokens of a sample, for a
+    model that brings no batch."""
+    return sketch(loaded.model, batch_for(loaded, SAMPLES, seq), **request.of_all)
+
+
+def best_plan(
+    of: Sketch,
+    loaded: LoadedModel,
+    request: PlanRequest,
+    samples: int,
+    seq: int | None,
+    seed: int,
+    reach: float,
+    watch: Watch,
+) -> BestPlan:
+    """Search for the best plan of a step of so many samples.
+
+    of: see `capture_few_layers`. seed: of weights. reach: of labels, see
+    `open_to_labels`.
+    Raises: Infeasible, PlanError.
+    """
+    cluster = request.cluster
+    found = find_plans(of, cluster, samples, watch=watch, **request.space)
+    labels: Mapping[Candidate, Plan] = {}
+    if open_to_labels(found, reach):
+        whole = sketch(loaded.model, batch_for(loaded, samples, seq), **request.of_all)
+        found, labels = label_found(found, whole, cluster, reach)
+    chosen = found.best[0].candidate
+    plan = labels.get(chosen) or plan_of(chosen, of)
+    record = PlanRecord(
+        plan=checksum(plan.to_json()),
+        model=loaded.spec,
+        seed=seed,
+        seq=seq if loaded.batch is None else None,
+        samples=samples,
+        runs=of.runs,
+        parameters=sum(p.numel() for p in loaded.model.parameters()),
+        cluster=cluster,
+        best=found.best,
+        tried=found.tried,
+        options=request.of_all,
+    )
+    return BestPlan(of, found, plan, record)

@@ -1,0 +1,108 @@
+"""`autopar run MODEL` plans, proves and compiles first, and starts again from that."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from processes import ENVIRONMENT, torchrun
+
+from autopar.cli import main
+from autopar.passes.plan import Plan
+
+MODEL = """
+from examples.gpt import Config, build
+
+def tiny():
+    return build(Config({layers}, 16, 2, 8, 256), batch=4)
+"""
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(MODEL.format(layers=2))
+    return "model.py:tiny"
+
+
+def told(text: str) -> tuple[str, Path, str]:
+    """The plan, its folder, and how it came there, of the two lines that a start
+    prints."""
+    found = re.search(r"^plan {4}(.*): .*\nfolder  (\S+) \((.*) in", text, re.M)
+    assert found, text
+    return found[1], Path(found[2]), found[3]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
+    """How many ranks were started with which command line; none runs."""
+    found: list[tuple[int, list[str]]] = []
+
+    def launch(ranks: int, argv: list[str]) -> int:
+        found.append((ranks, argv))
+        return 0
+
+    monkeypatch.setattr("autopar.commands.run.launch", launch)
+    return found
+
+
+def test_ranks_are_started_on_a_folder_that_is_found_again(
+    spec: str,
+    started: list[tuple[int, list[str]]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = ["run", spec, "--mesh", "tp=2", "--zero", "0", "--microbatches", "2"]
+    assert main([*line, "--steps", "3", "--seed", "7", "--resume", "--save", "x"]) == 0
+    told_plan, folder, how = told(capsys.readouterr().err)
+    flags = ["--steps", "3", "--seed", "7", "--save", "x", "--resume"]
+    assert started == [(2, ["run", str(folder), *flags])]
+    plan = Plan.from_json((folder / "plan.json").read_text())
+    assert (str(plan.mesh), plan.microbatches, plan.zero) == ("tp=2", 2, 0)
+    assert folder.parent == Path("plans") and folder.name.startswith("model-tiny-2xCPU")
+    assert how == "planned, proved and compiled"
+    written = (folder / "manifest.json").stat().st_mtime_ns
+    assert main([*line, "--seed", "7", "--lr", "0.01"]) == 0
+    assert told(capsys.readouterr().err) == (told_plan, folder, "found again")
+    assert (folder / "manifest.json").stat().st_mtime_ns == written
+    Path("model.py").write_text(MODEL.format(layers=3))
+    assert main([*line, "--seed", "7"]) == 0
+    assert told(capsys.readouterr().err)[1:] != (folder, "found again")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (["model.py:tiny", "--seq", "4"], "brings its own batch"),
+        (["plan", "--devices", "4"], "--devices decides on a plan, but 'plan' is one"),
+        (["plan", "--mesh", "tp=2"], "give a MODEL"),
+        (["model.py:tiny", "--devices", "3", "--mesh", "tp=2"], "tp=2"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(
+    spec: str, line: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *line]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_ranks_are_planned_for_and_trained(spec: str, tmp_path: Path) -> None:
+    options = ("run", spec, "--devices", "2", "--steps", "3", "--data", "stdlib")
+    command = ["python", "-m", "autopar", *options]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert told(done.stderr)[2] == "planned, proved and compiled"
+    assert re.search(r"step 3/3  loss \d", done.stdout)
+
+
+@pytest.mark.nightly
+def test_the_first_rank_of_torchrun_plans(spec: str, tmp_path: Path) -> None:
+    options = ("-m", "autopar", "run", spec, "--steps", "3", "--data", "stdlib")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with torchrun(2, *options, **pipes) as process:
+        out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert told(err)[1].name.startswith("model-tiny-2xCPU")
+    assert re.search(r"step 3/3  loss \d", out)
