@@ -19,7 +19,8 @@ from autopar.passes.ranges import RANGES, Range, shown
 
 LONGEST = 4096  # characters of a value, bytes of a path
 NAME = 255  # bytes of a name in a path
-MODEL = "file.py:factory, module:factory, hf:TYPE[?key=value,...] or hf:config.json"
+MODEL = "file.py:factory, module:factory, hf:TYPE[?key=value,...], hf:config.json, or "
+MODEL += "the hub's name of a known one, as hf:meta-llama/Llama-3.1-8B"
 
 
 class UsageError(AutoparError):

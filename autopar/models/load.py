@@ -4,7 +4,8 @@
     hf:gpt2                                        Hugging Face, with its defaults
     hf:llama?num_hidden_layers=4,hidden_size=256   and with some of them changed
     hf:path/config.json                            a configuration file
-    hf:gpt3-175b-like                              one that comes with autopar
+    hf:meta-llama/Llama-3.1-70B                    one that comes with autopar, or that
+                                                   the hub's cache has
 
 Nothing is downloaded: weights are random, drawn from the seed.
 """
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.gc_paused import gc_paused
+from autopar.models.configurations import find_configuration
 from autopar.models.factories import (
     ModelError,
     check_takes_nothing,
@@ -37,7 +39,6 @@ from autopar.passes.decode import parse_json
 from autopar.passes.ranges import Range, shown
 from autopar.read_file import read_text
 
-CONFIGS = Path(__file__).with_name("configs")
 BIG = 2 << 30  # bytes of parameters from which on they stay on the meta device
 TOKENS = Range(1, 1 << 26)  # of a made-up batch: half a GiB for each of its fields
 # Of configurations: layers are made one by one, tokens drawn from the vocabulary.
@@ -213,21 +214,17 @@ def _read_config(transformers: Any, spec: str) -> tuple[Any, dict[str, str]]:
     name, _, query = spec.removeprefix("hf:").partition("?")
     given = _read_query(spec, query)
     chosen = {k: str(given.pop(k)) for k in IMPLEMENTATIONS if k in given}
-    own = name.endswith(".json") or Path(name, "config.json").is_file()
-    file = Path(name) if own else CONFIGS / f"{name}.json"
-    if own and file.is_dir():
-        file /= "config.json"
-    data: dict[str, Any] = {}
-    if own or file.is_file():
-        data = _read_json(file)
-        name = data.pop("model_type", "")
     kinds = transformers.CONFIG_MAPPING
-    if name not in kinds:
-        shipped = [path.stem for path in CONFIGS.glob("*.json")]
-        raise ModelError(
-            f"transformers knows no model type '{name}' ('{spec}')",
-            fix=near(name, [*kinds, *shipped]),
-        )
+    file = find_configuration(name, [*kinds])
+    data: dict[str, Any] = {}
+    if file is not None:
+        data = _read_json(file)
+        name = data.pop("model_type")
+        if name not in kinds:
+            raise ModelError(
+                f"transformers knows no model type '{name}' of '{file}'",
+                fix=near(name, [*kinds]),
+            )
     plain = kinds[name]()
     known = {*plain.to_dict(), *plain.attribute_map}
     for key in given:

@@ -23,6 +23,7 @@ class _BigOnMeta(TorchFunctionMode):
 
     FACTORIES = frozenset({torch.empty, torch.rand, torch.randn})
     ELEMENTS = 1 << 16
+    ZEROS = 1 << 28  # no buffer has as many: zeros that are to become weights
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -32,14 +33,35 @@ class _BigOnMeta(TorchFunctionMode):
             made = func(*args, **{**kwargs, "device": "meta"})
             if made.numel() >= self.ELEMENTS:
                 return made
+        if func is torch.zeros and kwargs.get("device") is None:
+            made = func(*args, **{**kwargs, "device": "meta"})
+            if made.numel() >= self.ZEROS:
+                return made
         return func(*args, **kwargs)
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[Callable[[nn.Module], None]]:
-    """Make a model inside, and call the function that this gives on it."""
-    with _BigOnMeta():
-        yield _finish
+    """Make a model inside, and call the function that this gives on it.
+
+    Big parameters that begin as something else go there when a module gets them, so
+    that no two of them are in memory at once.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(
+        self: nn.Module, name: str, param: nn.Parameter | None
+    ) -> None:
+        if param is not None and param.numel() >= _BigOnMeta.ELEMENTS:
+            param = param if param.is_meta else _to_meta(param)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        with _BigOnMeta():
+            yield _finish
+    finally:
+        nn.Module.register_parameter = register
 
 
 @contextmanager
