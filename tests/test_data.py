@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.training.data import Corpus, DataError, open_data, standard_library
+from autopar.training.data import Corpus, open_data
+from autopar.training.sources import standard_library
+from autopar.training.tokens import DataError, Tokens
 
 
 def same(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
@@ -40,7 +42,7 @@ def test_a_batch_depends_on_seed_and_step_alone(kind: str, book: Path) -> None:
 
 
 def test_a_corpus_yields_windows_of_itself_to_the_last_token() -> None:
-    data = Corpus("three", np.array([5, 6, 7], np.uint16), seed=0)
+    data = Corpus("three", Tokens.of("three", np.array([5, 6, 7], np.uint16)), 0, 8)
     ids, labels = data.batch(step=0, batch_size=64, seq=1)
     assert {*zip(ids.flatten().tolist(), labels.flatten().tolist(), strict=True)} == {
         (5, 6),
@@ -89,28 +91,24 @@ def test_a_text_that_is_too_short_says_how_long_it_is(book: Path) -> None:
         data.batch(0, 1, 1000)
 
 
-def test_a_token_outside_of_the_vocabulary_is_found_at_once(
-    book: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "autopar.training.data.SCAN", 64
-    )  # so that it lies in a later chunk
-    open_data(str(book), 1000)
-    with pytest.raises(DataError, match=r"token 700 at position 700.*0\.\.699"):
-        open_data(str(book), 700)
+def test_a_token_outside_of_the_vocabulary_is_told_with_its_place(book: Path) -> None:
+    open_data(str(book), 1000).batch(0, 64, 16)
+    data = open_data(str(book), 700).split(0.5)[1]
+    with pytest.raises(DataError, match=r"token (\d+) at position \1 of .*0\.\.699"):
+        data.batch(0, 64, 16)
 
 
 def test_a_negative_token_is_an_error(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array([1, 2, -1]))
     with pytest.raises(DataError, match="token -1 at position 2"):
-        open_data(str(tmp_path / "a.npy"), 10)
+        open_data(str(tmp_path / "a.npy"), 10).batch(0, 1, 2)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.bin", b"", "is empty"),
-        ("a.bin", b"123", "3 bytes, an odd number"),
+        ("a.bin", b"123", "has 3 bytes, but a token of uint16 is 2"),
         ("a.csv", b"1,2", "unknown kind of file '.csv'"),
         ("a.npy", b"no array", "not a NumPy array file"),
     ],

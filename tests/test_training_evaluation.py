@@ -13,6 +13,7 @@ import torch
 from autopar.cli import main
 from autopar.models.load import load_model
 from autopar.training.data import Corpus, open_data
+from autopar.training.tokens import Tokens
 
 MODEL = """
 from examples.gpt import Config, build
@@ -53,7 +54,9 @@ def test_it_is_the_loss_of_the_model_on_the_end_of_the_data(
     model = load_model(spec(tmp_path)).model.eval()
     losses = []
     for i in range(3):
-        ids, labels = Corpus("its end", text[800:], seed=0).batch(i, 4, 16)
+        ids, labels = Corpus("its end", Tokens.of("its end", text[800:]), 0, 64).batch(
+            i, 4, 16
+        )
         with torch.no_grad():
             losses.append(model(ids, labels)[1].item())
     want = sum(losses) / 3
@@ -64,7 +67,7 @@ def test_it_is_the_loss_of_the_model_on_the_end_of_the_data(
 
 
 def test_training_never_sees_what_is_held_out() -> None:
-    train, held_out = Corpus("a", np.arange(100), seed=3).split(0.25)
+    train, held_out = Corpus("a", Tokens.of("a", np.arange(100)), 3, 100).split(0.25)
     drawn = {x for i in range(200) for x in train.batch(i, 4, 8)[1].flatten().tolist()}
     unseen = {
         x for i in range(200) for x in held_out.batch(i, 4, 8)[0].flatten().tolist()

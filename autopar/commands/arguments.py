@@ -37,10 +37,23 @@ class Formatter(argparse.HelpFormatter):
             return told
         names = {True: "yes", False: "no"}
         usual = action.default
+        if isinstance(usual, tuple):
+            usual = " ".join(usual)
         if usual is None or usual == []:
             return f"{told} (default: none)"
         known = names[usual] if isinstance(usual, bool) else str(usual)
         return f"{told} (default: {known.replace('%', '%%')})"
+
+
+class Several(argparse.Action):
+    """A flag that may come again: a tuple of its values, instead of the default."""
+
+    def __call__(
+        self, _: Any, namespace: argparse.Namespace, value: Any, flag: Any = None
+    ) -> None:
+        held = getattr(namespace, self.dest)
+        before = () if held is self.default else held
+        setattr(namespace, self.dest, (*before, value))
 
 
 class Parser(argparse.ArgumentParser):

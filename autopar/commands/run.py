@@ -15,6 +15,7 @@ import torch
 
 from autopar.commands.arguments import (
     MODEL,
+    Several,
     add_backend,
     add_json,
     number,
@@ -61,7 +62,9 @@ def add_field(add: Any, each: Field[Any]) -> None:
     elif isinstance(each.default, bool):
         told["action"] = "store_true"
     elif "choices" not in told:
-        told["type"] = text if isinstance(each.default, str) else path
+        told["type"] = text if "str" in str(each.type) else path
+    if isinstance(each.default, tuple):
+        told["action"] = Several
     flag = f"--{each.name.replace('_', '-')}"
     add.add_argument(flag, default=each.default, **told)
 
@@ -94,9 +97,10 @@ def flags_of(options: RunOptions) -> list[str]:
     flags = []
     for each in fields(RunOptions):
         value = getattr(options, each.name)
-        if value != each.default:
-            flags.append(f"--{each.name.replace('_', '-')}")
-            flags += [] if value is True else [str(value)]
+        for one in value if isinstance(value, tuple) else (value,):
+            if value != each.default:
+                flags.append(f"--{each.name.replace('_', '-')}")
+                flags += [] if one is True else [str(one)]
     return flags
 
 

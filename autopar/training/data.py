@@ -1,52 +1,66 @@
 """Token batches for training: the batch of a step depends on seed and step alone.
 
-So a run that resumes at step 1000 needs no state, every rank draws the same global
-batch, and two plans that are compared see the same tokens.
+So a run that resumes at step 1000 needs no state but its count of steps, on another
+mesh too, every rank draws the same global batch, and two plans that are compared see
+the same tokens. That is why `autopar run` has no torchdata.StatefulDataLoader: it is
+for iterators that only go forward, and what it keeps is of one rank, of a count of
+workers, and of the way that ranks shared the samples out. A loop of one's own may use
+it with `step(local=True)`, see `examples/guides/data.md`.
 """
 
 from __future__ import annotations
 
-import sysconfig
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from autopar.passes.errors import AutoparError
+from autopar.training.sources import open_tokens
+from autopar.training.tokens import DataError, Tokens
 
-SCAN = 1 << 24  # tokens looked at in one go, so that a big file stays on disk
-
-
-class DataError(AutoparError):
-    """The data cannot be read, is too short, or has tokens that the model lacks."""
+Batch = tuple[Tensor, Tensor]
+"""ids and labels, int64 [batch_size, seq]: labels[b, i] follows ids[b, i]."""
 
 
 class Data(Protocol):
     """A source of batches."""
 
-    def batch(self, step: int, batch_size: int, seq: int) -> tuple[Tensor, Tensor]:
-        """ids and labels, int64 [batch_size, seq]: labels[b, i] follows ids[b, i]."""
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+
+    def batch(self, step: int, batch_size: int, seq: int) -> Batch:
+        """The batch of a step. Raises: DataError."""
 
     def split(self, fraction: float) -> tuple[Data, Data]:
         """Data to train with, and the held-out rest: so much of it."""
+
+    def digest(self) -> str:
+        """What tells data apart, for a run that goes on."""
+
+    def apart(self, index: int) -> Data:
+        """The same, with another source of chance."""
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """Windows at random places of one long sequence of tokens.
 
-    tokens: integers [length], in memory or mapped from a file.
+    vocab: above the greatest id that the model has; of a batch, each is compared with
+    it. stream: of which source of chance, of those of a seed.
     """
 
     name: str
-    tokens: np.ndarray
+    tokens: Tokens
     seed: int
+    vocab: int
+    stream: tuple[int, ...] = ()
 
-    def batch(self, step: int, batch_size: int, seq: int) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int, batch_size: int, seq: int) -> Batch:
         """Windows of seq + 1 tokens. Raises DataError where none fits."""
         places = len(self.tokens) - seq
         if places < 1:
@@ -55,147 +69,185 @@ class Corpus:
                 f"and its labels need {seq + 1}",
                 fix=f"use a longer text, or a context below {max(len(self.tokens), 1)}",
             )
-        starts = generator(self.seed, step).integers(places, size=batch_size)
-        return shifted(self.tokens[starts[:, None] + np.arange(seq + 1)])
+        starts = generator(self.seed, step, *self.stream).integers(
+            places, size=batch_size
+        )
+        windows = self.tokens.windows(starts, seq + 1)
+        self._check(starts, windows)
+        return shifted(windows)
+
+    def _check(self, starts: np.ndarray, windows: np.ndarray) -> None:
+        """Raises DataError for an id that the model has no embedding for."""
+        if windows.min() >= 0 and windows.max() < self.vocab:
+            return
+        row, at = np.argwhere((windows < 0) | (windows >= self.vocab))[0]
+        token = int(windows[row, at])
+        fix = f"a model with a vocabulary above {token}, or tokens made for it"
+        if token < 0:
+            fix = "write token ids that are 0 or more"
+        raise DataError(
+            f"{self.name} has token {token} at "
+            f"{self.tokens.place(int(starts[row] + at))}, but the model's vocabulary "
+            f"is 0..{self.vocab - 1}",
+            fix=fix,
+        )
 
     def split(self, fraction: float) -> tuple[Data, Data]:
         """All but the end, and the end: no token is in both."""
-        cut = len(self.tokens) - round(fraction * len(self.tokens))
+        held = round(fraction * len(self.tokens))
+        cut = len(self.tokens) - held
         held_out = f"the held-out end of {self.name}"
         return (
-            replace(self, tokens=self.tokens[:cut]),
-            replace(self, name=held_out, tokens=self.tokens[cut:]),
+            replace(self, tokens=self.tokens.part(0, cut)),
+            replace(self, name=held_out, tokens=self.tokens.part(cut, held)),
         )
+
+    def digest(self) -> str:
+        return self.tokens.digest()
+
+    def apart(self, index: int) -> Data:
+        return replace(self, stream=(*self.stream, index))
 
 
 @dataclass(frozen=True)
 class Synthetic:
     """Endless arithmetic progressions modulo vocab: made up, yet a model learns them.
 
-    The stride is below 8, so that the next token follows from the last two. drawn: of
-    which source of chance, of those of a seed.
+    The stride is below 8, so that the next token follows from the last two.
     """
 
     vocab: int
     seed: int
-    drawn: int = 0
+    stream: tuple[int, ...] = ()
+    name: str = "synthetic"
 
-    def batch(self, step: int, batch_size: int, seq: int) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int, batch_size: int, seq: int) -> Batch:
         """Sequences with a random first token and stride each."""
-        draw = generator(self.seed, step, self.drawn)
+        draw = generator(self.seed, step, *self.stream)
         first = draw.integers(self.vocab, size=(batch_size, 1))
         stride = draw.integers(1, 8, size=(batch_size, 1))
         return shifted((first + stride * np.arange(seq + 1)) % self.vocab)
 
     def split(self, fraction: float) -> tuple[Data, Data]:
         """The same, and others that are drawn anew: there is no end."""
-        return self, replace(self, drawn=self.drawn + 1)
+        return self, self.apart(1)
+
+    def digest(self) -> str:
+        return f"synthetic, {self.vocab} tokens"
+
+    def apart(self, index: int) -> Data:
+        return replace(self, stream=(*self.stream, index))
 
 
-def open_data(spec: str, vocab: int, seed: int = 0) -> Data:
-    """The data that `spec` names, its tokens checked against the model's vocabulary.
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """Of each sample chance decides, by weight, which source it comes from.
 
-    spec: `stdlib`, the bytes of the Python standard library's own sources;
-          `synthetic`, made up; or a file: `.bin` (uint16, native byte order), `.npy`
-          (integers, one dimension) or `.txt` (one token a byte).
+    weights: shares, of which the sum is 1.
+    """
+
+    sources: Sequence[Data]
+    weights: Sequence[float]
+    seed: int
+    stream: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        pairs = zip(self.sources, self.weights, strict=True)
+        return " and ".join(f"{weight:.3g} {each.name}" for each, weight in pairs)
+
+    def batch(self, step: int, batch_size: int, seq: int) -> Batch:
+        """Samples of all sources, in the order of the draw."""
+        draw = generator(self.seed, step, *self.stream)
+        drawn = draw.choice(len(self.sources), batch_size, p=self.weights)
+        ids = torch.empty((batch_size, seq), dtype=torch.int64)
+        labels = torch.empty_like(ids)
+        for i, source in enumerate(self.sources):
+            rows = torch.from_numpy(np.flatnonzero(drawn == i))
+            if len(rows):
+                ids[rows], labels[rows] = source.batch(step, len(rows), seq)
+        return ids, labels
+
+    def split(self, fraction: float) -> tuple[Data, Data]:
+        """That of each source, in the same shares."""
+        pairs = [source.split(fraction) for source in self.sources]
+        train, held_out = ([pair[i] for pair in pairs] for i in (0, 1))
+        return replace(self, sources=train), replace(self, sources=held_out)
+
+    def digest(self) -> str:
+        pairs = zip(self.sources, self.weights, strict=True)
+        return ", ".join(f"{weight:.9g} {each.digest()}" for each, weight in pairs)
+
+    def apart(self, index: int) -> Data:
+        sources = [source.apart(index) for source in self.sources]
+        return replace(self, sources=sources, stream=(*self.stream, index))
+
+
+def open_data(
+    specs: str | Sequence[str],
+    vocab: int,
+    seed: int = 0,
+    opener: Callable[[str], Tokens] | None = None,
+) -> Data:
+    """The data that `specs` name; several are mixed, `a.bin:0.7` by that weight.
+
+    specs: `stdlib`, the bytes of the Python standard library's own sources;
+    `synthetic`, made up; or a file or folder, see `sources.open_tokens`. vocab: of the
+    model. opener: of files and folders, else as `open_tokens` without options.
     Raises: DataError.
     """
     if vocab < 1:
         raise DataError(f"a vocabulary of {vocab} tokens", fix="give at least 1")
-    if spec == "synthetic":
-        return Synthetic(vocab, seed)
-    tokens = standard_library() if spec == "stdlib" else read_tokens(Path(spec))
-    check_vocab(spec, tokens, vocab)
-    return Corpus(spec, tokens, seed)
+    read, found, weights = opener or open_tokens, list[Data](), list[float | None]()
+    for spec in (specs,) if isinstance(specs, str) else specs:
+        name, weight = weighted(spec)
+        data: Data = Synthetic(vocab, seed)
+        if name != data.name:
+            data = Corpus(name, read(name), seed, vocab)
+        found.append(data)
+        weights.append(weight)
+    if len(found) == 1:
+        return found[0]
+    shares = _shares(found, weights)
+    return Mixture([data.apart(i + 1) for i, data in enumerate(found)], shares, seed)
 
 
-def standard_library(folder: Path | None = None) -> np.ndarray:
-    """The bytes of the top-level sources in sorted order, uint8 [length]."""
-    folder = folder or Path(sysconfig.get_paths()["stdlib"])
-    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
-    if not text:
-        raise DataError(
-            f"no Python sources in {folder}: this Python has its library compiled only",
-            fix="use another text file, or 'synthetic'",
-        )
-    return np.frombuffer(text, np.uint8)
-
-
-def read_tokens(path: Path) -> np.ndarray:
-    """The tokens of a file, mapped and not loaded, integers [length]."""
-    if not path.is_file():
-        raise DataError(
-            f"no data named {str(path)!r}",
-            fix="give 'stdlib', 'synthetic', or a .bin, .npy or .txt file that exists",
-        )
-    size = path.stat().st_size
-    if size == 0:
-        raise DataError(f"{path} is empty", fix="write some tokens to it")
-    if path.suffix == ".txt":
-        return np.memmap(path, np.uint8, mode="r")
-    if path.suffix == ".bin":
-        if size % 2:
-            raise DataError(
-                f"{path} has {size} bytes, an odd number, but a token is 2 bytes",
-                fix="write it as uint16, for example with numpy's tofile",
-            )
-        return np.memmap(path, np.uint16, mode="r")
-    if path.suffix == ".npy":
-        return read_array(path)
-    raise DataError(
-        f"{path}: unknown kind of file {path.suffix!r}",
-        fix="name it .bin (uint16), .npy (integers) or .txt (bytes)",
-    )
-
-
-def read_array(path: Path) -> np.ndarray:
-    """The integers [length] of an .npy file, mapped."""
+def weighted(spec: str) -> tuple[str, float | None]:
+    """`a.bin:0.7` -> ("a.bin", 0.7). Raises: DataError."""
+    name, colon, text = spec.rpartition(":")
     try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:
+        weight = float(text)
+    except ValueError:
+        return spec, None
+    if not colon or not name:
+        return spec, None
+    if not 0 < weight < math.inf:
         raise DataError(
-            f"{path} is not a NumPy array file: {error}", fix="write it with numpy.save"
-        ) from error
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise DataError(
-            f"{path} holds {tokens.dtype}{list(tokens.shape)}, not integers in one row",
-            fix="save tokens.astype(numpy.uint16).ravel()",
+            f"'{spec}' has weight {text}", fix=f"give one above 0: {name}:0.5"
         )
-    return tokens
+    return name, weight
 
 
-def check_vocab(name: str, tokens: np.ndarray, vocab: int) -> None:
-    """Find the first token that the model has no embedding for. Raises DataError."""
-    limits = np.iinfo(tokens.dtype)
-    if limits.min >= 0 and limits.max < vocab:
-        return
-    for start, part in chunks(tokens):
-        bad = (part < 0) | (part >= vocab)
-        if bad.any():
-            at = int(bad.argmax())
-            token = int(part[at])
-            fix = f"a model with a vocabulary above {token}, or tokens made for it"
-            if token < 0:
-                fix = "write token ids that are 0 or more"
-            raise DataError(
-                f"{name} has token {token} at position {start + at}, "
-                f"but the model's vocabulary is 0..{vocab - 1}",
-                fix=fix,
-            )
+def _shares(found: Sequence[Data], weights: Sequence[float | None]) -> list[float]:
+    """Of the sum of weights; without any, of the tokens. Raises: DataError."""
+    given = [weight for weight in weights if weight is not None]
+    if not given and all(isinstance(data, Corpus) for data in found):
+        given = [float(len(d.tokens)) for d in found if isinstance(d, Corpus)]
+    if len(given) != len(found):
+        without = found[weights.index(None)].name
+        raise DataError(
+            f"'{without}' has no weight, among {len(found)} that are mixed",
+            fix=f"give one to each: --data {without}:0.5",
+        )
+    return [weight / math.fsum(given) for weight in given]
 
 
-def chunks(tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Each piece of SCAN tokens with its position."""
-    for start in range(0, len(tokens), SCAN):
-        yield start, tokens[start : start + SCAN]
-
-
-def generator(seed: int, step: int, drawn: int = 0) -> np.random.Generator:
+def generator(seed: int, step: int, *stream: int) -> np.random.Generator:
     """Independent random numbers for all of these numbers, none negative."""
-    return np.random.default_rng([seed, step, drawn])
+    return np.random.default_rng([seed, step, *stream])
 
 
-def shifted(windows: np.ndarray) -> tuple[Tensor, Tensor]:
+def shifted(windows: np.ndarray) -> Batch:
     """Windows [batch, seq + 1] as contiguous ids and labels, int64 [batch, seq]."""
     tokens = torch.from_numpy(windows.astype(np.int64))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

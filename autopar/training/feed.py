@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from autopar.models.load import LoadedModel, ModelError
 from autopar.passes.program import Program
-from autopar.training.data import Data, open_data
+from autopar.training.data import Corpus, Data, Mixture, open_data
+from autopar.training.documents import Reading
 from autopar.training.options import RunOptions
+from autopar.training.sources import open_tokens
+from autopar.training.tokenizer import open_tokenizer
 
 LABELS = ("labels", "targets")
+ANY = 1 << 32  # a vocabulary that has all ids
 
 
 @dataclass(frozen=True)
@@ -26,9 +31,7 @@ class Feed:
     @classmethod
     def open(cls, program: Program, loaded: LoadedModel, options: RunOptions) -> Feed:
         vocab = loaded.vocab or vocab_of(program)
-        return cls(
-            open_data(options.data, vocab, options.seed), program, loaded.shifts_labels
-        )
+        return cls(open_run_data(options, vocab), program, loaded.shifts_labels)
 
     def split(self, fraction: float) -> tuple[Feed, Feed]:
         """To train with, and of the held-out rest of the data."""
@@ -41,12 +44,22 @@ class Feed:
         shapes = [shape for shape, _ in self.program.inputs.values()]
         return shapes[0][0] * shapes[0][1]
 
+    def warnings(self) -> list[str]:
+        """What is odd about the data."""
+        found = self.data.sources if isinstance(self.data, Mixture) else [self.data]
+        return [
+            f"{data.name} has {len(data.tokens)} tokens, fewer than the {self.tokens} "
+            "of a batch: each step sees some several times"
+            for data in found
+            if isinstance(data, Corpus) and len(data.tokens) < self.tokens
+        ]
+
     def batch(self, step: int) -> dict[str, Tensor]:
         """Tokens, and as labels those after them (or themselves, if the model shifts).
 
         Raises ModelError for a field that is neither, nor an attention mask.
         """
-        made = {}
+        made, drawn = {}, dict[tuple[int, ...], tuple[Tensor, Tensor]]()
         for name, (shape, dtype) in self.program.inputs.items():
             if len(shape) != 2 or not dtype.startswith("int"):
                 raise ModelError(
@@ -55,7 +68,9 @@ class Feed:
                     fix="write the training loop yourself, with autopar.compile",
                 )
             kind = getattr(torch, dtype)
-            ids, following = self.data.batch(step, *shape)
+            if shape not in drawn:
+                drawn[shape] = self.data.batch(step, *shape)
+            ids, following = drawn[shape]
             if name == "attention_mask":
                 made[name] = torch.ones(shape, dtype=kind)
             elif name in LABELS and not self.shifts_labels:
@@ -63,6 +78,19 @@ class Feed:
             else:
                 made[name] = ids.to(kind)
         return made
+
+
+def open_run_data(options: RunOptions, vocab: int = ANY) -> Data:
+    """The data that a run's options name; text that no run had before is tokenized.
+
+    Raises: DataError."""
+    tokenizer = None
+    if options.tokenizer is not None:
+        tokenizer = open_tokenizer(options.tokenizer, options.document_end)
+        tokenizer.check_fits(vocab)
+    how = Reading(tokenizer, options.column, options.token_cache)
+    read = partial(open_tokens, how=how, bin_dtype=options.bin_dtype)
+    return open_data(options.data, vocab, options.seed, read)
 
 
 def vocab_of(program: Program) -> int:

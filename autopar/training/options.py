@@ -12,6 +12,7 @@ from autopar.training.evaluation import check_evaluation
 from autopar.training.nonfinite import ON_NONFINITE
 from autopar.training.resume import check_saving
 from autopar.training.schedules import DECAY, check_schedule
+from autopar.training.token_files import BIN_DTYPES
 
 HELD_OUT = 0.1  # share of the data, where some is
 
@@ -30,7 +31,25 @@ class RunOptions:
     """Numbers are in the range of their name, see `passes.ranges`."""
 
     steps: int = option(20, "of the optimizer")
-    data: str = option("synthetic", "stdlib, synthetic, or a .bin .npy .txt file")
+    data: tuple[str, ...] = option(
+        ("synthetic",),
+        "stdlib, synthetic, or a file or folder: .bin .npy .txt .jsonl .parquet, or of "
+        "Dataset.save_to_disk; again, for a mixture: a.bin:0.7",
+        metavar="PATH[:WEIGHT]",
+    )
+    tokenizer: Path | None = option(  # noqa: RUF009
+        None, "of text: a folder, or its tokenizer.json; without, a token is a byte"
+    )
+    column: str | None = option(
+        None, "of a dataset (default: input_ids, or text, which --tokenizer prefers)"
+    )
+    document_end: str | None = option(
+        None, "token after each document (default: the tokenizer's eos_token)"
+    )
+    bin_dtype: str = option("uint16", "of a .bin without header", choices=BIN_DTYPES)
+    token_cache: Path | None = option(  # noqa: RUF009
+        None, "for tokens made of text (default: beside it)", metavar="DIR"
+    )
     lr: float = option(3e-4, "learning rate, of AdamW")
     lr_schedule: str = option(
         "constant", "after the warmup; the others end at --min-lr", choices=tuple(DECAY)
@@ -61,6 +80,7 @@ class RunOptions:
     save_every: int = option(0, "steps between checkpoints; 0: the last alone")
     keep: int = option(2, "how many of the newest checkpoints stay")
     resume: bool = option(False, "go on from the newest checkpoint, if any")
+    other_data: bool = option(False, "with --resume: train on, with other data")
     unproved: bool = option(False, "run a plan that nobody proved")
     # Flags that other commands have too: what runs functions, in place of the plan's,
     # see `passes.plan.BACKENDS`; and one object a line.

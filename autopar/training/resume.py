@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Options that training follows from; a run that goes on must have them as before.
 SAME = (
-    *("data", "seed", "clip", "beta1", "beta2", "weight_decay"),
+    *("seed", "clip", "beta1", "beta2", "weight_decay"),
     *("lr", "lr_schedule", "warmup", "min_lr", "decay_ratio"),
 )
 
@@ -58,19 +58,28 @@ def claimed(step: Step, options: RunOptions) -> Iterator[None]:
         yield
 
 
-def save(done: int, step: Step, optimizer: Optimizer, options: RunOptions) -> None:
-    """Write a checkpoint after so many steps."""
+def save(
+    done: int,
+    step: Step,
+    optimizer: Optimizer,
+    options: RunOptions,
+    data: Mapping[str, str],
+) -> None:
+    """Write a checkpoint after so many steps. data: what is trained on."""
     assert options.save is not None, "a save is due only if there is a place for it"
-    extra = {"done": done, "options": trained_by(options)}
+    extra = {"done": done, "options": trained_by(options), "data": dict(data)}
     step.save(options.save, optimizer, extra=extra, keep=options.keep)
 
 
-def resume(step: Step, optimizer: Optimizer, options: RunOptions) -> int:
+def resume(
+    step: Step, optimizer: Optimizer, options: RunOptions, data: Mapping[str, str]
+) -> int:
     """Go on from the newest checkpoint, if so asked and there is one; returns the
-    number of steps done.
+    number of steps done, which is the position in the data too.
 
-    Raises: CheckpointError if that run had other options, or if the directory has
-    checkpoints of a run that this one does not go on from.
+    data: name and digest of what is trained on. Raises: CheckpointError if that run had
+    other options or data, or if the directory has checkpoints of a run that this one
+    does not go on from.
     """
     if options.save is None:
         return 0
@@ -84,7 +93,7 @@ def resume(step: Step, optimizer: Optimizer, options: RunOptions) -> int:
             fix="add --resume to go on from it, or give another --save directory",
         )
     extra = load(
-        found, step, optimizer, lambda extra: check_options(found, options, extra)
+        found, step, optimizer, lambda extra: check_before(found, options, data, extra)
     )
     return int(extra["done"])
 
@@ -96,11 +105,14 @@ def trained_by(options: RunOptions) -> dict[str, Any]:
     return {**values, "eval_fraction": options.held_out}
 
 
-def check_options(found: Path, options: RunOptions, extra: Any) -> None:
-    """Raises CheckpointError for the first option that is not as before."""
-    if not isinstance(extra, dict) or not {"options", "done"} <= set(extra):
+def check_before(
+    found: Path, options: RunOptions, data: Mapping[str, str], extra: Any
+) -> None:
+    """Raises CheckpointError for the first option that is not as before, and for other
+    data, which may lie elsewhere."""
+    if not isinstance(extra, dict) or not {"options", "done", "data"} <= set(extra):
         raise CheckpointError(
-            f"checkpoint '{found}' is not one of `autopar run`",
+            f"checkpoint '{found}' is not one of `autopar run`, or of an earlier one",
             fix="give the --save directory of an earlier run",
         )
     for name, now in trained_by(options).items():
@@ -116,3 +128,10 @@ def check_options(found: Path, options: RunOptions, extra: Any) -> None:
                 f"the run in '{found}' had {flag} {before}, but this has {now}",
                 fix=f"go on with {flag} {before}, or start anew with another --save",
             )
+    if not options.other_data and extra["data"]["digest"] != data["digest"]:
+        raise CheckpointError(
+            f"the run in '{found}' was trained on {extra['data']['name']}, and the "
+            f"tokens of {data['name']} are others",
+            fix="give the same data, start anew with another --save, or go on with "
+            "this: --other-data",
+        )

@@ -20,11 +20,12 @@ from autopar.passes.plan import PlanError
 from autopar.planner.planned import compiled, compiled_once, made_once, mesh_of
 from autopar.plans.store import COMPILED, StoredPlan
 from autopar.runtime.agreement.fail_together import on_first
+from autopar.runtime.launch.first_then_all import first_then_all
 from autopar.runtime.launch.join import check_launch, choose_backend
 from autopar.runtime.launch.watchdog import Watchdog, guarded
 from autopar.step import Step
 from autopar.training.evaluation import Evaluation
-from autopar.training.feed import Feed
+from autopar.training.feed import Feed, open_run_data
 from autopar.training.log import Log
 from autopar.training.metrics import Clock, Meter
 from autopar.training.nonfinite import EVERY, FirstNonFinite, is_finite
@@ -74,6 +75,7 @@ def _as_rank(
     directory = Path(made_once(plan, store, rank) if callable(plan) else plan)
     check_world(directory, world)
     stored = compiled_once(directory, store, rank, world, not options.unproved)
+    first_then_all(store, rank, world, lambda: open_run_data(options))
     wait = timedelta(seconds=options.timeout)
     dist.init_process_group(
         choose_backend(), store=store, rank=rank, world_size=world, timeout=wait
@@ -124,12 +126,14 @@ def _train(
     optimizer = make_optimizer(
         ((p, len(specs[name].shape)) for name, p in step.named_parameters()), options
     )
-    done = resume(step, optimizer, options)
+    data = {"name": feed.data.name, "digest": feed.data.digest()}
+    done = resume(step, optimizer, options, data)
     first = step.comm.rank == 0
     beside = Reference(loaded, stored, options) if first and options.reference else None
     report = Report(Meter.of(step, feed.tokens), writers(step, done, options))
     if first:
-        told = [f"warning: {warning}" for warning in stored.warnings]
+        odd = (*stored.warnings, *feed.warnings())
+        told = [f"warning: {warning}" for warning in odd]
         told += [f"going on after step {done}"] if done else []
         print("".join(f"{line}\n" for line in told), end="", file=sys.stderr)
     nonfinite = FirstNonFinite()
@@ -152,7 +156,7 @@ def _train(
             with report.left_out():
                 report.evaluation(i + 1, evaluation.loss(step))
         if saved:
-            save(i + 1, step, optimizer, options)
+            save(i + 1, step, optimizer, options, data)
 
 
 def writers(step: Step, done: int, options: RunOptions) -> list[Writer]:

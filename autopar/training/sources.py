@@ -1,0 +1,78 @@
+"""Files and folders that data may be, and how each becomes tokens."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from autopar.training.documents import BUILDERS, Reading, rows_of, text_of
+from autopar.training.token_files import TOKEN_FILES, read_token_file
+from autopar.training.tokens import DataError, Piece, Tokens
+
+KINDS = (*TOKEN_FILES, *BUILDERS)
+KNOWN = (
+    "give .bin (uint16 or uint32), .npy (integers), .txt, .jsonl or .parquet files, a "
+    "folder of one kind of them, or what Dataset.save_to_disk wrote"
+)
+USUAL = Reading()
+
+
+def open_tokens(name: str, how: Reading = USUAL, bin_dtype: str = "uint16") -> Tokens:
+    """The tokens of `stdlib`, or of a file or folder; those on disk are mapped.
+
+    bin_dtype: of a .bin without a header. Raises: DataError.
+    """
+    if name == "stdlib":
+        return Tokens.of(name, standard_library())
+    path = Path(name)
+    if path.is_dir() and any(
+        (path / f).is_file() for f in ("state.json", "dataset_dict.json")
+    ):
+        return Tokens(rows_of(path, (), how))
+    files = _files_of(path)
+    if files[0].suffix in BUILDERS:
+        return Tokens(rows_of(path, files, how))
+    if files[0].suffix == ".txt" and how.tokenizer is not None:
+        return Tokens(text_of(path, files, how))
+    return Tokens([Piece(str(f), read_token_file(f, bin_dtype)) for f in files])
+
+
+def _files_of(path: Path) -> Sequence[Path]:
+    """The file, or those of a folder that data may be, in order. Raises: DataError."""
+    if path.is_file():
+        if path.suffix not in KINDS:
+            raise DataError(f"{path}: unknown kind of file '{path.suffix}'", fix=KNOWN)
+        return [path]
+    if not path.is_dir():
+        raise DataError(
+            f"no data named {str(path)!r}",
+            fix=f"give 'stdlib', 'synthetic', or a path that exists: {KNOWN}",
+        )
+    inside = sorted(f for f in path.iterdir() if f.is_file() and f.name[0] != ".")
+    # What was tokenized of files in it lies there too.
+    inside = [f for f in inside if ".tokens-" not in f.name]
+    kinds = Counter(f.suffix for f in inside if f.suffix in KINDS)
+    if len(kinds) != 1:
+        held = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
+        told = ", ".join(f.name for f in inside[:5]) or "no files"
+        raise DataError(
+            f"folder {path} is of no kind that is known: it has {held or told}",
+            fix=f"{KNOWN}; mix several: --data A:0.5 --data B:0.5",
+        )
+    return [f for f in inside if f.suffix in kinds]
+
+
+def standard_library(folder: Path | None = None) -> np.ndarray:
+    """The bytes of the top-level sources in sorted order, uint8 [length]."""
+    folder = folder or Path(sysconfig.get_paths()["stdlib"])
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    if not text:
+        raise DataError(
+            f"no Python sources in {folder}: this Python has its library compiled only",
+            fix="use another text file, or 'synthetic'",
+        )
+    return np.frombuffer(text, np.uint8)
