@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 from autopar.passes.errors import AutoparError
 from autopar.passes.ranges import RANKS, Range, shown
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 
 class EnvironmentVariableError(AutoparError):
@@ -24,6 +31,16 @@ def read_text(path: Path, error: type[AutoparError], fix: str = "") -> str:
         raise error(
             f"'{path}' is not text: byte {cause.start} is no UTF-8", fix=fix
         ) from None
+
+
+def parse_toml(
+    text: str, where: str, error: type[AutoparError], fix: str = ""
+) -> dict[str, Any]:
+    """Read TOML. Raises `error` for text that is none."""
+    try:
+        return tomllib.loads(text)
+    except ValueError as cause:
+        raise error(f"{where} is not TOML: {cause}", fix=fix) from None
 
 
 def read_variable(name: str, usual: int, of: Range = RANKS) -> int:

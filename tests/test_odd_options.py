@@ -56,7 +56,7 @@ LINES = {
 }
 INSTEAD_OF = {"--cluster": "--devices", "--plan": "--mesh", "--ranks": "--show"}
 LONG_WORK = (
-    *("commands.compile.compile_offline", "commands.plan.sketch"),
+    *("commands.compile.compile_offline", "commands.plan.capture_few_layers"),
     *("commands.profile.launch", "commands.profile.measure_here"),
     *("commands.demo.load_model", "commands.verify.verify", "training.run.train"),
 )

@@ -16,11 +16,18 @@ import torch
 from autopar.commands.arguments import (
     MODEL,
     Several,
+    UsageError,
     add_backend,
     add_json,
     number,
     path,
     text,
+)
+from autopar.commands.config_file import (
+    add_config,
+    config_text,
+    helps_of,
+    with_config,
 )
 from autopar.commands.run_model import (
     ModelToRun,
@@ -42,6 +49,7 @@ def add(commands: Any) -> None:
     add.set_defaults(command=run_command)
     add.add_argument(
         "plan",
+        nargs="?",
         type=text,
         metavar="PLAN|MODEL",
         help=f"a directory, planned or compiled; or {MODEL}",
@@ -52,6 +60,8 @@ def add(commands: Any) -> None:
     add_backend(add)
     add_json(add, "print one object for each step")
     add_planning(add)
+    add_config(add)
+    add.set_defaults(parser=add)
 
 
 def add_field(add: Any, each: Field[Any]) -> None:
@@ -60,7 +70,7 @@ def add_field(add: Any, each: Field[Any]) -> None:
     if each.name in RANGES:
         told["type"] = number(each.name)
     elif isinstance(each.default, bool):
-        told["action"] = "store_true"
+        told["action"] = argparse.BooleanOptionalAction  # a file may say yes
     elif "choices" not in told:
         told["type"] = text if "str" in str(each.type) else path
     if isinstance(each.default, tuple):
@@ -70,12 +80,22 @@ def add_field(add: Any, each: Field[Any]) -> None:
 
 
 def run_command(arguments: argparse.Namespace) -> int:
+    parser, argv = arguments.parser, arguments.argv
+    helps = helps_of(parser)
+    arguments = with_config(parser, arguments, argv[argv.index("run") + 1 :])
+    if arguments.print_config:
+        print(config_text(parser, arguments, helps), end="")
+        return 0
+    if arguments.plan is None:
+        raise UsageError(
+            "there is no plan and no model to run",
+            fix=f"give one: {parser.prog} PLAN|MODEL, or plan = in the --config file",
+        )
     values = {
         field.name: getattr(arguments, field.name) for field in fields(RunOptions)
     }
     options = RunOptions(**values)
     alone = check_launch() == (0, 1) and "RANK" not in os.environ
-    argv = arguments.argv
     if is_model(arguments.plan):
         model = ModelToRun(arguments, options.seed, not options.unproved)
         if not alone:

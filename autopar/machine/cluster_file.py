@@ -1,4 +1,4 @@
-"""Clusters from files: TOML (Python 3.11 or newer) or JSON.
+"""Clusters from files: TOML or JSON.
 
 devices = 16
 cores = 0                      # that processes of all devices share; 0: their own
@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -36,7 +35,7 @@ from autopar.machine.hardware import DEVICES, make_cluster
 from autopar.passes.decode import parse_json
 from autopar.passes.price.cluster import Cluster, ClusterError, Device, Level
 from autopar.passes.ranges import RANKS, shown
-from autopar.read_file import read_text
+from autopar.read_file import parse_toml, read_text
 
 UNITS = {
     **{"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15},
@@ -90,19 +89,8 @@ def cluster_data(cluster: Cluster) -> dict[str, Any]:
 
 
 def _parse(path: Path, text: str) -> dict[str, Any]:
-    try:
-        if path.suffix == ".json":
-            data = parse_json(text, f"'{path}'", ClusterError, WRITE)
-        elif sys.version_info >= (3, 11):
-            import tomllib
-
-            data = tomllib.loads(text)
-        else:
-            raise ClusterError(
-                f"'{path}': TOML needs Python 3.11", fix="write the cluster as JSON"
-            )
-    except ValueError as error:
-        raise ClusterError(f"'{path}' cannot be read: {error}", fix=WRITE) from None
+    parse = parse_json if path.suffix == ".json" else parse_toml
+    data = parse(text, f"'{path}'", ClusterError, WRITE)
     if not isinstance(data, dict):
         raise ClusterError(f"'{path}' holds no table of keys")
     return data
