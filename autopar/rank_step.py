@@ -6,10 +6,8 @@ virtual mesh.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -17,26 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, DistributedSampler
 
-from autopar.checkpoints.checkpoint import load, save
-from autopar.checkpoints.pretrained import load_pretrained
-from autopar.checkpoints.save_pretrained import save_pretrained
-from autopar.checkpoints.state import (
-    check_state_dict,
-    load_state_dict,
-    load_training_state,
-    state_dict,
-    training_state,
-)
+from autopar.held_state import HeldState
 from autopar.local_batches import DataRank
 from autopar.passes.errors import AutoparError
-from autopar.passes.program import Program
-from autopar.runtime.agreement.agreement import Agreement, digests
+from autopar.runtime.agreement.agreement import Agreement
 from autopar.runtime.agreement.updates import Updates
 from autopar.runtime.agreement.validate import checked_batch
-from autopar.runtime.comm.comm import Comm
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.parameters.changed import Originals, check_trained
-from autopar.runtime.parameters.gradient_norm import checked_norm, clip_, is_owner
+from autopar.runtime.parameters.gradient_norm import checked_norm, clip_
 from autopar.runtime.parameters.offload import Host
 from autopar.runtime.parameters.whole_updates import WholeUpdates, beside
 
@@ -45,28 +32,17 @@ NO_PARAMETERS: Mapping[str, nn.Parameter] = MappingProxyType({})
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 
 
-class RankStep:
+class RankStep(HeldState):
     """Forward and backward of a program on the rank of `comm`.
 
     Every rank calls it with the whole global batch, and takes its own part of it; or,
     with local=True, with the samples that it has loaded itself, see `data_rank`.
     """
 
-    comm: Comm
-    _agreement: Agreement
-    _updates: Updates
-
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        # Names of the state dict, and what of it every rank has whole: buffers, and
-        # parameters that no stage computes with.
-        self.names: list[str] = []
-        self.unused: dict[str, Tensor] = {}
-        self.configs: tuple[Any, ...] = ()  # that a Hugging Face model has beside it
+        super().__init__(device)
         self._fixed = NO_FIELDS
-        self._executor: Executor | None = None
         self._originals: Originals | None = None
-        self._host: Host | None = None
 
     def start(
         self,
@@ -132,6 +108,8 @@ class RankStep:
         and is the same on all ranks. local: `batch` is this rank's part of it."""
         data = self.data
         try:
+            if self._saving is not None and self._saving.done():
+                self.finish_saving()
             inputs = self.program.inputs
             like = data.whole_like(batch, inputs) if local else batch
             tensors = checked_batch(self.program, self._fixed, like)
@@ -153,24 +131,6 @@ class RankStep:
             yield data.gather(self.comm, held, inputs) if local else held
 
     # --- what optimizers and checkpoints need --------------------------------------
-
-    @property
-    def executor(self) -> Executor:
-        if self._executor is None:
-            raise AutoparError(
-                "the step is not compiled yet",
-                fix="give compile example_inputs=, or call step.build(**batch) first",
-            )
-        return self._executor
-
-    def _agree(self) -> Agreement:
-        """How an operation begins. Raises AutoparError if nothing is compiled yet."""
-        assert self.executor is not None, "it raises"
-        return self._agreement
-
-    @property
-    def program(self) -> Program:
-        return self.executor.program
 
     @property
     def data(self) -> DataRank:
@@ -216,16 +176,6 @@ class RankStep:
         held = self.executor.loss_scale
         return held.skipped if held else 0
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's shards, for any torch.optim optimizer; see `offload`."""
-        yield from dict(self.named_parameters()).values()
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same, with the model's own names; `h.0.attn.qkv[0:32].weight` is part of
-        one that the model cuts into pieces, which rest each by itself."""
-        held = self.executor if self._host is None else self._host
-        yield from held.parameters.items()
-
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale gradients so that their global 2-norm is at most max_norm.
 
@@ -252,116 +202,6 @@ class RankStep:
         made = WholeUpdates(program, self.comm, held, optimizer)
         self._updates.whole[optimizer] = made
         return optimizer
-
-    def gathers(self, optimizer: torch.optim.Optimizer) -> WholeUpdates | None:
-        """What gives an optimizer whole parameters, after `gather_for`."""
-        return self._updates.whole.get(optimizer)
-
-    def owns(self, name: str) -> bool:
-        """Whether this rank is the first of those that hold the same part of it."""
-        return is_owner(self.program, self.comm, name)
-
-    def everyone(self) -> tuple[int, ...]:
-        return tuple(range(self.program.mesh.size))
-
-    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
-        """Whole parameters and persistent buffers on the CPU, by the model's own names.
-
-        All ranks must call it, and all get everything; with rank0_only, rank 0 alone,
-        and the others nothing. Loads into the plain model.
-        """
-        self._agree()("state_dict")
-        return state_dict(self, rank0_only)
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take this rank's shards from whole tensors by the model's own names.
-
-        All ranks must call it, with the same values. Raises: ModelMismatch for missing
-        and unexpected names, and for shapes that differ; nothing is changed then.
-        """
-        try:
-            check_state_dict(self, state)
-        except AutoparError as error:
-            self._agree().refuse("load_state_dict", error)
-            raise
-        self._agree()("load_state_dict", digests("state", state))
-        load_state_dict(self, state)
-
-    @torch.no_grad()
-    def set_whole(self, state: Mapping[str, Tensor]) -> None:
-        """Take what every rank has whole: buffers, and what no stage computes with."""
-        for table in (self.executor.buffers, self.unused):
-            for name, value in table.items():
-                if name in state:
-                    value.copy_(state[name])
-        self.executor.set_up()
-
-    def training_state(self) -> dict[str, Any]:
-        """What the step goes on from, beside weights: plain values, alike on all ranks.
-
-        Dropout follows from seed and count of steps: there is no generator to keep.
-        """
-        return training_state(self.executor)
-
-    def load_training_state(self, state: Mapping[str, Any]) -> None:
-        load_training_state(self.executor, state)
-
-    def save(
-        self,
-        directory: str | os.PathLike[str],
-        optimizer: torch.optim.Optimizer | None = None,
-        *,
-        extra: Any = None,
-        keep: int | None = None,
-    ) -> Path:
-        """Write a checkpoint, for any other mesh too: see
-        `autopar.checkpoints.checkpoint.save`."""
-        self._agree_on("save", optimizer)
-        return save(Path(directory), self, optimizer, extra=extra, keep=keep)
-
-    def load(
-        self,
-        directory: str | os.PathLike[str],
-        optimizer: torch.optim.Optimizer | None = None,
-    ) -> Any:
-        """Go on from a checkpoint; returns `extra`: see
-        `autopar.checkpoints.checkpoint.load`."""
-        self._agree_on("load", optimizer)
-        return load(Path(directory), self, optimizer)
-
-    def load_pretrained(
-        self, folder: str | os.PathLike[str], *, strict: bool = True
-    ) -> None:
-        """Take weights from a folder of safetensors, as Hugging Face has them.
-
-        All ranks must call it; each reads its own parts alone. Names may have another
-        prefix, as those of a base model have; values are converted to the model's
-        dtypes. strict: each parameter is there; else those that are not stay. Nothing
-        is changed if it fails. Raises: CheckpointError, ModelMismatch on all ranks.
-        """
-        self._agree()("load_pretrained", {("argument", "strict"): strict})
-        load_pretrained(self, Path(folder), strict)
-
-    def save_pretrained(
-        self,
-        folder: str | os.PathLike[str],
-        tokenizer: Any = None,
-        *,
-        shard_bytes: int = 5 << 30,
-    ) -> Path:
-        """Write what Hugging Face's `from_pretrained` reads, to a new folder.
-
-        All ranks must call it, on any disk that rank 0 has. With a Hugging Face model
-        its configuration comes with the weights; so does a tokenizer that is given. A
-        file has shard_bytes at most, or one tensor, and rank 0 holds so much beside its
-        share. Returns the folder. Raises: CheckpointError on all ranks.
-        """
-        self._agree()("save_pretrained")
-        return save_pretrained(self, Path(folder), tokenizer, shard_bytes)
-
-    def _agree_on(self, operation: str, optimizer: object) -> None:
-        given = "not given" if optimizer is None else "given"
-        self._agree()(operation, {("argument", "optimizer"): given})
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from autopar.checkpoints.dcp import (
     CheckpointError,
     Key,
     State,
+    Write,
     pack,
     text,
 )
@@ -45,7 +47,7 @@ from autopar.checkpoints.memory import Memory
 from autopar.checkpoints.open_checkpoint import (
     METADATA,
     Saved,
-    in_memory,
+    of_memory,
     open_checkpoint,
     saved_groups,
 )
@@ -59,18 +61,21 @@ from autopar.checkpoints.optimizer_state import (
     merge_groups,
     set_state,
 )
+from autopar.checkpoints.pending_save import PendingSave, in_memory
 from autopar.checkpoints.sole_writer import sole_writer
 from autopar.checkpoints.state import tied_names
 from autopar.passes.ranges import check_range
-from autopar.runtime.agreement.fail_together import on_all, on_first
+from autopar.runtime.agreement.fail_together import joined_on_first, on_all, on_first
 from autopar.runtime.agreement.validate import check_names
 from autopar.runtime.parameters.whole_updates import is_cut
 from autopar.version import VERSION
 
 if TYPE_CHECKING:
-    from autopar.rank_step import RankStep
+    from autopar.held_state import HeldState
 
 TRAINING, EXTRA = ("training",), ("extra",)
+Written = tuple[list[Any], dict[str, str]]
+"""Of a rank: what DCP has to know of its files, and their checksums."""
 LOG = logging.getLogger("autopar")
 
 
@@ -79,7 +84,7 @@ LOG = logging.getLogger("autopar")
 
 def save(
     directory: str | Path,
-    step: RankStep,
+    step: HeldState,
     optimizer: Optimizer | None = None,
     *,
     extra: Any = None,
@@ -92,6 +97,71 @@ def save(
     `scheduler.state_dict()` or torch.get_rng_state(). keep: of the newest checkpoints
     so many, if given. Raises: CheckpointError on all ranks.
     """
+    with ExitStack() as held:
+        begun = _begin(directory, step, optimizer, extra, keep, held)
+        return joined_on_first(step.comm, begun.write_own, begun.finish)
+
+
+def start_saving(
+    directory: str | Path,
+    step: HeldState,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Any = None,
+    keep: int | None = None,
+) -> PendingSave:
+    """The same, of a copy of all values in the host's memory, while training goes on.
+
+    The checkpoint has its name, and so is the newest, when all ranks have written
+    theirs. `torch.distributed.checkpoint.async_save` is not used: it plans within a
+    process group of its own, and ours are written by box, see `dcp`.
+    Raises: CheckpointError on all ranks for what goes wrong until values are copied.
+    """
+    with ExitStack() as held:
+        begun = _begin(directory, step, optimizer, extra, keep, held, in_memory)
+        return PendingSave(step.comm, begun.write_own, begun.finish, held.pop_all())
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A save of which each rank is to write its part, and rank 0 to finish it."""
+
+    folder: Path
+    rank: int
+    made: Write
+    manifest: Manifest
+    keep: int | None
+
+    def write_own(self) -> Written:
+        results = self.made.write_own()
+        paths = self.folder.glob(f"__{self.rank}_*")
+        return results, {path.name: files.checksum(path) for path in paths}
+
+    def finish(self, written: list[Written]) -> Path:
+        self.made.finish([results for results, _ in written])
+        sums = {name: value for _, own in written for name, value in own.items()}
+        sums[METADATA] = files.checksum(self.folder / METADATA)
+        files.write_manifest(self.folder, replace(self.manifest, files=sums))
+        final = files.publish(self.folder)
+        newest = files.complete(final.parent)[-1]
+        if newest != final:
+            LOG.warning("'%s' is there too, and will be taken for newer", newest)
+        if self.keep is not None:
+            files.prune(final.parent, self.keep, final)
+        return final
+
+
+def _begin(
+    directory: str | Path,
+    step: HeldState,
+    optimizer: Optimizer | None,
+    extra: Any,
+    keep: int | None,
+    held: ExitStack,
+    copy: Callable[[State], State] | None = None,
+) -> _Begun:
+    """held: keeps other processes from writing there, on rank 0. copy: of what this
+    rank writes, made before anything is."""
     if keep is not None:
         check_range("keep", keep, CheckpointError)
     executor, root = step.executor, Path(directory)
@@ -103,35 +173,23 @@ def save(
         held.enter_context(sole_writer(root))
         return files.begin(root, count)
 
-    def finish() -> Path:
-        mesh = str(step.program.mesh)
-        made_by = (VERSION, torch.__version__)
-        manifest = Manifest(*made_by, count, mesh, tied, sums, made)
-        files.write_manifest(folder, manifest)
-        final = files.publish(folder)
-        newest = files.complete(root)[-1]
-        if newest != final:
-            LOG.warning("'%s' is there too, and will be taken for newer", newest)
-        if keep is not None:
-            files.prune(root, keep, final)
-        return final
-
-    with ExitStack() as held:
-        folder = on_first(comm, begin)
-        write_pieces(folder, state, _keys(tied), comm)
-        sums: dict[str, str] = {}
-        for own in on_all(comm, lambda: _own_checksums(folder, comm.rank)):
-            sums |= own
-        return on_first(comm, finish)
+    if copy is not None:
+        on_all(comm, lambda: state.update(copy(state)))
+    folder = on_first(comm, begin)
+    mesh, made_by = str(step.program.mesh), (VERSION, torch.__version__)
+    manifest = Manifest(*made_by, count, mesh, tied, {}, made)
+    return _Begun(
+        folder, comm.rank, Write(folder, state, _keys(tied), comm), manifest, keep
+    )
 
 
-def save_in_memory(memory: Memory, step: RankStep, optimizer: Optimizer) -> None:
+def save_in_memory(memory: Memory, step: HeldState, optimizer: Optimizer) -> None:
     """The same, for ranks that share it."""
     state = _state_of(step, optimizer, None)
     write_pieces(memory, state, _keys(tied_names(step)), step.comm)
 
 
-def _state_of(step: RankStep, optimizer: Optimizer | None, extra: Any) -> State:
+def _state_of(step: HeldState, optimizer: Optimizer | None, extra: Any) -> State:
     """What this rank writes; all ranks must call it."""
     comm, state = step.comm, model_pieces(step)
     plain: dict[Key, Any] = {TRAINING: step.training_state(), EXTRA: extra}
@@ -148,7 +206,7 @@ def _keys(tied: Mapping[str, str]) -> dict[Key, Key]:
     return {("model", alias): ("model", name) for alias, name in tied.items()}
 
 
-def _all_groups(step: RankStep, optimizer: Optimizer) -> list[Group]:
+def _all_groups(step: HeldState, optimizer: Optimizer) -> list[Group]:
     """The groups of all ranks' parameters; checked, on all ranks."""
     by_rank = on_all(step.comm, lambda: _local_groups(step, optimizer))
     groups = merge_groups(by_rank, list(step.program.parameters))
@@ -156,7 +214,7 @@ def _all_groups(step: RankStep, optimizer: Optimizer) -> list[Group]:
     return join_parts(groups, {name: part.source for name, part in parts.items()})
 
 
-def _local_groups(step: RankStep, optimizer: Optimizer) -> list[Group]:
+def _local_groups(step: HeldState, optimizer: Optimizer) -> list[Group]:
     held, program = dict(step.named_parameters()), step.program
     cut = {name for name in held if is_cut(program, name)}
     return local_groups(optimizer, held, cut, step.gathers(optimizer))
@@ -174,20 +232,12 @@ def _packed(plain: Mapping[Key, Any]) -> State:
     return {key: pack(key, value) for key, value in plain.items()}
 
 
-def _own_checksums(folder: Path, rank: int) -> dict[str, str]:
-    """Returns checksums of the files this rank wrote; rank 0 wrote the metadata too."""
-    paths = list(folder.glob(f"__{rank}_*"))
-    if rank == 0:
-        paths.append(folder / METADATA)
-    return {path.name: files.checksum(path) for path in paths}
-
-
 # --- loading -----------------------------------------------------------------------
 
 
 def load(
     directory: str | Path,
-    step: RankStep,
+    step: HeldState,
     optimizer: Optimizer | None = None,
     check: Callable[[Any], None] | None = None,
 ) -> Any:
@@ -207,14 +257,14 @@ def load(
     )
 
 
-def load_from_memory(memory: Memory, step: RankStep, optimizer: Optimizer) -> None:
+def load_from_memory(memory: Memory, step: HeldState, optimizer: Optimizer) -> None:
     """The same from what `save_in_memory` holds."""
-    _restore(in_memory(memory, optimizer), step, optimizer)
+    _restore(of_memory(memory, optimizer), step, optimizer)
 
 
 def _restore(
     saved: Saved,
-    step: RankStep,
+    step: HeldState,
     optimizer: Optimizer | None,
     check: Callable[[Any], None] | None = None,
 ) -> Any:
@@ -255,7 +305,7 @@ def _restore(
     return plain[EXTRA]
 
 
-def _check_model(step: RankStep, saved: Saved) -> None:
+def _check_model(step: HeldState, saved: Saved) -> None:
     """Compare names and shapes; the same on all ranks."""
     held = {str(key[1]): v.size for key, v in saved.held.items() if key[0] == "model"}
     shapes = {n: tuple(t.shape) for n, t in step.unused.items()}
@@ -264,7 +314,7 @@ def _check_model(step: RankStep, saved: Saved) -> None:
 
 
 @torch.no_grad()
-def _set_model(step: RankStep, found: Mapping[Key, Any]) -> None:
+def _set_model(step: HeldState, found: Mapping[Key, Any]) -> None:
     for name, p in step.named_parameters():
         p.copy_(found["model", name])
     step.set_whole({n: found["model", n] for n in step.unused})

@@ -86,37 +86,54 @@ State = dict[Key, list[Piece] | bytes]
 The pieces of one tensor have no box in common."""
 
 
-def write(store: Store, state: State, aliases: Mapping[Key, Key], comm: Comm) -> None:
-    """Write all ranks' state to a new folder; files and their data are on disk then.
+class Write:
+    """What this rank writes of all ranks' state to a new folder. Files and their data
+    are on disk when each rank has called `write_own`, and then rank 0 `finish`.
 
-    aliases: other keys of tensors that are stored once. All ranks must call it.
+    aliases: other keys of tensors that are stored once. All ranks must make one.
     Follows `torch.distributed.checkpoint.save`, which knows of process groups alone.
     Raises: CheckpointError on all ranks.
     """
-    planner = _SavePlanner(state, aliases)
-    writer = store if isinstance(store, Memory) else _Writer(store, aliases)
-    told = partial(_told, f"cannot write '{store}'", comm.rank)
-    plans: list[SavePlan] = []
-    known: list[Metadata] = []  # on rank 0
 
-    def plan_own() -> SavePlan:
-        writer.set_up_storage_writer(comm.rank == 0)
-        plans.append(writer.prepare_local_plan(planner.create_local_plan()))
-        return plans[0]
+    def __init__(
+        self, store: Store, state: State, aliases: Mapping[Key, Key], comm: Comm
+    ) -> None:
+        self._planner = _SavePlanner(state, aliases)
+        self._writer = store if isinstance(store, Memory) else _Writer(store, aliases)
+        self._told = partial(_told, f"cannot write '{store}'", comm.rank)
+        self._rank = comm.rank
+        self._own: SavePlan | None = None
+        self._known: Metadata | None = None  # on rank 0
+        joined_on_first(comm, self._told(self._plan_own), self._told(self._plan_all))
 
-    def plan_all(all_plans: list[SavePlan]) -> None:
-        known.append(planner.create_global_plan(all_plans)[1])
+    def _plan_own(self) -> SavePlan:
+        self._writer.set_up_storage_writer(self._rank == 0)
+        self._own = self._writer.prepare_local_plan(self._planner.create_local_plan())
+        return self._own
 
-    def write_own() -> list[WriteResult]:
+    def _plan_all(self, plans: list[SavePlan]) -> None:
+        self._known = self._planner.create_global_plan(plans)[1]
+
+    def write_own(self) -> list[WriteResult]:
+        """Returns what rank 0 needs to finish; talks to no rank."""
         # Files are named by the place of a plan: a rank's own is the last of so many.
-        own = writer.prepare_global_plan(plans * (comm.rank + 1))[-1]
-        return writer.write_data(own, planner).wait()
+        plans = [self._own] * (self._rank + 1)
 
-    def finish(results: list[list[WriteResult]]) -> None:
-        writer.finish(known[0], results)
+        def write() -> list[WriteResult]:
+            own = self._writer.prepare_global_plan(plans)[-1]
+            return self._writer.write_data(own, self._planner).wait()
 
-    joined_on_first(comm, told(plan_own), told(plan_all))
-    joined_on_first(comm, told(write_own), told(finish))
+        return self._told(write)()
+
+    def finish(self, results: list[list[WriteResult]]) -> None:
+        """Write, on rank 0, what is known of all values. results: by rank."""
+        self._told(self._writer.finish)(self._known, results)
+
+
+def write(store: Store, state: State, aliases: Mapping[Key, Key], comm: Comm) -> None:
+    """Write all ranks' state, see `Write`. All ranks must call it."""
+    made = Write(store, state, aliases, comm)
+    joined_on_first(comm, made.write_own, made.finish)
 
 
 def read(store: Source, state: State, comm: Comm) -> dict[Key, Any]:

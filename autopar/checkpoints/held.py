@@ -19,10 +19,10 @@ from autopar.runtime.parameters.shards import Box, boxes
 from autopar.runtime.parameters.whole_updates import is_cut, refuse_alike
 
 if TYPE_CHECKING:
-    from autopar.rank_step import RankStep
+    from autopar.held_state import HeldState
 
 
-def model_pieces(step: RankStep) -> State:
+def model_pieces(step: HeldState) -> State:
     state: State = {}
     for name, p in step.named_parameters():
         piece = _piece(step, name, p.detach(), step.owns(name))
@@ -32,14 +32,14 @@ def model_pieces(step: RankStep) -> State:
     return state
 
 
-def _piece(step: RankStep, name: str, shard: Tensor, written: bool) -> Piece:
+def _piece(step: HeldState, name: str, shard: Tensor, written: bool) -> Piece:
     """A tensor that is split as the parameter `name` is."""
     spec = step.program.parameters[name]
     own = boxes(spec, step.program.mesh, step.comm.coords)
     return Piece(spec.part.shape, own, shard, written)
 
 
-def _saved_key(step: RankStep, key: Key) -> Key:
+def _saved_key(step: HeldState, key: Key) -> Key:
     """With the name of the model's parameter for that of a part of it."""
     at = 1 if key[0] == "model" else 2
     spec = step.program.parameters.get(str(key[at]))
@@ -52,7 +52,7 @@ def _add(state: State, key: Key, piece: Piece) -> None:
     held.append(piece)
 
 
-def optimizer_pieces(step: RankStep, optimizer: Optimizer) -> State:
+def optimizer_pieces(step: HeldState, optimizer: Optimizer) -> State:
     """State of this rank's parameters; numbers, alike on all ranks, by their first."""
     state: State = {}
     for name, p in step.named_parameters():
@@ -78,7 +78,7 @@ Targets = dict[Key, Piece | bytes]
 nothing for what is no tensor."""
 
 
-def model_targets(step: RankStep) -> Targets:
+def model_targets(step: HeldState) -> Targets:
     found: Targets = {}
     for name, p in step.named_parameters():
         shard = torch.empty_like(p, device="cpu")
@@ -88,7 +88,7 @@ def model_targets(step: RankStep) -> Targets:
     return found
 
 
-def optimizer_targets(step: RankStep, held: Mapping[Key, Any]) -> Targets:
+def optimizer_targets(step: HeldState, held: Mapping[Key, Any]) -> Targets:
     """For what was saved of this rank's parameters' state."""
     found: Targets = {}
     by_source: dict[str, list[tuple[str, Any]]] = {}
@@ -113,7 +113,7 @@ def optimizer_targets(step: RankStep, held: Mapping[Key, Any]) -> Targets:
     return found
 
 
-def read_targets(step: RankStep, store: Source, wanted: Targets) -> dict[Key, Any]:
+def read_targets(step: HeldState, store: Source, wanted: Targets) -> dict[Key, Any]:
     """Fill the memory; returns all values. What parts of a parameter have in common is
     read once, for each of them a copy."""
     state: State = {}

@@ -50,7 +50,7 @@ def open_checkpoint(directory: str | Path, comm: Comm) -> Saved:
     return Saved(folder, folder, manifest, held)
 
 
-def in_memory(memory: Memory, optimizer: Optimizer) -> Saved:
+def of_memory(memory: Memory, optimizer: Optimizer) -> Saved:
     """What an optimizer like this one was saved with in memory."""
     manifest = Manifest("", "", 0, "", {}, {}, made_with(optimizer))
     found = _keyed(read_metadata(memory))

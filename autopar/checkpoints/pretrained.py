@@ -31,7 +31,7 @@ from autopar.runtime.agreement.fail_together import on_all
 from autopar.runtime.agreement.validate import MOST, ModelMismatch
 
 if TYPE_CHECKING:
-    from autopar.rank_step import RankStep
+    from autopar.held_state import HeldState
 
 LOG = logging.getLogger("autopar")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -176,8 +176,8 @@ DTYPES = {
 }
 
 
-def load_pretrained(step: RankStep, folder: str | Path, strict: bool = True) -> None:
-    """Take weights from a folder of safetensors; see `RankStep.load_pretrained`."""
+def load_pretrained(step: HeldState, folder: str | Path, strict: bool = True) -> None:
+    """Take weights from a folder of safetensors; see `HeldState.load_pretrained`."""
     need_safetensors()
     sources = Pretrained(Path(folder))
     targets = model_targets(step)
@@ -207,13 +207,13 @@ def load_pretrained(step: RankStep, folder: str | Path, strict: bool = True) -> 
         )  # fmt: skip
 
 
-def _source(step: RankStep, name: str) -> str:
+def _source(step: HeldState, name: str) -> str:
     spec = step.program.parameters.get(name)
     return name if spec is None else spec.part.source
 
 
 def _matched(
-    step: RankStep, files: Pretrained, strict: bool
+    step: HeldState, files: Pretrained, strict: bool
 ) -> tuple[dict[str, str], list[str]]:
     """The model's names -> names in the files; and names that these lack.
 

@@ -20,16 +20,16 @@ from autopar.checkpoints.state import tied_names, whole_tensors
 from autopar.runtime.agreement.fail_together import on_first
 
 if TYPE_CHECKING:
-    from autopar.rank_step import RankStep
+    from autopar.held_state import HeldState
 
 
 def save_pretrained(
-    step: RankStep,
+    step: HeldState,
     folder: str | Path,
     tokenizer: Any = None,
     shard_bytes: int = 5 << 30,
 ) -> Path:
-    """Write a folder of safetensors; see `RankStep.save_pretrained`."""
+    """Write a folder of safetensors; see `HeldState.save_pretrained`."""
     need_safetensors()
     final, comm = Path(folder), step.comm
 

@@ -14,10 +14,10 @@ from autopar.runtime.execute.executor import Executor
 from autopar.runtime.parameters.shards import put_shard, take_shard
 
 if TYPE_CHECKING:
-    from autopar.rank_step import RankStep
+    from autopar.held_state import HeldState
 
 
-def state_dict(step: RankStep, rank0_only: bool = False) -> dict[str, Tensor]:
+def state_dict(step: HeldState, rank0_only: bool = False) -> dict[str, Tensor]:
     """Whole parameters and persistent buffers on the CPU; on all ranks, or one."""
     found = {}
     for name, whole in whole_tensors(step, rank0_only):
@@ -29,7 +29,7 @@ def state_dict(step: RankStep, rank0_only: bool = False) -> dict[str, Tensor]:
     return {name: found[name] for name in step.names if name in found}
 
 
-def tied_names(step: RankStep) -> dict[str, str]:
+def tied_names(step: HeldState) -> dict[str, str]:
     """Other names of weights that are stored once, and the name that is."""
     return {
         alias: name
@@ -40,7 +40,7 @@ def tied_names(step: RankStep) -> dict[str, str]:
 
 @torch.no_grad()
 def whole_tensors(
-    step: RankStep, rank0_only: bool = False
+    step: HeldState, rank0_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Each tensor of the model in turn, on the CPU; tied ones once. All ranks must go
     through them. rank0_only: those of other ranks have no values."""
@@ -60,7 +60,7 @@ def whole_tensors(
         yield source, whole.to("meta" if rank0_only and step.comm.rank else "cpu")
 
 
-def check_state_dict(step: RankStep, state: Mapping[str, Tensor]) -> None:
+def check_state_dict(step: HeldState, state: Mapping[str, Tensor]) -> None:
     """Raises ModelMismatch for names and shapes that are not the model's."""
     program = step.program
     parts = [spec.part for spec in program.parameters.values()]
@@ -71,7 +71,7 @@ def check_state_dict(step: RankStep, state: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def load_state_dict(step: RankStep, state: Mapping[str, Tensor]) -> None:
+def load_state_dict(step: HeldState, state: Mapping[str, Tensor]) -> None:
     """Take this rank's shards of what `check_state_dict` let pass."""
     program = step.program
     for name, p in step.named_parameters():

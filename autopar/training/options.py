@@ -79,6 +79,7 @@ class RunOptions:
     save: Path | None = option(None, "for checkpoints", metavar="DIR")  # noqa: RUF009
     save_every: int = option(0, "steps between checkpoints; 0: the last alone")
     keep: int = option(2, "how many of the newest checkpoints stay")
+    async_save: bool = option(False, "write checkpoints while training goes on")
     resume: bool = option(False, "go on from the newest checkpoint, if any")
     other_data: bool = option(False, "with --resume: train on, with other data")
     unproved: bool = option(False, "run a plan that nobody proved")

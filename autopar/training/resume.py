@@ -31,6 +31,10 @@ def check_saving(options: RunOptions) -> None:
     if options.save is None and (options.resume or options.save_every):
         name = "--resume" if options.resume else "--save-every"
         raise CheckpointError(f"{name} needs a directory", fix="add --save DIRECTORY")
+    if options.save is None and options.async_save:
+        raise CheckpointError(
+            "--async-save needs a directory", fix="add --save DIRECTORY"
+        )
     if options.resume and options.reference:
         raise CheckpointError(
             "--reference has no checkpoint to go on from",
@@ -68,7 +72,13 @@ def save(
     """Write a checkpoint after so many steps. data: what is trained on."""
     assert options.save is not None, "a save is due only if there is a place for it"
     extra = {"done": done, "options": trained_by(options), "data": dict(data)}
-    step.save(options.save, optimizer, extra=extra, keep=options.keep)
+    step.save(
+        options.save,
+        optimizer,
+        extra=extra,
+        keep=options.keep,
+        asynchronous=options.async_save,
+    )
 
 
 def resume(

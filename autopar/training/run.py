@@ -157,6 +157,7 @@ def _train(
                 report.evaluation(i + 1, evaluation.loss(step))
         if saved:
             save(i + 1, step, optimizer, options, data)
+    step.finish_saving()
 
 
 def writers(step: Step, done: int, options: RunOptions) -> list[Writer]:

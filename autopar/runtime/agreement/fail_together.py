@@ -17,12 +17,12 @@ def on_first(comm: Comm, work: Callable[[], T]) -> T:
 
     Also a barrier: no rank goes on before rank 0 is done.
     """
-    return _agreed(comm.broadcast_object(_outcome(work) if comm.rank == 0 else None))
+    return agreed(comm.broadcast_object(outcome_of(work) if comm.rank == 0 else None))
 
 
 def on_all(comm: Comm, work: Callable[[], T]) -> list[T]:
     """Every rank works; all return all results by rank, or raise the first error."""
-    return [_agreed(outcome) for outcome in comm.gather_object(_outcome(work))]
+    return [agreed(outcome) for outcome in comm.gather_object(outcome_of(work))]
 
 
 def joined_on_first(
@@ -30,11 +30,11 @@ def joined_on_first(
 ) -> T:
     """Every rank works, and rank 0 joins the results; all return what it makes of them,
     or raise the first error."""
-    outcomes = comm.gather_to_first(_outcome(work))
-    return on_first(comm, lambda: join([_agreed(one) for one in outcomes]))
+    outcomes = comm.gather_to_first(outcome_of(work))
+    return on_first(comm, lambda: join([agreed(one) for one in outcomes]))
 
 
-def _outcome(work: Callable[[], T]) -> tuple[T | None, AutoparError | None]:
+def outcome_of(work: Callable[[], T]) -> tuple[T | None, AutoparError | None]:
     try:
         return work(), None
     except AutoparError as error:
@@ -51,7 +51,7 @@ def _outcome(work: Callable[[], T]) -> tuple[T | None, AutoparError | None]:
         return None, failed
 
 
-def _agreed(outcome: tuple[T, AutoparError | None]) -> T:
+def agreed(outcome: tuple[T, AutoparError | None]) -> T:
     result, error = outcome
     if error is not None:
         raise error
