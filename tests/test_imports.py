@@ -21,7 +21,16 @@ ROOMS = (
     *("version", "gc_paused", "read_file", "units", "runtime.kernels", "runtime.comm"),
     *("runtime.parameters", "runtime.agreement", "runtime.execute", "runtime.launch"),
     *("machine", "options", "capture", "models", "local_batches", "checkpoints"),
-    *("rank_step", "measure", "proof", "verify", "compiler", "other_shapes", "plans"),
+    *(
+        "held_state",
+        "rank_step",
+        "measure",
+        "proof",
+        "verify",
+        "compiler",
+        "other_shapes",
+        "plans",
+    ),
     *("planner", "step", "training", "reports", "__init__", "commands", "cli"),
     "__main__",
 )

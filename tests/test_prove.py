@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import autopar
 import autopar.proof.prove_program as prover
-from autopar import rank_step
+from autopar import held_state
 from autopar.checkpoints import checkpoint
 from autopar.cli import main
 from autopar.models.load import example_batch, load_model
@@ -541,8 +541,8 @@ def own_nothing(patch: pytest.MonkeyPatch) -> str:
     def wrong(*given: Any) -> bool:
         return "up.bias" not in given[-1] and is_owner(*given)
 
-    is_owner = rank_step.is_owner
-    patch.setattr(rank_step, "is_owner", wrong)
+    is_owner = held_state.is_owner
+    patch.setattr(held_state, "is_owner", wrong)
     return "missing: .*up.bias"
 
 
