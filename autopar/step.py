@@ -35,7 +35,14 @@ from autopar.runtime.comm.host_comm import engine
 from autopar.runtime.execute.code_cache import CodeCache
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.rehearse import rehearse
-from autopar.runtime.launch.join import await_here, default_device, join, read_device
+from autopar.runtime.launch.join import (
+    await_here,
+    check_own_gpu,
+    default_device,
+    join,
+    read_device,
+)
+from autopar.runtime.launch.nodes import straddling, this_node
 from autopar.runtime.parameters.initialize import empty_state, local_state
 
 if TYPE_CHECKING:
@@ -146,6 +153,7 @@ class Step(RankStep):
         else:
             join(f"cluster '{decided.cluster}'", decided.cluster.devices, timeout)
         super().__init__(given or default_device())
+        check_own_gpu(self.device, timeout)
         self._model: nn.Module | None = model
         # A plan, or what one is chosen for once there is a batch.
         self._decided, self._loss_fn = decided, loss_fn
@@ -262,7 +270,8 @@ class Step(RankStep):
             executor, self._model, fixed, self._loss_fn, self._prove
         )
         notes = program.notes if program.proof else (*program.notes, UNPROVED)
-        for line in filter(None, (*notes, note)) if comm.rank == 0 else ():
+        over = straddling(program.mesh, this_node().ranks)
+        for line in filter(None, (*notes, over, note)) if comm.rank == 0 else ():
             LOG.warning(line)
         self._model = None  # the whole weights are free to go
         return self

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from autopar.passes.errors import AutoparError
+from autopar.runtime.launch.nodes import Node
 from autopar.runtime.launch.watchdog import (
     BEAT,
     EXIT,
@@ -20,6 +21,8 @@ from autopar.runtime.launch.watchdog import (
     Watchdog,
     guarded,
 )
+
+NO_STORE = "rank 0 does not answer (killed or hung?)"  # it keeps it, without torchrun
 
 
 class Clock:
@@ -129,7 +132,7 @@ def test_a_rank_that_is_stuck_is_ended(
         else:
             watchdog.store = LostStore()
         assert left.get() == EXIT
-    said = "rank 1 failed: KeyError: 'x'" if cause == "a failure" else NO_LAUNCHER
+    said = "rank 1 failed: KeyError: 'x'" if cause == "a failure" else NO_STORE
     assert capsys.readouterr().err == f"\nautopar: {said}\n"
 
 
@@ -140,15 +143,64 @@ class LostStore:
         raise dist.DistNetworkError("Connection reset by peer")
 
 
-def test_a_launcher_that_is_gone_is_told(
-    watchdogs: list[Watchdog], capsys: pytest.CaptureFixture[str]
+def test_who_kept_the_store_is_told(
+    watchdogs: list[Watchdog],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def body() -> None:
         watchdogs[0].store = LostStore()
         raise RuntimeError("Connection closed by peer")
 
     assert guarded(watchdogs[0], body) == EXIT
-    assert capsys.readouterr().err == f"\nautopar: {NO_LAUNCHER}\n"
+    assert capsys.readouterr().err == f"\nautopar: {NO_STORE}\n"
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert guarded(watchdogs[0], body) == EXIT
+    assert capsys.readouterr().err == f"\nautopar: {NO_LAUNCHER.format('')}\n"
+
+
+@pytest.fixture
+def two_nodes(store: dist.Store, clock: Clock) -> Iterator[list[Watchdog]]:
+    """Four ranks on two nodes, which have all begun to beat."""
+    nodes = [Node(n, 2, 2, host) for n, host in enumerate("ab")]
+    ranks = [Watchdog(store, r, 4, node=nodes[r // 2]) for r in range(4)]
+    for each in ranks:
+        each.tell_node()
+    clock.living = ranks
+    clock.sleep(BEAT)
+    yield list(ranks)
+
+
+def test_the_node_of_a_rank_is_named(
+    two_nodes: list[Watchdog], clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock.living = two_nodes[:1]
+    said = two_nodes[0].reason()
+    assert said == (
+        "rank 1 on node 0 (host a), rank 2, rank 3 on node 1 (host b) do not answer "
+        "(killed or hung?)"
+    )
+    for each in two_nodes:  # once on each node
+        each.complain(said)
+    assert capsys.readouterr().err == f"\nautopar: {said}\n" * 2
+
+
+def test_a_failure_of_another_node_is_named(two_nodes: list[Watchdog]) -> None:
+    two_nodes[3].publish("KeyError: 'x'")
+    assert two_nodes[0].reason() == "rank 3 on node 1 (host b) failed: KeyError: 'x'"
+
+
+def test_ranks_whose_torchrun_is_gone_stop(
+    two_nodes: list[Watchdog], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in sessions of their own; the store lives, on another node."""
+    clock.sleep(BEAT)
+    assert two_nodes[0].reason() is None
+    said = "torchrun on node 1 (host b) is gone, and so its ranks stop"
+    with monkeypatch.context() as patch:
+        patch.setattr("os.getppid", lambda: 1)
+        assert two_nodes[2]._beat() == said
+    assert two_nodes[0].reason() == said
 
 
 def test_an_error_of_another_rank_is_told(

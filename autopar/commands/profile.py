@@ -35,8 +35,9 @@ from autopar.passes.ranges import Range
 from autopar.planner.choose import SAMPLES
 from autopar.planner.profile import Workload, measure_here
 from autopar.reports.measured import profile_report
-from autopar.runtime.launch.join import check_launch, choose_backend
+from autopar.runtime.launch.join import choose_backend
 from autopar.runtime.launch.launch import launch, rank_threads
+from autopar.runtime.launch.nodes import check_launch
 
 WAIT = timedelta(minutes=5)  # of a rank for another one, that captures a model
 LIMIT = 900.0  # seconds of all ranks of a number

@@ -4,7 +4,6 @@ own or of torchrun."""
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shlex
 from collections.abc import Sequence
@@ -38,8 +37,8 @@ from autopar.commands.run_model import (
 from autopar.passes.mesh import MeshError
 from autopar.passes.ranges import RANGES
 from autopar.planner.planned import mesh_of
-from autopar.runtime.launch.join import check_launch
 from autopar.runtime.launch.launch import launch
+from autopar.runtime.launch.nodes import check_launch, torchrun_for
 from autopar.training.options import RunOptions
 from autopar.training.run import run
 
@@ -131,8 +130,6 @@ def check_devices(ranks: int, argv: Sequence[str]) -> None:
         command = shlex.join(["-m", "autopar", *argv])
         raise MeshError(
             f"the plan is for {ranks} ranks, and this machine has {here} GPUs",
-            fix=f"start on each of {math.ceil(ranks / here)} nodes: torchrun --nnodes "
-            f"{math.ceil(ranks / here)} --nproc-per-node {here} --rdzv-backend c10d "
-            f"--rdzv-endpoint HOST:29400 {command}; or hide the GPUs, to compute on "
-            "the CPU: CUDA_VISIBLE_DEVICES=",
+            fix=f"start on each node: {torchrun_for(ranks, here)} {command}; or hide "
+            "the GPUs, to compute on the CPU: CUDA_VISIBLE_DEVICES=",
         )

@@ -30,7 +30,7 @@ from autopar.planner.planned import compiled, save_record
 from autopar.planner.request import read_shape
 from autopar.plans.plan_record import ESTIMATE, read_record
 from autopar.reports.progress import Bar
-from autopar.runtime.launch.join import check_launch
+from autopar.runtime.launch.nodes import check_launch
 from autopar.units import size
 
 PLANS = Path("plans")

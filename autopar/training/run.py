@@ -21,7 +21,9 @@ from autopar.planner.planned import compiled, compiled_once, made_once, mesh_of
 from autopar.plans.store import COMPILED, StoredPlan
 from autopar.runtime.agreement.fail_together import on_first
 from autopar.runtime.launch.first_then_all import first_then_all
-from autopar.runtime.launch.join import check_launch, choose_backend
+from autopar.runtime.launch.join import choose_backend
+from autopar.runtime.launch.meet import meet, open_store
+from autopar.runtime.launch.nodes import check_launch, torchrun_for
 from autopar.runtime.launch.watchdog import Watchdog, guarded
 from autopar.step import Step
 from autopar.training.evaluation import Evaluation
@@ -35,6 +37,11 @@ from autopar.training.progress import Progress
 from autopar.training.reference import Reference
 from autopar.training.report import Report, Writer
 from autopar.training.resume import claimed, is_due, resume, save
+
+NOT_THERE = (
+    "see why they did not start, or start torchrun on each node; where nodes need "
+    "longer for it, give a longer --timeout"
+)
 
 
 def run(plan: str | Path | Callable[[], Path], options: RunOptions) -> int:
@@ -50,7 +57,9 @@ def run(plan: str | Path | Callable[[], Path], options: RunOptions) -> int:
         return 0
     if not callable(plan):
         check_world(Path(plan), world)
-    store, rank, world = next(iter(dist.rendezvous("env://")))
+    wait = timedelta(seconds=options.timeout)
+    opened, rank, world = open_store(wait)
+    store = meet(opened, rank, world, "autopar run", wait, NOT_THERE)
     with Watchdog(store, rank, world) as watchdog:
         return guarded(watchdog, lambda: _as_rank(store, rank, world, plan, options))
 
@@ -61,7 +70,7 @@ def check_world(directory: Path, world: int) -> None:
     if world != mesh.size:
         raise MeshError(
             f"plan '{directory}' is for {mesh.size} ranks, but {world} processes run",
-            fix=f"torchrun --nproc-per-node {mesh.size} -m autopar run {directory}",
+            fix=f"{torchrun_for(mesh.size)} -m autopar run {directory}",
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -21,28 +22,56 @@ LOG = logging.getLogger("autopar")
 _BEFORE: Counter[str] = Counter()  # how often all have been there, by the call
 
 
+FIX = (
+    "call {call} on all ranks, and not within `if rank == 0`; where they take longer "
+    "to get there, give compile a longer timeout="
+)
+
+
 def await_all(
-    store: dist.Store, rank: int, world: int, call: str, timeout: timedelta
+    store: dist.Store,
+    rank: int,
+    world: int,
+    call: str,
+    timeout: timedelta,
+    *,
+    fix: str = FIX,
+    meanwhile: Callable[[], object] | None = None,
 ) -> None:
     """Wait until each rank has come to a call, as `autopar.compile()`.
 
+    fix: for ranks that do not come. meanwhile: done as often as is looked for them.
     Raises: RanksDisagree, after the timeout.
     """
-    began, late, pause = time.monotonic(), False, PAUSE[0]
-    keys = [f"autopar/{call}/{_BEFORE[call]}/{r}" for r in range(world)]
+    keys = {r: f"autopar/{call}/{_BEFORE[call]}/{r}" for r in range(world)}
     store.set(keys[rank], "here")
-    while not store.check(keys):
+    await_keys(store, keys, rank, call, timeout, fix, meanwhile)
+    _BEFORE[call] += 1
+
+
+def await_keys(
+    store: dist.Store,
+    keys: Mapping[int, str],
+    rank: int,
+    call: str,
+    timeout: timedelta,
+    fix: str = FIX,
+    meanwhile: Callable[[], object] | None = None,
+) -> None:
+    """Wait until each rank that has a key has set it; rank: this one. As above."""
+    began, late, pause = time.monotonic(), False, PAUSE[0]
+    while away := _away(store, keys, rank, call):
+        if meanwhile is not None:
+            meanwhile()
         waited = time.monotonic() - began
-        away = [r for r, key in enumerate(keys) if not store.check([key])]
-        if away and waited > timeout.total_seconds():
-            here = [r for r in range(world) if r not in away]
+        if waited > timeout.total_seconds():
+            here = sorted({rank, *keys} - set(away))
             raise RanksDisagree(
                 f"{ranks_text(here)} called {call}, but {ranks_text(away)} did not "
                 f"within {waited:.0f} s",
-                fix=f"call {call} on all ranks, and not within `if rank == 0`; where "
-                "they take longer to get there, give compile a longer timeout=",
+                fix=fix.format(call=call),
             )
-        if away and waited > LATE and not late:
+        if waited > LATE and not late:
             late = True
             LOG.warning(
                 "rank %d has waited in %s for %.0f s: %s did not call it yet. All "
@@ -51,4 +80,19 @@ def await_all(
             )  # fmt: skip
         time.sleep(pause)
         pause = min(2 * pause, PAUSE[1])
-    _BEFORE[call] += 1
+
+
+def _away(
+    store: dist.Store, keys: Mapping[int, str], rank: int, call: str
+) -> list[int]:
+    """The ranks that did not set their key. Raises: RanksDisagree without a store."""
+    try:
+        if store.check([*keys.values()]):
+            return []
+        return [r for r, key in keys.items() if not store.check([key])]
+    except RuntimeError as error:
+        raise RanksDisagree(
+            f"rank {rank} waited in {call} for others, and who kept the store where "
+            "they meet is gone",
+            fix="see what rank 0, or its torchrun, said",
+        ) from error

@@ -12,30 +12,14 @@ import torch
 import torch.distributed as dist
 
 from autopar.passes.mesh import MeshError
-from autopar.passes.ranges import RANKS, Range, shown
-from autopar.read_file import EnvironmentVariableError, read_variable
+from autopar.passes.ranges import shown
+from autopar.read_file import read_variable
 from autopar.runtime.agreement.arrivals import await_all
+from autopar.runtime.agreement.roll_call import ranks_text
+from autopar.runtime.launch.meet import meet, open_store
+from autopar.runtime.launch.nodes import RANK, this_node, torchrun_for
 
 COMPILE = "autopar.compile()"
-RANK, PORT = Range(0, RANKS.most - 1), Range(0, (1 << 16) - 1)
-
-
-def check_launch() -> tuple[int, int]:
-    """This process's rank, and how many there are, as torchrun says: (0, 1) without it.
-
-    Raises: EnvironmentVariableError for variables that processes cannot meet by.
-    """
-    world = read_variable("WORLD_SIZE", 1)
-    rank = read_variable("RANK", 0, Range(0, world - 1))
-    if world > 1 or "RANK" in os.environ:
-        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            if not os.environ.get(name):
-                raise EnvironmentVariableError(
-                    f"the environment has no {name}, which processes meet by",
-                    fix=f"start by torchrun --nproc-per-node {world}, which sets it",
-                )
-        read_variable("MASTER_PORT", 0, PORT)
-    return rank, world
 
 
 def join(what: str, size: int, timeout: timedelta) -> None:
@@ -45,12 +29,10 @@ def join(what: str, size: int, timeout: timedelta) -> None:
     Raises: MeshError if so many do not run, RanksDisagree if not all of them join.
     """
     if not dist.is_initialized() and size > 1 and "RANK" in os.environ:
-        check_launch()
-        store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))
-        await_all(store, rank, world, COMPILE, timeout)
+        store, rank, world = open_store(timeout)
         dist.init_process_group(
             choose_backend(),
-            store=dist.PrefixStore("autopar", store),
+            store=meet(store, rank, world, COMPILE, timeout),
             rank=rank,
             world_size=world,
             timeout=timeout,
@@ -64,7 +46,7 @@ def join(what: str, size: int, timeout: timedelta) -> None:
     if world != size:
         raise MeshError(
             f"{what} has {size} ranks, but {world} processes run",
-            fix=f"start it by torchrun --nproc-per-node {size}",
+            fix=f"start it by {torchrun_for(size)}",
         )
 
 
@@ -135,7 +117,46 @@ def read_device(device: Any) -> torch.device:
 
 def default_device() -> torch.device:
     """Where this process computes: on its GPU, but where processes talk by gloo."""
-    by_nccl = not dist.is_initialized() or "cuda:nccl" in dist.get_backend_config()
-    if torch.cuda.is_available() and by_nccl:
+    if torch.cuda.is_available() and (not dist.is_initialized() or by_nccl()):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def by_nccl() -> bool:
+    """Whether NCCL carries what is on GPUs."""
+    return "cuda:nccl" in dist.get_backend_config()
+
+
+def check_own_gpu(device: torch.device, timeout: timedelta) -> None:
+    """Compare this process's GPU with those of the others, where NCCL carries tensors:
+    of two on one GPU both would wait for ever. Raises MeshError on all of them."""
+    if device.type != "cuda" or not dist.is_initialized() or not by_nccl():
+        return
+    assert dist.group.WORLD is not None
+    store, rank = dist.group.WORLD.get_group_store(), dist.get_rank()
+    gpu = torch.cuda.get_device_properties(device).uuid
+    node = this_node()
+    compare_gpus(
+        store, rank, dist.get_world_size(), f"{device}{node.on} {gpu}", timeout
+    )
+
+
+def compare_gpus(
+    store: dist.Store, rank: int, world: int, own: str, timeout: timedelta
+) -> None:
+    """Tell the others the GPU of this rank. Raises: MeshError if two have the same."""
+    keys = [f"autopar/gpu/{r}" for r in range(world)]
+    store.set(keys[rank], own)
+    store.wait(keys, timeout)
+    holders: dict[bytes, list[int]] = {}
+    for other, gpu in enumerate(store.multi_get(keys)):
+        holders.setdefault(gpu, []).append(other)
+    for gpu, ranks in holders.items():
+        if len(ranks) > 1:
+            name = gpu.decode().rpartition(" ")[0]
+            raise MeshError(
+                f"{ranks_text(ranks)} all compute on {name}, but NCCL needs a GPU for "
+                "each",
+                fix="call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before "
+                "init_process_group, or leave that to autopar.compile",
+            )

@@ -21,10 +21,12 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 
 from autopar.passes.errors import AutoparError
+from autopar.runtime.launch.meet import first_line, of_agent
+from autopar.runtime.launch.nodes import Node, this_node
 
 BEAT = 0.5  # seconds between signs of life
 FAILURE = "autopar/failure"
-NO_LAUNCHER = "torchrun is gone, and so its ranks stop"
+NO_LAUNCHER = "torchrun{} is gone, and so its ranks stop"
 TOLD = "torchrun ends this run"
 ENDED = "autopar/ended"  # ranks that were told to end, in order
 EXIT = 13  # status of a rank that stops because of another one
@@ -49,12 +51,15 @@ class Watchdog:
         patience: float = 30.0,
         grace: float = 5.0,
         leave: Callable[[int], object] = os._exit,
+        node: Node | None = None,
     ) -> None:
         # Who waits for something in a store keeps all others off its connection.
         self.store = store.clone()
         self.rank, self.world = rank, world
         self.silence, self.patience, self.grace = silence, patience, grace
         self._leave = leave
+        self.node = node or this_node()
+        self._parent = os.getppid()
         self._seen, self._since = 0, time.monotonic()  # of the next rank
         # Gets a byte for each signal, also where the main thread is in a long call.
         self.signals: socket.socket | None = None
@@ -62,6 +67,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Watchdog:
+        self.tell_node()
         self._thread.start()
         return self
 
@@ -72,7 +78,7 @@ class Watchdog:
 
     def publish(self, what: str) -> None:
         """Tell the others that this rank failed; the first to fail is kept."""
-        self.agree(f"rank {self.rank} failed: {what}")
+        self.agree(f"rank {self.rank}{self.node.on} failed: {what}")
 
     def agree(self, what: str) -> str:
         """Say this unless something was said; returns what was said first."""
@@ -92,9 +98,9 @@ class Watchdog:
             after = self._all_beats()
             # One that never beat has not started, and may only be slow.
             gone = [r for r in before if r != self.rank and 0 < before[r] == after[r]]
-            return self.agree(_no_answer(gone)) if gone else self._said()
+            return self.agree(self._no_answer(gone)) if gone else self._said()
         except RuntimeError:
-            return NO_LAUNCHER
+            return self._no_store()
 
     def ended(self) -> str:
         """After SIGTERM: what failed before, or whom it was sent to.
@@ -113,12 +119,18 @@ class Watchdog:
                 time.sleep(BEAT / 2)
             told, after = self._told(), self._all_beats()
             gone = [r for r in before if r not in told and 0 < before[r] == after[r]]
-            return self.agree(_no_answer(gone) if gone else _told_to_end(told))
+            return self.agree(
+                self._no_answer(gone) if gone else self._told_to_end(told)
+            )
         except RuntimeError:
-            return NO_LAUNCHER
+            return self._no_store()
 
     def _all_beats(self) -> dict[int, int]:
         return self._beats(range(self.world))
+
+    def tell_node(self) -> None:
+        """Tell the others which node this rank is on."""
+        self.store.set(f"autopar/node/{self.rank}", self.node.on)
 
     def note_end(self) -> None:
         """Tell the others that this rank was told to end; once is enough."""
@@ -131,6 +143,16 @@ class Watchdog:
             return []
         return sorted({int(rank) for rank in self.store.get(ENDED).split()})
 
+    def complain(self, what: str) -> None:
+        """Print a failure to stderr: each node once, each rank without a store."""
+        try:
+            first = self.store.add(f"autopar/printed/{self.node.number}", 1) == 1
+        except RuntimeError:
+            first = True
+        if first:
+            with suppress(OSError):  # a terminal that is gone
+                print(f"\nautopar: {what}", file=sys.stderr, flush=True)
+
     # --- the store -----------------------------------------------------------------
 
     def _said(self) -> str | None:
@@ -140,6 +162,33 @@ class Watchdog:
     def _beats(self, ranks: Iterable[int]) -> dict[int, int]:
         return {r: self.store.add(f"autopar/beat/{r}", 0) for r in ranks}
 
+    def _named(self, ranks: list[int]) -> str:
+        """`rank 1, rank 2`; where there are more nodes, `rank 3 on node 1 (host b)`."""
+        keys = [f"autopar/node/{r}" for r in ranks]
+        known = (
+            self.store.multi_get(keys) if self.store.check(keys) else [b""] * len(keys)
+        )
+        on_node: dict[bytes, list[str]] = {}
+        for rank, on in zip(ranks, known, strict=True):
+            on_node.setdefault(on, []).append(f"rank {rank}")
+        return ", ".join(", ".join(who) + on.decode() for on, who in on_node.items())
+
+    def _told_to_end(self, ranks: list[int]) -> str:
+        names = self._named(ranks)
+        return f"{names} got SIGTERM, and no other rank did (killed, or out of time?)"
+
+    def _no_answer(self, ranks: list[int]) -> str:
+        verb = "does" if len(ranks) == 1 else "do"
+        return f"{self._named(ranks)} {verb} not answer (killed or hung?)"
+
+    def _no_store(self) -> str:
+        """After the store is gone: who had it."""
+        host = os.environ.get("MASTER_ADDR", "")
+        on = f" on host {host}" if self.node.nodes > 1 else ""
+        if os.getppid() == self._parent and not of_agent():
+            return f"rank 0{on} does not answer (killed or hung?)"
+        return NO_LAUNCHER.format(on)
+
     # --- the thread ----------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -148,10 +197,10 @@ class Watchdog:
             try:
                 said = self._beat()
             except RuntimeError:  # the store is gone
-                said = NO_LAUNCHER
+                said = self._no_store()
         # The main thread has time to fail by itself, or to end if all is over.
         if said is not None and not self._stop.wait(self.grace):
-            complain(self.store, said)
+            self.complain(said)
             self._leave(EXIT)
 
     def _beat(self) -> str | None:
@@ -160,25 +209,17 @@ class Watchdog:
         self.store.add(f"autopar/beat/{self.rank}", 1)
         if self.signals is not None and _pending(self.signals):
             self.note_end()
+        if os.getppid() != self._parent:
+            # Its ranks are in sessions of their own, and nobody ends them.
+            return self.agree(NO_LAUNCHER.format(self.node.on))
         neighbour = (self.rank + 1) % self.world
         beat, now = self._beats([neighbour])[neighbour], time.monotonic()
         # One that never beat has not started, and may only be slow.
         if beat != self._seen or beat == 0 or neighbour == self.rank:
             self._seen, self._since = beat, now
         elif now - self._since > self.patience:
-            return self.agree(_no_answer([neighbour]))
+            return self.agree(self._no_answer([neighbour]))
         return self._said()
-
-
-def complain(store: dist.Store, what: str) -> None:
-    """Print a failure to stderr, once for all ranks; each its own without a store."""
-    try:
-        first = store.add("autopar/printed", 1) == 1
-    except RuntimeError:
-        first = True
-    if first:
-        with suppress(OSError):  # a terminal that is gone
-            print(f"\nautopar: {what}", file=sys.stderr, flush=True)
 
 
 class Terminated(BaseException):
@@ -207,29 +248,24 @@ def _guarded(watchdog: Watchdog, body: Callable[[], None]) -> int:
         return 128 + signal.SIGINT
     except AutoparError as error:
         watchdog.publish(str(error))
-        complain(watchdog.store, str(error))
+        watchdog.complain(str(error))
         return 2
     except (RuntimeError, Terminated) as error:
         # A peer that is gone or late shows as a plain RuntimeError of gloo.
         by_signal = isinstance(error, Terminated)
         said = watchdog.ended() if by_signal else watchdog.reason()
         if said is None:
-            watchdog.publish(_first_line(error))
+            watchdog.publish(first_line(error))
             raise
-        complain(watchdog.store, said)
+        watchdog.complain(said)
         return EXIT if said != TOLD else 128 + signal.SIGTERM
     except Exception as error:
-        watchdog.publish(_first_line(error))
+        watchdog.publish(first_line(error))
         raise
 
 
 def _terminate(signum: int, frame: object) -> None:
     raise Terminated
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 @contextmanager
@@ -254,13 +290,3 @@ def _pending(signals: socket.socket) -> bool:
         return signal.SIGTERM in signals.recv(64)
     except OSError:  # none came, or the rank ends
         return False
-
-
-def _told_to_end(ranks: list[int]) -> str:
-    names = ", ".join(f"rank {r}" for r in ranks)
-    return f"{names} got SIGTERM, and no other rank did (killed, or out of time?)"
-
-
-def _no_answer(ranks: list[int]) -> str:
-    names = ", ".join(f"rank {r}" for r in ranks)
-    return f"{names} {'does' if len(ranks) == 1 else 'do'} not answer (killed or hung?)"
