@@ -13,7 +13,7 @@ from models import Case
 from torch import Tensor, nn
 
 from autopar.proof.again import SELECTING, Arithmetic, default_dtype
-from autopar.proof.differences import update_errors
+from autopar.proof.differences import differences, update_errors
 from autopar.proof.expected import TOLERANCE
 from autopar.proof.prove_program import prove_program
 from autopar.proof.ranks import FoundStep, VerificationFailed
@@ -141,6 +141,24 @@ SCALED = BIAS, f"{BIAS}(1 + 3e-5) * "
 UNBALANCED = "d_div.div_(expand)", "d_div.div_(expand).mul_(1 + 1e-9)"
 IN_HALF = "(lambda *at: F.linear(*at).to(torch.bfloat16).to(torch.float32))("
 ROUNDED = "F.linear(", IN_HALF
+
+
+def test_a_model_that_lost_a_gradient_to_rounding_is_no_measure_of_size():
+    # Of what cancels, autocast left the model a hundredth; the program has it right.
+    weight = torch.arange(1.0, 9.0)
+
+    def step(share: float) -> FoundStep:
+        grads = {"weight": share * weight, "bias": weight}
+        return FoundStep(torch.tensor(1.0), grads, grads["bias"].norm().item())
+
+    exact, lost, right = step(1.0), step(0.01), step(1.01)
+    errors = differences(right, lost, exact)
+    away, known = differences(right, exact), differences(lost, exact)
+    assert known["weight"] == pytest.approx(0.99)
+    assert errors["weight"] == pytest.approx(1.0)
+    assert Verification(1.0, 1.0, errors, 0.03, away, known).passed
+    wrong = differences(step(5.0), exact), differences(step(5.0), lost, exact)
+    assert not Verification(1.0, 1.0, wrong[1], 0.03, wrong[0], known).passed
 
 
 def test_a_fault_within_the_rounding_of_float32_is_found_in_float64():

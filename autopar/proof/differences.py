@@ -26,27 +26,45 @@ CLIPPING = "norm that gradients are clipped by"
 Gradients = tuple[Tensor, Mapping[str, Tensor]]
 
 
-def differences(found: FoundStep, want: FoundStep) -> dict[str, float]:
+def differences(
+    found: FoundStep, want: FoundStep, exact: FoundStep | None = None
+) -> dict[str, float]:
     """Relative errors of all that both have: losses, every gradient, the norm of them,
-    and the margin of choices, which is a share already."""
-    errors = find_errors((found.loss, found.gradients), (want.loss, want.gradients))
-    errors[NORM] = abs(found.norm - want.norm) / (want.norm or 1.0)
+    and the margin of choices, which is a share already.
+
+    exact: whose sizes errors are relative to, where better known than by `want`: of
+    what cancels, a rounded computation may have lost all.
+    """
+    size = exact or want
+    errors = find_errors(
+        (found.loss, found.gradients),
+        (want.loss, want.gradients),
+        (size.loss, size.gradients),
+    )
+    errors[NORM] = abs(found.norm - want.norm) / (size.norm or 1.0)
     if found.evaluated is not None and want.evaluated is not None:
-        errors[EVALUATED] = relative_error(found.evaluated, want.evaluated)
+        errors[EVALUATED] = relative_error(
+            found.evaluated, want.evaluated, size=size.evaluated
+        )
     if found.margin is not None:
         errors[CHOICES] = abs(found.margin - (want.margin or 0.0))
     return errors
 
 
-def find_errors(found: Gradients, want: Gradients) -> dict[str, float]:
-    """By name, of the loss and of every gradient; 1 for one that should be there."""
+def find_errors(
+    found: Gradients, want: Gradients, size: Gradients | None = None
+) -> dict[str, float]:
+    """By name, of the loss and of every gradient; 1 for one that should be there.
+    size: what errors are relative to; the second, if None."""
     loss, grads = found
-    noise = NOISE * root_mean_square(want[1].values())
-    errors = {"loss": relative_error(loss, want[0])}
+    size = size or want
+    noise = NOISE * root_mean_square(size[1].values())
+    errors = {"loss": relative_error(loss, want[0], size=size[0])}
     for name, grad in want[1].items():
         if name in grads:
             least = noise * grad.numel() ** 0.5
-            errors[name] = relative_error(grads[name], grad, least)
+            known = size[1].get(name, grad)
+            errors[name] = relative_error(grads[name], grad, least, known)
         elif bool(grad.any()):
             errors[name] = 1.0
     return errors

@@ -32,10 +32,13 @@ def norm_of(gradients: Mapping[str, Tensor]) -> float:
     return sum(g.double().square().sum().item() for g in gradients.values()) ** 0.5
 
 
-def relative_error(got: Tensor, want: Tensor, least: float = 0.0) -> float:
-    """|got - want| / max(|want|, least), the norms in double precision."""
+def relative_error(
+    got: Tensor, want: Tensor, least: float = 0.0, size: Tensor | None = None
+) -> float:
+    """|got - want| / max(|size|, least), the norms in double precision; the size is
+    that of what is wanted, if None is given."""
     norm = torch.linalg.vector_norm
-    scale = max(norm(want.double()).item(), least)
+    scale = max(norm((want if size is None else size).double()).item(), least)
     difference = norm(got.double() - want.double()).item()
     return difference / scale if scale else difference
 

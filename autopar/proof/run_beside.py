@@ -84,7 +84,7 @@ def _compare(
     proof = Verification(
         found.loss.item(),
         want.loss.item(),
-        {**differences(found, want), **update_errors(found, expected.update)},
+        {**differences(found, want, exact), **update_errors(found, expected.update)},
         expected.tolerance,
         drawn=expected.drawn,
         restored=sum(rank.restored for rank in found.updated),

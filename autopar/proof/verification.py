@@ -16,7 +16,8 @@ APART, AWAY = 3.0, 2.0
 @dataclass(frozen=True)
 class Verification:
     """errors: "loss" or parameter -> norm of the difference over norm of the reference
-    (see `NOISE`); in mixed precision the reference is the model under autocast.
+    (see `NOISE`); in mixed precision the reference is the model under autocast, and the
+    norm that of the model in its own precision.
 
     loss, reference_loss: of the same batch. tolerance: what rounding explains.
     away, reference_away: in mixed precision, how far the program and the reference are
