@@ -16,6 +16,7 @@ from autopar.commands import (
     plan,
     profile,
     run,
+    sample,
     simulate,
     verify,
 )
@@ -24,7 +25,8 @@ from autopar.passes.errors import AutoparError
 from autopar.version import VERSION
 
 COMMANDS = (
-    *(plan, explain, simulate, profile, compile, inspect, verify, run, export, demo),
+    *(plan, explain, simulate, profile, compile, inspect, verify, run, sample),
+    *(export, demo),
 )
 # A process that ends has no use for the cycles that Python looks for before (a second).
 atexit.register(gc.freeze)

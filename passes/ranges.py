@@ -78,6 +78,10 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "warmup": Range(0, 10**9),
         "save_every": Range(0, 10**9),
         "keep": Range(1, 10**6),
+        # of what is written by a model
+        "tokens": Range(1, 1 << 20),
+        "temperature": Range(0.0, 1e6, whole=False),
+        "top_k": Range(0, 1 << 30),
         # of measuring
         "seconds": Range(0.01, 3600.0, whole=False),
         # of a program

@@ -81,6 +81,9 @@ class RunOptions:
     keep: int = option(2, "how many of the newest checkpoints stay")
     async_save: bool = option(False, "write checkpoints while training goes on")
     resume: bool = option(False, "go on from the newest checkpoint, if any")
+    sample_prompt: str | None = option(
+        None, "text that the trained model goes on with at the end", metavar="TEXT"
+    )
     other_data: bool = option(False, "with --resume: train on, with other data")
     unproved: bool = option(False, "run a plan that nobody proved")
     # Flags that other commands have too: what runs functions, in place of the plan's,

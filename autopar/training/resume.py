@@ -67,11 +67,11 @@ def save(
     step: Step,
     optimizer: Optimizer,
     options: RunOptions,
-    data: Mapping[str, str],
+    about: Mapping[str, Any],
 ) -> None:
-    """Write a checkpoint after so many steps. data: what is trained on."""
+    """Write a checkpoint after so many steps. about: more that it is to tell of."""
     assert options.save is not None, "a save is due only if there is a place for it"
-    extra = {"done": done, "options": trained_by(options), "data": dict(data)}
+    extra = {"done": done, "options": trained_by(options), **about}
     step.save(
         options.save,
         optimizer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -37,6 +38,7 @@ from autopar.training.progress import Progress
 from autopar.training.reference import Reference
 from autopar.training.report import Report, Writer
 from autopar.training.resume import claimed, is_due, resume, save
+from autopar.training.sample import Origin, Sampling, sample_text
 
 NOT_THERE = (
     "see why they did not start, or start torchrun on each node; where nodes need "
@@ -137,6 +139,8 @@ def _train(
     )
     data = {"name": feed.data.name, "digest": feed.data.digest()}
     done = resume(step, optimizer, options, data)
+    origin = Origin.of(step.program, stored.model_spec, stored.seed, options.tokenizer)
+    about = {"data": data, "origin": origin.to_data()}
     first = step.comm.rank == 0
     beside = Reference(loaded, stored, options) if first and options.reference else None
     report = Report(Meter.of(step, feed.tokens), writers(step, done, options))
@@ -165,8 +169,24 @@ def _train(
             with report.left_out():
                 report.evaluation(i + 1, evaluation.loss(step))
         if saved:
-            save(i + 1, step, optimizer, options, data)
+            save(i + 1, step, optimizer, options, about)
     step.finish_saving()
+    if options.sample_prompt is not None:
+        _sample(step, loaded, origin, options.sample_prompt, options.json)
+
+
+def _sample(
+    step: Step, loaded: LoadedModel, origin: Origin, prompt: str, as_json: bool
+) -> None:
+    """Print what the trained model goes on with, on rank 0; all ranks must call it."""
+    state = step.state_dict(rank0_only=True)
+
+    def write() -> None:
+        sampling = Sampling()
+        text = sample_text(loaded, state, origin, prompt, sampling, step.device)
+        print(json.dumps({"sample": text}) if as_json else text, flush=True)
+
+    on_first(step.comm, write)
 
 
 def writers(step: Step, done: int, options: RunOptions) -> list[Writer]:

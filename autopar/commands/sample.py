@@ -1,0 +1,46 @@
+"""`autopar sample`: what a checkpoint's model goes on with."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from autopar.commands.arguments import MODEL, number, path, text
+from autopar.runtime.launch.join import default_device
+from autopar.training.sample import Sampling, sample_checkpoint
+
+
+def add(commands: Any) -> None:
+    add = commands.add_parser("sample", help="let a checkpoint of a run write text")
+    add.set_defaults(command=sample_command)
+    add.add_argument("checkpoint", type=path, help="one, or a directory: the newest")
+    add.add_argument("--prompt", required=True, help="text to go on with")
+    usual = Sampling()
+    for name, told in (
+        ("tokens", "to write"),
+        ("temperature", "that logits are divided by; 0: the likeliest token each time"),
+        ("top_k", "of the likeliest so many tokens; 0: of all"),
+        ("seed", "of what is drawn"),
+    ):
+        flag = f"--{name.replace('_', '-')}"
+        default = getattr(usual, name)
+        add.add_argument(flag, type=number(name), default=default, help=told)
+    add.add_argument(
+        "--model", type=text, help=f"if it is not where the run had it: {MODEL}"
+    )
+
+
+def sample_command(arguments: argparse.Namespace) -> int:
+    sampling = Sampling(
+        arguments.tokens, arguments.temperature, arguments.top_k, arguments.seed
+    )
+    print(
+        sample_checkpoint(
+            arguments.checkpoint,
+            arguments.prompt,
+            sampling,
+            arguments.model,
+            default_device(),
+        )
+    )
+    return 0

@@ -1,0 +1,184 @@
+"""Text that a trained model goes on with: the untouched model, on one device."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.checkpoints import checkpoint_files as files
+from autopar.checkpoints.checkpoint import EXTRA
+from autopar.checkpoints.dcp import CheckpointError, read_alone
+from autopar.checkpoints.export import model_tensors
+from autopar.models.load import LoadedModel, load_model
+from autopar.passes.errors import AutoparError
+from autopar.passes.program import Program
+from autopar.passes.ranges import check_range
+from autopar.training.detokenize import Text, open_text
+from autopar.training.feed import LABELS
+
+
+class SampleError(AutoparError):
+    """A model that nothing can be sampled from, or options that cannot be."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. tokens: how many. temperature: logits are divided by it; 0:
+    the likeliest token each time. top_k: of the likeliest so many; 0: of all."""
+
+    tokens: int = 100
+    temperature: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            check_range(each.name, getattr(self, each.name), SampleError)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run was made from, as its checkpoints keep it. inputs: fields of a batch,
+    with their shapes [batch, seq] and dtypes. tokenizer: "" for bytes."""
+
+    model: str
+    seed: int
+    inputs: Mapping[str, tuple[tuple[int, ...], str]]
+    tokenizer: str
+
+    @classmethod
+    def of(
+        cls, program: Program, model: str, seed: int, tokenizer: Path | None
+    ) -> Origin:
+        return cls(model, seed, program.inputs, str(tokenizer or ""))
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        shapes = {n: [list(shape), kind] for n, (shape, kind) in self.inputs.items()}
+        plain = {"model": self.model, "seed": self.seed, "inputs": shapes}
+        return {**plain, "tokenizer": self.tokenizer}
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> Origin:
+        """Of a checkpoint. Raises: CheckpointError."""
+        extra = read_alone(checkpoint, {EXTRA: b""}).get(EXTRA)
+        data = extra.get("origin") if isinstance(extra, dict) else None
+        if not isinstance(data, dict):
+            raise CheckpointError(
+                f"'{checkpoint}' does not say what model it is of: it is not one of "
+                "`autopar run`, or of an earlier version",
+                fix="load what autopar export writes of it, in Python",
+            )
+        inputs = {
+            n: (tuple(shape), kind) for n, (shape, kind) in data["inputs"].items()
+        }
+        return cls(data["model"], data["seed"], inputs, data["tokenizer"])
+
+
+def sample_checkpoint(
+    directory: str | Path,
+    prompt: str,
+    sampling: Sampling,
+    model: str | None = None,
+    device: torch.device | str = "cpu",
+) -> str:
+    """Returns the prompt and what the newest checkpoint's model goes on with.
+
+    model: where it is now, as `load_model` takes it, if it moved since.
+    Raises: CheckpointError, ModelError, SampleError.
+    """
+    folder = files.find(directory)
+    manifest = files.read_manifest(folder)
+    files.check_files(folder, manifest, manifest.files)
+    origin = Origin.read(folder)
+    loaded = load_model(model or origin.model, seed=origin.seed, device="meta")
+    tensors = model_tensors(folder, manifest.aliases)
+    tensors |= {alias: tensors[name] for alias, name in manifest.aliases.items()}
+    return sample_text(loaded, tensors, origin, prompt, sampling, device)
+
+
+def sample_text(
+    loaded: LoadedModel,
+    state: Mapping[str, Tensor],
+    origin: Origin,
+    prompt: str,
+    sampling: Sampling,
+    device: torch.device | str = "cpu",
+) -> str:
+    """The same with a model, which takes these weights. state: its state dict."""
+    text = open_text(origin.tokenizer)
+    ids = text.encode(prompt)
+    if not ids:
+        raise SampleError("the prompt is empty", fix="give some text: --prompt 'def '")
+    loaded.model.load_state_dict(dict(state), assign=True)
+    model = loaded.model.to(device).eval()
+    drawn = generate(model, origin, ids, sampling, text)
+    return text.decode([*ids, *drawn])
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    origin: Origin,
+    prompt: Iterable[int],
+    sampling: Sampling,
+    text: Text,
+) -> list[int]:
+    """Returns the tokens that follow. The model sees the last ones alone, as many as a
+    sequence had in training."""
+    [seq] = {shape[1] for shape, _ in origin.inputs.values()}
+    device = next(model.parameters()).device
+    draw = torch.Generator().manual_seed(sampling.seed)
+    ids, began = list(prompt), len(list(prompt))
+    for _ in range(sampling.tokens):
+        seen = torch.tensor([ids[-seq:]], device=device)
+        logits = logits_of(model, origin, seen)[0, -1, : text.size].float().cpu()
+        ids.append(_draw(logits, sampling, draw))
+    return ids[began:]
+
+
+def logits_of(model: nn.Module, origin: Origin, ids: Tensor) -> Tensor:
+    """Returns logits [1, seq, vocab] of what the model returns. ids: int64 [1, seq].
+
+    Labels are left out where forward has a default for them.
+    Raises: SampleError.
+    """
+    takes = inspect.signature(model.forward).parameters.values()
+    required = {p.name for p in takes if p.default is inspect.Parameter.empty}
+    given = {}
+    for name, (_, dtype) in origin.inputs.items():
+        if name == "attention_mask":
+            given[name] = torch.ones_like(ids)
+        elif name not in LABELS or name in required:
+            given[name] = ids.to(getattr(torch, dtype))
+    output = model(**given)
+    held = output
+    if hasattr(output, "logits"):
+        held = [output.logits]
+    elif isinstance(output, Mapping):
+        held = output.values()
+    found = [output] if isinstance(output, Tensor) else [*held]
+    for x in found:
+        if isinstance(x, Tensor) and x.ndim == 3 and len(x) == 1:
+            return x
+    raise SampleError(
+        f"{type(model).__name__} returns no logits [batch, seq, vocab]",
+        fix="let forward return them beside the loss, as (logits, loss)",
+    )
+
+
+def _draw(logits: Tensor, sampling: Sampling, draw: torch.Generator) -> int:
+    """One token. logits: float32 [vocab]."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    if 0 < sampling.top_k < len(logits):
+        least = logits.topk(sampling.top_k).values[-1]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    chances = (logits / sampling.temperature).softmax(0)
+    return int(torch.multinomial(chances, 1, generator=draw))

@@ -1,0 +1,105 @@
+"""`autopar sample` goes on as the plain model does with a checkpoint's weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.cli import main
+from autopar.models.load import load_model
+from autopar.training.detokenize import open_text
+
+MODEL = """
+from examples.gpt import Config, build
+
+def tiny():
+    return build(Config(1, 16, 2, 8, 300), batch=4)
+"""
+PROMPT = "import os, sys"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, whose vocabulary is larger than that of bytes, and a
+    checkpoint of it."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "model.py").write_text(MODEL)
+    spec, plan = f"{folder / 'model.py'}:tiny", str(folder / "plan")
+    assert main(["compile", spec, "--mesh", "tp=1", "-o", plan]) == 0
+    run = ["run", plan, "--data", "stdlib", "--steps", "20", "--lr", "0.02"]
+    said = ["--sample-prompt", PROMPT]
+    assert main([*run, "--save", str(folder / "runs"), *said]) == 0
+    return folder
+
+
+def written(
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    *options: str,
+    prompt: str = PROMPT,
+) -> str:
+    capsys.readouterr()
+    assert main(["sample", str(folder / "runs"), "--prompt", prompt, *options]) == 0
+    return capsys.readouterr().out.removesuffix("\n")
+
+
+def greedy(folder: Path, number: int) -> str:
+    """What the plain model is likeliest to go on with, by hand."""
+    assert main(["export", str(folder / "runs"), "-o", str(folder / "w.pt")]) == 0
+    model = load_model(f"{folder / 'model.py'}:tiny").model.eval()
+    model.load_state_dict(torch.load(folder / "w.pt"))
+    ids = list(PROMPT.encode())
+    for _ in range(number):
+        logits = model(torch.tensor([ids[-8:]]))[0][0, -1]
+        ids.append(int(logits[:256].argmax()))
+    return bytes(ids).decode("utf-8", "replace")
+
+
+def test_the_likeliest_tokens_are_those_of_the_plain_model(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = greedy(trained, 30)
+    assert expected.startswith(PROMPT)
+    for how in (["--temperature", "0"], ["--top-k", "1"]):
+        assert written(capsys, trained, "--tokens", "30", *how) == expected
+
+
+def test_a_seed_decides_what_is_drawn(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [written(capsys, trained, "--seed", s) for s in ("0", "0", "1")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_run_ends_with_a_sample(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(trained / "runs")
+    line = ["run", str(trained / "plan"), "--data", "stdlib", "--steps", "20"]
+    line += ["--lr", "0.02", "--save", folder, "--resume", "--sample-prompt", PROMPT]
+    assert main(line) == 0
+    assert capsys.readouterr().out == f"{written(capsys, trained)}\n"
+
+
+def test_what_cannot_be_sampled_is_said(
+    trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for folder, prompt, says in (
+        (trained / "runs", "", "the prompt is empty"),
+        (tmp_path, "a", "no complete checkpoint"),
+    ):
+        assert main(["sample", str(folder), "--prompt", prompt]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_a_tokenizer_writes_text_again(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"[UNK]": 0, "to": 1, "be": 2, "or": 3, "not": 4}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    text = open_text(str(tmp_path))
+    assert (text.size, list(text.encode("to be"))) == (5, [1, 2])
+    assert text.decode([1, 2, 3, 4]) == "to be or not"
