@@ -8,18 +8,24 @@ is 16 bytes each, where a token's activations are thousands in every layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from itertools import islice
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
+from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import TIME
 from autopar.passes.plan import Plan
+from autopar.runtime.agreement.roll_call import NO_MORE, RollCall, ranks_text
 from autopar.runtime.comm.comm import Comm
 
+Batch = TypeVar("Batch")
+LOG = logging.getLogger("autopar")
 Inputs = Mapping[str, tuple[tuple[int, ...], str]]
 NOTHING: Inputs = MappingProxyType({})
 
@@ -78,6 +84,46 @@ class DataRank:
             gathered = comm.all_gather(sent, self.axes, 0)
             whole[name] = gathered.view(parts[name].dtype)
         return whole
+
+
+def batches(roll: RollCall, loader: Iterable[Batch]) -> Iterator[Batch]:
+    """A loader's batches, see `RankStep.batches`.
+
+    Ranks tell their loaders' lengths once, and at the end that there are no more: in
+    between nobody waits. A rank that ends before says so to those that step.
+    """
+    roll("batches")
+    lengths = roll.comm.gather_object(_length(loader))
+    known = [length for length in lengths if length is not None]
+    fewest = min(known) if len(known) == len(lengths) else None
+    if fewest is not None and fewest < max(known) and roll.comm.rank == 0:
+        LOG.warning(
+            "%s: %d batches, others up to %d; all stop after %d",
+            ranks_text([r for r, n in enumerate(lengths) if n == fewest]),
+            fewest,
+            max(known),
+            fewest,
+        )
+    found = islice(loader, fewest)
+    while True:
+        try:
+            batch = next(found)
+        except StopIteration:
+            break
+        except Exception as error:  # of a dataset: the others must not wait for it
+            told = f"its loader raised {type(error).__name__}: {error}"
+            roll.refuse("step", AutoparError(told, fix="see what that rank said"))
+            raise
+        yield batch
+    roll(NO_MORE)
+
+
+def _length(loader: Iterable[Any]) -> int | None:
+    """Of a loader, if it has one: that of an iterable dataset need not."""
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except TypeError:
+        return None
 
 
 def _of_samples(batch: Mapping[str, Any], inputs: Inputs) -> list[str]:

@@ -6,7 +6,7 @@ virtual mesh.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, DistributedSampler
 
 from autopar.held_state import HeldState
-from autopar.local_batches import DataRank
+from autopar.local_batches import Batch, DataRank, batches
 from autopar.passes.errors import AutoparError
 from autopar.runtime.agreement.agreement import Agreement
 from autopar.runtime.agreement.updates import Updates
@@ -163,6 +163,16 @@ class RankStep(HeldState):
         `torch.utils.data.DistributedSampler`, of the ranks that share the batch.
         """
         return self.data.sampler(dataset, shuffle, seed, drop_last)
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """A loader's batches, for as long as every rank has one.
+
+        `for batch in step.batches(loader): step(local=True, **batch)`; all ranks must
+        call it. Ranks stop after as many, the fewest that a loader's len() tells.
+        Raises, on all ranks: RanksDisagree, where the loader of one ends before, or
+        raises an error.
+        """
+        yield from batches(self._agree(), loader)
 
     @property
     def loss_scale(self) -> float:

@@ -4,6 +4,8 @@ batches of other shapes train the same weights."""
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import autopar
-from autopar.local_batches import DataRank
+from autopar.local_batches import DataRank, batches
 from autopar.passes.errors import BatchError
+from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan
 from autopar.runtime.agreement.agreement import FIRST
+from autopar.runtime.agreement.roll_call import RollCall
+from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
 
 BUILD = {"plain": plain_gpt, "gpt2": gpt2, "switch": switch_gpt}
@@ -301,6 +306,58 @@ def load_the_same() -> list[str]:
 def test_what_is_loaded_wrongly_is_an_error(body, ranks, says):
     with pytest.raises(RankFailed, match=says):
         run_ranks(body, ranks)
+
+
+# --- loaders that end early ---------------------------------------------------------
+
+
+class Endless:
+    """As an iterable dataset: of no length, and ended by `after` of its batches."""
+
+    def __init__(self, batch: dict[str, Any], after: int, error: bool) -> None:
+        self.batch, self.after, self.error = batch, after, error
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for _ in range(self.after):
+            yield self.batch
+        if self.error:
+            raise ValueError("a bad sample")
+
+
+def run_out(error: bool) -> None:
+    """Rank 1 ends, when ranks no longer wait before they begin."""
+    case = gpt2(layers=1)
+    step = autopar.compile(case.model, "dp=2", example_inputs=case.batch)
+    rank = step.comm.rank
+    own = {name: x[4 * rank :][:4] for name, x in case.batch.items()}
+    for batch in step.batches(Endless(own, FIRST + 2 - rank, error and rank == 1)):
+        step(local=True, **batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (False, "rank 0 steps, but rank 1 has no more batches\n  fix  give each"),
+        (True, "ValueError: a bad sample|rank 1 cannot step"),
+    ],
+)
+def test_a_loader_that_ends_early_is_told_by_all(error: bool, says: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match=says):
+        run_ranks(run_out, 2, error)
+    assert time.monotonic() - began < 60
+
+
+def test_loaders_of_known_lengths_stop_together(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def read(comm: Comm) -> list[int]:
+        return [*batches(RollCall(comm, {}), range(5 + comm.rank % 2))]
+
+    caplog.set_level(logging.WARNING, "autopar")
+    assert run_virtual(Mesh.parse("dp=3"), 1, read) == [[0, 1, 2, 3, 4]] * 3
+    assert "ranks 0 and 2: 5 batches, others up to 6" in caplog.text
 
 
 @pytest.mark.slow

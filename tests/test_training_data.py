@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from torch.utils.data import Dataset
 
 from autopar.cli import main
+from autopar.local_batches import DataRank
+from autopar.options import make_plan
 
 MODEL = """
 from examples.gpt import Config, build
@@ -76,3 +80,35 @@ def test_bad_data_ends_a_run_with_what_and_where(
         assert main(["run", plan, "--data", data]) == 2
         said = capsys.readouterr()
         assert told in said.err and "fix" in said.err and not said.out
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> int:
+        return i
+
+
+# torchdata 0.11 on torch 2.13
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_position_of_rank_0s_loader_is_that_of_all(workers: int) -> None:
+    """So that `step.save(extra=loader.state_dict())` is enough, though rank 0 alone
+    writes it."""
+    stateful = pytest.importorskip(
+        "torchdata.stateful_dataloader", reason="needs autopar[data]"
+    )
+
+    def made(rank: int) -> Any:
+        sampler = DataRank(make_plan("dp=2"), rank).sampler(Numbers(), seed=3)
+        return stateful.StatefulDataLoader(
+            Numbers(), 2, sampler=sampler, num_workers=workers
+        )
+
+    first = iter(loader := made(0))
+    state = [(next(first), loader.state_dict()) for _ in range(3)][-1][1]
+    whole = [batch.tolist() for batch in made(1)]
+    again = made(1)
+    again.load_state_dict(json.loads(json.dumps(state)) if not workers else state)
+    assert [batch.tolist() for batch in again] == whole[3:] and len(whole) == 10

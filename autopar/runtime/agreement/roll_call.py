@@ -24,6 +24,7 @@ from autopar.runtime.comm.work import Meeting
 
 # What ranks do together, and how an error says it of one rank and of several.
 ANOTHER_SHAPE = "another shape"
+NO_MORE = "no more batches"
 OPERATIONS = {
     "step": ("steps", "step"),
     "evaluate": ("evaluates", "evaluate"),
@@ -36,6 +37,8 @@ OPERATIONS = {
     "save_pretrained": ("saves weights", "save weights"),
     "gather_for": ("prepares an optimizer", "prepare an optimizer"),
     "build": ("compiles", "compile"),
+    "batches": ("begins with a loader's batches", "begin with a loader's batches"),
+    NO_MORE: ("has no more batches", "have no more batches"),
     ANOTHER_SHAPE: (
         "has a batch of another shape or another local=",
         "have batches of another shape or another local=",
@@ -220,6 +223,12 @@ def check_operations(by_rank: Sequence[str]) -> None:
             ", but ".join(parts),
             fix="pass batches of the same shapes, and local= alike, on all ranks; each "
             "loads as many samples with step.sampler(dataset)",
+        )
+    if NO_MORE in by_rank:
+        raise RanksDisagree(
+            ", but ".join(parts),
+            fix="give each rank's loader as many batches: step.sampler(dataset) does, "
+            "and drop_last=True or a length (__len__) of an iterable dataset",
         )
     called = " and ".join(f"step.{o}()" for o in dict.fromkeys(by_rank) if o != "step")
     raise RanksDisagree(
