@@ -71,7 +71,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "weight_decay": Range(0.0, 1000.0, whole=False),
         "clip": Range(0.0, 1e9, whole=False),
         "eval_every": Range(0, 10**9),
-        "eval_batches": Range(1, 10**6),
+        "eval_batches": Range(0, 10**6),
         "eval_fraction": Range(0.0, 0.9, whole=False),
         "log_every": Range(1, 10**9),
         "timeout": Range(1.0, 31 * 86_400.0, whole=False),  # seconds

@@ -13,6 +13,7 @@ import torch
 from autopar.cli import main
 from autopar.models.load import load_model
 from autopar.training.data import Corpus, open_data
+from autopar.training.evaluation import runs_of
 from autopar.training.tokens import Tokens
 
 MODEL = """
@@ -64,6 +65,43 @@ def test_it_is_the_loss_of_the_model_on_the_end_of_the_data(
     for row in found:
         assert row["eval_loss"] == pytest.approx(want, rel=1e-6)
         assert row["eval_perplexity"] == pytest.approx(math.exp(want), rel=1e-5)
+
+
+def test_all_that_is_held_out_is_seen_once_the_short_last_batch_too(
+    plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, 64, 1000).astype(np.uint16)
+    text.tofile(tmp_path / "a.bin")
+    given = ["--data", str(tmp_path / "a.bin"), "--eval-batches", "0", "--steps", "3"]
+    given += ["--eval-fraction", "0.1", "--eval-every", "1", "--lr", "0"]
+    capsys.readouterr()
+    assert main(["run", plan, "--json", *given]) == 0
+    found = [row["eval_loss"] for row in evaluations(capsys)]
+    # Six sequences of 16 with a token after each: a batch of four, and two.
+    tokens = torch.from_numpy(text[900:997].astype(np.int64))
+    model = load_model(spec(tmp_path)).model.eval()
+    with torch.no_grad():
+        want = model(tokens[:-1].view(6, 16), tokens[1:].view(6, 16))[1].item()
+    assert found == [pytest.approx(want, rel=1e-6)] * 3
+    assert main(["run", plan, "--eval-every", "1", "--eval-batches", "0"]) == 2
+    assert "synthetic data has no end" in capsys.readouterr().err
+
+
+def test_a_rest_that_ranks_cannot_share_is_run_one_by_one() -> None:
+    assert [*runs_of(8, 4, 2)] == [(0, 4), (4, 4)]
+    assert [*runs_of(11, 8, 2)] == [(0, 8), (8, 2), (10, 1)]
+    assert [*runs_of(15, 8, 4)] == [(0, 8), (8, 4), (12, 1), (13, 1), (14, 1)]
+
+
+def test_a_mixture_is_evaluated_on_all_of_each_source(tmp_path: Path) -> None:
+    names = [f"{tmp_path / name}.bin" for name in "ab"]
+    for name, first, size in zip(names, (0, 50), (22, 31), strict=True):
+        np.arange(first, first + size, dtype=np.uint16).tofile(name)
+    data = open_data(names, 1000)
+    assert data.count(5) == 4 + 6
+    ids, labels = data.sequences(2, 5, 5)
+    assert ids[:, 0].tolist() == [10, 15, 50, 55, 60] and (labels == ids + 1).all()
 
 
 def test_training_never_sees_what_is_held_out() -> None:

@@ -36,6 +36,12 @@ class Data(Protocol):
     def batch(self, step: int, batch_size: int, seq: int) -> Batch:
         """The batch of a step. Raises: DataError."""
 
+    def count(self, seq: int) -> int:
+        """How many sequences there are, if none overlaps. Raises: DataError."""
+
+    def sequences(self, first: int, count: int, seq: int) -> Batch:
+        """So many of these, in order."""
+
     def split(self, fraction: float) -> tuple[Data, Data]:
         """Data to train with, and the held-out rest: so much of it."""
 
@@ -62,6 +68,17 @@ class Corpus:
 
     def batch(self, step: int, batch_size: int, seq: int) -> Batch:
         """Windows of seq + 1 tokens. Raises DataError where none fits."""
+        draw = generator(self.seed, step, *self.stream)
+        return self._read(draw.integers(self._places(seq), size=batch_size), seq)
+
+    def count(self, seq: int) -> int:
+        return (self._places(seq) - 1) // seq + 1
+
+    def sequences(self, first: int, count: int, seq: int) -> Batch:
+        return self._read(np.arange(first, first + count) * seq, seq)
+
+    def _places(self, seq: int) -> int:
+        """Where a sequence may begin, with a token after it. Raises: DataError."""
         places = len(self.tokens) - seq
         if places < 1:
             raise DataError(
@@ -69,9 +86,9 @@ class Corpus:
                 f"and its labels need {seq + 1}",
                 fix=f"use a longer text, or a context below {max(len(self.tokens), 1)}",
             )
-        starts = generator(self.seed, step, *self.stream).integers(
-            places, size=batch_size
-        )
+        return places
+
+    def _read(self, starts: np.ndarray, seq: int) -> Batch:
         windows = self.tokens.windows(starts, seq + 1)
         self._check(starts, windows)
         return shifted(windows)
@@ -128,6 +145,14 @@ class Synthetic:
         stride = draw.integers(1, 8, size=(batch_size, 1))
         return shifted((first + stride * np.arange(seq + 1)) % self.vocab)
 
+    def count(self, seq: int) -> int:
+        raise DataError(
+            "synthetic data has no end", fix="evaluate some of it: --eval-batches 8"
+        )
+
+    def sequences(self, first: int, count: int, seq: int) -> Batch:
+        raise AssertionError("nobody counted them")
+
     def split(self, fraction: float) -> tuple[Data, Data]:
         """The same, and others that are drawn anew: there is no end."""
         return self, self.apart(1)
@@ -167,6 +192,21 @@ class Mixture:
             if len(rows):
                 ids[rows], labels[rows] = source.batch(step, len(rows), seq)
         return ids, labels
+
+    def count(self, seq: int) -> int:
+        """Of all sources, whatever their weights."""
+        return sum(source.count(seq) for source in self.sources)
+
+    def sequences(self, first: int, count: int, seq: int) -> Batch:
+        """Those of one source after those of another."""
+        found = []
+        for source in self.sources:
+            here = max(0, min(count, source.count(seq) - first))
+            if here:
+                found.append(source.sequences(first, here, seq))
+            first, count = max(0, first - source.count(seq)), count - here
+        ids, labels = zip(*found, strict=True)
+        return torch.cat(ids), torch.cat(labels)
 
     def split(self, fraction: float) -> tuple[Data, Data]:
         """That of each source, in the same shares."""

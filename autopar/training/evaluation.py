@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +37,8 @@ class Evaluation:
         self.feed, self.options = held_out, options
         if options.eval_every:
             held_out.batch(0)
+            if not options.eval_batches:
+                held_out.count()
 
     def is_due(self, done: int) -> bool:
         """Whether to evaluate after so many steps."""
@@ -44,9 +47,30 @@ class Evaluation:
 
     def loss(self, step: Step) -> float:
         """Returns the loss, without dropout; all ranks must call it."""
+        if not self.options.eval_batches:
+            return self._loss_of_all(step)
         batches = range(self.options.eval_batches)
         losses = [step.evaluate(**self.feed.batch(i)) for i in batches]
         return torch.stack(losses).double().mean().item()
+
+    def _loss_of_all(self, step: Step) -> float:
+        """The mean over all samples, none of which overlaps with another."""
+        runs = list(runs_of(self.feed.count(), self.feed.samples, step.data_ranks))
+        losses = [step.evaluate(**self.feed.sequences(*run)) for run in runs]
+        counts = torch.tensor([count for _, count in runs], dtype=torch.float64)
+        return torch.stack(losses).double().cpu().dot(counts / counts.sum()).item()
+
+
+def runs_of(samples: int, batch: int, ranks: int) -> Iterator[tuple[int, int]]:
+    """Batches as first sample and count, of three counts at most, so that three
+    programs do: whole ones, then what divides over the ranks that share a batch, then
+    the rest one by one."""
+    first = 0
+    while first < samples:
+        left = samples - first
+        count = batch if left >= batch else left // ranks * ranks or 1
+        yield first, count
+        first += count
 
 
 def perplexity(loss: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -54,11 +55,31 @@ class Feed:
             if isinstance(data, Corpus) and len(data.tokens) < self.tokens
         ]
 
+    @property
+    def samples(self) -> int:
+        """In one batch."""
+        return next(iter(self.program.inputs.values()))[0][0]
+
+    def count(self) -> int:
+        """How many samples there are, if none overlaps. Raises: DataError."""
+        (_, seq), _ = next(iter(self.program.inputs.values()))
+        return self.data.count(seq)
+
     def batch(self, step: int) -> dict[str, Tensor]:
         """Tokens, and as labels those after them (or themselves, if the model shifts).
 
         Raises ModelError for a field that is neither, nor an attention mask.
         """
+        return self._fields(lambda shape: self.data.batch(step, *shape))
+
+    def sequences(self, first: int, count: int) -> dict[str, Tensor]:
+        """So many of the samples that do not overlap, in order; else as a batch."""
+        return self._fields(lambda shape: self.data.sequences(first, count, shape[1]))
+
+    def _fields(
+        self, draw: Callable[[tuple[int, ...]], tuple[Tensor, Tensor]]
+    ) -> dict[str, Tensor]:
+        """What `draw` gives for a field's shape, as the fields of the program."""
         made, drawn = {}, dict[tuple[int, ...], tuple[Tensor, Tensor]]()
         for name, (shape, dtype) in self.program.inputs.items():
             if len(shape) != 2 or not dtype.startswith("int"):
@@ -69,10 +90,10 @@ class Feed:
                 )
             kind = getattr(torch, dtype)
             if shape not in drawn:
-                drawn[shape] = self.data.batch(step, *shape)
+                drawn[shape] = draw(shape)
             ids, following = drawn[shape]
             if name == "attention_mask":
-                made[name] = torch.ones(shape, dtype=kind)
+                made[name] = torch.ones(ids.shape, dtype=kind)
             elif name in LABELS and not self.shifts_labels:
                 made[name] = following.to(kind)
             else:

@@ -63,7 +63,7 @@ class RunOptions:
     clip: float = option(1.0, "the greatest norm of all gradients; 0: as it is")
     seed: int = option(0, "of the data")
     eval_every: int = option(0, "steps between evaluations; 0: none")
-    eval_batches: int = option(8, "batches of an evaluation")
+    eval_batches: int = option(8, "of an evaluation; 0: all that is held out")
     eval_fraction: float | None = option(
         None,
         "share of the data, its end, that is held out "
