@@ -65,7 +65,8 @@ class ProcessComm(Comm):
             raise CommError(
                 f"mesh '{mesh}' has {mesh.size} ranks, but {world} processes run"
                 f"\n  fix  start {mesh.size} processes, as with "
-                f"torchrun --nproc-per-node {mesh.size}, or with --nnodes N so many in all"
+                f"torchrun --nproc-per-node {mesh.size}, or with --nnodes N so many in "
+                "all"
             )
         rank = dist.get_rank() if started else 0
         super().__init__(mesh, rank, microbatches, device or torch.device("cpu"))
