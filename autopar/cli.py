@@ -15,6 +15,7 @@ from autopar.commands import (
     inspect,
     plan,
     profile,
+    report,
     run,
     sample,
     simulate,
@@ -25,7 +26,7 @@ from autopar.passes.errors import AutoparError
 from autopar.version import VERSION
 
 COMMANDS = (
-    *(plan, explain, simulate, profile, compile, inspect, verify, run, sample),
+    *(plan, explain, simulate, report, profile, compile, inspect, verify, run, sample),
     *(export, demo),
 )
 # A process that ends has no use for the cycles that Python looks for before (a second).

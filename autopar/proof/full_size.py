@@ -56,7 +56,7 @@ class Call:
         return f"{what} in {self.function}"
 
 
-class _Listener(FakeComm):
+class Listener(FakeComm):
     """Notes the calls of one rank."""
 
     def __init__(self, mesh: Mesh, microbatches: int, rank: int) -> None:
@@ -93,7 +93,7 @@ class _Listener(FakeComm):
         return super()._enter(kind, axes, x, open_dim, **detail)
 
 
-class _Shapes(TorchDispatchMode):
+class Shapes(TorchDispatchMode):
     """Lets an op run once for operands of some shapes: of layers that are alike the
     first. Checks operands that the op itself does not: it would read beyond them."""
 
@@ -113,7 +113,7 @@ class _Shapes(TorchDispatchMode):
             if func is torch.ops.aten.native_layer_norm_backward.default:
                 _check_layer_norm(func, *args)
             self.known[key] = func(*args, **given)
-        elif writes:
+        if writes:
             return args[0] if func._schema.returns else None
         return tree_map(_like, self.known[key])
 
@@ -174,11 +174,11 @@ def check_full_size(program: Program) -> tuple[CutShort, ...]:
     declared: dict[tuple[int, str], Mapping[str, Any]] = {}
     found: list[CutShort] = []
     masks: int | None = 0
-    shapes = _Shapes()
+    shapes = Shapes()
     for index, stage in enumerate(program.stages):
         first = masks
-        for key, rank in _first_ranks(program, index).items():
-            ran = _run_module(program, index, rank, shapes)
+        for key, rank in first_ranks(program, index).items():
+            ran = run_module(program, index, rank, shapes)
             comm, declared[index, key], cut_short = ran
             modules[index, key] = comm.calls
             found += cut_short
@@ -211,7 +211,7 @@ def _check_masks(
     return start + len(new)
 
 
-def _first_ranks(program: Program, stage: int) -> dict[str, int]:
+def first_ranks(program: Program, stage: int) -> dict[str, int]:
     """Key of each module of a stage -> the first rank that runs it; the others have
     shares of its shapes. Raises VerificationFailed."""
     mesh = program.mesh
@@ -240,11 +240,12 @@ def _first_ranks(program: Program, stage: int) -> dict[str, int]:
     return found
 
 
-def _run_module(
-    program: Program, index: int, rank: int, shapes: _Shapes
-) -> tuple[_Listener, Mapping[str, Any], list[CutShort]]:
-    """(what it told others, what the module declares, where it stopped too early)."""
-    comm = _Listener(program.mesh, program.plan.microbatches, rank)
+def run_module(
+    program: Program, index: int, rank: int, shapes: Shapes
+) -> tuple[Listener, Mapping[str, Any], list[CutShort]]:
+    """Runs a stage's module on a rank of the meta device. Returns what it told others,
+    what the module declares, where it stopped too early. Raises VerificationFailed."""
+    comm = Listener(program.mesh, program.plan.microbatches, rank)
     mine = set(program.stages_of(rank))
     held = {
         name: nn.Parameter(

@@ -1,0 +1,69 @@
+"""`autopar report`: a plan as one HTML page, or two plans to compare."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from autopar.commands.arguments import add_json, path
+from autopar.commands.devices import add_devices, read_devices
+from autopar.passes.errors import AutoparError
+from autopar.reports.html.gather import Wanted, plan_data
+from autopar.reports.html.page import write_page
+from autopar.units import size
+
+
+def add(commands: Any) -> None:
+    add = commands.add_parser("report", help="a plan as one HTML page to look at")
+    add.set_defaults(command=report_command)
+    add.add_argument(
+        "plan", type=path, nargs="+", help="a directory, planned, compiled or run in"
+    )
+    add.add_argument(
+        *("-o", "--output"), type=path, metavar="FILE", help="(default: PLAN.html)"
+    )
+    add.add_argument(
+        "--log",
+        type=path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="of autopar run --log-file; those in the directory are taken as it is",
+    )
+    add.add_argument(
+        "--formulas", action="store_true", help="capture the model for its formulas"
+    )
+    add.add_argument(
+        "--compiled",
+        action="store_true",
+        help="by what compiling measured, though there is an estimate",
+    )
+    add_devices(add, required=False)
+    add_json(add, "print the page's data as JSON, and write no page")
+
+
+def report_command(arguments: argparse.Namespace) -> int:
+    if len(arguments.plan) > 2:
+        raise AutoparError(
+            f"a report of {len(arguments.plan)} plans",
+            fix="give one, or two to compare: autopar report A B",
+        )
+    if arguments.log and len(arguments.plan) > 1:
+        raise AutoparError(
+            "--log is of one plan, but two are given",
+            fix="put each log into its plan's directory, as *.jsonl",
+        )
+    wanted = Wanted(
+        read_devices(arguments), arguments.compiled, arguments.formulas, arguments.log
+    )
+    plans = [plan_data(folder, wanted) for folder in arguments.plan]
+    if arguments.json:
+        print(json.dumps(plans, indent=1))
+        return 0
+    first: Path = arguments.plan[0].resolve()
+    target: Path = arguments.output or Path(f"{first.name}.html")
+    write_page(plans, target)
+    print(f"wrote {target} ({size(target.stat().st_size)}): open it in a browser")
+    return 0

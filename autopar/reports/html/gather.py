@@ -1,0 +1,143 @@
+"""All that a page shows of a plan, as values for JSON.
+
+Numbers are those of `autopar inspect`, `explain` and `simulate`, by their functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from autopar.passes.mesh import Mesh
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.program import Program
+from autopar.planner.reprice import formulas
+from autopar.plans.plan_record import ESTIMATE, PlanRecord, read_record
+from autopar.plans.store import MANIFEST, PlanDirectoryError, load_plan
+from autopar.reports.html.choice_view import choice_data
+from autopar.reports.html.mesh_view import coords_key, mesh_data
+from autopar.reports.html.model_view import model_data
+from autopar.reports.html.run_log import find_logs, read_log
+from autopar.reports.html.source_files import find_sources
+from autopar.reports.html.step_view import step_data
+from autopar.reports.inspection import report_data
+from autopar.reports.simulated import Simulated, simulated
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """cluster: devices to price for. compiled: by what compiling measured, though there
+    is an estimate. formulas: capture the model for them. logs: of runs of the plan,
+    beside those in its directory."""
+
+    cluster: Cluster | None = None
+    compiled: bool = False
+    formulas: bool = False
+    logs: Sequence[Path] = ()
+
+
+def plan_data(folder: Path, wanted: Wanted) -> dict[str, Any]:
+    """Of a directory that was planned, compiled, or run in. Raises: AutoparError."""
+    logs = [*find_logs(folder), *wanted.logs]
+    data: dict[str, Any] = {
+        "name": folder.resolve().name,
+        "folder": str(folder),
+        "logs": [{"name": p.name, "rows": read_log(p)} for p in logs],
+    }
+    compiled, estimated = ((folder / n).is_file() for n in (MANIFEST, ESTIMATE))
+    if not (compiled or estimated):
+        if logs:
+            return data
+        raise PlanDirectoryError(
+            f"'{folder}' holds no plan and no log of a run",
+            fix="give a directory of autopar plan or compile, or one with the *.jsonl "
+            "of autopar run --log-file",
+        )
+    step = simulated(folder, wanted.cluster, wanted.compiled)
+    data |= {"title": step.title, "estimated": step.estimated}
+    data["step"] = step_data(step.run)
+    if estimated:
+        record = read_record(folder)
+        data |= _of_record(record, wanted, step)
+    if compiled:
+        data |= _of_program(folder, step)
+    return data
+
+
+def _of_record(record: PlanRecord, wanted: Wanted, step: Simulated) -> dict[str, Any]:
+    best = record.best[0]
+    tokens = record.samples * record.seq if record.seq else None
+    return {
+        "model": record.model,
+        "mesh": mesh_data(best.candidate.mesh, step.cluster, []),
+        "choice": choice_data(record, formulas(record) if wanted.formulas else {}),
+        "memory": {
+            "terms": [dict(terms) for terms in best.memory],
+            "gathered": _by_rank(
+                [s.footprint.step for s in best.stages],
+                best.candidate.placement,
+                best.candidate.mesh,
+            ),
+            "limit": record.cluster.device.memory,
+        },
+        "tokens": tokens,
+    }
+
+
+def _of_program(folder: Path, step: Simulated) -> dict[str, Any]:
+    stored = load_plan(folder)
+    program = stored.program
+    inspect = report_data(program)
+    groups = {tuple(c["axes"]) for c in inspect["communication"]}
+    model = model_data(program)
+    data: dict[str, Any] = {
+        "model": stored.model_spec,
+        "warnings": list(stored.warnings),
+        "inspect": inspect,
+        "mesh": mesh_data(program.mesh, step.cluster, groups),
+        "view": model,
+        "modules": dict(program.modules),
+        "module_of": coords_key(program),
+        "sources": find_sources(stored.model_spec, _files(model)),
+        "tokens": tokens_of(program),
+        "microbatches": program.plan.microbatches,
+    }
+    if not step.estimated:
+        data["memory"] = {
+            "terms": [asdict(memory) for memory in program.memory],
+            "gathered": _by_rank(
+                [s.footprint.step for s in program.stages],
+                program.schedule.stage_to_rank,
+                program.mesh,
+            ),
+            "limit": program.plan.memory or None,
+        }
+    return data
+
+
+def tokens_of(program: Program) -> int:
+    """Of a step, as `autopar run` counts them: the elements of the batch's first
+    field."""
+    shape, _ = next(iter(program.inputs.values()))
+    return prod(shape)
+
+
+def _by_rank(amounts: Sequence[int], placement: Sequence[int], mesh: Mesh) -> list[int]:
+    found = [0] * mesh.axis_size("pp")
+    for amount, rank in zip(amounts, placement, strict=True):
+        found[rank] += amount
+    return found
+
+
+def _files(model: dict[str, Any]) -> set[str]:
+    cells = (
+        cell
+        for module in model["modules"].values()
+        for rows in module["rows"].values()
+        for row in rows
+        for cell in row["cells"]
+    )
+    return {cell["source"][0] for cell in cells if "source" in cell}

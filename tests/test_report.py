@@ -1,0 +1,188 @@
+"""`autopar report`: the page shows what inspect, explain and simulate print, and works
+in a browser without a network."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import chromium, visit
+from plans import model_file, small_program
+
+from autopar.cli import main
+from autopar.machine.hardware import cluster_of
+from autopar.passes.errors import AutoparError
+from autopar.reports.html.gather import Wanted, plan_data
+from autopar.reports.html.model_view import model_data
+from autopar.reports.html.page import page, write_page
+from autopar.reports.html.run_log import LogError, read_log
+
+needs_browser = pytest.mark.skipif(chromium() is None, reason="no chromium here")
+CLUSTER = cluster_of("4xA100-80GB")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Planned, compiled, and run in."""
+    root = tmp_path_factory.mktemp("report")
+    spec, target = model_file(root), root / "plan"
+    planned = ["--devices", "4xA100-80GB", "--global-batch", "4", "--mesh", "pp=2,tp=2"]
+    planned += ["--no-labels"]
+    told(["plan", spec, *planned, "--microbatches", "2", "-o", str(target)])
+    told(["compile", spec, "--plan", str(target), "-o", str(target), "--unproved"])
+    rows: list[dict[str, float]] = [
+        {"step": n, "loss": 4 / n, "grad_norm": 1.0, "tokens_per_second": 100.0 * n}
+        for n in range(1, 5)
+    ]
+    rows.append({"step": 4, "eval_loss": 1.25, "eval_perplexity": 3.5})
+    (target / "run.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return target
+
+
+@pytest.fixture(scope="module")
+def html(folder: Path) -> Path:
+    target = folder.parent / "plan.html"
+    write_page([plan_data(folder, Wanted())], target)
+    return target
+
+
+def told(arguments: list[str]) -> str:
+    """What a command prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(arguments) == 0
+    return out.getvalue()
+
+
+# --- the data ------------------------------------------------------------------------
+
+
+def test_numbers_are_those_of_other_commands(folder: Path) -> None:
+    data = json.loads(told(["report", str(folder), "--json"]))[0]
+    path = str(folder)
+    assert data["inspect"] == json.loads(told(["inspect", path, "--json"]))
+    explained = json.loads(told(["explain", path, "--json"]))
+    assert {**data["choice"]["explain"], "formulas": {}} == explained
+    assert data["step"]["run"] == json.loads(told(["simulate", path, "--json"]))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero"), [("pp=2,tp=2", 0), ("dp=2,tp=2", 3), ("pp=2,dp=2", 1)]
+)
+def test_ops_add_up_to_what_the_program_sends_and_keeps(mesh: str, zero: int) -> None:
+    program = small_program(mesh, zero=zero)
+    view = model_data(program)
+    for index, stage in enumerate(view["stages"]):
+        module = view["modules"][stage["module"]]
+        expected: Counter[tuple[str, str]] = Counter()
+        for c in program.communication:
+            if c.stage == index and c.kind != "send":
+                expected[c.part, c.kind] += c.bytes
+        found: Counter[tuple[str, str]] = Counter()
+        for part, rows in module["rows"].items():
+            for row in rows:
+                for cell in row["cells"]:
+                    if cell.get("kind"):
+                        name = "step" if part == "once a step" else part
+                        found[name, cell["kind"]] += row["count"] * cell["given"]
+        assert found == expected
+        kept = sum(r["bytes"] for r in module["residuals"])
+        assert kept == program.stages[index].footprint.saved
+
+
+def test_a_cell_has_dims_shapes_and_its_line(folder: Path) -> None:
+    data = plan_data(folder, Wanted())
+    stage = data["view"]["stages"][0]
+    rows = data["view"]["modules"][stage["module"]]["rows"]["forward"]
+    (layer,) = [row for row in rows if row["layer"]]
+    linear = next(c for c in layer["cells"] if "linear" in c["ops"])
+    assert linear["reads"][1] == "(3 heads/tp head_dim) embed"
+    assert linear["axes"] == ["tp"]
+    _, local, whole, dtype, size = linear["out"][0]
+    assert (local, whole) == ([3, 2, 1, 16, 16], [3, 4, 2, 16, 16])
+    assert (dtype, size) == ("float32", 4 * 3 * 2 * 16 * 16)
+    file, line = linear["source"]
+    text = data["sources"][file]["text"].splitlines()[line - 1]
+    assert "qkv" in text
+
+
+def test_the_critical_path_has_no_holes(folder: Path) -> None:
+    step = plan_data(folder, Wanted())["step"]
+    rows = step["critical"][::-1]
+    assert rows[0][1] == 0
+    for (_, start, length, *_), (_, following, *_) in pairwise(rows):
+        assert abs(start + length - following) <= 2  # nanoseconds
+    assert abs(sum(row[2] for row in rows) - step["run"]["seconds"] * 1e9) < 1e3
+
+
+def test_memory_is_of_the_terms_that_the_plan_has(folder: Path) -> None:
+    data = plan_data(folder, Wanted(compiled=True, cluster=CLUSTER))
+    for rank, terms in enumerate(data["memory"]["terms"]):
+        resting = sum(n for term, n in terms.items() if term != "activations")
+        points = [amount for _, amount in data["step"]["memory"][rank]]
+        assert max(points) == data["inspect"]["memory"][rank]["activations"] + resting
+
+
+def test_a_log_keeps_the_later_of_two_lines(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    log.write_text('{"step": 1, "loss": 3}\n{"step": 1, "loss": 2}\n{"step": 2, "lo')
+    assert read_log(log) == [{"step": 1, "loss": 2}]
+    log.write_text('{"loss": 3}\n{"step": 1, "loss": 2}\n')
+    with pytest.raises(LogError, match=r"line 1 of .* is not a step of a run"):
+        read_log(log)
+    with pytest.raises(AutoparError, match="holds no plan and no log"):
+        plan_data(tmp_path / "none", Wanted())
+
+
+def test_no_text_ends_the_script_of_the_data() -> None:
+    text = page([{"name": "</script><b>", "logs": []}])
+    assert "</script><b>" not in text
+    assert text.count('<script type="application/json" id="data">') == 1
+    assert "http-equiv" not in text and 'src="' not in text  # all of it is inside
+
+
+# --- in a browser --------------------------------------------------------------------
+
+DRIVE = (Path(__file__).parent / "report_driver.js").read_text()
+
+
+@needs_browser
+def test_every_view_works(html: Path, folder: Path) -> None:
+    found: dict[str, Any] = visit(html, DRIVE)
+    names = [name.removeprefix("tab-") for name, *_ in found["tabs"]]
+    assert names == ["model", "ranks", "schedule", "memory", "why", "run"]
+    assert all(height > 200 for _, height, _ in found["tabs"])
+    assert "(3 heads/tp head_dim) embed" in found["hover"]
+    assert "permute(2, 0, 3, 1, 4)" in found["hover"]  # the line of the model
+    assert found["focused"] == 1 and "all_gather over tp" in found["focus"]
+    assert found["folded"][0] == 0 and found["folded"][1] > 5
+    assert found["zoom"] == [2, True]
+    assert found["collective"][0] > 2 and "tp" in found["collective"][1]
+    assert found["rank"].startswith("Rank 1") and found["code"] == 2
+    assert len(found["marked"]) == 2
+    _check_numbers(found["numbers"], folder)
+
+
+def _check_numbers(shown: dict[str, Any], folder: Path) -> None:
+    """What the page shows is what `inspect --json` and the others have."""
+    inspect = json.loads(told(["inspect", str(folder), "--json"]))
+    for stage in inspect["stages"]:
+        for what in ("parameters", "parameter_bytes", "activation_bytes", "seconds"):
+            assert shown[f"stage.{stage['stage']}.{what}"][0] == stage[what]
+    step = json.loads(told(["simulate", str(folder), "--json"]))
+    assert shown["run.seconds"][0] == step["seconds"]
+    assert [shown[f"peak.{r}"][0] for r in range(2)] == step["peak"]
+    best = json.loads(told(["explain", str(folder), "--json"]))
+    assert shown["part.step"][0] == best["seconds"]
+    over_tp = sum(
+        c["bytes"] for c in inspect["communication"]
+        if c["stage"] == 0 and c["axes"] == ["tp"]
+    )  # fmt: skip
+    assert shown["traffic.tp"][0] == over_tp
+    assert shown["run.loss"][0] == 1.0
