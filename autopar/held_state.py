@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from autopar.runtime.agreement.agreement import Agreement, digests
 from autopar.runtime.agreement.updates import Updates
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.execute.executor import Executor
+from autopar.runtime.parameters.ema import Ema
 from autopar.runtime.parameters.gradient_norm import is_owner
 from autopar.runtime.parameters.offload import Host
 from autopar.runtime.parameters.whole_updates import WholeUpdates
@@ -49,6 +50,47 @@ class HeldState:
         self._executor: Executor | None = None
         self._host: Host | None = None
         self._saving: PendingSave[Any] | None = None
+        self._ema: Ema | None = None
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise AutoparError(
+            "a step cannot be copied: its parameters are this rank's, as its processes",
+            fix="for averages of weights, as of AveragedModel: step.start_ema(0.999), "
+            "and step.ema.update() after each optimizer.step()",
+        )
+
+    def start_ema(self, decay: float) -> Ema:
+        """Begin an exponential moving average of the weights, `step.ema`; see
+        `autopar.runtime.parameters.ema`. All ranks must call it.
+
+        `step.ema.update()` belongs after each `optimizer.step()`; `with
+        step.ema.applied():` evaluates, saves and exports averages. Checkpoints have it
+        beside the weights; to load one with it, start it first.
+        Raises: AutoparError.
+        """
+        self._agree()("start_ema", {("argument", "decay"): decay})
+        self._ema = Ema(lambda: dict(self.named_parameters()), decay)
+        return self._ema
+
+    @property
+    def ema(self) -> Ema:
+        """The average that was started. Raises: AutoparError if none was."""
+        if self._ema is None:
+            raise AutoparError(
+                "no average of the weights was started",
+                fix="call step.start_ema(0.999) before the first update",
+            )
+        return self._ema
+
+    @property
+    def has_ema(self) -> bool:
+        """Whether an average of the weights was started."""
+        return self._ema is not None
+
+    @property
+    def averages(self) -> Mapping[str, Tensor]:
+        """Those of this rank's parameters, by name; none if no average was started."""
+        return {} if self._ema is None else self._ema.averages
 
     @property
     def executor(self) -> Executor:

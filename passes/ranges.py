@@ -69,6 +69,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "beta1": Range(0.0, 0.999999, whole=False),
         "beta2": Range(0.0, 0.999999, whole=False),
         "weight_decay": Range(0.0, 1000.0, whole=False),
+        "ema": Range(0.0, 0.9999999, whole=False),
         "clip": Range(0.0, 1e9, whole=False),
         "eval_every": Range(0, 10**9),
         "eval_batches": Range(0, 10**6),

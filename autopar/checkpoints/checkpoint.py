@@ -3,6 +3,7 @@
 A checkpoint is one of `torch.distributed.checkpoint`, with the model's own names:
 
     model.<name>                             parameters and persistent buffers, whole
+    ema.<name>                               averages of parameters, if there are any
     optimizer.state.<name>.exp_avg           state, as torch's get_optimizer_state_dict
     optimizer.param_groups.<i>.lr            options; `params` are names
     training                                 what the step itself goes on from
@@ -37,6 +38,7 @@ from autopar.checkpoints.dcp import (
 from autopar.checkpoints.dcp import read as read_pieces
 from autopar.checkpoints.dcp import write as write_pieces
 from autopar.checkpoints.held import (
+    ema_targets,
     model_pieces,
     model_targets,
     optimizer_pieces,
@@ -73,7 +75,7 @@ from autopar.version import VERSION
 if TYPE_CHECKING:
     from autopar.held_state import HeldState
 
-TRAINING, EXTRA = ("training",), ("extra",)
+TRAINING, EXTRA, EMA = ("training",), ("extra",), ("ema_updates",)
 Written = tuple[list[Any], dict[str, str]]
 """Of a rank: what DCP has to know of its files, and their checksums."""
 LOG = logging.getLogger("autopar")
@@ -193,6 +195,8 @@ def _state_of(step: HeldState, optimizer: Optimizer | None, extra: Any) -> State
     """What this rank writes; all ranks must call it."""
     comm, state = step.comm, model_pieces(step)
     plain: dict[Key, Any] = {TRAINING: step.training_state(), EXTRA: extra}
+    if step.has_ema:
+        plain[EMA] = step.ema.updates
     if optimizer is not None:
         plain |= _options(_all_groups(step, optimizer))
         on_all(comm, lambda: state.update(optimizer_pieces(step, optimizer)))
@@ -270,10 +274,16 @@ def _restore(
 ) -> Any:
     comm = step.comm
     _check_model(step, saved)
-    keys: list[Key] = [TRAINING, EXTRA]
+    averaged = step.has_ema
+    keys: list[Key] = [TRAINING, EXTRA, *([EMA] if averaged else [])]
+    if averaged and EMA not in saved.held:
+        raise CheckpointError(
+            f"checkpoint '{saved.folder}' has no averages of the weights",
+            fix="load it first, and call step.start_ema(decay) then",
+        )
     if optimizer is not None:
         keys += [key for key in saved.held if key[:2] == ("optimizer", "param_groups")]
-        if len(keys) == 2:
+        if not any(key[0] == "optimizer" for key in keys):
             raise CheckpointError(
                 f"checkpoint '{saved.folder}' was saved without an optimizer",
                 fix="load it without one, and train on with a fresh one",
@@ -288,13 +298,17 @@ def _restore(
     if check is not None:
         check(plain[EXTRA])
     groups = saved_groups(saved.folder, plain)
-    wanted = model_targets(step)
+    wanted = {**model_targets(step), **ema_targets(step)}
     if optimizer is not None:
         check_groups(groups, _all_groups(step, optimizer))
         on_all(comm, lambda: check_made(saved.manifest.optimizer, optimizer))
         on_all(comm, lambda: wanted.update(optimizer_targets(step, saved.held)))
     found = read_targets(step, saved.store, wanted)
     _set_model(step, found)
+    for name, average in step.averages.items():
+        average.copy_(found["ema", name])
+    if averaged:
+        step.ema.updates = plain[EMA]
     if optimizer is not None:
         state: dict[str, dict[str, Any]] = {}
         for key, value in found.items():

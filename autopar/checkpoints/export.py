@@ -17,7 +17,9 @@ from autopar.checkpoints.open_checkpoint import held_by
 SUFFIXES = (".pt", ".safetensors")
 
 
-def export(directory: str | Path, output: Path) -> tuple[Path, int]:
+def export(
+    directory: str | Path, output: Path, averages: bool = False
+) -> tuple[Path, int]:
     """Write the model's tensors of a checkpoint, in its own names and dtypes.
 
     directory: a checkpoint, or a directory of which the newest is taken. A `.pt` file
@@ -37,7 +39,7 @@ def export(directory: str | Path, output: Path) -> tuple[Path, int]:
     folder = files.find(directory)
     manifest = files.read_manifest(folder)
     files.check_files(folder, manifest, manifest.files)
-    tensors = model_tensors(folder, manifest.aliases)
+    tensors = model_tensors(folder, manifest.aliases, averages)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=output.parent) as scratch:
@@ -52,15 +54,33 @@ def export(directory: str | Path, output: Path) -> tuple[Path, int]:
     return folder, len(tensors)
 
 
-def model_tensors(folder: Path, aliases: Mapping[str, str]) -> dict[str, Tensor]:
-    """The tensors that a checkpoint stores for the model, by name; tied ones once."""
+def model_tensors(
+    folder: Path, aliases: Mapping[str, str], averages: bool = False
+) -> dict[str, Tensor]:
+    """The tensors that a checkpoint stores for the model, by name; tied ones once.
+
+    averages: those of parameters in their place, in the parameters' dtypes.
+    Raises: CheckpointError.
+    """
+    held = held_by(folder)
+    averaged = {str(key[1]) for key in held if key[0] == "ema"} if averages else set()
+    if averages and not averaged:
+        raise CheckpointError(
+            f"checkpoint '{folder}' has no averages of the weights",
+            fix="train with --ema 0.999, or leave the averages out",
+        )
     state: State = {}
-    for key, saved in held_by(folder).items():
-        if key[0] == "model" and key[1] not in aliases:
+    for key, saved in held.items():
+        at = "ema" if key[1:] and key[1] in averaged else "model"
+        if key[0] == at and key[1] not in aliases:
             empty = torch.empty(saved.size, dtype=saved.properties.dtype)
             state[key] = [Piece.whole(empty)]
     read_alone(folder, state)
-    return {str(k[1]): v[0].values for k, v in state.items() if isinstance(v, list)}
+    return {
+        str(k[1]): v[0].values.to(held["model", k[1]].properties.dtype)
+        for k, v in state.items()
+        if isinstance(v, list)
+    }
 
 
 def _write(tensors: dict[str, Tensor], aliases: Mapping[str, str], path: Path) -> None:

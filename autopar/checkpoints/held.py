@@ -27,6 +27,9 @@ def model_pieces(step: HeldState) -> State:
     for name, p in step.named_parameters():
         piece = _piece(step, name, p.detach(), step.owns(name))
         _add(state, _saved_key(step, ("model", name)), piece)
+    for name, average in step.averages.items():
+        piece = _piece(step, name, average, step.owns(name))
+        _add(state, _saved_key(step, ("ema", name)), piece)
     for name, value in step.unused.items():
         state["model", name] = [Piece.whole(value, step.comm.rank == 0)]
     return state
@@ -41,7 +44,7 @@ def _piece(step: HeldState, name: str, shard: Tensor, written: bool) -> Piece:
 
 def _saved_key(step: HeldState, key: Key) -> Key:
     """With the name of the model's parameter for that of a part of it."""
-    at = 1 if key[0] == "model" else 2
+    at = 1 if key[0] in ("model", "ema") else 2
     spec = step.program.parameters.get(str(key[at]))
     return key if spec is None else (*key[:at], spec.part.source, *key[at + 1 :])
 
@@ -86,6 +89,13 @@ def model_targets(step: HeldState) -> Targets:
     for name, value in step.unused.items():
         found["model", name] = Piece.whole(torch.empty_like(value))
     return found
+
+
+def ema_targets(step: HeldState) -> Targets:
+    return {
+        ("ema", name): _piece(step, name, torch.empty_like(x, device="cpu"), False)
+        for name, x in step.averages.items()
+    }
 
 
 def optimizer_targets(step: HeldState, held: Mapping[Key, Any]) -> Targets:

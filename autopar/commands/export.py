@@ -21,9 +21,12 @@ def add(commands: Any) -> None:
         metavar="FILE.pt|FILE.safetensors",
         help="what is written",
     )
+    add.add_argument(
+        "--ema", action="store_true", help="the averages of weights that --ema made"
+    )
 
 
 def export_command(arguments: argparse.Namespace) -> int:
-    folder, count = export(arguments.checkpoint, arguments.output)
+    folder, count = export(arguments.checkpoint, arguments.output, arguments.ema)
     print(f"wrote {count} tensors of {folder} to {arguments.output}")
     return 0

@@ -28,6 +28,9 @@ def add(commands: Any) -> None:
     add.add_argument(
         "--model", type=text, help=f"if it is not where the run had it: {MODEL}"
     )
+    add.add_argument(
+        "--ema", action="store_true", help="the averages of weights that --ema made"
+    )
 
 
 def sample_command(arguments: argparse.Namespace) -> int:
@@ -41,6 +44,7 @@ def sample_command(arguments: argparse.Namespace) -> int:
             sampling,
             arguments.model,
             default_device(),
+            arguments.ema,
         )
     )
     return 0

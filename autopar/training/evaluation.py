@@ -45,8 +45,16 @@ class Evaluation:
         every = self.options.eval_every
         return bool(every) and (done % every == 0 or done == self.options.steps)
 
-    def loss(self, step: Step) -> float:
-        """Returns the loss, without dropout; all ranks must call it."""
+    def losses(self, step: Step) -> dict[str, float]:
+        """Returns the loss, without dropout, and its perplexity; and those of averaged
+        weights, if the run has some. All ranks must call it."""
+        found = _row("eval", self._loss(step))
+        if step.has_ema:
+            with step.ema.applied():
+                found |= _row("ema_eval", self._loss(step))
+        return found
+
+    def _loss(self, step: Step) -> float:
         if not self.options.eval_batches:
             return self._loss_of_all(step)
         batches = range(self.options.eval_batches)
@@ -71,6 +79,10 @@ def runs_of(samples: int, batch: int, ranks: int) -> Iterator[tuple[int, int]]:
         count = batch if left >= batch else left // ranks * ranks or 1
         yield first, count
         first += count
+
+
+def _row(name: str, loss: float) -> dict[str, float]:
+    return {f"{name}_loss": loss, f"{name}_perplexity": perplexity(loss)}
 
 
 def perplexity(loss: float) -> float:

@@ -34,3 +34,6 @@ class Log:
     def write(self, row: Row) -> None:
         with self.path.open("a") as file:
             file.write(as_json(row) + "\n")
+
+    def close(self) -> None:
+        """Each line was written when it came."""

@@ -10,6 +10,7 @@ from autopar.passes.errors import AutoparError
 from autopar.passes.ranges import RANGES, check_range
 from autopar.training.evaluation import check_evaluation
 from autopar.training.nonfinite import ON_NONFINITE
+from autopar.training.profile import read_steps
 from autopar.training.resume import check_saving
 from autopar.training.schedules import DECAY, check_schedule
 from autopar.training.token_files import BIN_DTYPES
@@ -61,6 +62,10 @@ class RunOptions:
     beta2: float = option(0.95, "of AdamW")
     weight_decay: float = option(0.1, "of AdamW, for parameters of 2 dims or more")
     clip: float = option(1.0, "the greatest norm of all gradients; 0: as it is")
+    ema: float = option(
+        0.0,
+        "decay of an average of the weights, as 0.999, which is evaluated too; 0: none",
+    )
     seed: int = option(0, "of the data")
     eval_every: int = option(0, "steps between evaluations; 0: none")
     eval_batches: int = option(8, "of an evaluation; 0: all that is held out")
@@ -71,6 +76,16 @@ class RunOptions:
     )
     log_file: Path | None = option(None, "append JSON lines", metavar="FILE")  # noqa: RUF009
     log_every: int = option(10, "steps between lines of the log")
+    tensorboard: Path | None = option(None, "for its event files", metavar="DIR")  # noqa: RUF009
+    wandb: str | None = option(
+        None, "of Weights & Biases; WANDB_MODE=offline is heeded", metavar="PROJECT"
+    )
+    profile_steps: str | None = option(
+        None,
+        "trace steps A to B on each rank, by torch.profiler, into the folder of --save "
+        "or of the plan",
+        metavar="A:B",
+    )
     on_nonfinite: str = option(
         "stop", "or skip, which waits for a GPU in each step", choices=ON_NONFINITE
     )
@@ -99,6 +114,8 @@ class RunOptions:
         check_saving(self)
         check_schedule(self)
         check_evaluation(self)
+        if self.profile_steps is not None:
+            read_steps(self.profile_steps, self.steps)
 
     @property
     def held_out(self) -> float:

@@ -37,12 +37,18 @@ class Progress:
         if "eval_loss" in row:
             text = f"step {row['step']}  held out: loss {row['eval_loss']:.5f}"
             text += f"  perplexity {row['eval_perplexity']:,.2f}"
+            if "ema_eval_loss" in row:
+                text += f"  of averaged weights: loss {row['ema_eval_loss']:.5f}"
+                text += f"  perplexity {row['ema_eval_perplexity']:,.2f}"
             print("\n" * (self.live and not last) + text, flush=True)
         elif self.live:
             text = self._text(row)
             print(f"\r{text:<110}", end="\n" if last else "", flush=True)
         else:
             print(self._text(row), flush=True)
+
+    def close(self) -> None:
+        """Each line was printed when it came."""
 
     def _text(self, row: Row) -> str:
         text = f"step {row['step']}/{self.options.steps}  loss {row['loss']:.5f}"

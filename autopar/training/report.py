@@ -10,7 +10,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from autopar.training.evaluation import perplexity
 from autopar.training.metrics import Clock, Meter, Row
 
 
@@ -23,6 +22,9 @@ class Writer(Protocol):
         """Whether to be told of that step; of evaluations it always is."""
 
     def write(self, row: Row) -> None: ...
+
+    def close(self) -> None:
+        """Nothing more is written."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,14 @@ class Report:
                     row["reference_loss"] = reference
                 writer.write(row)
 
-    def evaluation(self, done: int, loss: float) -> None:
-        found = perplexity(loss)
+    def evaluation(self, done: int, found: Row) -> None:
+        """found: losses and perplexities, by name."""
         for writer in self.writers:
-            writer.write({"step": done, "eval_loss": loss, "eval_perplexity": found})
+            writer.write({"step": done, **found})
+
+    def close(self) -> None:
+        for writer in self.writers:
+            writer.close()
 
     @contextmanager
     def left_out(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Options that training follows from; a run that goes on must have them as before.
 SAME = (
-    *("seed", "clip", "beta1", "beta2", "weight_decay"),
+    *("seed", "clip", "ema", "beta1", "beta2", "weight_decay"),
     *("lr", "lr_schedule", "warmup", "min_lr", "decay_ratio"),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -34,11 +34,13 @@ from autopar.training.metrics import Clock, Meter
 from autopar.training.nonfinite import EVERY, FirstNonFinite, is_finite
 from autopar.training.optimizer import make_optimizer, set_learning_rate
 from autopar.training.options import RunOptions
+from autopar.training.profile import Profile
 from autopar.training.progress import Progress
 from autopar.training.reference import Reference
 from autopar.training.report import Report, Writer
 from autopar.training.resume import claimed, is_due, resume, save
 from autopar.training.sample import Origin, Sampling, sample_text
+from autopar.training.trackers import TensorBoard, WandB
 
 NOT_THERE = (
     "see why they did not start, or start torchrun on each node; where nodes need "
@@ -121,72 +123,110 @@ def train(stored: StoredPlan, options: RunOptions) -> None:
     evaluation = Evaluation(held_out, options)
     step.build(**feed.batch(0))
     with claimed(step, options):
-        _train(step, feed, evaluation, loaded, stored, options)
+        Training(step, feed, evaluation, loaded, stored, options).run()
 
 
-def _train(
-    step: Step,
-    feed: Feed,
-    evaluation: Evaluation,
-    loaded: LoadedModel,
-    stored: StoredPlan,
-    options: RunOptions,
-) -> None:
-    """Goes on from where a checkpoint ended, if there is one."""
-    specs = step.program.parameters
-    optimizer = make_optimizer(
-        ((p, len(specs[name].shape)) for name, p in step.named_parameters()), options
-    )
-    data = {"name": feed.data.name, "digest": feed.data.digest()}
-    done = resume(step, optimizer, options, data)
-    origin = Origin.of(step.program, stored.model_spec, stored.seed, options.tokenizer)
-    about = {"data": data, "origin": origin.to_data()}
-    first = step.comm.rank == 0
-    beside = Reference(loaded, stored, options) if first and options.reference else None
-    report = Report(Meter.of(step, feed.tokens), writers(step, done, options))
-    if first:
-        odd = (*stored.warnings, *feed.warnings())
-        told = [f"warning: {warning}" for warning in odd]
-        told += [f"going on after step {done}"] if done else []
-        print("".join(f"{line}\n" for line in told), end="", file=sys.stderr)
-    nonfinite = FirstNonFinite()
-    following = feed.batch(done)
-    for i in range(done, options.steps):
-        batch = following
-        rate = set_learning_rate(optimizer, i, options)
-        loss, norm = train_step(step, optimizer, batch, options)
-        following = feed.batch(i + 1)  # while a GPU computes
-        with report.left_out():
-            expected = beside.step(i, batch) if beside else None
-        report.step(i + 1, loss, norm, rate, expected)
-        evaluated, saved = evaluation.is_due(i + 1), is_due(i + 1, options)
+class Training:
+    """The steps of a run; goes on from where a checkpoint ended, if there is one."""
+
+    def __init__(
+        self,
+        step: Step,
+        feed: Feed,
+        evaluation: Evaluation,
+        loaded: LoadedModel,
+        stored: StoredPlan,
+        options: RunOptions,
+    ) -> None:
+        self.step, self.feed, self.evaluation = step, feed, evaluation
+        self.loaded, self.options = loaded, options
+        self.first = step.comm.rank == 0
+        specs = step.program.parameters
+        held = ((p, len(specs[n].shape)) for n, p in step.named_parameters())
+        self.optimizer = make_optimizer(held, options)
+        if options.ema:
+            step.start_ema(options.ema)
+        data = {"name": feed.data.name, "digest": feed.data.digest()}
+        self.origin = Origin.of(
+            step.program, stored.model_spec, stored.seed, options.tokenizer
+        )
+        self.about = {"data": data, "origin": self.origin.to_data()}
+        self.done = resume(step, self.optimizer, options, data)
+        self.beside: Reference | None = None
+        if self.first and options.reference:
+            self.beside = Reference(loaded, stored, options)
+        told = writers(step, self.done, options)
+        self.report = Report(Meter.of(step, feed.tokens), told)
+        self.profile: Profile | None = None
+        if options.profile_steps:
+            self.profile = Profile(step, stored, options)
+        self.nonfinite = FirstNonFinite()
+        if self.first:
+            self._warn((*stored.warnings, *feed.warnings()))
+
+    def _warn(self, warnings: Sequence[str]) -> None:
+        lines = [f"warning: {warning}" for warning in warnings]
+        lines += [f"going on after step {self.done}"] if self.done else []
+        print("".join(f"{line}\n" for line in lines), end="", file=sys.stderr)
+
+    def run(self) -> None:
+        """Make all steps that are left."""
+        batch = self.feed.batch(self.done)
+        for i in range(self.done, self.options.steps):
+            loss, norm, rate = self._train(i, batch)
+            following = self.feed.batch(i + 1)  # while a GPU computes
+            with self.report.left_out():
+                expected = self.beside.step(i, batch) if self.beside else None
+            self.report.step(i + 1, loss, norm, rate, expected)
+            self._look(i + 1, loss, norm)
+            batch = following
+        self.step.finish_saving()
+        self.report.close()
+        if self.options.sample_prompt is not None:
+            self._sample(self.options.sample_prompt)
+
+    def _train(
+        self, i: int, batch: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor, float]:
+        """One step, counted from 0; returns loss, norm of gradients, learning rate."""
+        rate = set_learning_rate(self.optimizer, i, self.options)
+        if self.profile is not None:
+            self.profile.begin(i + 1)
+        loss, norm = train_step(self.step, self.optimizer, batch, self.options)
+        if self.options.ema:
+            self.step.ema.update()
+        if self.profile is not None:
+            found = self.profile.end(i + 1)
+            if found is not None and self.first:
+                print(found, file=sys.stderr)
+        return loss, norm, rate
+
+    def _look(self, done: int, loss: Tensor, norm: Tensor) -> None:
+        """After so many steps: evaluate and save, if that is due. Raises:
+        NonFiniteError."""
+        options, step = self.options, self.step
+        evaluated, saved = self.evaluation.is_due(done), is_due(done, options)
         if options.on_nonfinite == "stop":
-            nonfinite.add(i + 1, loss, norm)
-            last = i + 1 == options.steps
-            if evaluated or saved or last or (i + 1) % EVERY == 0:
-                nonfinite.check()
+            self.nonfinite.add(done, loss, norm)
+            if evaluated or saved or done == options.steps or done % EVERY == 0:
+                self.nonfinite.check()
         if evaluated:
-            with report.left_out():
-                report.evaluation(i + 1, evaluation.loss(step))
+            with self.report.left_out():
+                self.report.evaluation(done, self.evaluation.losses(step))
         if saved:
-            save(i + 1, step, optimizer, options, about)
-    step.finish_saving()
-    if options.sample_prompt is not None:
-        _sample(step, loaded, origin, options.sample_prompt, options.json)
+            save(done, step, self.optimizer, options, self.about)
 
+    def _sample(self, prompt: str) -> None:
+        """Print what the trained model goes on with, on rank 0."""
+        state = self.step.state_dict(rank0_only=True)
 
-def _sample(
-    step: Step, loaded: LoadedModel, origin: Origin, prompt: str, as_json: bool
-) -> None:
-    """Print what the trained model goes on with, on rank 0; all ranks must call it."""
-    state = step.state_dict(rank0_only=True)
+        def write() -> None:
+            how, device = Sampling(), self.step.device
+            text = sample_text(self.loaded, state, self.origin, prompt, how, device)
+            line = json.dumps({"sample": text}) if self.options.json else text
+            print(line, flush=True)
 
-    def write() -> None:
-        sampling = Sampling()
-        text = sample_text(loaded, state, origin, prompt, sampling, step.device)
-        print(json.dumps({"sample": text}) if as_json else text, flush=True)
-
-    on_first(step.comm, write)
+        on_first(self.step.comm, write)
 
 
 def writers(step: Step, done: int, options: RunOptions) -> list[Writer]:
@@ -197,7 +237,14 @@ def writers(step: Step, done: int, options: RunOptions) -> list[Writer]:
         log = Log(options.log_file, options.log_every, options.steps, Clock(done))
         on_first(step.comm, log.open)
         found.append(log)
-    return found if step.comm.rank == 0 else []
+    trackers: list[TensorBoard | WandB] = []
+    if options.tensorboard is not None:
+        trackers.append(TensorBoard(options, done))
+    if options.wandb is not None:
+        trackers.append(WandB(options, done))
+    for tracker in trackers:
+        on_first(step.comm, tracker.open)
+    return [*found, *trackers] if step.comm.rank == 0 else []
 
 
 def train_step(

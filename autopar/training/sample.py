@@ -87,10 +87,12 @@ def sample_checkpoint(
     sampling: Sampling,
     model: str | None = None,
     device: torch.device | str = "cpu",
+    averages: bool = False,
 ) -> str:
     """Returns the prompt and what the newest checkpoint's model goes on with.
 
-    model: where it is now, as `load_model` takes it, if it moved since.
+    model: where it is now, as `load_model` takes it, if it moved since. averages: of
+    the weights, in place of these.
     Raises: CheckpointError, ModelError, SampleError.
     """
     folder = files.find(directory)
@@ -98,7 +100,7 @@ def sample_checkpoint(
     files.check_files(folder, manifest, manifest.files)
     origin = Origin.read(folder)
     loaded = load_model(model or origin.model, seed=origin.seed, device="meta")
-    tensors = model_tensors(folder, manifest.aliases)
+    tensors = model_tensors(folder, manifest.aliases, averages)
     tensors |= {alias: tensors[name] for alias, name in manifest.aliases.items()}
     return sample_text(loaded, tensors, origin, prompt, sampling, device)
 

@@ -36,6 +36,7 @@ OPERATIONS = {
     "load_pretrained": ("loads weights", "load weights"),
     "save_pretrained": ("saves weights", "save weights"),
     "gather_for": ("prepares an optimizer", "prepare an optimizer"),
+    "start_ema": ("starts an average of weights", "start an average of weights"),
     "build": ("compiles", "compile"),
     "batches": ("begins with a loader's batches", "begin with a loader's batches"),
     NO_MORE: ("has no more batches", "have no more batches"),

@@ -1,0 +1,104 @@
+"""Traces of some steps of a run, and their seconds beside those that were predicted."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from autopar.passes.errors import AutoparError
+from autopar.planner.planned import read_decided
+from autopar.plans.store import StoredPlan
+from autopar.step import Step
+
+if TYPE_CHECKING:
+    from autopar.training.options import RunOptions
+
+TRACES = "traces"
+
+
+class ProfileStepsError(AutoparError):
+    """Steps to profile that no run has."""
+
+
+def read_steps(text: str, steps: int) -> range:
+    """Of `A:B`, both included. steps: of the run. Raises: ProfileStepsError."""
+    match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text)
+    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= first <= last <= steps:
+        raise ProfileStepsError(
+            f"--profile-steps {text} are no steps of a run of {steps}",
+            fix=f"write A:B, from 1 to {steps}, as 3:5, which profiles three",
+        )
+    return range(first, last + 1)
+
+
+class Profile:
+    """Profiles some steps of this rank with torch.profiler. before: each step calls
+    `begin`, and `end` after it."""
+
+    def __init__(self, step: Step, stored: StoredPlan, options: RunOptions) -> None:
+        self.steps = read_steps(options.profile_steps or "", options.steps)
+        self.device, self.rank = step.device, step.comm.rank
+        self.predicted = predicted_seconds(stored)
+        name = f"steps-{self.steps[0]}-{self.steps[-1]}-rank-{self.rank}.json"
+        self.path = (options.save or stored.directory) / TRACES / name
+        self.traced: list[float] = []
+        self.plain: list[float] = []
+        self._began = 0.0
+        activities = [ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities)
+
+    def begin(self, number: int) -> None:
+        """Before a step, by its number from 1."""
+        if number == self.steps[0]:
+            self._profiler.start()
+        self._synchronize()
+        self._began = time.perf_counter()
+
+    def end(self, number: int) -> str | None:
+        """After a step. After the last profiled one: what to print of them."""
+        self._synchronize()
+        held = self.traced if number in self.steps else self.plain
+        held.append(time.perf_counter() - self._began)
+        if number != self.steps[-1]:
+            return None
+        self._profiler.stop()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(self.path))
+        return self.text()
+
+    def text(self) -> str:
+        """Seconds of a step: while profiled, before that (of all but the first, which
+        warms up), and as predicted."""
+        means = {"profiled": self.traced, "before that": self.plain[1:]}
+        told = [f"{_mean(t):.4g} s {name}" for name, t in means.items() if t]
+        if self.predicted is None:
+            told.append("nothing predicted: autopar plan did not make this plan")
+        else:
+            told.append(f"{self.predicted:.4g} s predicted")
+        first, last = self.steps[0], self.steps[-1]
+        return (
+            f"steps {first} to {last}: {', '.join(told)}\n"
+            f"traces of all ranks: {self.path.parent} (chrome://tracing, Perfetto)"
+        )
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def predicted_seconds(stored: StoredPlan) -> float | None:
+    """Of a step, by the planner that made the plan, if one did."""
+    record = read_decided(Path(stored.directory)).record
+    return None if record is None else record.best[0].seconds
+
+
+def _mean(seconds: list[float]) -> float:
+    return sum(seconds) / len(seconds)

@@ -1,0 +1,84 @@
+"""Rows of a run in TensorBoard and Weights & Biases, and traces of its steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autopar.cli import main
+
+MODEL = """
+from examples.gpt import Config, build
+
+def tiny():
+    return build(Config(1, 16, 2, 8, 64), batch=4)
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> str:
+    """That the planner made, with what it predicts."""
+    (tmp_path / "model.py").write_text(MODEL)
+    spec, where = f"{tmp_path / 'model.py'}:tiny", str(tmp_path / "plan")
+    assert main(["plan", spec, "--devices", "1", "-o", where]) == 0
+    return where
+
+
+def test_tensorboard_has_the_rows_of_the_log(plan: str, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board, log = tmp_path / "board", tmp_path / "log.jsonl"
+    line = ["run", plan, "--steps", "4", "--log-every", "2", "--eval-every", "4"]
+    assert main([*line, "--tensorboard", str(board), "--log-file", str(log)]) == 0
+    rows = [json.loads(text) for text in log.read_text().splitlines()]
+    found = EventAccumulator(str(board)).Reload()
+    for name in ("loss", "grad_norm", "lr", "eval_loss"):
+        wanted = [(row["step"], row[name]) for row in rows if name in row]
+        have = [(event.step, event.value) for event in found.Scalars(name)]
+        assert wanted and have == [(step, pytest.approx(v)) for step, v in wanted]
+
+
+@pytest.mark.slow
+def test_a_run_of_weights_and_biases_goes_on(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offline; a resumed run has the name of the first."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    runs = str(tmp_path / "runs")
+    line = ["run", plan, "--wandb", "a project", "--save", runs, "--resume"]
+    for steps in ("2", "4"):
+        assert main([*line, "--steps", steps, "--log-every", "1"]) == 0
+    names = [path.name for path in tmp_path.glob("wandb/offline-run-*")]
+    assert len(names) == 2 and len({name.rpartition("-")[2] for name in names}) == 1
+
+
+def test_what_is_not_installed_is_said(
+    plan: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    assert main(["run", plan, "--steps", "1", "--wandb", "x"]) == 2
+    assert "pip install 'autopar[log]'" in capsys.readouterr().err
+
+
+def test_traces_and_seconds_of_steps(
+    plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["run", plan, "--steps", "5", "--save", str(tmp_path / "runs")]
+    assert main([*line, "--profile-steps", "4:5"]) == 0
+    said = capsys.readouterr().err
+    assert "steps 4 to 5: " in said and "s profiled" in said and "s predicted" in said
+    [trace] = (tmp_path / "runs" / "traces").iterdir()
+    assert trace.name == "steps-4-5-rank-0.json"
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert any("mm" in str(event.get("name")) for event in events)
+    assert main([*line, "--resume", "--profile-steps", "5:6"]) == 2
+    assert "from 1 to 5" in capsys.readouterr().err
