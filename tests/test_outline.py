@@ -45,6 +45,38 @@ def test_a_text_is_as_long_for_any_number_of_layers(plan: str) -> None:
     assert lines(low) == lines(high) < 560
 
 
+class Shadows(nn.Module):
+    """Modules that are called as what every emitted module has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.torch = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.b = nn.ModuleList(nn.ModuleDict({"c": mlp(), "k": mlp()}) for _ in "12")
+        self.prologue = mlp()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.b:
+            x = x + block["c"](x)
+            x = x + block["k"](x).tanh()
+        return nn.functional.cross_entropy(
+            self.torch(self.prologue(x)).flatten(0, 1), ids.flatten()
+        )
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8), nn.LayerNorm(8))
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "pp=2"])
+def test_a_function_has_no_name_that_means_something_else(mesh: str) -> None:
+    case = Case(Shadows(), {"ids": torch.arange(32).view(4, 8) % 16}, None)
+    program = case.double().compile(mesh, 2)
+    text = "".join(program.modules.values())
+    assert re.search(r"^def c_2\(", text, re.M) and "def torch(" not in text
+    case.double().verify(mesh, 2)
+
+
 LOOP = re.compile(r"^    for i in .*:$", re.MULTILINE)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..graph import LAYER, Location, Node, Value
+from ..stage.names import ENTRIES, RESERVED
 from ..stage.reuse import find_owners
 from ..stage.split_backward import GRADIENT
 
@@ -165,7 +166,7 @@ def outline(
         made = _places(run)
         returned = frozenset(made[name] for name in run.read)
         alike.setdefault((_key(run), returned), []).append(run)
-    names: set[str] = set()
+    names = {*RESERVED, *ENTRIES}
     functions: list[Outlined] = []
     calls: dict[tuple[int, int], tuple[int, Node]] = {}
     same: dict[str, str] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import keyword
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,12 +12,10 @@ from ..graph import Node, Value
 from ..ops.op import is_method
 from ..stage.hand_over import HandOver, Rows
 from ..stage.loops import Given, Item, Loop
+from ..stage.names import RESERVED
 from ..stage.reuse import is_in_place, may_alias, takes_memory
 from ..stage.spell import spell, targets
 from ..stage.write_loop import Index, LoopWriter, Statements
-
-MEANT = ("c", "p", "g", "k", "b", "i", "saved", "made", "torch", "F", "kernels", "aten")
-RESERVED = frozenset({*MEANT, *keyword.kwlist, "inf", "range", "reversed", "_"})
 
 
 class Function:

@@ -27,12 +27,10 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from autopar.passes.stage.names import ENTRIES
 from autopar.runtime.execute.code_cache import CodeCache, Compiled, Signature
 from autopar.runtime.kernels import for_inductor
 
-# What the executor calls of a module, with tables and collectives.
-ENTRIES = frozenset({"setup", "prologue", "forward", "backward", "epilogue"})
-ENTRIES |= {"backward_input", "backward_weight"}
 PLACE = re.compile(r"  # .*?(\S+\.py:\d+)")
 
 

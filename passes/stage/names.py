@@ -1,0 +1,13 @@
+"""Names that mean something in emitted modules, so that nothing else may have them."""
+
+from __future__ import annotations
+
+import keyword
+
+# Arguments of functions, what they keep, modules that are imported.
+MEANT = ("c", "p", "g", "k", "b", "i", "saved", "made", "torch", "F", "kernels", "aten")
+RESERVED = frozenset({*MEANT, *keyword.kwlist, "inf", "range", "reversed", "_"})
+# Functions that an executor calls, with tables and collectives.
+FORWARD = ("setup", "prologue", "forward", "epilogue")
+BACKWARD = ("backward", "backward_input", "backward_weight")
+ENTRIES = frozenset({*FORWARD, *BACKWARD})
