@@ -79,6 +79,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "warmup": Range(0, 10**9),
         "save_every": Range(0, 10**9),
         "keep": Range(1, 10**6),
+        "ranks_per_node": Range(1, 1 << 10),
         # of what is written by a model
         "tokens": Range(1, 1 << 20),
         "temperature": Range(0.0, 1e6, whole=False),

@@ -24,28 +24,28 @@ from autopar.runtime.launch.launch import running
 class Nodes:
     """Torchruns of one run, each with as many ranks; what they say is in files."""
 
-    def __init__(self, folder: Path, nodes: str, ranks: int, *flags: str) -> None:
+    def __init__(self, folder: Path, nodes: str, ranks: int) -> None:
         # Of a store that lives as long as this: no torchrun takes the rendezvous along.
         self.store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False
         )
         self.folder = folder
-        meet = ["--rdzv-backend", "c10d", "--rdzv-id", folder.name]
-        meet += ["--rdzv-endpoint", f"127.0.0.1:{self.store.port}"]
-        start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes]
-        self.command = [*start, "--nproc-per-node", str(ranks), *meet, *flags]
+        self.where = f"127.0.0.1:{self.store.port}"
+        self.torchrun = [sys.executable, "-m", "torch.distributed.run"]
+        self.torchrun += ["--nnodes", nodes, "--nproc-per-node", str(ranks)]
+        self.torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", self.where]
         self.agents: list[subprocess.Popen[str]] = []
 
     @contextmanager
-    def start(self, *command: str, **environment: str) -> Iterator[int]:
-        """A torchrun more; gives its number."""
+    def start(self, *command: str, by: Sequence[str] = ()) -> Iterator[int]:
+        """A node more, by torchrun if nothing else is given; gives its number."""
         number = len(self.agents)
-        whole = {**ENVIRONMENT, **environment, "AUTOPAR_TEST": str(self.folder)}
+        whole = {**ENVIRONMENT, "AUTOPAR_TEST": str(self.folder)}
         with (
             (self.folder / f"out{number}").open("w") as out,
             (self.folder / f"err{number}").open("w") as errors,
             running(
-                [*self.command, *command],
+                [*(by or self.torchrun), *command],
                 env=whole,
                 text=True,
                 stdout=out,
@@ -71,6 +71,13 @@ class Nodes:
                     found[int(folder.name)] = told
         return found
 
+    def kill_torchrun(self, number: int) -> None:
+        """SIGKILL for the torchrun that an `autopar run` started."""
+        for process, told in self.processes().items():
+            parent = int((Path("/proc") / str(process) / "stat").read_text().split()[3])
+            if parent == self.agents[number].pid and "RANK" not in told:
+                os.kill(process, signal.SIGKILL)
+
     def kill(self, *ranks: int) -> None:
         """SIGKILL for these ranks, of those that are there."""
         for number, told in self.processes().items():
@@ -84,11 +91,9 @@ class Nodes:
 
 
 @contextmanager
-def nodes(
-    folder: Path, count: str, ranks: int, flags: Sequence[str] = ()
-) -> Iterator[Nodes]:
+def nodes(folder: Path, count: str, ranks: int) -> Iterator[Nodes]:
     """Torchruns to be started, and nothing left of them after."""
-    made = Nodes(folder, count, ranks, *flags)
+    made = Nodes(folder, count, ranks)
     try:
         yield made
     finally:

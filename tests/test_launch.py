@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,3 +93,22 @@ def test_the_status_is_that_of_the_rank_that_failed(tmp_path: Path) -> None:
     with running(command, env=ENVIRONMENT, **pipes) as process:
         _, said = process.communicate()
     assert (process.returncode, said) == (128 + signal.SIGKILL, "")
+
+
+@pytest.mark.slow
+def test_a_launcher_ends_with_who_started_it(tmp_path: Path) -> None:
+    """Also where that one cannot end it any more."""
+    said = tmp_path / "ranks"
+    then = f"open({str(said)!r}, 'a').write(str(os.getpid()) + ' '); signal.pause()"
+    command = quiet(script(tmp_path, then))
+    start = "import subprocess, sys; subprocess.run(sys.argv[1:], start_new_session=1)"
+    with running([sys.executable, "-c", start, *command], env=ENVIRONMENT) as process:
+        while not said.exists() or len(said.read_text().split()) < 2:
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.kill()
+        ranks = [int(number) for number in said.read_text().split()]
+        began = time.monotonic()
+        while any(map(alive, ranks)):
+            assert time.monotonic() - began < 30
+            time.sleep(0.1)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autopar.cli import main
 from autopar.passes.mesh import Mesh, MeshError
 from autopar.runtime.agreement.roll_call import RanksDisagree
 from autopar.runtime.launch import join
@@ -143,6 +144,81 @@ def test_a_store_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> N
         RanksDisagree, match=r"^rank 1 finds nobody at h:1: .* refused\n"
     ):
         open_store(WAIT)
+
+
+# --- several nodes by one command --------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], list[str], Any]]:
+    """What torchrun would be told: its flags, our command, the environment."""
+    found: list[tuple[list[str], list[str], Any]] = []
+
+    def launch_by(flags: list[str], command: list[str], environment: Any) -> int:
+        found.append((flags, command, environment))
+        return 0
+
+    monkeypatch.setattr("autopar.commands.run_nodes.launch_by", launch_by)
+    return found
+
+
+def test_nodes_that_stay_are_not_started_again(launched) -> None:
+    meet = ["--rendezvous", "a:29400"]
+    command = ["run", "plan", "--nodes", "2", *meet, "--timeout", "60"]
+    assert main(command) == 0
+    (flags, passed, environment) = launched[0]
+    assert passed == command and environment == {}
+    text = " ".join(flags)
+    assert "--nnodes 2:2 --nproc-per-node 1 --max-restarts 0" in text
+    assert "--rdzv-endpoint a:29400 --rdzv-conf join_timeout=60" in text
+
+
+def test_nodes_that_come_and_go_start_again(launched) -> None:
+    command = ["run", "m.py:f", "--nodes", "1:4", "--ranks-per-node", "8"]
+    saving = ["--save", "runs", "--resume"]
+    assert main([*command, "--rendezvous", "[::1]:29400", *saving]) == 0
+    (flags, _, environment) = launched[0]
+    assert "--nnodes 1:4 --nproc-per-node 8 --max-restarts 100" in " ".join(flags)
+    assert environment == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--nodes 2", "--nodes 2, and no --rendezvous to say where they meet\n  fix "),
+        ("--nodes 2 --rendezvous a", "--rendezvous 'a' to say .* HOST:29400"),
+        ("--nodes 2 --rendezvous a:0", "--rendezvous 'a:0' to say"),
+        ("--nodes 4:2 --rendezvous a:1", "--nodes '4:2'\n  fix .* range, as 1:4"),
+        ("--nodes x --rendezvous a:1", "--nodes 'x'\n"),
+        (
+            "--ranks-per-node 2",
+            "--ranks-per-node is of several .*\n  fix  add --n",
+        ),
+        (
+            "--nodes 1:2 --rendezvous a:1",
+            "none are written\n  fix  add --save DIR",
+        ),
+        (
+            "--nodes 1:2 --rendezvous a:1 --save x --resume",
+            "'plan' is a plan for one number of ranks\n  fix  give the MODEL",
+        ),
+    ],
+)
+def test_nodes_that_cannot_be(
+    launched, capsys: pytest.CaptureFixture[str], flags: str, says: str
+) -> None:
+    assert main(["run", "plan", *flags.split()]) == 2 and not launched
+    assert re.search(says, capsys.readouterr().err, re.S)
+
+
+def test_the_batch_of_ranks_that_come_and_go_is_given(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "100")
+    model = "hf:gpt2?n_layer=1,n_embd=32,n_head=2"
+    assert main(["run", model, "--plans", str(tmp_path), "--seq", "16"]) == 2
+    said = capsys.readouterr().err
+    assert "number of devices may change\n  fix  add --global-batch 8, which" in said
 
 
 # --- GPUs --------------------------------------------------------------------------

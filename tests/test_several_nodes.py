@@ -53,7 +53,7 @@ def gone(two: Nodes) -> list[str]:
     return [two.said(n)[1] for n in (0, 1)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_lost_node_ends_the_run_by_name(
     two: Nodes, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -201,6 +202,46 @@ def test_ranks_whose_torchrun_is_gone_stop(
         patch.setattr("os.getppid", lambda: 1)
         assert two_nodes[2]._beat() == said
     assert two_nodes[0].reason() == said
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The processes that were sent SIGTERM."""
+    found: list[int] = []
+    monkeypatch.setattr("os.kill", lambda process, number: found.append(process))
+    return found
+
+
+@pytest.mark.parametrize("restarts", ["0", "3"])
+def test_ranks_that_would_fail_again_are_not_started_again(
+    watchdogs: list[Watchdog],
+    ended: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    restarts: str,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+
+    def no_plan() -> None:
+        raise AutoparError("no plan fits", fix="use 4 devices")
+
+    def lost() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    assert guarded(watchdogs[0], no_plan) == 2
+    assert guarded(watchdogs[1], lost) == EXIT
+    assert ended == ([] if restarts == "0" else [os.getppid()] * 2)
+
+
+def test_ranks_that_lost_another_are_started_again(
+    watchdogs: list[Watchdog], ended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+
+    def lost() -> None:
+        watchdogs[1].publish("OutOfMemoryError")
+        raise RuntimeError("Connection closed by peer")
+
+    assert guarded(watchdogs[0], lost) == EXIT and not ended
 
 
 def test_an_error_of_another_rank_is_told(

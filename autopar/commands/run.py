@@ -34,6 +34,7 @@ from autopar.commands.run_model import (
     check_decided,
     is_model,
 )
+from autopar.commands.run_nodes import add_nodes, launch_node, wants_nodes
 from autopar.passes.mesh import MeshError
 from autopar.passes.ranges import RANGES
 from autopar.planner.planned import mesh_of
@@ -59,6 +60,7 @@ def add(commands: Any) -> None:
     add_backend(add)
     add_json(add, "print one object for each step")
     add_planning(add)
+    add_nodes(add)
     add_config(add)
     add.set_defaults(parser=add)
 
@@ -95,6 +97,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     }
     options = RunOptions(**values)
     alone = check_launch() == (0, 1) and "RANK" not in os.environ
+    if alone and wants_nodes(arguments):
+        return launch_node(arguments, argv, options)
     if is_model(arguments.plan):
         model = ModelToRun(arguments, options.seed, not options.unproved)
         if not alone:

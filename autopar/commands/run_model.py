@@ -17,6 +17,7 @@ import torch
 from autopar.commands.arguments import number, path
 from autopar.commands.devices import add_devices, read_devices
 from autopar.commands.plan import DECISIONS, SEQ, add_decisions, read_request
+from autopar.machine.hardware import with_memory
 from autopar.machine.measured_cluster import named_cluster
 from autopar.models.batches import samples_of
 from autopar.models.load import LoadedModel, ModelError, load_model
@@ -100,7 +101,7 @@ class ModelToRun:
         """
         began = time.perf_counter()
         given = self.arguments
-        request = read_request(given, read_devices(given) or _cluster(given))
+        request = read_request(given, _devices(given))
         loaded = load_model(given.plan, seed=self.seed, device="meta")
         samples, seq = _samples(loaded, given, request.cluster), given.seq or SEQ
         of = capture_few_layers(loaded, request, seq)
@@ -127,6 +128,16 @@ class ModelToRun:
         return folder
 
 
+def _devices(given: argparse.Namespace) -> Cluster:
+    """Those that are named; else those that run, with as much memory as is said."""
+    if given.devices or given.cluster or given.profile:
+        named = read_devices(given)
+        assert named is not None, "without devices a profile is refused"
+        return named
+    cluster = _cluster(given)
+    return with_memory(cluster, given.memory) if given.memory else cluster
+
+
 def _cluster(given: argparse.Namespace) -> Cluster:
     """As many devices of this machine as the mesh has, or torchrun has processes; else
     all GPUs, or one device."""
@@ -151,4 +162,9 @@ def _samples(loaded: LoadedModel, given: Any, cluster: Cluster) -> int:
         return samples
     if loaded.batch is not None:
         return samples_of(loaded.batch)
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        raise ModelError(
+            "no --global-batch is given, and the number of devices may change",
+            fix=f"add --global-batch {max(SAMPLES, 2 * cluster.devices)}, which stays",
+        )
     return max(SAMPLES, 2 * cluster.devices)

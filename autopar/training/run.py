@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -54,7 +55,7 @@ def run(plan: str | Path | Callable[[], Path], options: RunOptions) -> int:
     plan: the directory of one, or what rank 0 makes one by, on a disk that ranks share.
     """
     _, world = check_launch()
-    if world == 1:
+    if world == 1 and "RANK" not in os.environ:
         directory = plan() if callable(plan) else Path(plan)
         check_world(directory, world)
         train(compiled(directory, not options.unproved), options)

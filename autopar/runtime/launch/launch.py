@@ -34,13 +34,19 @@ def launch(
     environment: what differs from this process's own. No rank outlives the call.
     Raises: subprocess.TimeoutExpired, after so many seconds.
     """
-    line = [
-        sys.executable,
-        "-m",
-        "autopar.runtime.launch.quiet_torchrun",
-        "--standalone",
-    ]
-    line += ["--nproc-per-node", str(ranks), "-m", "autopar", *command]
+    flags = ["--standalone", "--nproc-per-node", str(ranks)]
+    return launch_by(flags, command, seconds, environment)
+
+
+def launch_by(
+    flags: Sequence[str],
+    command: Sequence[str],
+    seconds: float | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> int:
+    """The same by flags of torchrun."""
+    line = [sys.executable, "-m", "autopar.runtime.launch.quiet_torchrun"]
+    line += [*flags, "-m", "autopar", *command]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     whole = {
         **os.environ,

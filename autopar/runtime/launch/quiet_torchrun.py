@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
+import threading
+import time
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+PAUSE = 0.5  # seconds
 
 
 def main() -> None:
     """As torchrun, but an end that was asked for, or that ranks told of, is no error
     of the launcher: instead of a traceback there is a status."""
     logging.disable(logging.ERROR)
+    threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
     try:
         run.main()
     except SignalException as asked:
@@ -22,6 +30,19 @@ def main() -> None:
         _, first = failed.get_first_failure()
         # As shells have it, for a rank that was killed.
         sys.exit(128 - first.exitcode if first.exitcode < 0 else first.exitcode)
+    except RendezvousError as error:
+        sys.exit(
+            f"autopar: this node did not meet the others: {error}\n"
+            "  fix  start the same command on each node, with a longer --timeout if "
+            "they need it; the node of --rendezvous has to live as long as the run"
+        )
+
+
+def _end_with(starter: int) -> None:
+    """End when the process is gone that started this one, in a session of its own."""
+    while os.getppid() == starter:
+        time.sleep(PAUSE)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ BEAT = 0.5  # seconds between signs of life
 FAILURE = "autopar/failure"
 NO_LAUNCHER = "torchrun{} is gone, and so its ranks stop"
 TOLD = "torchrun ends this run"
+FINAL = "autopar/final"  # whether a failure would come again
 ENDED = "autopar/ended"  # ranks that were told to end, in order
 EXIT = 13  # status of a rank that stops because of another one
 
@@ -79,6 +80,19 @@ class Watchdog:
     def publish(self, what: str) -> None:
         """Tell the others that this rank failed; the first to fail is kept."""
         self.agree(f"rank {self.rank}{self.node.on} failed: {what}")
+
+    def give_up(self) -> None:
+        """Tell all ranks that they would fail again: no torchrun is to start them."""
+        with suppress(RuntimeError):
+            self.store.set(FINAL, "")
+
+    def end_launcher(self) -> None:
+        """End this node's torchrun, which would start ranks again that gave up."""
+        with suppress(RuntimeError):
+            if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+                return
+            if self.store.check([FINAL]) and os.getppid() == self._parent:
+                os.kill(self._parent, signal.SIGTERM)
 
     def agree(self, what: str) -> str:
         """Say this unless something was said; returns what was said first."""
@@ -201,6 +215,7 @@ class Watchdog:
         # The main thread has time to fail by itself, or to end if all is over.
         if said is not None and not self._stop.wait(self.grace):
             self.complain(said)
+            self.end_launcher()
             self._leave(EXIT)
 
     def _beat(self) -> str | None:
@@ -247,8 +262,10 @@ def _guarded(watchdog: Watchdog, body: Callable[[], None]) -> int:
         watchdog.publish("interrupted")
         return 128 + signal.SIGINT
     except AutoparError as error:
+        watchdog.give_up()
         watchdog.publish(str(error))
         watchdog.complain(str(error))
+        watchdog.end_launcher()
         return 2
     except (RuntimeError, Terminated) as error:
         # A peer that is gone or late shows as a plain RuntimeError of gloo.
@@ -258,6 +275,7 @@ def _guarded(watchdog: Watchdog, body: Callable[[], None]) -> int:
             watchdog.publish(first_line(error))
             raise
         watchdog.complain(said)
+        watchdog.end_launcher()
         return EXIT if said != TOLD else 128 + signal.SIGTERM
     except Exception as error:
         watchdog.publish(first_line(error))
