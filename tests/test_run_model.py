@@ -54,9 +54,10 @@ def test_ranks_are_started_on_a_folder_that_is_found_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     line = ["run", spec, "--mesh", "tp=2", "--zero", "0", "--microbatches", "2"]
-    assert main([*line, "--steps", "3", "--seed", "7", "--resume", "--save", "x"]) == 0
+    given = ["--steps", "3", "--seed", "7", "--resume", "--save", "x"]
+    assert main([*line, *given, "--sample-prompt=- a"]) == 0
     told_plan, folder, how = told(capsys.readouterr().err)
-    flags = ["--steps", "3", "--seed", "7", "--save", "x", "--resume"]
+    flags = ["--steps=3", "--seed=7", "--save=x", "--resume", "--sample-prompt=- a"]
     assert started == [(2, ["run", str(folder), *flags])]
     plan = Plan.from_json((folder / "plan.json").read_text())
     assert (str(plan.mesh), plan.microbatches, plan.zero) == ("tp=2", 2, 0)

@@ -119,11 +119,12 @@ def flags_of(options: RunOptions) -> list[str]:
     """The command line of options, without those that are as usual."""
     flags = []
     for each in fields(RunOptions):
-        value = getattr(options, each.name)
-        for one in value if isinstance(value, tuple) else (value,):
-            if value != each.default:
-                flags.append(f"--{each.name.replace('_', '-')}")
-                flags += [] if one is True else [str(one)]
+        value, flag = getattr(options, each.name), f"--{each.name.replace('_', '-')}"
+        if value is True:
+            flags.append(flag)
+        elif value != each.default:
+            several = value if isinstance(value, tuple) else (value,)
+            flags += [f"{flag}={one}" for one in several]
     return flags
 
 

@@ -48,12 +48,13 @@ def plan_folder(
 
 
 def _short(spec: str) -> str:
-    """`gpt-demo` of examples/gpt.py:demo, `gpt2` of hf:gpt2."""
-    name = spec.removeprefix("hf:").removesuffix("/config.json").removesuffix(".json")
-    where, colon, factory = name.rpartition(":")
-    if colon:
-        name = f"{Path(where).name.removesuffix('.py')}-{factory}"
-    return name[-LONGEST:]
+    """`gpt-demo` of examples/gpt.py:demo, `Llama-3.1-8B` of hf:meta-llama/Llama-3.1-8B
+    with whatever values."""
+    if spec.startswith("hf:"):
+        name = spec.removeprefix("hf:").partition("?")[0]
+        return Path(name.removesuffix("/config.json")).name[:LONGEST]
+    where, _, factory = spec.rpartition(":")
+    return f"{Path(where).name.removesuffix('.py')}-{factory}"[:LONGEST]
 
 
 def _plain(device: str) -> str:

@@ -55,6 +55,16 @@ class Profile:
             activities.append(ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(activities=activities)
 
+    @classmethod
+    def of(
+        cls, step: Step, stored: StoredPlan, options: RunOptions, done: int
+    ) -> Profile | None:
+        """None if no steps are to be profiled, or a run goes on after their first."""
+        text = options.profile_steps
+        if text is None or read_steps(text, options.steps)[0] <= done:
+            return None
+        return cls(step, stored, options)
+
     def begin(self, number: int) -> None:
         """Before a step, by its number from 1."""
         if number == self.steps[0]:

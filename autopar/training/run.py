@@ -158,9 +158,7 @@ class Training:
             self.beside = Reference(loaded, stored, options)
         told = writers(step, self.done, options)
         self.report = Report(Meter.of(step, feed.tokens), told)
-        self.profile: Profile | None = None
-        if options.profile_steps:
-            self.profile = Profile(step, stored, options)
+        self.profile = Profile.of(step, stored, options, self.done)
         self.nonfinite = FirstNonFinite()
         if self.first:
             self._warn((*stored.warnings, *feed.warnings()))
