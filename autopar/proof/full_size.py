@@ -177,7 +177,7 @@ def check_full_size(program: Program) -> tuple[CutShort, ...]:
     shapes = Shapes()
     for index, stage in enumerate(program.stages):
         first = masks
-        for key, rank in first_ranks(program, index).items():
+        for key, rank in _first_ranks(program, index).items():
             ran = run_module(program, index, rank, shapes)
             comm, declared[index, key], cut_short = ran
             modules[index, key] = comm.calls
@@ -211,7 +211,7 @@ def _check_masks(
     return start + len(new)
 
 
-def first_ranks(program: Program, stage: int) -> dict[str, int]:
+def _first_ranks(program: Program, stage: int) -> dict[str, int]:
     """Key of each module of a stage -> the first rank that runs it; the others have
     shares of its shapes. Raises VerificationFailed."""
     mesh = program.mesh

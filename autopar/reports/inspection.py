@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from autopar.passes.graph_text import DTYPES
+from autopar.passes.mesh import PIPELINE
 from autopar.passes.program import ParameterSpec, Program, dtype_name
 from autopar.passes.schedule.check_schedule import peak_in_flight
 from autopar.passes.schedule.footprint import Communication
@@ -21,7 +22,7 @@ from autopar.reports.memory_table import memory_table
 from autopar.reports.parameters import LAYER, parameter_table, pattern
 from autopar.reports.sharing import share_table, shares
 from autopar.reports.tables import Table, ranges
-from autopar.runtime.execute.emitted import Message, Messages, sends_of, users_of
+from autopar.runtime.execute.emitted import Message, Messages, sends_of
 from autopar.runtime.parameters.shards import local_shape
 from autopar.units import count, seconds, size
 
@@ -109,17 +110,19 @@ def _activations(program: Program, stage: int) -> int:
 
 
 def _sends(program: Program, stage: int) -> Messages:
-    text = program.modules[program.module_of(_first_rank(program, stage), stage)]
+    text = program.modules[program.module_of(first_rank(program, stage), stage)]
     return sends_of(text)
 
 
-def _first_rank(program: Program, stage: int) -> int:
-    return min(min(ranks) for ranks in users_of(program, stage).values())
+def first_rank(program: Program, stage: int) -> int:
+    place = program.schedule.stage_to_rank[stage]
+    coords = {axis: place if axis == PIPELINE else 0 for axis, _ in program.mesh.axes}
+    return program.mesh.rank(coords)
 
 
 def _held(program: Program, stage: int) -> tuple[int, int]:
     """Number and bytes of the parameters that the stage's first rank holds for it."""
-    coords = program.mesh.coords(_first_rank(program, stage))
+    coords = program.mesh.coords(first_rank(program, stage))
     number, total = 0, 0
     for spec in program.parameters.values():
         if stage in spec.stages:
@@ -200,7 +203,7 @@ def messages_of_a_step(program: Program) -> list[Communication]:
 
 def _reductions(program: Program, stage: int) -> list[Communication]:
     """Lists gradients' reductions after a step: one for each set of axes and dtype."""
-    coords = program.mesh.coords(_first_rank(program, stage))
+    coords = program.mesh.coords(first_rank(program, stage))
     total: Counter[tuple[tuple[str, ...], str]] = Counter()
     for spec in program.parameters.values():
         held_by = {program.schedule.stage_to_rank[s] for s in spec.stages}

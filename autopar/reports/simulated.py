@@ -10,7 +10,7 @@ from autopar.passes.price.cluster import Cluster, ClusterError
 from autopar.passes.schedule.step_run import StepRun
 from autopar.planner.reprice import reprice
 from autopar.plans.plan_record import ESTIMATE, read_record
-from autopar.plans.store import load_plan
+from autopar.plans.store import StoredPlan, load_plan
 from autopar.reports.simulation import simulate_estimate, simulate_program
 
 
@@ -26,10 +26,14 @@ class Simulated:
 
 
 def simulated(
-    folder: Path, cluster: Cluster | None = None, compiled: bool = False
+    folder: Path,
+    cluster: Cluster | None = None,
+    compiled: bool = False,
+    stored: StoredPlan | None = None,
 ) -> Simulated:
     """Runs the step. cluster: other devices. compiled: by what compiling measured,
-    though there is an estimate. Raises: AutoparError."""
+    though there is an estimate. stored: what the directory holds, if it was read.
+    Raises: AutoparError."""
     if (folder / ESTIMATE).is_file() and not compiled:
         record = read_record(folder)
         if cluster is not None:
@@ -39,7 +43,7 @@ def simulated(
         run = simulate_estimate(best, contention)
         title = f"{record.model} on {record.cluster}: {best.candidate}"
         return Simulated(run, title, record.cluster, True)
-    stored = load_plan(folder)
+    stored = stored or load_plan(folder)
     size = stored.program.mesh.size
     links = cluster or measured_cluster(size)
     if links.devices < size:

@@ -5,7 +5,7 @@ Numbers are those of `autopar inspect`, `explain` and `simulate`, by their funct
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -16,7 +16,7 @@ from autopar.passes.price.cluster import Cluster
 from autopar.passes.program import Program
 from autopar.planner.reprice import formulas
 from autopar.plans.plan_record import ESTIMATE, PlanRecord, read_record
-from autopar.plans.store import MANIFEST, PlanDirectoryError, load_plan
+from autopar.plans.store import MANIFEST, PlanDirectoryError, StoredPlan, load_plan
 from autopar.reports.html.choice_view import choice_data
 from autopar.reports.html.mesh_view import coords_key, mesh_data
 from autopar.reports.html.model_view import model_data
@@ -56,14 +56,15 @@ def plan_data(folder: Path, wanted: Wanted) -> dict[str, Any]:
             fix="give a directory of autopar plan or compile, or one with the *.jsonl "
             "of autopar run --log-file",
         )
-    step = simulated(folder, wanted.cluster, wanted.compiled)
+    stored = load_plan(folder) if compiled else None
+    step = simulated(folder, wanted.cluster, wanted.compiled, stored)
     data |= {"title": step.title, "estimated": step.estimated}
     data["step"] = step_data(step.run)
     if estimated:
         record = read_record(folder)
         data |= _of_record(record, wanted, step)
-    if compiled:
-        data |= _of_program(folder, step)
+    if stored is not None:
+        data |= _of_program(stored, step)
     return data
 
 
@@ -87,8 +88,7 @@ def _of_record(record: PlanRecord, wanted: Wanted, step: Simulated) -> dict[str,
     }
 
 
-def _of_program(folder: Path, step: Simulated) -> dict[str, Any]:
-    stored = load_plan(folder)
+def _of_program(stored: StoredPlan, step: Simulated) -> dict[str, Any]:
     program = stored.program
     inspect = report_data(program)
     groups = {tuple(c["axes"]) for c in inspect["communication"]}
@@ -99,7 +99,7 @@ def _of_program(folder: Path, step: Simulated) -> dict[str, Any]:
         "inspect": inspect,
         "mesh": mesh_data(program.mesh, step.cluster, groups),
         "view": model,
-        "modules": dict(program.modules),
+        **_texts(program.modules),
         "module_of": coords_key(program),
         "sources": find_sources(stored.model_spec, _files(model)),
         "tokens": tokens_of(program),
@@ -116,6 +116,17 @@ def _of_program(folder: Path, step: Simulated) -> dict[str, Any]:
             "limit": program.plan.memory or None,
         }
     return data
+
+
+def _texts(modules: Mapping[str, str]) -> dict[str, Any]:
+    """lines: each distinct one once. modules: key -> which lines, from first to last;
+    those of many ranks differ in a few."""
+    lines: dict[str, int] = {}
+    texts = {
+        key: [lines.setdefault(line, len(lines)) for line in text.split("\n")]
+        for key, text in modules.items()
+    }
+    return {"lines": list(lines), "modules": texts}
 
 
 def tokens_of(program: Program) -> int:

@@ -10,9 +10,10 @@ from typing import Any
 
 from autopar.passes.graph import LAYER
 from autopar.passes.program import ParameterSpec, Program
-from autopar.proof.full_size import Shapes, first_ranks
+from autopar.proof.full_size import Shapes
 from autopar.reports.html.observe import Made, Seen, observe
 from autopar.reports.html.statements import Dims, Module, Statement, read_module
+from autopar.reports.inspection import first_rank
 from autopar.reports.parameters import pattern
 
 PHASES = {
@@ -24,28 +25,47 @@ FACTOR = re.compile(r"([A-Za-z_]\w*|\d+)((?:/\w+)*)")
 PARAMETER = re.compile(r"""^[pg]\[f?["'](.+)["']\]$""")
 
 
+# Dropout's masks are numbered through all stages: in the call, and in names.
+MASK = re.compile(r"(c\.dropout_mask\([^,]+, )[^,]+")
+NUMBERED = re.compile(r"\b([a-z_]+)_(\d+)\b")
+
+
 def model_data(program: Program) -> dict[str, Any]:
-    """stages: which module the first rank of each runs, and its layers. modules: key ->
-    rows of cells by phase, as one rank sees them; equal layers are one row."""
+    """stages: which module the first rank of each runs, under which key its ops are
+    told, and its layers. modules: key -> rows of cells by phase, as one rank sees them;
+    equal layers are one row, and stages whose modules differ in names alone share it.
+    """
     shapes, modules = Shapes(), dict[str, Any]()
-    stages = []
+    stages, alike = [], dict[str, str]()
     for index in range(len(program.stages)):
-        ranks = first_ranks(program, index)
-        for key, rank in ranks.items():
-            if key not in modules:
-                module = read_module(program.modules[key])
-                seen = observe(program, index, rank, module, shapes)
-                modules[key] = _Grid(program, index, module, seen).data()
-        first = min(ranks, key=lambda key: ranks[key])
+        rank = first_rank(program, index)
+        key = program.module_of(rank, index)
+        shape = _shape(program.modules[key])
+        if shape not in alike:
+            alike[shape] = key
+            module = read_module(program.modules[key])
+            seen = observe(program, index, rank, module, shapes)
+            modules[key] = _Grid(program, index, module, seen).data()
         stages.append(
             {
-                "module": first,
-                "rank": ranks[first],
+                "module": key,
+                "view": alike[shape],
+                "rank": rank,
                 "pipeline_rank": program.schedule.stage_to_rank[index],
                 "numbers": _numbers(program, index),
             }
         )
     return {"stages": stages, "modules": modules}
+
+
+def _shape(text: str) -> str:
+    """A module's text with its names numbered as they come."""
+    found: dict[str, str] = {}
+
+    def renumbered(match: re.Match[str]) -> str:
+        return found.setdefault(match[0], f"{match[1]}_n{len(found)}")
+
+    return NUMBERED.sub(renumbered, MASK.sub(r"\1N", text))
 
 
 def _numbers(program: Program, stage: int) -> dict[str, str]:
@@ -156,7 +176,9 @@ class _Grid:
             name = match[1].replace("{i}", "0").replace("{", "").replace("}", "")
             spec = self.specs.get(name)
             return pattern(spec) if spec else ""
-        return ""
+        made = self.seen.read.get(read)
+        found = self.fitting(self.module.gathered, made)
+        return " ".join(found.parts) if found else ""
 
     def whole(self, dims: tuple[Dims, ...], made: Made) -> list[int] | None:
         """The shape without splits: of named dims, or as many times as there are

@@ -33,12 +33,14 @@ class Made:
 
 @dataclass
 class Seen:
-    """Of a module on one rank. made: (line, name) -> the tensor; given: line of a
+    """Of a module on one rank. made: (line, name) -> the tensor; read: the same of what
+    prologue has made, as it is read from b; given: line of a
     collective -> bytes that the rank brings. residuals: of one microbatch, name of a
     value in forward -> (how often it is kept, its storages' bytes in all). peaks: of
     forward and backward, the line with most bytes of working tensors, and these."""
 
     made: dict[tuple[int, str], Made] = field(default_factory=dict)
+    read: dict[str, Made] = field(default_factory=dict)
     given: dict[int, int] = field(default_factory=dict)
     residuals: dict[str, tuple[int, int]] = field(default_factory=dict)
     peaks: dict[str, tuple[int, list[tuple[str, int]]]] = field(default_factory=dict)
@@ -102,8 +104,8 @@ class _Watch:
                 self._alive(frame)
             self.before[frame] = frame.f_lineno
             now = self.statements.get(frame.f_lineno)
-            if now is not None and now.kind and now.line not in self.seen.given:
-                self.seen.given[now.line] = self._given(frame, now)
+            if now is not None and now.kind and now.line not in self.done:
+                self._given(frame, now)
         elif frame.f_code.co_name == "forward" and isinstance(result, tuple):
             self._residuals(frame, result[1])
         return self._step
@@ -134,12 +136,15 @@ class _Watch:
             value = frame.f_locals.get(name)
             if isinstance(value, Tensor):
                 self.seen.made[statement.line, name] = _made(value)
+        for read in statement.reads:
+            if read.startswith("b["):  # there, once the statement has run
+                for x in _tensors(_evaluated(frame, read)):
+                    self.seen.read[read] = _made(x)
 
-    def _given(self, frame: FrameType, statement: Statement) -> int:
+    def _given(self, frame: FrameType, statement: Statement) -> None:
         """Bytes of the operands of a collective that is about to start."""
-        code = compile(statement.operand, "<operand>", "eval")
-        found = eval(code, frame.f_globals, frame.f_locals)
-        return sum(_made(x).bytes for x in _tensors(found))
+        found = _evaluated(frame, statement.operand)
+        self.seen.given[statement.line] = sum(map(_bytes, _tensors(found)))
 
     def _residuals(self, frame: FrameType, kept: Any) -> None:
         """Names of what the forward keeps: each storage once, by the name of what was
@@ -179,6 +184,10 @@ class _Watch:
             if copy != base.untyped_storage()._cdata:
                 self.views[copy] = self._storage(base)
                 self.held += [made, base]  # addresses stay theirs
+
+
+def _evaluated(frame: FrameType, text: str) -> Any:
+    return eval(compile(text, "<operand>", "eval"), frame.f_globals, frame.f_locals)
 
 
 def _made(x: Tensor) -> Made:

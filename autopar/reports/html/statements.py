@@ -92,7 +92,8 @@ class Loop:
 class Module:
     """functions: name -> its statements, in order. loops: line -> the loop there.
     arguments, returns: name -> what the function is given, and returns. kept: names of
-    what forward's loops put into a row for the backward, by the line of the loop."""
+    what forward's loops put into a row for the backward, by the line of the loop.
+    gathered: dims of what prologue makes."""
 
     text: str
     functions: dict[str, list[Statement]]
@@ -100,6 +101,7 @@ class Module:
     arguments: dict[str, tuple[str, ...]]
     returns: dict[str, tuple[str, ...]]
     kept: dict[int, list[str]]
+    gathered: tuple[Dims, ...]
 
     def maker(self, function: str, name: str) -> Statement | None:
         """The statement that makes a value, in the function that it is outlined to."""
@@ -130,12 +132,15 @@ class Module:
 
 
 def in_layer(module: str, caller: str) -> str:
-    """`blocks.*.mlp` of what is called from `blocks.+i.attention`: `blocks.+i.mlp`."""
-    parts = module.split(".")
+    """`blocks.*.mlp` of what is called from `blocks.+i.attention`: `blocks.+i.mlp`;
+    from outside of layers it is the caller's."""
+    parts, there = module.split("."), caller.split(".")
     if "*" not in parts:
         return module
     cut = parts.index("*") + 1
-    return ".".join([*caller.split(".")[:cut], *parts[cut:]])
+    if len(there) < cut or there[: cut - 1] != parts[: cut - 1]:
+        return caller
+    return ".".join([*there[:cut], *parts[cut:]])
 
 
 def read_module(text: str) -> Module:
@@ -152,7 +157,12 @@ def read_module(text: str) -> Module:
     returns = {name: _returned(node) for name, node in found.items()}
     kept = dict(_rows(found["forward"])) if "forward" in found else {}
     arguments = {n: tuple(a.arg for a in f.args.args) for n, f in found.items()}
-    return Module(text, functions, loops, arguments, returns, kept)
+    own = found.get("prologue")
+    above = lines[own.lineno : own.end_lineno] if own else []
+    gathered = tuple(
+        d for line in above for d in _comment(line.partition("  # ")[2])[0]
+    )
+    return Module(text, functions, loops, arguments, returns, kept, gathered)
 
 
 def _returned(function: ast.FunctionDef) -> tuple[str, ...]:

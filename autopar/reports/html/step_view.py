@@ -6,6 +6,7 @@ Times are whole nanoseconds. What an action waits for is a template that actions
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from autopar.passes.schedule.schedule import Action
@@ -18,26 +19,16 @@ ROUNDING = 1e-9  # of a step: starts and ends that are the same
 
 
 def step_data(run: StepRun) -> dict[str, Any]:
-    """kinds: of actions. actions: of each pipeline rank, (kind, stage, microbatch,
-    start, length, template). templates: (what, start within the action, length, calls,
-    bytes, overlapped) of each collective. once: of each rank, what it does beside
-    microbatches. messages: (kind, stage, microbatch, source, sent, target, used).
-    critical: (rank, start, length, what, whether it is a message). memory: of each
-    rank, (time, bytes from then on)."""
+    """templates: kind, stage and length of actions that are alike, and their
+    collectives: (what, start within the action, length, calls, bytes, overlapped).
+    actions: of each pipeline rank, template, microbatch and idle time before it, three
+    numbers each. once: of each rank, what it does beside microbatches. critical: (rank,
+    start, length, what, whether it is a message). levels: bytes; memory: of each rank,
+    time since the one before and which level it has from then on, two numbers each.
+    """
     ranks = range(len(run.memory))
-    inside: dict[tuple[int, Action], list[Event]] = {}
-    for e in run.events:
-        if e.action is not None and e.work.stream != COMPUTE:
-            inside.setdefault((e.rank, e.action), []).append(e)
     templates: dict[tuple[Any, ...], int] = {}
-    actions: list[list[list[int]]] = [[] for _ in ranks]
-    for e in run.events:
-        computes = e.work.stream == COMPUTE
-        if e.action is not None and e.action.kind.is_compute and computes:
-            key = _template(e, inside.get((e.rank, e.action), []))
-            number = templates.setdefault(key, len(templates))
-            row = [_time(e.start), _time(e.work.seconds), number]
-            actions[e.rank].append([*_action(e.action), *row])
+    levels: dict[int, int] = {}
     once: list[list[list[Any]]] = [[] for _ in ranks]
     for e in run.events:
         if e.action is None:
@@ -48,23 +39,56 @@ def step_data(run: StepRun) -> dict[str, Any]:
         "run": run_data(run),
         "schedule": run.timeline.schedule.name,
         "stage_to_rank": list(run.timeline.schedule.stage_to_rank),
-        "actions": actions,
-        "templates": [list(map(list, key)) for key in templates],
+        "actions": _actions(run, templates),
+        "templates": [[*key[:3], list(map(list, key[3]))] for key in templates],
         "once": once,
-        "messages": [
-            [*_action(m.action), m.source, _time(m.sent), m.target, _time(m.used)]
-            for m in run.messages
-        ],
         "critical": [*critical_path(run)],
-        "memory": [
-            [[_time(seconds), round(amount)] for seconds, amount in points]
-            for points in run.memory
-        ],
+        "memory": [_changes(points, levels) for points in run.memory],
+        "levels": list(levels),
     }
 
 
-def _action(action: Action) -> list[Any]:
-    return [action.kind.value, action.stage, action.microbatch]
+def _actions(run: StepRun, templates: dict[tuple[Any, ...], int]) -> list[list[int]]:
+    inside: dict[tuple[int, Action], list[Event]] = {}
+    own: list[list[Event]] = [[] for _ in run.memory]
+    for e in run.events:
+        if e.action is None:
+            continue
+        if e.work.stream != COMPUTE:
+            inside.setdefault((e.rank, e.action), []).append(e)
+        elif e.action.kind.is_compute:
+            own[e.rank].append(e)
+    found: list[list[int]] = []
+    for rank, events in enumerate(own):
+        row: list[int] = []
+        end = 0
+        for e in events:
+            assert e.action is not None, "events of the schedule have an action"
+            start, length = _time(e.start), _time(e.work.seconds)
+            beside = _template(e, inside.get((rank, e.action), []))
+            key = (e.action.kind.value, e.action.stage, length, beside)
+            number = templates.setdefault(key, len(templates))
+            row += (number, e.action.microbatch, start - end)
+            end = start + length
+        found.append(row)
+    return found
+
+
+def _changes(
+    points: Sequence[tuple[float, float]], levels: dict[int, int]
+) -> list[int]:
+    """What lasts for no time is left out, but for the peak."""
+    peak, (end, _) = max(amount for _, amount in points), points[-1]
+    row: list[int] = []
+    last, level = 0, -1
+    for (at, amount), (following, _) in pairwise([*points, (end + 1, 0.0)]):
+        if amount != peak and _time(following) == _time(at):
+            continue
+        number = levels.setdefault(round(amount), len(levels))
+        if number != level:
+            row += (_time(at) - last, number)
+            last, level = _time(at), number
+    return row
 
 
 def _template(action: Event, inside: Sequence[Event]) -> tuple[Any, ...]:

@@ -1,5 +1,46 @@
 // What all views share: the data, numbers as people read them, elements, colours.
 const DATA = JSON.parse(document.getElementById("data").textContent);
+/** Undoes what makes the data small: see step_data and _texts in Python. */
+function unpack(plan) {
+  if (plan.lines) for (const key of Object.keys(plan.modules)) {
+    const own = plan.modules[key];
+    Object.defineProperty(plan.modules, key, { get: () => own.map((i) => plan.lines[i]).join("\n"), enumerable: true });
+  }
+  const { step } = plan;
+  if (!step) return plan;
+  step.actions = step.actions.map((flat) => {
+    const rows = [];
+    let end = 0;
+    for (let i = 0; i < flat.length; i += 3) {
+      const [kind, stage, length] = step.templates[flat[i]], start = end + flat[i + 2];
+      rows.push([kind, stage, flat[i + 1], start, length, flat[i]]);
+      end = start + length;
+    }
+    return rows;
+  });
+  step.memory = step.memory.map((flat) => {
+    const rows = [];
+    let at = 0;
+    for (let i = 0; i < flat.length; i += 2) { at += flat[i]; rows.push([at, step.levels[flat[i + 1]]]); }
+    return rows;
+  });
+  step.messages = messagesOf(step);
+  return plan;
+}
+/** What an action makes for one on another rank: the next stage's forward, or the backward of the one before. */
+function messagesOf(step) {
+  const ends = new Map(), found = [];
+  step.actions.forEach((own, rank) => own.forEach(([kind, stage, microbatch, start, length]) => {
+    if (kind !== "W") ends.set(`${kind === "F" ? "F" : "B"}${stage}.${microbatch}`, [rank, start, start + length]);
+  }));
+  step.actions.forEach((own, rank) => own.forEach(([kind, stage, microbatch, start]) => {
+    if (kind === "W") return;
+    const from = ends.get(kind === "F" ? `F${stage - 1}.${microbatch}` : `B${stage + 1}.${microbatch}`);
+    if (from && from[0] !== rank) found.push([kind, stage, microbatch, from[0], from[2], rank, start]);
+  }));
+  return found;
+}
+DATA.plans.forEach(unpack);
 const views = [];
 const state = { plan: 0, view: null };
 

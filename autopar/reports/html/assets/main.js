@@ -19,11 +19,13 @@ function drawHeader() {
   const plan = DATA.plans[state.plan];
   const pick = DATA.plans.length > 1 ? h("select", { "aria-label": "Plan", onchange: (e) => { state.plan = +e.target.value; redrawFrame(); } },
     DATA.plans.map((p, i) => h("option", { value: i, selected: i === state.plan }, `${"AB"[i]}: ${p.name}`))) : null;
+  const [model, ...sizes] = (plan.model || "").split("?");
   const theme = h("button", { onclick: toggleTheme, title: "Light or dark (t)" }, "Light / dark");
   const print = h("button", { onclick: () => window.print() }, "Print");
   document.getElementById("top").replaceChildren(
-    h("div", {}, h("h1", {}, plan.model || plan.name, h("small", {}, plan.model ? plan.name : "")),
-      h("div", { class: "soft" }, plan.title || ""),
+    h("div", {}, h("h1", {}, model || plan.name, h("small", {}, model ? plan.name : "")),
+      sizes.length ? h("div", { class: "soft mono" }, sizes.join("?").replaceAll(",", ", ")) : null,
+      h("div", { class: "soft" }, (plan.title || "").replace(`${plan.model}: `, "").replace(`${plan.model} on `, "on ")),
       (plan.warnings || []).map((w) => h("div", { class: "soft" }, w)),
       h("dl", { class: "facts" }, facts(plan).map(([k, v]) => h("div", {}, h("dt", {}, k), h("dd", {}, v))))),
     h("div", { class: "actions" }, pick, theme, print));

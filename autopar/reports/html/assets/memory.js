@@ -37,12 +37,12 @@ function peakTensors(plan, rank, peak) {
   const rows = [], middle = (peak.from + peak.to) / 2;
   const running = actionAt(plan, rank, middle);
   for (const [stage, many] of inFlight(plan, rank, middle)) {
-    const module = plan.view.modules[plan.view.stages[stage].module];
+    const module = plan.view.modules[plan.view.stages[stage].view];
     for (const r of module.residuals) rows.push({ ...r, total: r.bytes * many, why: `kept of ${many} ${many === 1 ? "microbatch" : "microbatches"}${r.count > 1 ? ` × ${r.count} layers` : ""}`, stage });
   }
   if (running) {
     const names = { F: ["forward"], B: ["backward", "backward_input"], I: ["backward_input"], W: ["backward_weight"] }[running[0]];
-    const module = plan.view.modules[plan.view.stages[running[1]].module];
+    const module = plan.view.modules[plan.view.stages[running[1]].view];
     const own = names.map((n) => module.peaks[n]).find(Boolean);
     const kept = new Set(module.residuals.map((r) => r.name));
     for (const [name, size] of own ? own.alive : []) {
@@ -133,7 +133,7 @@ function renderMemory(root, plan) {
     const largest = found && found.rows[0];
     title.textContent = `Pipeline rank ${rank} over the step`;
     main.replaceChildren();
-    chart(main, 320, `memory of pipeline rank ${rank} over the step`, (svg, width) => drawMemory(svg, width, plan, rank, 320, (p) => `peak ${bytes(p.sum)}${largest ? `; largest tensor: ${largest.name}, ${bytes(largest.total)}` : ""}`));
+    chart(main, 320, `memory of pipeline rank ${rank} over the step`, (svg, width) => drawMemory(svg, width, plan, rank, 320, (p) => `peak ${bytes(p.sum)}${largest ? `; largest: ${largest.name}${largest.module ? ` of ${largest.module.split(".").slice(-2).join(".")}` : ""}, ${bytes(largest.total)}` : ""}`));
     tensors.replaceChildren(h("h2", {}, "At the peak"), peakTable(plan, rank, peak, found));
   };
   const pick = (r) => { if (r === rank) return; rank = r; show(); for (const [i, g] of bars.querySelectorAll("g.bar-rank").entries()) { g.setAttribute("tabindex", i === r ? 0 : -1); for (const rect of g.querySelectorAll("rect")) rect.style.opacity = i === r ? 1 : 0.55; } };

@@ -7,8 +7,8 @@ function stageGroups(plan) {
   const groups = [];
   plan.view.stages.forEach((stage, i) => {
     const last = groups[groups.length - 1];
-    if (last && last.module === stage.module) last.stages.push(i);
-    else groups.push({ module: stage.module, stages: [i] });
+    if (last && last.view === stage.view) last.stages.push(i);
+    else groups.push({ module: stage.module, view: stage.view, stages: [i] });
   });
   return groups;
 }
@@ -57,8 +57,9 @@ function modelRow(plan, group, row, open, details) {
   return h("div", { class: "row", "data-layer": row.layer }, h("div", { class: "name" }, toggle, total > 1 ? h("span", { class: "times" }, `× ${total}`) : null), cells);
 }
 function tensorRows(cell) {
-  return table([["made"], ["on a rank"], ["whole"], ["bytes", true]], cell.out.map(([name, shape, whole, dtype, size]) => [
-    h("code", {}, name), `${dtype.replace("float", "f").replace("bf16", "bf16")} [${shape.join(", ")}]`, whole ? `[${whole.join(", ")}]` : "", num(size, bytes, "cell.bytes")]), "tensors");
+  const short = (dtype) => dtype.replace("bfloat", "bf").replace("float", "f");
+  return table([["made"], ["on a rank, and whole"], ["bytes", true]], cell.out.map(([name, shape, whole, dtype, size]) => [
+    h("code", {}, name), h("span", { style: "white-space:nowrap" }, `${short(dtype)} [${shape.join(", ")}]`, whole ? [h("br"), h("span", { class: "soft" }, `of [${whole.join(", ")}]`)] : null), num(size, bytes, "cell.bytes")]), "tensors");
 }
 function cellDetails(plan, cell) {
   const per = cell.row.count, m = plan.microbatches;
@@ -90,10 +91,10 @@ function stageFacts(plan, index) {
 function renderModel(root, plan) {
   if (!plan.view) { root.append(empty("The model's ops are known when the plan is compiled.", `autopar compile ${plan.model || "MODEL"} --plan ${plan.folder} -o ${plan.folder}`)); return; }
   let phase = "forward", pinned = null;
-  const side = h("aside", { class: "panel side", "aria-live": "polite" }, h("p", { class: "soft" }, "Point at an op, or reach it by Tab and arrow keys: its named dims, shapes, bytes and source line. A click keeps it."));
+  const side = h("aside", { class: "panel side", "aria-live": "polite" }, );
   const details = (cell, button, pin = false) => {
     if (pinned && !pin && pinned.isConnected) return;
-    if (pin) pinned = pinned === button ? null : button;
+    if (pin) pinned = pinned === button ? null : button; // a second click lets it go
     for (const other of root.querySelectorAll(".at")) other.classList.remove("at");
     button.classList.add("at");
     side.replaceChildren(...cellDetails(plan, cell).filter(Boolean));
@@ -103,7 +104,7 @@ function renderModel(root, plan) {
     pinned = null;
     const seen = new Set();
     body.replaceChildren(...stageGroups(plan).map((group) => {
-      const module = plan.view.modules[group.module];
+      const module = plan.view.modules[group.view];
       const first = group.stages[0];
       const rows = module.rows[phase].map((row) => {
         const alike = `${row.layer.replace(/\d+/g, "")}:${row.cells.map((c) => c.op).join()}`;
@@ -123,11 +124,17 @@ function renderModel(root, plan) {
   } }, name));
   const fold = (open) => h("button", { onclick: () => root.querySelectorAll(`.row .name button[aria-expanded="${!open}"]`).forEach((b) => b.click()) }, open ? "open all" : "fold all");
   const own = plan.mesh.axes.filter(([, n]) => n > 1).map(([a]) => a).filter((a) => a !== "pp");
+  /** Shows an op that computes before any was pointed at. */
+  const first = () => {
+    const button = [...body.querySelectorAll(".row[data-layer]:not([data-layer='']) .cell, .cell")].find((b) => /linear|matmul|mm/.test(b.textContent)) || body.querySelector(".cell");
+    if (button) button.dispatchEvent(new MouseEvent("mouseenter"));
+  };
   root.append(h("div", { class: "bar" }, h("div", { class: "group" }, buttons), h("div", { class: "group" }, fold(true), fold(false)),
     legend([...own.map((a) => [`split by ${a}`, axisColor(a)]), ["whole on each rank", "var(--whole)"]]),
-    h("span", { class: "soft", style: "font-size:12px" }, "Σ: still to be summed over an axis; round: a collective; dashed: a view")),
+    h("span", { class: "soft", style: "font-size:12px" }, "Σ: still to be summed over an axis; round: a collective; dashed: a view. Point at an op, or use Tab and arrows; a click keeps it.")),
   h("div", { class: "split" }, body, side), parametersPanel(plan));
   draw();
+  first();
 }
 /** Equal parameters of equal layers in one row, as `autopar inspect` has them. */
 function parametersPanel(plan) {

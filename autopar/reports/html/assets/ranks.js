@@ -2,7 +2,7 @@
 function coordsOf(plan, rank) {
   const coords = {};
   for (const [name, size] of [...plan.mesh.axes].reverse()) { coords[name] = rank % size; rank = Math.floor(rank / size); }
-  return coords;
+  return Object.fromEntries(plan.mesh.axes.map(([name]) => [name, coords[name]]));
 }
 /** The ranks that differ from one on these axes alone. */
 function groupOf(plan, rank, axes) {

@@ -7,7 +7,7 @@ function marksOf(plan, rank) {
   for (const [kind, stage, microbatch, start, length, template] of step.actions[rank]) {
     const action = { kind, stage, microbatch, start, end: start + length, rank, template };
     found.compute.push(action);
-    for (const [what, from, lasts, calls, size, overlapped] of step.templates[template]) {
+    for (const [what, from, lasts, calls, size, overlapped] of step.templates[template][3]) {
       if (lasts > 0) found.comm.push({ kind: "comm", what, start: start + from, end: start + from + lasts, calls, size, overlapped, rank, action });
     }
   }
