@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from autopar.models.load import LoadedModel, ModelError
 from autopar.passes.program import Program
+from autopar.passes.ranges import Range
 from autopar.training.data import Corpus, Data, Mixture, open_data
 from autopar.training.documents import Reading
+from autopar.training.fields import DOCUMENTS, POSITIONS, check_fields, fields_of
 from autopar.training.options import RunOptions
 from autopar.training.sources import open_tokens
-from autopar.training.tokenizer import open_tokenizer
+from autopar.training.tokenizer import Tokenizer, open_tokenizer
+from autopar.training.tokens import DataError
 
-LABELS = ("labels", "targets")
 ANY = 1 << 32  # a vocabulary that has all ids
 
 
 @dataclass(frozen=True)
 class Feed:
-    """Batches of tokens, as the fields that a program was compiled for."""
+    """Batches of tokens, as the fields that a program was compiled for.
+
+    end: the token that ends a document, if it is known.
+    """
 
     data: Data
     program: Program
     shifts_labels: bool
+    end: int | None = None
 
     @classmethod
     def open(cls, program: Program, loaded: LoadedModel, options: RunOptions) -> Feed:
         vocab = loaded.vocab or vocab_of(program)
-        return cls(open_run_data(options, vocab), program, loaded.shifts_labels)
+        tokenizer = open_run_tokenizer(options)
+        data = open_run_data(options, tokenizer, vocab)
+        end = document_end(options, tokenizer, vocab)
+        return cls(data, program, loaded.shifts_labels, end)
 
     def split(self, fraction: float) -> tuple[Feed, Feed]:
         """To train with, and of the held-out rest of the data."""
@@ -66,57 +73,64 @@ class Feed:
         return self.data.count(seq)
 
     def batch(self, step: int) -> dict[str, Tensor]:
-        """Tokens, and as labels those after them (or themselves, if the model shifts).
-
-        Raises ModelError for a field that is neither, nor an attention mask.
-        """
-        return self._fields(lambda shape: self.data.batch(step, *shape))
+        """The batch of a step. Raises: DataError; ModelError for fields that do not
+        follow from tokens."""
+        check_fields(self.program.inputs, self.end)
+        (samples, seq), _ = next(iter(self.program.inputs.values()))
+        return self._fields(*self.data.batch(step, samples, seq))
 
     def sequences(self, first: int, count: int) -> dict[str, Tensor]:
         """So many of the samples that do not overlap, in order; else as a batch."""
-        return self._fields(lambda shape: self.data.sequences(first, count, shape[1]))
+        (_, seq), _ = next(iter(self.program.inputs.values()))
+        return self._fields(*self.data.sequences(first, count, seq))
 
-    def _fields(
-        self, draw: Callable[[tuple[int, ...]], tuple[Tensor, Tensor]]
-    ) -> dict[str, Tensor]:
-        """What `draw` gives for a field's shape, as the fields of the program."""
-        made, drawn = {}, dict[tuple[int, ...], tuple[Tensor, Tensor]]()
-        for name, (shape, dtype) in self.program.inputs.items():
-            if len(shape) != 2 or not dtype.startswith("int"):
-                raise ModelError(
-                    f"the model takes '{name}', {dtype}{list(shape)}, but "
-                    "`autopar run` has only tokens to give",
-                    fix="write the training loop yourself, with autopar.compile",
-                )
-            kind = getattr(torch, dtype)
-            if shape not in drawn:
-                drawn[shape] = draw(shape)
-            ids, following = drawn[shape]
-            if name == "attention_mask":
-                made[name] = torch.ones(ids.shape, dtype=kind)
-            elif name in LABELS and not self.shifts_labels:
-                made[name] = following.to(kind)
-            else:
-                made[name] = ids.to(kind)
-        return made
+    def _fields(self, ids: Tensor, following: Tensor) -> dict[str, Tensor]:
+        labels = ids if self.shifts_labels else following
+        return fields_of(self.program.inputs, ids, labels, self.end)
 
 
-def open_run_data(options: RunOptions, vocab: int = ANY) -> Data:
-    """The data that a run's options name; text that no run had before is tokenized.
+def prepare_data(options: RunOptions) -> None:
+    """Tokenize text that no run had before. Raises: DataError."""
+    open_run_data(options, open_run_tokenizer(options))
 
-    Raises: DataError."""
-    tokenizer = None
-    if options.tokenizer is not None:
-        tokenizer = open_tokenizer(options.tokenizer, options.document_end)
+
+def open_run_tokenizer(options: RunOptions) -> Tokenizer | None:
+    if options.tokenizer is None:
+        return None
+    return open_tokenizer(options.tokenizer, options.document_end)
+
+
+def open_run_data(
+    options: RunOptions, tokenizer: Tokenizer | None, vocab: int = ANY
+) -> Data:
+    """The data that a run's options name. Raises: DataError."""
+    if tokenizer is not None:
         tokenizer.check_fits(vocab)
     how = Reading(tokenizer, options.column, options.token_cache)
     read = partial(open_tokens, how=how, bin_dtype=options.bin_dtype)
     return open_data(options.data, vocab, options.seed, read)
 
 
+def document_end(
+    options: RunOptions, tokenizer: Tokenizer | None, vocab: int
+) -> int | None:
+    """The id that ends a document, if that is known. Raises: DataError."""
+    if tokenizer is not None or options.document_end is None:
+        return None if tokenizer is None else tokenizer.end
+    end = Range(0, vocab - 1).parse(options.document_end)
+    if end is None:
+        raise DataError(
+            f"--document-end {options.document_end} is no id of the model, and there "
+            "is no tokenizer that knows it",
+            fix=f"give {Range(0, vocab - 1)}, or add --tokenizer FOLDER",
+        )
+    return int(end)
+
+
 def vocab_of(program: Program) -> int:
     """The extent of the dim named vocab, without what pads it; some parameter may have
-    that too. Raises ModelError if no parameter has it."""
+    that too. Positions that are given are looked up as tokens are, in a table that has
+    fewer. Raises ModelError if no parameter has it."""
     found = [
         size
         for spec in program.parameters.values()
@@ -125,7 +139,8 @@ def vocab_of(program: Program) -> int:
         if name == "vocab"
     ]
     if found:
-        return min(found)
+        looked_up = {*POSITIONS, *DOCUMENTS} & program.inputs.keys()
+        return max(found) if looked_up else min(found)
     raise ModelError(
         "no parameter of the model has a dim that is its vocabulary",
         fix="write the training loop yourself, with autopar.compile",

@@ -45,7 +45,9 @@ class RunOptions:
         None, "of a dataset (default: input_ids, or text, which --tokenizer prefers)"
     )
     document_end: str | None = option(
-        None, "token after each document (default: the tokenizer's eos_token)"
+        None,
+        "token after each document (default: the tokenizer's eos_token); its id, where "
+        "data are ids",
     )
     bin_dtype: str = option("uint16", "of a .bin without header", choices=BIN_DTYPES)
     token_cache: Path | None = option(  # noqa: RUF009

@@ -29,7 +29,7 @@ from autopar.runtime.launch.nodes import check_launch, torchrun_for
 from autopar.runtime.launch.watchdog import Watchdog, guarded
 from autopar.step import Step
 from autopar.training.evaluation import Evaluation
-from autopar.training.feed import Feed, open_run_data
+from autopar.training.feed import Feed, prepare_data
 from autopar.training.log import Log
 from autopar.training.metrics import Clock, Meter
 from autopar.training.nonfinite import EVERY, FirstNonFinite, is_finite
@@ -89,7 +89,7 @@ def _as_rank(
     directory = Path(made_once(plan, store, rank) if callable(plan) else plan)
     check_world(directory, world)
     stored = compiled_once(directory, store, rank, world, not options.unproved)
-    first_then_all(store, rank, world, lambda: open_run_data(options))
+    first_then_all(store, rank, world, lambda: prepare_data(options))
     wait = timedelta(seconds=options.timeout)
     dist.init_process_group(
         choose_backend(), store=store, rank=rank, world_size=world, timeout=wait

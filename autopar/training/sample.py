@@ -20,7 +20,7 @@ from autopar.passes.errors import AutoparError
 from autopar.passes.program import Program
 from autopar.passes.ranges import check_range
 from autopar.training.detokenize import Text, open_text
-from autopar.training.feed import LABELS
+from autopar.training.fields import LABELS
 
 
 class SampleError(AutoparError):
