@@ -11,7 +11,15 @@ from processes import run_ranks
 from test_step import batches, build, optimizer, train_plainly
 
 import autopar
-from autopar.machine.hardware import DEVICES, cluster_of, named_by_torch, with_memory
+from autopar.machine.hardware import (
+    DEVICES,
+    NODES,
+    cluster_of,
+    make_cluster,
+    named_by_torch,
+    with_memory,
+)
+from autopar.machine.measured_device import measure_device
 from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import MeshError
 from autopar.passes.plan import PlanError
@@ -106,8 +114,18 @@ def test_what_cannot_be_chosen_for(mesh, options, error, says) -> None:
     ("name", "gigabytes", "known"),
     [
         ("NVIDIA A100-SXM4-80GB", 85.1, "A100-80GB"),
-        ("NVIDIA A100-PCIE-40GB", 42.4, "A100-40GB"),
+        ("NVIDIA A100-PCIE-40GB", 42.4, "A100-PCIe-40GB"),
+        ("NVIDIA A100 80GB PCIe", 85.1, "A100-PCIe-80GB"),
         ("NVIDIA H100 80GB HBM3", 84.9, "H100"),
+        ("NVIDIA H100 PCIe", 84.9, "H100-PCIe"),
+        ("NVIDIA H100 NVL", 100.0, "H100-NVL"),
+        ("NVIDIA A10G", 23.8, "A10G"),
+        ("NVIDIA L40S", 47.7, "L40S"),
+        ("NVIDIA GeForce RTX 4090", 25.3, "RTX-4090"),
+        ("NVIDIA RTX A6000", 50.9, "RTX-A6000"),
+        ("NVIDIA GH200 480GB", 101.5, "GH200"),
+        ("NVIDIA B200", 191.5, "B200"),
+        ("AMD Instinct MI300X", 205.8, "MI300X"),
         ("NVIDIA H200", 150.0, "H200"),
         ("Tesla V100-SXM2-32GB", 34.0, "V100"),
         ("NVIDIA L4", 23.6, "L4"),
@@ -120,5 +138,24 @@ def test_devices_are_known_by_the_names_that_torch_gives(
 
 
 def test_an_unknown_gpu_is_to_be_described() -> None:
-    with pytest.raises(ClusterError, match=r"speed of a 'NVIDIA L40S'"):
-        named_by_torch("NVIDIA L40S", 48e9)
+    with pytest.raises(ClusterError, match=r"speed of a 'NVIDIA P100'"):
+        named_by_torch("NVIDIA P100", 16e9)
+
+
+def test_a_device_is_measured_by_products_and_copies() -> None:
+    cpu, small = torch.device("cpu"), {"width": 128, "copied": 1 << 16}
+    found = measure_device("of no table", 1e9, cpu, dispatch=1e-5, **small)
+    assert found.peak("float32") > found.peak("float16") > 1e6 > 1 / found.efficiency
+    assert found.bytes_per_second > 1e6 and found.dispatch == 1e-5
+    cluster = make_cluster(found, 16)
+    assert [level.devices for level in cluster.levels] == [8, 16]
+
+
+def test_every_device_is_planned_for() -> None:
+    """In its usual node, and beyond it."""
+    for name, (node, _, _) in NODES.items():
+        for devices in (1, node, 2 * node):
+            cluster = cluster_of(f"{devices}x{name}")
+            assert cluster.device.name == name
+            assert cluster.levels[-1].devices >= devices
+    assert set(NODES) == set(DEVICES)

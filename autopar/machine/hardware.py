@@ -6,19 +6,28 @@ are what large products, copies and collectives reach of them.
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import replace
+from functools import cache
 
 import torch
 
 from autopar.machine.machine import cores as usable_cores
 from autopar.machine.machine import host_memory
+from autopar.machine.measured_device import measure_device
 from autopar.passes.price.cluster import TF32, Cluster, ClusterError, Device, Level
 from autopar.passes.ranges import RANKS, shown
 from autopar.read_file import read_variable
 from autopar.runtime.launch.launch import rank_threads
 
+LOG = logging.getLogger("autopar")
 GB, TERA = 1e9, 1e12
+
+
+# Seconds of a host that starts an op on a GPU: a rank's own code, which autograd does
+# not watch, takes some 5 us an op, and a launch as much again. Not measured on a GPU.
+DISPATCH = 1e-5
 
 
 def _gpu(
@@ -36,31 +45,83 @@ def _gpu(
     if tf32 is not None:
         peaks |= {"bfloat16": half, TF32: tf32}
     flops = {dtype: peak * TERA for dtype, peak in peaks.items()}
-    return Device(name, gigabytes * GB, terabytes_per_second * 1e12, flops)
+    bandwidth = terabytes_per_second * 1e12
+    return Device(name, gigabytes * GB, bandwidth, flops, dispatch=DISPATCH)
 
 
-# NVIDIA data sheets: V100 (2020), A100 (2021), H100 (2023), H200 (2024), L4 (2023).
+# The makers' data sheets: NVIDIA T4 (2019), V100 (2020), A10, A10G, A40, RTX A6000 and
+# RTX 3090 (2021), A100 (2021), A800 (2022), RTX 4090 (2022), H100 of all three forms,
+# L4, L40S, GH200, H800 and H20 (2023), H200 (2024), HGX B200 and GB200 NVL72 (2024),
+# RTX 5090 (2025), AMD MI300X (2023). float64 is of tensor cores, where there are any.
+# A name's words are those by which torch names the device.
 DEVICES = {
-    "V100": _gpu("V100", 32, 0.9, 125, None, 15.7, 7.8),
-    "A100-40GB": _gpu("A100-40GB", 40, 1.555, 312, 156, 19.5, 19.5),
-    "A100-80GB": _gpu("A100-80GB", 80, 2.039, 312, 156, 19.5, 19.5),
-    "H100": _gpu("H100", 80, 3.35, 989.5, 494.7, 67, 67),
-    "H200": _gpu("H200", 141, 4.8, 989.5, 494.7, 67, 67),
-    "L4": _gpu("L4", 24, 0.3, 121, 60, 30.3, 0.49),
-    "CPU": Device(
-        "CPU", 8 * GB, 10 * GB, {"float32": 5e10, "float64": 2.5e10}, launch=5e-6
-    ),
+    device.name: device
+    for device in (
+        _gpu("T4", 16, 0.32, 65, None, 8.1, 0.25),
+        _gpu("V100", 32, 0.9, 125, None, 15.7, 7.8),
+        _gpu("A10", 24, 0.6, 125, 62.5, 31.2, 0.49),
+        _gpu("A10G", 24, 0.6, 70, 35, 35, 0.55),
+        _gpu("A40", 48, 0.696, 149.7, 74.8, 37.4, 0.58),
+        _gpu("A100-40GB", 40, 1.555, 312, 156, 19.5, 19.5),
+        _gpu("A100-80GB", 80, 2.039, 312, 156, 19.5, 19.5),
+        _gpu("A100-PCIe-40GB", 40, 1.555, 312, 156, 19.5, 19.5),
+        _gpu("A100-PCIe-80GB", 80, 1.935, 312, 156, 19.5, 19.5),
+        _gpu("A800-80GB", 80, 2.039, 312, 156, 19.5, 19.5),
+        _gpu("RTX-A6000", 48, 0.768, 154.8, 77.4, 38.7, 0.6),
+        _gpu("RTX-3090", 24, 0.936, 71, 35.6, 35.6, 0.56),
+        _gpu("RTX-4090", 24, 1.008, 165.2, 82.6, 82.6, 1.29),
+        _gpu("RTX-5090", 32, 1.792, 209.5, 104.8, 104.8, 1.64),
+        _gpu("L4", 24, 0.3, 121, 60, 30.3, 0.49),
+        _gpu("L40S", 48, 0.864, 362, 183, 91.6, 1.43),
+        _gpu("H100", 80, 3.35, 989.5, 494.7, 67, 67),
+        _gpu("H100-PCIe", 80, 2.0, 756, 378, 51, 51),
+        _gpu("H100-NVL", 94, 3.9, 835, 417.5, 60, 60),
+        _gpu("H200", 141, 4.8, 989.5, 494.7, 67, 67),
+        _gpu("H800", 80, 3.35, 989.5, 494.7, 67, 1),
+        _gpu("H20", 96, 4.0, 148, 74, 44, 1),
+        _gpu("GH200", 96, 4.0, 989.5, 494.7, 67, 67),
+        _gpu("B200", 180, 7.7, 2250, 1100, 75, 37),
+        _gpu("GB200", 186, 8.0, 2500, 1250, 80, 40),
+        _gpu("MI300X", 192, 5.3, 1307.4, 653.7, 163.4, 163.4),
+        Device(
+            "CPU", 8 * GB, 10 * GB, {"float32": 5e10, "float64": 2.5e10}, launch=5e-6
+        ),
+    )
 }
 # Devices in a node; bytes a second that each sends to the others in it, and out of it.
+# NVLink and Infinity Fabric as the data sheets say, one way; 25 GB/s out of a node is
+# InfiniBand HDR, 50 NDR for each device, as in the makers' own nodes. Without such
+# links, PCIe: x16 of generation 3 (16 GB/s), 4 (32) or 5 (64).
 NODES = {
+    "T4": (4, 16 * GB, 6.25 * GB),
     "V100": (8, 150 * GB, 12.5 * GB),
+    "A10": (4, 32 * GB, 12.5 * GB),
+    "A10G": (8, 32 * GB, 12.5 * GB),
+    "A40": (8, 32 * GB, 12.5 * GB),
     "A100-40GB": (8, 300 * GB, 25 * GB),
     "A100-80GB": (8, 300 * GB, 25 * GB),
-    "H100": (8, 450 * GB, 50 * GB),
-    "H200": (8, 450 * GB, 50 * GB),
+    "A100-PCIe-40GB": (8, 32 * GB, 12.5 * GB),
+    "A100-PCIe-80GB": (8, 32 * GB, 12.5 * GB),
+    "A800-80GB": (8, 200 * GB, 25 * GB),
+    "RTX-A6000": (8, 32 * GB, 12.5 * GB),
+    "RTX-3090": (4, 32 * GB, 1.25 * GB),
+    "RTX-4090": (8, 32 * GB, 1.25 * GB),
+    "RTX-5090": (8, 64 * GB, 1.25 * GB),
     "L4": (8, 32 * GB, 12.5 * GB),
+    "L40S": (8, 32 * GB, 25 * GB),
+    "H100": (8, 450 * GB, 50 * GB),
+    "H100-PCIe": (8, 64 * GB, 25 * GB),
+    "H100-NVL": (8, 64 * GB, 25 * GB),
+    "H200": (8, 450 * GB, 50 * GB),
+    "H800": (8, 200 * GB, 50 * GB),
+    "H20": (8, 450 * GB, 50 * GB),
+    "GH200": (1, 450 * GB, 50 * GB),
+    "B200": (8, 900 * GB, 50 * GB),
+    "GB200": (72, 900 * GB, 50 * GB),
+    "MI300X": (8, 448 * GB, 50 * GB),
     "CPU": (64, 2 * GB, 1 * GB),
 }
+OTHERS = (8, 32 * GB, 12.5 * GB)  # of devices that nobody knows
 LATENCY = {"node": 5e-6, "network": 1.5e-5}  # seconds of a message
 # Seconds that a message of a collective keeps a link between nodes busy. Fitted to
 # gathers and scatters of 256 MiB over 2 to 64 nodes (`published.py --sweep` of
@@ -102,9 +163,10 @@ def device_of(name: str) -> Device:
 
 
 def this_cluster(devices: int) -> Cluster:
-    """So many devices as this process has one of, in nodes as torchrun says.
+    """So many devices as this process has one of, in nodes as torchrun says. A GPU that
+    is not of the table is measured, in seconds.
 
-    Raises: ClusterError for a GPU that is not of the table.
+    Raises: ClusterError.
     """
     cores = 0.0
     if devices not in RANKS:
@@ -113,7 +175,7 @@ def this_cluster(devices: int) -> Cluster:
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
         memory = torch.cuda.get_device_properties().total_memory
-        device = named_by_torch(name, memory)
+        device = _known(name, memory) or _measured(name, memory)
         memory = min(memory, device.memory)
     else:
         device = DEVICES["CPU"]
@@ -124,21 +186,49 @@ def this_cluster(devices: int) -> Cluster:
 
 
 def named_by_torch(name: str, memory: float) -> Device:
-    """`NVIDIA A100-SXM4-80GB` is A100-80GB. memory: bytes, where names do not tell."""
-    words = re.split(r"[^A-Z0-9]+", name.upper())
-    alike = [d for key, d in DEVICES.items() if key.partition("-")[0] in words]
-    if not alike:
+    """`NVIDIA A100-SXM4-80GB` is A100-80GB: of the rows whose words the name has all,
+    those of most words, and of these the one of that memory.
+
+    memory: bytes, where names do not tell. Raises: ClusterError.
+    """
+    device = _known(name, memory)
+    if device is None:
         raise ClusterError(
             f"the planner does not know the speed of a {name!r}",
             fix="describe it: autopar.compile(model, Cluster(Device(...), ...)), or "
             'decide on a mesh, as "pp=2,tp=2"',
         )
-    return min(alike, key=lambda device: abs(device.memory - memory))
+    return device
+
+
+def _known(name: str, memory: float) -> Device | None:
+    words = set(re.split(r"[^A-Z0-9]+", name.upper()))
+    told = {key: _words(key) for key in DEVICES}
+    alike = [key for key in DEVICES if told[key] <= words]
+    most = max((len(told[key]) for key in alike), default=0)
+    closest = [DEVICES[key] for key in alike if len(told[key]) == most]
+    return min(closest, key=lambda device: abs(device.memory - memory), default=None)
+
+
+@cache
+def _measured(name: str, memory: float) -> Device:
+    """This process's GPU, which the table has not."""
+    LOG.warning(
+        f"no table has a {name}: its products and copies are measured now, its links "
+        "are taken for PCIe of generation 4\n  fix  a cluster file describes another"
+    )
+    here = torch.device("cuda", torch.cuda.current_device())
+    return measure_device(name, memory, here, dispatch=DISPATCH)
+
+
+def _words(name: str) -> set[str]:
+    """`A100-PCIe-80GB` -> A100, PCIE: two of other memory differ by that alone."""
+    return {w for w in name.upper().split("-") if not re.fullmatch(r"[0-9]+GB", w)}
 
 
 def make_cluster(device: Device, devices: int, node: int | None = None) -> Cluster:
     """Devices of the table, in nodes (of so many devices) joined by a network."""
-    usual, inside, outside = NODES[device.name]
+    usual, inside, outside = NODES.get(device.name, OTHERS)
     node = node or usual
     latency = (5e-5, 1e-4) if device.name == "CPU" else tuple(LATENCY.values())
     levels = [Level(min(node, max(devices, 1)), inside, latency[0])]

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from autopar.measure.ops import Job, Running, clock_of
+from autopar.machine.clock import clock_of
+from autopar.measure.ops import Job, Running
 from autopar.runtime.execute.code_cache import CodeCache
 from autopar.runtime.execute.executor import load_module
 from autopar.runtime.execute.inductor import compile_functions

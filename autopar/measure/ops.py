@@ -10,7 +10,6 @@ want the same core do not count. On a GPU each statement is waited for.
 from __future__ import annotations
 
 import ast
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.machine.clock import clock_of
 from autopar.passes.cost import flops, signature, traffic
 from autopar.passes.dims.origins import is_real_or_complex
 from autopar.passes.graph import Node, Value
@@ -197,19 +197,6 @@ def _sum_up(
         for kind, took in found.items()
     }
     return JobTimes(timed, parts, whole)
-
-
-def clock_of(device: torch.device) -> Callable[[], float]:
-    """Seconds of this thread, if it does all of the work; else on the wall."""
-    if device.type == "cpu":
-        alone = torch.get_num_threads() == 1
-        return time.thread_time if alone else time.perf_counter
-
-    def after_kernels() -> float:
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    return after_kernels
 
 
 def _overhead(clock: Callable[[], float]) -> float:

@@ -6,7 +6,7 @@ from statistics import median
 
 import torch
 
-from autopar.measure.ops import clock_of
+from autopar.machine.clock import clock_of
 from autopar.passes.price.measured import Point
 
 # Bytes of a parameter, by powers of eight; the largest no longer fit into caches.

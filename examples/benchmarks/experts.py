@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the examples are found from any directory
 
 from autopar.compiler import compile_offline  # noqa: E402
-from autopar.measure.ops import clock_of  # noqa: E402
+from autopar.machine.clock import clock_of  # noqa: E402
 from autopar.models.load import example_batch, load_model  # noqa: E402
 from autopar.options import make_plan  # noqa: E402
 from autopar.passes.cost import Costs  # noqa: E402
