@@ -26,12 +26,13 @@ from autopar.passes.price.price_layers import price_layers
 from autopar.passes.price.price_memory import EVERY_PEAK, PEAK
 from autopar.passes.schedule.choose_recompute import stage_policies
 from autopar.passes.search.balance_layers import balance_layers
+from autopar.passes.search.candidates import Space
 from autopar.passes.shard.insert_collectives import insert_collectives
 from autopar.passes.shard.propagate import propagate
 from autopar.passes.stage.differentiate import differentiate
 from autopar.passes.stage.split_stages import split_stages
 from autopar.planner.infeasible import Infeasible
-from autopar.planner.planner import Sketch, find_plans, plan_of, sketch
+from autopar.planner.planner import Sketch, find_plans, make_space, plan_of, sketch
 from autopar.verify import verify
 from examples.gpt import GPT, Config
 
@@ -221,3 +222,16 @@ def test_experts_are_split_over_as_many_ranks_as_hold_some() -> None:
     of = sketch(case.model, case.batch)
     found = find_plans(of, small(8), 16, mesh=make_plan("ep=8").mesh)
     assert str(found.best[0].candidate.mesh) == "ep=8"
+
+
+def test_sequences_and_products_are_split_over_nodes_where_that_may_pay() -> None:
+    def space(seq: int, devices: str) -> Space:
+        case = plain_gpt(layers=1, heads=8, seq=seq, batch=2)
+        of = sketch(case.model, case.batch, case.loss_fn)
+        return make_space(of, cluster_of(devices), 2)
+
+    assert max(space(8192, "64xA100-80GB").cp) == 8  # of its node
+    # Of 16 ranks each has as many tokens as are long by themselves.
+    assert max(space(2**17, "64xA100-80GB").cp) == 16
+    assert max(space(64, "8xGH200").tp) == 8  # a device is a node
+    assert max(space(64, "64xA100-80GB").tp) == 8

@@ -44,6 +44,7 @@ from autopar.passes.stage.recompute import squares
 from autopar.planner.infeasible import infeasible, nothing_to_choose
 
 LONG = 8192  # tokens of a sequence from which on it may be worth splitting
+FEW_RANKS = 8  # of tp, that may be worth it over smaller nodes
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def make_space(of: Sketch, cluster: Cluster, batch: int, **decided: Any) -> Spac
     node = cluster.levels[0].devices if cluster.levels else 1
     tp = [
         t
-        for t in range(1, node + 1)
+        for t in range(1, max(node, FEW_RANKS) + 1)
         if all(h % t == 0 for h in heads) and divides_groups(groups, t)
     ]
     experts = of.extents("experts")
@@ -212,14 +213,16 @@ def make_space(of: Sketch, cluster: Cluster, batch: int, **decided: Any) -> Spac
 def _context_sizes(
     of: Sketch, cluster: Cluster, batch: int, node: int
 ) -> tuple[int, ...]:
-    """Sizes of cp: 1, but where sequences are long, or samples fewer than devices. The
-    bytes that move are those of sequences, so ranks are neighbours in a node."""
+    """Sizes of cp: 1, but where sequences are long, or samples fewer than devices.
+    Beyond a node a rank has as many tokens as are long by themselves: what its
+    attention computes then takes longer than what moves."""
     longest = max(of.extents("seq"), default=1)
     if longest < LONG and batch >= cluster.devices:
         return (1,)
+    most = max(node, longest // LONG)
     # In zigzag each rank has two pieces.
-    powers = [2**i for i in range(node.bit_length()) if longest % 2 ** (i + 1) == 0]
-    return tuple(n for n in powers if n <= node and cluster.devices % n == 0)
+    powers = [2**i for i in range(most.bit_length()) if longest % 2 ** (i + 1) == 0]
+    return tuple(n for n in powers if n <= most and cluster.devices % n == 0)
 
 
 def plan_of(candidate: Candidate, of: Sketch) -> Plan:

@@ -7,7 +7,7 @@ long as the view does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
 
@@ -24,7 +24,7 @@ from ..shard.collectives import bytes_of, collective, contributed_bytes
 from ..shard.collectives import workspace as packing
 from ..shard.parameter_sharding import find_made
 from ..shard.ring import passed_round, ring_of, workspace
-from ..stage.blocks import Beside
+from ..stage.blocks import Beside, Runs
 from ..stage.local_stage import LocalStage
 from ..stage.outline import find_all_runs
 from ..stage.reuse import find_owners
@@ -212,7 +212,7 @@ def _sizes(nodes: Sequence[Node]) -> dict[str, int]:
     return {v.name: bytes_of(n, v) for n in nodes for v in n.results}
 
 
-def _nothing(nodes: Sequence[Node]) -> list[int]:
+def _nothing(nodes: Sequence[Node], runs: Runs) -> list[int]:
     return [0] * len(nodes)
 
 
@@ -222,7 +222,7 @@ def _peaks(
     keep: Collection[str],
     owners: Mapping[str, str],
     besides: Sequence[Beside] = (_nothing,),
-    runs: Iterable[tuple[int, int]] = (),
+    runs: Runs = (),
 ) -> list[int]:
     """The most bytes alive at once, with each storage dropped after its last reader.
 
@@ -255,7 +255,7 @@ def _peaks(
         alive += sum(sizes[name] for name in made)
         levels.append(alive + workspace(node) + packing(node))
         alive -= sum(sizes[name] for name in dying.get(i, ()))
-    return [max([before, *map(add, levels, beside(nodes))]) for beside in besides]
+    return [max([before, *map(add, levels, beside(nodes, runs))]) for beside in besides]
 
 
 def communication(local: LocalStage) -> list[Communication]:

@@ -18,9 +18,9 @@ from itertools import groupby
 from ..graph import Node
 from ..shard.parameter_sharding import find_casts
 from ..stage.local_stage import LocalStage
-from ..stage.outline import find_runs
 
-Beside = Callable[[Sequence[Node]], Sequence[int]]  # nodes -> bytes at each of them
+Runs = Collection[tuple[int, int]]  # of nodes that are a function, from begin to end
+Beside = Callable[[Sequence[Node], Runs], Sequence[int]]  # bytes at each of the nodes
 
 
 @dataclass(frozen=True)
@@ -50,27 +50,29 @@ def beside_blocks(local: LocalStage, zero: int, alone: Collection[str] = ()) -> 
         if zero > 1 and name not in alone
     }
 
-    def beside(nodes: Sequence[Node]) -> Sequence[int]:
+    def beside(nodes: Sequence[Node], runs: Runs) -> Sequence[int]:
         alive = [0] * len(nodes)
         before, after = bool(local.receives), local.loss is None
         if nodes is not local.forward:
             before, after = after, before
-        _gather(alive, _uses(nodes, weights, by_first=True), after)
-        _scatter(alive, _uses(nodes, grads, by_first=False), before)
+        _gather(alive, _uses(nodes, runs, weights, by_first=True), after)
+        _scatter(alive, _uses(nodes, runs, grads, by_first=False), before)
         return alive
 
     return beside
 
 
 def _uses(
-    nodes: Sequence[Node], sizes: Mapping[str, int], by_first: bool
+    nodes: Sequence[Node], runs: Runs, sizes: Mapping[str, int], by_first: bool
 ) -> list[list[_Use]]:
     """By block, in the order of first or last uses. Views of parameters count as uses
     of them."""
+    if not sizes:
+        return []
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     ends = list(range(len(nodes)))  # what a function is given stays until it returns
-    for begin, end in find_runs(nodes):
+    for begin, end in runs:
         ends[begin:end] = [end - 1] * (end - begin)
     for i, node in enumerate(nodes):
         for v in node.operands:
