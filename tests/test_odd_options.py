@@ -46,11 +46,13 @@ LINES = {
     "plan": ["MADE_UP", "--devices=2xCPU", "--global-batch=4"],
     "explain": ["planned"],
     "simulate": ["planned"],
+    "report": ["planned", "-o=page.html"],
     "profile": ["--show"],
     "compile": ["MADE_UP", "--mesh=tp=2", "-o=out"],
     "inspect": ["compiled"],
     "verify": ["compiled"],
     "run": ["compiled", "--steps=1", "--data=synthetic"],
+    "sample": ["runs", "--prompt=a", "--tokens=1"],
     "export": ["runs", "-o=weights.pt"],
     "demo": ["--steps=1"],
 }
@@ -59,6 +61,7 @@ LONG_WORK = (
     *("commands.compile.compile_offline", "commands.plan.capture_few_layers"),
     *("commands.profile.launch", "commands.profile.measure_here"),
     *("commands.demo.load_model", "commands.verify.verify", "training.run.train"),
+    "commands.sample.sample_checkpoint",
 )
 
 

@@ -10,6 +10,7 @@ import torch
 from autopar.cli import main
 from autopar.models.load import load_model
 from autopar.training.detokenize import open_text
+from autopar.training.sample import Origin, SampleError, Sampling, sample_text
 
 MODEL = """
 from examples.gpt import Config, build
@@ -92,6 +93,13 @@ def test_what_cannot_be_sampled_is_said(
     ):
         assert main(["sample", str(folder), "--prompt", prompt]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_a_prompt_has_tokens_of_the_model(trained: Path) -> None:
+    loaded = load_model(f"{trained / 'model.py'}:tiny")
+    few = Origin(loaded.spec, 0, {"ids": ((4, 8), "int64")}, 64, "")
+    with pytest.raises(SampleError, match=r"token 97, but .* 0\.\.63"):
+        sample_text(loaded, {}, few, "a", Sampling())
 
 
 def test_a_tokenizer_writes_text_again(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from autopar.commands.arguments import MODEL, number, path, text
+from autopar.passes.ranges import shown
 from autopar.runtime.launch.join import default_device
 from autopar.training.sample import Sampling, sample_checkpoint
 
@@ -14,7 +15,7 @@ def add(commands: Any) -> None:
     add = commands.add_parser("sample", help="let a checkpoint of a run write text")
     add.set_defaults(command=sample_command)
     add.add_argument("checkpoint", type=path, help="one, or a directory: the newest")
-    add.add_argument("--prompt", required=True, help="text to go on with")
+    add.add_argument("--prompt", type=prompt, required=True, help="text to go on with")
     usual = Sampling()
     for name, told in (
         ("tokens", "to write"),
@@ -31,6 +32,17 @@ def add(commands: Any) -> None:
     add.add_argument(
         "--ema", action="store_true", help="the averages of weights that --ema made"
     )
+
+
+def prompt(written: str) -> str:
+    """Text, of several lines maybe."""
+    try:
+        written.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(
+            f"{shown(written)} is not text: give characters, as UTF-8"
+        ) from None
+    return written
 
 
 def sample_command(arguments: argparse.Namespace) -> int:

@@ -148,9 +148,7 @@ class Training:
         if options.ema:
             step.start_ema(options.ema)
         data = {"name": feed.data.name, "digest": feed.data.digest()}
-        self.origin = Origin.of(
-            step.program, stored.model_spec, stored.seed, options.tokenizer
-        )
+        self.origin = Origin.of(stored, loaded, options)
         self.about = {"data": data, "origin": self.origin.to_data()}
         self.done = resume(step, self.optimizer, options, data)
         self.beside: Reference | None = None

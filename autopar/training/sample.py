@@ -17,10 +17,12 @@ from autopar.checkpoints.dcp import CheckpointError, read_alone
 from autopar.checkpoints.export import model_tensors
 from autopar.models.load import LoadedModel, load_model
 from autopar.passes.errors import AutoparError
-from autopar.passes.program import Program
 from autopar.passes.ranges import check_range
+from autopar.plans.store import StoredPlan
 from autopar.training.detokenize import Text, open_text
+from autopar.training.feed import vocab_of
 from autopar.training.fields import LABELS
+from autopar.training.options import RunOptions
 
 
 class SampleError(AutoparError):
@@ -45,24 +47,26 @@ class Sampling:
 @dataclass(frozen=True)
 class Origin:
     """What a run was made from, as its checkpoints keep it. inputs: fields of a batch,
-    with their shapes [batch, seq] and dtypes. tokenizer: "" for bytes."""
+    with their shapes [batch, seq] and dtypes. vocab: ids that the model has. tokenizer:
+    "" for bytes."""
 
     model: str
     seed: int
     inputs: Mapping[str, tuple[tuple[int, ...], str]]
+    vocab: int
     tokenizer: str
 
     @classmethod
-    def of(
-        cls, program: Program, model: str, seed: int, tokenizer: Path | None
-    ) -> Origin:
-        return cls(model, seed, program.inputs, str(tokenizer or ""))
+    def of(cls, stored: StoredPlan, loaded: LoadedModel, options: RunOptions) -> Origin:
+        program, tokenizer = stored.program, str(options.tokenizer or "")
+        vocab = loaded.vocab or vocab_of(program)
+        return cls(stored.model_spec, stored.seed, program.inputs, vocab, tokenizer)
 
     def to_data(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
         shapes = {n: [list(shape), kind] for n, (shape, kind) in self.inputs.items()}
         plain = {"model": self.model, "seed": self.seed, "inputs": shapes}
-        return {**plain, "tokenizer": self.tokenizer}
+        return {**plain, "vocab": self.vocab, "tokenizer": self.tokenizer}
 
     @classmethod
     def read(cls, checkpoint: Path) -> Origin:
@@ -78,7 +82,7 @@ class Origin:
         inputs = {
             n: (tuple(shape), kind) for n, (shape, kind) in data["inputs"].items()
         }
-        return cls(data["model"], data["seed"], inputs, data["tokenizer"])
+        return cls(**{**data, "inputs": inputs})
 
 
 def sample_checkpoint(
@@ -118,6 +122,12 @@ def sample_text(
     ids = text.encode(prompt)
     if not ids:
         raise SampleError("the prompt is empty", fix="give some text: --prompt 'def '")
+    if max(ids) >= origin.vocab:
+        raise SampleError(
+            f"the prompt has token {max(ids)}, but the model's vocabulary is "
+            f"0..{origin.vocab - 1}",
+            fix="give text of tokens that it was trained with",
+        )
     loaded.model.load_state_dict(dict(state), assign=True)
     model = loaded.model.to(device).eval()
     drawn = generate(model, origin, ids, sampling, text)
