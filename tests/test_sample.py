@@ -6,11 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from autopar.cli import main
 from autopar.models.load import load_model
 from autopar.training.detokenize import open_text
-from autopar.training.sample import Origin, SampleError, Sampling, sample_text
+from autopar.training.sample import (
+    Origin,
+    SampleError,
+    Sampling,
+    logits_of,
+    sample_text,
+)
 
 MODEL = """
 from examples.gpt import Config, build
@@ -100,6 +107,24 @@ def test_a_prompt_has_tokens_of_the_model(trained: Path) -> None:
     few = Origin(loaded.spec, 0, {"ids": ((4, 8), "int64")}, 64, "")
     with pytest.raises(SampleError, match=r"token 97, but .* 0\.\.63"):
         sample_text(loaded, {}, few, "a", Sampling())
+
+
+def test_positions_and_documents_are_those_of_one() -> None:
+    class Seen(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def forward(
+            self, tokens: Tensor, position_ids: Tensor, doc_ids: Tensor, labels: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            assert position_ids.tolist() == [[0, 1, 2]] and not doc_ids.any()
+            assert torch.equal(labels, tokens)
+            return torch.zeros(1, 3, 300), self.weight.sum()
+
+    names = ("tokens", "position_ids", "doc_ids", "labels")
+    origin = Origin("", 0, {name: ((4, 8), "int64") for name in names}, 300, "")
+    assert logits_of(Seen(), origin, torch.tensor([[5, 0, 7]])).shape == (1, 3, 300)
 
 
 def test_a_tokenizer_writes_text_again(tmp_path: Path) -> None:

@@ -120,9 +120,11 @@ def flags_of(options: RunOptions) -> list[str]:
     flags = []
     for each in fields(RunOptions):
         value, flag = getattr(options, each.name), f"--{each.name.replace('_', '-')}"
-        if value is True:
-            flags.append(flag)
-        elif value != each.default:
+        if value == each.default:
+            continue
+        if isinstance(value, bool):
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
             several = value if isinstance(value, tuple) else (value,)
             flags += [f"{flag}={one}" for one in several]
     return flags

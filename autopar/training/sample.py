@@ -21,7 +21,7 @@ from autopar.passes.ranges import check_range
 from autopar.plans.store import StoredPlan
 from autopar.training.detokenize import Text, open_text
 from autopar.training.feed import vocab_of
-from autopar.training.fields import LABELS
+from autopar.training.fields import LABELS, fields_of
 from autopar.training.options import RunOptions
 
 
@@ -143,13 +143,12 @@ def generate(
     text: Text,
 ) -> list[int]:
     """Returns the tokens that follow. The model sees the last ones alone, as many as a
-    sequence had in training."""
+    sequence had in training, as one document."""
     [seq] = {shape[1] for shape, _ in origin.inputs.values()}
-    device = next(model.parameters()).device
     draw = torch.Generator().manual_seed(sampling.seed)
     ids, began = list(prompt), len(list(prompt))
     for _ in range(sampling.tokens):
-        seen = torch.tensor([ids[-seq:]], device=device)
+        seen = torch.tensor([ids[-seq:]])
         logits = logits_of(model, origin, seen)[0, -1, : text.size].float().cpu()
         ids.append(_draw(logits, sampling, draw))
     return ids[began:]
@@ -163,12 +162,13 @@ def logits_of(model: nn.Module, origin: Origin, ids: Tensor) -> Tensor:
     """
     takes = inspect.signature(model.forward).parameters.values()
     required = {p.name for p in takes if p.default is inspect.Parameter.empty}
-    given = {}
-    for name, (_, dtype) in origin.inputs.items():
-        if name == "attention_mask":
-            given[name] = torch.ones_like(ids)
-        elif name not in LABELS or name in required:
-            given[name] = ids.to(getattr(torch, dtype))
+    made = fields_of(origin.inputs, ids, ids, None)
+    device = next(model.parameters()).device
+    given = {
+        name: x.to(device)
+        for name, x in made.items()
+        if name not in LABELS or name in required
+    }
     output = model(**given)
     held = output
     if hasattr(output, "logits"):
