@@ -13,15 +13,20 @@ from typing import Any
 
 import pytest
 from browser import chromium, visit
-from plans import model_file, small_program
+from plans import BATCH, CONFIG, model_file, small_program
 
 from autopar.cli import main
+from autopar.compiler import compile_offline
 from autopar.machine.hardware import cluster_of
+from autopar.options import make_plan
+from autopar.passes.cost import Costs
 from autopar.passes.errors import AutoparError
 from autopar.reports.html.gather import Wanted, plan_data
 from autopar.reports.html.model_view import model_data
 from autopar.reports.html.page import page, write_page
 from autopar.reports.html.run_log import LogError, read_log
+from autopar.reports.simulation import simulate_program
+from examples.gpt import build
 
 needs_browser = pytest.mark.skipif(chromium() is None, reason="no chromium here")
 CLUSTER = cluster_of("4xA100-80GB")
@@ -141,6 +146,19 @@ def test_a_log_keeps_the_later_of_two_lines(tmp_path: Path) -> None:
         plan_data(tmp_path / "none", Wanted())
 
 
+def test_a_ring_passes_to_the_next_rank() -> None:
+    plan = make_plan("cp=2", context_parallel="ring")
+    program = compile_offline(*build(CONFIG, BATCH), plan, costs=Costs(), prove=False)
+    link = CLUSTER.link(program.mesh, ("cp",))
+    works = [e.work for e in simulate_program(program, CLUSTER).events]
+    passed = [work for work in works if work.what.startswith("shift")]
+    assert passed
+    for work in passed:
+        assert work.calls and work.bytes
+        each = link.seconds("send", work.bytes / work.calls)
+        assert work.seconds == pytest.approx(work.calls * each)
+
+
 def test_no_text_ends_the_script_of_the_data() -> None:
     text = page([{"name": "</script><b>", "logs": []}])
     assert "</script><b>" not in text
@@ -187,3 +205,56 @@ def _check_numbers(shown: dict[str, Any], folder: Path) -> None:
     )  # fmt: skip
     assert shown["traffic.tp"][0] == over_tp
     assert shown["run.loss"][0] == 1.0
+
+
+WIDE = """
+const wait = (ms) => new Promise((done) => setTimeout(done, ms));
+const found = {};
+for (const tab of [...document.querySelectorAll("[role=tab]")].map((t) => t.id)) {
+  document.getElementById(tab).click();
+  await wait(50);
+  const page = document.documentElement;
+  const elements = document.querySelectorAll("*").length;
+  found[tab] = [page.scrollWidth - page.clientWidth, elements];
+}
+return found;
+"""
+
+
+@needs_browser
+@pytest.mark.nightly
+@pytest.mark.parametrize("width", [1000, 2500])
+def test_no_view_is_wider_than_the_window(html: Path, width: int) -> None:
+    for tab, (over, _) in visit(html, WIDE, (width, 900)).items():
+        assert over <= 0, tab
+
+
+@needs_browser
+@pytest.mark.nightly
+def test_elements_do_not_grow_with_ranks(tmp_path: Path) -> None:
+    counts = []
+    for devices in (16, 512):
+        target = tmp_path / f"plan{devices}"
+        planned = ["--devices", f"{devices}xA100-80GB", "--global-batch", "512"]
+        given = ["--mesh", f"dp={devices}", "--seq", "128", "-o", str(target)]
+        told(["plan", "hf:gpt2", *planned, *given])
+        page_file = tmp_path / f"{devices}.html"
+        write_page([plan_data(target, Wanted())], page_file)
+        assert page_file.stat().st_size < 5e6
+        counts.append(visit(page_file, WIDE)["tab-ranks"][1])
+    assert counts[1] < 1.2 * counts[0] + 100
+
+
+@needs_browser
+@pytest.mark.nightly
+def test_two_plans_are_compared(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "both.html"
+    told(["report", str(folder), str(folder), "-o", str(target)])
+    found = visit(
+        target,
+        "document.getElementById('tab-compare').click();"
+        "return [...document.querySelectorAll('#view-compare tbody tr')]"
+        ".map((r) => [...r.cells].map((c) => c.textContent));",
+    )
+    assert found[0][0] == "a step" and found[0][1] == found[0][2]
+    assert found[0][3] == "+0.0%"

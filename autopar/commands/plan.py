@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import time
 from typing import Any
 
@@ -117,11 +118,12 @@ def plan_command(arguments: argparse.Namespace) -> int:
     print(f"\n{time.perf_counter() - began:.1f} s", end="")
     if arguments.output:
         print(f"; wrote {arguments.output}")
-        print(f"next: autopar explain {arguments.output}")
-        print(
-            f"      autopar compile {arguments.model} --plan {arguments.output} "
-            f"-o {arguments.output}"
+        model, folder = (
+            shlex.quote(str(x)) for x in (arguments.model, arguments.output)
         )
+        print(f"next: autopar explain {folder}")
+        print(f"      autopar report {folder}")
+        print(f"      autopar compile {model} --plan {folder} -o {folder}")
     else:
         print("; -o plan writes the first")
     return 0

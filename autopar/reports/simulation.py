@@ -133,11 +133,12 @@ def _message(program: Program, c: Communication, cluster: Cluster, times: int) -
     link = cluster.link(program.mesh, c.axes)
     calls, given = c.calls / times, c.bytes / times
     whole = given * (link.ranks if c.kind == "all_gather" else 1)
+    kind = "send" if c.kind == "shift" else c.kind  # to the next rank of a ring
     plan = program.plan
     shared = plan.zero > 1 and set(c.axes) <= set(plan.parameter_axes)
     return Work(
         f"{c.kind} {','.join(c.axes)}",
-        calls * link.seconds(c.kind, whole / calls) if calls else 0.0,
+        calls * link.seconds(kind, whole / calls) if calls else 0.0,
         overlapped=shared and c.part != "step",
         calls=calls,
         bytes=given,

@@ -105,6 +105,9 @@ const legend = (items) => h("div", { class: "legend" }, items.map(
   ([name, background]) => h("span", {}, h("i", { style: `background:${background}` }), name)));
 const empty = (text, command) => h("div", { class: "panel empty" }, h("p", { style: "margin:0 auto 8px" }, text), command ? h("code", {}, command) : null);
 
+/** A word of a shell's command. */
+const quoted = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
+const compileCommand = (plan) => `autopar compile ${quoted(plan.model)} --plan ${quoted(plan.folder)} -o ${quoted(plan.folder)}`;
 const AXES = ["pp", "dp", "fsdp", "cp", "ep", "tp", "qp"];
 const axisColor = (axis) => (AXES.includes(axis) ? `var(--${axis})` : "var(--whole)");
 /** A colour of the page as the canvas takes it. */

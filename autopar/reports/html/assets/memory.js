@@ -1,6 +1,6 @@
 // Memory: each pipeline rank over the step, by what it is, with its limit and its peak.
 const TERMS = [["parameters", "weights", "m0"], ["gradients", "gradients", "m1"], ["optimizer", "optimizer state", "m2"], ["buffers", "buffers", "m3"],
-  ["gathered", "gathered for a step", "m4"], ["kept", "activations kept for backwards", "m5"], ["workspace", "workspace of the action that runs", "m6"]];
+  ["gathered", "gathered for a step", "m4"], ["kept", "activations kept for backwards", "m5"], ["workspace", "workspace of what runs", "m6"]];
 
 /** (from, to, term -> bytes), piece by piece of the step. */
 function memoryPieces(plan, rank) {
@@ -9,12 +9,13 @@ function memoryPieces(plan, rank) {
   for (const [name] of TERMS) if (terms[name] !== undefined && name !== "gathered") { rest[name] = terms[name]; resting += terms[name]; }
   const gathered = plan.memory.gathered[rank], total = plan.step.run.seconds * 1e9, pieces = [];
   const level = (at) => Math.max(0, points[at][1] - resting);
+  const own = plan.step.actions[rank], begin = own[0][3], end = own[own.length - 1][3] + own[own.length - 1][4];
   for (let i = 0; i < points.length; i += 1) {
     const from = points[i][0], to = i + 1 < points.length ? points[i + 1][0] : total;
     if (to <= from) continue;
     // A backward has what was kept until it ends, a forward makes what is kept after it.
     const alive = level(i), before = i ? level(i - 1) : alive, after = i + 1 < points.length ? level(i + 1) : alive;
-    const steady = Math.min(alive, Math.max(before, after)), whole = Math.min(gathered, steady);
+    const inside = from >= begin && to <= end, steady = inside ? Math.min(alive, Math.max(before, after)) : Math.min(alive, gathered), whole = Math.min(gathered, steady);
     pieces.push({ from, to, ...rest, gathered: whole, kept: steady - whole, workspace: alive - steady, sum: points[i][1] });
   }
   return pieces;
@@ -32,6 +33,12 @@ function inFlight(plan, rank, t) {
   }
   return found;
 }
+const stagesOfPlace = (plan, rank) => plan.step.stage_to_rank.flatMap((r, i) => (r === rank ? [i] : []));
+/** Whether a time is between a rank's first action and its last. */
+function actionNear(plan, rank, t) {
+  const own = plan.step.actions[rank], last = own[own.length - 1];
+  return t >= own[0][3] && t <= last[3] + last[4];
+}
 function peakTensors(plan, rank, peak) {
   if (!plan.view) return null;
   const rows = [], middle = (peak.from + peak.to) / 2;
@@ -39,6 +46,10 @@ function peakTensors(plan, rank, peak) {
   for (const [stage, many] of inFlight(plan, rank, middle)) {
     const module = plan.view.modules[plan.view.stages[stage].view];
     for (const r of module.residuals) rows.push({ ...r, total: r.bytes * many, why: `kept of ${many} ${many === 1 ? "microbatch" : "microbatches"}${r.count > 1 ? ` × ${r.count} layers` : ""}`, stage });
+  }
+  for (const stage of actionNear(plan, rank, middle) ? [] : stagesOfPlace(plan, rank)) {
+    const part = middle < plan.step.actions[rank][0][3] ? "prologue" : "epilogue", own = plan.view.modules[plan.view.stages[stage].view].peaks[part];
+    for (const [name, size] of own ? own.alive : []) rows.push({ name, total: size, why: `alive in ${part}, emitted line ${own.line}`, dims: "", module: "", source: null, stage });
   }
   if (running) {
     const names = { F: ["forward"], B: ["backward", "backward_input"], I: ["backward_input"], W: ["backward_weight"] }[running[0]];
@@ -74,7 +85,7 @@ function thinned(pieces, x) {
 function drawMemory(svg, width, plan, rank, height, label) {
   const pieces = memoryPieces(plan, rank), peak = peakOf(pieces), { limit } = plan.memory;
   const top = Math.max(peak.sum, limit && limit < 3 * peak.sum ? limit : 0) * 1.08;
-  const margin = { left: 66, right: 16, top: 26, bottom: 26 };
+  const margin = { left: 66, right: 30, top: 26, bottom: 26 };
   const x = d3.scaleLinear([0, plan.step.run.seconds * 1e9], [margin.left, width - margin.right]), y = d3.scaleLinear([0, top], [height - margin.bottom, margin.top]);
   svg.append("g").attr("class", "grid").attr("transform", `translate(${margin.left},0)`).call(d3.axisLeft(y).ticks(5).tickSize(-(width - margin.left - margin.right)).tickFormat(""));
   const shown = TERMS.filter(([name]) => pieces.some((p) => p[name])), drawn = thinned(pieces, x);
@@ -133,7 +144,7 @@ function renderMemory(root, plan) {
     const largest = found && found.rows[0];
     title.textContent = `Pipeline rank ${rank} over the step`;
     main.replaceChildren();
-    chart(main, 320, `memory of pipeline rank ${rank} over the step`, (svg, width) => drawMemory(svg, width, plan, rank, 320, (p) => `peak ${bytes(p.sum)}${largest ? `; largest: ${largest.name}${largest.module ? ` of ${largest.module.split(".").slice(-2).join(".")}` : ""}, ${bytes(largest.total)}` : ""}`));
+    chart(main, 320, `memory of pipeline rank ${rank} over the step`, (svg, width) => drawMemory(svg, width, plan, rank, 320, (p) => `peak ${bytes(p.sum)}${!actionNear(plan, rank, (p.from + p.to) / 2) ? ", where parameters come or gradients leave" : largest ? `; largest: ${largest.name}${largest.module ? ` of ${largest.module.split(".").slice(-2).join(".")}` : ""}, ${bytes(largest.total)}` : ""}`));
     tensors.replaceChildren(h("h2", {}, "At the peak"), peakTable(plan, rank, peak, found));
   };
   const pick = (r) => { if (r === rank) return; rank = r; show(); for (const [i, g] of bars.querySelectorAll("g.bar-rank").entries()) { g.setAttribute("tabindex", i === r ? 0 : -1); for (const rect of g.querySelectorAll("rect")) rect.style.opacity = i === r ? 1 : 0.55; } };

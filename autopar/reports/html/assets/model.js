@@ -68,7 +68,7 @@ function cellDetails(plan, cell) {
   const emitted = plan.modules[cell.group.module].split("\n")[cell.line - 1];
   return [
     h("h2", {}, cell.kind ? `${cell.kind} over ${cell.over.join(", ")}` : cell.ops.join(" → ")),
-    cell.reads.length || made.length ? h("p", { class: "mono pattern" }, cell.reads.join(", "), " → ", made.join(", ") || "in place") : null,
+    cell.reads.length || made.length ? h("p", { class: "mono pattern" }, cell.reads.length ? [cell.reads.join(", "), " → "] : "makes ", made.join(", ") || "in place") : null,
     cell.pending.length ? h("p", {}, cell.pending.map((p) => (p === "+time" ? "still to be summed over microbatches" : p.startsWith("+") ? `a pending sum over ${p.slice(1)}` : `a pending ${p.replace(":", " over ")}`)).join("; ")) : null,
     cell.out.length ? tensorRows(cell) : null,
     pairs([
@@ -89,7 +89,7 @@ function stageFacts(plan, index) {
     ["a microbatch", num(s.seconds, seconds, `stage.${index}.seconds`)]];
 }
 function renderModel(root, plan) {
-  if (!plan.view) { root.append(empty("The model's ops are known when the plan is compiled.", `autopar compile ${plan.model || "MODEL"} --plan ${plan.folder} -o ${plan.folder}`)); return; }
+  if (!plan.view) { root.append(empty("The model's ops are known when the plan is compiled.", compileCommand(plan))); return; }
   let phase = "forward", pinned = null;
   const side = h("aside", { class: "panel side", "aria-live": "polite" }, );
   const details = (cell, button, pin = false) => {
@@ -114,7 +114,8 @@ function renderModel(root, plan) {
       });
       return h("div", { class: "panel stage" }, h("h3", {}, `stage ${ranges(group.stages)}`,
         stageFacts(plan, first).map(([k, v]) => h("span", { class: "soft" }, `${k} `, v)),
-        group.stages.length > 1 ? h("span", { class: "soft" }, `numbers of stage ${first}`) : null), rows.length ? rows : h("p", { class: "soft" }, "nothing"));
+        group.stages.length > 1 ? h("span", { class: "soft" }, `numbers of stage ${first}`) : null), rows.length ? rows : h("p", { class: "soft" }, "nothing"),
+        module.stopped ? h("p", { class: "soft" }, "How many rows go to an expert depends on their values: shapes, bytes and memory after that are not known here.") : null);
     }));
   };
   const buttons = Object.keys(Object.values(plan.view.modules)[0].rows).map((name) => h("button", { "aria-pressed": name === phase, onclick: (e) => {

@@ -35,18 +35,26 @@ function pipelinePeers(plan, rank) {
   }
   return groupOf(plan, rank, ["pp"]).filter((r) => to.has(coordsOf(plan, r).pp));
 }
+/** Those that share a weight of several stages: its gradient is summed over them. */
+function tiedPeers(plan, rank, axes) {
+  const own = stagesOf(plan, rank), stages = new Set(plan.inspect.parameters.filter((p) => p.stages.some((s) => own.includes(s))).flatMap((p) => (p.stages.length > 1 ? p.stages : [])));
+  return groupOf(plan, rank, axes).filter((r) => stagesOf(plan, r).some((s) => stages.has(s)));
+}
+function peersOf(plan, rank, { axes, sends }) {
+  if (sends) return pipelinePeers(plan, rank);
+  return axes.includes("pp") && plan.inspect ? tiedPeers(plan, rank, axes) : groupOf(plan, rank, axes);
+}
 function trafficOf(plan, rank) {
   if (!plan.inspect) {
-    return plan.mesh.axes.filter(([, n]) => n > 1).map(([axis]) => ({ axes: [axis], kinds: [], bytes: null }));
+    return plan.mesh.axes.filter(([, n]) => n > 1).map(([axis]) => ({ axes: [axis], kinds: [], bytes: null, sends: axis === "pp" }));
   }
   const rows = new Map();
   for (const c of plan.inspect.communication) {
     if (!stagesOf(plan, rank).includes(c.stage)) continue;
-    const key = c.axes.join(",");
-    const row = rows.get(key) || { axes: c.axes, kinds: new Map(), bytes: 0, sends: c.kind === "send" };
+    const sends = c.kind === "send", key = `${c.axes.join(",")} ${sends}`;
+    const row = rows.get(key) || { axes: c.axes, kinds: new Map(), bytes: 0, sends };
     row.kinds.set(c.kind, (row.kinds.get(c.kind) || 0) + c.calls);
     row.bytes += c.bytes;
-    row.sends = row.sends && c.kind === "send";
     rows.set(key, row);
   }
   return [...rows.values()].sort((a, b) => b.bytes - a.bytes);
@@ -66,12 +74,12 @@ function meshLayout(plan, width) {
   const side = size <= 8 ? 108 : size <= 16 ? 72 : size <= 128 ? 36 : size <= 1024 ? 16 : 11;
   const lines = Math.ceil(node / columns), gap = size <= 128 ? 14 : 6, head = size <= 128 ? 16 : 0;
   const boxWidth = columns * side + gap, boxHeight = lines * side + gap + head;
-  const across = Math.max(1, Math.min(nodes, Math.floor(width / boxWidth)));
+  const edge = 3, across = Math.max(1, Math.min(nodes, Math.floor((width - edge) / boxWidth)));
   const place = (rank) => {
     const n = Math.floor(rank / node), i = rank % node;
-    return [(n % across) * boxWidth + (i % columns) * side, Math.floor(n / across) * boxHeight + head + Math.floor(i / columns) * side];
+    return [edge + (n % across) * boxWidth + (i % columns) * side, edge + Math.floor(n / across) * boxHeight + head + Math.floor(i / columns) * side];
   };
-  return { node, nodes, side, gap, head, boxWidth, boxHeight, across, place, columns, lines, height: Math.ceil(nodes / across) * boxHeight };
+  return { node, nodes, side, gap, head, boxWidth, boxHeight, across, place, columns, lines, edge, height: edge + Math.ceil(nodes / across) * boxHeight };
 }
 function drawMesh(context, plan, layout, shown) {
   const { side, place, node } = layout;
@@ -79,9 +87,9 @@ function drawMesh(context, plan, layout, shown) {
   const base = d3.color(color(shown.axis) || color("whole")), paper = color("paper"), ink = color("ink");
   const shade = d3.interpolateRgb(paper, base);
   const peers = new Map();
-  for (const { axes, sends } of trafficOf(plan, shown.rank)) {
-    const group = sends ? pipelinePeers(plan, shown.rank) : groupOf(plan, shown.rank, axes);
-    for (const r of group) if (r !== shown.rank && !peers.has(r)) peers.set(r, axes[axes.length - 1]);
+  for (const traffic of trafficOf(plan, shown.rank)) {
+    const { axes } = traffic;
+    for (const r of peersOf(plan, shown.rank, traffic)) if (r !== shown.rank && !peers.has(r)) peers.set(r, axes[axes.length - 1]);
   }
   context.textAlign = "center";
   context.textBaseline = "middle";
@@ -121,7 +129,7 @@ function drawMesh(context, plan, layout, shown) {
 function rankPanel(plan, rank) {
   const stages = stagesOf(plan, rank);
   const rows = trafficOf(plan, rank).map((t) => {
-    const group = (t.sends ? pipelinePeers(plan, rank) : groupOf(plan, rank, t.axes)).filter((r) => r !== rank);
+    const group = peersOf(plan, rank, t).filter((r) => r !== rank);
     return [h("span", {}, h("i", { style: `display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:6px;background:${axisColor(t.axes[t.axes.length - 1])}` }), t.axes.join(", ")),
       group.length > 24 ? `${group.length} ranks` : ranges(group), linkText(plan, t.axes),
       t.bytes === null ? "" : [...t.kinds].map(([k, n]) => `${n} ${k}`).join(", "), t.bytes === null ? "" : num(t.bytes, bytes, `traffic.${t.axes.join()}`)];
@@ -150,7 +158,7 @@ function renderRanks(root, plan) {
     drawn.paint();
     drawn.canvas.setAttribute("aria-label", `rank ${rank}, ${placeText(plan, rank)}`);
     side.replaceChildren(...rankPanel(plan, rank));
-    if (!plan.modules) { code.replaceChildren(h("p", { class: "soft" }, "What ranks run is emitted when the plan is compiled: "), h("code", {}, `autopar compile ${plan.model} --plan ${plan.folder} -o ${plan.folder}`)); return; }
+    if (!plan.modules) { code.replaceChildren(h("p", { class: "soft" }, "What ranks run is emitted when the plan is compiled: "), h("code", {}, compileCommand(plan))); return; }
     const stages = stagesOf(plan, rank), keys = stages.map((s) => moduleOf(plan, rank, s));
     if (keys.join() === module) return;
     module = keys.join();
@@ -161,7 +169,7 @@ function renderRanks(root, plan) {
     showStage(0);
   };
   const rankAt = (event) => {
-    const box = drawn.canvas.getBoundingClientRect(), x = event.clientX - box.left, y = event.clientY - box.top;
+    const box = drawn.canvas.getBoundingClientRect(), x = event.clientX - box.left - layout.edge, y = event.clientY - box.top - layout.edge;
     const column = Math.floor(x / layout.boxWidth), line = Math.floor(y / layout.boxHeight);
     if (column >= layout.across) return null;
     const inX = Math.floor((x - column * layout.boxWidth) / layout.side), inY = Math.floor((y - line * layout.boxHeight - layout.head) / layout.side);

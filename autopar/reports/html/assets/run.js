@@ -39,7 +39,7 @@ function measuredTable(plan) {
       predicted && speed ? percent(speed / predicted) : "", heldPeak ? bytes(heldPeak) : "", peak ? bytes(peak) : ""]), "predicted beside measured");
 }
 function renderRun(root, plan) {
-  if (!plan.logs.length) { root.append(empty("No run has logged here yet.", `autopar run ${plan.folder} --log-file ${plan.folder}/run.jsonl`)); return; }
+  if (!plan.logs.length) { root.append(empty("No run has logged here yet.", `autopar run ${quoted(plan.folder)} --log-file ${quoted(`${plan.folder}/run.jsonl`)}`)); return; }
   root.append(h("div", { class: "panel" }, h("h2", {}, "Predicted beside measured"), measuredTable(plan), h("p", { class: "soft", style: "margin-top:8px" }, "Measured: the median of the later half of what was logged. On a CPU the peak is the whole process's, libraries included.")));
   const grid = h("div", { class: "halves" });
   root.append(grid, plan.logs.length > 1 ? legend(plan.logs.map((log, i) => [log.name, LINES[i % LINES.length]])) : "");

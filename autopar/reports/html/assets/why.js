@@ -53,7 +53,7 @@ function pricesPanel(plan) {
 function formulasPanel(plan) {
   const found = Object.entries(plan.choice.formulas);
   return h("div", { class: "panel" }, h("h2", {}, "Formulas, in named dims"), found.length ? h("dl", {}, found.flatMap(([what, text]) => [h("dt", { class: "soft" }, what), h("dd", { style: "margin:0 0 8px" }, h("code", { class: "pattern" }, text.replaceAll("**", "^").replaceAll("*", "·")))]))
-    : h("p", { class: "soft" }, "They come out of the captured model: ", h("code", {}, `autopar report ${plan.folder} --formulas`)));
+    : h("p", { class: "soft" }, "They come out of the captured model: ", h("code", {}, `autopar report ${quoted(plan.folder)} --formulas`)));
 }
 function partsPanel(row) {
   const terms = Object.entries(row.parts).filter(([, s]) => s > 1e-9 * row.seconds).sort((a, b) => b[1] - a[1]);
@@ -62,7 +62,7 @@ function partsPanel(row) {
 }
 function renderWhy(root, plan) {
   if (!plan.choice) {
-    root.append(empty("Nobody searched for this plan: its decisions were given. To see what others would take:", `autopar plan ${plan.model} --devices ${plan.mesh.cluster} -o planned && autopar report planned`));
+    root.append(empty("Nobody searched for this plan: its decisions were given. To see what others would take:", `autopar plan ${quoted(plan.model)} --devices ${plan.mesh.cluster} -o planned && autopar report planned`));
     return;
   }
   const rows = plan.choice.candidates, parts = h("div", { class: "panel", "aria-live": "polite" });
