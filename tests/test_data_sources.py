@@ -81,7 +81,10 @@ def test_a_folder_of_an_unknown_kind(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="it has no files"):
         read(tmp_path)
     (tmp_path / "model.safetensors").write_text("")
-    with pytest.raises(DataError, match=r"it has model\.safetensors\n.* give"):
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(
+        DataError, match=r"it has model\.safetensors, plan\.json\n.* give"
+    ):
         read(tmp_path)
 
 

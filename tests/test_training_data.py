@@ -185,6 +185,15 @@ def test_packed_documents_do_not_see_each_other(
     assert found == pytest.approx(total / 64, rel=1e-5)
 
 
+def test_data_that_are_not_there_are_told_before_anything_is_planned(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        main(["run", "no.py:model", "--data", "a.bin:0.5", "--data", "stdlib:1"]) == 2
+    )
+    assert "no data named 'a.bin'" in capsys.readouterr().err
+
+
 def test_fields_that_do_not_follow_from_tokens() -> None:
     shape = ((4, 16), "int64")
     check_fields({"input_ids": shape, "labels": shape, "position_ids": shape}, None)

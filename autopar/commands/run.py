@@ -40,8 +40,10 @@ from autopar.passes.ranges import RANGES
 from autopar.planner.planned import mesh_of
 from autopar.runtime.launch.launch import launch
 from autopar.runtime.launch.nodes import check_launch, torchrun_for
+from autopar.training.data import weighted
 from autopar.training.options import RunOptions
 from autopar.training.run import run
+from autopar.training.sources import check_named
 
 
 def add(commands: Any) -> None:
@@ -96,6 +98,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         field.name: getattr(arguments, field.name) for field in fields(RunOptions)
     }
     options = RunOptions(**values)
+    check_named(weighted(spec)[0] for spec in options.data)  # before all the rest
     alone = check_launch() == (0, 1) and "RANK" not in os.environ
     if alone and wants_nodes(arguments):
         return launch_node(arguments, argv, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +14,12 @@ from autopar.training.token_files import TOKEN_FILES, read_token_file
 from autopar.training.tokens import DataError, Piece, Tokens
 
 KINDS = (*TOKEN_FILES, *BUILDERS)
+IN_FOLDERS = (*TOKEN_FILES, ".parquet", ".jsonl")
 KNOWN = (
-    "give .bin (uint16 or uint32), .npy (integers), .txt, .jsonl or .parquet files, a "
+    ".bin (uint16 or uint32), .npy (integers), .txt, .jsonl or .parquet files, a "
     "folder of one kind of them, or what Dataset.save_to_disk wrote"
 )
+MADE = ("stdlib", "synthetic")
 USUAL = Reading()
 
 
@@ -29,9 +31,7 @@ def open_tokens(name: str, how: Reading = USUAL, bin_dtype: str = "uint16") -> T
     if name == "stdlib":
         return Tokens.of(name, standard_library())
     path = Path(name)
-    if path.is_dir() and any(
-        (path / f).is_file() for f in ("state.json", "dataset_dict.json")
-    ):
+    if _is_saved(path):
         return Tokens(rows_of(path, (), how))
     files = _files_of(path)
     if files[0].suffix in BUILDERS:
@@ -41,27 +41,41 @@ def open_tokens(name: str, how: Reading = USUAL, bin_dtype: str = "uint16") -> T
     return Tokens([Piece(str(f), read_token_file(f, bin_dtype)) for f in files])
 
 
+def check_named(names: Iterable[str]) -> None:
+    """Raises DataError for what is no data by its name; nothing is read."""
+    for name in names:
+        if name not in MADE and not _is_saved(Path(name)):
+            _files_of(Path(name))
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether `datasets` wrote the folder, of one split or of several."""
+    return any((path / f).is_file() for f in ("state.json", "dataset_dict.json"))
+
+
 def _files_of(path: Path) -> Sequence[Path]:
     """The file, or those of a folder that data may be, in order. Raises: DataError."""
     if path.is_file():
         if path.suffix not in KINDS:
-            raise DataError(f"{path}: unknown kind of file '{path.suffix}'", fix=KNOWN)
+            raise DataError(
+                f"{path}: unknown kind of file '{path.suffix}'", fix=f"give {KNOWN}"
+            )
         return [path]
     if not path.is_dir():
         raise DataError(
             f"no data named {str(path)!r}",
-            fix=f"give 'stdlib', 'synthetic', or a path that exists: {KNOWN}",
+            fix=f"give 'stdlib', 'synthetic', or a path that exists, of {KNOWN}",
         )
     inside = sorted(f for f in path.iterdir() if f.is_file() and f.name[0] != ".")
     # What was tokenized of files in it lies there too.
     inside = [f for f in inside if ".tokens-" not in f.name]
-    kinds = Counter(f.suffix for f in inside if f.suffix in KINDS)
+    kinds = Counter(f.suffix for f in inside if f.suffix in IN_FOLDERS)
     if len(kinds) != 1:
         held = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
         told = ", ".join(f.name for f in inside[:5]) or "no files"
         raise DataError(
             f"folder {path} is of no kind that is known: it has {held or told}",
-            fix=f"{KNOWN}; mix several: --data A:0.5 --data B:0.5",
+            fix=f"give {KNOWN}; mix several: --data A:0.5 --data B:0.5",
         )
     return [f for f in inside if f.suffix in kinds]
 

@@ -78,8 +78,9 @@ def _read_headed(path: Path, magic: int, version: int, count: int) -> np.ndarray
 def _check_width(path: Path, first: np.ndarray, dtype: str) -> None:
     """Raises DataError for what looks like integers of the other width: read as 16
     bits, every other one of 32 bits is 0; read as 32 bits, two of 16 are huge."""
-    pairs = len(first) >= 64 and dtype == "uint16" and first[0::2].any()
-    if (pairs and not first[1::2].any()) or (
+    low, high = first[0::2], first[1::2]
+    pairs = dtype == "uint16" and np.count_nonzero(low) > max(32, len(low) / 2)
+    if (pairs and not high.any()) or (
         dtype == "uint32" and np.median(first) >= 1 << 24
     ):
         other = BIN_DTYPES[dtype == "uint16"]
