@@ -229,6 +229,24 @@ def test_a_tokenizer_that_does_not_do(tokenizer: Path, tmp_path: Path) -> None:
         open_tokenizer(tokenizer)
 
 
+def test_a_folder_of_earlier_days_is_read_by_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs autopar[data]")
+    words = [
+        *"beot",
+        "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}",
+        "<|endoftext|>",
+        "to",
+    ]
+    vocab = {word: i for i, word in enumerate(words)}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nt o\n")
+    told = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
+    made = open_tokenizer(tmp_path)
+    assert (made.size, made.end) == (7, 5)
+    assert [*made.encode(["to", "beto"])] == [[6], [0, 1, 6]]
+
+
 # --- mixtures ----------------------------------------------------------------------
 
 

@@ -88,6 +88,29 @@ def test_all_that_is_held_out_is_seen_once_the_short_last_batch_too(
     assert "synthetic data has no end" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
+def test_ranks_evaluate_a_rest_that_they_cannot_share(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Seven sequences: a batch of four, two that ranks share, and one."""
+    (tmp_path / "model.py").write_text(MODEL)
+    where = str(tmp_path / "plan")
+    line = ["compile", spec(tmp_path), "--mesh", "dp=2", "--zero", "2", "-o", where]
+    assert main(line) == 0
+    text = np.random.default_rng(0).integers(0, 64, 1130).astype(np.uint16)
+    text.tofile(tmp_path / "a.bin")
+    given = ["--data", str(tmp_path / "a.bin"), "--eval-batches", "0", "--steps", "2"]
+    given += ["--eval-fraction", "0.1", "--eval-every", "1", "--lr", "0"]
+    capfd.readouterr()
+    assert main(["run", where, "--json", *given]) == 0
+    found = [row["eval_loss"] for row in evaluations(capfd)]
+    tokens = torch.from_numpy(text[1017:1130].astype(np.int64))
+    model = load_model(spec(tmp_path)).model.eval()
+    with torch.no_grad():
+        want = model(tokens[:-1].view(7, 16), tokens[1:].view(7, 16))[1].item()
+    assert found == [pytest.approx(want, rel=1e-6)] * 2
+
+
 def test_a_rest_that_ranks_cannot_share_is_run_one_by_one() -> None:
     assert [*runs_of(8, 4, 2)] == [(0, 4), (4, 4)]
     assert [*runs_of(11, 8, 2)] == [(0, 8), (8, 2), (10, 1)]
