@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from autopar.machine.measured_cluster import HOW, how_priced
+from autopar.passes.search.candidates import ALIKE
 from autopar.plans.plan_record import PlanRecord
 from autopar.reports.explain import difference, explanation_data
 
 
 def choice_data(record: PlanRecord, formulas: dict[str, str]) -> dict[str, Any]:
-    """candidates: the chosen one, then the others; because: as `explain` has it.
+    """candidates: the chosen one, then the others; because: as `explain` has it. alike: by
+    what share of a step candidates differ that estimates cannot tell apart.
     explain: what `autopar explain --json` prints."""
     best = record.best[0]
     candidates = [
@@ -33,6 +35,7 @@ def choice_data(record: PlanRecord, formulas: dict[str, str]) -> dict[str, Any]:
         "explain": explanation_data(record),
         "limit": record.cluster.device.memory,
         "tried": record.tried,
+        "alike": ALIKE,
         "priced": how_priced(best, record.cluster),
         "sources": {
             what: {HOW[how]: share for how, share in shares.items()}

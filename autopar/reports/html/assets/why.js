@@ -74,9 +74,10 @@ function renderWhy(root, plan) {
     for (const dot of root.querySelectorAll("circle.candidate")) dot.style.strokeWidth = dot.__data__ === r ? 4 : 2;
   };
   const scatter = h("div");
-  root.append(h("div", { class: "split" }, h("div", { class: "panel" }, h("h2", {}, `${rows.length} best of ${plan.choice.tried.toLocaleString("en")} candidates`), scatter,
+  root.append(h("div", { class: "split" }, h("div", { class: "panel" }, h("h2", {}, `The ${rows.length} best of ${plan.choice.tried.toLocaleString("en")} candidates`), scatter,
     legend([["taken", "var(--accent)"], ["on the Pareto front: none is better in both", "color-mix(in srgb, var(--accent) 35%, var(--paper))"], ["others", "var(--whole)"]])), parts),
-  h("div", { class: "panel" }, h("h2", {}, "What each other plan loses"), candidateTable(plan, rows, pick)), h("div", { class: "halves" }, pricesPanel(plan), formulasPanel(plan)));
+  h("div", { class: "panel" }, h("h2", {}, "What each other plan loses"), rows.some((r) => r.seconds < rows[0].seconds)
+    ? h("p", { class: "soft" }, `Faster by less than ${(100 * plan.choice.alike).toFixed(0)} % is within what estimates can tell: of those the simplest was taken.`) : null, candidateTable(plan, rows, pick)), h("div", { class: "halves" }, pricesPanel(plan), formulasPanel(plan)));
   chart(scatter, 360, "candidates by time and memory", (svg, width) => drawScatter(svg, width, plan, rows, () => current, pick));
   roving(scatter, "circle.candidate");
   pick(current);
