@@ -11,8 +11,8 @@ from autopar.reports.explain import difference, explanation_data
 
 
 def choice_data(record: PlanRecord, formulas: dict[str, str]) -> dict[str, Any]:
-    """candidates: the chosen one, then the others; because: as `explain` has it. alike: by
-    what share of a step candidates differ that estimates cannot tell apart.
+    """candidates: the chosen one, then the others; because: as `explain` has it.
+    alike: by what share of a step candidates differ that estimates cannot tell apart.
     explain: what `autopar explain --json` prints."""
     best = record.best[0]
     candidates = [
