@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,3 +94,13 @@ def test_three_of_four_ranks_do_not_begin(model: str, tmp_path: Path) -> None:
             said = made.said(number)[1]
             assert "is for 4 ranks, but 3 processes run" in said
             assert "torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend" in said
+
+
+@pytest.mark.nightly
+def test_a_node_that_does_not_come_is_told(model: str, tmp_path: Path) -> None:
+    with nodes(tmp_path, "2", 1) as made:
+        run = [sys.executable, "-m", "autopar", "run", model, "--timeout", "2"]
+        with made.start("--nodes", "2", "--rendezvous", made.where, by=run):
+            until("the end", lambda: not made.processes(), 60)
+        said = made.said(0)[1]
+    assert "autopar: this node did not meet the others: fewer came in time" in said

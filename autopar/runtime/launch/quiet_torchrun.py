@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 PAUSE = 0.5  # seconds
+LATE = "fewer came in time than --nodes says"  # torch has no words for it
 
 
 def main() -> None:
@@ -32,7 +33,7 @@ def main() -> None:
         sys.exit(128 - first.exitcode if first.exitcode < 0 else first.exitcode)
     except RendezvousError as error:
         sys.exit(
-            f"autopar: this node did not meet the others: {error}\n"
+            f"autopar: this node did not meet the others: {str(error) or LATE}\n"
             "  fix  start the same command on each node, with a longer --timeout if "
             "they need it; the node of --rendezvous has to live as long as the run"
         )
