@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -175,6 +176,15 @@ def test_datasets_that_have_no_tokens_to_give(datasets, tmp_path: Path) -> None:
             read(tmp_path / name, Reading(column=column))
 
 
+def test_a_package_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    with pytest.raises(DataError, match=r"package datasets\n.*install 'autopar\[data"):
+        read(tmp_path / "a.jsonl")
+
+
 # --- text --------------------------------------------------------------------------
 
 
@@ -213,6 +223,7 @@ def test_a_tokenizer_that_does_not_do(tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match=r"a\.txt is not text"):
         read(tmp_path / "a.txt", Reading(open_tokenizer(tokenizer)))
+    assert not list(tmp_path.glob(".*"))  # nothing half written, and no lock
     with pytest.raises(DataError, match=r"ids 0\.\.6, but the model's .* 0\.\.4"):
         open_tokenizer(tokenizer).check_fits(5)
     with pytest.raises(DataError, match="no token 'END' to end a document"):

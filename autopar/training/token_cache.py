@@ -14,7 +14,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,10 +139,10 @@ def _alone(path: Path) -> Iterator[None]:
     """One process of this machine at a time, and where the disk can, of all."""
     lock = path.with_name(f".{path.name}.lock")
     with lock.open("w") as file:
-        try:
+        # A file system without locks: all write, and the last one stays.
+        with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks: all write, the last one stays
+        try:
             yield
-            return
-        yield
-    lock.unlink(missing_ok=True)
+        finally:
+            lock.unlink(missing_ok=True)
