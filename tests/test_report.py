@@ -21,11 +21,12 @@ from autopar.machine.hardware import cluster_of
 from autopar.options import make_plan
 from autopar.passes.cost import Costs
 from autopar.passes.errors import AutoparError
+from autopar.plans.plan_record import read_record
 from autopar.reports.html.gather import Wanted, plan_data
 from autopar.reports.html.model_view import model_data
 from autopar.reports.html.page import page, write_page
 from autopar.reports.html.run_log import LogError, read_log
-from autopar.reports.simulation import simulate_program
+from autopar.reports.simulation import simulate_estimate, simulate_program
 from examples.gpt import build
 
 needs_browser = pytest.mark.skipif(chromium() is None, reason="no chromium here")
@@ -144,6 +145,15 @@ def test_a_log_keeps_the_later_of_two_lines(tmp_path: Path) -> None:
         read_log(log)
     with pytest.raises(AutoparError, match="holds no plan and no log"):
         plan_data(tmp_path / "none", Wanted())
+
+
+def test_a_simulated_step_needs_the_memory_of_its_estimate(tmp_path: Path) -> None:
+    planned = ["--devices", "8xA100-80GB", "--global-batch", "8", "--no-labels"]
+    given = ["--zero", "3", "--precision", "bf16", "-o", str(tmp_path / "plan")]
+    told(["plan", model_file(tmp_path), *planned, *given])
+    for e in read_record(tmp_path / "plan").best:
+        needed = [sum(terms.values()) for terms in e.memory]
+        assert list(simulate_estimate(e).peak) == pytest.approx(needed)
 
 
 def test_a_ring_passes_to_the_next_rank() -> None:

@@ -22,7 +22,7 @@ from autopar.passes.price.measured import between
 from autopar.passes.price.stage_seconds import StageSeconds, exposed
 from autopar.passes.program import ParameterSpec, Program
 from autopar.passes.schedule.core_contention import ALONE, CoreContention
-from autopar.passes.schedule.footprint import Communication
+from autopar.passes.schedule.footprint import Communication, peak_bytes
 from autopar.passes.schedule.simulate_schedule import grid
 from autopar.passes.schedule.step_run import (
     BACKWARD,
@@ -54,7 +54,7 @@ def simulate_estimate(e: Estimate, contention: CoreContention = ALONE) -> StepRu
         for stage, layers in zip(e.stages, chosen.layers, strict=True)
     ]
     ranks = []
-    for held, once in zip(e.memory, e.once, strict=True):
+    for held, once, cast in zip(e.memory, e.once, shared_casts(e), strict=True):
         works = [
             Work(term, s, COMPUTE if term in COMPUTED else COMMUNICATION)
             for term, s in once.items()
@@ -63,10 +63,20 @@ def simulate_estimate(e: Estimate, contention: CoreContention = ALONE) -> StepRu
             RankWork(
                 before=tuple(w for w in works if w.what.startswith(BEFORE)),
                 after=tuple(w for w in works if not w.what.startswith(BEFORE)),
-                rest=sum(n for term, n in held.items() if term != "activations"),
+                rest=sum(n for t, n in held.items() if t != "activations") - cast,
             )
         )
     return run_step(schedule_of(chosen), stages, ranks, contention)
+
+
+def shared_casts(e: Estimate) -> list[float]:
+    """Bytes of each pipeline rank that footprints have for a step, but the estimate has
+    not: parameters in another precision, of which ZeRO casts the rank's share alone."""
+    schedule, footprints = schedule_of(e.candidate), [s.footprint for s in e.stages]
+    return [
+        peak_bytes(schedule, rank, footprints) - held["activations"]
+        for rank, held in enumerate(e.memory)
+    ]
 
 
 def _estimated_stage(stage: StageSeconds, layers: str) -> StageWork:

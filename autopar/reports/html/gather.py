@@ -25,6 +25,7 @@ from autopar.reports.html.source_files import find_sources
 from autopar.reports.html.step_view import step_data
 from autopar.reports.inspection import report_data
 from autopar.reports.simulated import Simulated, simulated
+from autopar.reports.simulation import shared_casts
 
 
 @dataclass(frozen=True)
@@ -71,17 +72,23 @@ def plan_data(folder: Path, wanted: Wanted) -> dict[str, Any]:
 def _of_record(record: PlanRecord, wanted: Wanted, step: Simulated) -> dict[str, Any]:
     best = record.best[0]
     tokens = record.samples * record.seq if record.seq else None
+    step_bytes = _by_rank(
+        [s.footprint.step for s in best.stages],
+        best.candidate.placement,
+        best.candidate.mesh,
+    )
     return {
         "model": record.model,
         "mesh": mesh_data(best.candidate.mesh, step.cluster, []),
         "choice": choice_data(record, formulas(record) if wanted.formulas else {}),
         "memory": {
             "terms": [dict(terms) for terms in best.memory],
-            "gathered": _by_rank(
-                [s.footprint.step for s in best.stages],
-                best.candidate.placement,
-                best.candidate.mesh,
-            ),
+            "gathered": [
+                held["gathered"] + whole - cast
+                for held, whole, cast in zip(
+                    best.memory, step_bytes, shared_casts(best), strict=True
+                )
+            ],
             "limit": record.cluster.device.memory,
         },
         "tokens": tokens,
