@@ -10,7 +10,7 @@ computed as the model computes it, or be refused with a line and a fix.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from draw_options import (
@@ -146,6 +146,9 @@ class DrawnModel:
         for p in list(built.model.parameters())[:-1]:
             p.requires_grad_(chance.random() >= self.frozen)
         return built
+
+    def with_batch(self, samples: int) -> DrawnModel:
+        return replace(self, design=replace(self.design, batch=samples))
 
 
 def draw(seed: int) -> Draw:

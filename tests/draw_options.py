@@ -136,6 +136,8 @@ class Drawn(Protocol):
 
     def build(self, dtype: torch.dtype) -> Case: ...
 
+    def with_batch(self, samples: int) -> Drawn: ...
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -182,6 +184,7 @@ def traced_case(
 OF_THE_MODEL = (CaptureError, LossNotSeparable, ShardingConflict)
 MOST_CHANGES = 3
 CHANGE = re.compile(r"""\b(\w+)=(True|False|\d+|'[^']*'|"[^"]*")|leave (\w+) out""")
+BATCH = re.compile(r"use a batch that (\d+) divides")
 
 
 def prove_all(draws: Iterable[Draw]) -> int:
@@ -242,8 +245,8 @@ def refusal(failed: DrawFailed) -> AutoparError:
 
 
 def mended(one: Draw, fix: str) -> Draw | None:
-    """Returns a draw with the first change of the plan that a fix names; None if it
-    names none, as where the model is to change."""
+    """Returns a draw with the first change of the plan that a fix names, or with the
+    batch; None if it names none, as where the model is to change."""
     for name, value, left_out in CHANGE.findall(fix):
         options = dict(one.options)
         if options.pop(left_out, None) is not None:
@@ -254,6 +257,8 @@ def mended(one: Draw, fix: str) -> Draw | None:
         if name in AXES:
             axes = {**dict(Mesh.parse(one.mesh).axes), name: value}
             return replace(one, mesh=",".join(f"{a}={n}" for a, n in axes.items()))
+    if (samples := BATCH.search(fix)) is not None:
+        return replace(one, model=one.model.with_batch(int(samples[1])))
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -104,6 +104,9 @@ class Model:
         for p in list(case.model.parameters())[:-1]:
             p.requires_grad_(chance.random() >= self.frozen)
         return case.double() if dtype is torch.float64 else case
+
+    def with_batch(self, samples: int) -> Model:
+        return replace(self, sizes=(*dict(self.sizes, batch=samples).items(),))
 
 
 BUILDERS: dict[str, Callable[..., Case]] = {
