@@ -23,6 +23,7 @@ from autopar.passes.errors import AutoparError
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import Plan
 from autopar.passes.program import Program
+from autopar.passes.shard.insert_collectives import Lowered
 from autopar.passes.watch import Made, Watch, check
 from autopar.proof.prove_program import prove_program
 
@@ -33,13 +34,14 @@ def compile_offline(
     batch: Mapping[str, Any],
     plan: Plan,
     loss_fn: Callable[..., Any] | None = None,
-    costs: Costs | None = None,
+    costs: Costs | Callable[[Lowered], Costs] | None = None,
     prove: bool = False,
 ) -> Program:
     """Compile `model(**batch)` for a plan, in this process alone.
 
     batch: the full, global batch, as example of names, shapes and types. costs: seconds
-    of ops; None: measured on this machine, once. prove: that the program computes what
+    of ops; None: measured on this machine, once; of other devices `cluster_costs`.
+    prove: that the program computes what
     the model does, see `autopar.proof.prove_program`.
     Raises: AutoparError.
     """

@@ -5,10 +5,12 @@ import torch
 from graphs import nodes_of
 
 import autopar
-from autopar.measure.stage_costs import measure
+from autopar.machine.hardware import cluster_of
+from autopar.measure.stage_costs import cluster_costs, measure
 from autopar.passes.graph import Graph, Node
 from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan
+from autopar.planner.planner import find_plans, sketch
 from examples.gpt import GPT, Config
 
 CONFIG = Config(layers=2, width=32, heads=4, context=16, vocab=64)
@@ -126,3 +128,20 @@ def test_measuring_refuses_no_op(name: str) -> None:
     found = measure(node)
     assert (found is None) == (name in ESTIMATED)
     assert measure(node, ()) is not None or name in ESTIMATED
+
+
+def test_other_devices_are_priced_as_the_planner_does(measured) -> None:
+    """A stage takes what its ops take, each by itself."""
+    cluster = cluster_of("1xA100-80GB")
+    ids = torch.zeros(4, 1024, dtype=torch.int64)
+    with torch.device("meta"):
+        model = GPT(Config(layers=2, width=2048, heads=16, context=1024, vocab=4096))
+    batch = {"ids": ids, "labels": ids.clone()}
+    one = Plan(Mesh.parse("tp=1"))
+    program = autopar.compile_offline(model, batch, one, costs=cluster_costs(cluster))
+    of, decided = sketch(model, batch), {"recompute": ("none",), "microbatches": 1}
+    (best, *_) = find_plans(of, cluster, 4, **decided).best
+    (stage,) = best.stages
+    planned = stage.forward + stage.backward + stage.weight
+    assert program.stages[0].seconds.total == pytest.approx(planned, rel=0.1)
+    assert not measured

@@ -27,10 +27,12 @@ from autopar.commands.plan import SEQ
 from autopar.compiler import compile_offline
 from autopar.machine.cluster_file import read_cluster
 from autopar.machine.measured_cluster import named_cluster
+from autopar.measure.stage_costs import cluster_costs
 from autopar.models.load import LoadedModel, ModelError, example_batch, load_model
 from autopar.options import OPTIONS, make_plan
 from autopar.passes.mesh import AXES, Mesh
 from autopar.passes.plan import Plan, PlanError
+from autopar.passes.price.cluster import Cluster
 from autopar.planner.planned import batch_for, read_decided
 from autopar.planner.planner import label_plan, sketch
 from autopar.plans.plan_record import PlanRecord
@@ -52,6 +54,13 @@ def add(commands: Any) -> None:
         "--plan",
         type=path,
         help="a plan.json, or its directory, in place of --mesh and options",
+    )
+    add.add_argument(
+        "--devices",
+        type=text,
+        metavar="NxNAME|FILE",
+        help="by whose prices stages are cut, as 64xH100 or a cluster file (default: "
+        "those that the plan was made for, or this machine as it is measured)",
     )
     add.add_argument(
         "--labels",
@@ -104,9 +113,13 @@ def compile_command(arguments: argparse.Namespace) -> int:
         batch = _compile_batch(loaded, arguments, plan.mesh)
     if arguments.plan is None and arguments.microbatches is None:
         plan = replace(plan, microbatches=_microbatches(batch, plan.mesh))
-    plan = _labelled(plan, loaded, batch, arguments.labels)
+    if arguments.labels:
+        of = sketch(loaded.model, batch)
+        plan = label_plan(of, plan, _cluster(arguments.labels)).plan
     prove = not arguments.unproved
-    program = compile_offline(loaded.model, batch, plan, prove=prove)
+    others = _other_devices(arguments.devices, record)
+    costs = cluster_costs(others) if others else None
+    program = compile_offline(loaded.model, batch, plan, costs=costs, prove=prove)
     where = save_plan(
         program, arguments.output, arguments.model, arguments.seed, record
     )
@@ -114,6 +127,8 @@ def compile_command(arguments: argparse.Namespace) -> int:
         print(json.dumps(report_data(program), indent=1))
         return 0
     print(stage_table(program), schedule_text(program), sep="\n\n", end="\n\n")
+    if others:
+        print(f"seconds are those of {others}, as the planner prices them")
     for note in program.notes:
         print(f"note: {note}")
     print(program.proof or "not proved")
@@ -143,17 +158,16 @@ def _plan(arguments: argparse.Namespace) -> tuple[Plan, PlanRecord | None]:
     return make_plan(arguments.mesh, **values), None
 
 
-def _labelled(
-    plan: Plan, loaded: LoadedModel, batch: Mapping[str, Any], devices: str | None
-) -> Plan:
-    """The plan with labels, for these devices, if any are given."""
-    if not devices:
-        return plan
+def _cluster(devices: str) -> Cluster:
     if Path(devices).suffix in (".toml", ".json"):
-        cluster = read_cluster(Path(devices))
-    else:
-        cluster = named_cluster(devices)
-    return label_plan(sketch(loaded.model, batch), plan, cluster).plan
+        return read_cluster(Path(devices))
+    return named_cluster(devices)
+
+
+def _other_devices(devices: str | None, record: PlanRecord | None) -> Cluster | None:
+    """By whose prices stages are cut; None: this machine's, which is measured."""
+    cluster = _cluster(devices) if devices else record.cluster if record else None
+    return None if cluster is None or cluster.device.name == "CPU" else cluster
 
 
 def _microbatches(batch: Mapping, mesh: Mesh) -> int:

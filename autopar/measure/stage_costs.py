@@ -1,17 +1,17 @@
 """stage_costs: seconds of each distinct op by itself, by which stages are cut.
 
 An op, forward and both halves of its backward (the gradients of activations, and of
-weights), is emitted and timed as a stage of its own, see
-`autopar.measure.ops`, on one thread, as torchrun starts its ranks. Results are
-kept in this machine's profile. What is too large to run here is estimated from the best
-of what was measured.
+weights), is emitted and timed as a stage of its own, see `autopar.measure.ops`, on one
+thread, as torchrun starts its ranks. Results are kept in this machine's profile. What
+is too large to run here is estimated from the best of what was measured. Of devices
+that are not here they are the planner's prices, see `cluster_costs`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
@@ -23,6 +23,8 @@ from autopar.passes.dims.probe import REFUSALS
 from autopar.passes.errors import CaptureError
 from autopar.passes.graph import Node
 from autopar.passes.ops.op import is_view
+from autopar.passes.price.cluster import Cluster, Device
+from autopar.passes.price.price import BACKWARD, FORWARD, WEIGHT, price
 from autopar.passes.shard.insert_collectives import Lowered
 from autopar.passes.stage.differentiate import differentiate
 from autopar.passes.stage.localize import Localizer
@@ -39,23 +41,10 @@ LOG = logging.getLogger(__name__)
 def stage_costs(lowered: Lowered) -> Costs:
     """Costs of the graph's nodes, at the shapes of the first rank; if nothing is
     decided by them, by the rates of the largest ones."""
-    plan = lowered.plan
-    sizes = {axis: plan.size(axis) for axis in plan.axes}
-    local = Localizer(
-        lowered.dims, lowered.shardings, sizes, dict.fromkeys(plan.axes, 0)
-    )
     flows = find_differentiable(lowered.graph, lowered.traced.trainable)
-    nodes: dict[str, Node] = {}
-    for node in lowered.graph.nodes:
-        mine = local.node(node)
-        if not _is_measurable(mine):
-            continue
-        # Of those that are alike, one that has a backward.
-        if any(v.name in flows for v in mine.results):
-            nodes[signature(mine)] = mine
-        nodes.setdefault(signature(mine), mine)
+    nodes = {key: n for key, n in _distinct(lowered, flows).items() if _is_small(n)}
     held = read_profile().halves
-    wanted = nodes if plan.needs_costs else _telling(nodes)
+    wanted = nodes if lowered.plan.needs_costs else _telling(nodes)
     with _one_thread():
         new = {
             key: seconds
@@ -71,10 +60,62 @@ def stage_costs(lowered: Lowered) -> Costs:
     return Costs(known, *_rates(nodes, known))
 
 
-def _is_measurable(node: Node) -> bool:
-    if is_view(node) or not node.results or not node.operands:
-        return False
-    return not (node.op.startswith("comm.") or traffic(node) > LARGEST)
+def cluster_costs(cluster: Cluster) -> Callable[[Lowered], Costs]:
+    """Costs as the planner prices them, for devices that need not be here."""
+
+    def costs(lowered: Lowered) -> Costs:
+        device = cluster.device.multiplying(lowered.plan.tf32)
+        flows = find_differentiable(lowered.graph, lowered.traced.trainable)
+        priced = {
+            key: seconds
+            for key, node in _distinct(lowered, flows).items()
+            if (seconds := _priced(node, flows, device)) is not None
+        }
+        links = [level.bytes_per_second * level.efficiency for level in cluster.levels]
+        return Costs(
+            priced,
+            device.peak("float32") * device.efficiency,
+            device.bytes_per_second * device.bandwidth_efficiency,
+            *links[:1],
+        )
+
+    return costs
+
+
+def _priced(node: Node, flows: Collection[str], device: Device) -> Seconds | None:
+    """By the account of a stage of its own; None for an op without a derivative."""
+    try:
+        account = price(differentiate(one_op(node, flows), {}, {}, halves=True), device)
+    except (*REFUSALS, CaptureError) as error:
+        LOG.debug("%s is not priced by itself: %s", node.op, error)
+        return None
+    return Seconds(*(account["seconds", part] for part in (FORWARD, BACKWARD, WEIGHT)))
+
+
+def _distinct(lowered: Lowered, flows: Collection[str]) -> dict[str, Node]:
+    """The graph's nodes that compute, as the first rank has them, by signature."""
+    plan = lowered.plan
+    sizes = {axis: plan.size(axis) for axis in plan.axes}
+    local = Localizer(
+        lowered.dims, lowered.shardings, sizes, dict.fromkeys(plan.axes, 0)
+    )
+    nodes: dict[str, Node] = {}
+    for node in lowered.graph.nodes:
+        mine = local.node(node)
+        if is_view(mine) or not mine.results or not mine.operands:
+            continue
+        if mine.op.startswith("comm."):
+            continue
+        # Of those that are alike, one that has a backward.
+        if any(v.name in flows for v in mine.results):
+            nodes[signature(mine)] = mine
+        nodes.setdefault(signature(mine), mine)
+    return nodes
+
+
+def _is_small(node: Node) -> bool:
+    """Enough so to be measured."""
+    return traffic(node) <= LARGEST
 
 
 def _telling(nodes: dict[str, Node]) -> dict[str, Node]:
