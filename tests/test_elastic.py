@@ -125,3 +125,16 @@ def test_what_no_longer_fits_ends_on_every_node(tmp_path: Path) -> None:
         until("the end", lambda: not made.processes(), 60)
         assert "autopar: no plan fits into 1xCPU" in made.said(0)[1]
         assert "fix  use 2 devices" in made.said(0)[1]
+
+
+@pytest.mark.nightly
+def test_a_rank_that_nothing_is_for_waits(tmp_path: Path) -> None:
+    """5 ranks do not divide 8 samples: 4 train, and all end well."""
+    training = Training(tmp_path)
+    with nodes(tmp_path, "1", 5) as made:
+        again = [*made.torchrun, "--max-restarts", "3", "-m", "autopar"]
+        command = [*training.endless()[:-4], "--steps", "4"]
+        with made.start(*command, "--log-file", str(training.log), by=again) as first:
+            assert made.agents[first].wait(120) == 0
+    assert "spare   1 ranks wait" in made.said(0)[1]
+    training.check()

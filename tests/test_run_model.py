@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from processes import ENVIRONMENT, torchrun
 
 from autopar.cli import main
+from autopar.passes.mesh import MeshError
 from autopar.passes.plan import Plan
+from autopar.training.run import check_world
 
 MODEL = """
 from examples.gpt import Config, build
@@ -107,3 +110,30 @@ def test_the_first_rank_of_torchrun_plans(spec: str, tmp_path: Path) -> None:
     assert process.returncode == 0, err
     assert told(err)[1].name.startswith("model-tiny-2xCPU")
     assert re.search(r"step 3/3  loss \d", out)
+
+
+def test_ranks_that_cannot_share_the_work_are_spare(
+    spec: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nodes come and go; else it is an error. 5 do not divide 4 samples."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "5", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    made: list[Path] = []
+
+    def run(prepare: Callable[[], Path], options: object) -> int:
+        made.append(prepare())
+        return 0
+
+    monkeypatch.setattr("autopar.commands.run.run", run)
+    assert main(["run", spec]) == 2
+    assert "no mesh of 5 devices" in capsys.readouterr().err and not made
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert main(["run", spec]) == 0
+    said = capsys.readouterr().err
+    assert "spare   1 ranks wait: no mesh of 5 devices" in said
+    assert check_world(made[0], 5, spare=True) == 4
+    for world, spare in ((5, False), (3, True)):
+        with pytest.raises(MeshError, match=f"for 4 ranks, but {world} processes run"):
+            check_world(made[0], world, spare)

@@ -26,12 +26,13 @@ from autopar.passes.plan import PlanError
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.search.candidates import ALIKE
 from autopar.planner.best_plan import best_plan, capture_few_layers
+from autopar.planner.infeasible import NothingToChoose
 from autopar.planner.plan_folder import plan_folder
 from autopar.planner.planned import compiled, save_record
 from autopar.planner.request import read_shape
 from autopar.plans.plan_record import ESTIMATE, read_record
 from autopar.reports.progress import Bar
-from autopar.runtime.launch.nodes import check_launch
+from autopar.runtime.launch.nodes import check_launch, starts_again
 from autopar.units import size
 
 PLANS = Path("plans")
@@ -97,12 +98,33 @@ class ModelToRun:
     def prepare(self) -> Path:
         """Returns the folder of the compiled plan, which is made unless it is there.
 
+        Where ranks come and go, and so many cannot share the work, it is for fewer.
         Prints two lines on it to stderr. Raises: AutoparError.
         """
-        began = time.perf_counter()
         given = self.arguments
-        request = read_request(given, _devices(given))
+        cluster = most = _devices(given)
+        why: NothingToChoose | None = None
         loaded = load_model(given.plan, seed=self.seed, device="meta")
+        decided = given.devices or given.cluster or given.mesh
+        least = 1 if starts_again() and not decided else most.devices
+        for devices in range(most.devices, least - 1, -1):
+            if devices < most.devices:
+                cluster = _devices(given, devices)
+            try:
+                folder = self._prepare(loaded, cluster)
+            except NothingToChoose as error:
+                why = why or error
+                continue
+            if why:
+                spare = most.devices - devices
+                print(f"spare   {spare} ranks wait: {why.what}", file=sys.stderr)
+            return folder
+        assert why is not None, "some number of devices was tried"
+        raise why
+
+    def _prepare(self, loaded: LoadedModel, cluster: Cluster) -> Path:
+        began, given = time.perf_counter(), self.arguments
+        request = read_request(given, cluster)
         samples, seq = _samples(loaded, given, request.cluster), given.seq or SEQ
         of = capture_few_layers(loaded, request, seq)
         plans = given.plans or PLANS
@@ -128,13 +150,14 @@ class ModelToRun:
         return folder
 
 
-def _devices(given: argparse.Namespace) -> Cluster:
-    """Those that are named; else those that run, with as much memory as is said."""
+def _devices(given: argparse.Namespace, devices: int | None = None) -> Cluster:
+    """Those that are named; else so many, or those that run, with as much memory as is
+    said."""
     if given.devices or given.cluster or given.profile:
         named = read_devices(given)
         assert named is not None, "without devices a profile is refused"
         return named
-    cluster = _cluster(given)
+    cluster = _cluster(given) if devices is None else named_cluster(str(devices))
     return with_memory(cluster, given.memory) if given.memory else cluster
 
 
@@ -162,7 +185,7 @@ def _samples(loaded: LoadedModel, given: Any, cluster: Cluster) -> int:
         return samples
     if loaded.batch is not None:
         return samples_of(loaded.batch)
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+    if starts_again():
         raise ModelError(
             "no --global-batch is given, and the number of devices may change",
             fix=f"add --global-batch {max(SAMPLES, 2 * cluster.devices)}, which stays",

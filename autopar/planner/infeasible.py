@@ -24,6 +24,10 @@ class Infeasible(PlanError):
     """No plan needs as little memory as a device has."""
 
 
+class NothingToChoose(PlanError):
+    """So many devices cannot share such a model, or such a batch."""
+
+
 def infeasible(
     found: Found,
     prices: Prices,
@@ -112,7 +116,7 @@ def gigabytes(amount: float, up: bool = False) -> str:
     return f"{amount:.3g} GB"
 
 
-def nothing_to_choose(space: Space) -> PlanError:
+def nothing_to_choose(space: Space) -> NothingToChoose:
     """Say which wish leaves no candidate."""
     wished = f" with {space.mesh}" if space.mesh else ""
     if space.shape:
@@ -120,16 +124,16 @@ def nothing_to_choose(space: Space) -> PlanError:
     devices, batch = space.cluster.devices, space.batch
     possible = list(meshes(space))
     if not possible:
-        return PlanError(
+        return NothingToChoose(
             f"no mesh of {devices} devices{wished} has a meaning for this model",
             fix="let the sizes of axes divide the devices, and be no more than layers",
         )
     if all(batch % (m.axis_size("dp") * m.axis_size("ep")) for m in possible):
-        return PlanError(
+        return NothingToChoose(
             f"no mesh of {devices} devices divides a batch of {batch} samples{wished}",
             fix="choose a batch that has more divisors, or other axes",
         )
-    return PlanError(
+    return NothingToChoose(
         f"no plan for {devices} devices{wished} and {batch} samples is as the options "
         "decide",
         fix="leave out some of microbatches, schedule, stages_per_rank and zero",

@@ -25,7 +25,8 @@ from autopar.runtime.agreement.fail_together import on_first
 from autopar.runtime.launch.first_then_all import first_then_all
 from autopar.runtime.launch.join import choose_backend
 from autopar.runtime.launch.meet import meet, open_store
-from autopar.runtime.launch.nodes import check_launch, torchrun_for
+from autopar.runtime.launch.nodes import check_launch, starts_again, torchrun_for
+from autopar.runtime.launch.spare import await_end, end_spares
 from autopar.runtime.launch.watchdog import Watchdog, guarded
 from autopar.step import Step
 from autopar.training.evaluation import Evaluation
@@ -69,14 +70,18 @@ def run(plan: str | Path | Callable[[], Path], options: RunOptions) -> int:
         return guarded(watchdog, lambda: _as_rank(store, rank, world, plan, options))
 
 
-def check_world(directory: Path, world: int) -> None:
-    """Raises MeshError unless the plan is for so many processes."""
+def check_world(directory: Path, world: int, spare: bool = False) -> int:
+    """Returns the ranks of a plan. Raises MeshError unless so many processes run.
+
+    spare: there may be more, as where nodes come and go.
+    """
     mesh = mesh_of(directory)
-    if world != mesh.size:
+    if world < mesh.size or (world > mesh.size and not spare):
         raise MeshError(
             f"plan '{directory}' is for {mesh.size} ranks, but {world} processes run",
             fix=f"{torchrun_for(mesh.size)} -m autopar run {directory}",
         )
+    return mesh.size
 
 
 def _as_rank(
@@ -87,16 +92,19 @@ def _as_rank(
     options: RunOptions,
 ) -> None:
     directory = Path(made_once(plan, store, rank) if callable(plan) else plan)
-    check_world(directory, world)
+    ranks = check_world(directory, world, callable(plan) and starts_again())
     stored = compiled_once(directory, store, rank, world, not options.unproved)
     first_then_all(store, rank, world, lambda: prepare_data(options))
+    if rank >= ranks:
+        return await_end(store)
     wait = timedelta(seconds=options.timeout)
     dist.init_process_group(
-        choose_backend(), store=store, rank=rank, world_size=world, timeout=wait
+        choose_backend(), store=store, rank=rank, world_size=ranks, timeout=wait
     )
     train(stored, options)
     dist.barrier()
     dist.destroy_process_group()
+    end_spares(store, rank, world - ranks)
 
 
 def train(stored: StoredPlan, options: RunOptions) -> None:

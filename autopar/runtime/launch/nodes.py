@@ -59,6 +59,11 @@ def this_node() -> Node:
     )
 
 
+def starts_again() -> bool:
+    """Whether torchrun starts ranks again that fail, or when nodes come and go."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
 def torchrun_for(ranks: int, most: int | None = None) -> str:
     """The command that starts so many ranks, on nodes that run `most` each: if it is
     not given, as many as this one where there are several, else all of them."""

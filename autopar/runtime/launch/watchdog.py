@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from autopar.passes.errors import AutoparError
 from autopar.runtime.launch.meet import first_line, of_agent
-from autopar.runtime.launch.nodes import Node, this_node
+from autopar.runtime.launch.nodes import Node, starts_again, this_node
 
 BEAT = 0.5  # seconds between signs of life
 FAILURE = "autopar/failure"
@@ -89,9 +89,8 @@ class Watchdog:
     def end_launcher(self) -> None:
         """End this node's torchrun, which would start ranks again that gave up."""
         with suppress(RuntimeError):
-            if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
-                return
-            if self.store.check([FINAL]) and os.getppid() == self._parent:
+            alive = os.getppid() == self._parent
+            if starts_again() and alive and self.store.check([FINAL]):
                 os.kill(self._parent, signal.SIGTERM)
 
     def agree(self, what: str) -> str:
