@@ -178,7 +178,7 @@ def _rows(function: ast.FunctionDef) -> Iterator[tuple[int, list[str]]]:
         if not isinstance(loop, ast.For):
             continue
         names: list[str] = []
-        for node in loop.body:
+        for node in (inner for top in loop.body for inner in ast.walk(top)):
             if isinstance(node, ast.AugAssign) or (
                 isinstance(node, ast.Assign)
                 and isinstance(node.targets[0], ast.Subscript)

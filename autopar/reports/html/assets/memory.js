@@ -144,7 +144,7 @@ function renderMemory(root, plan) {
     const largest = found && found.rows[0];
     title.textContent = `Pipeline rank ${rank} over the step`;
     main.replaceChildren();
-    chart(main, 320, `memory of pipeline rank ${rank} over the step`, (svg, width) => drawMemory(svg, width, plan, rank, 320, (p) => `peak ${bytes(p.sum)}${!actionNear(plan, rank, (p.from + p.to) / 2) ? ", where parameters come or gradients leave" : largest ? `; largest: ${largest.name}${largest.module ? ` of ${largest.module.split(".").slice(-2).join(".")}` : ""}, ${bytes(largest.total)}` : ""}`));
+    chart(main, 320, `memory of pipeline rank ${rank} over the step`, (svg, width) => drawMemory(svg, width, plan, rank, 320, (p) => `peak ${bytes(p.sum)}${!actionNear(plan, rank, (p.from + p.to) / 2) ? ", where parameters come or gradients leave" : largest ? `; largest: ${largest.name === "?" ? "kept of layers" : largest.name}${largest.module ? ` of ${largest.module.split(".").slice(-2).join(".")}` : ""}, ${bytes(largest.total)}` : ""}`));
     tensors.replaceChildren(h("h2", {}, "At the peak"), peakTable(plan, rank, peak, found));
   };
   const pick = (r) => { if (r === rank) return; rank = r; show(); for (const [i, g] of bars.querySelectorAll("g.bar-rank").entries()) { g.setAttribute("tabindex", i === r ? 0 : -1); for (const rect of g.querySelectorAll("rect")) rect.style.opacity = i === r ? 1 : 0.55; } };
@@ -158,6 +158,6 @@ function peakTable(plan, rank, peak, found) {
     TERMS.filter(([n]) => peak[n]).map(([n, title], i) => [i ? ", " : "", `${title} `, num(peak[n], bytes, `memory.${rank}.${n}`)]));
   if (!found) return h("div", {}, head, h("p", { class: "soft" }, "Which tensors these are is known when the plan is compiled."));
   return h("div", {}, head, table([["tensor"], ["named dims"], ["from"], ["module"], ["why it is there"], ["bytes", true]], found.rows.slice(0, 20).map((r) => [
-    h("code", {}, r.name), h("code", {}, r.dims || ""), r.source ? `${r.source[0]}:${r.source[1]}` : "", r.module, r.why, bytes(r.total)]), "tensors at the peak"));
+    h("code", {}, r.name === "?" ? "" : r.name), h("code", {}, r.dims || ""), r.source ? `${r.source[0]}:${r.source[1]}` : "", r.module, r.why, bytes(r.total)]), "tensors at the peak"));
 }
 views.push({ id: "memory", title: "Memory", render: renderMemory, only: () => DATA.plans[state.plan].memory });

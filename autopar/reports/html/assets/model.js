@@ -34,7 +34,7 @@ function cellButton(cell, open, details) {
   return button;
 }
 function rowLabel(plan, stages, row) {
-  if (!row.layer) return Object.keys(row.modules).join(", ") || "other";
+  if (!row.layer) return Object.keys(row.modules).join(", ") || (row.cells.every((c) => c.kind) ? "ahead" : "other");
   const names = (row.layers || [row.layer]).map((l) => plan.view.stages[stages[0]].numbers[l]).filter(Boolean);
   if (!names.length) return row.layer;
   const stem = names[0].replace(/\.?\d+$/, "").split(".").pop();
@@ -86,7 +86,7 @@ function stageFacts(plan, index) {
   const s = plan.inspect.stages[index];
   return [["parameters", num(s.parameters, count, `stage.${index}.parameters`)], ["their bytes", num(s.parameter_bytes, bytes, `stage.${index}.parameter_bytes`)],
     ["activations", num(s.activation_bytes, bytes, `stage.${index}.activation_bytes`)], ["FLOPs forward", num(s.forward_flops, count, `stage.${index}.forward_flops`)],
-    ["a microbatch", num(s.seconds, seconds, `stage.${index}.seconds`)]];
+    ["a microbatch, measured at compiling", num(s.seconds, seconds, `stage.${index}.seconds`)]];
 }
 function renderModel(root, plan) {
   if (!plan.view) { root.append(empty("The model's ops are known when the plan is compiled.", compileCommand(plan))); return; }
@@ -107,7 +107,7 @@ function renderModel(root, plan) {
       const module = plan.view.modules[group.view];
       const first = group.stages[0];
       const rows = module.rows[phase].map((row) => {
-        const alike = `${row.layer.replace(/\d+/g, "")}:${row.cells.map((c) => c.op).join()}`;
+        const alike = row.cells.map((c) => `${c.op}${c.over || ""}${c.axes}`).join();
         const open = !seen.has(alike) && phase !== "once a step";
         if (row.layer) seen.add(alike);
         return modelRow(plan, group, row, open, details);
@@ -127,7 +127,7 @@ function renderModel(root, plan) {
   const own = plan.mesh.axes.filter(([, n]) => n > 1).map(([a]) => a).filter((a) => a !== "pp");
   /** Shows an op that computes before any was pointed at. */
   const first = () => {
-    const button = [...body.querySelectorAll(".row[data-layer]:not([data-layer='']) .cell, .cell")].find((b) => /linear|matmul|mm/.test(b.textContent)) || body.querySelector(".cell");
+    const button = [...body.querySelectorAll(".row[data-layer]:not([data-layer='']) .cell, .cell")].find((b) => /linear|affine|matmul|mm/.test(b.textContent)) || body.querySelector(".cell");
     if (button) button.dispatchEvent(new MouseEvent("mouseenter"));
   };
   root.append(h("div", { class: "bar" }, h("div", { class: "group" }, buttons), h("div", { class: "group" }, fold(true), fold(false)),
