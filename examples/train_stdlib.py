@@ -114,7 +114,7 @@ def plain_losses(name: str, options: RunOptions) -> list[float]:
     loaded = load_model(spec_of(name), seed=options.seed, device="cpu")
     model = loaded.model
     optimizer = make_optimizer(((p, p.dim()) for p in model.parameters()), options)
-    data, _ = open_run_data(options).split(options.held_out)
+    data, _ = open_run_data(options, tokenizer=None).split(options.held_out)
     losses = []
     for i in range(options.steps):
         ids, labels = data.batch(i, BATCH, SEQ)
