@@ -97,6 +97,10 @@ def test_another_run_is_refused(
     assert "add --resume" in capsys.readouterr().err
     assert main([*saving, "--resume", "--lr", "0.5"]) == 2
     assert "had --lr 0.0003, but this has 0.5" in capsys.readouterr().err
+    model = f"{tmp_path / 'model.py'}:tiny"
+    other = ["run", model, "--global-batch", "2", "--plans", str(tmp_path / "plans")]
+    assert main([*other, *saving[2:], "--resume"]) == 2
+    assert "had --global-batch 4, but this has 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

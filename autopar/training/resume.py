@@ -71,7 +71,7 @@ def save(
 ) -> None:
     """Write a checkpoint after so many steps. about: more that it is to tell of."""
     assert options.save is not None, "a save is due only if there is a place for it"
-    extra = {"done": done, "options": trained_by(options), **about}
+    extra = {"done": done, "options": trained_by(options, step), **about}
     step.save(
         options.save,
         optimizer,
@@ -102,30 +102,40 @@ def resume(
             f"there is a checkpoint already: '{found}'",
             fix="add --resume to go on from it, or give another --save directory",
         )
+    wanted = trained_by(options, step)
     extra = load(
-        found, step, optimizer, lambda extra: check_before(found, options, data, extra)
+        found,
+        step,
+        optimizer,
+        lambda extra: check_before(found, wanted, data, options.other_data, extra),
     )
     return int(extra["done"])
 
 
-def trained_by(options: RunOptions) -> dict[str, Any]:
-    """Returns their values by name; steps too, where the learning rate follows."""
+def trained_by(options: RunOptions, step: Step) -> dict[str, Any]:
+    """Returns what training follows from by name: values of options, and the samples of
+    a step; steps too, where the learning rate follows."""
     names = SAME if options.lr_schedule == "constant" else (*SAME, "steps")
     values = {name: getattr(options, name) for name in names}
-    return {**values, "eval_fraction": options.held_out}
+    samples = step.program.batch_extent
+    return {**values, "eval_fraction": options.held_out, "global_batch": samples}
 
 
 def check_before(
-    found: Path, options: RunOptions, data: Mapping[str, str], extra: Any
+    found: Path,
+    wanted: Mapping[str, Any],
+    data: Mapping[str, str],
+    other_data: bool,
+    extra: Any,
 ) -> None:
     """Raises CheckpointError for the first option that is not as before, and for other
-    data, which may lie elsewhere."""
+    data, which may lie elsewhere. wanted: see `trained_by`."""
     if not isinstance(extra, dict) or not {"options", "done", "data"} <= set(extra):
         raise CheckpointError(
             f"checkpoint '{found}' is not one of `autopar run`, or of an earlier one",
             fix="give the --save directory of an earlier run",
         )
-    for name, now in trained_by(options).items():
+    for name, now in wanted.items():
         flag = f"--{name.replace('_', '-')}"
         if name not in extra["options"]:
             raise CheckpointError(
@@ -138,7 +148,7 @@ def check_before(
                 f"the run in '{found}' had {flag} {before}, but this has {now}",
                 fix=f"go on with {flag} {before}, or start anew with another --save",
             )
-    if not options.other_data and extra["data"]["digest"] != data["digest"]:
+    if not other_data and extra["data"]["digest"] != data["digest"]:
         raise CheckpointError(
             f"the run in '{found}' was trained on {extra['data']['name']}, and the "
             f"tokens of {data['name']} are others",
