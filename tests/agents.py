@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -100,9 +100,8 @@ def nodes(folder: Path, count: str, ranks: int) -> Iterator[Nodes]:
         made.end()
 
 
-def until(what: str, happens: object, seconds: float) -> float:
-    """Wait until a function gives something true; returns the seconds that it took."""
-    assert callable(happens)
+def until(what: str, happens: Callable[[], bool], seconds: float) -> float:
+    """Wait until something happens; returns the seconds that it took."""
     began = time.monotonic()
     while not happens():
         assert time.monotonic() - began < seconds, f"{what} not in {seconds} s"
