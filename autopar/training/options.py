@@ -68,7 +68,7 @@ class RunOptions:
         0.0,
         "decay of an average of the weights, as 0.999, which is evaluated too; 0: none",
     )
-    seed: int = option(0, "of the data")
+    seed: int = option(0, "of the data; of a MODEL's weights and dropout, too")
     eval_every: int = option(0, "steps between evaluations; 0: none")
     eval_batches: int = option(8, "of an evaluation; 0: all that is held out")
     eval_fraction: float | None = option(
