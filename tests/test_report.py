@@ -260,6 +260,18 @@ def test_elements_do_not_grow_with_ranks(tmp_path: Path) -> None:
 def test_two_plans_are_compared(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "both.html"
     told(["report", str(folder), str(folder), "-o", str(target)])
+    alone = tmp_path / "alone"  # where a run has logged, and nothing else is
+    alone.mkdir()
+    (alone / "run.jsonl").write_text((folder / "run.jsonl").read_text())
+    other = tmp_path / "other.html"
+    told(["report", str(folder), str(alone), "-o", str(other)])
+    tabs = visit(
+        other,
+        "const pick = document.querySelector('select[aria-label=Plan]');"
+        "pick.value = 1; pick.dispatchEvent(new Event('change'));"
+        "return [...document.querySelectorAll('[role=tab]')].map((t) => t.textContent)",
+    )
+    assert tabs == ["Run", "Compare"]
     found = visit(
         target,
         "document.getElementById('tab-compare').click();"

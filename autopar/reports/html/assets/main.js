@@ -36,7 +36,7 @@ function toggleTheme() {
   redrawAll();
 }
 function drawTabs() {
-  const shown = views.filter((v) => !v.only || v.only());
+  const shown = shownViews();
   document.getElementById("tabs").replaceChildren(...shown.map((v, i) => h("button", {
     role: "tab", id: `tab-${v.id}`, "aria-selected": v.id === state.view ? "true" : "false", tabindex: v.id === state.view ? 0 : -1,
     "aria-controls": `view-${v.id}`, title: `${i + 1}`, onclick: () => show(v.id) }, v.title)));
@@ -73,11 +73,14 @@ function redrawFrame() {
   document.getElementById("view").replaceChildren();
   redraws.length = 0;
   drawHeader();
-  show(state.view);
+  show(shownView(state.view));
 }
+const shownViews = () => views.filter((v) => !v.only || v.only());
+/** The view that was asked for, if this plan has it, else its first. */
+const shownView = (id) => (shownViews().find((v) => v.id === id) || shownViews()[0]).id;
 addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select, textarea")) return;
-  const shown = views.filter((v) => !v.only || v.only());
+  const shown = shownViews();
   const at = shown.findIndex((v) => v.id === state.view);
   if (event.key === "t") toggleTheme();
   else if (/^[1-9]$/.test(event.key) && shown[event.key - 1]) show(shown[event.key - 1].id);
@@ -86,10 +89,10 @@ addEventListener("keydown", (event) => {
     show(next.id, true);
   }
 });
-addEventListener("hashchange", () => { if (views.some((v) => `#${v.id}` === location.hash)) show(location.hash.slice(1)); });
+addEventListener("hashchange", () => show(shownView(location.hash.slice(1))));
 addEventListener("beforeprint", () => {
   document.documentElement.dataset.theme = "light";
-  for (const view of views) if (!view.only || view.only()) { const s = make(view); s.classList.add("on"); fill(view, s); }
+  for (const view of shownViews()) { const s = make(view); s.classList.add("on"); fill(view, s); }
   redrawAll();
 });
 addEventListener("afterprint", () => show(state.view));
@@ -97,5 +100,5 @@ if (!document.documentElement.dataset.theme) {
   document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 }
 drawHeader();
-show(views.some((v) => `#${v.id}` === location.hash) ? location.hash.slice(1) : (views.find((v) => !v.only || v.only()) || views[0]).id);
+show(shownView(location.hash.slice(1)));
 document.documentElement.dataset.ready = "1";

@@ -10,7 +10,7 @@ function drawSeries(svg, width, title, series, shown, expected, held) {
   const values = [...all.map((p) => p[1]), ...held.map((p) => p[1]), ...(expected ? [expected] : [])], [low, high] = d3.extent(values), room = (high - low || Math.abs(high) || 1) * 0.08;
   const x = d3.scaleLinear(d3.extent(all, (p) => p[0]), [margin.left, width - margin.right]), y = d3.scaleLinear([low - room, high + room], [height - margin.bottom, margin.top]);
   svg.append("g").attr("class", "grid").attr("transform", `translate(${margin.left},0)`).call(d3.axisLeft(y).ticks(4).tickSize(-(width - margin.left - margin.right)).tickFormat(""));
-  svg.append("g").attr("class", "axis").attr("transform", `translate(${margin.left},0)`).call(d3.axisLeft(y).ticks(4).tickFormat((v) => (Math.abs(v) >= 1000 ? count(v) : Math.abs(v) < 0.01 && v ? v.toExponential(0) : three(v))));
+  svg.append("g").attr("class", "axis").attr("transform", `translate(${margin.left},0)`).call((low === high ? d3.axisLeft(y).tickValues([low]) : d3.axisLeft(y).ticks(4)).tickFormat((v) => (Math.abs(v) >= 1000 ? count(v) : Math.abs(v) < 0.01 && v ? v.toExponential(0) : three(v))));
   svg.append("g").attr("class", "axis").attr("transform", `translate(0,${height - margin.bottom})`).call(d3.axisBottom(x).ticks(Math.max(2, width / 90)).tickFormat(d3.format("d")));
   svg.append("text").attr("x", 4).attr("y", 14).attr("style", "font-weight:600").text(title);
   series.forEach((s, i) => svg.append("path").datum(s.points).attr("fill", "none").attr("style", `stroke:${LINES[i % LINES.length]};stroke-width:1.6`).attr("d", d3.line((p) => x(p[0]), (p) => y(p[1]))));
