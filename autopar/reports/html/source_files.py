@@ -18,9 +18,18 @@ def find_sources(model_spec: str, names: Iterable[str]) -> dict[str, dict[str, s
             path = folder / name
             if path.is_file() and path.stat().st_size <= LARGEST:
                 text = path.read_text(encoding="utf-8", errors="replace")
-                found[name] = {"path": str(path), "text": text}
+                found[name] = {"path": _told(path), "text": text}
                 break
     return found
+
+
+def _told(path: Path) -> str:
+    """A path as it is the same elsewhere: from a package, or from here."""
+    text = path.as_posix()
+    if "/site-packages/" in text:
+        return text.rpartition("/site-packages/")[2]
+    here = Path.cwd()
+    return path.relative_to(here).as_posix() if path.is_relative_to(here) else text
 
 
 def _folders(model_spec: str) -> Iterator[Path]:
