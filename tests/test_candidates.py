@@ -130,10 +130,10 @@ def test_what_was_measured_without_tf32_is_no_price_of_it() -> None:
     }
     device = replace(cluster_of("1xA100-80GB").device, ops=Ops(timed))
     _, *others = timed.items()
-    assert device.multiplying(True).ops == Ops(dict(others))
-    assert device.multiplying(True).peak("float32") == 8 * device.peak("float32")
-    assert device.multiplying(False) == device
-    assert cluster_of("1xV100").device.multiplying(True).flops == (
+    assert device.running(True, "auto").ops == Ops(dict(others))
+    assert device.running(True, "auto").peak("float32") == 8 * device.peak("float32")
+    assert device.running(False, "auto") == device
+    assert cluster_of("1xV100").device.running(True, "auto").flops == (
         cluster_of("1xV100").device.flops
     )
 

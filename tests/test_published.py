@@ -58,6 +58,15 @@ def test_zero_needs_what_every_published_row_says() -> None:
         assert found == pytest.approx(float(row["formula_gb"]), rel=1e-3), row
 
 
+@pytest.mark.slow
+def test_the_table_of_hardware_predicts_steps() -> None:
+    """With nothing fitted to these runs, as `autopar plan` prices."""
+    runs = megatron.megatron_runs()
+    errors = [abs(run.by_the_table() / run.seconds - 1) for run in runs]
+    assert len(errors) == 10
+    assert median(errors) < 0.04 and max(errors) < 0.08, errors
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_steps_are_predicted_from_those_of_small_models() -> None:

@@ -46,7 +46,9 @@ def _gpu(
         peaks |= {"bfloat16": half, TF32: tf32}
     flops = {dtype: peak * TERA for dtype, peak in peaks.items()}
     bandwidth = terabytes_per_second * 1e12
-    return Device(name, gigabytes * GB, bandwidth, flops, dispatch=DISPATCH)
+    memory = gigabytes * GB
+    # Functions are compiled there, see `autopar.machine.backend`.
+    return Device(name, memory, bandwidth, flops, fused=True, dispatch=DISPATCH)
 
 
 # The makers' data sheets: NVIDIA T4 (2019), V100 (2020), A10, A10G, A40, RTX A6000 and

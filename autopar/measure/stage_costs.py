@@ -64,7 +64,8 @@ def cluster_costs(cluster: Cluster) -> Callable[[Lowered], Costs]:
     """Costs as the planner prices them, for devices that need not be here."""
 
     def costs(lowered: Lowered) -> Costs:
-        device = cluster.device.multiplying(lowered.plan.tf32)
+        plan = lowered.plan
+        device = cluster.device.running(plan.tf32, plan.backend)
         flows = find_differentiable(lowered.graph, lowered.traced.trainable)
         priced = {
             key: seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from autopar.machine.measured_cluster import how_priced
+from autopar.passes.plan import AUTO
 from autopar.passes.price.cluster import TF32, Cluster
 from autopar.passes.search.search import Found
 from autopar.planner.infeasible import gigabytes
@@ -20,7 +21,7 @@ def precision_notes(of: Sketch, cluster: Cluster) -> tuple[str, ...]:
     if chosen is not None:
         return (f"precision {chosen}", *told)
     wide = any(v.dtype == torch.float32 for v in of.named.graph.params)
-    device = cluster.device.multiplying(tf32)
+    device = cluster.device.running(tf32, AUTO)
     ways = {"--precision bf16": "bfloat16", **({} if tf32 else {"--tf32": TF32})}
     faster = {
         way: f"{device.flops[dtype] / device.flops['float32']:.3g}"

@@ -81,7 +81,7 @@ def peak_flops(program: Program, device: torch.device) -> float | None:
         known = named_by_torch(found.name, found.total_memory)
     except ClusterError:
         return None
-    flops = known.multiplying(program.plan.tf32).flops
+    flops = known.running(program.plan.tf32, program.plan.backend).flops
     return flops.get(computed_in(program), flops["float32"])
 
 

@@ -90,6 +90,7 @@ def step_line(run: megatron.Run, constants: megatron.Constants) -> dict[str, obj
         "s": f"{found:.2f}",
         "published": f"{run.seconds:.2f}",
         "error": f"{found / run.seconds - 1:+.1%}",
+        "by the table": f"{run.by_the_table() / run.seconds - 1:+.1%}",
     }
 
 

@@ -66,7 +66,13 @@ class Run:
 
     def predict(self, constants: Constants) -> float:
         """Seconds of an iteration."""
-        cluster = constants.of(self.cluster)
+        return self._seconds(constants.of(self.cluster))
+
+    def by_the_table(self) -> float:
+        """The same as `autopar plan` prices it, with nothing fitted to these runs."""
+        return self._seconds(cluster_of(str(self.cluster)))
+
+    def _seconds(self, cluster: Cluster) -> float:
         accounts = [retimed(a, cluster.device) for a in self.accounts]
         return step_seconds(accounts, self.candidate, cluster)
 

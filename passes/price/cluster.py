@@ -35,7 +35,8 @@ class Device:
     (as torch names it, or `TF32`) -> peak floating point operations a second; a dtype
     that is not there runs as float32. efficiency: the share of the peak that a large
     product reaches, and bandwidth_efficiency that a large copy reaches; launch: seconds
-    that an op takes at least. fused: whether elementwise ops in a row run as one.
+    that an op takes at least. fused: whether elementwise ops in a row run as one, by
+    the backend that is taken there if none is named.
     dispatch: seconds of the host for each op; where ops take less, the device waits.
     ops: what ops were measured to take; the rest is for those that were not.
     """
@@ -67,16 +68,19 @@ class Device:
         for dtype, peak in self.flops.items():
             _positive(f"flops of {dtype} of device {self.name}", peak)
 
-    def multiplying(self, tf32: bool) -> Device:
-        """The device as a plan uses it: with float32 products in TF32, or as they are.
+    def running(self, tf32: bool, backend: str) -> Device:
+        """The device as a plan uses it: with float32 products in TF32, or as they are;
+        with compiled functions, or not.
 
         What was measured of these products was so without TF32.
         """
+        fused = {"eager": False, "inductor": True}.get(backend, self.fused)
+        device = self if fused == self.fused else replace(self, fused=fused)
         if not tf32 or TF32 not in self.flops:
-            return self
+            return device
         ops = replace(self.ops, timed=without_products(self.ops.timed, "f32"))
         flops = {**self.flops, "float32": self.flops[TF32]}
-        return replace(self, flops=flops, ops=ops)
+        return replace(device, flops=flops, ops=ops)
 
     def peak(self, dtype: str) -> float:
         return self.flops.get(dtype, self.flops["float32"])

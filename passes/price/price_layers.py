@@ -152,7 +152,7 @@ def cut_layers(named: Named, plan: Plan, starts: tuple[str, ...]) -> Cut:
 def price_cut(cut: Cut, recompute: str, device: Device, halves: bool) -> LayerPrices:
     """Prices with some of the forward made again; halves: of the backward, apart."""
     plan = replace(cut.plan, recompute=recompute)
-    device = device.multiplying(plan.tf32)
+    device = device.running(plan.tf32, plan.backend)
     whole, *row = [
         price(finish(joint, stage_policies(joint.stage, plan)), device)
         for joint in cut.joints(halves)

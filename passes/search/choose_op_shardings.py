@@ -273,7 +273,7 @@ def choose_op_shardings(
             setting = Setting(
                 propagate(named, here),
                 axis,
-                cluster.device.multiplying(plan.tf32),
+                cluster.device.running(plan.tf32, plan.backend),
                 cluster.link(plan.mesh, (axis,)),
                 saved,
                 min(plan.microbatches, ranks),
