@@ -127,7 +127,7 @@ SMALL = DrawnModel(Design(), frozen=0.0)
 def test_an_outcome_is_right_or_says_why_it_is_refused() -> None:
     assert outcome(Draw(7, SMALL, "tp=2", ())) == "right"
     refused = outcome(Draw(7, SMALL, "dp=3", ()))
-    assert refused.startswith("refused, what to do is not tried: the batch of 4 ")
+    assert refused.startswith("refused, what to do is right: the batch of 4 ")
 
 
 def test_what_a_refusal_says_to_do_is_done_and_must_be_right() -> None:
@@ -135,6 +135,9 @@ def test_what_a_refusal_says_to_do_is_done_and_must_be_right() -> None:
     assert outcome(one).startswith("refused, what to do is right: the batch of 4 ")
     assert mended(one, "use pp=2, or zero=1") == replace(one, mesh="dp=2,pp=2")
     assert mended(one, "leave microbatches out") == replace(one, options=())
+    other = replace(SMALL, design=replace(SMALL.design, batch=12))
+    assert mended(one, "use a batch that 12 divides") == replace(one, model=other)
+    assert mended(one, "write it with other operations") is None
 
 
 class NeverRight(Draw):

@@ -27,10 +27,10 @@ class Verification:
     gradient is 0 in the model itself, with which little is compared. restored: how many
     tensors of all ranks came back from a checkpoint, bitwise.
 
-    in_double: where errors were more than a tolerance explains, the same comparison
-    with all in float64. Then `away` is how far the program is from the model there, and
-    `reference_away` how far the model itself gets, rounded otherwise. untold: why that
-    could not be done.
+    in_double: where errors were more than a tolerance explains, and in mixed precision,
+    the same comparison with all in float64. rounded: `away` is how far the program is
+    from the model there, and `reference_away` how far the model itself gets, rounded
+    otherwise. untold: why that could not be done.
     """
 
     loss: float
@@ -44,6 +44,7 @@ class Verification:
     unmoved: tuple[str, ...] = ()
     restored: int = 0
     in_double: Verification | None = None
+    rounded: bool = False
     untold: str = ""
 
     def limits(self, name: str) -> tuple[float, float]:

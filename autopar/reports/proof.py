@@ -13,6 +13,9 @@ ROOM = (
     f"{APART:g} times by the error, and {AWAY:g} times by the program's distance "
     f"('without rounding')."
 )
+ROUNDED = "More than a tolerance explains. " + ROOM.format(
+    "float64, rounded otherwise,"
+)
 MIXED = "The untouched model runs under autocast. " + ROOM.format("full precision")
 
 
@@ -38,8 +41,8 @@ def verification_table(result: Verification, every: bool = False) -> Table:
         notes.append(_in_double(result.in_double))
     elif result.untold:
         notes.append(f"With all in float64 it could not be run: {result.untold}.")
-    elif mixed:
-        notes.append(MIXED)
+    if mixed:
+        notes.append(ROUNDED if result.rounded else MIXED)
     if result.unmoved:
         notes.append(
             f"Of the model itself {len(result.unmoved)} gradients are almost 0: "
@@ -60,13 +63,8 @@ def verification_table(result: Verification, every: bool = False) -> Table:
 
 def _in_double(result: Verification) -> str:
     name, error = result.worst
-    said = (
-        "More than a tolerance explains. With all in float64 the worst is "
-        f"'{name}', {error:.1e}: "
-    )
-    if not result.passed:
-        return said + "a fault."
-    return said + "the rest is rounding. " + ROOM.format("float64, rounded otherwise,")
+    meaning = "the rest is rounding" if result.passed else "a fault"
+    return f"With all in float64 the worst is '{name}', {error:.1e}: {meaning}."
 
 
 def verification_data(result: Verification) -> dict[str, Any]:
