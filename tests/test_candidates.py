@@ -18,11 +18,11 @@ from autopar.passes.ops.products import of_weight_grad
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import PlanError
 from autopar.passes.price.candidate import Candidate
-from autopar.passes.price.estimate import in_blocks
+from autopar.passes.price.estimate import Estimate, in_blocks
 from autopar.passes.price.measured import Ops, Timed
 from autopar.passes.program import Program
 from autopar.passes.search.candidates import candidates, meshes, searched
-from autopar.passes.search.search import run_on_paper
+from autopar.passes.search.search import Found, run_on_paper
 from autopar.planner.planner import (
     Sketch,
     find_plans,
@@ -32,6 +32,7 @@ from autopar.planner.planner import (
     sketch,
 )
 from autopar.planner.request import PlanRequest, plan_request, read_shape
+from autopar.reports.plans import plans_table
 from autopar.verify import verify
 
 LAYERS, SAMPLES = 4, 16
@@ -373,3 +374,16 @@ def test_nothing_is_made_again_where_all_of_it_has_room(
     assert found.best[0] == every.best[0]
     left_out = {x.candidate for x in every.best} - {x.candidate for x in found.best}
     assert all(candidate.recompute != "none" for candidate in left_out)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "zero", "says"), [(512, 3, 0), (768, 3, 1), (768, 1, 0)]
+)
+def test_a_price_that_no_published_run_bears_out_is_called_so(
+    ranks, zero, says
+) -> None:
+    shared = Candidate(Mesh((("dp", ranks),)), 1, 1, "1f1b", 1, zero, "full", (1,))
+    estimate = Estimate(shared, 1.0, ({"parameters": 1.0},), {}, 0.0, 1.0)
+    cluster = cluster_of(f"{ranks}xH100")
+    notes = plans_table(Found((estimate,), 1, None), cluster, "").notes
+    assert sum("published runs" in note for note in notes) == says

@@ -6,11 +6,16 @@ import torch
 
 from autopar.machine.measured_cluster import how_priced
 from autopar.passes.plan import AUTO
+from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import TF32, Cluster
 from autopar.passes.search.search import Found
 from autopar.planner.infeasible import gigabytes
 from autopar.planner.planner import Sketch
 from autopar.reports.tables import Table
+
+# Ranks that share parameters in published runs whose prices are right within 5 %: those
+# of arXiv:2304.11277; of more (arXiv:2104.04473, table 2) they are up to 34 % off.
+CONFIRMED = 512
 
 
 def precision_notes(of: Sketch, cluster: Cluster) -> tuple[str, ...]:
@@ -53,4 +58,15 @@ def plans_table(
         )
     best = f"the best of {found.tried} candidates"
     priced = how_priced(found.best[0], cluster)
-    return Table(title, head, tuple(rows), (best, priced, *notes))
+    beyond = _beyond_what_is_known(found.best[0].candidate)
+    return Table(title, head, tuple(rows), (best, priced, *beyond, *notes))
+
+
+def _beyond_what_is_known(best: Candidate) -> tuple[str, ...]:
+    """A warning of a price that no published run bears out."""
+    if best.shares < 3 or best.alike <= CONFIRMED:
+        return ()
+    return (
+        f"parameters are shared by {best.alike:,} ranks: published runs of ZeRO-3 bear "
+        f"out prices up to {CONFIRMED}; compare with --zero 1",
+    )
