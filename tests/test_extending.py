@@ -1,5 +1,5 @@
 """A newcomer adds an op, a schedule, a mesh axis, a recomputation policy or a
-collective in one place: each is added here as the README shows it, and proved on all
+collective in one place: each is added here as its guide shows it, and proved on all
 ranks against the untouched model, with nothing else touched.
 """
 
@@ -207,12 +207,12 @@ def test_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.count("c.running_sum(") == 2 and "all_gather" not in text
 
 
-# --- The README -------------------------------------------------------------------
+# --- The guide --------------------------------------------------------------------
 
 
-def test_the_readme_shows_each_in_at_most_fifteen_lines() -> None:
+def test_the_guide_shows_each_in_at_most_fifteen_lines() -> None:
     root = Path(__file__).parents[1]
-    _, section = (root / "README.md").read_text().split("## Contributing")
+    section = (root / "examples/guides/contributing.md").read_text()
     shown = re.findall(r"```diff\n(.*?)```", section, re.DOTALL)
     own = Path(__file__).read_text()
     assert len(shown) == 5

@@ -1,4 +1,4 @@
-"""Commands of the guides exist, and their Python runs."""
+"""Commands and links of README and the guides exist, and the Python of data.md runs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from processes import output_of, torchrun_command
 from autopar.cli import parser
 from autopar.commands.config_file import ConfigError, with_config
 
-GUIDES = sorted((Path(__file__).parents[1] / "examples" / "guides").glob("*.md"))
+ROOT = Path(__file__).parents[1]
+GUIDES = [ROOT / "README.md", *sorted((ROOT / "examples" / "guides").glob("*.md"))]
 TEXTS = {guide.stem: guide.read_text() for guide in GUIDES}
 COMMANDS = [
     (name, command)
     for name, text in TEXTS.items()
-    for command in re.findall(r"^    (autopar .*?)(?: > .*)?$", text, re.M)
+    for command in re.findall(
+        r"^    (?:torchrun .* -m )?(autopar .*?)(?: > .*)?$", text, re.M
+    )
     if "..." not in command
 ]
 
@@ -27,6 +30,25 @@ COMMANDS = [
 def test_commands_parse(guide: str, command: str) -> None:
     arguments = parser().parse_args(shlex.split(command, comments=True)[1:])
     assert callable(arguments.command)
+
+
+def anchors(text: str) -> set[str]:
+    """What GitHub makes of headings: lower case, no punctuation, spaces as hyphens."""
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", h).lower().replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=list(TEXTS))
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text())
+    for path, anchor in links:
+        target = (page.parent / path) if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target.read_text()), (path, anchor)
+
+
+def test_readme_links_every_guide() -> None:
+    assert all(f"(examples/guides/{g.name})" in TEXTS["README"] for g in GUIDES[1:])
 
 
 def test_the_file_of_options_is_one(tmp_path: Path) -> None:
