@@ -32,6 +32,8 @@ MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "late rows see all": lambda r, c: (c <= r) | (r > 70),
     "one row sees all": lambda r, c: (c <= r) | ((r > 40) & (r < 42)),
     "a column is hidden": lambda r, c: (c <= r) & ((c < 30) | (c > 30)),
+    "of rows that are the same": lambda r, c: (c <= r) & (r * 0 == c * 0),
+    "of ids by chance": lambda r, c: (c <= r) & (c * c % 91 <= r * r % 91 + 60),
     "a piece by itself": lambda r, c: (c <= r) & ((r < 60) | (c > 20)),
 }
 
@@ -45,8 +47,8 @@ class Masked(nn.Module):
         samples, seq, _ = x.shape
         qkv = self.qkv(x).view(samples, seq, 3, 2, 4).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind()
-        positions = torch.arange(seq)
-        mask = MASKS[self.name](positions[:, None], positions[None])
+        positions = torch.arange(seq).expand(samples, 1, seq)
+        mask = MASKS[self.name](positions[..., None], positions[:, :, None])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).sum()
 
 
@@ -58,10 +60,10 @@ def test_rows_tell_what_the_whole_mask_does(
     mask = MASKS[name](positions[:, None], positions[None])
     causal = torch.equal(mask, torch.ones(SEQ, SEQ).tril().bool())
     monkeypatch.setattr(rewrite, "LARGEST_CONSTANT", SEQ * SEQ - 1)
-    monkeypatch.setattr(causal_masks, "SMALL", SEQ)
-    graph = normalize(trace(Masked(name), {"x": torch.randn(1, SEQ, 8)})).graph
+    monkeypatch.setattr(causal_masks, "SMALL", 2 * SEQ)
+    graph = normalize(trace(Masked(name), {"x": torch.randn(2, SEQ, 8)})).graph
     (attention,) = [n for n in graph.nodes if n.op == "autopar.attention"]
     window = {"window": 40, "window of distances": 40, "window of one": 1}.get(name)
-    told = causal or (window is not None and "of one" not in name)
+    told = causal or window is not None
     assert (attention.args[3] is None) == attention.args[4] == told
     assert attention.kwargs == ({"window": window} if told and window else {})

@@ -15,7 +15,7 @@ from ..graph import Node, Value, resolve
 COMPARES = frozenset(
     f"aten.{name}"
     for name in (
-        *("add", "sub", "le", "lt", "ge", "gt", "to", "detach"),
+        *("add", "sub", "le", "lt", "ge", "gt", "eq", "ne", "to", "detach"),
         *("__and__", "__or__", "bitwise_and", "bitwise_or", "bitwise_not"),
         *("logical_and", "logical_or", "logical_not"),
     )
@@ -35,13 +35,15 @@ def causal_window(rewriter: Rewriter, mask: Value) -> int | None:
 
 def _window(rewriter: Rewriter, mask: Value) -> int | None:
     rows, columns = mask.shape[-2:] if len(mask.shape) > 1 else (0, 1)
-    if mask.dtype != torch.bool or rows != columns or mask.numel != rows * columns:
+    if mask.dtype != torch.bool or rows != columns:
         return None
     if (known := rewriter.constant(mask)) is not None:
-        known = known.reshape(rows, columns)
-        window = int(known[-1].sum())
-        shown = torch.ones_like(known).tril().triu(1 - window)
-        return window if window and torch.equal(known, shown) else None
+        one = _of_one_sample(known)
+        if one is None:
+            return None
+        window = int(one[-1].sum())
+        shown = torch.ones_like(one).tril().triu(1 - window)
+        return window if window and torch.equal(one, shown) else None
     numbers: set[int] = set()
     if not _is_of_positions(rewriter, mask, numbers):
         return None
@@ -68,28 +70,42 @@ def _telling(numbers: set[int], rows: int) -> list[int]:
 
 
 def _is_of_positions(rewriter: Rewriter, x: Value, numbers: set[int]) -> bool:
-    """Whether x is made of constants by comparing; notes the numbers in it."""
-    node = rewriter.made.get(x.name)
-    if node is None:
-        return rewriter.constant(x) is not None and x.numel <= SMALL
-    numbers.update(n for n in node.args if isinstance(n, int) and abs(n) < 2**31)
-    name = node.name
-    if name == "aten.arange":
+    """Whether x is made of positions by comparing; notes the numbers in it."""
+    known = rewriter.constant(x) if x.numel <= SMALL else None
+    if known is not None and _is_position(known, numbers):
         return True
-    known = name in VIEWS or name in COMPARES
-    small = x.numel <= 1 and rewriter.constant(x) is not None
-    return small or (
-        known and all(_is_of_positions(rewriter, v, numbers) for v in node.operands)
-    )
+    node = rewriter.made.get(x.name)
+    if node is None or node.name not in VIEWS | COMPARES:
+        return node is not None and node.name == "aten.arange"
+    numbers.update(n for n in node.args if isinstance(n, int) and abs(n) < 2**31)
+    return all(_is_of_positions(rewriter, v, numbers) for v in node.operands)
+
+
+def _is_position(x: Tensor, numbers: set[int]) -> bool:
+    """Whether x [..., rows or 1, columns or 1] counts rows or columns from a number on,
+    or is a number, the same for all samples; notes the number."""
+    one = _of_one_sample(x)
+    if one is None or 1 not in one.shape or x.is_floating_point():
+        return False
+    line = one.flatten().long()
+    steps = line.diff().unique()
+    numbers.add(int(line[0]))
+    return len(steps) == 0 or (len(steps) == 1 and int(steps[0]) in (0, 1))
+
+
+def _of_one_sample(x: Tensor) -> Tensor | None:
+    """The rows and columns of x [..., rows, columns], None where samples differ."""
+    rows, columns = (1, 1, *x.shape)[-2:]
+    samples = x.reshape(-1, rows, columns)
+    return samples[0] if bool((samples == samples[0]).all()) else None
 
 
 def _row(rewriter: Rewriter, x: Value, row: int, rows: int) -> Tensor | None:
     """The columns of a row of x [..., rows or 1, columns or 1], without other dims."""
     if x.numel <= SMALL:
         whole = rewriter.constant(x)
-        if whole is None or len(x.shape) < 2:
-            return whole
-        return whole.reshape(x.shape[-2:])[row if x.shape[-2] == rows else 0]
+        one = None if whole is None else _of_one_sample(whole)
+        return None if one is None else one[row if len(one) == rows else 0]
     node: Node | None = rewriter.made.get(x.name)
     if node is None:
         return None
