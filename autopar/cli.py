@@ -6,28 +6,32 @@ import atexit
 import gc
 import sys
 from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 
-from autopar.commands import (
-    compile,
-    demo,
-    explain,
-    export,
-    inspect,
-    plan,
-    profile,
-    report,
-    run,
-    sample,
-    simulate,
-    verify,
-)
-from autopar.commands.arguments import Parser
+from autopar.commands.parser import Parser
+from autopar.gc_paused import gc_paused
 from autopar.passes.errors import AutoparError
 from autopar.version import VERSION
 
-COMMANDS = (
-    *(plan, explain, simulate, report, profile, compile, inspect, verify, run, sample),
-    *(export, demo),
+# Each is a module of `autopar.commands`, which is imported when the command is named.
+COMMANDS = {
+    "plan": "find the best plan for some devices",
+    "explain": "where a plan's seconds and bytes go",
+    "simulate": "a plan's step, event by event",
+    "report": "a plan as one HTML page to look at",
+    "profile": "measure this machine's ops and links",
+    "compile": "plan a model for a mesh, offline",
+    "inspect": "show what a plan or checkpoint is",
+    "verify": "prove a plan against its model",
+    "run": "train a plan or a model",
+    "sample": "let a checkpoint of a run write text",
+    "export": "a checkpoint's weights as one file",
+    "demo": "a GPT on 4 processes, proved and trained",
+}
+EXAMPLES = (
+    "autopar plan hf:gpt2 --devices 8xA100-80GB --global-batch 64 --seq 1024 -o plan",
+    "autopar run examples/gpt.py:demo --devices 4 --data stdlib --steps 100",
 )
 # A process that ends has no use for the cycles that Python looks for before (a second).
 atexit.register(gc.freeze)
@@ -64,6 +68,18 @@ def parser() -> Parser:
     )
     top.add_argument("--version", action="version", version=f"autopar {VERSION}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add(commands)
+    for name, told in COMMANDS.items():
+        commands.add_parser(
+            name, help=told, description=told, fill=partial(_fill, name)
+        )
+    top.give_examples(EXAMPLES)
     return top
+
+
+def _fill(name: str, command: Parser) -> Sequence[str]:
+    """Add the arguments of a command. Returns examples."""
+    with gc_paused():
+        module = import_module(f"autopar.commands.{name}")
+    module.add(command)
+    examples: Sequence[str] = module.EXAMPLES
+    return examples

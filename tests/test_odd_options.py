@@ -78,7 +78,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
     choices = (a.choices for a in parser()._actions if a.dest == "==SUPPRESS==")
     found = next(choices)
     assert isinstance(found, dict) and len(found) > 5
-    return found
+    return {name: each.complete() for name, each in found.items()}
 
 
 def options(command: str) -> list[argparse.Action]:

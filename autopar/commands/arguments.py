@@ -1,4 +1,4 @@
-"""What commands have in common: their parser, the flags of options, types of values.
+"""What commands have in common: the flags of options, types of values.
 
 A flag of a number is named as its range in `passes.ranges`, which the Python API checks
 too. argparse puts the flag's name before what is said of a value here.
@@ -10,7 +10,7 @@ import argparse
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from autopar.options import OPTIONS, read_bytes, usual
 from autopar.passes.errors import AutoparError, HintError
@@ -23,28 +23,6 @@ MODEL = "file.py:factory, module:factory, hf:TYPE[?key=value,...], hf:config.jso
 MODEL += "the hub's name of a known one, as hf:meta-llama/Llama-3.1-8B"
 
 
-class UsageError(AutoparError):
-    """A command line that argparse refuses."""
-
-
-class Formatter(argparse.HelpFormatter):
-    """Help that ends with what holds where a flag is left out."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        told = action.help or ""
-        left_out = action.option_strings and not action.required
-        if not left_out or "default: " in told or action.default == argparse.SUPPRESS:
-            return told
-        names = {True: "yes", False: "no"}
-        usual = action.default
-        if isinstance(usual, tuple):
-            usual = " ".join(usual)
-        if usual is None or usual == []:
-            return f"{told} (default: none)"
-        known = names[usual] if isinstance(usual, bool) else str(usual)
-        return f"{told} (default: {known.replace('%', '%%')})"
-
-
 class Several(argparse.Action):
     """A flag that may come again: a tuple of its values, instead of the default."""
 
@@ -54,16 +32,6 @@ class Several(argparse.Action):
         held = getattr(namespace, self.dest)
         before = () if held is self.default else held
         setattr(namespace, self.dest, (*before, value))
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong with a command line as all of our errors do."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**{"formatter_class": Formatter, **given})
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message, fix=f"see: {self.prog} --help")
 
 
 def add_options(add: Any, names: Iterable[str], left_out: str = "") -> None:

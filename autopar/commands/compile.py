@@ -39,9 +39,13 @@ from autopar.plans.plan_record import PlanRecord
 from autopar.plans.store import save_plan
 from autopar.reports.inspection import report_data, schedule_text, stage_table
 
+EXAMPLES = (
+    "autopar compile examples/gpt.py:demo --mesh pp=2,tp=2 --microbatches 4 -o plan",
+    "autopar compile hf:gpt2 --plan plan -o compiled",
+)
 
-def add(commands: Any) -> None:
-    add = commands.add_parser("compile", help="plan a model for a mesh, offline")
+
+def add(add: Any) -> None:
     add.set_defaults(command=compile_command)
     add_model(add)
     add.add_argument(

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.commands.arguments import Formatter, Several, path
+from autopar.commands.arguments import Several, path
+from autopar.commands.parser import Formatter
 from autopar.models.factories import near
 from autopar.passes.errors import AutoparError
 from autopar.passes.ranges import shown

@@ -28,8 +28,13 @@ class DemoError(AutoparError):
     """The demo cannot find its model."""
 
 
-def add(commands: Any) -> None:
-    add = commands.add_parser("demo", help="a GPT on 4 processes, proved and trained")
+EXAMPLES = (
+    "autopar demo",
+    "autopar demo --steps 100 --dir /tmp/demo",
+)
+
+
+def add(add: Any) -> None:
     add.set_defaults(command=lambda a: demo(a.dir, a.steps))
     add.add_argument(
         "--steps", type=number("steps"), default=20, help="of the optimizer"

@@ -15,9 +15,13 @@ from autopar.reports.explain import explanation, explanation_data
 from autopar.reports.label_table import label_table
 from autopar.reports.tables import Table
 
+EXAMPLES = (
+    "autopar explain plan",
+    "autopar explain plan --devices 8xH100 --formulas",
+)
 
-def add(commands: Any) -> None:
-    add = commands.add_parser("explain", help="where a plan's seconds and bytes go")
+
+def add(add: Any) -> None:
     add.set_defaults(command=explain_command)
     add.add_argument("plan", type=path, help="what `autopar plan -o` wrote")
     add.add_argument(

@@ -8,9 +8,13 @@ from typing import Any
 from autopar.checkpoints.export import export
 from autopar.commands.arguments import path
 
+EXAMPLES = (
+    "autopar export trained -o model.safetensors",
+    "autopar export trained --ema -o model.pt",
+)
 
-def add(commands: Any) -> None:
-    add = commands.add_parser("export", help="a checkpoint's weights as one file")
+
+def add(add: Any) -> None:
     add.set_defaults(command=export_command)
     add.add_argument("checkpoint", type=path, help="one, or a directory: the newest")
     add.add_argument(

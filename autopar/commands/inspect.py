@@ -13,9 +13,13 @@ from autopar.reports.checkpoint_report import checkpoint_data, checkpoint_table
 from autopar.reports.inspection import report, report_data
 from autopar.runtime.execute.emitted import listing
 
+EXAMPLES = (
+    "autopar inspect plan",
+    "autopar inspect plan --rank 3",
+)
 
-def add(commands: Any) -> None:
-    add = commands.add_parser("inspect", help="show what a plan or checkpoint is")
+
+def add(add: Any) -> None:
     add.set_defaults(command=inspect_command)
     add.add_argument("plan", type=path, help="or the directory of a checkpoint")
     add.add_argument(

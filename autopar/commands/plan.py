@@ -42,8 +42,13 @@ DECISIONS = (
 )
 
 
-def add(commands: Any) -> None:
-    add = commands.add_parser("plan", help="find the best plan for some devices")
+EXAMPLES = (
+    "autopar plan hf:gpt2 --devices 8xA100-80GB --global-batch 64 --seq 1024",
+    "autopar plan examples/gpt.py:demo --devices 4 --mesh tp=2 -o plan",
+)
+
+
+def add(add: Any) -> None:
     add.set_defaults(command=plan_command)
     add_model(add)
     add_devices(add, required=True)

@@ -44,9 +44,14 @@ LIMIT = 900.0  # seconds of all ranks of a number
 HERE = Range(1, 1024)  # processes of a machine
 
 
-def add(commands: Any) -> None:
+EXAMPLES = (
+    "autopar profile --ranks 2,4",
+    "autopar profile examples/gpt.py:demo --ranks 4",
+)
+
+
+def add(add: Any) -> None:
     usual = Workload()
-    add = commands.add_parser("profile", help="measure this machine's ops and links")
     add.set_defaults(command=profile_command)
     add_model(add, nargs="?")
     add.add_argument(

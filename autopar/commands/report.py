@@ -14,9 +14,13 @@ from autopar.reports.html.gather import Wanted, plan_data
 from autopar.reports.html.page import write_page
 from autopar.units import size
 
+EXAMPLES = (
+    "autopar report plan -o plan.html",
+    "autopar report plan other-plan",
+)
 
-def add(commands: Any) -> None:
-    add = commands.add_parser("report", help="a plan as one HTML page to look at")
+
+def add(add: Any) -> None:
     add.set_defaults(command=report_command)
     add.add_argument(
         "plan", type=path, nargs="+", help="a directory, planned, compiled or run in"

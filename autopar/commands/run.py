@@ -15,7 +15,6 @@ import torch
 from autopar.commands.arguments import (
     MODEL,
     Several,
-    UsageError,
     add_backend,
     add_json,
     number,
@@ -28,6 +27,7 @@ from autopar.commands.config_file import (
     helps_of,
     with_config,
 )
+from autopar.commands.parser import UsageError
 from autopar.commands.run_model import (
     ModelToRun,
     add_planning,
@@ -45,9 +45,13 @@ from autopar.training.options import RunOptions
 from autopar.training.run import run
 from autopar.training.sources import check_named
 
+EXAMPLES = (
+    "autopar run plan --data stdlib --steps 100 --save trained",
+    "autopar run hf:gpt2 --devices 4 --seq 256 --data corpus.txt",
+)
 
-def add(commands: Any) -> None:
-    add = commands.add_parser("run", help="train a plan or a model")
+
+def add(add: Any) -> None:
     add.set_defaults(command=run_command)
     add.add_argument(
         "plan",

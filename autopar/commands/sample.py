@@ -10,9 +10,13 @@ from autopar.passes.ranges import shown
 from autopar.runtime.launch.join import default_device
 from autopar.training.sample import Sampling, sample_checkpoint
 
+EXAMPLES = (
+    "autopar sample trained --prompt 'def main():'",
+    "autopar sample trained --prompt 'Once' --tokens 50 --temperature 0",
+)
 
-def add(commands: Any) -> None:
-    add = commands.add_parser("sample", help="let a checkpoint of a run write text")
+
+def add(add: Any) -> None:
     add.set_defaults(command=sample_command)
     add.add_argument("checkpoint", type=path, help="one, or a directory: the newest")
     add.add_argument("--prompt", type=prompt, required=True, help="text to go on with")

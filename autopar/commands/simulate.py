@@ -12,9 +12,13 @@ from autopar.reports.simulated import simulated
 from autopar.reports.simulation import run_data, run_text
 from autopar.reports.trace_file import write_trace
 
+EXAMPLES = (
+    "autopar simulate plan --trace step.json",
+    "autopar simulate plan --devices 8xH100",
+)
 
-def add(commands: Any) -> None:
-    add = commands.add_parser("simulate", help="a plan's step, event by event")
+
+def add(add: Any) -> None:
     add.set_defaults(command=simulate_command)
     add.add_argument("plan", type=path, help="a directory, planned or compiled")
     add.add_argument("--trace", type=path, metavar="FILE", help="for Perfetto")

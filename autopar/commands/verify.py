@@ -25,9 +25,13 @@ from autopar.runtime.execute.code_cache import CodeCache
 from autopar.training.feed import vocab_of
 from autopar.verify import room_needed, verify
 
+EXAMPLES = (
+    "autopar verify plan",
+    "autopar verify plan --float64 --all",
+)
 
-def add(commands: Any) -> None:
-    add = commands.add_parser("verify", help="prove a plan against its model")
+
+def add(add: Any) -> None:
     add.set_defaults(command=verify_command)
     add.add_argument("plan", type=path, help="a directory, planned or compiled")
     add.add_argument(

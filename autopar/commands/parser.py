@@ -1,0 +1,67 @@
+"""The parser of the command line, which imports what a command needs when it is named.
+
+`autopar --help` is printed without torch, which alone takes a second to import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from autopar.passes.errors import AutoparError
+
+
+class UsageError(AutoparError):
+    """A command line that argparse refuses."""
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Help that ends with what holds where a flag is left out."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        told = action.help or ""
+        left_out = action.option_strings and not action.required
+        if not left_out or "default: " in told or action.default == argparse.SUPPRESS:
+            return told
+        names = {True: "yes", False: "no"}
+        usual = action.default
+        if isinstance(usual, tuple):
+            usual = " ".join(usual)
+        if usual is None or usual == []:
+            return f"{told} (default: none)"
+        known = names[usual] if isinstance(usual, bool) else str(usual)
+        return f"{told} (default: {known.replace('%', '%%')})"
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command line as all of our errors do.
+
+    fill: adds the arguments of a command, and returns examples of it; called when the
+    command is named.
+    """
+
+    def __init__(
+        self, fill: Callable[[Parser], Sequence[str]] | None = None, **given: Any
+    ) -> None:
+        super().__init__(**{"formatter_class": Formatter, **given})
+        self.fill = fill
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.complete()
+        return super().parse_known_args(args, namespace)
+
+    def complete(self) -> Parser:
+        """Returns the parser with its arguments."""
+        if self.fill:
+            fill, self.fill = self.fill, None
+            self.give_examples(fill(self))
+        return self
+
+    def give_examples(self, lines: Sequence[str]) -> None:
+        """End the help with command lines."""
+        self.epilog = "examples:\n" + textwrap.indent("\n".join(lines), "  ")
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, fix=f"see: {self.prog} --help")
