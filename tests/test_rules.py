@@ -203,7 +203,8 @@ RESHAPES: list[Example] = [
 ]
 # Linear ops that no pending sum passes: no model has needed it on the way to its loss.
 NOT_PASSED = {
-    *("aten.baddbmm", "aten.clone", "aten.constant_pad_nd", "aten.copy"),
+    *("aten.addmm", "aten.baddbmm", "aten.clone", "aten.constant_pad_nd"),
+    "aten.copy",
     *("aten.cumsum", "aten.embedding", "aten.gather", "aten.layer_norm", "aten.mean"),
     *("aten.pad", "aten.repeat_interleave", "aten.rms_norm", "aten.tril", "aten.triu"),
     *("aten.where", "aten.zero", "autopar.attention", "autopar.expert_linear"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..dims.atoms import Atoms
+from ..atoms import Atoms
 from ..dims.origins import Origin
 from ..graph import Graph, Node, Value
 from ..ops.rules import equation

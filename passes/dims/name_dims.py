@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from ..atoms import Atoms
 from ..capture.trace import Traced
-from ..dims.atoms import Atoms
 from ..dims.choose_names import choose_names
 from ..dims.origins import Origin, find_origins
 from ..dims.probe import probe_equation

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..graph import Node, Value
+from ..ops import extents
 from ..ops.op import Cotangents, Op, Place
 from ..ops.tape import Tape
 
@@ -140,6 +141,7 @@ OPS = (
     Op(
         "aten.scaled_dot_product_attention",
         "query key value attn_mask dropout_p is_causal scale enable_gqa",
+        extents=extents.attention,
     ),
     Op(
         "autopar.attention",

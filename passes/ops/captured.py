@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from ..ops import extents, parts
 from ..ops.op import Op
 
 HEEDED = {
     "_to_copy": "self dtype",
     "_weight_norm": "v g dim",
-    "alias": "self",
     "broadcast_tensors": "tensors",
     "broadcast_to": "self size",
-    "clone": "self",
-    "contiguous": "self",
     "cosine_embedding_loss": "input1 input2 target margin reduction",
     "hinge_embedding_loss": "self target margin reduction",
     "margin_ranking_loss": "input1 input2 target margin reduction",
@@ -20,23 +18,14 @@ HEEDED = {
     "poisson_nll_loss": "input target log_input full eps reduction",
     "soft_margin_loss": "self target reduction",
     "triplet_margin_loss": "anchor positive negative margin p eps swap reduction",
-    "cross_entropy_loss": "self target weight reduction ignore_index label_smoothing",
-    "expand_as": "self other",
     "glu": "self dim",
     "group_norm": "input num_groups weight bias eps cudnn_enabled",
-    "index": "self indices",
     "logsumexp": "self dim keepdim",
-    "narrow": "self dim start length",
     "nansum": "self dim keepdim dtype",
     "nll_loss": "self target weight reduction ignore_index",
-    "nll_loss_nd": "self target weight reduction ignore_index",
-    "repeat": "self repeats",
     "rsub": "self other alpha",
-    "select_scatter": "self src dim index",
-    "slice_scatter": "self src dim start end step",
     "sum_to_size": "self size",
     "tensor_split": "self sections indices dim",
-    "type_as": "self other",
 }
 
 # A reshape by whatever name: all elements, in their order.
@@ -52,8 +41,51 @@ RESHAPED = {
     "unsqueeze": "self dim",
 }
 
+# The operand itself, or a copy of it.
+MOVED = {"alias": "self", "contiguous": "self", "type_as": "self other"}
+
 OPS = (
     *(Op(f"aten.{name}", heeds) for name, heeds in HEEDED.items()),
-    *(Op(f"aten.{name}", heeds, view="shape") for name, heeds in RESHAPED.items()),
+    *(
+        Op(f"aten.{name}", heeds, view="shape", put_back=parts.reshaped)
+        for name, heeds in RESHAPED.items()
+    ),
+    *(
+        Op(
+            f"aten.{name}",
+            heeds,
+            extents=extents.aligned,
+            counts=True,
+            put_back=parts.reshaped,
+        )
+        for name, heeds in MOVED.items()
+    ),
+    *(
+        Op(f"aten.{name}", put_back=parts.reshaped)
+        for name in ("float", "alpha_dropout", "feature_dropout")
+    ),
+    Op("aten.clone", "self", extents=extents.aligned, counts=True),
+    Op("aten.expand_as", "self other", put_back=parts.reshaped),
+    Op(
+        "aten.narrow",
+        "self dim start length",
+        part=parts.narrowed,
+        put_back=parts.into_narrow,
+    ),
+    Op("aten.select_scatter", "self src dim index", part=parts.picked),
+    Op("aten.slice_scatter", "self src dim start end step", part=parts.sliced),
+    Op("aten.repeat", "self repeats", extents=extents.repeated),
+    Op("aten.index", "self indices", extents=extents.indexed, counts=True),
+    Op("aten.index_select", "self dim index", extents=extents.selected_rows),
+    Op(
+        "aten.cross_entropy_loss",
+        "self target weight reduction ignore_index label_smoothing",
+        extents=extents.cross_entropy,
+    ),
+    Op(
+        "aten.nll_loss_nd",
+        "self target weight reduction ignore_index",
+        extents=extents.cross_entropy,
+    ),
 )
 RESHAPES = frozenset({"aten.reshape", *(f"aten.{name}" for name in RESHAPED)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..ops import extents
 from ..ops.op import Op, to_out
 
 
@@ -10,8 +11,9 @@ def _sized(heeds: str, *names: str) -> tuple[Op, ...]:
     return tuple(Op(f"aten.{n}", heeds, sizes=of_size) for n in names)
 
 
-def _heeded(heeds: str, *names: str) -> tuple[Op, ...]:
-    return tuple(Op(f"aten.{n}", heeds) for n in names)
+def _like(heeds: str, *names: str) -> tuple[Op, ...]:
+    alike = extents.aligned
+    return tuple(Op(f"aten.{n}", heeds, extents=alike, counts=True) for n in names)
 
 
 OPS = (
@@ -20,12 +22,12 @@ OPS = (
     *_sized("self size dtype", "new_empty", "new_ones", "new_zeros"),
     *_sized("self size fill_value dtype", "new_full"),
     *_sized("", "rand", "randn"),
-    *_heeded("self dtype", "empty_like", "ones_like", "zeros_like"),
-    *_heeded("self fill_value dtype", "full_like"),
-    *_heeded("start end step dtype", "arange"),
-    *_heeded("s dtype", "scalar_tensor"),
-    *_heeded("row col offset dtype", "tril_indices"),
-    *_heeded("self", "lift_fresh_copy"),
+    *_like("self dtype", "empty_like", "ones_like", "zeros_like"),
+    *_like("self fill_value dtype", "full_like"),
+    Op("aten.arange", "start end step dtype", counts=True),
+    Op("aten.scalar_tensor", "s dtype"),
+    Op("aten.tril_indices", "row col offset dtype"),
+    *_like("self", "lift_fresh_copy"),
     Op(
         "aten.triu", "self diagonal", "... m! n! -> ... m! n!", "default(x(a, b, c), 1)"
     ),

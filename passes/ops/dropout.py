@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..graph import Node
+from ..ops import extents, parts
 from ..ops.op import Op, Place
 
 
@@ -16,7 +17,13 @@ def on_rank(at: Place, node: Node, local: Node) -> Node:
 
 
 OPS = (
-    Op("aten.dropout", "input p train"),
+    Op(
+        "aten.dropout",
+        "input p train",
+        extents=extents.aligned,
+        counts=True,
+        put_back=parts.reshaped,
+    ),
     Op("autopar.dropout", "x p number", "... -> ...", keeps=("mask",), on_rank=on_rank),
     Op("comm.dropout_mask", "p number position", rowwise=True),
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from ..graph import Node, Value
+from ..ops import extents
 from ..ops.notation import letters
 from ..ops.op import Cotangents, Op, Place
 from ..ops.tape import Tape
@@ -121,6 +122,7 @@ OPS = (
         "weight indices padding_idx",
         "v@ e, ... -> ... e",
         "default(x(a, d), ints(b, c))",
+        extents=extents.looked_up,
         weights="weight",
         on_rank=look_up,
         on_shard=embedding_from,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor
 
+from ..atoms import Atoms
 from ..graph import OWN, Node, Value
 from ..mesh import Axes
 
@@ -46,6 +47,30 @@ class Place(Protocol):
         """Whether ranks along the axes each do something else with the value."""
 
 
+class Unite(Protocol):
+    """What is known while ops are gone through: `passes.proof.extents`. tensors: value
+    name -> its dims, each the atoms it is a product of. computed: of constants, whether
+    more was done to them than to count. fixed: atoms that keep their size."""
+
+    atoms: Atoms
+    tensors: dict[str, list[list[int]]]
+    computed: dict[str, bool]
+    fixed: list[int]
+
+    def bind(self, node: Node) -> bool:
+        """Unites what the op's rule says, or trials; whether there was one. Without
+        one, `align`."""
+
+    def align(self, node: Node) -> None:
+        """Unites dims of one extent that stand at one place from the right."""
+
+    def sum(self, whole: list[int], parts: list[tuple[list[int], int]]) -> None:
+        """A whole is the sum of parts, each with its extent."""
+
+    def add_sum(self, whole: list[int], part: list[int], constant: int) -> None:
+        """A whole is a part and a constant."""
+
+
 @dataclass(frozen=True)
 class Op:
     """One operation. What is left out is as of an op that nobody knows.
@@ -61,6 +86,11 @@ class Op:
     linear: what sums may pass it, see `passes.ops.linearity`.
     view: what it shows of its operand without a copy: all of it in another "shape", in
     another "order", as it is ("same"), "copies" of it, or a "part".
+    part: of an op that takes or writes a part of one dim: where it begins and ends.
+    put_back: what a node, a view, is called with to put what it shows back into its
+    operand: of the node, the operand and the new part, the op and its arguments.
+    extents: which extents change together, where its rule does not say all. counts:
+    whether what it makes of positions is positions, as views do.
     row_by_row: whether each row is by itself, and neither it nor its derivative names
     a number of rows. rowwise: whether it is made in one pass over the rows, though not
     elementwise. is_product: whether time goes there.
@@ -89,6 +119,10 @@ class Op:
     form: str = "default"
     linear: Linear = ""
     view: Literal["", "shape", "order", "same", "copies", "part"] = ""
+    part: Callable[[Node], tuple[int, int]] | None = None
+    put_back: Callable[[Node, Value, Value], tuple[str, tuple[Any, ...]]] | None = None
+    extents: Callable[[Unite, Node], None] | None = None
+    counts: bool = False
     row_by_row: bool = False
     rowwise: bool = False
     is_product: bool = False

@@ -4,6 +4,7 @@ of; casts; losses that `normalize` leaves unreduced."""
 from __future__ import annotations
 
 from ..graph import Node, Value
+from ..ops import parts
 from ..ops.op import Cotangents, Op
 from ..ops.tape import Tape
 
@@ -37,6 +38,7 @@ OPS = (
         "self other alpha",
         form="Tensor",
         linear="jointly",
+        counts=True,
         row_by_row=True,
         derivative=add,
         traced_if=lambda tape, node: "alpha" in node.kwargs,
@@ -49,6 +51,7 @@ OPS = (
         "self other alpha",
         form="Tensor",
         linear="jointly",
+        counts=True,
         row_by_row=True,
         spelling="torch.sub",
         in_place=".sub_",
@@ -92,6 +95,8 @@ OPS = (
         "pointwise",
         form="dtype",
         linear="cast",
+        counts=True,
+        put_back=parts.reshaped,
         row_by_row=True,
         derivative=cast,
         spelling=".to",

@@ -6,6 +6,7 @@ from math import prod
 from typing import Any
 
 from ..graph import Node, Value
+from ..ops import extents
 from ..ops.notation import parse
 from ..ops.op import Cotangents, Op
 from ..ops.tape import Tape
@@ -141,6 +142,7 @@ OPS = (
         "... k+, n k+ -> ... n",
         "default(x(a, b, c), x(d, c))",
         linear="in each",
+        extents=extents.linear,
         is_product=True,
         flops=by_columns,
         weights="weight bias",
@@ -185,8 +187,23 @@ OPS = (
         is_product=True,
         flops=added_by_columns,
     ),
-    Op("aten.mm", "self mat2", flops=by_columns),
-    Op("aten.addmm", "self mat1 mat2 beta alpha", flops=added_by_columns),
+    Op(
+        "aten.mm",
+        "self mat2",
+        "m k+, k+ n -> m n",
+        "default(x(a, b), x(b, c))",
+        linear="in each",
+        flops=by_columns,
+    ),
+    Op(
+        "aten.addmm",
+        "self mat1 mat2 beta alpha",
+        lambda node: (
+            f"{'m n' if len(node.operands[0].shape) > 1 else 'n'}, m k!, k! n -> m n"
+        ),
+        "default(x(c), x(a, b), x(b, c)); default(x(a, c), x(a, b), x(b, c))",
+        flops=added_by_columns,
+    ),
     Op("aten.mv", "self vec", flops=by_columns),
     Op("aten.dot", "self tensor", flops=by_columns),
     Op(
@@ -213,6 +230,7 @@ OPS = (
             "default(x(a, b, d), x(c, b, 2), x(c), (1,), (1,), (1,), 1); "
             "default(x(a, 2 * b, d), x(2 * c, b, 2), None, (1,), (1,), (1,), 2)"
         ),
+        extents=extents.convolved,
         flops=of_filters,
         sizes=_filter_each,
     ),

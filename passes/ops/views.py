@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..graph import Node, Value, resolve
+from ..ops import extents, parts
 from ..ops.notation import letters, spell
 from ..ops.op import Cotangents, Op, to_out
 from ..ops.tape import Tape
@@ -161,6 +162,7 @@ OPS = (
         linear="jointly",
         view="shape",
         sizes=to_out("shape"),
+        put_back=parts.reshaped,
         derivative=reshape,
         spelling=".reshape",
     ),
@@ -169,6 +171,7 @@ OPS = (
         "self dim0 dim1",
         "int(x(a, b, c), -1, 0)",
         form="int",
+        put_back=parts.turned_again,
         derivative=transpose,
         spelling=".transpose",
     ),
@@ -176,12 +179,13 @@ OPS = (
         "permute",
         "self dims",
         "default(x(a, b, c), (2, 0, -2))",
+        put_back=parts.turned_back,
         derivative=permute,
         spelling=".permute",
     ),
-    _order("t", "self", "default(x(a, b))"),
-    _order("numpy_T", "self", "default(x(a, b))"),
-    _order("mT", "self", "default(x(a, b, c))"),
+    _order("t", "self", "default(x(a, b))", put_back=parts.turned_again),
+    _order("numpy_T", "self", "default(x(a, b))", put_back=parts.turned_again),
+    _order("mT", "self", "default(x(a, b, c))", put_back=parts.turned_again),
     _order("adjoint", "self", "default(x(a, b, c))"),
     _order(
         "movedim",
@@ -198,6 +202,7 @@ OPS = (
         "default(x(a, 1, c), (d, a, b, -1))",
         linear="jointly",
         view="copies",
+        put_back=parts.reshaped,
         sizes=to_out("size"),
         spelling=".expand",
     ),
@@ -213,6 +218,8 @@ OPS = (
         ),
         linear="jointly",
         view="part",
+        part=parts.sliced,
+        put_back=parts.into_slice,
     ),
     Op(
         "aten.select",
@@ -221,6 +228,8 @@ OPS = (
         "int(x(a, b, c), -1, 1)",
         linear="jointly",
         view="part",
+        part=parts.picked,
+        put_back=parts.into_row,
     ),
     Op(
         "aten.unbind",
@@ -229,6 +238,7 @@ OPS = (
         "int(x(a, b, c)); int(x(a, b, c), -1)",
         linear="jointly",
         view="part",
+        extents=extents.pieces,
     ),
     Op(
         "aten.split",
@@ -241,6 +251,7 @@ OPS = (
         form="Tensor",
         linear="jointly",
         view="part",
+        extents=extents.split,
         sizes=piece_sizes("split_size"),
         derivative=split,
         spelling="torch.split",
@@ -252,6 +263,7 @@ OPS = (
         "default(x(b, 2 * c), (c, c), 1); default(x(b, c + d), (c, d), 1)",
         linear="jointly",
         view="part",
+        extents=extents.split,
         sizes=piece_sizes("split_sizes"),
     ),
     Op(
@@ -261,6 +273,7 @@ OPS = (
         "default(x(b, 2 * c), 2, 1)",
         linear="jointly",
         view="part",
+        extents=extents.pieces,
         row_by_row=True,
     ),
     Op(
@@ -269,6 +282,7 @@ OPS = (
         joined,
         ("default((x(a, b), x(a, c)), -1); default((x(a, b), x(a, b), x(a, b)), 1)"),
         linear="jointly",
+        extents=extents.joined,
         spelling="torch.cat",
     ),
     Op(
@@ -277,24 +291,28 @@ OPS = (
         stacked,
         "default((x(a, b), x(a, b)), 1); default((x(a, b), x(a, b)), dim=-1)",
         linear="jointly",
+        extents=extents.stacked,
     ),
     Op(
         "aten.pad",
         "self pad mode value",
         changed_whole,
         "default(x(a, b, c), (1, 2, 0, 0)); default(x(a, b, c), (0, 0, 1, -1))",
+        extents=extents.padded,
     ),
     Op(
         "aten.constant_pad_nd",
         "self pad value",
         changed_whole,
         "default(x(a, b), (0, -1), 1.0)",
+        extents=extents.padded,
     ),
     Op(
         "aten.repeat_interleave",
         "self repeats dim output_size",
         repeated,
         "self_int(x(a, b, c), 3, dim=1); self_int(x(a, b), 2)",
+        extents=extents.copied,
         sizes=length_of_copies,
     ),
     Op(

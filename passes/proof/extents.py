@@ -13,18 +13,16 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any
 
+from ..atoms import Atoms
 from ..capture.trace import Traced
-from ..dims.atoms import Atoms
 from ..dims.name_dims import bind
 from ..dims.probe import probe_equation
 from ..graph import Graph, Node, Value
 from ..ops.captured import RESHAPES
-from ..ops.notation import parse
+from ..ops.op import is_view, op_of
+from ..ops.parts import part_of
 from ..ops.rules import equation
-from ..proof.cuts import cut_of, dim_of
-from ..proof.unite_ops import SPECIAL
 
 # A product of extents that stay factors: `(heads head_dim)` as (12, 64).
 Product = tuple[int, ...]
@@ -87,38 +85,6 @@ class Extents:
         )
 
 
-# Ops that are captured but gone once a graph is normal, in the notation of rules.
-CAPTURED: dict[str, str] = {
-    "aten.addmm": "..., m k, k n -> m n",
-    "aten.mm": "m k, k n -> m n",
-    "aten.linear": "... k, n k -> ... n",
-    "aten.index_select": "... , _ -> ...",
-}
-ALIKE = frozenset(
-    f"aten.{name}"
-    for name in (
-        "alias",
-        "clone",
-        "contiguous",
-        "dropout",
-        "lift_fresh_copy",
-        "polar",
-        "type_as",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "native_dropout",
-    )
-)
-
-# What positions are made by and moved by.
-COUNTS = frozenset(
-    f"aten.{name}"
-    for name in ("arange", "add", "expand", "slice", "to", "select", "index", "sub")
-)
-
-
 def find_extents(traced: Traced) -> Extents:
     """Unite the extents of a captured graph that can only change together."""
     return _Search(traced.graph).run()
@@ -179,8 +145,7 @@ class _Search:
         found = {v.name: False for v in (*self.graph.buffers, *self.graph.constants)}
         for node in self.graph.nodes:
             if all(v.name in found for v in node.operands):
-                name = node.name
-                plain = name in COUNTS or name in RESHAPES or name in ALIKE
+                plain = op_of(node).counts or is_view(node)
                 own = not plain or any(found[v.name] for v in node.operands)
                 found.update((v.name, own) for v in node.results)
         return found
@@ -188,7 +153,7 @@ class _Search:
     # --- where ops cut a dim up ------------------------------------------------------
 
     def _find_cuts(self, node: Node) -> None:
-        if (found := cut_of(node)) is None:
+        if (found := part_of(node)) is None:
             return
         x, dim, start, end = found
         self.cuts[x.name, dim] |= {start, end}
@@ -223,58 +188,40 @@ class _Search:
     # --- what an op unites ---------------------------------------------------------
 
     def _unite(self, node: Node) -> None:
-        name = node.name
         # A cut may leave nothing: of a head that rotates as a whole what does not.
-        results = () if cut_of(node) is not None else node.results
+        cuts = part_of(node) is not None
+        results = () if cuts else node.results
         empty = any(0 in v.shape for v in (*node.operands, *results))
-        if empty and name != "aten.cat":
+        if empty and node.name != "aten.cat":
             return  # as a cache that nothing is in yet
-        if name in RESHAPES:
+        if node.name in RESHAPES:
             x, y = node.operands[0], node.out
             flat = [[a for d in self.tensors[v.name] for a in d] for v in (x, y)]
             self.atoms.unify(*flat)
-            return
-        if cut_of(node) is not None:
+        elif cuts:
             self._unite_cut(node)
-            return
-        if (special := SPECIAL.get(name)) is not None:
-            special(self, node)
-            return
-        if name in ALIKE:
-            self._aligned(node)
-            return
+        elif (unite := op_of(node).extents) is not None:
+            unite(self, node)
+        else:
+            self.bind(node)
+
+    def bind(self, node: Node) -> bool:
+        """Unites what the op's rule says, or trials; whether there was one. Without
+        one, `align`."""
         rule = None
-        if name in CAPTURED and name != "aten.index_select":
-            rule = _captured(node, name)
-        elif node.results and node.op.startswith("aten."):
+        if node.results and node.op.startswith("aten."):
             rule = equation(node)
             if rule is None and node.operands:
                 rule = probe_equation(node)
         if rule is None:
-            self._aligned(node)
-            return
+            self.align(node)
+            return False
         bind(self.atoms, node, rule, self.tensors)
-        self.fixed += self.counts(node, name)
+        return True
 
-    def counts(self, node: Node, name: str) -> list[int]:
-        """Extents that count the tensors of the op itself."""
-        if name in ("aten.unbind", "aten.chunk", "aten.split"):
-            x, dim = node.operands[0], dim_of(node)
-            own = self.atoms.leaves(self.tensors[x.name][dim])
-            return own[:1]
-        if name == "aten.stack":
-            dim = dim_of(node, rank=len(node.out.shape))
-            return self.tensors[node.out.name][dim]
-        if name == "aten.repeat_interleave" and isinstance(node.arg("repeats"), int):
-            dim = dim_of(node)
-            return self.atoms.leaves(self.tensors[node.out.name][dim])[-1:]
-        if name == "aten.conv1d":
-            return self.tensors[node.operands[1].name][2]
-        return []
-
-    def _aligned(self, node: Node) -> None:
-        """Unite dims of one extent that stand at one place from the right: what nothing
-        better is known of. A wrong guess only keeps sizes together."""
+    def align(self, node: Node) -> None:
+        """Unites dims of one extent that stand at one place from the right: what
+        nothing better is known of. A wrong guess only keeps sizes together."""
         for out in node.results:
             for v in node.operands:
                 pairs = zip(v.shape[::-1], out.shape[::-1], strict=False)
@@ -284,7 +231,7 @@ class _Search:
                         self.atoms.unify(left[-i], right[-i])
 
     def _unite_cut(self, node: Node) -> None:
-        found = cut_of(node)
+        found = part_of(node)
         assert found is not None
         x, dim, start, end = found
         inside = self._segment(x, dim, start, end)
@@ -305,9 +252,7 @@ class _Search:
         for d, place in zip(dims, places, strict=True):
             self.atoms.unify(here[d], there[place])
         if scatters:
-            self._aligned(
-                Node(node.op, (node.operands[0],), {}, node.outs, node.location)
-            )
+            self.align(Node(node.op, (node.operands[0],), {}, node.outs, node.location))
 
     def sum(self, whole: list[int], parts: list[tuple[list[int], int]]) -> None:
         """A whole is the sum of parts, each with its extent."""
@@ -320,10 +265,3 @@ class _Search:
 
     def add_sum(self, whole: list[int], part: list[int], constant: int) -> None:
         self.sums.append((whole, [part], constant))
-
-
-def _captured(node: Node, name: str) -> Any:
-    operands = CAPTURED[name]
-    if name == "aten.linear" and len(node.operands) == 3:
-        operands = "... k, n k, n -> ... n"
-    return parse(operands, node)

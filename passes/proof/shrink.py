@@ -18,8 +18,8 @@ from ..capture.trace import Traced
 from ..graph import Graph, Node, Value, map_values, resolve
 from ..ops.captured import RESHAPES
 from ..ops.op import op_of
+from ..ops.parts import part_of
 from ..proof.choose_sizes import NotShrunk
-from ..proof.cuts import cut_of
 from ..proof.extents import MARGIN, Extents
 
 # Numbers of at most this size in comparisons of positions are counts, not sizes.
@@ -84,7 +84,7 @@ class Shrinker:
             outs,
             node.location,
         )
-        if cut_of(node) is not None:
+        if part_of(node) is not None:
             return self._cut(node, new)
         if (change := ARGUMENTS.get(node.name)) is not None:
             return change(self, node, new)
@@ -110,7 +110,7 @@ class Shrinker:
         return low + (n - below) * (high - low) // (above - below)
 
     def _cut(self, node: Node, new: Node) -> Node:
-        found = cut_of(node)
+        found = part_of(node)
         assert found is not None
         x, dim, start, end = found
         segments = self.extents.segments[x.name, dim]

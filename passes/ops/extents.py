@@ -1,41 +1,17 @@
-"""unite_ops: what ops that join, repeat and look up say of extents.
+"""Which extents change together where ops join, repeat, cut and look up.
 
-Others follow the rules of `passes.ops.rules`.
+Of others the rule says all. Each function goes over one node of a captured graph, see
+`passes.proof.extents`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
-from ..dims.atoms import Atoms
-from ..dims.name_dims import bind
 from ..graph import Node, Value
-from ..ops.rules import equation
-from ..proof.cuts import dim_of
+from ..ops.op import Unite
+from ..ops.parts import dim_of
 
 
-class Unite(Protocol):
-    """What is known while ops are gone through. tensors: value name -> its dims.
-    computed: of constants, whether more was done to them than to count. fixed: atoms
-    that keep their size."""
-
-    atoms: Atoms
-    tensors: dict[str, list[list[int]]]
-    computed: dict[str, bool]
-    fixed: list[int]
-
-    def sum(self, whole: list[int], parts: list[tuple[list[int], int]]) -> None:
-        """A whole is the sum of parts, each with its extent."""
-
-    def add_sum(self, whole: list[int], part: list[int], constant: int) -> None:
-        """A whole is a part and a constant."""
-
-    def counts(self, node: Node, name: str) -> list[int]:
-        """Atoms that count the tensors of the op itself."""
-
-
-def _cat(at: Unite, node: Node) -> None:
+def joined(at: Unite, node: Node) -> None:
     out = node.out
     pieces = [v for v in node.operands if 0 not in v.shape]
     dim = dim_of(node, rank=len(out.shape))
@@ -47,7 +23,7 @@ def _cat(at: Unite, node: Node) -> None:
     at.sum(mine[dim], [(at.tensors[v.name][dim], v.shape[dim]) for v in pieces])
 
 
-def _split(at: Unite, node: Node) -> None:
+def split(at: Unite, node: Node) -> None:
     """Pieces of a dim: equal ones are united, and the whole is their sum."""
     x = node.operands[0]
     dim = dim_of(node)
@@ -60,7 +36,7 @@ def _split(at: Unite, node: Node) -> None:
         at.sum(at.tensors[x.name][dim], pieces)
 
 
-def _pad(at: Unite, node: Node) -> None:
+def padded(at: Unite, node: Node) -> None:
     x, y = node.operands[0], node.out
     for d, (a, b) in enumerate(zip(x.shape, y.shape, strict=True)):
         left, right = at.tensors[x.name][d], at.tensors[y.name][d]
@@ -70,7 +46,7 @@ def _pad(at: Unite, node: Node) -> None:
             at.add_sum(right, left, b - a)
 
 
-def _repeat(at: Unite, node: Node) -> None:
+def repeated(at: Unite, node: Node) -> None:
     x, y = node.operands[0], node.out
     ahead = len(y.shape) - len(x.shape)
     for d in range(len(x.shape)):
@@ -82,7 +58,7 @@ def _repeat(at: Unite, node: Node) -> None:
         at.atoms.unify(at.tensors[y.name][ahead + d], both)
 
 
-def _index(at: Unite, node: Node) -> None:
+def indexed(at: Unite, node: Node) -> None:
     """`x[:, i, j]`: dims that are not indexed stay, those of the indices come."""
     x, indices = node.arg("self"), node.arg("indices")
     given = [d for d, i in enumerate(indices) if isinstance(i, Value)]
@@ -104,14 +80,14 @@ def _index(at: Unite, node: Node) -> None:
                 at.atoms.unify(at.tensors[i.name][d], out[place])
 
 
-def _index_select(at: Unite, node: Node) -> None:
+def selected_rows(at: Unite, node: Node) -> None:
     (x, index), dim = node.operands, dim_of(node)
     for d in range(len(x.shape)):
         other = at.tensors[x.name][d] if d != dim else at.tensors[index.name][0]
         at.atoms.unify(other, at.tensors[node.out.name][d])
 
 
-def _attention(at: Unite, node: Node) -> None:
+def attention(at: Unite, node: Node) -> None:
     q, k, v = node.operands[:3]
     mask = node.arg("attn_mask")
     of = at.tensors
@@ -136,7 +112,7 @@ def _attention(at: Unite, node: Node) -> None:
                 at.atoms.unify(own, other)
 
 
-def _cross_entropy(at: Unite, node: Node) -> None:
+def cross_entropy(at: Unite, node: Node) -> None:
     """Scores [n, classes, ...], labels [n, ...] or as the scores, weights."""
     x, target, *rest = node.operands
     of = at.tensors
@@ -153,22 +129,29 @@ def _cross_entropy(at: Unite, node: Node) -> None:
             at.atoms.unify(own, other)
 
 
-def _embedding(at: Unite, node: Node) -> None:
+def looked_up(at: Unite, node: Node) -> None:
     """A table that the model itself numbers the rows of, other than by position,
     has as many as it counts."""
-    rule = equation(node)
-    assert rule is not None, "embeddings have a rule"
-    bind(at.atoms, node, rule, at.tensors)
+    at.bind(node)
     table, index = node.operands[:2]
     if at.computed.get(index.name):
         at.fixed += at.tensors[table.name][0]
 
 
-def _conv1d(at: Unite, node: Node) -> None:
-    rule = equation(node)
-    if rule is not None:
-        bind(at.atoms, node, rule, at.tensors)
-    at.fixed += at.counts(node, "aten.conv1d")
+def linear(at: Unite, node: Node) -> None:
+    """Its rule is of one without a bias, which normal graphs add apart."""
+    x, weight, *bias = (at.tensors[v.name] for v in node.operands)
+    out = at.tensors[node.out.name]
+    pairs = zip((*out, *x[-1:]), (*x[:-1], weight[0], weight[1]), strict=True)
+    for own, other in pairs:
+        at.atoms.unify(own, other)
+    for b in bias:
+        at.atoms.unify(b[0], weight[0])
+
+
+def convolved(at: Unite, node: Node) -> None:
+    at.bind(node)
+    at.fixed += at.tensors[node.operands[1].name][2]
     x, y = node.operands[0], node.out
     change = y.shape[2] - x.shape[2]
     left, right = at.tensors[x.name][2], at.tensors[y.name][2]
@@ -178,18 +161,26 @@ def _conv1d(at: Unite, node: Node) -> None:
         at.add_sum(right, left, change)
 
 
-SPECIAL: dict[str, Callable[[Unite, Node], None]] = {
-    "aten.cat": _cat,
-    "aten.split": _split,
-    "aten.split_with_sizes": _split,
-    "aten.pad": _pad,
-    "aten.constant_pad_nd": _pad,
-    "aten.repeat": _repeat,
-    "aten.index": _index,
-    "aten.index_select": _index_select,
-    "aten.scaled_dot_product_attention": _attention,
-    "aten.cross_entropy_loss": _cross_entropy,
-    "aten.nll_loss_nd": _cross_entropy,
-    "aten.conv1d": _conv1d,
-    "aten.embedding": _embedding,
-}
+def aligned(at: Unite, node: Node) -> None:
+    """Dims that stand at one place from the right are the same."""
+    at.align(node)
+
+
+def pieces(at: Unite, node: Node) -> None:
+    """unbind, chunk: how many pieces there are is the op's own."""
+    if at.bind(node):
+        x = at.tensors[node.operands[0].name][dim_of(node)]
+        at.fixed += at.atoms.leaves(x)[:1]
+
+
+def stacked(at: Unite, node: Node) -> None:
+    if at.bind(node):
+        dim = dim_of(node, rank=len(node.out.shape))
+        at.fixed += at.tensors[node.out.name][dim]
+
+
+def copied(at: Unite, node: Node) -> None:
+    """repeat_interleave: how often is the op's own, if it is a number."""
+    if at.bind(node) and isinstance(node.arg("repeats"), int):
+        out = at.tensors[node.out.name][dim_of(node)]
+        at.fixed += at.atoms.leaves(out)[-1:]

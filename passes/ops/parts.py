@@ -1,0 +1,81 @@
+"""Ops that take or write a part of one dim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..graph import Node, Value
+from ..ops.op import op_of
+
+
+def part_of(node: Node) -> tuple[Value, int, int, int] | None:
+    """(value, dim, start, end) of an op that takes or writes a part of one dim."""
+    bounds = op_of(node).part
+    return bounds and (node.operands[0], dim_of(node), *bounds(node))
+
+
+def sliced(node: Node) -> tuple[int, int]:
+    """`start:end`."""
+    extent = _extent(node)
+    low = _position(node.arg("start"), 0, extent)
+    return low, max(low, _position(node.arg("end"), extent, extent))
+
+
+def narrowed(node: Node) -> tuple[int, int]:
+    """So many from the start."""
+    low = _position(node.arg("start"), 0, _extent(node))
+    return low, low + node.out.shape[dim_of(node)]
+
+
+def picked(node: Node) -> tuple[int, int]:
+    """One index."""
+    low = _position(node.arg("index"), 0, _extent(node))
+    return low, low + 1
+
+
+def _extent(node: Node) -> int:
+    return node.operands[0].shape[dim_of(node)]
+
+
+def _position(at: Any, default: int, extent: int) -> int:
+    if at is None:
+        return default
+    return min(max(at + extent if at < 0 else at, 0), extent)
+
+
+def dim_of(node: Node, rank: int | None = None) -> int:
+    rank = len(node.operands[0].shape) if rank is None else rank
+    return int(node.arg("dim")) % rank
+
+
+# --- What a write to a part makes of the whole --------------------------------------
+
+Written = tuple[str, tuple[Any, ...]]
+
+
+def into_slice(view: Node, base: Value, part: Value) -> Written:
+    return "aten.slice_scatter.default", (base, part, *view.args[1:])
+
+
+def into_narrow(view: Node, base: Value, part: Value) -> Written:
+    args = (base, part, dim_of(view), *narrowed(view))
+    return "aten.slice_scatter.default", args
+
+
+def into_row(view: Node, base: Value, part: Value) -> Written:
+    return "aten.select_scatter.default", (base, part, *view.args[1:])
+
+
+def turned_again(view: Node, base: Value, part: Value) -> Written:
+    """Two dims that change places do so again."""
+    return view.op, (part, *view.args[1:])
+
+
+def turned_back(view: Node, base: Value, part: Value) -> Written:
+    order = [d % len(base.shape) for d in view.arg("dims")]
+    back = tuple(order.index(d) for d in range(len(order)))
+    return "aten.permute.default", (part, back)
+
+
+def reshaped(view: Node, base: Value, part: Value) -> Written:
+    return "aten.reshape.default", (part, base.shape)
