@@ -12,6 +12,7 @@ from importlib import import_module
 from autopar.commands.parser import Parser
 from autopar.gc_paused import gc_paused
 from autopar.passes.errors import AutoparError
+from autopar.terminal import styled
 from autopar.version import VERSION
 
 # Each is a module of `autopar.commands`, which is imported when the command is named.
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.argv = [*(sys.argv[1:] if argv is None else argv)]
         status: int = arguments.command(arguments)
     except AutoparError as error:
-        print(f"autopar: {error}", file=sys.stderr)
+        print(f"{_named()} {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -54,12 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         what = f"'{error.filename}': " if error.filename is not None else ""
         print(
-            f"autopar: {what}{error.strerror or error}\n"
+            f"{_named()} {what}{error.strerror or error}\n"
             "  fix  see that the path is right and can be written, on a disk with room",
             file=sys.stderr,
         )
         return 2
     return status
+
+
+def _named() -> str:
+    """Whose errors these are."""
+    return styled("autopar:", "red", sys.stderr)
 
 
 def parser() -> Parser:

@@ -23,6 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.TemporaryDirectory(prefix="autopar-tests-")
     os.environ["XDG_CACHE_HOME"] = folder.name
     os.environ["AUTOPAR_CHECK"] = "1"
+    os.environ |= {"COLUMNS": "99", "NO_COLOR": "1"}  # as where there is no terminal
     config.add_cleanup(folder.cleanup)
     compile_program.__defaults__ = (check,)
 

@@ -18,7 +18,15 @@ FOLDERS = (
 )  # fmt: skip
 # The rooms of `autopar`, and files that are one; the API and its own name come last.
 ROOMS = (
-    *("version", "gc_paused", "read_file", "units", "runtime.kernels", "runtime.comm"),
+    *(
+        "version",
+        "gc_paused",
+        "read_file",
+        "units",
+        "terminal",
+        "runtime.kernels",
+        "runtime.comm",
+    ),
     *("runtime.parameters", "runtime.agreement", "runtime.execute", "runtime.launch"),
     *("machine", "options", "capture", "models", "local_batches", "checkpoints"),
     *(

@@ -23,12 +23,13 @@ from autopar.reports.inspection import (
 )
 from autopar.reports.memory_table import memory_table
 from autopar.reports.parameters import parameter_table, pattern
-from autopar.reports.tables import WIDTH, Table, ranges
+from autopar.reports.tables import Table, ranges
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.execute.emitted import InspectionError, listing, sends_of
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.running_stage import load_module
+from autopar.terminal import WIDTH
 from autopar.units import count, seconds, size
 from examples.gpt import build
 
@@ -217,7 +218,8 @@ def test_every_schedule_is_drawn_with_its_stages(schedule: str, stages: int) -> 
     program = small_program("pp=2", 4, schedule, stages)
     text = schedule_text(program)
     assert f"schedule {schedule}: F forward" in text
-    assert grid(program.schedule) in text and text.count("the stage") == (stages > 1)
+    assert grid(program.schedule, WIDTH) in text
+    assert text.count("the stage") == (stages > 1)
     assert text.endswith(" ".join(map(str, timeline(program).in_flight)))
     assert max(map(len, report(program).splitlines())) <= WIDTH
 

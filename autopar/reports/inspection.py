@@ -24,6 +24,7 @@ from autopar.reports.sharing import share_table, shares
 from autopar.reports.tables import Table, ranges
 from autopar.runtime.execute.emitted import Message, Messages, sends_of
 from autopar.runtime.parameters.shards import local_shape
+from autopar.terminal import width, wrap
 from autopar.units import count, seconds, size
 
 COMMUNICATION_PARTS = ("forward", "backward", "step")
@@ -243,11 +244,11 @@ def schedule_text(program: Program) -> str:
     if program.plan.stages_per_rank > 1:
         lines.append("before the letter is the stage, after it the microbatch")
         counted = "(stage, microbatch) pairs"
-    lines += ["", grid(schedule)]
-    return "\n".join(lines) + (
-        f"\nestimated {seconds(expected.total)} a step, bubble {expected.bubble:.1%}, "
+    told = (
+        f"estimated {seconds(expected.total)} a step, bubble {expected.bubble:.1%}, "
         f"most {counted} in flight by rank: {flight}"
     )
+    return "\n".join([*map(wrap, lines), "", grid(schedule, width()), wrap(told)])
 
 
 # --- all of it -----------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from autopar.proof.verification import APART, AWAY, Verification
 from autopar.reports.tables import Table
+from autopar.terminal import styled
 
 AWAY_COLUMNS = ("without rounding", "of the model")
 ROOM = (
@@ -29,7 +31,11 @@ def verification_table(result: Verification, every: bool = False) -> Table:
         if mixed:
             values += [result.away[name], result.reference_away[name]]
         rows.append((name, *(f"{x:.1e}" for x in values)))
-    verdict = "PASSED" if result.passed else "FAILED"
+    verdict = (
+        styled("PASSED", "green", sys.stdout)
+        if result.passed
+        else styled("FAILED", "red", sys.stdout)
+    )
     note = (
         f"{verdict}: {len(ordered)} compared, tolerance {result.tolerance:.0e}, "
         f"worst {max(result.errors.values()):.1e}"

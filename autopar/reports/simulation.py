@@ -39,6 +39,7 @@ from autopar.passes.schedule.step_run import (
 from autopar.reports.inspection import messages_of_a_step
 from autopar.reports.tables import Table
 from autopar.runtime.parameters.shards import local_shape
+from autopar.terminal import width, wrap
 from autopar.units import count, seconds
 
 # --- an estimate ---------------------------------------------------------------------
@@ -223,18 +224,17 @@ def _bytes(spec: ParameterSpec, mesh: Mesh, coords: Mapping[str, int]) -> int:
 
 def run_text(run: StepRun) -> str:
     timeline = run.timeline
-    lines = [
+    legend = (
         f"schedule {timeline.schedule.name}, to scale: F forward, B backward, I and W "
-        "its halves, . idle",
-        "",
-        grid(timeline),
-        "",
+        "its halves, . idle"
+    )
+    told = (
         f"{seconds(run.total)} a step: {seconds(run.start)} before microbatches, "
         f"{seconds(timeline.total)} with them, of which {timeline.bubble:.1%} idle, "
-        f"{seconds(run.total - run.start - timeline.total)} after them",
-        "",
-    ]
-    return "\n".join(lines) + f"\n{ranks_table(run)}"
+        f"{seconds(run.total - run.start - timeline.total)} after them"
+    )
+    drawn = grid(timeline, width())
+    return "\n\n".join([wrap(legend), drawn, wrap(told), f"{ranks_table(run)}"])
 
 
 def ranks_table(run: StepRun) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +10,19 @@ from typing import Any
 
 from tabulate import tabulate
 
-WIDTH = 100  # characters in a line of a report
+from autopar.terminal import styled, width, wrap
+
+GAP = 2  # characters between columns
+PADDING = 2  # of what stands above a column, see `tabulate.MIN_PADDING`
+NARROW = 6  # characters that a column of text keeps, however narrow the terminal
 
 
 @dataclass(frozen=True)
 class Table:
-    """title, notes: above and below. rows[i][j] belongs to columns[j]."""
+    """title, notes: above and below. rows[i][j] belongs to columns[j].
+
+    As text it is as wide as the terminal at most: what is longest is wrapped.
+    """
 
     title: str
     columns: tuple[str, ...]
@@ -28,19 +36,69 @@ class Table:
             and all(isinstance(row[j], int | float) for row in self.rows)
             for j in range(len(self.columns))
         ]
+        widths = _widths(self.columns, cells, numeric)
+        cells = [list(map(_folded, row, widths)) for row in cells]
         body = tabulate(
             cells,
-            headers=self.columns,
+            headers=list(map(_folded, self.columns, (w - PADDING for w in widths))),
             tablefmt="simple",
             disable_numparse=True,
             colalign=["right" if n else "left" for n in numeric] if cells else None,
         )
         lines = "\n".join(line.rstrip() for line in body.splitlines())
-        return "\n".join([self.title, "", lines, *(wrap(note) for note in self.notes)])
+        title = "\n".join(
+            styled(line, "bold", sys.stdout) for line in wrap(self.title).splitlines()
+        )
+        return "\n".join([title, "", lines, *(wrap(note) for note in self.notes)])
 
 
-def wrap(text: str) -> str:
-    return textwrap.fill(text, WIDTH, subsequent_indent="  ")
+def _widths(
+    head: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool]
+) -> list[int]:
+    """Of each column: what it needs, or less if all are wider than the terminal.
+
+    The widest gives way first, down to its longest word, and then within words; numbers
+    stay whole.
+    """
+    columns = list(zip(*rows, strict=True)) or [()] * len(head)
+    found = [
+        max(PADDING + len(h), *map(_longest, column), 0)
+        for h, column in zip(head, columns, strict=True)
+    ]
+    words = [
+        max(PADDING + _longest_word(h), *map(_longest_word, column), 0)
+        for h, column in zip(head, columns, strict=True)
+    ]
+    most = width() - GAP * (len(columns) - 1)
+    for kept in (words, [NARROW] * len(columns)):
+        least = [
+            word if number else min(word, keep)
+            for word, keep, number in zip(words, kept, numeric, strict=True)
+        ]
+        while sum(found) > most:
+            open_to = [j for j, wide in enumerate(found) if wide > least[j]]
+            if not open_to:
+                break
+            found[max(open_to, key=lambda j: found[j])] -= 1
+    return found
+
+
+def _longest(cell: str) -> int:
+    return max(map(len, cell.splitlines()), default=0)
+
+
+def _longest_word(cell: str) -> int:
+    return max(map(len, cell.split()), default=0)
+
+
+def _folded(cell: str, wide: int) -> str:
+    """Each line of a cell that is too long, as several."""
+    return "\n".join(
+        line
+        if len(line) <= wide
+        else textwrap.fill(line, max(1, wide), break_on_hyphens=False)
+        for line in cell.split("\n")
+    )
 
 
 def ranges(numbers: Sequence[int]) -> str:
