@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from models import WIDTH, Block, Case, Stack, randomize, token_batch
 from torch import Tensor, nn
 
+from autopar.passes.capture.normalize import normalize
 from autopar.passes.errors import CaptureError
 from autopar.passes.program import Program
 from autopar.proof.expected import TOLERANCE
@@ -122,7 +123,7 @@ class Filtered(Fused):
         self.read = read
 
     def attention(self, x: Tensor) -> Tensor:
-        y = F.silu(self.filters(self.mixed(x).mT)[..., : x.shape[1]]) * 1.5
+        y = F.silu(self.filters(self.mixed(x).mT)[..., : x.shape[1]]).clamp(max=9) * 1.5
         y = y.transpose(1, 2) * self.scale
         q, k, v = (p.unflatten(-1, (-1, SIZE)) for p in CUTS["split"](y))
         scale = y.square().mean() if self.read else 1.0
@@ -142,6 +143,14 @@ class Rejoined(Filtered):
 
     def mixed(self, x: Tensor) -> Tensor:
         return torch.cat([self.q(x), *self.kv(x).chunk(2, -1)], -1)
+
+
+class Dropped(Fused):
+    """Dropout before the cut."""
+
+    def __init__(self) -> None:
+        super().__init__("split")
+        self.qkv = nn.Sequential(self.qkv, nn.Dropout(0.5))
 
 
 UNEVEN: dict[str, Callable[[], nn.Module]] = {
@@ -168,6 +177,12 @@ def test_channels_that_are_read_together_are_cut_where_the_model_cuts_them() -> 
     one = case(partial(Filtered, read=True))
     assert len(one.compile("tp=2").notes) == 1
     one.verify("tp=2", sequence_parallel=False)
+
+
+def test_dropout_is_of_what_the_model_gives_it() -> None:
+    graph = normalize(case(Dropped).trace()).graph
+    dropped = [n.out.shape[-1] for n in graph.nodes if n.op == "autopar.dropout"]
+    assert dropped == [WIDTH + 2 * GROUPS * SIZE] * 2
 
 
 class Decayed(Fused):

@@ -17,12 +17,8 @@ from math import prod
 from ..capture.rewrite import Rewriter, Rule
 from ..capture.split_products import CUTS, LINEAR, MATMUL, emit_split
 from ..graph import Graph, Node, Value
-
-UNARY = frozenset(
-    f"aten.{n}"
-    for n in ("silu", "gelu", "relu", "sigmoid", "tanh", "softplus", "to", "neg")
-)
-BINARY = frozenset(f"aten.{n}" for n in ("mul", "add", "sub", "div"))
+from ..ops.op import op_of
+from ..ops.rules import equation
 
 
 @dataclass(frozen=True)
@@ -102,46 +98,31 @@ def _begins(maker: Node, x: Value, dim: int) -> bool:
 
 def _main(node: Node) -> Value:
     """The operand that a step goes over channel by channel."""
-    if node.name in BINARY:
-        return max(node.operands, key=lambda v: (v.numel, len(v.shape)))
-    return node.operands[0]
+    return max(node.operands, key=lambda v: (v.numel, len(v.shape)))
 
 
 def _before(node: Node, dim: int) -> int | None:
     """The dim of a node's main operand that is `dim` of its result, if each index of it
-    is computed by itself; else None."""
-    kind, shape = node.name, node.out.shape
-    if kind in UNARY:
-        return dim
-    if kind in BINARY:
-        whole = len(node.operands) < 3 and _main(node).shape == shape
-        return dim if whole else None
-    if (order := _order(node)) is not None:
-        return order[dim]
-    if kind == "aten.slice":
-        along = node.arg("dim") % len(shape)
-        return dim if along != dim else None
-    if kind == "aten.pad":
-        return dim if dim < len(shape) - len(node.arg("pad")) // 2 else None
-    if kind == "aten.conv1d" and len(shape) == 3:
-        alone = node.arg("groups") == shape[1] == node.operands[0].shape[1]
-        return dim if alone and dim == 1 else None
-    return None
+    is computed by itself, in one step; else None. Numbers of dropout, an op of ours, go
+    by place."""
+    steps = node.op.startswith("aten.") and not op_of(node).is_product
+    if not steps or not node.operands or len(node.outs) > 1:
+        return None
+    main = _main(node)
+    before = _along(node, dim, main)
+    alike = before is not None and main.shape[before] == node.out.shape[dim]
+    return before if alike else None
 
 
-def _order(node: Node) -> list[int] | None:
-    """For each dim of a result the operand's dim that it is, if the node turns it."""
-    kind, order = node.name, list(range(len(node.out.shape)))
-    if kind == "aten.permute":
-        return [int(d) % len(order) for d in node.arg("dims")]
-    if kind in ("aten.t", "aten.numpy_T"):
-        return order[::-1]
-    if kind in ("aten.transpose", "aten.mT"):
-        moved = kind == "aten.transpose"
-        i, j = (node.arg("dim0"), node.arg("dim1")) if moved else (-2, -1)
-        order[i], order[j] = order[j], order[i]
-        return order
-    return None
+def _along(node: Node, dim: int, v: Value) -> int | None:
+    """The dim of an operand that is a dim of the result, by the op's rule."""
+    rule = equation(node)
+    if rule is None:
+        return None
+    letters = rule.outs[0][dim]
+    dims = rule.operands[node.operands.index(v)]
+    apart = letters in dims and all(rule.roles[c] == "map" for c in letters)
+    return dims.index(letters) if apart else None
 
 
 def _hoist(rewriter: Rewriter, split: Node, hoist: Hoist) -> tuple[Value | None, ...]:
@@ -168,14 +149,14 @@ def _each(
     sizes: Sequence[int],
 ) -> tuple[Value, ...]:
     """A step of each piece, with its share of what has a value for each channel."""
-    main, rank, whole = _main(node), len(node.out.shape), node.out.shape[dim]
+    main, whole, sizes_of = _main(node), node.out.shape[dim], op_of(node).sizes
     shares: dict[str, Sequence[Value]] = {main.name: pieces}
     for v in node.operands:
         if v.name in shares:
             continue
-        own = 0 if node.name == "aten.conv1d" else dim - rank + len(v.shape)
+        own = _along(node, dim, v)
         now = rewriter.replaced.get(v.name, v)
-        if own >= 0 and v.shape[own] == whole > 1:
+        if own is not None and v.shape[own] == whole > 1:
             cut = emit_split(rewriter, now, tuple(sizes), own, node.location)
         else:
             cut = (now,) * len(sizes)
@@ -187,11 +168,9 @@ def _each(
         def share(v: Value, i: int = i) -> Value:
             return shares[v.name][i]
 
-        made = node.substitute(share)
-        if node.name == "aten.conv1d":
-            made = made.with_args(groups=size)
         out = rewriter.builder.value("piece", shape, node.out.dtype)
-        made = replace(made, outs=(out,))
+        made = replace(node.substitute(share), outs=(out,))
+        made = sizes_of(made) if sizes_of else made
         rewriter.builder.nodes.append(made)
         rewriter.made[out.name] = made
         found.append(out)
