@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from autopar.capture.capture_model import capture_model
 from autopar.gc_paused import gc_paused
 from autopar.measure.stage_costs import stage_costs
 from autopar.passes.cost import Costs
-from autopar.passes.errors import AutoparError
+from autopar.passes.errors import AutoparError, LossNotSeparable
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import Plan
 from autopar.passes.program import Program
@@ -36,18 +36,30 @@ def compile_offline(
     loss_fn: Callable[..., Any] | None = None,
     costs: Costs | Callable[[Lowered], Costs] | None = None,
     prove: bool = False,
+    outputs: Sequence[str] = (),
 ) -> Program:
     """Compile `model(**batch)` for a plan, in this process alone.
 
     batch: the full, global batch, as example of names, shapes and types. costs: seconds
     of ops; None: measured on this machine, once; of other devices `cluster_costs`.
     prove: that the program computes what
-    the model does, see `autopar.proof.prove_program`.
+    the model does, see `autopar.proof.prove_program`. outputs: names of what else the
+    model returns that comes out. Scalars beside the loss do if microbatches can share
+    them out; a note says which do not.
     Raises: AutoparError.
     """
-    traced = capture_model(model, batch, loss_fn, plan.dtype)
-    watch = watch_from_environment()
-    program = compile_program(traced, plan, costs or stage_costs, watch)
+    watch, costs = watch_from_environment(), costs or stage_costs
+    traced = capture_model(model, batch, loss_fn, plan.dtype, outputs)
+    try:
+        program = compile_program(traced, plan, costs, watch)
+    except LossNotSeparable as error:
+        if not traced.metrics:
+            raise
+        left = ", ".join(traced.outputs[: traced.metrics])
+        traced = capture_model(model, batch, loss_fn, plan.dtype, outputs, False)
+        program = compile_program(traced, plan, costs, watch)
+        note = f"step.metrics is without {left}: {error.what} ({error.source})"
+        program = replace(program, notes=(*program.notes, note))
     if not prove:
         return program
     proof = prove_program(program, model, batch, traced, loss_fn)
@@ -62,7 +74,10 @@ def proved(
     loss_fn: Callable[..., Any] | None = None,
 ) -> Program:
     """The program with its proof, see `compile_offline`."""
-    traced = capture_model(model, batch, loss_fn, program.plan.dtype)
+    wanted = list(program.outputs)[program.metrics :]
+    metrics = program.metrics > 0
+    dtype = program.plan.dtype
+    traced = capture_model(model, batch, loss_fn, dtype, wanted, metrics)
     proof = prove_program(program, model, batch, traced, loss_fn)
     return replace(program, proof=proof)
 

@@ -1,4 +1,5 @@
-"""Programs for batches of other shapes than the first, with the same weights.
+"""Programs for batches of other shapes than the first, or that give more of what the
+model returns, with the same weights.
 
 A last batch that is short, or sequences of another length, take a program of their own.
 The same decisions make it, so that parameters rest in the same places.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,10 +29,12 @@ from autopar.runtime.execute.rehearse import rehearse
 MOST = 8  # programs of a step
 LOG = logging.getLogger("autopar")
 Shapes = Mapping[str, tuple[int, ...]]
+Outputs = Sequence[str]  # names, as of `Step.evaluate`
 
 
 class OtherShapes:
-    """The executors of a step, one for each shape of a batch that came.
+    """The executors of a step, one for each shape of a batch that came, and for each
+    set of outputs that was asked for.
 
     first: that of the first batch. model: as the first was compiled from; it is kept
     without its weights, and on the rank that compiles only. fixed: fields of a batch
@@ -57,10 +60,11 @@ class OtherShapes:
             except Exception as error:  # whatever a model's own copying raises
                 self._lacks = f"copy.deepcopy(model): {type(error).__name__}: {error}"
 
-    def find(self, batch: Mapping[str, Any]) -> Executor | None:
-        """The executor for batches as this one, if there is one."""
+    def find(self, batch: Mapping[str, Any], outputs: Outputs = ()) -> Executor | None:
+        """The executor for batches as this one, if there is one, which gives these
+        outputs."""
         shapes = {n: tuple(x.shape) for n, x in batch.items() if isinstance(x, Tensor)}
-        return self._executors.get(_key(shapes))
+        return self._executors.get(_key(shapes, outputs))
 
     def fits(self, program: Program, batch: Mapping[str, Any]) -> bool:
         """Whether a batch has the names, dtypes and count of dims that a program was
@@ -75,20 +79,22 @@ class OtherShapes:
         others = batch.keys() - tensors.keys()
         return all(n in self._fixed and batch[n] == self._fixed[n] for n in others)
 
-    def make(self, like: Executor, batch: Mapping[str, Any]) -> Executor:
+    def make(
+        self, like: Executor, batch: Mapping[str, Any], outputs: Outputs = ()
+    ) -> Executor:
         """Compile for batches as this one, which `fits`; on all ranks. like: one
         that computes with the same weights. Raises: AutoparError, on all ranks."""
         shapes = {n: tuple(x.shape) for n, x in batch.items() if isinstance(x, Tensor)}
         known = len(self._executors)
         if known == MOST:
-            seen = "; ".join(_text(dict(key)) for key in self._executors)
+            seen = "; ".join(_text(dict(key)) for key, _ in self._executors)
             raise BatchError(
                 f"a batch with {_text(shapes)}, after {MOST} other shapes",
                 fix=f"pad batches to a shape that was compiled: {seen}",
             )
         if like.comm.rank == 0:
-            LOG.info("compiling for %s, the %dth shape", _text(shapes), known + 1)
-        program = on_first_rank(lambda: self._compile(like.program, batch))
+            LOG.info("compiling for %s, the %dth program", _text(shapes), known + 1)
+        program = on_first_rank(lambda: self._compile(like.program, batch, outputs))
         comm, mesh = like.comm, program.mesh
         wanted = {ranks for axes in program.groups for ranks in mesh.groups(axes)}
         comm.open_groups(sorted(group for group in wanted if len(group) > 1))
@@ -102,14 +108,17 @@ class OtherShapes:
             like.gradients,
         )
         rehearse(made)
-        self._executors[_key(shapes)] = made
+        self._executors[_key(shapes, outputs)] = made
         return made
 
-    def _compile(self, like: Program, batch: Mapping[str, Any]) -> Program:
+    def _compile(
+        self, like: Program, batch: Mapping[str, Any], outputs: Outputs
+    ) -> Program:
         if self._model is None:
             raise BatchError(
-                "the batch has other shapes than the step was compiled for, and the "
-                f"model cannot be kept to compile it again: {self._lacks}",
+                "the batch has other shapes than the step was compiled for, or other "
+                "outputs are asked for, and the model cannot be kept to compile it "
+                f"again: {self._lacks}",
                 fix="pad the batch, or compile another step for it",
             )
         values = {
@@ -118,7 +127,12 @@ class OtherShapes:
         }
         plan = for_samples(like.plan, samples_of(batch))
         made = compile_offline(
-            self._model, values, plan, self._loss_fn, prove=self._prove
+            self._model,
+            values,
+            plan,
+            self._loss_fn,
+            prove=self._prove,
+            outputs=outputs,
         )
         differs = [
             name
@@ -154,8 +168,11 @@ def without_weights(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _key(shapes: Shapes) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    return tuple(sorted(shapes.items()))
+Key = tuple[tuple[tuple[str, tuple[int, ...]], ...], frozenset[str]]
+
+
+def _key(shapes: Shapes, outputs: Outputs = ()) -> Key:
+    return tuple(sorted(shapes.items())), frozenset(outputs)
 
 
 def _text(shapes: Shapes) -> str:

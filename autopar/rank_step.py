@@ -6,10 +6,10 @@ virtual mesh.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from autopar.local_batches import Batch, DataRank, batches
 from autopar.passes.errors import AutoparError
 from autopar.runtime.agreement.agreement import Agreement
 from autopar.runtime.agreement.updates import Updates
-from autopar.runtime.agreement.validate import checked_batch
+from autopar.runtime.agreement.validate import checked_batch, checked_outputs
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.parameters.changed import Originals, check_trained
 from autopar.runtime.parameters.gradient_norm import checked_norm, clip_
@@ -88,17 +88,45 @@ class RankStep(HeldState):
         self._originals = None  # the model may be trained beside, from now on
         return loss
 
-    def evaluate(self, *, local: bool = False, **batch: Any) -> Tensor:
+    @overload
+    def evaluate(
+        self, *, local: bool = ..., outputs: None = ..., **batch: Any
+    ) -> Tensor: ...
+
+    @overload
+    def evaluate(
+        self, *, local: bool = ..., outputs: Sequence[str], **batch: Any
+    ) -> dict[str, Tensor]: ...
+
+    def evaluate(
+        self,
+        *,
+        local: bool = False,
+        outputs: Sequence[str] | None = None,
+        **batch: Any,
+    ) -> Tensor | dict[str, Tensor]:
         """Loss of the global batch without dropout, forward only; on every rank.
 
         The same as of the model in `.eval()`, if dropout is all that this changes.
-        local: as for a step.
+        local: as for a step. outputs: names of what else the model returns; with them
+        comes a dict of "loss" and of these, whole and for the global batch (in its
+        order), on every rank's device.
         """
         executor = self.executor  # raises if there is nothing to evaluate yet
+        names = checked_outputs(outputs)
         with self._begin("evaluate", batch, local) as tensors:
             if self._host is not None:
                 self._host.upload()
-            return executor.evaluate(tensors)
+            loss = executor.evaluate(tensors)
+            if outputs is None:
+                return loss
+            return {"loss": loss, **executor.outputs.wholes(names)}
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """The other scalars of a model or loss function that returns a dict, of the
+        last step or evaluation: of the global batch, the same on every rank."""
+        return self.executor.metrics
 
     @contextmanager
     def _begin(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,11 @@ from autopar.rank_step import RankStep
 from autopar.runtime.agreement.agreement import Agreement
 from autopar.runtime.agreement.first_rank import on_first_rank
 from autopar.runtime.agreement.roll_call import ANOTHER_SHAPE
-from autopar.runtime.agreement.validate import check_model, check_same
+from autopar.runtime.agreement.validate import (
+    check_model,
+    check_same,
+    checked_outputs,
+)
 from autopar.runtime.comm.host_comm import engine
 from autopar.runtime.execute.code_cache import CodeCache
 from autopar.runtime.execute.executor import Executor
@@ -72,8 +76,10 @@ def compile(
 ) -> Step:
     """Compile an unmodified model into a training step over a mesh of devices.
 
-    model: returns its loss, `(logits, loss)` or an output with `.loss`; or give
-    `loss_fn(output, batch)`. Weights on `meta` are made by the modules' initialisers.
+    model: returns its loss, `(logits, loss)`, an output with `.loss`, or a dict, whose
+    "loss" is trained, or else the sum of its scalars, see `Step.metrics`; or give
+    `loss_fn(output, batch)`, which may return these. Weights on `meta` are made by the
+    modules' initialisers.
     mesh: a `torch.distributed.DeviceMesh` with named dims, or text as `"pp=2,tp=2"`; or
     sizes of axes that may mean anything, as (4, 2); or what `devices` may be.
     devices: how many of this machine's, or a `Cluster` of them (`"8xA100-80GB"`): the
@@ -176,33 +182,57 @@ class Step(RankStep):
         self._fit(batch, local)
         return super().__call__(local=local, **batch)
 
-    def evaluate(self, *, local: bool = False, **batch: Any) -> Tensor:
+    @overload
+    def evaluate(
+        self, *, local: bool = ..., outputs: None = ..., **batch: Any
+    ) -> Tensor: ...
+
+    @overload
+    def evaluate(
+        self, *, local: bool = ..., outputs: Sequence[str], **batch: Any
+    ) -> dict[str, Tensor]: ...
+
+    def evaluate(
+        self,
+        *,
+        local: bool = False,
+        outputs: Sequence[str] | None = None,
+        **batch: Any,
+    ) -> Tensor | dict[str, Tensor]:
         """Loss of the global batch without dropout, forward only; on every rank.
 
         The same as of the model in `.eval()`, if dropout is all that this changes.
-        local, other shapes: as for a step.
+        local, other shapes: as for a step. outputs: names of what else the model
+        returns, as "logits", or "hidden_states.3" of a tuple in its output; of a tuple
+        "0". With them comes a dict of "loss" and of these, whole and for the global
+        batch (in its order), on every rank's device: logits have samples x tokens x
+        vocabulary elements there. Each set of names takes a program of its own.
+        Raises: CaptureError, for a name that the model does not return.
         """
         if self._executor is not None:
-            self._fit(batch, local)
-        return super().evaluate(local=local, **batch)
+            self._fit(batch, local, checked_outputs(outputs))
+        return super().evaluate(local=local, outputs=outputs, **batch)
 
-    def _fit(self, batch: Mapping[str, Any], local: bool) -> None:
-        """Compile for batches of these shapes, unless that was done."""
+    def _fit(
+        self, batch: Mapping[str, Any], local: bool, outputs: Sequence[str] = ()
+    ) -> None:
+        """Compile for batches of these shapes and outputs, unless that was done."""
         if self._executor is None:
             self.build(local=local, **batch)
         inputs = self.program.inputs
         like = self.data.whole_like(batch, inputs) if local else batch
         if not self._shapes.fits(self.program, like):
             return  # whoever begins with it says why
-        current, found = self.executor, self._shapes.find(like)
+        current, found = self.executor, self._shapes.find(like, outputs)
         if found is current and local == self._local:
             return
         # All ranks change to it together: none waits for messages of other sizes.
         shapes = {n: list(x.shape) for n, x in batch.items() if isinstance(x, Tensor)}
         facts = {("shape", name): shape for name, shape in shapes.items()}
-        self._agree()(ANOTHER_SHAPE, {("argument", "local"): local, **facts})
+        arguments = {("argument", "local"): local, ("argument", "outputs"): [*outputs]}
+        self._agree()(ANOTHER_SHAPE, {**arguments, **facts})
         self._local = local
-        executor = found or self._shapes.make(current, like)
+        executor = found or self._shapes.make(current, like, outputs)
         if executor is not current:
             executor.go_on_from(current)
             self._executor = executor

@@ -9,6 +9,7 @@ from .emit_modules import EmittedStage
 from .graph import Value
 from .mesh import TIME
 from .program import (
+    OutputSpec,
     ParameterSpec,
     Program,
     StageSpec,
@@ -69,7 +70,32 @@ def assemble(
         send=scheduled.send,
         notes=notes,
         ranges=ranges,
+        outputs=_outputs(staged),
+        metrics=traced.metrics,
     )
+
+
+def _outputs(staged: Staged) -> dict[str, OutputSpec]:
+    """Where each output beside the loss is made, and how it lies."""
+    lowered = staged.lowered
+    found = {}
+    for name, v in zip(lowered.traced.outputs, lowered.graph.outputs[1:], strict=True):
+        sharding, dims = lowered.shardings[v.name], lowered.dims[v.name]
+        (stage, place) = next(
+            (stage.index, stage.output_names.index(v.name))
+            for stage in staged.stages
+            if v.name in stage.output_names
+        )
+        found[name] = OutputSpec(
+            shape=v.shape,
+            dtype=dtype_name(v.dtype),
+            factors=tuple(tuple(d.size for d in dim) for dim in dims),
+            slots=sharding.slots,
+            pending=tuple(axis for axis, _ in sharding.pending),
+            stage=stage,
+            place=place,
+        )
+    return found
 
 
 def _specs(staged: Staged, values: tuple[Value, ...]) -> dict[str, ParameterSpec]:

@@ -20,7 +20,7 @@ from .schedule.footprint import Communication, Footprint
 from .schedule.memory import RankMemory
 from .schedule.schedule import Schedule
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,24 @@ class ParameterSpec:
 
 
 @dataclass(frozen=True)
+class OutputSpec:
+    """What a model returns beside its loss, and what ranks have of it.
+
+    shape: global. factors, slots: for each dim its named factors' sizes, and the axes
+    that split them; "time" is the microbatches'. pending: axes over which it is a
+    pending sum. stage: that makes it; place: among the outputs of its forward.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    factors: tuple[tuple[int, ...], ...]
+    slots: tuple[tuple[tuple[str, ...], ...], ...]
+    pending: tuple[str, ...]
+    stage: int
+    place: int
+
+
+@dataclass(frozen=True)
 class StageSpec:
     """One pipeline stage: its layers, its parameters, and which text each rank runs.
 
@@ -89,6 +107,8 @@ class Program:
     send: seconds of a message between stages, estimated. notes: what the user should
     know. ranges: batch field -> what its integers may be. proof: that it
     computes what the model does; it rests in the manifest of a plan directory.
+    outputs: what comes back beside the loss, by name; metrics: how many of these, the
+    first, are scalars that every step tells.
     """
 
     plan: Plan
@@ -109,6 +129,8 @@ class Program:
     notes: tuple[str, ...] = ()
     ranges: Mapping[str, InputRange] = field(default_factory=dict)
     proof: Proof | None = None
+    outputs: Mapping[str, OutputSpec] = field(default_factory=dict)
+    metrics: int = 0
 
     @property
     def mesh(self) -> Mesh:
@@ -205,6 +227,8 @@ class Program:
             "send": self.send,
             "notes": list(self.notes),
             "ranges": {k: asdict(v) for k, v in self.ranges.items()},
+            "outputs": {k: asdict(v) for k, v in self.outputs.items()},
+            "metrics": self.metrics,
         }
         return json.dumps(data, indent=1) + "\n"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ def capture_model(
     batch: Mapping[str, Any],
     loss_fn: Callable[..., Any] | None = None,
     precision: torch.dtype | None = None,
+    outputs: Sequence[str] = (),
+    metrics: bool = True,
 ) -> Traced:
     """Capture `model(**batch)` down to its loss, see `trace`, and leave the model as it
     was.
@@ -36,7 +38,7 @@ def capture_model(
     def run() -> Traced:
         # Of a model that it cannot capture, torch prints the graph so far.
         with contextlib.redirect_stderr(io.StringIO()):
-            return trace(model, batch, loss_fn, precision)
+            return trace(model, batch, loss_fn, precision, outputs, metrics)
 
     with only_new():
         try:

@@ -13,7 +13,7 @@ from autopar.proof.errors import (
     root_mean_square,
     worse,
 )
-from autopar.proof.ranks import FoundStep
+from autopar.proof.ranks import NONE, FoundStep
 from autopar.proof.update import RATE, Update
 
 # The name of the margin by which routers preferred others than they were told.
@@ -46,6 +46,10 @@ def differences(
         errors[EVALUATED] = relative_error(
             found.evaluated, want.evaluated, size=size.evaluated
         )
+    for name, x in found.outputs.items():
+        if x.is_floating_point() and name in want.outputs:
+            output, scale = want.outputs[name], size.outputs.get(name)
+            errors[f"output '{name}'"] = relative_error(x, output, size=scale)
     if found.margin is not None:
         errors[CHOICES] = abs(found.margin - (want.margin or 0.0))
     return errors
@@ -75,8 +79,10 @@ def found_by_model(
     gradients: Mapping[str, Tensor],
     evaluated: Tensor | None = None,
     margin: float | None = None,
+    outputs: Mapping[str, Tensor] = NONE,
 ) -> FoundStep:
-    return FoundStep(loss, gradients, norm_of(gradients), evaluated, margin=margin)
+    norm = norm_of(gradients)
+    return FoundStep(loss, gradients, norm, evaluated, (), margin, outputs)
 
 
 def update_errors(found: FoundStep, want: Update | None) -> dict[str, float]:

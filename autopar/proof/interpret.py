@@ -23,8 +23,9 @@ SKIPPED = ("aten._assert", "aten.sym_")
 
 def run_graph(
     traced: Traced, values: Mapping[str, Tensor], key: int | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss, and the gradient of every trainable parameter, by name.
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Loss, the gradient of every trainable parameter, and what comes out beside the
+    loss, by name.
 
     values: of inputs, parameters, buffers and constants. key: of dropout's masks; None:
     there is no dropout.
@@ -53,7 +54,8 @@ def run_graph(
         name: torch.zeros_like(x) if g is None else g
         for name, x, g in zip(wanted, leaves, grads, strict=True)
     }
-    return loss.detach(), found_grads
+    outputs = {n: held[v.name].detach() for n, v in traced.named_outputs.items()}
+    return loss.detach(), found_grads, outputs
 
 
 def _run(node: Node, held: Mapping[str, Tensor], dropout: OurDropout) -> Any:

@@ -71,8 +71,9 @@ def prove_program(
     """Prove that a program computes what its captured model does.
 
     Two steps are compared, with drawn weights and batches: losses, every gradient, what
-    replicas hold, the norm of all gradients, the loss without dropout, and the weights
-    after gradients were clipped and AdamW updated them; a checkpoint must come back.
+    else the model returns, what replicas hold, the norm of all gradients, the loss
+    without dropout, and the weights after gradients were clipped and AdamW updated
+    them; a checkpoint must come back.
     Raises VerificationFailed where it does not, NotProved where that cannot be told.
     """
     flops = program.forward_flops
@@ -217,7 +218,7 @@ def _expect(
         return Expected(
             own,
             tree_in_double(inputs),
-            found_by_model(*found, _evaluated(runnable, values)),
+            found_by_model(*found[:2], _evaluated(runnable, values), outputs=found[2]),
             TOLERANCE,
             Again(partial(_run_again, runnable, values, key)),
             update=update,
@@ -242,7 +243,8 @@ def _run_again(
     """As `Again` wants it: in float64, be it asked for or not."""
     with arithmetic:
         found = run_graph(runnable.traced, values, key)
-        return found_by_model(*found, _evaluated(runnable, values))
+        evaluated = _evaluated(runnable, values)
+        return found_by_model(*found[:2], evaluated, outputs=found[2])
 
 
 Named = dict[str, Tensor]

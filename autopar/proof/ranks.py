@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -49,7 +49,8 @@ class FoundStep:
     """loss: of all samples. gradients: whole, by name. norm: of all of them, as ranks
     compute it to clip them. evaluated: the loss without dropout, where asked for.
     updated: of each rank what became of an update, where asked for. margin: by how much
-    routers preferred others than they were told (`RoutingReplay`)."""
+    routers preferred others than they were told (`RoutingReplay`). outputs: what the
+    model returns beside the loss, of all samples."""
 
     loss: Tensor
     gradients: Mapping[str, Tensor]
@@ -57,6 +58,7 @@ class FoundStep:
     evaluated: Tensor | None = None
     updated: tuple[Updated, ...] = ()
     margin: float | None = None
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -64,6 +66,7 @@ class _OfRank:
     loss: Tensor
     shards: Mapping[str, Tensor]
     norm: float
+    outputs: Mapping[str, Tensor]
     evaluated: Tensor | None = None
     updated: Updated | None = None
 
@@ -131,7 +134,8 @@ def _run_rank(
         grads = {n: p.grad for n, p in held.items() if p.grad is not None}
         shards = {n: g.as_subclass(Tensor).clone() for n, g in grads.items()}
         norm = gradient_norm(program, comm, shards).item()
-        found.append(_OfRank(loss, shards, norm))
+        outputs = executor.outputs.wholes(list(program.outputs))
+        found.append(_OfRank(loss, shards, norm, outputs))
         own.check()
         if given.update is not None:
             found[-1].updated = update_rank(step, given.update, memory)
@@ -262,7 +266,9 @@ def _join(program: Program, ranks: Sequence[_OfRank]) -> FoundStep:
             shards = [one.shards.get(name) for one in ranks]
             source = spec.part.source
             whole[source] = assemble(program, name, shards, noise, whole.get(source))
-    return FoundStep(first.loss, whole, first.norm, first.evaluated, updated)
+    return FoundStep(
+        first.loss, whole, first.norm, first.evaluated, updated, None, first.outputs
+    )
 
 
 def _agree(what: str, values: Sequence[float]) -> None:

@@ -1,16 +1,52 @@
-"""Calling a model as its user does: by keyword, for its loss."""
+"""Calling a model as its user does: by keyword, for its loss, and what is beside it."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import CaptureError
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a call gave.
+
+    loss: a scalar. metrics: the scalars of a dict that are not the loss itself, by
+    name. tensors: all that the model and the loss function returned, by dotted path:
+    "logits", "hidden_states.3"; of a tuple "0", "1".
+    """
+
+    loss: torch.Tensor
+    metrics: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, *results: Any) -> Returned:
+        """results: of the model, and of the loss function, which comes last."""
+        metrics = find_metrics(results[-1])
+        tensors = {name: x for one in results for name, x in named_tensors(one)}
+        return cls(find_loss(results[-1]), metrics, tensors)
+
+    def select(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """The metrics, and tensors by name. Raises: CaptureError."""
+        for name in names:
+            if name not in self.tensors:
+                close = difflib.get_close_matches(name, self.tensors, n=3, cutoff=0.5)
+                known = ", ".join(map(repr, close or list(self.tensors)[:20]))
+                raise CaptureError(
+                    f"the model returns no tensor named '{name}'",
+                    fix=f"did you mean {known}?" if close else f"it has {known}",
+                )
+        return {**self.metrics, **{name: self.tensors[name] for name in names}}
 
 
 def loss_of(
@@ -25,38 +61,40 @@ def loss_of(
     if no single scalar loss comes out.
     """
     try:
-        return call_for_loss(model, fields, loss_fn)
+        return call_model(model, fields, loss_fn).loss
     except TypeError:
         if only_by_any_keyword(model, fields, loss_fn):
             with contextlib.suppress(TypeError):
-                return call_for_loss(model, fields, loss_fn, by_name=True)
+                return call_model(model, fields, loss_fn, by_name=True).loss
         raise
 
 
-def call_for_loss(
+def call_model(
     model: nn.Module,
     fields: Mapping[str, Any],
     loss_fn: Callable[..., Any] | None = None,
     by_name: bool = False,
-) -> torch.Tensor:
-    """One call of `loss_of`.
+) -> Returned:
+    """One call, as of `loss_of`, and all that came back.
 
     by_name: leave out what the model takes only because it takes any keyword. Raises:
     TypeError then, if the loss function does not read it either.
     """
     if loss_fn is None:
-        return find_loss(model(**fields))
+        return Returned.of(model(**fields))
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if takes_any and not by_name:
-        return find_loss(loss_fn(model(**fields), fields))
+        output = model(**fields)
+        return Returned.of(output, loss_fn(output, fields))
     seen = _Seen(fields)
     named = {k: v for k, v in fields.items() if k in parameters}
-    loss = find_loss(loss_fn(model(**named), seen))
+    output = model(**named)
+    returned = Returned.of(output, loss_fn(output, seen))
     unread = fields.keys() - named.keys() - seen.names
     if takes_any and unread:
         raise TypeError(f"nobody reads {', '.join(sorted(unread))}")
-    return loss
+    return returned
 
 
 def only_by_any_keyword(
@@ -86,13 +124,16 @@ class _Seen(dict[str, Any]):
 
 
 def find_loss(result: Any) -> torch.Tensor:
-    """The scalar loss that a model returned: itself, `.loss`, or a tuple's scalar."""
+    """The scalar loss that a model returned: itself, `.loss`, a tuple's scalar, or of a
+    dict "loss", or else the sum of its scalars."""
     if isinstance(result, torch.Tensor):
         candidates = [result]
     elif getattr(result, "loss", None) is not None:
         candidates = [result.loss]
     elif isinstance(result, Mapping):
         candidates = [result["loss"]] if result.get("loss") is not None else []
+        if metrics := not candidates and find_metrics(result):
+            return reduce(torch.add, metrics.values())
     elif isinstance(result, tuple | list):
         candidates = [x for x in result if isinstance(x, torch.Tensor) and x.ndim == 0]
     else:
@@ -106,6 +147,36 @@ def find_loss(result: Any) -> torch.Tensor:
         fix="pass the labels in the batch if the model computes its own loss, or "
         "give compile a loss_fn(output, batch) that returns a scalar",
     )
+
+
+def find_metrics(result: Any) -> dict[str, torch.Tensor]:
+    """The scalars of a dict, but for the loss itself."""
+    if not isinstance(result, Mapping) or hasattr(result, "loss"):
+        return {}
+    return {
+        name: x.reshape(())
+        for name, x in result.items()
+        if isinstance(x, torch.Tensor) and x.numel() == 1 and x.is_floating_point()
+        if name != "loss"
+    }
+
+
+def named_tensors(result: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor in what a model returned, by its dotted path."""
+    if isinstance(result, torch.Tensor):
+        yield path or "output", result
+        return
+    if is_dataclass(result) and not isinstance(result, Mapping):
+        items = [(f.name, getattr(result, f.name)) for f in fields(result)]
+    elif isinstance(result, Mapping):
+        items = list(result.items())
+    elif isinstance(result, tuple | list):
+        names = getattr(result, "_fields", range(len(result)))
+        items = list(zip(map(str, names), result, strict=True))
+    else:
+        return
+    for name, x in items:
+        yield from named_tensors(x, f"{path}.{name}" if path else str(name))
 
 
 def describe(result: Any) -> str:

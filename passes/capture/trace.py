@@ -11,15 +11,15 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..capture.call_model import call_for_loss, only_by_any_keyword
+from ..capture.call_model import call_model, only_by_any_keyword
 from ..capture.custom_functions import Functions
 from ..capture.functionalize import functionalize
 from ..capture.one_dtype import OneDtype
@@ -32,14 +32,16 @@ from ..graph import Graph, Part, Value
 
 @dataclass(frozen=True)
 class Traced:
-    """The model's forward, from the batch to the loss.
+    """The model's forward, from the batch to the loss, its first output.
 
     aliases: other names of a tied parameter -> the name it has in the graph.
     literals: the values of `graph.constants`.
     trainable: names of the parameters that want a gradient, and have one.
     autocast: value -> the dtype that torch.autocast had for products where it was made;
     of values made outside of autocast, nothing.
-    parts: of parameters that are not the model's own, but parts of them.
+    parts: of parameters that are not the model's own, but parts of them. outputs: names
+    of the graph's other outputs, which nothing is trained on. metrics: how many of
+    these, the first, are the scalars of a dict of losses.
     """
 
     graph: Graph
@@ -48,6 +50,12 @@ class Traced:
     trainable: frozenset[str]
     autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
     parts: Mapping[str, Part] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ()
+    metrics: int = 0
+
+    @property
+    def named_outputs(self) -> dict[str, Value]:
+        return dict(zip(self.outputs, self.graph.outputs[1:], strict=True))
 
     def part(self, v: Value) -> Part:
         """Where a parameter lies in the model's own."""
@@ -61,27 +69,48 @@ class Traced:
         return str(self.graph)
 
 
+@dataclass
+class _Beside:
+    """Names of what comes out beside the loss; metrics come first. Apart from the
+    module, whose attributes export puts back."""
+
+    names: tuple[str, ...] = ()
+    metrics: int = 0
+
+
 class _LossOf(nn.Module):
-    """The model, called by keyword, with only its loss coming out."""
+    """The model, called by keyword, with only its loss, metrics and what is wanted
+    coming out."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Any] | None, static: dict
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        static: dict,
+        wanted: Sequence[str],
+        with_metrics: bool,
     ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         self.static = static
-        self.by_name = False  # see `call_for_loss`
+        self.wanted, self.with_metrics = wanted, with_metrics
+        self.beside = _Beside()
+        self.by_name = False  # see `call_model`
         self.unseen = Unseen()
         self.functions = Functions()
 
-    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         before = dict(self.model.named_buffers())
         with self.unseen, self.functions.reading():
             fields = {**batch, **self.static}
-            loss = call_for_loss(self.model, fields, self.loss_fn, self.by_name)
+            returned = call_model(self.model, fields, self.loss_fn, self.by_name)
         _refuse_new_buffers(before, dict(self.model.named_buffers()))
-        return loss
+        if not self.with_metrics:
+            returned = replace(returned, metrics={})
+        beside = returned.select(self.wanted)
+        self.beside.names, self.beside.metrics = tuple(beside), len(returned.metrics)
+        return (returned.loss, *beside.values())
 
 
 def _refuse_new_buffers(
@@ -103,10 +132,14 @@ def trace(
     batch: Mapping[str, Any],
     loss_fn: Callable[..., Any] | None = None,
     precision: torch.dtype | None = None,
+    outputs: Sequence[str] = (),
+    metrics: bool = True,
 ) -> Traced:
     """Capture `model(**batch)` down to its loss, for the shapes of the full batch.
 
     precision: run the model under torch.autocast with this dtype, as its code may ask.
+    outputs: what is wanted beside the loss of what the model returns, by name, see
+    `Returned`. metrics: whether the scalars of a dict come out too.
     Raises CaptureError when the model cannot be captured, changes one of its
     buffers, or returns no scalar loss.
     """
@@ -117,7 +150,7 @@ def trace(
             "the batch holds no tensor", fix="pass the model's inputs by keyword"
         )
     refuse_hooks(model)
-    wrapper = _LossOf(model, loss_fn, static)
+    wrapper = _LossOf(model, loss_fn, static, outputs, metrics)
     device = _device(model)
     reader = ExportReader(_place_of(loss_fn or model.forward), device.type, precision)
     while True:
@@ -130,7 +163,21 @@ def trace(
         if wrapper.functions.are_known():
             break
     reader.values_read = wrapper.unseen.read
-    return _read(exported, model, list(tensors), reader)
+    traced = _read(exported, model, list(tensors), reader)
+    beside = wrapper.beside
+    _refuse_sources(traced.graph, beside.names)
+    return replace(traced, outputs=beside.names, metrics=beside.metrics)
+
+
+def _refuse_sources(graph: Graph, names: Sequence[str]) -> None:
+    sources = {v.name for v in graph.sources}
+    for name, v in zip(names, graph.outputs[1:], strict=True):
+        if v.name in sources:
+            raise CaptureError(
+                f"the output '{name}' is no result: it is '{v.name}', which the model "
+                "returns as it is",
+                fix="leave it out of what is asked for",
+            )
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -311,7 +358,7 @@ def _without_gradient(graph: Graph) -> set[str]:
     """Parameters that are read, but of which the loss has no gradient: behind a detach,
     or only by what gives no real numbers. To torch it is None, and no optimizer touches
     them; 0 would be another thing, as to weight decay."""
-    reached = {v.name for v in graph.outputs}
+    reached = {graph.outputs[0].name}
     for node in reversed(graph.nodes):
         kinds = {v.dtype for v in node.results if v.name in reached}
         real = any(kind.is_floating_point or kind.is_complex for kind in kinds)

@@ -171,7 +171,7 @@ def price(local: LocalStage, device: Device) -> Account:
     def add(key: Key, amount: float) -> None:
         found[key] = found.get(key, 0.0) + amount
 
-    ends = [*local.residuals, *local.sends, *([local.loss] if local.loss else [])]
+    ends = [*local.residuals, *local.ends]
     halves = [v for v in (*local.d_receives, *local.weight_residuals) if v is not None]
     parts: dict[str, tuple[Sequence[Node], list[Value]]] = {
         FORWARD: (local.forward, ends),

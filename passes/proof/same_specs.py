@@ -47,9 +47,17 @@ def find_other_spec(
     for what in ("loss_pending", "groups"):
         if set(getattr(large, what)) != set(getattr(small, what)):
             return what
+    if _lying(large) != _lying(small):
+        return "an output"
     if large.plan.zigzag != small.plan.zigzag:
         return "zigzag"
     return None
+
+
+def _lying(program: Program) -> dict[str, object]:
+    """How each output lies, whatever its size."""
+    outputs = program.outputs.items()
+    return {name: (out.slots, out.pending, out.place) for name, out in outputs}
 
 
 Pairs = frozenset[tuple[int, int]]  # of sizes, and what these are when small

@@ -148,8 +148,7 @@ def footprint(local: LocalStage) -> Footprint:
 def footprints(local: LocalStage, besides: Sequence[Beside]) -> list[Footprint]:
     """The footprint with each of several things beside: their bytes at each node."""
     arrived = {v.name: v.bytes for v in local.receives}
-    ends = {v.name for v in (*local.residuals, *local.sends)}
-    ends |= {local.loss.name} if local.loss else set()
+    ends = {v.name for v in (*local.residuals, *local.ends)}
     sizes = _sizes(local.forward) | arrived
     owners = find_owners(local.forward, {name: name for name in arrived})
     roots = {owners[v.name] for v in local.residuals if v.name in owners}

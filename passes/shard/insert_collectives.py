@@ -56,9 +56,9 @@ class Lowered:
     def verify(self) -> Lowered:
         self.graph.verify()
         check_shardings(self.graph, self.dims, self.shardings, self.plan)
-        for v in self.graph.outputs:
-            split = self.shardings[v.name].place(TIME)
-            assert split is None, f"the output %{v.name} is split over microbatches"
+        loss = self.graph.outputs[0]
+        split = self.shardings[loss.name].place(TIME)
+        assert split is None, f"the loss %{loss.name} is split over microbatches"
         flows = find_differentiable(self.graph, self.traced.trainable)
         check_states(self.graph, self.shardings, self.plan.axes, flows)
         return self
@@ -77,7 +77,9 @@ def insert_collectives(sharded: Sharded) -> Lowered:
         if is_method(node):
             lowering.views[node.out.name] = node, own
     plan, shardings = sharded.plan, lowering.shardings
-    new = prune(replace(graph, nodes=tuple(lowering.builder.nodes)))
+    loss, *others = graph.outputs
+    outputs = (loss, *map(lowering.bring_out, others))
+    new = prune(replace(graph, nodes=tuple(lowering.builder.nodes), outputs=outputs))
     origins = find_origins(new)
     resting = {name for name, own in origins.items() if own is Origin.PARAM}
     new = fuse_collectives(
@@ -114,6 +116,14 @@ class _Lowering(ReshardEmitter):
         self.builder.nodes.append(node.substitute(lambda _: next(converted)))
         for v in node.results:
             self.producer_where[v.name] = node.location
+
+    def bring_out(self, v: Value) -> Value:
+        """An output that is to be put together of what ranks have: a sum of their
+        shares, or pieces of it, each row where its sample is."""
+        have = self.shardings[v.name]
+        sums = {axis: op for axis, op in have.pending if op == "sum"}
+        need = have.with_pending(sums).with_route(None)
+        return self.convert(v, need, self.producer_where[v.name])
 
     # --- conversion of one operand -------------------------------------------------
 

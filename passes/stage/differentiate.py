@@ -72,7 +72,7 @@ class Joint:
         """Returns all parts as one: here the backward reads all of the forward."""
         sources, grads = self.sources, tuple(self.grads.values())
         once = (*self.setup, *self.prologue)
-        ends = (*sources["sends"], self.loss, *self.d_receives)
+        ends = (*sources["sends"], *sources["outputs"], self.loss, *self.d_receives)
         return Graph(
             (*sources["inputs"], *sources["receives"], *filter(None, self.d_sends)),
             sources["params"],
@@ -168,7 +168,8 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
     policies: see `differentiate`.
     """
     forward, standing, sources = joint.forward, joint.standing, joint.sources
-    ends = {v.name for v in (*sources["sends"], joint.loss) if v}
+    handed = (*sources["sends"], *sources["outputs"], joint.loss)
+    ends = {v.name for v in handed if v}
     stage = joint.stage
     again = recompute(
         policies, forward, joint.backward, ends, stage.forward, stage.dims
@@ -238,7 +239,15 @@ def _localized(
     """The stage's nodes, and its values from outside, by field, in the rank's shapes;
     and its loss."""
     parts = ("setup", "prologue", "forward")
-    sources = ("params", "buffers", "constants", "inputs", "receives", "sends")
+    sources = (
+        "params",
+        "buffers",
+        "constants",
+        "inputs",
+        "receives",
+        "sends",
+        "outputs",
+    )
     return (
         {part: [local.node(n) for n in getattr(stage, part)] for part in parts},
         {part: tuple(map(local.value, getattr(stage, part))) for part in sources},

@@ -80,9 +80,12 @@ class _Emitter:
         items = split_readers([self.find_loops(own) for own in nodes])
         after = self.find_loops(s.epilogue)
         self.name_families([*items, after])
-        later = _reads([*s.prologue, *s.forward, *s.whole_backward, *s.epilogue])
+        handed = {v.name for v in s.ends}
+        later = handed | _reads(
+            [*s.prologue, *s.forward, *s.whole_backward, *s.epilogue]
+        )
         setup = self.once("setup(c, p)", "k", s.setup, later)
-        later = _reads([*s.forward, *s.whole_backward, *s.epilogue])
+        later = handed | _reads([*s.forward, *s.whole_backward, *s.epilogue])
         prologue = self.once("prologue(c, p, k, b)", "b", s.prologue, later)
         wholes = {}
         for v in s.wholes:  # named as what is gathered for a step, if that is read
@@ -105,7 +108,7 @@ class _Emitter:
         """The nodes of each microbatch, function by function, see `outline`."""
         s = self.stage
         results = (
-            [*s.sends, *([s.loss] if s.loss else []), *s.residuals],
+            [*s.ends, *s.residuals],
             s.weight_residuals,
             (),
         )
@@ -125,7 +128,8 @@ class _Emitter:
         """Give keys with the number of a layer to what loops make in setup and
         prologue, and to what loops read of these, layer by layer."""
         s = self.stage
-        each = _reads([*s.forward, *s.whole_backward, *s.epilogue])
+        each = {v.name for v in s.ends}
+        each |= _reads([*s.forward, *s.whole_backward, *s.epilogue])
         later = (s.setup, each | _reads(s.prologue)), (s.prologue, each)
         for nodes, read in later:
             for loop in _loops(self.find_loops(nodes)):
@@ -219,7 +223,7 @@ class _Emitter:
         """forward, and backward or its two halves. called: names of functions."""
         s = self.stage
         d_receives = [v for v in s.d_receives if v is not None]
-        results = [[*s.sends, *([s.loss] if s.loss else [])], d_receives, []]
+        results = [[*s.ends], d_receives, []]
         parts = [Part(own, r) for own, r in zip(items, results, strict=False)]
         between = HandOver(parts, self.tables, same)
         halves = ["backward_input", "backward_weight"]

@@ -39,6 +39,7 @@ class LocalStage:
     sends: tuple[Value, ...]
     d_sends: tuple[Value | None, ...]
     d_receives: tuple[Value | None, ...]
+    outputs: tuple[Value, ...]
     loss: Value | None
     residuals: tuple[Value, ...]
     weight_half: tuple[Node, ...] | None
@@ -57,13 +58,17 @@ class LocalStage:
         }
 
     @property
+    def ends(self) -> tuple[Value, ...]:
+        """What forward gives for others: what it sends, outputs, and the loss."""
+        return (*self.sends, *self.outputs, *([self.loss] if self.loss else []))
+
+    @property
     def graphs(self) -> list[tuple[str, Graph]]:
         """Each part as a graph, see `passes.stage.check_stage`."""
         ends = (
-            *self.sends,
+            *self.ends,
             *self.residuals,
             *self.weight_residuals,
-            self.loss,
             *self.d_receives,
         )
         return part_graphs(self.parts, self.params, filter(None, ends))

@@ -32,6 +32,8 @@ class Stage:
 
     setup: from constants and buffers alone, once. prologue: from the batch alone, once
     a step. forward: for each microbatch, from what it receives to what it sends.
+    outputs: what it makes of the model's outputs beside the loss, in their order, and
+    their names in the whole graph.
     names: parameter or buffer name in the stage -> the model's own name; layers: of its
     own layers, in order. costs: value -> estimated seconds of the node that makes it.
     """
@@ -46,6 +48,8 @@ class Stage:
     constants: tuple[Value, ...]
     receives: tuple[Value, ...]
     sends: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    output_names: tuple[str, ...]
     loss: Value | None
     names: Mapping[str, str]
     dims: Mapping[str, Dims]
@@ -70,7 +74,7 @@ class Stage:
     def graph(self) -> Graph:
         """Returns all parts as one."""
         nodes = (*self.setup, *self.prologue, *self.forward)
-        ends = self.sends + ((self.loss,) if self.loss else ())
+        ends = self.sends + self.outputs + ((self.loss,) if self.loss else ())
         sources = (self.inputs + self.receives, self.params, self.buffers)
         return Graph(*sources, self.constants, nodes, ends)
 
@@ -100,7 +104,8 @@ class Stage:
     @property
     def ends(self) -> str:
         """What its graph's outputs are."""
-        return "loss" if self.loss else "send"
+        end = "loss" if self.loss else "send"
+        return f"{end}, {len(self.outputs)} of the outputs" if self.outputs else end
 
     def __str__(self) -> str:
         return f"# stage {self.index}\n{self.text(places=True)}"
@@ -152,7 +157,10 @@ class _Cutter:
     def stage(self, index: int, first: int, end: int) -> Stage:
         receives, sends = self.chain.crossing(first), self.chain.crossing(end)
         own = self.chain.nodes[first:end]
-        nodes = self._close(own, {v.name for v in receives})
+        last = end == len(self.chain.nodes)
+        outputs = self._outputs(own, last)
+        makers = [self.producers[v.name] for v in outputs]
+        nodes = self._close([*own, *makers], {v.name for v in receives})
         self._count_layers(own)
         sources = {v.name for n in nodes for v in n.operands}
         graph, loss = self.lowered.graph, self.lowered.graph.outputs[0]
@@ -173,7 +181,6 @@ class _Cutter:
         old = {v.name: name for name, v in self.renamed.items()}
         traced = self.lowered.traced
         flowing = find_differentiable(graph, traced.trainable)
-        last = end == len(self.chain.nodes)
         modules = tuple(dict.fromkeys(n.location.layer for n in own))
 
         def new(values: Sequence[Value]) -> tuple[Value, ...]:
@@ -190,6 +197,8 @@ class _Cutter:
             constants=new(constants),
             receives=new(receives),
             sends=new(sends),
+            outputs=new(outputs),
+            output_names=tuple(v.name for v in outputs),
             loss=self.renamed[loss.name] if last else None,
             names=names,
             dims={new: dims[name] for new, name in old.items()},
@@ -201,6 +210,15 @@ class _Cutter:
                 self.renamed[name].name: seconds
                 for name, seconds in self._costs(own, first, end)
             },
+        )
+
+    def _outputs(self, own: Sequence[Node], last: bool) -> tuple[Value, ...]:
+        """What a stage's own nodes make of them; the last one, what no stage's do."""
+        there = {v.name for n in own for v in n.results}
+        chain = {v.name for n in self.chain.nodes for v in n.results}
+        found = dict.fromkeys(self.lowered.graph.outputs[1:])
+        return tuple(
+            v for v in found if v.name in there or (last and v.name not in chain)
         )
 
     def _costs(

@@ -79,7 +79,7 @@ class Function:
         self.arrived = [*given, *saved]
         return [f"[{', '.join(names)}] = saved", "saved.clear()"] if names else []
 
-    def body(self, items: Sequence[Item], results: Iterable[Value]) -> list[str]:
+    def body(self, items: Sequence[Item], results: Sequence[Value]) -> list[str]:
         """The items as text, with each local deleted after its last use."""
         keep = {v.name for v in results}
         arrived = {v.name: v for v in self.arrived}
@@ -99,7 +99,7 @@ class Function:
         body = Statements()
         body.free(self.names[n] for n in arrived if last[n] < 0 and n not in keep)
         for i, item in enumerate(items):
-            body.add(self._take_singles(item, local), takes=False)
+            body.add(self._take_singles(reads[i].values(), local), takes=False)
             if isinstance(item, Node) and i in links:
                 self.names[item.out.name] = spell(item, self.name, device=self.device)
                 waiting.append(item)
@@ -124,6 +124,7 @@ class Function:
                 if last.get(n, i) <= i and n not in keep
             ]
             body.free(dead)
+        body.add(self._take_singles(results, local), takes=False)
         return body.lines  # the rest goes when the function returns
 
     def _reads(self, item: Item) -> dict[str, Value]:
@@ -141,10 +142,10 @@ class Function:
                 found |= {v.name: v for v in given.values}
         return found
 
-    def _take_singles(self, item: Item, local: set[str]) -> list[str]:
-        """Take what this item is the first to read of one iteration of a loop."""
+    def _take_singles(self, read: Iterable[Value], local: set[str]) -> list[str]:
+        """Take what is read for the first time of one iteration of a loop."""
         lines = []
-        for v in self._reads(item).values():
+        for v in read:
             found = self.between.single(self.number, v)
             if found is None or v.name in self.names:
                 continue

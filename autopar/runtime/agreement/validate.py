@@ -106,6 +106,17 @@ def check_same(
             )
 
 
+def checked_outputs(outputs: Sequence[str] | None) -> list[str]:
+    """Names of outputs that an evaluation is asked for, without the loss, which comes
+    anyway. Raises: AutoparError."""
+    if isinstance(outputs, str) or not all(isinstance(n, str) for n in outputs or ()):
+        raise AutoparError(
+            f"outputs={outputs!r}: names are given in a list",
+            fix=f'outputs=("{outputs}",)' if isinstance(outputs, str) else "give texts",
+        )
+    return [name for name in dict.fromkeys(outputs or ()) if name != "loss"]
+
+
 def checked_batch(
     program: Program, fixed: Mapping[str, Any], batch: Mapping[str, Any]
 ) -> dict[str, Tensor]:

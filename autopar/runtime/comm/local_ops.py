@@ -53,10 +53,10 @@ class LocalOps(Placement):
             return own
         rows = replay.told[number].to(x.device)
         for dim, factors in enumerate(position):
-            rows = rows.index_select(dim, self._positions(factors))
+            rows = rows.index_select(dim, self.positions(factors))
         return replay.take(x, own, rows, (number, self.rank, self.state.microbatch))
 
-    def _positions(self, factors: tuple[tuple[int, tuple[str, ...]], ...]) -> Tensor:
+    def positions(self, factors: tuple[tuple[int, tuple[str, ...]], ...]) -> Tensor:
         """Which rows of a dim are mine: int64. factors: (global extent, axes)."""
         rows = torch.zeros(1, dtype=torch.int64, device=self.device)
         for n, axes in factors:
@@ -75,7 +75,7 @@ class LocalOps(Placement):
         position: the factors of the dim of rows: (global extent, axes that split it).
         window: keys up to its own that a row sees at most.
         """
-        rows, keys = self._positions(position), torch.arange(columns)
+        rows, keys = self.positions(position), torch.arange(columns)
         return in_window(rows, keys.to(self.device), window or columns)
 
     # Rows and entries of a sharded dim. Indices are global and int64; sizes are those

@@ -26,6 +26,7 @@ from autopar.runtime.execute.code_cache import CodeCache
 from autopar.runtime.execute.gradient_buckets import Gradients
 from autopar.runtime.execute.inductor import compile_functions
 from autopar.runtime.execute.loss_scale import LossScale
+from autopar.runtime.execute.outputs import Outputs
 from autopar.runtime.execute.running_stage import Batch, RunningStage, load_module
 from autopar.runtime.execute.tf32 import in_tf32
 from autopar.runtime.parameters.changed import check_data, check_kind, kind_of
@@ -80,6 +81,9 @@ class Executor:
         self._outputs: dict[tuple[str, int, int], tuple[Tensor, ...]] = {}
         self._leaving: dict[Action, list[Work]] = {}
         self._losses: list[Tensor] = []
+        self.outputs = Outputs(program, comm)
+        # Of the last step, or of what was evaluated last.
+        self.metrics: dict[str, Tensor] = {}
 
     # --- before the first step -----------------------------------------------------
 
@@ -146,7 +150,8 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The loss of the whole batch without dropout; nothing is kept or changed."""
+        """The loss of the whole batch without dropout; nothing is kept or changed but
+        `metrics` and `outputs`."""
         forward = (Kind.F, Kind.SEND_F, Kind.RECV_F)
         self.state.evaluating = True
         try:
@@ -170,6 +175,7 @@ class Executor:
 
     def _play(self, actions: Sequence[Action], batch: Mapping[str, Tensor]) -> None:
         """Run the actions in turn."""
+        self.outputs.clear()
         self.comm.state = self.state  # other executors may have run meanwhile
         for stage in self.stages.values():
             stage.batch = Batch((k, batch[k]) for k in stage.module["INPUTS"])
@@ -263,6 +269,7 @@ class Executor:
         made, saved = stage.module["forward"](
             self.comm, stage.tensors, stage.constants, stage.batch, *xs
         )
+        made = self.outputs.take(action.stage, i, made)
         if not self.state.evaluating:
             stage.saved[i] = saved
         if action.stage == len(self.program.stages) - 1:
@@ -371,6 +378,11 @@ class Executor:
                 if axis != "pp" and axis not in program.loss_pending:
                     total /= size
         self._losses.clear()
-        both = torch.stack([total, torch.zeros_like(total) + count])
+        shares = [total, torch.zeros_like(total) + count, *self.outputs.shares()]
+        both = torch.stack(shares)
         self.comm.reduce_ranks_(both, tuple(range(program.mesh.size)))
+        self.metrics = {
+            name: x.to(getattr(torch, program.outputs[name].dtype))
+            for name, x in zip(self.outputs.metrics, both[2:], strict=True)
+        }
         return both[0].to(getattr(torch, program.loss_dtype)), both[1]

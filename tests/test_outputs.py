@@ -1,0 +1,171 @@
+"""What a model returns beside its loss comes back whole, as the untouched model has it,
+whatever the plan; and dicts of losses are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import VOCAB, Case, Stack, randomize, token_batch
+from torch import Tensor, nn
+
+from autopar.compiler import compile_offline
+from autopar.options import make_plan
+from autopar.passes.errors import AutoparError, CaptureError
+from autopar.passes.program import Program
+from autopar.passes.read_program import read_program
+from autopar.proof.errors import VerificationFailed
+from autopar.proof.prove_program import prove_program
+from autopar.proof.ranks import local_parameters
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.virtual import run_virtual
+from autopar.runtime.execute.executor import Executor
+
+WANTED = ("logits", "hidden.0", "guess", "seen")
+
+
+class Returns(nn.Module):
+    """Returns a dict of losses, and what people look at beside them."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.inner = Stack(layers=layers)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Any]:
+        x, hidden = self.inner.embed(input_ids), []
+        for block in self.inner.blocks:
+            x = block(x)
+            hidden.append(x)
+        logits = self.inner.head(x)
+        return {
+            "ce": F.cross_entropy(logits.flatten(0, 1), labels.flatten()),
+            "z": 0.1 * logits.logsumexp(-1).square().mean(),
+            "logits": logits,
+            "hidden": tuple(hidden),
+            "guess": logits.argmax(-1),
+            "seen": labels != -100,
+        }
+
+
+class Named(Returns):
+    """One of the losses is the one that is trained."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Any]:
+        found = super().forward(input_ids, labels)
+        return {**found, "loss": found["ce"] + 0.5 * found["z"]}
+
+
+def case(make: type[Returns] = Returns, layers: int = 2) -> Case:
+    torch.manual_seed(0)
+    return Case(randomize(make(layers=layers)), token_batch()).double()
+
+
+def run(of: Case, program: Program, *wanted: str) -> list[Mapping[str, Tensor]]:
+    """The step's metrics, and outputs of an evaluation, on each rank."""
+
+    def body(comm: Comm) -> Mapping[str, Tensor]:
+        weights = dict(of.model.named_parameters())
+        held = local_parameters(program, comm, weights)
+        executor = Executor(program, comm, held, {})
+        trained = {"loss": executor.step(of.batch), **executor.metrics}
+        loss = executor.evaluate(of.batch)
+        assert {"loss": loss, **executor.metrics} == trained
+        return {**trained, **executor.outputs.wholes(wanted)}
+
+    return run_virtual(program.mesh, program.plan.microbatches, body)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "options"),
+    [
+        ("dp=2,tp=2", 2, {}),
+        ("pp=2,tp=2", 2, {}),
+        ("cp=2,tp=2", 1, {"context_parallel": "ring"}),
+        ("pp=2,cp=2", 4, {"context_parallel": "gather", "schedule": "zb-h1"}),
+        ("dp=3", 2, {"zero": 3}),
+    ],
+)
+def test_they_come_back_whole(mesh: str, microbatches: int, options: Any) -> None:
+    of = case(layers=4 if "pp" in mesh else 2)
+    batch = {k: v.repeat(3, 1)[:12] for k, v in of.batch.items()}
+    of = of._replace(batch=batch)
+    plan = make_plan(mesh, microbatches=microbatches, **options)
+    program = compile_offline(of.model, of.batch, plan, outputs=WANTED, prove=True)
+    with torch.no_grad():
+        want = of.model(**of.batch)
+    want["hidden.0"], want["loss"] = want["hidden"][0], want["ce"] + want["z"]
+    for found in run(of, program, *WANTED):
+        assert found.keys() == {"loss", "ce", "z", *WANTED}
+        for name, x in found.items():
+            assert x.dtype == want[name].dtype, name
+            torch.testing.assert_close(x, want[name])
+    of.verify(mesh, microbatches)
+
+
+def test_the_loss_of_a_dict_is_the_one_that_is_called_so() -> None:
+    of = case(Named)
+    step = of.step()
+    loss = step(**of.batch)
+    want = of.model(**of.batch)
+    torch.testing.assert_close(loss, want["loss"].detach())
+    assert step.metrics.keys() == {"ce", "z"}
+    torch.testing.assert_close(step.metrics["z"], want["z"].detach())
+    found = step.evaluate(outputs=("logits", "z", "loss"), **of.batch)
+    assert set(found) == {"logits", "z", "loss"}
+    assert found["logits"].shape == (*of.batch["input_ids"].shape, VOCAB)
+    torch.testing.assert_close(found["logits"], want["logits"].detach())
+    assert step(**of.batch) == loss  # of the first program, and the same weights
+    with pytest.raises(CaptureError, match=r"no tensor named 'logit'[\s\S]*'logits'"):
+        step.evaluate(outputs=("logit",), **of.batch)
+    with pytest.raises(AutoparError, match=r"in a list[\s\S]*outputs=\(\"logits\",\)"):
+        step.evaluate(outputs="logits", **of.batch)
+
+
+def test_a_field_of_the_batch_is_no_output() -> None:
+    of, plan = case(), make_plan("tp=1")
+
+    def losses(out: Any, batch: Mapping[str, Any]) -> Any:
+        return {"loss": out["ce"], "given": batch["labels"]}
+
+    with pytest.raises(CaptureError, match="'labels', which the model returns as it"):
+        compile_offline(of.model, of.batch, plan, losses, outputs=("given",))
+
+
+def test_a_wrong_output_is_not_proved() -> None:
+    of = case()
+    program = of.compile("dp=2")
+    outputs = {**program.outputs, "z": replace(program.outputs["z"], pending=())}
+    wrong = replace(program, outputs=outputs)
+    with pytest.raises(VerificationFailed, match="output 'z'"):
+        prove_program(wrong, of.model, of.batch, of.trace())
+
+
+def test_of_what_a_loss_function_returns_too() -> None:
+    of = case()
+
+    def losses(out: Any, batch: Mapping[str, Any]) -> Any:
+        del batch
+        return {"loss": out["ce"], "perplexity": out["ce"].exp(), "z": out["z"]}
+
+    plan = make_plan("dp=2", microbatches=2)
+    program = compile_offline(of.model, of.batch, plan, losses)
+    assert not program.outputs
+    (note,) = [note for note in program.notes if "step.metrics" in note]
+    assert "without perplexity, z" in note and "exp" in note
+    whole = compile_offline(of.model, of.batch, make_plan("dp=2"), losses)
+    assert [*whole.outputs] == ["perplexity", "z"]
+    want = losses(of.model(**of.batch), of.batch)
+    for found in run(of._replace(loss_fn=losses), whole):
+        for name, x in found.items():
+            torch.testing.assert_close(x, want[name].detach())
+
+
+def test_a_program_is_read_back_with_them() -> None:
+    of = case()
+    program = of.compile("dp=2")
+    again = read_program(program.to_json(), program.plan, program.modules)
+    assert again.outputs == program.outputs and again.metrics == 2
