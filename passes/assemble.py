@@ -8,6 +8,7 @@ from dataclasses import replace
 from .emit_modules import EmittedStage
 from .graph import Value
 from .mesh import TIME
+from .ops.attention import ring_of
 from .program import (
     OutputSpec,
     ParameterSpec,
@@ -20,7 +21,6 @@ from .schedule.footprint import communication
 from .schedule.schedule_stages import Scheduled
 from .shard.collectives import collective
 from .shard.parameter_sharding import gathered_axes
-from .shard.ring import ring_of
 from .stage.local_stage import LocalStage
 from .stage.split_stages import Staged
 

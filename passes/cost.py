@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .graph import Node, Value
-from .ops.attention import ATTENTION
+from .ops.attention import ATTENTION, passed_round, ring_of
 from .ops.op import is_view, op_of
-from .shard.ring import passed_round, ring_of
 
 # Backward costs twice the forward: one product for the input's gradient, one for the
 # weight's (Narayanan 2021, appendix).

@@ -21,11 +21,11 @@ from autopar.passes.capture.trace import trace
 from autopar.passes.cost import Costs
 from autopar.passes.graph import Node, Value
 from autopar.passes.mesh import Mesh, usual_split
+from autopar.passes.ops.op import OPS
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import CONTEXT_PARALLEL, PlanError
 from autopar.passes.program import ParameterSpec
 from autopar.passes.search.candidates import meshes
-from autopar.passes.shard.ring import KERNELS, workspace
 from autopar.planner.planner import (
     Sketch,
     find_plans,
@@ -327,6 +327,7 @@ def test_copies_inside_of_kernels_are_predicted(dtype: torch.dtype) -> None:
 
 
 def node_workspace(op: str, *operands: Tensor) -> int:
-    assert op in KERNELS
+    workspace = OPS[op].workspace
+    assert workspace is not None
     values = tuple(Value(f"x{i}", x.shape, x.dtype) for i, x in enumerate(operands))
     return workspace(Node(op, values, {}, ()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 from ..graph import Node, Value
 from ..mesh import Axes, as_axes, balanced, nested
@@ -64,6 +65,30 @@ def all_to_all(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
     return [tape.emit(node.op, x, node, dys[0], axis, concat_dim, split_dim, sizes)]
 
 
+# --- Memory -------------------------------------------------------------------------
+# What a rank packs for others, unless the tensor lies as they want it, and what comes
+# from them; as over gloo, where the addends of a reduce-scatter arrive one by one.
+
+
+def _packed(x: Value, dim: int) -> int:
+    """Bytes of a copy of x in which the parts along dim follow each other."""
+    return x.bytes if prod(x.shape[:dim]) > 1 else 0
+
+
+def to_gather(node: Node) -> int:
+    return _packed(node.out, node.args[2])
+
+
+def to_scatter(node: Node) -> int:
+    x = node.operands[0]
+    return x.bytes + _packed(x, node.args[2])
+
+
+def to_exchange(node: Node) -> int:
+    x, _, split_dim, concat_dim = node.args[:4]
+    return _packed(x, split_dim) + _packed(node.out, concat_dim)
+
+
 OPS = (
     Op("comm.enter", "x axes", derivative=enter),
     Op("comm.all_reduce", "x axes reduction", kind="all_reduce", derivative=same),
@@ -71,6 +96,7 @@ OPS = (
         "comm.all_gather",
         "x axes dim sizes varying",
         kind="all_gather",
+        workspace=to_gather,
         on_rank=gather_on_rank,
         derivative=all_gather,
         called_with=4,
@@ -80,6 +106,7 @@ OPS = (
         "comm.reduce_scatter",
         "x axes dim",
         kind="reduce_scatter",
+        workspace=to_scatter,
         derivative=reduce_scatter,
     ),
     Op("comm.start_scatter", "xs axes dims", kind="reduce_scatter"),
@@ -88,6 +115,7 @@ OPS = (
         "comm.all_to_all",
         "x axis split_dim concat_dim sizes",
         kind="all_to_all",
+        workspace=to_exchange,
         on_rank=exchange_on_rank,
         derivative=all_to_all,
     ),

@@ -14,6 +14,7 @@ from ..ops.products import by_columns, of_weight_grad
 from ..ops.tape import Tape
 
 ROUTE, DISPATCH, COMBINE = "comm.route", "comm.dispatch", "comm.combine"
+ROUTED = (ROUTE, DISPATCH, COMBINE)
 
 
 def expert_linear(x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
@@ -51,6 +52,11 @@ def home_again(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
     return [tape.emit(back, node.operands[0], node, dys[0], *node.args[1:]), None, None]
 
 
+def rows(node: Node) -> int:
+    """Rows in the order in which they leave, or arrive."""
+    return node.operands[0].bytes
+
+
 OPS = (
     Op(
         "autopar.expert_linear",
@@ -81,7 +87,15 @@ OPS = (
         "into dy x expert experts axes",
         flops=of_weight_grad,
     ),
-    Op(ROUTE, "expert axis experts", kind="all_to_all"),
-    Op(DISPATCH, "x axis order counts", kind="all_to_all", derivative=home_again),
-    Op(COMBINE, "x axis order counts", kind="all_to_all", derivative=home_again),
+    Op(ROUTE, "expert axis experts", kind="all_to_all", workspace=rows),
+    *(
+        Op(
+            name,
+            "x axis order counts",
+            kind="all_to_all",
+            workspace=rows,
+            derivative=home_again,
+        )
+        for name in (DISPATCH, COMBINE)
+    ),
 )

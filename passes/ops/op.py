@@ -95,6 +95,7 @@ class Op:
     a number of rows. rowwise: whether it is made in one pass over the rows, though not
     elementwise. is_product: whether time goes there.
     flops: of the forward, a multiply-add counting as two; else one for each element.
+    workspace: bytes that are alive while it runs, beside its operands and results.
     weights: names of the arguments whose gradients can wait.
     keeps: what its derivative reads, by Korthikanti 2022 (arXiv:2205.05198, section
     4.1): operands by number, its "result", or a "mask" of its result's size.
@@ -127,6 +128,7 @@ class Op:
     rowwise: bool = False
     is_product: bool = False
     flops: Callable[[Node], int] | None = None
+    workspace: Callable[[Node], int] | None = None
     weights: str | Callable[[Node], str] = ""
     keeps: tuple[int | str, ...] = ()
     sizes: Callable[[Node], Node] | None = None

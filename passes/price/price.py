@@ -14,6 +14,7 @@ from functools import cached_property
 
 from ..cost import flops, traffic
 from ..graph import Node, Value
+from ..ops.attention import passed_round, ring_of
 from ..ops.op import op_of
 from ..ops.products import of_weight_grad
 from ..price.cluster import Device
@@ -32,7 +33,6 @@ from ..price.price_memory import (
 from ..program import dtype_name
 from ..schedule.footprint import Footprint
 from ..shard.collectives import SPEAKS, collective, contributed_bytes
-from ..shard.ring import passed_round, ring_of
 from ..stage.local_stage import LocalStage
 
 STEP = "step"

@@ -13,6 +13,8 @@ from operator import add
 
 from ..graph import Node
 from ..graph_text import DTYPES
+from ..ops.attention import passed_round, ring_of
+from ..ops.op import op_of
 from ..schedule.messages import (
     AHEAD,
     prefetched_receives,
@@ -21,9 +23,7 @@ from ..schedule.messages import (
 )
 from ..schedule.schedule import Action, Kind, Schedule
 from ..shard.collectives import bytes_of, collective, contributed_bytes
-from ..shard.collectives import workspace as packing
 from ..shard.parameter_sharding import find_made
-from ..shard.ring import passed_round, ring_of, workspace
 from ..stage.blocks import Beside, Runs
 from ..stage.local_stage import LocalStage
 from ..stage.outline import find_all_runs
@@ -252,7 +252,8 @@ def _peaks(
     for i, node in enumerate(nodes):
         made = [v.name for v in node.results if owners.get(v.name) == v.name]
         alive += sum(sizes[name] for name in made)
-        levels.append(alive + workspace(node) + packing(node))
+        workspace = op_of(node).workspace
+        levels.append(alive + (workspace(node) if workspace else 0))
         alive -= sum(sizes[name] for name in dying.get(i, ()))
     return [max([before, *map(add, levels, beside(nodes, runs))]) for beside in besides]
 

@@ -16,8 +16,8 @@ from math import prod
 from ..dims.name_dims import Dims
 from ..graph import Graph, InvalidGraph, Node, Value
 from ..mesh import as_axes
+from ..ops.experts import ROUTED
 from ..plan import Plan
-from ..shard.collectives import ROUTED
 from ..shard.resharding import MAX, TABLE, P, R, S, V, kind
 from ..shard.sharding import Sharding
 

@@ -26,19 +26,15 @@ from ..capture.lower_precision import CAST
 from ..dims.name_dims import Dims
 from ..graph import Graph, Node, Value
 from ..mesh import TIME
+from ..ops.op import op_of
 from ..plan import Plan
 from ..shard.resharding import R, V
 from ..shard.sharding import Sharding
 
 GATHER = "comm.all_gather"
 GATHERS = (GATHER, "comm.start_gather")
-# What changes where a parameter lies, its shape or its precision, and nothing else.
-RELAYOUTS = frozenset(
-    {
-        *(GATHER, CAST, "comm.shard", "comm.enter", "comm.all_to_all"),
-        *("aten.reshape.default", "aten.transpose.int", "aten.permute.default"),
-    }
-)
+# What changes where a parameter lies or its precision, and nothing else.
+MOVES = (GATHER, CAST, "comm.shard", "comm.enter", "comm.all_to_all")
 
 
 def split_parameter(
@@ -126,7 +122,8 @@ def gradient_dtypes(
     and reduced: the parameters' own precision (Micikevicius 2018, section 3.1)."""
     found = {v.name: v.dtype for v in params}
     for node in nodes:
-        if node.op in RELAYOUTS and node.operands[0].name in found:
+        same = node.op in MOVES or op_of(node).view in ("shape", "order")
+        if same and node.operands[0].name in found:
             own = found[node.operands[0].name]
             found[node.out.name] = torch.promote_types(own, node.out.dtype)
     return found

@@ -10,23 +10,13 @@ with them, instead of keeping what came by.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
-
-import torch
 
 from ..dims.name_dims import Factor
 from ..errors import ShardingConflict
 from ..graph import Graph, Node
-from ..ops.attention import ATTENTION, ATTENTION_BACKWARD
 from ..plan import Plan
 from ..shard.preference import RING
 
-KERNELS = (
-    ATTENTION,
-    ATTENTION_BACKWARD,
-    "autopar.attention",
-    "autopar.attention_backward",
-)
 SOFTMAX = ("aten.softmax.int", "aten._softmax.default")
 Q, K, V, MASK = range(4)  # operands of attention
 
@@ -106,51 +96,3 @@ def _not_fused(axis: str, graph: Graph) -> ShardingConflict:
         fix="use context_parallel='gather', or compute it by "
         f"F.scaled_dot_product_attention{without}",
     )
-
-
-def ring_of(node: Node) -> str | None:
-    """The axis that a rank's node passes keys and values round on, if it does."""
-    return node.args[-2] if node.op in (ATTENTION, ATTENTION_BACKWARD) else None
-
-
-def passed_round(node: Node) -> list[tuple[torch.dtype, int, int]]:
-    """What a ring sends: by dtype the calls and bytes, shares being alike.
-
-    Forward: keys and values of every rank but the next go on. Backward: these again,
-    and their gradients, in float32 or wider, which all come home.
-    """
-    ranks = node.args[-1]
-    k, v = _keys_and_values(node)
-    found = [(k.dtype, ranks - 1, (ranks - 1) * (k.bytes + v.bytes))]
-    if node.op == ATTENTION_BACKWARD:
-        wide = torch.promote_types(k.dtype, torch.float32)
-        size = ranks * wide.itemsize * (k.numel + v.numel)
-        found.append((wide, ranks, size))
-    return found
-
-
-def workspace(node: Node) -> int:
-    """Bytes that attention needs while it runs.
-
-    On a ring: keys and values at work and under way; gradients of them at work, on the
-    way to the next rank, and from the one before. Where queries share keys in half
-    precision: copies, as some kernels take a head of keys for each of queries, and give
-    as many gradients.
-    """
-    if node.op not in KERNELS:
-        return 0
-    k, v = _keys_and_values(node)
-    is_backward = node.op.endswith("_backward")
-    shared = node.args[1 if is_backward else 0].shape[1] // max(k.shape[1], 1)
-    copies = shared > 1 and k.dtype.itemsize == 2
-    needed = copies * (k.bytes + v.bytes) * shared * (1 + is_backward)
-    if ring_of(node) is not None:
-        needed += 2 * (k.bytes + v.bytes)
-        if is_backward:
-            needed += 3 * max(4, k.dtype.itemsize) * (k.numel + v.numel)
-    return needed
-
-
-def _keys_and_values(node: Node) -> tuple[Any, Any]:
-    first = 2 if node.op.endswith("_backward") else 1  # after the result's gradient
-    return node.args[first], node.args[first + 1]

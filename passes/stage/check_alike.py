@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..graph import InvalidGraph
+from ..ops.attention import ring_of
 from ..shard.collectives import collective
-from ..shard.ring import ring_of
 from ..stage.local_stage import LocalStage
 
 Call = tuple[str, tuple[str, ...]]  # a collective, and the axes it runs over
