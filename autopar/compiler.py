@@ -25,6 +25,7 @@ from autopar.passes.plan import Plan
 from autopar.passes.program import Program
 from autopar.passes.shard.insert_collectives import Lowered
 from autopar.passes.watch import Made, Watch, check
+from autopar.progress import tell
 from autopar.proof.prove_program import prove_program
 
 
@@ -110,6 +111,7 @@ def watch_from_environment() -> Watch:
         watches.append(check)
 
     def watch(name: str, made: Made) -> None:
+        tell(f"{name.partition('-')[0]} done")
         for each in watches:
             each(name, made)
 

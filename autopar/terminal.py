@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import textwrap
 from typing import TextIO
@@ -31,6 +32,11 @@ def styled(text: str, style: str, stream: TextIO) -> str:
     if not text or os.environ.get("NO_COLOR") or not is_terminal(stream):
         return text
     return f"\x1b[{STYLES[style]}m{text}\x1b[0m"
+
+
+def command(*words: object) -> str:
+    """A command line to copy: what a shell would read otherwise is quoted."""
+    return shlex.join(map(str, words))
 
 
 def wrap(text: str) -> str:

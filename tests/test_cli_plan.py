@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -24,7 +23,6 @@ from autopar.planner.planner import find_plans, sketch
 from autopar.plans.plan_record import PlanRecord, read_record
 from autopar.plans.store import load_plan
 from autopar.reports.explain import difference, explanation_data
-from autopar.reports.progress import Bar
 from examples.gpt import tiny
 
 SAMPLES = 8
@@ -260,30 +258,6 @@ def test_batches_of_another_size() -> None:
     assert len(more["ids"]) == len(more["labels"]) == 2 * own + 1
     assert more["ids"][own].equal(batch["ids"][0])
     assert len(with_samples(batch, 1)["ids"]) == 1
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_shown_on_a_terminal_and_cleared(monkeypatch) -> None:
-    monkeypatch.setattr("autopar.reports.progress.PAUSE", 0.0)
-    shown = Terminal()
-    with Bar("planning", shown) as bar:
-        bar(1, 2)
-        bar(1000, 1000)
-    first, second, cleared, _ = shown.getvalue().split("\r")[1:]
-    assert first == f"planning [{'#' * 15:<30}] 1 of 2"
-    assert second == f"planning [{'#' * 30}] 1,000 of 1,000"
-    assert cleared.strip() == "" and len(cleared) == len(second)
-
-
-def test_progress_is_silent_elsewhere() -> None:
-    file = io.StringIO()
-    with Bar("planning", file) as bar:
-        bar(1, 2)
-    assert file.getvalue() == ""
 
 
 def test_the_search_tells_how_far_it_is() -> None:

@@ -24,6 +24,7 @@ ROOMS = (
         "read_file",
         "units",
         "terminal",
+        "progress",
         "runtime.kernels",
         "runtime.comm",
     ),

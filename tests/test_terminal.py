@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import shlex
+from pathlib import Path
 
 import pytest
 from plans import small_program
 
+from autopar.plans.store import PlanDirectoryError, load_plan
 from autopar.reports.inspection import report
 from autopar.reports.tables import Table
-from autopar.terminal import WIDTH, styled, width
+from autopar.terminal import WIDTH, command, styled, width
 
 TABLE = Table(
     "A title of several words, which is wider than some of the terminals below are",
@@ -58,3 +61,11 @@ def test_colours_are_of_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     assert styled("x", "red", shown) == "x" and "\x1b" not in str(TABLE)
+
+
+def test_printed_commands_are_quoted_for_a_shell() -> None:
+    words = ("autopar", "compile", "hf:gpt2?n_layer=4", "-o", Path("a plan"))
+    assert command(*words) == "autopar compile 'hf:gpt2?n_layer=4' -o 'a plan'"
+    assert shlex.split(command(*words)) == [*map(str, words)]
+    with pytest.raises(PlanDirectoryError, match=r"-o '.*a plan'$"):
+        load_plan(Path("no") / "a plan")

@@ -15,6 +15,7 @@ from autopar.capture.left_as_found import AsFound, Change, counters
 from autopar.capture.survivors import left_over, only_new, refuse_held
 from autopar.passes.capture.trace import Traced, trace
 from autopar.passes.errors import CaptureError
+from autopar.progress import tell
 
 
 def capture_model(
@@ -32,6 +33,7 @@ def capture_model(
     counts in Python what it computes with, or keeps tensors that cannot be put back.
     """
 
+    tell("capturing the model")
     found = AsFound.of(model, *([loss_fn] if loss_fn else []))
     chance = Chance(found.generators)
 

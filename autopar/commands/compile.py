@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
@@ -33,11 +32,14 @@ from autopar.options import OPTIONS, make_plan
 from autopar.passes.mesh import AXES, Mesh
 from autopar.passes.plan import Plan, PlanError
 from autopar.passes.price.cluster import Cluster
+from autopar.passes.program import Program
 from autopar.planner.planned import batch_for, read_decided
 from autopar.planner.planner import label_plan, sketch
 from autopar.plans.plan_record import PlanRecord
 from autopar.plans.store import save_plan
+from autopar.progress import Progress
 from autopar.reports.inspection import report_data, schedule_text, stage_table
+from autopar.terminal import command, wrap
 
 EXAMPLES = (
     "autopar compile examples/gpt.py:demo --mesh pp=2,tp=2 --microbatches 4 -o plan",
@@ -105,6 +107,31 @@ def _add_sizes(add: argparse.ArgumentParser) -> None:
 
 
 def compile_command(arguments: argparse.Namespace) -> int:
+    with Progress("compile"):
+        program, record, others, on_meta = _compile(arguments)
+        where = save_plan(
+            program, arguments.output, arguments.model, arguments.seed, record
+        )
+    if arguments.json:
+        print(json.dumps(report_data(program), indent=1))
+        return 0
+    print(stage_table(program), schedule_text(program), sep="\n\n", end="\n\n")
+    if others:
+        print(f"seconds are those of {others}, as the planner prices them")
+    for note in program.notes:
+        print(wrap(f"note: {note}"))
+    print(program.proof or "not proved")
+    print(f"wrote {where} ({len(program.modules)} distinct modules)")
+    if not on_meta:
+        print(f"next: {command('autopar', 'run', arguments.output)}")
+    return 0
+
+
+def _compile(
+    arguments: argparse.Namespace,
+) -> tuple[Program, PlanRecord | None, Cluster | None, bool]:
+    """The program; what a search found; other devices whose prices are taken; whether
+    the model has no weights."""
     plan, record = _plan(arguments)
     loaded = load_model(
         arguments.model, seed=arguments.seed, device="meta" if arguments.meta else None
@@ -124,22 +151,7 @@ def compile_command(arguments: argparse.Namespace) -> int:
     others = _other_devices(arguments.devices, record)
     costs = cluster_costs(others) if others else None
     program = compile_offline(loaded.model, batch, plan, costs=costs, prove=prove)
-    where = save_plan(
-        program, arguments.output, arguments.model, arguments.seed, record
-    )
-    if arguments.json:
-        print(json.dumps(report_data(program), indent=1))
-        return 0
-    print(stage_table(program), schedule_text(program), sep="\n\n", end="\n\n")
-    if others:
-        print(f"seconds are those of {others}, as the planner prices them")
-    for note in program.notes:
-        print(f"note: {note}")
-    print(program.proof or "not proved")
-    print(f"wrote {where} ({len(program.modules)} distinct modules)")
-    if not loaded.on_meta:
-        print(f"next: autopar run {shlex.quote(str(arguments.output))}")
-    return 0
+    return program, record, others, loaded.on_meta
 
 
 def _plan(arguments: argparse.Namespace) -> tuple[Plan, PlanRecord | None]:

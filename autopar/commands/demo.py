@@ -16,9 +16,11 @@ from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan
 from autopar.plans.store import save_plan
+from autopar.progress import Progress
 from autopar.reports.inspection import schedule_text, stage_table
 from autopar.reports.parameters import parameter_table
 from autopar.runtime.launch.launch import ROOT, launch
+from autopar.terminal import command
 from autopar.verify import verify
 
 MESH, MICROBATCHES = "pp=2,tp=2", 4
@@ -57,14 +59,16 @@ def demo(directory: Path, steps: int) -> int:
     loaded = load_model(spec)
     assert loaded.batch is not None, "the demo's factory returns a batch"
     plan = Plan(Mesh.parse(MESH), MICROBATCHES)
-    program = compile_offline(loaded.model, loaded.batch, plan, prove=True)
+    with Progress("compile"):
+        program = compile_offline(loaded.model, loaded.batch, plan, prove=True)
     print("2. What the compiler found in it, and decided\n")
     print(parameter_table(program), stage_table(program), sep="\n\n", end="\n\n")
     print(schedule_text(program), end="\n\n")
     where = save_plan(program, directory / "plan", spec)
 
     print("3. The proof: all four ranks in this process, against the untouched model\n")
-    result = verify(program, loaded.model, loaded.batch).check()
+    with Progress("verify"):
+        result = verify(program, loaded.model, loaded.batch).check()
     name, error = result.worst
     print(f"loss {result.loss:.7f}, of the untouched model {result.reference_loss:.7f}")
     print(
@@ -103,6 +107,6 @@ def _what_next(plan: Path, module: str) -> str:
 5. What the ranks ran is readable Python: {plan}/modules/{module}.py
 
    Try next
-     autopar inspect {plan} --rank 3
-     autopar verify {plan} --float64
+     {command("autopar", "inspect", plan, "--rank", 3)}
+     {command("autopar", "verify", plan, "--float64")}
      autopar compile hf:gpt2 --mesh pp=2,tp=2 --microbatches 4 -o gpt2-plan"""

@@ -11,6 +11,7 @@ from autopar.commands.devices import add_devices, read_devices
 from autopar.planner.planned import read_decided
 from autopar.planner.reprice import as_priced, formulas, reprice
 from autopar.plans.plan_record import read_record
+from autopar.progress import Progress
 from autopar.reports.explain import explanation, explanation_data
 from autopar.reports.label_table import label_table
 from autopar.reports.tables import Table
@@ -37,11 +38,12 @@ def add(add: Any) -> None:
 def explain_command(arguments: argparse.Namespace) -> int:
     record = read_record(arguments.plan)
     cluster = read_devices(arguments)
-    if cluster or arguments.reprice:
-        record = reprice(
-            record, cluster or as_priced(record.cluster, arguments.profile)
-        )
-    found = formulas(record) if arguments.formulas else {}
+    with Progress("explain"):
+        if cluster or arguments.reprice:
+            record = reprice(
+                record, cluster or as_priced(record.cluster, arguments.profile)
+            )
+        found = formulas(record) if arguments.formulas else {}
     if arguments.json:
         data = {**explanation_data(record), "formulas": found}
         print(json.dumps(data, indent=1))

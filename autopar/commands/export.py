@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
 from autopar.checkpoints.export import export
-from autopar.commands.arguments import path
+from autopar.commands.arguments import add_json, path
+from autopar.progress import Progress
 
 EXAMPLES = (
     "autopar export trained -o model.safetensors",
@@ -28,9 +30,19 @@ def add(add: Any) -> None:
     add.add_argument(
         "--ema", action="store_true", help="the averages of weights that --ema made"
     )
+    add_json(add, "print what was written where as JSON")
 
 
 def export_command(arguments: argparse.Namespace) -> int:
-    folder, count = export(arguments.checkpoint, arguments.output, arguments.ema)
-    print(f"wrote {count} tensors of {folder} to {arguments.output}")
+    with Progress("export"):
+        folder, count = export(arguments.checkpoint, arguments.output, arguments.ema)
+    if arguments.json:
+        made = {
+            "checkpoint": str(folder),
+            "output": str(arguments.output),
+            "tensors": count,
+        }
+        print(json.dumps(made, indent=1))
+    else:
+        print(f"wrote {count} tensors of {folder} to {arguments.output}")
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
 import time
 from typing import Any
 
@@ -30,9 +29,10 @@ from autopar.planner.best_plan import best_plan, capture_few_layers
 from autopar.planner.planned import save_record
 from autopar.planner.request import PlanRequest, read_shape
 from autopar.plans.plan_record import estimate_data
+from autopar.progress import Progress
 from autopar.reports.label_table import label_table
 from autopar.reports.plans import plans_table, precision_notes
-from autopar.reports.progress import Bar
+from autopar.terminal import command
 
 SEQ = 128  # tokens of one, unless told otherwise
 # Those of a whole run; what a device has is said with the devices, and nothing is run.
@@ -104,12 +104,12 @@ def plan_command(arguments: argparse.Namespace) -> int:
     cluster = read_devices(arguments)
     assert cluster is not None, "the parser asks for one"
     request = read_request(arguments, cluster)
-    loaded = load_model(arguments.model, seed=arguments.seed, device="meta")
-    samples, seq = _samples(loaded, arguments), arguments.seq or SEQ
-    of = capture_few_layers(loaded, request, seq)
     reach = {None: ALIKE, True: math.inf, False: -1.0}[arguments.labels]
-    with Bar("planning") as bar:
-        best = best_plan(of, loaded, request, samples, seq, arguments.seed, reach, bar)
+    with Progress("plan"):
+        loaded = load_model(arguments.model, seed=arguments.seed, device="meta")
+        samples, seq = _samples(loaded, arguments), arguments.seq or SEQ
+        of = capture_few_layers(loaded, request, seq)
+        best = best_plan(of, loaded, request, samples, seq, arguments.seed, reach)
     found, plan = best.found, best.plan
     if arguments.output:
         save_record(best.record, plan, arguments.output)
@@ -123,12 +123,11 @@ def plan_command(arguments: argparse.Namespace) -> int:
     print(f"\n{time.perf_counter() - began:.1f} s", end="")
     if arguments.output:
         print(f"; wrote {arguments.output}")
-        model, folder = (
-            shlex.quote(str(x)) for x in (arguments.model, arguments.output)
-        )
-        print(f"next: autopar explain {folder}")
-        print(f"      autopar report {folder}")
-        print(f"      autopar compile {model} --plan {folder} -o {folder}")
+        model, folder = arguments.model, arguments.output
+        print(f"next: {command('autopar', 'explain', folder)}")
+        print(f"      {command('autopar', 'report', folder)}")
+        compile = command("autopar", "compile", model, "--plan", folder, "-o", folder)
+        print(f"      {compile}")
     else:
         print("; -o plan writes the first")
     return 0

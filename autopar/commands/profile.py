@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -34,6 +35,7 @@ from autopar.models.load import load_model
 from autopar.passes.ranges import Range
 from autopar.planner.choose import SAMPLES
 from autopar.planner.profile import Workload, measure_here
+from autopar.progress import Progress
 from autopar.reports.measured import profile_report
 from autopar.runtime.launch.join import choose_backend
 from autopar.runtime.launch.launch import launch, rank_threads
@@ -103,7 +105,8 @@ def profile_command(arguments: argparse.Namespace) -> int:
             if ranks == 1:
                 torch.set_num_threads(rank_threads())
                 load = replace(_workload(arguments), model=model)
-                save_profile(measure_here(load, _tell), arguments.output)
+                with Progress("profile"):
+                    save_profile(measure_here(load, _tell), arguments.output)
             elif status := _launch(ranks, _command(arguments, model)):
                 return status
     profile = read_profile(arguments.output)
@@ -168,7 +171,9 @@ def _as_rank(arguments: argparse.Namespace) -> int:
     check_launch()
     dist.init_process_group(choose_backend(), timeout=WAIT)
     first = dist.get_rank() == 0
-    found = measure_here(_workload(arguments), _tell if first else lambda line: None)
+    with Progress("profile") if first else nullcontext():
+        told = _tell if first else lambda line: None
+        found = measure_here(_workload(arguments), told)
     if first:
         _tell(f"wrote {save_profile(found, arguments.output)}")
     dist.barrier()

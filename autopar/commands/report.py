@@ -10,6 +10,7 @@ from typing import Any
 from autopar.commands.arguments import add_json, path
 from autopar.commands.devices import add_devices, read_devices
 from autopar.passes.errors import AutoparError
+from autopar.progress import Progress
 from autopar.reports.html.gather import Wanted, plan_data
 from autopar.reports.html.page import write_page
 from autopar.units import size
@@ -62,7 +63,8 @@ def report_command(arguments: argparse.Namespace) -> int:
     wanted = Wanted(
         read_devices(arguments), arguments.compiled, arguments.formulas, arguments.log
     )
-    plans = [plan_data(folder, wanted) for folder in arguments.plan]
+    with Progress("report"):
+        plans = [plan_data(folder, wanted) for folder in arguments.plan]
     if arguments.json:
         print(json.dumps(plans, indent=1))
         return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import Field, fields
 from typing import Any
@@ -40,6 +39,7 @@ from autopar.passes.ranges import RANGES
 from autopar.planner.planned import mesh_of
 from autopar.runtime.launch.launch import launch
 from autopar.runtime.launch.nodes import check_launch, torchrun_for
+from autopar.terminal import command
 from autopar.training.data import weighted
 from autopar.training.options import RunOptions
 from autopar.training.run import run
@@ -141,9 +141,9 @@ def check_devices(ranks: int, argv: Sequence[str]) -> None:
     """Raises MeshError if this machine has GPUs, but not one for each rank."""
     here = torch.cuda.device_count()
     if 0 < here < ranks:
-        command = shlex.join(["-m", "autopar", *argv])
+        again = command("-m", "autopar", *argv)
         raise MeshError(
             f"the plan is for {ranks} ranks, and this machine has {here} GPUs",
-            fix=f"start on each node: {torchrun_for(ranks, here)} {command}; or hide "
+            fix=f"start on each node: {torchrun_for(ranks, here)} {again}; or hide "
             "the GPUs, to compute on the CPU: CUDA_VISIBLE_DEVICES=",
         )

@@ -31,7 +31,7 @@ from autopar.planner.plan_folder import plan_folder
 from autopar.planner.planned import compiled, save_record
 from autopar.planner.request import read_shape
 from autopar.plans.plan_record import ESTIMATE, read_record
-from autopar.reports.progress import Bar
+from autopar.progress import Progress
 from autopar.runtime.launch.nodes import check_launch, starts_again
 from autopar.units import size
 
@@ -111,7 +111,8 @@ class ModelToRun:
             if devices < most.devices:
                 cluster = _devices(given, devices)
             try:
-                folder = self._prepare(loaded, cluster)
+                with Progress("plan"):
+                    folder = self._prepare(loaded, cluster)
             except NothingToChoose as error:
                 why = why or error
                 continue
@@ -131,10 +132,7 @@ class ModelToRun:
         folder = plan_folder(plans, of, loaded, request, samples, self.seed)
         known = (folder / ESTIMATE).is_file()
         if not known:
-            with Bar("planning") as bar:
-                best = best_plan(
-                    of, loaded, request, samples, seq, self.seed, ALIKE, bar
-                )
+            best = best_plan(of, loaded, request, samples, seq, self.seed, ALIKE)
             save_record(best.record, best.plan, folder)
         compiled(folder, self.prove)
         how = "found again" if known else "planned, proved and compiled"

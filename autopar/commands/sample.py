@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
-from autopar.commands.arguments import MODEL, number, path, text
+from autopar.commands.arguments import MODEL, add_json, number, path, text
 from autopar.passes.ranges import shown
+from autopar.progress import Progress
 from autopar.runtime.launch.join import default_device
 from autopar.training.sample import Sampling, sample_checkpoint
 
@@ -36,6 +38,7 @@ def add(add: Any) -> None:
     add.add_argument(
         "--ema", action="store_true", help="the averages of weights that --ema made"
     )
+    add_json(add, "print the prompt and the text as JSON")
 
 
 def prompt(written: str) -> str:
@@ -53,8 +56,8 @@ def sample_command(arguments: argparse.Namespace) -> int:
     sampling = Sampling(
         arguments.tokens, arguments.temperature, arguments.top_k, arguments.seed
     )
-    print(
-        sample_checkpoint(
+    with Progress("sample"):
+        written = sample_checkpoint(
             arguments.checkpoint,
             arguments.prompt,
             sampling,
@@ -62,5 +65,8 @@ def sample_command(arguments: argparse.Namespace) -> int:
             default_device(),
             arguments.ema,
         )
-    )
+    if arguments.json:
+        print(json.dumps({"prompt": arguments.prompt, "text": written}, indent=1))
+    else:
+        print(written)
     return 0

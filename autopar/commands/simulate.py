@@ -8,6 +8,7 @@ from typing import Any
 
 from autopar.commands.arguments import add_json, path
 from autopar.commands.devices import add_devices, read_devices
+from autopar.progress import Progress
 from autopar.reports.simulated import simulated
 from autopar.reports.simulation import run_data, run_text
 from autopar.reports.trace_file import write_trace
@@ -32,7 +33,8 @@ def add(add: Any) -> None:
 
 
 def simulate_command(arguments: argparse.Namespace) -> int:
-    found = simulated(arguments.plan, read_devices(arguments), arguments.compiled)
+    with Progress("simulate"):
+        found = simulated(arguments.plan, read_devices(arguments), arguments.compiled)
     run = found.run
     if arguments.trace:
         write_trace(run, arguments.trace)

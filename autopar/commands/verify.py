@@ -18,7 +18,10 @@ from autopar.machine.machine import host_memory
 from autopar.machine.profile_file import read_profile
 from autopar.models.batches import with_samples
 from autopar.models.load import load_model, random_batch
+from autopar.passes.proof.proof import Proof
 from autopar.plans.store import COMPILED
+from autopar.progress import Progress
+from autopar.proof.verification import Verification
 from autopar.reports.proof import verification_data, verification_table
 from autopar.runtime.agreement.validate import check_model
 from autopar.runtime.execute.code_cache import CodeCache
@@ -50,6 +53,21 @@ def add(add: Any) -> None:
 
 
 def verify_command(arguments: argparse.Namespace) -> int:
+    with Progress("verify"):
+        result = _verify(arguments)
+    if isinstance(result, Proof):
+        print(json.dumps(result.to_data(), indent=1) if arguments.json else result)
+        return 0
+    if arguments.json:
+        print(json.dumps(verification_data(result), indent=1))
+    else:
+        print(verification_table(result, arguments.all))
+    return 0 if result.passed else 1
+
+
+def _verify(arguments: argparse.Namespace) -> Verification | Proof:
+    """Beside the model itself; a proof that is made small, where it does not run
+    here."""
     stored = load_stored(arguments.plan)
     loaded = load_model(stored.model_spec, seed=stored.seed)
     program, model = stored.program, loaded.model
@@ -60,11 +78,9 @@ def verify_command(arguments: argparse.Namespace) -> int:
     else:
         batch = random_batch(program.inputs, vocab, stored.seed)
     if loaded.on_meta or room_needed(program) > host_memory():
-        # The model does not run here: it and the plan are made small.
         proof = proved(program, model, batch).proof
         assert proof is not None, "what is not proved is an error"
-        print(json.dumps(proof.to_data(), indent=1) if arguments.json else proof)
-        return 0
+        return proof
     if arguments.float64:
         if program.plan.dtype:
             print(
@@ -81,14 +97,9 @@ def verify_command(arguments: argparse.Namespace) -> int:
     if note:
         print(f"note: {note}", file=sys.stderr)
     kept = CodeCache(stored.directory / COMPILED) if backend == "inductor" else None
-    result = verify(
+    return verify(
         *(program, model, batch),
         seed=stored.seed,
         drawn=drawn,
         compiled=kept,
     )
-    if arguments.json:
-        print(json.dumps(verification_data(result), indent=1))
-    else:
-        print(verification_table(result, arguments.all))
-    return 0 if result.passed else 1

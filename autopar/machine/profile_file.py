@@ -28,6 +28,7 @@ from autopar.machine.machine import machine_text
 from autopar.passes.cost import Seconds
 from autopar.passes.errors import AutoparError
 from autopar.passes.price.measured import Messages, Ops, Point, Timed
+from autopar.terminal import command
 
 FORMAT = 1
 Backends = Mapping[str, tuple[float, float]]  # kind of device -> eager, inductor
@@ -93,7 +94,7 @@ def read_profile(path: Path | None = None) -> Profile:
     except OSError as error:
         raise ProfileError(
             f"cannot read '{path}': {error.strerror}",
-            fix=f"measure it: autopar profile MODEL --ranks N -o {path}",
+            fix=f"measure it: autopar profile MODEL --ranks N -o {command(path)}",
         ) from None
     here = machine_text()
     if here not in found:

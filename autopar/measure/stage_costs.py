@@ -29,6 +29,7 @@ from autopar.passes.shard.insert_collectives import Lowered
 from autopar.passes.stage.differentiate import differentiate
 from autopar.passes.stage.localize import Localizer
 from autopar.passes.stage.one_op import one_op
+from autopar.progress import tell
 from autopar.runtime.launch.join import default_device
 
 # An op that touches more than this many bytes is not run, but estimated.
@@ -45,12 +46,13 @@ def stage_costs(lowered: Lowered) -> Costs:
     nodes = {key: n for key, n in _distinct(lowered, flows).items() if _is_small(n)}
     held = read_profile().halves
     wanted = nodes if lowered.plan.needs_costs else _telling(nodes)
+    unknown = {key: node for key, node in wanted.items() if key not in held}
+    new = {}
     with _one_thread():
-        new = {
-            key: seconds
-            for key, node in wanted.items()
-            if key not in held and (seconds := measure(node, flows)) is not None
-        }
+        for number, (key, node) in enumerate(unknown.items()):
+            tell("timing ops", number, len(unknown))
+            if (seconds := measure(node, flows)) is not None:
+                new[key] = seconds
     if new:
         # A read-only home: measured again next time.
         with contextlib.suppress(OSError):

@@ -37,6 +37,7 @@ from autopar.models.factories import (
 from autopar.models.meta import parameters_on_meta
 from autopar.passes.decode import parse_json
 from autopar.passes.ranges import Range, shown
+from autopar.progress import tell
 from autopar.read_file import read_text
 
 BIG = 2 << 30  # bytes of parameters from which on they stay on the meta device
@@ -79,6 +80,7 @@ def load_model(spec: str, *, seed: int = 0, device: str | None = None) -> Loaded
     """
     if device not in (None, "cpu", "meta"):
         raise ModelError(f"a model is made on cpu or meta, not on '{device}'")
+    tell(f"making {spec}")
     if spec.startswith("hf:"):
         return _hugging_face(spec, seed, device)
     factory = find_factory(spec)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from autopar.models.load import LoadedModel
 from autopar.passes.plan import Plan
 from autopar.passes.price.candidate import Candidate
-from autopar.passes.search.search import Found, Watch
+from autopar.passes.search.search import Found
 from autopar.planner.choose import SAMPLES
 from autopar.planner.label_found import label_found, open_to_labels
 from autopar.planner.planned import batch_for
@@ -16,6 +17,7 @@ from autopar.planner.planner import Sketch, find_plans, plan_of, sketch
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan_record import PlanRecord
 from autopar.plans.store import checksum
+from autopar.progress import tell
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,6 @@ def best_plan(
     seq: int | None,
     seed: int,
     reach: float,
-    watch: Watch,
 ) -> BestPlan:
     """Search for the best plan of a step of so many samples.
 
@@ -53,7 +54,8 @@ def best_plan(
     Raises: Infeasible, PlanError.
     """
     cluster = request.cluster
-    found = find_plans(of, cluster, samples, watch=watch, **request.space)
+    priced = partial(tell, "pricing candidates")
+    found = find_plans(of, cluster, samples, watch=priced, **request.space)
     labels: Mapping[Candidate, Plan] = {}
     if open_to_labels(found, reach):
         whole = sketch(loaded.model, batch_for(loaded, samples, seq), **request.of_all)

@@ -21,6 +21,7 @@ from autopar.passes.search.choose_op_shardings import ChosenShardings, Shardings
 from autopar.passes.search.search import Found, layer_mesh, simplest_first, stages_of
 from autopar.passes.shard.query_groups import PAIR
 from autopar.planner.planner import Sketch, label_plan, plan_of
+from autopar.progress import tell
 
 MOST = 2  # of the best plans are labelled, that differ by more than ZeRO
 TRIES = 2  # to leave room for what labels do not count
@@ -49,7 +50,9 @@ def label_found(
     """
     plans: dict[Candidate, Plan] = {}
     better: list[Estimate] = []
-    for e in open_to_labels(found, reach):
+    open_to = open_to_labels(found, reach)
+    for number, e in enumerate(open_to):
+        tell(f"choosing labels of {e.candidate}", number, len(open_to))
         tried = _labelled(e, whole, cluster)
         if tried and tried[0].seconds < e.seconds * (1 - GAIN):
             better.append(tried[0])

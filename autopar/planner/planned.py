@@ -34,6 +34,7 @@ from autopar.plans.store import (
     refuse_to_replace,
     save_plan,
 )
+from autopar.progress import Progress
 from autopar.read_file import read_text
 
 WAIT = timedelta(minutes=30)  # for rank 0 to compile
@@ -137,9 +138,10 @@ def made_once(make: Callable[[], Path], store: dist.Store, rank: int) -> Path:
 def _compile(directory: Path, prove: bool) -> None:
     record = read_record(directory)
     decided = read_decided(directory)
-    loaded = load_model(record.model, seed=record.seed)
-    batch = batch_for(loaded, record.samples, record.seq)
-    program = compile_offline(loaded.model, batch, decided.plan, prove=prove)
+    with Progress("compile"):
+        loaded = load_model(record.model, seed=record.seed)
+        batch = batch_for(loaded, record.samples, record.seq)
+        program = compile_offline(loaded.model, batch, decided.plan, prove=prove)
     save_plan(program, directory, record.model, record.seed, decided.record)
 
 

@@ -37,6 +37,7 @@ from autopar.passes.stage.local_stage import LocalStage
 from autopar.planner.choose import SAMPLES
 from autopar.planner.planned import batch_for
 from autopar.planner.planner import make_space, sketch
+from autopar.progress import tell
 from autopar.runtime.launch.join import default_device
 from autopar.units import seconds
 
@@ -69,6 +70,7 @@ def measure_here(load: Workload, told: Watch = lambda line: None) -> Profile:
     messages = {}
     if world > 1:
         told(f"messages between {world} ranks")
+        tell("messages")
         messages[world] = measure_messages(world, device, load.seconds)
     ops = Ops(measure_ops(load, device, told), _measure_update(device))
     backends = _from_first(
@@ -83,6 +85,7 @@ def measure_backends(load: Workload, device: torch.device, told: Watch) -> Backe
         told(f"functions are not compiled here: {missing} is not installed")
         return {}
     job = alone(load)
+    tell(f"{job.name}, compiled by Inductor")
     took = measure_compiled(job, device, REPEATS)
     if took is None:
         told(f"{job.name}: compiling takes too long to be measured")
@@ -112,6 +115,7 @@ def measure_ops(load: Workload, device: torch.device, told: Watch) -> dict[str, 
     found: dict[str, list[Timed]] = defaultdict(list)
     source = jobs(load, _world()) if load.model and _rank() == 0 else iter(())
     while job := _from_first(next(source, None)):
+        tell(f"ops of {job.name}")
         times = run_job(job, device, REPEATS) if _computes() else None
         for ran in _from_all(times):
             for key, timed in ran.timed.items() if ran else ():

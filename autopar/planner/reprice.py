@@ -15,6 +15,7 @@ from autopar.planner.choose import SAMPLES
 from autopar.planner.planned import batch_for
 from autopar.planner.planner import Sketch, make_prices, sketch
 from autopar.plans.plan_record import EstimateError, PlanRecord
+from autopar.terminal import command
 
 
 def formulas(record: PlanRecord) -> dict[str, str]:
@@ -55,16 +56,17 @@ def reprice(record: PlanRecord, cluster: Cluster) -> PlanRecord:
     The one that was chosen stays first; those with labels are left out.
     Raises: ClusterError; EstimateError, if the chosen one has labels.
     """
+    model = command(record.model)
     if cluster.devices != record.cluster.devices:
         raise ClusterError(
             f"the plans are for {record.cluster.devices} devices, not "
             f"{cluster.devices}",
-            fix=f"plan anew: autopar plan {record.model} --devices ...",
+            fix=f"plan anew: autopar plan {model} --devices ...",
         )
     if record.best[0].candidate.labelled:
         raise EstimateError(
             f"the plan's labels were decided for {record.cluster}",
-            fix=f"plan anew: autopar plan {record.model} --labels --devices ...",
+            fix=f"plan anew: autopar plan {model} --labels --devices ...",
         )
     plain = [e.candidate for e in record.best if not e.candidate.labelled]
     prices = make_prices(_sketch(record), cluster)

@@ -26,6 +26,7 @@ from autopar.passes.price.stage_seconds import StageSeconds
 from autopar.passes.ranges import check_range, shown
 from autopar.passes.schedule.make_schedule import SCHEDULES
 from autopar.read_file import read_text
+from autopar.terminal import command
 from autopar.version import VERSION
 
 FORMAT = 1
@@ -104,7 +105,7 @@ def read_record(folder: Path) -> PlanRecord:
     if not path.is_file():
         raise EstimateError(
             f"'{folder}' has no {ESTIMATE}",
-            fix=f"let it be planned: autopar plan MODEL --devices 8xH100 -o {folder}",
+            fix=f"let it be planned: autopar plan MODEL --devices 8xH100 -o {command(folder)}",
         )
     return PlanRecord.from_json(read_text(path, EstimateError, AGAIN), str(path))
 

@@ -33,6 +33,7 @@ from autopar.passes.proof.proof import Proof
 from autopar.passes.read_program import read_program
 from autopar.plans.plan_record import ESTIMATE, PlanRecord
 from autopar.read_file import read_text
+from autopar.terminal import command
 from autopar.version import VERSION
 
 FORMAT = 1
@@ -197,13 +198,13 @@ def _read_manifest(folder: Path) -> Mapping[str, Any]:
     if not folder.is_dir():
         raise PlanDirectoryError(
             f"there is no plan directory '{folder}'",
-            fix=f"make it by: autopar compile MODEL --mesh ... -o {folder}",
+            fix=f"make it by: autopar compile MODEL --mesh ... -o {command(folder)}",
         )
     path = folder / MANIFEST
     if not path.is_file() and (folder / ESTIMATE).is_file():
         raise PlanDirectoryError(
             f"'{folder}' is planned, but not compiled",
-            fix=f"compile it: autopar compile MODEL --plan {folder} -o {folder}",
+            fix=f"compile it: {_compile('MODEL', folder, folder)}",
         )
     if not path.is_file():
         raise PlanDirectoryError(
@@ -220,8 +221,8 @@ def _read_manifest(folder: Path) -> Mapping[str, Any]:
 
 def _decode_manifest(folder: Path, manifest: Mapping[str, Any]) -> Manifest:
     """Raises for another format or version, then for what this format must have."""
-    again = f"compile it again: autopar compile {manifest.get('model', 'MODEL')} "
-    again += f"--plan {folder / PLAN} -o {folder}"
+    model = manifest.get("model", "MODEL")
+    again = f"compile it again: {_compile(model, folder / PLAN, folder)}"
     if manifest["format"] != FORMAT:
         raise PlanDirectoryError(
             f"plan '{folder}' is of format {manifest['format']}, but this autopar "
@@ -256,14 +257,16 @@ def _read_checked(folder: Path, name: str, wanted: str) -> str:
     if name == PLAN:
         raise PlanDirectoryError(
             f"{path} was changed after it was compiled",
-            fix=f"compile the edited decisions: autopar compile MODEL --plan {path} "
-            f"-o {folder}",
+            fix=f"compile the edited decisions: {_compile('MODEL', path, folder)}",
         )
     raise PlanDirectoryError(
         f"{path} was changed after it was compiled",
-        fix=f"compile it again: autopar compile MODEL --plan {folder / PLAN} "
-        f"-o {folder}",
+        fix=f"compile it again: {_compile('MODEL', folder / PLAN, folder)}",
     )
+
+
+def _compile(model: object, plan: Path, folder: Path) -> str:
+    return command("autopar", "compile", model, "--plan", plan, "-o", folder)
 
 
 def _torch_warning(folder: Path, compiled_with: str) -> list[str]:
@@ -271,7 +274,7 @@ def _torch_warning(folder: Path, compiled_with: str) -> list[str]:
         return []
     return [
         f"plan '{folder}' was compiled with torch {compiled_with}, and this is "
-        f"{torch.__version__}: prove it by `autopar verify {folder}`"
+        f"{torch.__version__}: prove it by `{command('autopar', 'verify', folder)}`"
     ]
 
 

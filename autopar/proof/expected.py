@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.left_as_found import AsFound
 from autopar.passes.capture.call_model import loss_of
 from autopar.passes.program import Program
+from autopar.progress import tell
 from autopar.proof.again import Again, Arithmetic
 from autopar.proof.differences import found_by_model
 from autopar.proof.draw_values import draw_buffers
@@ -76,6 +77,7 @@ def expect(
     What has no gradient in any step (`unmoved`) is hardly compared: a query of a single
     key, an expert without tokens. So other values are drawn as long as that helps.
     """
+    tell("running the untouched model")
     as_found = AsFound.of(model, *([loss_fn] if loss_fn else []))
     subject = Subject(program, model, loss_fn, tolerance, as_found)
     for what, gentle in ATTEMPTS if drawn else ():

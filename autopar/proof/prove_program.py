@@ -27,6 +27,7 @@ from autopar.passes.proof.proof import SMALL, WHOLE, Proof
 from autopar.passes.proof.same_specs import find_other_spec
 from autopar.passes.proof.shrink_plan import Layers, layer_number
 from autopar.passes.proof.transfer import Difference, Sizes, differs
+from autopar.progress import tell
 from autopar.proof.again import Again, Arithmetic
 from autopar.proof.differences import found_by_model
 from autopar.proof.draw_values import draw_batch, draw_parameters
@@ -110,8 +111,11 @@ def _prove_small(
     loss_fn: Callable[..., Any] | None,
     seed: int,
 ) -> Proof:
+    tell("proof: compiling it with small sizes")
     small = make_small(program, model, batch, loss_fn)
+    tell("proof: comparing texts")
     check_transfer(program, small)
+    tell("proof: ranks of full size, without numbers")
     cut_short = check_full_size(program)
     proof = _proof(SMALL, small, batch, seed)
     layers = {
@@ -165,6 +169,7 @@ def expect(
     runnable: Runnable, batch: Mapping[str, Any], seed: int = 0
 ) -> list[Expected]:
     """Two steps of the captured graph, in float64. Raises NotProved."""
+    tell("proof: the captured model")
     buffers = draw_buffers(runnable.traced.graph.buffers, runnable.like, seed)
     held = tree_in_double(buffers)
     return [

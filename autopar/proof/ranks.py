@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autopar.checkpoints.memory import Memory
 from autopar.passes.program import Program
+from autopar.progress import tell
 from autopar.proof.errors import (
     ANOTHER_MESH,
     NOISE,
@@ -86,6 +87,7 @@ def run_steps(
     compiled: see `Executor`.
     Raises VerificationFailed when ranks that should agree do not; CommError.
     """
+    tell(f"running {program.mesh.size} ranks in this process")
     shared, memory = Watch(), Memory()
     for given in steps:
         shared.add("batch field", given.batch)

@@ -13,6 +13,7 @@ from torch import Tensor
 from autopar.passes.errors import AutoparError
 from autopar.passes.program import Program
 from autopar.passes.schedule.check_schedule import check
+from autopar.progress import tell
 from autopar.proof.again import DRAWS, default_dtype
 from autopar.proof.differences import (
     CHOICES,
@@ -111,6 +112,7 @@ def _look_again(
 ) -> Verification:
     """The proof, with all in float64; and if that is right, beside what rounding does
     to the model. All runs take the choices of its first."""
+    tell("running both in float64")
     told = [RoutingReplay(e.made) for e in expected]
     try:
         with default_dtype(torch.float64):

@@ -29,6 +29,7 @@ from autopar.runtime.launch.nodes import check_launch, starts_again, torchrun_fo
 from autopar.runtime.launch.spare import await_end, end_spares
 from autopar.runtime.launch.watchdog import Watchdog, guarded
 from autopar.step import Step
+from autopar.terminal import command
 from autopar.training.evaluation import Evaluation
 from autopar.training.feed import Feed, prepare_data
 from autopar.training.log import Log
@@ -79,7 +80,7 @@ def check_world(directory: Path, world: int, spare: bool = False) -> int:
     if world < mesh.size or (world > mesh.size and not spare):
         raise MeshError(
             f"plan '{directory}' is for {mesh.size} ranks, but {world} processes run",
-            fix=f"{torchrun_for(mesh.size)} -m autopar run {directory}",
+            fix=f"{torchrun_for(mesh.size)} -m autopar run {command(directory)}",
         )
     return mesh.size
 
@@ -111,10 +112,13 @@ def train(stored: StoredPlan, options: RunOptions) -> None:
     """The loop, on every rank alike; rank 0 prints."""
     program = stored.program
     if not (program.proof or options.unproved):
+        again = command(
+            *("autopar", "compile", stored.model_spec),
+            *("--plan", stored.directory, "-o", stored.directory),
+        )
         raise PlanError(
             f"nobody proved that plan '{stored.directory}' does what its model does",
-            fix=f"compile it again: autopar compile {stored.model_spec} --plan "
-            f"{stored.directory} -o {stored.directory}; or run it with --unproved",
+            fix=f"compile it again: {again}; or run it with --unproved",
         )
     if options.backend is not None:
         program = replace(program, plan=replace(program.plan, backend=options.backend))

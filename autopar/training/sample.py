@@ -19,6 +19,7 @@ from autopar.models.load import LoadedModel, load_model
 from autopar.passes.errors import AutoparError
 from autopar.passes.ranges import check_range
 from autopar.plans.store import StoredPlan
+from autopar.progress import tell
 from autopar.training.detokenize import Text, open_text
 from autopar.training.feed import vocab_of
 from autopar.training.fields import LABELS, fields_of
@@ -147,7 +148,8 @@ def generate(
     [seq] = {shape[1] for shape, _ in origin.inputs.values()}
     draw = torch.Generator().manual_seed(sampling.seed)
     ids, began = list(prompt), len(list(prompt))
-    for _ in range(sampling.tokens):
+    for made in range(sampling.tokens):
+        tell("writing tokens", made, sampling.tokens)
         seen = torch.tensor([ids[-seq:]])
         logits = logits_of(model, origin, seen)[0, -1, : text.size].float().cpu()
         ids.append(_draw(logits, sampling, draw))

@@ -17,6 +17,7 @@ from autopar.passes.program import Program
 from autopar.planner.reprice import formulas
 from autopar.plans.plan_record import ESTIMATE, PlanRecord, read_record
 from autopar.plans.store import MANIFEST, PlanDirectoryError, StoredPlan, load_plan
+from autopar.progress import tell
 from autopar.reports.html.choice_view import choice_data
 from autopar.reports.html.mesh_view import coords_key, mesh_data
 from autopar.reports.html.model_view import model_data
@@ -57,7 +58,9 @@ def plan_data(folder: Path, wanted: Wanted) -> dict[str, Any]:
             fix="give a directory of autopar plan or compile, or one with the *.jsonl "
             "of autopar run --log-file",
         )
+    tell(f"reading '{folder}'")
     stored = load_plan(folder) if compiled else None
+    tell("running the step on paper")
     step = simulated(folder, wanted.cluster, wanted.compiled, stored)
     data |= {"title": step.title, "estimated": step.estimated}
     data["step"] = step_data(step.run)
@@ -99,6 +102,7 @@ def _of_program(stored: StoredPlan, step: Simulated) -> dict[str, Any]:
     program = stored.program
     inspect = report_data(program)
     groups = {tuple(c["axes"]) for c in inspect["communication"]}
+    tell("drawing the model")
     model = model_data(program)
     data: dict[str, Any] = {
         "model": stored.model_spec,
