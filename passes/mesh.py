@@ -32,15 +32,18 @@ class Axis:
     shares_parameters: whether its ranks hold the same parameters though they split no
     samples, and ZeRO may share these out. replicated_beside: the axis whose ranks alone
     share out, where a mesh has that too. holds_experts: whether experts lie on it.
+    searched: whether a search chooses its size.
     """
 
     splits: tuple[str, ...] = ()
     shares_parameters: bool = False
     replicated_beside: str = ""
     holds_experts: bool = False
+    searched: bool = False
 
 
-# The axes that a mesh may have: pipeline, data, sharing data (see
+# The axes that a mesh may have, outermost first, as a search lays them out (the last
+# has the fastest links): pipeline, data, sharing data (see
 # `passes.shard.parameter_sharding`), context, expert and tensor parallel, and what
 # shares keys of it (see `passes.shard.query_groups`). ep splits samples as dp does, but
 # experts where they work (Lepikhin 2020). For tp this is Megatron's choice (Shoeybi
@@ -48,15 +51,16 @@ class Axis:
 # heads, ffn or vocab is split along the sequence. qp does the same where queries share
 # keys.
 AXES: dict[str, Axis] = {
-    PIPELINE: Axis(),
-    "dp": Axis(("batch",), replicated_beside="fsdp"),
+    PIPELINE: Axis(searched=True),
+    "dp": Axis(("batch",), replicated_beside="fsdp", searched=True),
     "fsdp": Axis(("batch",)),
-    "cp": Axis(("seq",), shares_parameters=True),
+    "cp": Axis(("seq",), shares_parameters=True, searched=True),
     "ep": Axis(
         ("weights:experts", "routed:experts", "expert_linear:experts", "batch"),
         holds_experts=True,
+        searched=True,
     ),
-    "tp": Axis(("heads", "kv_heads", "q_per_kv", "ffn", "vocab", "seq")),
+    "tp": Axis(("heads", "kv_heads", "q_per_kv", "ffn", "vocab", "seq"), searched=True),
     "qp": Axis(("heads", "q_per_kv", "ffn", "vocab", "seq")),
 }
 

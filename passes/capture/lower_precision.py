@@ -22,6 +22,7 @@ from ..capture.trace import Traced
 from ..errors import CaptureError
 from ..graph import Graph, Location, Node, Value, map_values, resolve
 from ..graph_text import DTYPES
+from ..ops.op import is_view
 
 CAST = "aten.to.dtype"
 # Op -> how many of its operands are cast, None: all. A mask of attention need not be.
@@ -50,14 +51,6 @@ WIDE = frozenset(
         *("cosine_similarity", "cosine_embedding_loss", "hinge_embedding_loss"),
         # Of complex numbers in half the bits, most do not exist; on the CPU's list.
         *("view_as_complex", "complex", "polar"),
-    )
-)
-# Ways to see a weight, or a part of it: its cast comes before them, once for all parts.
-VIEWS = frozenset(
-    (
-        *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand"),
-        *("t", "mT", "transpose", "permute", "movedim", "slice", "select", "index"),
-        *("chunk", "split", "split_with_sizes", "unbind"),
     )
 )
 
@@ -101,7 +94,9 @@ class _Lowering:
             node = _typed(node if dtype is None else self.lowered(node, dtype))
             self.builder.nodes.append(node)
             self.now.update((v.name, v) for v in node.results)
-            if node.op.split(".")[1] in VIEWS and node.operands[0].name in self.views:
+            part = is_view(node) or node.name == "aten.index"
+            if part and node.operands[0].name in self.views:
+                # Its cast comes before, once for all parts of a weight.
                 self.views.update((v.name, node) for v in node.results)
             if old.op.startswith("aten.embedding."):
                 wide = self.cast(node.out, old.operands[0].dtype, node.location)

@@ -69,6 +69,7 @@ OPS = (
     Op(
         "aten.narrow",
         "self dim start length",
+        view="part",
         part=parts.narrowed,
         put_back=parts.into_narrow,
     ),

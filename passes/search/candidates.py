@@ -12,7 +12,7 @@ from functools import cache
 from itertools import groupby, product
 from math import prod
 
-from ..mesh import Mesh
+from ..mesh import AXES, Mesh
 from ..plan import RECOMPUTE
 from ..price.candidate import Candidate
 from ..price.cluster import Cluster
@@ -22,7 +22,7 @@ from ..shard.query_groups import Groups, with_groups
 
 CONTEXT_PARALLEL = ("gather", "ring", "ulysses")
 ALIKE = 0.05  # estimates that differ by less do not say which is faster
-ORDER = ("pp", "dp", "cp", "ep", "tp")  # outermost first: tp has the fastest links
+ORDER = tuple(name for name, axis in AXES.items() if axis.searched)
 
 
 @dataclass(frozen=True)
