@@ -13,6 +13,9 @@ from plans import model_file
 from autopar import progress
 from autopar.cli import COMMANDS, main
 from autopar.progress import Progress, tell
+from autopar.training import progress as training
+from autopar.training.metrics import Row
+from autopar.training.options import RunOptions
 
 # Of each command but `run`, whose lines are one object each, and `demo`, a show.
 LINES = {
@@ -131,3 +134,17 @@ def test_with_json_stdout_is_one_document(
 
 def test_every_command_with_a_result_speaks_json() -> None:
     assert {*LINES, "run", "demo"} == {*COMMANDS}
+
+
+def test_a_run_leaves_lines_above_its_live_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, now = Terminal(), [100.0]
+    monkeypatch.setattr("sys.stdout", shown)
+    monkeypatch.setattr("autopar.training.progress.time.monotonic", lambda: now[0])
+    lines = training.Progress(RunOptions(steps=9), 0)
+    row: Row = {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "tokens_per_second": 1.0}
+    for step, seconds in ((1, 0.0), (2, 1.0), (3, 1.0), (4, 0.5), (9, 0.2)):
+        now[0] += seconds
+        lines.write({**row, "step": step, "peak_memory": 1})
+    kept = [line.rpartition("\r")[2] for line in shown.getvalue().split("\n")[:-1]]
+    assert [line.split()[1] for line in kept] == ["1/9", "3/9", "9/9"]
+    assert shown.getvalue().count("\rstep 2/9") == 1

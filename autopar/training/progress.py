@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import time
 
+from autopar.terminal import is_terminal, width
 from autopar.training.metrics import Clock, Row, as_json
 from autopar.training.options import RunOptions
 from autopar.units import size
 
 
 class Progress:
-    """One live line on a terminal; else a line every PAUSE seconds, or JSON lines.
+    """A line every PAUSE seconds, on a terminal with a live one below; or JSON lines.
 
     Only for a line a loss is read, which waits for a GPU. done: steps made before.
     """
@@ -20,9 +21,10 @@ class Progress:
 
     def __init__(self, options: RunOptions, done: int) -> None:
         self.options, self.clock = options, Clock(done)
-        self.live = sys.stdout.isatty() and not options.json
+        self.live = is_terminal(sys.stdout) and not options.json
         self.pause = 0.0 if options.json else self.LIVE if self.live else self.PAUSE
-        self.printed = float("-inf")
+        self.printed = self.kept = float("-inf")
+        self.length = 0  # characters of the live line
 
     def wants(self, done: int) -> bool:
         paused = time.monotonic() - self.printed >= self.pause
@@ -40,12 +42,16 @@ class Progress:
             if "ema_eval_loss" in row:
                 text += f"  of averaged weights: loss {row['ema_eval_loss']:.5f}"
                 text += f"  perplexity {row['ema_eval_perplexity']:,.2f}"
-            print("\n" * (self.live and not last) + text, flush=True)
-        elif self.live:
-            text = self._text(row)
-            print(f"\r{text:<110}", end="\n" if last else "", flush=True)
+            print("\n" * (self.length > 0) + text, flush=True)
+            self.length = 0
+        elif self.live and not last and self.printed - self.kept < self.PAUSE:
+            text = self._text(row)[: width() - 1]
+            print(f"\r{text:<{self.length}}", end="", flush=True)
+            self.length = len(text)
         else:
-            print(self._text(row), flush=True)
+            before = "\r" * (self.length > 0)
+            print(f"{before}{self._text(row):<{self.length}}", flush=True)
+            self.kept, self.length = self.printed, 0
 
     def close(self) -> None:
         """Each line was printed when it came."""
