@@ -117,7 +117,7 @@ def test_without_transformers_the_error_names_it(
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ModelError, match="pip install transformers"):
+    with pytest.raises(ModelError, match=r"pip install 'autopar\[hf\]'"):
         load_model("hf:gpt2")
 
 

@@ -204,7 +204,7 @@ def _transformers() -> Any:
     except ModuleNotFoundError:
         raise ModelError(
             "models that start with hf: need the package transformers",
-            fix="pip install transformers",
+            fix="pip install 'autopar[hf]'",
         ) from None
     # Its warnings are about token ids of weights that are not loaded here.
     transformers.logging.set_verbosity_error()
