@@ -157,6 +157,15 @@ def live_value_overwritten(place: Place) -> Iterator[str | None]:
             yield replaced(place, call, f"{x}.{name}_({', '.join(rest)})")
 
 
+def let_go_of_too_early(place: Place) -> Iterator[str | None]:
+    """What is read afterwards is gone."""
+    if not isinstance(place.statement, ast.Assign):
+        return
+    for name in sorted(place.later & place.there):
+        if re.search(rf"\b{name}\b", place.line.partition(" = ")[2]):
+            yield f"{place.line}; del {name}"
+
+
 # --- gradients, and what goes from one function to another ----------------------
 
 
@@ -229,6 +238,7 @@ OF_VALUES: dict[str, Mutate] = {
     "another value": another_value,
     "another parameter": another_parameter,
     "live value overwritten": live_value_overwritten,
+    "let go of too early": let_go_of_too_early,
     "accumulation dropped": accumulation_dropped,
     "accumulation doubled": accumulation_doubled,
     "residual stale": residual_stale,

@@ -7,14 +7,13 @@ long as the view does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
 
 from ..graph import Node
 from ..graph_text import DTYPES
 from ..ops.attention import passed_round, ring_of
-from ..ops.op import op_of
 from ..schedule.messages import (
     AHEAD,
     prefetched_receives,
@@ -22,12 +21,12 @@ from ..schedule.messages import (
     sizes,
 )
 from ..schedule.schedule import Action, Kind, Schedule
-from ..shard.collectives import bytes_of, collective, contributed_bytes
+from ..shard.collectives import collective, contributed_bytes
 from ..shard.parameter_sharding import find_made
 from ..stage.blocks import Beside, Runs
 from ..stage.local_stage import LocalStage
-from ..stage.outline import find_all_runs
 from ..stage.reuse import find_owners
+from ..stage.storages import Storages, storages
 
 
 @dataclass(frozen=True)
@@ -147,35 +146,27 @@ def footprint(local: LocalStage) -> Footprint:
 
 def footprints(local: LocalStage, besides: Sequence[Beside]) -> list[Footprint]:
     """The footprint with each of several things beside: their bytes at each node."""
-    arrived = {v.name: v.bytes for v in local.receives}
-    ends = {v.name for v in (*local.residuals, *local.ends)}
-    sizes = _sizes(local.forward) | arrived
-    owners = find_owners(local.forward, {name: name for name in arrived})
-    roots = {owners[v.name] for v in local.residuals if v.name in owners}
-    saved = sum(sizes[r] for r in roots)
-    halves = local.forward, local.backward, local.weight_half or ()
-    runs = find_all_runs(halves)
-    forward = _peaks(local.forward, arrived, ends, owners, besides, runs[0])
-    # The backward holds what was saved until the last reader of it, or of its views.
-    held = {v.name: owners[v.name] for v in local.residuals if v.name in owners}
-    entering = {v.name: v.bytes for v in local.d_sends if v is not None}
-    entering |= {r: sizes[r] for r in roots}
-    results = {
-        v.name for v in (*local.d_receives, *local.weight_residuals) if v is not None
-    }
-    owners = find_owners(local.backward, {n: n for n in entering} | held)
-    backward = _peaks(local.backward, entering, results, owners, besides, runs[1])
-    sizes = _sizes(local.backward) | entering
-    held = {v.name: owners[v.name] for v in local.weight_residuals if v.name in owners}
-    left = {root: sizes[root] for root in held.values()}
-    owners = find_owners(local.weight_half or (), {n: n for n in left} | held)
-    weight = _peaks(local.weight_half or (), left, (), owners, besides, runs[2])
-    kept = sum(left.values())
+    parts = storages(local)
+    forward, backward, _ = parts
+    owners, sizes = forward.owners, forward.sizes
+    saved = {owners[v.name] for v in local.residuals if v.name in owners}
+    owners = backward.owners
+    kept = {owners[v.name] for v in local.weight_residuals if v.name in owners}
     step, edges = _whole(local)
     received, sent = (sum(v.bytes for v in vs) for vs in (local.receives, local.sends))
     return [
-        Footprint(saved, f, b, kept, step, w, edges, received, sent)
-        for f, b, w in zip(forward, backward, weight, strict=True)
+        Footprint(
+            saved=sum(sizes[root] for root in saved),
+            forward_peak=f,
+            backward_peak=b,
+            kept=sum(backward.sizes[root] for root in kept),
+            step=step,
+            weight_peak=w,
+            edges=edges,
+            received=received,
+            sent=sent,
+        )
+        for f, b, w in ([_peak(part, beside) for part in parts] for beside in besides)
     ]
 
 
@@ -195,67 +186,25 @@ def _whole(local: LocalStage) -> tuple[int, int]:
     and the most at both ends of the step."""
     rests = {v.name for v in (*local.params, *local.buffers, *local.constants)}
     rests |= {v.name for n in local.setup for v in n.results}
-    owners, sizes = find_owners(local.prologue), _sizes(local.prologue)
     made = find_made(local.prologue, rests)
     later = (*local.forward, *local.whole_backward, *local.epilogue)
     read = {v.name for n in later for v in n.operands}
+    begin, end = Storages(local.prologue, read), Storages(local.epilogue, ())
+    owners = begin.owners
     roots = {owners[name] for name in made if name in owners and name in read}
     grads = sum(v.bytes for v in local.wholes)
-    step = sum(sizes[root] for root in roots) + grads
-    (begin,) = _peaks(local.prologue, {}, read, owners)
-    (end,) = _peaks(local.epilogue, {}, (), find_owners(local.epilogue))
-    return step, max(begin + grads, step + end)
-
-
-def _sizes(nodes: Sequence[Node]) -> dict[str, int]:
-    return {v.name: bytes_of(n, v) for n in nodes for v in n.results}
+    step = sum(begin.sizes[root] for root in roots) + grads
+    return step, max(begin.peak + grads, step + end.peak)
 
 
 def _nothing(nodes: Sequence[Node], runs: Runs) -> list[int]:
     return [0] * len(nodes)
 
 
-def _peaks(
-    nodes: Sequence[Node],
-    entering: dict[str, int],
-    keep: Collection[str],
-    owners: Mapping[str, str],
-    besides: Sequence[Beside] = (_nothing,),
-    runs: Runs = (),
-) -> list[int]:
-    """The most bytes alive at once, with each storage dropped after its last reader.
-
-    entering: storages that are there already, and their bytes. owners: value -> its
-    storage. besides: bytes at each node that no value stands for; a peak for each.
-    runs: of nodes that are a function.
-    """
-    sizes = _sizes(nodes) | entering
-    last: dict[str, int] = dict.fromkeys(entering, -1)
-    for i, node in enumerate(nodes):
-        for v in (*node.operands, *node.results):
-            if v.name in owners:
-                last[owners[v.name]] = i
-    for name in keep:
-        if name in owners:
-            last[owners[name]] = len(nodes)
-    # What a function is given is there until it returns.
-    for begin, end in runs:
-        given = {v.name for n in nodes[begin:end] for v in n.operands}
-        given -= {v.name for n in nodes[begin:end] for v in n.results}
-        for name in given & owners.keys():
-            last[owners[name]] = max(last[owners[name]], end - 1)
-    alive = sum(size for name, size in entering.items() if last[name] >= 0)
-    before, levels = alive, []
-    dying: dict[int, list[str]] = {}
-    for name, i in last.items():
-        dying.setdefault(i, []).append(name)
-    for i, node in enumerate(nodes):
-        made = [v.name for v in node.results if owners.get(v.name) == v.name]
-        alive += sum(sizes[name] for name in made)
-        workspace = op_of(node).workspace
-        levels.append(alive + (workspace(node) if workspace else 0))
-        alive -= sum(sizes[name] for name in dying.get(i, ()))
-    return [max([before, *map(add, levels, beside(nodes, runs))]) for beside in besides]
+def _peak(part: Storages, beside: Beside) -> int:
+    """The most bytes alive at once, with those that no value stands for."""
+    more = beside(part.nodes, part.runs)
+    return max([part.before, *map(add, part.levels, more)])
 
 
 def communication(local: LocalStage) -> list[Communication]:

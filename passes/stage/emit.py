@@ -2,7 +2,8 @@
 
 What runs between two collectives is a function, equal layers are a loop, and else there
 is one statement a node. A comment at each shows the named dims and their split, and the
-line of the user's source. A value is deleted right after its last use.
+line of the user's source. A value is deleted after its last use, before what comes next
+would need more memory at once than the most that is needed anyway.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
 
 from ..builder import unused
 from ..graph import LAYER, Node, Value
 from ..stage.hand_over import HandOver, Part, split_readers
 from ..stage.local_stage import LocalStage
 from ..stage.loops import Item, Loop, find_loops
-from ..stage.outline import Outlined, outline
+from ..stage.outline import Outline, Outlined, outline
 from ..stage.spell import as_tuple
 from ..stage.split_backward import GRADIENT
+from ..stage.storages import Alive, Storages, storages
 from ..stage.write_function import Function
 
 HEADER = '''"""{title}
@@ -76,8 +79,8 @@ class _Emitter:
 
     def text(self) -> str:
         s = self.stage
-        nodes, functions, same = self.outline()
-        items = split_readers([self.find_loops(own) for own in nodes])
+        outlined = self.outline()
+        items = split_readers([self.find_loops(own) for own in outlined.parts])
         after = self.find_loops(s.epilogue)
         self.name_families([*items, after])
         handed = {v.name for v in s.ends}
@@ -95,16 +98,19 @@ class _Emitter:
             self.tables[v.name] = f'g["{key}"]'
             wholes[key] = v
         parts = [tables(s, wholes), setup, prologue]
-        parts += [self.function(one, same) for one in functions]
-        parts += self.each_microbatch(items, same, [one.name for one in functions])
+        parts += [self.function(one, outlined.same) for one in outlined.functions]
+        parts += self.each_microbatch(items, outlined)
         if s.epilogue:
             between = HandOver([Part(after)], self.tables)
-            function = Function(s.texts, self.tables, between, 0, chains=self.outlined)
+            alive = self.alive(Storages(s.epilogue, ()))
+            function = Function(
+                s.texts, self.tables, between, 0, alive, chains=self.outlined
+            )
             lines = function.body(after, ())
             parts.append(_function("epilogue(c, p, g, k, b)", lines))
         return "\n\n".join(parts)
 
-    def outline(self) -> tuple[list[Sequence[Node]], list[Outlined], dict[str, str]]:
+    def outline(self) -> Outline:
         """The nodes of each microbatch, function by function, see `outline`."""
         s = self.stage
         results = (
@@ -115,11 +121,15 @@ class _Emitter:
         nodes: list[Sequence[Node]] = [s.forward, s.backward]
         nodes += [s.weight_half] if s.weight_half is not None else []
         if not self.outlined:
-            return nodes, [], {}
+            return Outline(nodes)
         d_receives = {v.name for v in s.d_receives if v is not None}
         read = [d_receives | {v.name for v in own} for own in results]
-        found, functions, same = outline(list(zip(nodes, read, strict=False)))
-        return [*found], functions, same
+        return outline(list(zip(nodes, read, strict=False)))
+
+    def alive(
+        self, own: Storages, calls: Mapping[int, Sequence[Node]] = MappingProxyType({})
+    ) -> Alive:
+        return Alive(own, calls, at_once=not self.outlined)
 
     def find_loops(self, nodes: Sequence[Node]) -> Sequence[Item]:
         return find_loops(nodes) if self.outlined else nodes
@@ -192,7 +202,10 @@ class _Emitter:
             made[v.name] = f'b["{self.keys[v.name]}"]'
         between = HandOver([own], self.tables | made)
         names = self.tables | made
-        function = Function(self.stage.texts, names, between, 0, chains=self.outlined)
+        alive = self.alive(Storages(nodes, later))
+        function = Function(
+            self.stage.texts, names, between, 0, alive, chains=self.outlined
+        )
         lines = function.body(own.items, ends)
         if table == "b":
             self.tables |= made
@@ -215,17 +228,16 @@ class _Emitter:
         return key
 
     def each_microbatch(
-        self,
-        items: Sequence[Sequence[Item]],
-        same: Mapping[str, str],
-        called: Sequence[str],
+        self, items: Sequence[Sequence[Item]], outlined: Outline
     ) -> list[str]:
-        """forward, and backward or its two halves. called: names of functions."""
+        """forward, and backward or its two halves."""
         s = self.stage
+        called = [one.name for one in outlined.functions]
         d_receives = [v for v in s.d_receives if v is not None]
         results = [[*s.ends], d_receives, []]
         parts = [Part(own, r) for own, r in zip(items, results, strict=False)]
-        between = HandOver(parts, self.tables, same)
+        between = HandOver(parts, self.tables, outlined.same)
+        alive = [self.alive(own, outlined.calls) for own in storages(s)]
         halves = ["backward_input", "backward_weight"]
         names = ["forward", *(["backward"] if len(parts) == 2 else halves)]
         entering = [s.receives, [v for v in s.d_sends if v is not None], ()]
@@ -233,7 +245,9 @@ class _Emitter:
         texts = []
         for i, (name, part) in enumerate(zip(names, parts, strict=True)):
             function = Function(
-                s.texts, self.tables, between, i, taken=called, chains=self.outlined
+                *(s.texts, self.tables, between, i, alive[i]),
+                taken=called,
+                chains=self.outlined,
             )
             saved = [v for v in handed[i] if v.name in part.read]
             rows = between.kept(i - 1, i) if i else []
@@ -257,7 +271,8 @@ class _Emitter:
         """What is called from several places, or for several layers."""
         part = Part(one.nodes, one.results)
         between = HandOver([part], {}, same)
-        writer = Function(self.stage.texts, {}, between, 0)
+        alive = Alive(Storages(one.nodes, [v.name for v in one.results]))
+        writer = Function(self.stage.texts, {}, between, 0, alive)
         writer.arrive(one.args, (), ())
         writer.device = f"{writer.name(one.args[0])}.device"
         given = [*map(writer.name, one.args), *(n.name for n in one.numbers)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..graph import LAYER, Location, Node, Value
@@ -137,11 +137,20 @@ def find_all_runs(parts: Iterable[Sequence[Node]]) -> list[list[tuple[int, int]]
     return found
 
 
-def outline(
-    parts: Sequence[tuple[Sequence[Node], Collection[str]]],
-) -> tuple[list[list[Node]], list[Outlined], dict[str, str]]:
-    """(the parts with calls in place of runs, the functions that these call, what
-    functions call the values that runs make, by name).
+@dataclass(frozen=True)
+class Outline:
+    """parts: with calls in place of runs. functions: those that these call. calls: id
+    of a call -> the nodes that it stands for. same: value that a run makes -> what its
+    function calls it."""
+
+    parts: Sequence[Sequence[Node]]
+    functions: Sequence[Outlined] = ()
+    calls: Mapping[int, Sequence[Node]] = field(default_factory=dict)
+    same: Mapping[str, str] = field(default_factory=dict)
+
+
+def outline(parts: Sequence[tuple[Sequence[Node], Collection[str]]]) -> Outline:
+    """What repeats as functions, and calls of these.
 
     parts: nodes, and names of what of them is read elsewhere, in the order in which
     they run.
@@ -168,7 +177,7 @@ def outline(
         alike.setdefault((_key(run), returned), []).append(run)
     names = {*RESERVED, *ENTRIES}
     functions: list[Outlined] = []
-    calls: dict[tuple[int, int], tuple[int, Node]] = {}
+    calls: dict[tuple[int, int], tuple[_Run, Node]] = {}
     same: dict[str, str] = {}
     for group in alike.values():
         function, nodes_of = _function(group, names)
@@ -178,16 +187,17 @@ def outline(
             made = {name: at for name, at in _places(run).items() if at in first}
             same |= {n: first[at] for n, at in made.items() if isinstance(at, tuple)}
         for run, call in zip(group, nodes_of, strict=True):
-            calls[run.part, run.first] = len(run.nodes), call
+            calls[run.part, run.first] = run, call
     found = []
     for number, (nodes, _) in enumerate(parts):
         out, i = [], 0
         while i < len(nodes):
-            length, node = calls.get((number, i), (1, nodes[i]))
+            run, node = calls.get((number, i), (None, nodes[i]))
             out.append(node)
-            i += length
+            i += len(run.nodes) if run else 1
         found.append(out)
-    return found, functions, same
+    stand = {id(call): run.nodes for run, call in calls.values()}
+    return Outline(found, functions, stand, same)
 
 
 # --- equal runs ---------------------------------------------------------------------

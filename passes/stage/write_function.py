@@ -13,8 +13,9 @@ from ..ops.op import is_method
 from ..stage.hand_over import HandOver, Rows
 from ..stage.loops import Given, Item, Loop
 from ..stage.names import RESERVED
-from ..stage.reuse import is_in_place, may_alias, takes_memory
+from ..stage.reuse import is_in_place, may_alias
 from ..stage.spell import spell, targets
+from ..stage.storages import Alive
 from ..stage.write_loop import Index, LoopWriter, Statements
 
 
@@ -22,9 +23,9 @@ class Function:
     """Writes a function, statement by statement.
 
     texts: value -> its named dims. tables: value -> how what is there anyway is read.
-    between, number: what this part has of others. device: where it makes tensors.
-    taken: names that mean something else. chains: whether views of views are one
-    statement.
+    between, number: what this part has of others. alive: what is in memory when.
+    device: where it makes tensors. taken: names that mean something else. chains:
+    whether views of views are one statement.
     """
 
     def __init__(
@@ -33,12 +34,13 @@ class Function:
         tables: Mapping[str, str],
         between: HandOver,
         number: int,
+        alive: Alive,
         device: str = "c.device",
         taken: Collection[str] = (),
         chains: bool = True,
     ) -> None:
         self.texts, self.tables, self.device = texts, tables, device
-        self.chains = chains
+        self.alive, self.chains = alive, chains
         self.between, self.number = between, number
         self.names: dict[str, str] = {}
         self.taken = {*RESERVED, *taken}  # names that no other local may have
@@ -96,17 +98,17 @@ class Function:
         ]
         links = _links(items, {*keep, *among_loops}) if self.chains else set()
         waiting: list[Node] = []  # views that the next view is a method of
-        body = Statements()
-        body.free(self.names[n] for n in arrived if last[n] < 0 and n not in keep)
+        body = Statements(self.alive.peak)
+        unread = (n for n in arrived if last[n] < 0 and n not in keep)
+        body.free((self.names[n], arrived[n].bytes) for n in unread)
         for i, item in enumerate(items):
-            body.add(self._take_singles(reads[i].values(), local), takes=False)
+            body.add(self._take_singles(reads[i].values(), local))
             if isinstance(item, Node) and i in links:
                 self.names[item.out.name] = spell(item, self.name, device=self.device)
                 waiting.append(item)
                 continue
             if isinstance(item, Node):
-                takes = any(map(takes_memory, (*waiting, item)))
-                body.add([self.statement(item)], takes)
+                body.add([self.statement(item)], self.alive.level([*waiting, item]))
                 local.update(v.name for v in item.results)
                 own = (v for n in (*waiting, item) for v in n.operands)
                 mentioned = [v.name for v in (*own, *item.results)]
@@ -114,17 +116,19 @@ class Function:
             else:
                 after = {n for n, at in last.items() if at > i} | keep
                 text, made = LoopWriter(self, item, after).write()
+                body.end()
                 body.add(text)
                 local |= made
                 mentioned = [*reads[i], *made]
+            done = item if isinstance(item, Node) else item.rows[-1][-1]
             dead = [
-                self.names[n]
+                (self.names[n], self.alive.freed(n, done))
                 for n in dict.fromkeys(mentioned)
                 if n in local and n in self.names
                 if last.get(n, i) <= i and n not in keep
             ]
             body.free(dead)
-        body.add(self._take_singles(results, local), takes=False)
+        body.add(self._take_singles(results, local))
         return body.lines  # the rest goes when the function returns
 
     def _reads(self, item: Item) -> dict[str, Value]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from ..graph import LAYER, Node, Value
 from ..stage.hand_over import Rows
 from ..stage.loops import Carried, Given, Loop, Varying, numbered, series
-from ..stage.reuse import takes_memory
 from ..stage.spell import constant
 
 if TYPE_CHECKING:
@@ -119,6 +118,12 @@ class LoopWriter:
             for name, inner, t in loop.instances()
             if t == loop.count - 1
         }
+        # What a value of the body is in the first iteration.
+        self.original = {
+            inner.name: name for name, inner, t in loop.instances() if t == 0
+        }
+        self.original |= {one.value.name: one.first.name for one in loop.carried}
+        self.original |= {one.value.name: one.values[0].name for one in loop.given}
         self.inside: set[str] = set()  # what is given or carried, as locals of the body
 
     def write(self) -> tuple[list[str], set[str]]:
@@ -223,22 +228,25 @@ class LoopWriter:
 
     def body(self, kept: Collection[str]) -> list[str]:
         stays = {one.next.name for one in self.loop.carried}.union(kept)
-        body = Statements()
+        alive = self.function.alive
+        body = Statements(alive.peak)
         for o, node in enumerate(self.loop.body):
             line = self.function.statement(node, self.index)
-            body.add([line], takes_memory(node))
+            own = [row[o] for row in self.loop.rows]
+            body.add([line], alive.level(own))
             results = {self.text(v) for v in node.results}
             body.again(results)
             dead = []
             for v in dict.fromkeys((*node.operands, *node.results)):
-                own = v.name in self.made or v.name in self.inside
+                ours = v.name in self.made or v.name in self.inside
                 ends = self.last.get(v.name, self.positions.get(v.name)) == o
-                if not own or not ends or v.name in stays:
+                if not ours or not ends or v.name in stays:
                     continue
                 if self.finals.get(v.name) in self.after:
                     continue
                 if v.name in self.made or self.text(v) not in results:
-                    dead.append(self.text(v))
+                    freed = alive.freed(self.original[v.name], own[0])
+                    dead.append((self.text(v), freed))
             body.free(dead)
         return body.end()
 
@@ -277,25 +285,32 @@ def only_if(condition: str, line: str) -> list[str]:
 
 
 class Statements:
-    """Statements of a body. What they let go of goes before the next one that may take
-    memory: so one `del` does for several."""
+    """Statements of a body. What they let go of goes before the next one that could not
+    run beside it: so one `del` does for many.
 
-    def __init__(self) -> None:
+    peak: bytes that may be alive at once.
+    """
+
+    def __init__(self, peak: int) -> None:
+        self.peak = peak
         self.lines: list[str] = []
-        self._dead: list[str] = []
+        self._dead: dict[str, int] = {}
 
-    def add(self, lines: Iterable[str], takes: bool = True) -> None:
-        """takes: whether they may take memory."""
-        if takes:
+    def add(self, lines: Iterable[str], level: int = 0) -> None:
+        """level: bytes alive while they run, of what is not let go of yet; 0: they take
+        none."""
+        if level and level + sum(self._dead.values()) > self.peak:
             self.end()
         self.lines += lines
 
-    def free(self, names: Iterable[str]) -> None:
-        self._dead += names
+    def free(self, names: Iterable[tuple[str, int]]) -> None:
+        """names: with the bytes that they may keep alive."""
+        self._dead |= dict(names)
 
-    def again(self, names: Collection[str]) -> None:
+    def again(self, names: Iterable[str]) -> None:
         """Names that stand for something else from now on."""
-        self._dead = [name for name in self._dead if name not in names]
+        for name in names:
+            self._dead.pop(name, None)
 
     def end(self) -> list[str]:
         self.lines += delete(self._dead)
