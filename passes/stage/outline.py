@@ -192,9 +192,9 @@ def outline(parts: Sequence[tuple[Sequence[Node], Collection[str]]]) -> Outline:
     for number, (nodes, _) in enumerate(parts):
         out, i = [], 0
         while i < len(nodes):
-            run, node = calls.get((number, i), (None, nodes[i]))
-            out.append(node)
-            i += len(run.nodes) if run else 1
+            called = calls.get((number, i))
+            out.append(called[1] if called else nodes[i])
+            i += len(called[0].nodes) if called else 1
         found.append(out)
     stand = {id(call): run.nodes for run, call in calls.values()}
     return Outline(found, functions, stand, same)
