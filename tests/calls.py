@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from models import Case
+from cases import Case
 from torch import Tensor, nn
 
 aten = torch.ops.aten

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from cases import Case
 from draw_options import (
     OPTIONS,
     Choices,
@@ -23,7 +24,7 @@ from draw_options import (
     draw_values,
     prove_all,
 )
-from models import Case, gpt2, llama, mixture, opt, plain_gpt, switch_gpt
+from models import gpt2, llama, mixture, opt, plain_gpt, switch_gpt
 
 __all__ = ["MODELS", "OPTIONS", "Draw", "DrawFailed", "Model", "draw", "main"]
 

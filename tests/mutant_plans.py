@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from models import Case, llama, mixture, plain_gpt, switch_gpt
+from cases import Case
+from models import llama, mixture, plain_gpt, switch_gpt
 
 from autopar.options import make_plan
 from autopar.passes.cost import Costs

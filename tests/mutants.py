@@ -23,7 +23,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from models import Case
+from cases import Case
 from mutant_plans import NOT_ALIKE, PLANS, Planned, compiled, prepared
 from mutate_collectives import OF_COLLECTIVES
 from mutate_loops import OF_LOOPS

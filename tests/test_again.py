@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Case
+from cases import Case
 from torch import Tensor, nn
 
 from autopar.proof.again import SELECTING, Arithmetic, default_dtype

@@ -7,7 +7,8 @@ from functools import cache
 from typing import Any
 
 import pytest
-from models import Case, plain_gpt
+from cases import Case
+from models import plain_gpt
 
 from autopar.machine.hardware import cluster_of
 from autopar.passes.cost import Costs

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from models import Case, gpt2, plain_gpt
+from cases import Case
+from models import gpt2, plain_gpt
 
 from autopar.passes.program import Program
 from autopar.proof.ranks import local_parameters

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import WIDTH, Case, Stack, gpt2, llama, plain_gpt, token_batch
+from cases import Case
+from models import WIDTH, Stack, gpt2, llama, plain_gpt, token_batch
 from torch import Tensor, nn
 
 from autopar.passes.mesh import usual_split

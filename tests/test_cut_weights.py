@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VOCAB, WIDTH, Case, plan, randomize, token_batch
+from cases import Case, plan
+from models import VOCAB, WIDTH, randomize, token_batch
 from torch import Tensor, nn
 
 from autopar.checkpoints.dcp import CheckpointError

@@ -7,7 +7,8 @@ import random
 from functools import cache
 
 import pytest
-from models import Case, plain_gpt
+from cases import Case
+from models import plain_gpt
 
 from autopar.options import make_plan
 from autopar.passes.cost import Costs

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Case, gpt2, llama, mixture, plain_gpt, switch_gpt
+from cases import Case
+from models import gpt2, llama, mixture, plain_gpt, switch_gpt
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 

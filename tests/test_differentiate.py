@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VOCAB, WIDTH, Block, Case, Stack, randomize, token_batch
+from cases import Case
+from models import VOCAB, WIDTH, Block, Stack, randomize, token_batch
 from torch import Tensor, nn
 
 from autopar.verify import verify

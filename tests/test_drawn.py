@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import VOCAB, Case, plain_gpt
+from cases import Case
+from models import VOCAB, plain_gpt
 
 from autopar.passes.program import Program
 from autopar.proof.differences import EVALUATED, NORM

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Case, plain_gpt
+from cases import Case
+from models import plain_gpt
 from processes import run_ranks
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import WIDTH, Case, mixture, plain_gpt, switch_gpt
+from cases import Case
+from models import WIDTH, mixture, plain_gpt, switch_gpt
 
 from autopar.passes.capture.normalize import normalize
 from autopar.passes.dims.name_dims import name_dims

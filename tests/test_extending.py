@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Case, cut_gpt
+from cases import Case
+from models import cut_gpt
 from test_rules import SEEDS, declared, draws, splittable
 from torch import Tensor, nn
 

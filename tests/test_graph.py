@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import Case
 from hf import CONFIGS, MORE, padded_batch, tiny
-from models import Case, cut_gpt, gpt2, llama, mixture, opt, plain_gpt, switch_gpt
+from models import cut_gpt, gpt2, llama, mixture, opt, plain_gpt, switch_gpt
 
 from autopar.options import make_plan
 from autopar.passes.cost import Costs

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Case, llama
+from cases import Case
+from models import llama
 from torch import Tensor, nn
 
 from autopar.machine.hardware import cluster_of

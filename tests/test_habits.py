@@ -8,7 +8,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Block, Case, Stack, next_token_loss, randomize, token_batch
+from cases import Case
+from models import Block, Stack, next_token_loss, randomize, token_batch
 from test_unseen import Binary
 from torch import Tensor, nn
 

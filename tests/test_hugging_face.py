@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
+from cases import Case
 from hf import MORE, padded_batch, precise_loss, tiny
-from models import Case, randomize
+from models import randomize
 
 from autopar.passes.program import Program
 

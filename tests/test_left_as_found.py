@@ -12,7 +12,8 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VOCAB, WIDTH, Case, plan, randomize, token_batch
+from cases import Case, plan
+from models import VOCAB, WIDTH, randomize, token_batch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Case, gpt2, plain_gpt, switch_gpt
+from cases import Case
+from models import gpt2, plain_gpt, switch_gpt
 from processes import RankFailed, run_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset

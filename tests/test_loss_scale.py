@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import Case, plain_gpt
+from cases import Case
+from models import plain_gpt
 
 import autopar
 from autopar.passes.errors import AutoparError

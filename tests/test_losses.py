@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VOCAB, WIDTH, Case, Stack, randomize, token_batch
+from cases import Case
+from models import VOCAB, WIDTH, Stack, randomize, token_batch
 from torch import Tensor, nn
 
 from autopar.passes.capture.loss import LOSS_RULES

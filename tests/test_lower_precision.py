@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Case, plain_gpt
+from cases import Case
+from models import plain_gpt
 from torch import Tensor, nn
 
 from autopar.passes.capture.lower_precision import lower_precision

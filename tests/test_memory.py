@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Case
+from cases import Case
 from processes import run_ranks
 from torch.optim import AdamW
 

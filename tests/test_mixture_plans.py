@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from models import Case, mixture, switch_gpt
+from cases import Case
+from models import mixture, switch_gpt
 
 from autopar.machine.hardware import cluster_of, with_memory
 from autopar.passes.cost import Costs

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Case, Stack, plain_gpt, randomize, token_batch
+from cases import Case
+from models import Stack, plain_gpt, randomize, token_batch
 from torch import Tensor
 
 from autopar.passes.errors import IndexOutOfRange

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Case, gpt2, llama, mixture, plain_gpt
+from cases import Case
+from models import gpt2, llama, mixture, plain_gpt
 from torch import Tensor, nn
 
 from autopar.passes.graph import Graph, Location, Node, Value

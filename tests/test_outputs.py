@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VOCAB, Case, Stack, randomize, token_batch
+from cases import Case
+from models import VOCAB, Stack, randomize, token_batch
 from torch import Tensor, nn
 
 from autopar.compiler import compile_offline

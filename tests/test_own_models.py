@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VOCAB, WIDTH, Case, randomize
+from cases import Case
+from models import VOCAB, WIDTH, randomize
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

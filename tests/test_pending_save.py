@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import Case, plain_gpt
+from cases import Case
+from models import plain_gpt
 from processes import RankFailed, run_ranks
 
 import autopar

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VOCAB, Case, Stack, plain_gpt, randomize, token_batch
+from cases import Case
+from models import VOCAB, Stack, plain_gpt, randomize, token_batch
 from torch import Tensor, nn
 
 from autopar.passes.errors import BatchError, CaptureError, LossNotSeparable

@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from models import plain_gpt, plan
+from cases import plan
+from models import plain_gpt
 
 from autopar.passes.mesh import TIME
 from autopar.passes.plan import Plan, PlanError

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Case, gpt2, llama, opt, plain_gpt, switch_gpt
+from cases import Case
+from models import gpt2, llama, opt, plain_gpt, switch_gpt
 from plans import model_file
 from processes import run_ranks
 from test_experts import mixture

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import Case, plain_gpt, switch_gpt
+from cases import Case
+from models import plain_gpt, switch_gpt
 from plans import model_file
 from processes import run_ranks
 

@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from models import Case, plain_gpt
+from cases import Case
+from models import plain_gpt
 from torch import Tensor
 
 from autopar.passes.program import Program

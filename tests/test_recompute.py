@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from cases import Case
 from models import (
     Block,
-    Case,
     Stack,
     gpt2,
     llama,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from models import Case, token_batch
+from cases import Case
+from models import token_batch
 from torch import Tensor, nn
 
 from autopar.passes.program import Program

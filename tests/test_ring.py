@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Block, Case, Stack, llama, plain_gpt, token_batch
+from cases import Case
+from models import Block, Stack, llama, plain_gpt, token_batch
 from processes import run_ranks
 from test_step import check_trajectory
 from torch import Tensor

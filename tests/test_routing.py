@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Case, mixture, plan
+from cases import Case, plan
+from models import mixture
 from torch import Tensor, nn
 
 from autopar.passes.capture.normalize import normalize

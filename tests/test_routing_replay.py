@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import Case, mixture, switch_gpt
+from cases import Case
+from models import mixture, switch_gpt
 
 from autopar.options import make_plan
 from autopar.passes.cost import Costs

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Block, Case, Stack, gpt2, llama, plain_gpt, randomize, token_batch
+from cases import Case
+from models import Block, Stack, gpt2, llama, plain_gpt, randomize, token_batch
 from torch import Tensor, nn
 
 from autopar.passes.mesh import Mesh

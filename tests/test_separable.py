@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VOCAB, WIDTH, Case, Stack, plain_gpt, randomize, token_batch
+from cases import Case
+from models import VOCAB, WIDTH, Stack, plain_gpt, randomize, token_batch
 from torch import Tensor, nn
 
 from autopar.passes.errors import BatchError, LossNotSeparable

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Case
+from cases import Case
 from torch import Tensor, nn
 
 from autopar.passes.capture.trace import trace

@@ -7,17 +7,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.nn.functional as F
-from models import (
-    VOCAB,
-    WIDTH,
-    Block,
-    Case,
-    Stack,
-    gpt2,
-    llama,
-    plain_gpt,
-    randomize,
-)
+from cases import Case
+from models import VOCAB, WIDTH, Block, Stack, gpt2, llama, plain_gpt, randomize
 from models import token_batch as tokens
 from torch import Tensor, nn
 

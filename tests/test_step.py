@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Case, gpt2, llama, plain_gpt, switch_gpt
+from cases import Case
+from models import gpt2, llama, plain_gpt, switch_gpt
 from processes import run_ranks
 from torch import Tensor
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from models import Case, plain_gpt
+from cases import Case
+from models import plain_gpt
 
 from autopar.machine.hardware import cluster_of, with_memory
 from autopar.passes.cost import Costs

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Case
+from cases import Case
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VOCAB, WIDTH, Case, randomize, token_batch
+from cases import Case
+from models import VOCAB, WIDTH, randomize, token_batch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint

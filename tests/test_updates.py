@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -11,121 +11,14 @@ import torch.distributed as dist
 from plans import CONFIG, small_model, small_program
 from processes import run_ranks
 from test_agreement import batch_of, made
+from test_by_element import Locked
 from torch import Tensor, nn
 
 import autopar
 from autopar.passes.errors import AutoparError
 from autopar.passes.program import Program
-from autopar.runtime.parameters.by_element import KNOWN, Reach, Undecided, reach_of
 from autopar.runtime.parameters.shard_gradient import ShardGradient
 from autopar.step import Step
-
-# --- which optimizers update element by element ------------------------------------
-
-
-class Scaled(torch.optim.Optimizer):
-    """Steps as long as the parameter is, as LARS and LAMB take."""
-
-    def __init__(self, params: Iterable[Tensor], lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    ratio = float(p.norm() / p.grad.norm())
-                    p.add_(p.grad, alpha=-group["lr"] * ratio)
-
-
-class Averaged(torch.optim.Optimizer):
-    """Keeps what it needs beside torch's own attributes."""
-
-    def __init__(self, params: Iterable[Tensor], lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
-        self.means: dict[Tensor, Tensor] = {}
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    mean = self.means.setdefault(p, torch.zeros_like(p))
-                    p.sub_(mean.lerp_(p.grad, 0.1), alpha=group["lr"])
-
-
-class Outer(torch.optim.Optimizer):
-    """Hands on to another one, as those that look ahead do."""
-
-    def __init__(self, params: Iterable[Tensor], kind: Any = torch.optim.AdamW) -> None:
-        params = list(params)
-        super().__init__(params, {"lr": 1e-3})
-        self.inner = kind(params)
-        self.param_groups = self.inner.param_groups
-
-    def step(self) -> None:
-        self.inner.step()
-
-
-class Locked(Averaged):
-    """Cannot be copied."""
-
-    def __init__(self, params: Iterable[Tensor], lr: float = 1e-3) -> None:
-        super().__init__(params, lr)
-        self.made_by = (i for i in range(1))
-
-
-def derived(kind: Any) -> Any:
-    """A class that is not in the table, and so is tried."""
-    return type(kind.__name__, (kind,), {})
-
-
-TRIED = {
-    "Scaled": (Scaled, Reach.PARAMETER),
-    "Averaged": (Averaged, Reach.ELEMENT),
-    "Outer": (Outer, Reach.ELEMENT),
-    "Outer of Scaled": (lambda ps: Outer(ps, Scaled), Reach.PARAMETER),
-    "Adafactor": (derived(torch.optim.Adafactor), Reach.PARAMETER),
-    "AdamW": (derived(torch.optim.AdamW), Reach.ELEMENT),
-}
-
-
-@pytest.mark.parametrize("name", TRIED)
-def test_an_optimizer_is_tried_and_left_as_it_is(name: str) -> None:
-    make, reach = TRIED[name]
-    ps = [nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(4))]
-    before = [p.detach().clone() for p in ps]
-    optimizer = make(ps)
-    # A schedule wraps `step`, and begins with a rate of 0.
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: float(i))
-    drawn = torch.random.get_rng_state()
-    assert reach_of(optimizer, ps) is reach
-    assert torch.equal(drawn, torch.random.get_rng_state())
-    assert not optimizer.state and all(p.grad is None for p in ps)
-    assert all(map(torch.equal, ps, before))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(KNOWN, key=str))
-def test_what_is_known_is_what_trying_finds(kind: Any) -> None:
-    if kind is torch.optim.SparseAdam:
-        return  # takes sparse gradients only
-    options = {"max_iter": 2} if kind is torch.optim.LBFGS else {}
-    ps = [nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(4))]
-    optimizer = derived(kind)(ps[:1] if kind is torch.optim.Muon else ps, **options)
-    assert reach_of(optimizer, ps) is KNOWN[kind]
-
-
-def test_one_that_cannot_be_tried_may_be_declared() -> None:
-    ps = [nn.Parameter(torch.randn(6, 4))]
-    with pytest.raises(Undecided, match="generator"):
-        reach_of(Locked(ps), ps)
-    try:
-        autopar.by_element(Locked)
-        assert reach_of(Locked(ps), ps) is Reach.ELEMENT
-    finally:
-        del KNOWN[Locked]
-
 
 # --- on real ranks -------------------------------------------------------------------
 
@@ -439,7 +332,7 @@ def test_on_one_rank_all_is_as_torch_has_it() -> None:
     torch.optim.Adafactor(step.parameters()).step()
 
 
-class Averaged(nn.Module):
+class Read(nn.Module):
     """One of its parameters is read, but has no gradient."""
 
     def __init__(self) -> None:
@@ -453,7 +346,7 @@ class Averaged(nn.Module):
 
 def test_what_has_no_gradient_does_not_decay() -> None:
     torch.manual_seed(0)
-    model, batch = Averaged(), {"x": torch.randn(4, 6)}
+    model, batch = Read(), {"x": torch.randn(4, 6)}
     step = autopar.compile(model, "", example_inputs=batch)
     step(**batch)
     assert {n for n, p in step.named_parameters() if p.grad is None} == {"mean"}

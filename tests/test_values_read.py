@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import VOCAB, WIDTH, Case, randomize, token_batch
+from cases import Case
+from models import VOCAB, WIDTH, randomize, token_batch
 from torch import Tensor, nn
 
 from autopar.passes.capture.trace import trace

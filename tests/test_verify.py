@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import Case, gpt2, llama, opt, plain_gpt
+from cases import Case
+from models import gpt2, llama, opt, plain_gpt
 from torch import nn
 
 from autopar.passes.mesh import TIME

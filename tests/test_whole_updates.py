@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import Case, cut_gpt, plain_gpt
+from cases import Case
+from models import cut_gpt, plain_gpt
 from processes import run_ranks
 from torch import Tensor, nn
 

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Case
+from cases import Case
 from torch import Tensor, nn
 
 from autopar.compiler import compile_offline

@@ -6,7 +6,8 @@ from math import prod
 
 import pytest
 import torch
-from models import Case, gpt2, llama, plain_gpt
+from cases import Case
+from models import gpt2, llama, plain_gpt
 from test_step import check_trajectory
 from torch import nn
 

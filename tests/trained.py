@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from models import Case, plain_gpt
+from cases import Case
+from models import plain_gpt
 from processes import run_ranks
 from torch import Tensor, nn
 
