@@ -12,13 +12,14 @@ from math import prod
 import torch
 from torch import Generator, Tensor
 
-from autopar.passes.proof.input_ranges import INDEX, LABEL, MASK, InputRange
+from autopar.passes.proof.input_ranges import DOCUMENT, INDEX, LABEL, MASK, InputRange
 from autopar.proof.chance import dtype_of, generator_of, uniform
 
 Spec = tuple[tuple[int, ...], "torch.dtype | str"]  # shape and dtype
 
 NONE_DRAWN: Mapping[str, Tensor] = {}
 LEAST = 0.05  # of normal numbers, the smallest
+DOCUMENTS = 4  # in a row of a sequence, about
 HOLES = 0.3  # the share of labels left out, and of keys hidden
 
 
@@ -49,6 +50,8 @@ def draw_batch(
             made = draw_rows(shape, known.low, high, generator)
             if known.holes:
                 made = make_holes(made, known.holes, generator, seed, gentle)
+        elif known is not None and known.role == DOCUMENT:
+            made = draw_documents(shape, generator)
         elif _is_mask(dtype, known, example):
             made = draw_mask(shape, generator, _seen(example), seed, gentle)
         else:
@@ -69,6 +72,16 @@ def draw_rows(
     ]
     drawn = torch.cat(rounds)[:count] if rounds else torch.zeros(0, dtype=torch.int64)
     return (low + drawn[torch.randperm(count, generator=generator)]).reshape(shape)
+
+
+def draw_documents(shape: tuple[int, ...], generator: Generator) -> Tensor:
+    """Draws ids of documents, some four runs of a few ids in each row, of which one may
+    come again: int64."""
+    begins = uniform(shape, generator) < DOCUMENTS / max(1, shape[-1] if shape else 1)
+    ids = draw_rows(shape, 0, 3, generator)
+    places = torch.arange(shape[-1] if shape else 1).expand(shape)
+    last = torch.where(begins, places, 0)
+    return ids.gather(-1, last.cummax(-1).values) if shape else ids
 
 
 def make_holes(

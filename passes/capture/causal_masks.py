@@ -69,6 +69,13 @@ def _telling(numbers: set[int], rows: int) -> list[int]:
     return sorted(n for n in near if 0 <= n < rows)
 
 
+def is_of_positions(rewriter: Rewriter, mask: Value) -> bool:
+    """Whether a bool mask depends on the places of rows and columns alone."""
+    return rewriter.constant(mask) is not None or _is_of_positions(
+        rewriter, mask, set()
+    )
+
+
 def _is_of_positions(rewriter: Rewriter, x: Value, numbers: set[int]) -> bool:
     """Whether x is made of positions by comparing; notes the numbers in it."""
     known = rewriter.constant(x) if x.numel <= SMALL else None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..capture.causal_masks import causal_window
+from ..capture.document_masks import documents_of
 from ..capture.rewrite import Rewriter
 from ..capture.spell_groups import without_copies
 from ..graph import Location, Node, Value
@@ -16,8 +17,8 @@ from ..ops.arguments import arguments
 
 
 def attention(rewriter: Rewriter, node: Node) -> Value:
-    """SDPA: a causal mask becomes the flag, one of a sliding window a number with it;
-    with dropout it is spelled out."""
+    """SDPA: a causal mask becomes the flag, one of a sliding window a number with it,
+    one of packed documents their ids; with dropout it is spelled out."""
     given = arguments(node)
     is_causal, scale = bool(given["is_causal"]), given["scale"]
     q, k, v, mask = _with_heads(rewriter, given, node)
@@ -36,6 +37,16 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
             mask, is_causal = None, True
         elif window is not None and given["dropout_p"] == 0.0:
             mask, is_causal, seen = None, True, {"window": window}
+        elif given["dropout_p"] == 0.0 and known is None:
+            apart = documents_of(rewriter, mask)
+            if apart is not None:
+                ids, columns = apart.ids, mask.shape[-1]
+                lead = (math.prod(ids.shape[:-1]), columns)
+                ids = rewriter.reshape(ids, lead, node.location)
+                seen = {"documents": ids}
+                if apart.window < columns:
+                    seen["window"] = apart.window
+                mask, is_causal = None, True
     if given["dropout_p"] > 0.0:
         y = _explicit_attention(
             rewriter, node, (q, k, v), mask, is_causal, scale, given["dropout_p"]

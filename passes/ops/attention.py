@@ -21,7 +21,8 @@ ATTENTION, ATTENTION_BACKWARD = "comm.attention", "comm.attention_backward"
 
 
 def rule(node: Node) -> str:
-    """Each query row is on its own, and sees all keys; a causal flag counts rows."""
+    """Each query row is on its own, and sees all keys, and all ids of documents; a
+    causal flag counts rows."""
     q, k, mask = node.arg("q"), node.arg("k"), node.arg("mask")
     s = "s~" if node.arg("is_causal") else "s"
     groups = k.shape[1]
@@ -30,6 +31,8 @@ def rule(node: Node) -> str:
     operands = [f"b {heads} {s} e!", f"b {kv} t! e!", f"b {kv} t! v!"]
     if mask is not None:
         operands.append(" ".join(["b", heads, s, "t!"][4 - len(mask.shape) :]))
+    if "documents" in node.kwargs:
+        operands.append("b t!")
     return f"{', '.join(operands)} -> b {heads} {s} v!"
 
 
@@ -41,12 +44,14 @@ def formula(
     is_causal: bool,
     scale: float,
     window: int | None = None,
+    documents: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T scale + mask) v -> [b,h,s,v].
 
     q [b,h,s,e], k [b,g,t,e], v [b,g,t,v], where g divides h. A causal mask is
     aligned at the top left; a row that attends to nothing gives 0. window: of these
-    keys a row sees so many, its own being the last.
+    keys a row sees so many, its own being the last. documents [b or 1,s], integers: of
+    these, those with the row's own.
     """
     copies = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
@@ -55,6 +60,8 @@ def formula(
         causal = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
         causal = causal if window is None else causal.triu(1 - window)
         scores = scores.masked_fill(~causal, -math.inf)
+    if documents is not None:
+        mask = (documents[:, :, None] == documents[:, None]).unsqueeze(1)
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, -math.inf)
     elif mask is not None:
@@ -73,21 +80,24 @@ def on_shard(
     _: bool,
     scale: float,
     window: int | None = None,
+    documents: Tensor | None = None,
 ) -> Tensor:
     rows, columns = torch.arange(q.shape[2]) + start, torch.arange(k.shape[2])
     apart = rows[:, None] - columns
     seen = (apart >= 0) & (apart < (window or len(columns)))
+    if documents is not None:
+        seen = seen & (documents[:, rows, None] == documents[:, None]).unsqueeze(1)
     return formula(q, k, v, seen, False, scale)
 
 
 def on_rank(at: Place, node: Node, local: Node) -> Node:
     """Attention of some of the rows, under a causal mask, goes by their positions; so
-    does attention to a window of the keys, or to some of them, which are passed round:
-    see `passes.shard.ring`."""
+    does attention to a window of the keys, to those of a row's document, or to some of
+    them, which are passed round: see `passes.shard.ring`."""
     rows, keys = at.position(node.arg("q"), 2), at.position(node.arg("k"), 2)
     axes = [axis for _, split in keys for axis in split]
     apart = node.arg("is_causal") and any(split for _, split in rows)
-    if not axes and not apart and "window" not in node.kwargs:
+    if not axes and not apart and not node.kwargs:
         return local
     assert len(axes) < 2, f"{node}: keys are passed round on one axis, not on {axes}"
     ring, ranks = (axes[0], at.sizes[axes[0]]) if axes else (None, 1)
@@ -119,7 +129,8 @@ def flops(scores: int, values: int) -> Callable[[Node], int]:
     makes the scores again (Dao 2022, arXiv:2205.14135, appendix B).
 
     Counts all keys, or a window of them: a ring has a share of them at a time. Not
-    discounted for causality, as in the published formulas.
+    discounted for causality, as in the published formulas, nor for documents, whose
+    lengths nobody knows.
     """
 
     def count(node: Node) -> int:
@@ -204,7 +215,9 @@ OPS = (
             "(x(a, 2, b, 3), x(a, 2, c, 3), x(a, 2, c, 5), bools(b, c), False, 0.6); "
             "(x(a, 6, b, 3), x(a, 2, c, 3), x(a, 2, c, 5), x(a, 6, b, c), False, 0.6); "
             "(x(a, 6, b, 3), x(a, 2, c, 3), x(a, 2, c, 5), bools(a, 1, b, c), "
-            "False, 0.6)"
+            "False, 0.6); "
+            "(x(a, 2, b, 3), x(a, 2, b, 3), x(a, 2, b, 5), None, True, 0.6, "
+            "documents=ints(a, b))"
         ),
         is_product=True,
         flops=flops(1, 1),

@@ -29,7 +29,7 @@ def evaluate(
     if start is not None:
         on_shard = op_of(node).on_shard
         assert on_shard is not None, f"{node.op} does not know where a shard begins"
-        found: Any = on_shard(start, *node.args)
+        found: Any = on_shard(start, *node.args, **node.kwargs)
     else:
         found = function_of(node.op)(*node.args, **node.kwargs)
     if isinstance(found, Tensor):

@@ -16,12 +16,14 @@ import torch
 from ..graph import Graph, Node, Value, resolve, values_in
 
 INDEX, LABEL, MASK, VALUE = "index", "label", "mask", "value"
+DOCUMENT = "document"
 
 
 @dataclass(frozen=True)
 class InputRange:
     """role: "index", rows of a table; "label", classes of a loss; "mask", what is seen
-    and what is not; "value", anything else. low, high: of an index or label, the first
+    and what is not; "document", ids that are compared with each other; "value",
+    anything else. low, high: of an index or label, the first
     value and the one after the last. holes: values out of that range, which the model
     takes out before it looks anything up.
     """
@@ -47,6 +49,7 @@ class _Uses:
     """A field's range. rows: (lowest, one after the highest) of each table or loss.
     ignored: of each loss, the label that it leaves out. strict: there is a table that
     takes values as they come. compared: constants. is_mask: it becomes a truth value.
+    is_document: its values are compared with each other.
     """
 
     rows: list[tuple[int, int]] = field(default_factory=list)
@@ -54,10 +57,12 @@ class _Uses:
     compared: set[int] = field(default_factory=set)
     strict: bool = False
     is_mask: bool = False
+    is_document: bool = False
 
     def range(self) -> InputRange:
         if not self.rows:
-            return InputRange(MASK if self.is_mask else VALUE)
+            document = DOCUMENT if self.is_document else VALUE
+            return InputRange(MASK if self.is_mask else document)
         low = max(low for low, _ in self.rows)
         high = min(high for _, high in self.rows)
         common = set(self.ignored).intersection(*({i} for i in self.ignored))
@@ -176,6 +181,9 @@ def _note_uses(
         for o in _of(node.args[0], origins):
             uses[o.field].compared.add(node.args[1] - o.shift)
             uses[o.field].is_mask |= node.args[1] in (0, 1)
+    if name == "eq" and isinstance(node.args[1], Value):
+        for o in _of(node.args[0], origins) & _of(node.args[1], origins):
+            uses[o.field].is_document = True
     if (name, node.args[1] if len(node.args) == 2 else None) in SIGNS:
         for o in _of(node.args[0], origins):
             uses[o.field].compared.add(IGNORED)

@@ -8,13 +8,14 @@ it lies, so that shapes do not depend on the layout.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 
 from ..mesh import balanced, start
 
 Pieces = tuple[tuple[int, int], ...]
-LEAST_ROWS = 128  # of a tile in a sliding window
+LEAST_ROWS = 128  # of a tile in a sliding window, or of several documents
+CALLS = 1 << 14  # that are remembered: with documents, each batch has its own
 
 
 @cache
@@ -71,7 +72,8 @@ def extent(pieces: Pieces) -> int:
 class Tile:
     """Rows [row, row + rows) of a share of queries see keys [key, key + keys) of a
     share of keys: all of them; or, if `causal`, each those up to its own position.
-    ahead: the first row's position less the first key's, where a window shows some."""
+    ahead: the first row's position less the first key's, where a window shows some.
+    at: the first row's position, where documents do, of which it has several."""
 
     row: int
     rows: int
@@ -79,9 +81,10 @@ class Tile:
     keys: int
     causal: bool = False
     ahead: int | None = None
+    at: int | None = None
 
 
-@cache
+@lru_cache(CALLS)
 def causal_tiles(rows: Pieces, keys: Pieces) -> tuple[Tile, ...]:
     """What of a causal mask lies in these rows and these keys, in few rectangles.
 
@@ -101,7 +104,7 @@ def causal_tiles(rows: Pieces, keys: Pieces) -> tuple[Tile, ...]:
     return tuple(found)
 
 
-@cache
+@lru_cache(CALLS)
 def window_tiles(rows: Pieces, keys: Pieces, window: int) -> tuple[Tile, ...]:
     """What of a sliding window lies in these rows and these keys: few rows at a time,
     so that what is computed in vain is a quarter of the window."""

@@ -56,7 +56,9 @@ def spell_masks(nodes: list[Node]) -> list[Node]:
             used = replace(node, op="autopar.masked_scale", args=args)
         elif node.op == ATTENTION and len(node.args[6]) > 1:
             q, k, v, _, _, scale, position, *_ = node.args
-            shape = (q.shape[2], k.shape[2])
+            ids = node.kwargs.get("documents")
+            lead = () if ids is None else (ids.shape[0], 1)
+            shape = (*lead, q.shape[2], k.shape[2])
             mask = Value(f"{node.out.name}_mask", shape, torch.bool)
             args = (position, k.shape[2])
             drawn = Node("comm.causal_mask", args, node.kwargs, (mask,))

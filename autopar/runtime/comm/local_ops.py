@@ -69,14 +69,20 @@ class LocalOps(Placement):
         position: tuple[tuple[int, tuple[str, ...]], ...],
         columns: int,
         window: int | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
-        """Which keys my rows of a sequence may see: bool [my rows, columns].
+        """Which keys my rows of a sequence may see: bool [my rows, columns]; with
+        documents [B,columns], those of the row's own, [B,1,my rows,columns].
 
         position: the factors of the dim of rows: (global extent, axes that split it).
         window: keys up to its own that a row sees at most.
         """
         rows, keys = self.positions(position), torch.arange(columns)
-        return in_window(rows, keys.to(self.device), window or columns)
+        seen = in_window(rows, keys.to(self.device), window or columns)
+        if documents is None:
+            return seen
+        same = documents[:, rows, None] == documents[:, None]
+        return (same & seen).unsqueeze(1)
 
     # Rows and entries of a sharded dim. Indices are global and int64; sizes are those
     # of the dim before it was split. What another rank holds counts as zero here.

@@ -11,13 +11,15 @@ joined by their logsumexp (Dao 2022, arXiv 2205.14135, section 3.1).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from autopar.passes.shard.documents import Run, document_tiles
 from autopar.passes.shard.layout import Pieces, Tile, causal_tiles, extent, window_tiles
 from autopar.runtime.kernels.sdpa import (
     Gradients,
@@ -37,12 +39,14 @@ Split = tuple[tuple[int, tuple[str, ...]], ...]
 class Scoring:
     """What turns queries and keys into scores. mask: [..., my rows, all keys], either
     of which may be 1, as `attention` takes it; not with is_causal. window: of the keys
-    that are causal for a row it sees the last so many."""
+    that are causal for a row it sees the last so many. documents: int [B or 1, all
+    keys]; it sees those of its own."""
 
     mask: Tensor | None
     is_causal: bool
     scale: float | None
     window: int | None = None
+    documents: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -74,17 +78,17 @@ def forward(
     lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
     mine = _pieces(comm, rows)
     for visit in _visits(comm, k, v, keys, axis):
-        for tile in _tiles(scoring, mine, visit):
+        for of, tile in _tiles(scoring, mine, visit):
             at, to = slice(tile.row, tile.row + tile.rows), _keys(tile)
             part = attention_over_part(
-                q[:, :, at],
-                visit.k[:, :, to],
-                visit.v[:, :, to],
-                _mask(scoring, visit, tile),
+                q[of, :, at],
+                visit.k[of, :, to],
+                visit.v[of, :, to],
+                _mask(scoring, visit, of, tile),
                 tile.causal,
                 scoring.scale,
             )
-            _join_(out[:, :, at], lse[:, :, at], *part)
+            _join_(out[of, :, at], lse[of, :, at], *part)
         del visit  # or it would live on while the next one comes
     return out.to(q.dtype), lse.masked_fill_(lse == -torch.inf, 0)
 
@@ -110,8 +114,8 @@ def backward(
     for visit in _visits(comm, k, v, keys, axis):
         dkv = dq.new_zeros(visit.k.numel() + visit.v.numel())
         sums = (dq, *_unpacked(dkv, visit.k.shape, visit.v.shape))
-        for tile in _tiles(scoring, mine, visit):
-            _add_gradients(sums, (dy, q, out, lse), visit, scoring, tile)
+        for of, tile in _tiles(scoring, mine, visit):
+            _add_gradients(sums, (dy, q, out, lse), visit, scoring, of, tile)
         if home is not None:  # what the ranks before me have found for these keys
             dkv += home.wait()
         if axis is not None:
@@ -128,25 +132,27 @@ def _add_gradients(
     mine: tuple[Tensor, Tensor, Tensor, Tensor],
     visit: Visit,
     scoring: Scoring,
+    of: slice,
     tile: Tile,
 ) -> None:
-    """Add what a tile gives to dq, dk and dv. mine: dy, q, out and lse of all rows."""
+    """Add what a tile of some samples gives to dq, dk and dv. mine: dy, q, out and lse
+    of all rows."""
     at, to = slice(tile.row, tile.row + tile.rows), _keys(tile)
-    dy, q, out, lse = (x[:, :, at] for x in mine)
+    dy, q, out, lse = (x[of, :, at] for x in mine)
     found = attention_backward(
         dy,
         q,
-        visit.k[:, :, to],
-        visit.v[:, :, to],
+        visit.k[of, :, to],
+        visit.v[of, :, to],
         out,
         lse,
-        _mask(scoring, visit, tile),
+        _mask(scoring, visit, of, tile),
         tile.causal,
         scoring.scale,
         partial=True,
     )
     for total, place, part in zip(sums, (at, to, to), found, strict=True):
-        total[:, :, place] += part
+        total[of, :, place] += part
 
 
 def _visits(
@@ -198,27 +204,66 @@ def _pieces(comm: Collectives, split: Split) -> Pieces:
     return comm.pieces(n, axes)
 
 
-def _tiles(scoring: Scoring, rows: Pieces, visit: Visit) -> Sequence[Tile]:
-    """What of the scores is to be computed, while these keys are here."""
+ALL = slice(None)
+# Ids of documents -> their runs in each sample, which all layers have in common.
+RUNS: MutableMapping[Tensor, list[tuple[Run, ...]]] = WeakTensorKeyDictionary()
+
+
+def _tiles(
+    scoring: Scoring, rows: Pieces, visit: Visit
+) -> Iterator[tuple[slice, Tile]]:
+    """What of the scores is to be computed, while these keys are here, of which of the
+    samples."""
+    keys, documents = visit.pieces, scoring.documents
+    if documents is not None:
+        runs = _runs(documents)
+        for i, own in enumerate(runs):
+            of = slice(i, i + 1) if len(runs) > 1 else ALL
+            for tile in document_tiles(rows, keys, own, scoring.window):
+                yield of, tile
+        return
+    tiles: Sequence[Tile] = (Tile(0, extent(rows), 0, extent(keys)),)
     if scoring.window is not None:
-        return window_tiles(rows, visit.pieces, scoring.window)
-    if scoring.is_causal:
-        return causal_tiles(rows, visit.pieces)
-    return (Tile(0, extent(rows), 0, extent(visit.pieces)),)
+        tiles = window_tiles(rows, keys, scoring.window)
+    elif scoring.is_causal:
+        tiles = causal_tiles(rows, keys)
+    yield from ((ALL, tile) for tile in tiles)
+
+
+def _runs(documents: Tensor) -> list[tuple[Run, ...]]:
+    """The runs of equal ids in each sample; one for all, where nobody knows them."""
+    if documents.is_meta:
+        return [((0, documents.shape[1], 0),)]
+    if documents not in RUNS:
+        found = []
+        for ids in documents.cpu():
+            values, counts = ids.unique_consecutive(return_counts=True)
+            ends = counts.cumsum(0)
+            rows = zip(ends - counts, counts, values, strict=True)
+            found.append(tuple((int(a), int(n), int(i)) for a, n, i in rows))
+        RUNS[documents] = found
+    return RUNS[documents]
 
 
 def _keys(tile: Tile) -> slice:
     return slice(tile.key, tile.key + tile.keys)
 
 
-def _mask(scoring: Scoring, visit: Visit, tile: Tile) -> Tensor | None:
+def _mask(scoring: Scoring, visit: Visit, of: slice, tile: Tile) -> Tensor | None:
     """The part of the mask of some of my rows and some of the keys that are here."""
-    if scoring.window is not None:
+    if scoring.window is not None or scoring.documents is not None:
         if tile.ahead is None:
             return None
         positions = torch.arange(max(tile.rows, tile.keys), device=visit.k.device)
         rows, keys = positions[: tile.rows] + tile.ahead, positions[: tile.keys]
-        return in_window(rows, keys, scoring.window)
+        window = scoring.window or tile.rows + tile.ahead  # or all
+        seen = in_window(rows, keys, window)
+        if tile.at is None or scoring.documents is None:
+            return seen
+        own = scoring.documents[of, tile.at :][:, : tile.rows, None]
+        first = tile.at - tile.ahead
+        theirs = scoring.documents[of, None, first : first + tile.keys]
+        return (own == theirs).logical_and_(seen).unsqueeze(1)
     mask = scoring.mask
     rows, keys = slice(tile.row, tile.row + tile.rows), _keys(tile)
     if mask is None:

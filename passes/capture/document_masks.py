@@ -1,0 +1,145 @@
+"""Masks that keep packed documents apart: ids of documents for attention, instead of a
+mask of all rows and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+
+from ..capture.causal_masks import causal_window, is_of_positions
+from ..capture.rewrite import Rewriter
+from ..graph import Value
+
+ANDS = frozenset(f"aten.{n}" for n in ("__and__", "bitwise_and", "logical_and"))
+VIEWS = frozenset({"aten.reshape", "aten.expand", "aten.detach"})
+# Comparisons of what rows have with what columns have, and with sides changed.
+ORDERS = {"aten.le": False, "aten.ge": True}
+
+
+@dataclass(frozen=True)
+class Documents:
+    """ids: [batch or 1, seq] integers; a row sees the columns of its own id, of the
+    last `window` up to its own."""
+
+    ids: Value
+    window: int
+
+
+def documents_of(rewriter: Rewriter, mask: Value) -> Documents | None:
+    """What a bool mask [rows, columns] or [batch, 1, rows, columns] is of: columns up
+    to the row's own that have the same id. None for another mask.
+
+    Two ways to say "up to": by places (`causal_window`), and by positions that start
+    anew with each document, where the ids are counts of these starts, as transformers'
+    `find_packed_sequence_indices` has it.
+    """
+    rows, columns = mask.shape[-2:] if len(mask.shape) > 1 else (0, 1)
+    apart = len(mask.shape) == 2 or (len(mask.shape) == 4 and mask.shape[1] == 1)
+    if rows != columns or not apart:
+        return None
+    ids: Value | None = None
+    ordered: Value | None = None
+    places: list[Value] = []
+    for part in _conjuncts(rewriter, mask):
+        known = rewriter.constant(part) if part.numel == 1 else None
+        if known is not None and bool(known):
+            continue
+        if is_of_positions(rewriter, part):
+            places.append(part)
+            continue
+        node = rewriter.made.get(part.name)
+        if node is None or len(node.operands) != 2:
+            return None
+        turned = ORDERS.get(node.name, True)
+        row, column = node.operands if turned else reversed(node.operands)
+        compared = _compared(rewriter, row, column, rows)
+        if node.name == "aten.eq" and compared is None:
+            compared = _compared(rewriter, column, row, rows)
+        if compared is None:
+            return None
+        if node.name == "aten.eq" and ids in (None, compared):
+            ids = compared
+        elif node.name in ORDERS and ordered in (None, compared):
+            ordered = compared
+        else:
+            return None
+    if ids is None or (ordered and not _counts_starts(rewriter, ids, ordered)):
+        return None
+    window = rows if ordered and not places else _window(rewriter, places)
+    return Documents(ids, window) if window else None
+
+
+def _window(rewriter: Rewriter, places: list[Value]) -> int | None:
+    """What masks of places show together, see `causal_window`."""
+
+    def both(one: Value, other: Value) -> Value:
+        shape = tuple(torch.broadcast_shapes(one.shape, other.shape))
+        args, where = (one, other), rewriter.made[one.name].location
+        op = "aten.__and__.Tensor"
+        return rewriter.emit(op, *args, shape=shape, dtype=torch.bool, where=where)
+
+    return causal_window(rewriter, reduce(both, places)) if places else None
+
+
+def _conjuncts(rewriter: Rewriter, mask: Value) -> Iterator[Value]:
+    """The masks that are put together by "and", whatever dims of 1 are added."""
+    node = rewriter.made.get(mask.name)
+    if node is not None and node.name in VIEWS:
+        inner = node.operands[0]
+        if _sizes(inner) == _sizes(mask) or node.name == "aten.expand":
+            yield from _conjuncts(rewriter, inner)
+            return
+    if node is not None and node.name in ANDS and len(node.operands) == 2:
+        for part in node.operands:
+            yield from _conjuncts(rewriter, part)
+        return
+    yield mask
+
+
+def _compared(rewriter: Rewriter, row: Value, column: Value, rows: int) -> Value | None:
+    """The integers [batch or 1, rows] (or [rows]) that rows and columns both have."""
+    if row.shape[-2:] != (rows, 1) or (1, *column.shape)[-2:] != (1, rows):
+        return None
+    if row.dtype.is_floating_point or row.dtype.is_complex:
+        return None
+    one, other = (_line(rewriter, x, rows) for x in (row, column))
+    if one is None or other is None or one == other:
+        return one and other
+    makers = [rewriter.made.get(x.name) for x in (one, other)]
+    calls = [m and (m.op, m.args, m.kwargs) for m in makers]
+    return one if calls[0] is not None and calls[0] == calls[1] else None
+
+
+def _line(rewriter: Rewriter, x: Value, rows: int) -> Value | None:
+    """What x [..., rows, 1] or [..., 1, rows] is a view of: [batch or 1, rows]."""
+    while len(x.shape) > 2 or x.shape[-1] != rows:
+        node = rewriter.made.get(x.name)
+        if node is None or node.name not in VIEWS:
+            return None
+        inner = node.operands[0]
+        if node.name != "aten.expand" and _sizes(inner) != _sizes(x):
+            return None
+        x = inner
+    return x
+
+
+def _sizes(x: Value) -> tuple[int, ...]:
+    return tuple(n for n in x.shape if n > 1)
+
+
+def _counts_starts(rewriter: Rewriter, ids: Value, positions: Value) -> bool:
+    """Whether ids count where positions are not the one before and 1: with the same id,
+    they are in the order of their places."""
+    count = rewriter.producer(ids, "aten.cumsum")
+    if count is None or count.args[1] not in (-1, len(ids.shape) - 1):
+        return False
+    starts = rewriter.producer(count.operands[0], "aten.ne")
+    if starts is None or starts.args[1] != 1:
+        return False
+    steps = rewriter.producer(starts.operands[0], "aten.diff")
+    if steps is None or steps.operands[0] != positions or steps.arg("n") != 1:
+        return False
+    return steps.arg("dim") in (-1, len(ids.shape) - 1) and ids.shape == positions.shape

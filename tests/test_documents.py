@@ -1,0 +1,228 @@
+"""Packed documents: ids of attention, not a mask of all rows and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Case
+from torch import Tensor, nn
+
+from autopar.compiler import compile_offline
+from autopar.options import make_plan
+from autopar.passes.cost import Costs
+from autopar.passes.mesh import Mesh
+from autopar.passes.pipeline import compile_program
+from autopar.passes.shard import layout
+from autopar.passes.shard.documents import Run, document_tiles
+from autopar.passes.shard.layout import Pieces, window_tiles
+from autopar.proof import prove_program
+from autopar.runtime.comm import ring_attention
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.virtual import run_virtual
+from autopar.verify import verify
+from examples.benchmarks.live_bytes import LiveBytes
+
+SEQ, WINDOW = 24, 5
+FIELDS = ("ids", "documents", "labels")
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Several tiles of rows in little models."""
+    monkeypatch.setattr(layout, "LEAST_ROWS", 4)
+    window_tiles.cache_clear()
+    yield
+    window_tiles.cache_clear()
+
+
+def positions(pieces: Pieces) -> Tensor:
+    return torch.cat([torch.arange(a, a + n) for a, n in pieces])
+
+
+def runs_of(ids: list[int]) -> tuple[Run, ...]:
+    (found,) = ring_attention._runs(torch.tensor([ids]))
+    return found
+
+
+IDS = {
+    "one": [7] * 29,
+    "each its own": list(range(29)),
+    "short and long": [0] * 2 + [1] + [2] * 9 + [3] * 3 + [4] * 14,
+    "again": [0] * 6 + [1] * 2 + [0] * 5 + [2] + [1] * 9 + [0] * 6,
+}
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("kind", IDS)
+def test_tiles_show_each_key_once(
+    kind: str, window: int | None, parts: int, zigzag: bool, small_tiles: None
+) -> None:
+    ids = torch.tensor(IDS[kind])
+    for rows, keys in product(layout.layout(29, parts, zigzag), repeat=2):
+        r, c = positions(rows), positions(keys)
+        seen = torch.zeros(len(r), len(c), dtype=torch.int64)
+        for tile in document_tiles(rows, keys, runs_of(IDS[kind]), window):
+            block = seen[tile.row :, tile.key :][: tile.rows, : tile.keys]
+            assert block.shape == (tile.rows, tile.keys)
+            shown = torch.ones(block.shape, dtype=torch.bool)
+            if tile.causal:
+                shown = shown.tril()
+            if tile.ahead is not None:
+                apart = torch.arange(tile.rows)[:, None] - torch.arange(tile.keys)
+                apart += tile.ahead
+                shown = (apart >= 0) & (apart < (window or 99))
+            if tile.at is not None:
+                own = ids[tile.at : tile.at + tile.rows]
+                theirs = ids[tile.at - (tile.ahead or 0) :][: tile.keys]
+                shown = shown & (own[:, None] == theirs)
+            block += shown
+        apart = r[:, None] - c
+        want = (apart >= 0) & (apart < (window or 99)) & (ids[r][:, None] == ids[c])
+        assert torch.equal(seen, want.long())
+
+
+class Attends(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.q, self.kv, self.out = (nn.Linear(16, n) for n in (16, 16, 16))
+
+    def mask(self, ids: Tensor) -> Tensor:
+        """As people write it."""
+        at = torch.arange(ids.shape[-1], device=ids.device)
+        causal = at[None] <= at[:, None]
+        if self.form == "four dims":
+            same = ids[:, None, :, None] == ids[:, None, None, :]
+            return torch.logical_and(causal, same)
+        if self.form == "window":
+            near = at[None] > at[:, None] - WINDOW
+            return (ids.unsqueeze(1) == ids.unsqueeze(2))[:, None] & causal & near
+        if self.form == "shared":
+            return torch.ones_like(causal).tril() & (ids[0] == ids[0][:, None])
+        return (ids.unsqueeze(2).eq(ids.unsqueeze(1)) & causal).unsqueeze(1)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        samples, seq, width = x.shape
+        q = self.q(x).view(samples, seq, 4, 4).transpose(1, 2)
+        k, v = self.kv(x).view(samples, seq, 2, 2, 4).permute(2, 0, 3, 1, 4)
+        mask = self.mask(ids)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return x + self.out(y.transpose(1, 2).reshape(samples, seq, width))
+
+
+class Packed(nn.Module):
+    def __init__(self, form: str, count: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(Attends(form) for _ in range(count))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, ids: Tensor, documents: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, documents)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def case(form: str) -> Case:
+    torch.manual_seed(0)
+    ids = torch.randint(32, (1 if form == "shared" else 4, SEQ))
+    documents = (torch.rand(ids.shape) < 0.2).cumsum(1) % 4
+    fields = {"ids": ids, "documents": documents, "labels": ids.roll(-1, 1)}
+    return Case(Packed(form).double(), fields)
+
+
+@pytest.mark.parametrize(
+    ("form", "mesh", "options"),
+    [
+        ("three dims", "dp=2", {"zero": 2}),
+        ("four dims", "tp=2", {"recompute": "full"}),
+        ("four dims", "cp=3", {"context_parallel": "ring"}),
+        (
+            "three dims",
+            "cp=2,dp=2",
+            {"context_parallel": "ring", "cp_layout": "zigzag"},
+        ),
+        ("three dims", "cp=2,tp=2", {"context_parallel": "gather"}),
+        ("window", "cp=2", {"context_parallel": "ulysses"}),
+        ("window", "cp=2", {"context_parallel": "ring"}),
+        ("three dims", "pp=2", {"schedule": "zb-h1", "microbatches": 2}),
+        ("shared", "tp=2", {}),
+    ],
+)
+def test_it_is_the_models_mask(
+    form: str, mesh: str, options: dict[str, Any], small_tiles: None
+) -> None:
+    one = case(form)
+    program = compile_program(one.trace(), make_plan(mesh, **options), Costs())
+    text = next(iter(program.modules.values()))
+    assert "documents=" in text
+    assert not any(op in text for op in ("logical_and", "aten.eq", "arange", "tril"))
+    assert ("window=5" in text) == (form == "window")
+    verify(program, *one).check()
+    verify(program, *one, drawn=False).check()
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "cp=2"])
+def test_positions_that_start_anew_keep_documents_apart(mesh: str) -> None:
+    """As transformers reads them, of models without a cache."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    ids = torch.randint(64, (4, SEQ))
+    places = torch.cat([torch.arange(n) for n in (5, 1, 11, 7)])
+    rows = torch.stack([places.roll(5), places, torch.arange(SEQ), places])
+    fields = {"input_ids": ids, "labels": ids, "position_ids": rows}
+    one = Case(transformers.LlamaForCausalLM(config).double(), fields)
+    program = compile_program(one.trace(), make_plan(mesh), Costs())
+    text = next(iter(program.modules.values()))
+    assert "documents=" in text and "aten.eq" not in text
+    verify(program, *one, drawn=False).check()
+    verify(program, *one).check()
+
+
+@pytest.mark.slow
+def test_a_large_plan_is_proved_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove_program, "LITTLE", 0)
+    monkeypatch.setattr(prove_program, "MUCH", 0)
+    batch = {name: torch.zeros(4, 2048, dtype=torch.int64) for name in FIELDS}
+    with torch.device("meta"):
+        model = Packed("three dims", count=4)
+    plan = make_plan("cp=2", context_parallel="ring")
+    compiled = compile_offline(model, batch, plan, costs=Costs(), prove=True)
+    assert compiled.proof is not None and compiled.proof.size == "small"
+
+
+def test_memory_is_linear_in_the_sequence() -> None:
+    """16,384 rows, where a mask of them would have 2^28 elements."""
+    seq = 2**14
+    q, k, v, dy = torch.randn(4, 1, 1, seq, 8)
+    split = ((seq, ()),)
+    documents = (torch.rand(1, seq) < 2 / seq**0.5).cumsum(1)
+    scoring = ring_attention.Scoring(None, True, None, None, documents)
+
+    def attend(comm: Comm) -> int:
+        with LiveBytes() as live:
+            before = live.now
+            given = (q, k, v), scoring, split, split, None
+            out, lse = ring_attention.forward(comm, *given)
+            ring_attention.backward(comm, dy, given[0], (out, lse), *given[1:])
+            return live.peak - before
+
+    (most,) = run_virtual(Mesh.parse("dp=1"), 1, attend)
+    assert most < 14 * q.nbytes
