@@ -101,22 +101,10 @@ def compile(
     Raises: AutoparError.
     """
     check_arguments(plan, program, loss_fn, seed, timeout)
-    if program is not None:
-        plan = program.plan
-    decided: Plan | PlanRequest
-    if plan is None or isinstance(plan, str):
-        request = plan_request(mesh, options, plan == AUTO, devices)
-        decided = request or make_plan(mesh, **options)
-    elif options:
-        raise PlanError(
-            f"the plan is given, and so is {next(iter(options))}=",
-            fix="change the plan: dataclasses.replace(plan, ...), or give no plan",
-        )
-    else:
-        decided = plan
+    plan = plan if program is None else program.plan
     step = Step(
         model,
-        decided,
+        _decided(mesh, devices, plan, options),
         loss_fn,
         seed,
         device,
@@ -129,6 +117,21 @@ def compile(
     if example_inputs is not None:
         step.build(**example_inputs)
     return step
+
+
+def _decided(
+    mesh: Any, devices: Any, plan: Plan | str | None, options: Options
+) -> Plan | PlanRequest:
+    """A plan, or what one is chosen for once there is a batch."""
+    if plan is None or isinstance(plan, str):
+        request = plan_request(mesh, options, plan == AUTO, devices)
+        return request or make_plan(mesh, **options)
+    if options:
+        raise PlanError(
+            f"the plan is given, and so is {next(iter(options))}=",
+            fix="change the plan: dataclasses.replace(plan, ...), or give no plan",
+        )
+    return plan
 
 
 class Step(RankStep):
@@ -272,24 +275,18 @@ class Step(RankStep):
         )
         fixed = {k: v for k, v in batch.items() if not isinstance(v, Tensor)}
         Agreement(comm, program).on_build(self._seed, self._given, fixed)
-        check_same(self._model, comm, program, weights=self._pretrained is None)
-        if self._pretrained is None:
-            parameters, buffers = local_state(
-                program, self._model, comm.rank, self.device, self._seed
-            )
-        else:
-            parameters, buffers = empty_state(
-                program, self._model, comm.rank, self.device
-            )
+        own = self._pretrained is None
+        check_same(self._model, comm, program, weights=own)
+        held = (program, self._model, comm.rank, self.device)
+        parameters, buffers = (
+            local_state(*held, self._seed) if own else empty_state(*held)
+        )
         # What the first rank measured: replicas compute alike.
         measured = comm.broadcast_object(dict(read_profile().backends))
         backend, note = resolve_backend(program.plan.backend, self.device, measured)
-        compiled = (
-            CodeCache(self._cache_dir, f"rank {comm.rank}")
-            if backend == "inductor"
-            else None
-        )
-        executor = Executor(program, comm, parameters, buffers, self._seed, compiled)
+        inductor = backend == "inductor"
+        cache = CodeCache(self._cache_dir, f"rank {comm.rank}") if inductor else None
+        executor = Executor(program, comm, parameters, buffers, self._seed, cache)
         rehearse(executor)
         names, unused = remember(self._model, program, buffers)
         self.start(executor, names, unused, dict(self._model.named_parameters()), fixed)

@@ -285,6 +285,16 @@ def _module_at(model: nn.Module, path: str) -> nn.Module:
         return model
 
 
+def _no_tensor(node: torch.fx.Node, reader: ExportReader) -> CaptureError:
+    users = [str(reader.where(user)) for user in node.users]
+    return CaptureError(
+        "the model computes with an object that is no tensor, such as a generator of "
+        f"random numbers ('{node.name}')",
+        source=next(iter(users), ""),
+        fix="draw random numbers outside of the model, and pass them in the batch",
+    )
+
+
 def _read(
     exported: torch.export.ExportedProgram,
     model: nn.Module,
@@ -318,14 +328,7 @@ def _read(
             # On the CPU, as all is while compiling.
             literals[name] = exported.constants[of_constants[node.name]].cpu()
         elif not isinstance(node.meta["val"], torch.Tensor):
-            users = [str(reader.where(user)) for user in node.users]
-            raise CaptureError(
-                "the model computes with an object that is no tensor, such as a "
-                f"generator of random numbers ('{node.name}')",
-                source=next(iter(users), ""),
-                fix="draw random numbers outside of the model, and pass them in the "
-                "batch",
-            )
+            raise _no_tensor(node, reader)
         else:
             kind, name = "input", next(unread)
             if name in reader.builder.taken:
