@@ -63,6 +63,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "seed": Range(0, (1 << 32) - 1),
         # of training
         "steps": Range(1, 10**9),
+        "epochs": Range(0, 10**6),
         "lr": Range(0.0, 1000.0, whole=False),
         "min_lr": Range(0.0, 1000.0, whole=False),
         "decay_ratio": Range(0.0, 1.0, whole=False),

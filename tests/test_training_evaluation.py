@@ -123,7 +123,7 @@ def test_a_mixture_is_evaluated_on_all_of_each_source(tmp_path: Path) -> None:
         np.arange(first, first + size, dtype=np.uint16).tofile(name)
     data = open_data(names, 1000)
     assert data.count(5) == 4 + 6
-    ids, labels = data.sequences(2, 5, 5)
+    ids, labels = data.samples(np.arange(2, 7), 5)
     assert ids[:, 0].tolist() == [10, 15, 50, 55, 60] and (labels == ids + 1).all()
 
 

@@ -77,7 +77,7 @@ def config_text(
             about = textwrap.wrap(helps[action.dest], WIDTH - 2)
             lines += [f"# {line}" for line in about]
             value = getattr(values, action.dest)
-            if value is None or value == []:
+            if value in (None, [], ()):
                 name = str(action.metavar or action.dest.upper())
                 kind = _toml(isinstance(action, SWITCHES) or name)
                 lines.append(f"# {action.dest} = {kind}")

@@ -102,7 +102,8 @@ def run_command(arguments: argparse.Namespace) -> int:
         field.name: getattr(arguments, field.name) for field in fields(RunOptions)
     }
     options = RunOptions(**values)
-    check_named(weighted(spec)[0] for spec in options.data)  # before all the rest
+    named = (*options.data, *options.eval_data)
+    check_named(weighted(spec)[0] for spec in named)  # before all the rest
     alone = check_launch() == (0, 1) and "RANK" not in os.environ
     if alone and wants_nodes(arguments):
         return launch_node(arguments, argv, options)

@@ -39,8 +39,8 @@ class Data(Protocol):
     def count(self, seq: int) -> int:
         """How many sequences there are, if none overlaps. Raises: DataError."""
 
-    def sequences(self, first: int, count: int, seq: int) -> Batch:
-        """So many of these, in order."""
+    def samples(self, numbers: np.ndarray, seq: int) -> Batch:
+        """Those of these that have some numbers, int64, from 0."""
 
     def split(self, fraction: float) -> tuple[Data, Data]:
         """Data to train with, and the held-out rest: so much of it."""
@@ -74,8 +74,8 @@ class Corpus:
     def count(self, seq: int) -> int:
         return (self._places(seq) - 1) // seq + 1
 
-    def sequences(self, first: int, count: int, seq: int) -> Batch:
-        return self._read(np.arange(first, first + count) * seq, seq)
+    def samples(self, numbers: np.ndarray, seq: int) -> Batch:
+        return self._read(numbers * seq, seq)
 
     def _places(self, seq: int) -> int:
         """Where a sequence may begin, with a token after it. Raises: DataError."""
@@ -147,10 +147,11 @@ class Synthetic:
 
     def count(self, seq: int) -> int:
         raise DataError(
-            "synthetic data has no end", fix="evaluate some of it: --eval-batches 8"
+            "synthetic data has no end",
+            fix="take some of it: --steps 100, --eval-batches 8",
         )
 
-    def sequences(self, first: int, count: int, seq: int) -> Batch:
+    def samples(self, numbers: np.ndarray, seq: int) -> Batch:
         raise AssertionError("nobody counted them")
 
     def split(self, fraction: float) -> tuple[Data, Data]:
@@ -197,16 +198,19 @@ class Mixture:
         """Of all sources, whatever their weights."""
         return sum(source.count(seq) for source in self.sources)
 
-    def sequences(self, first: int, count: int, seq: int) -> Batch:
-        """Those of one source after those of another."""
-        found = []
+    def samples(self, numbers: np.ndarray, seq: int) -> Batch:
+        """Those of one source are counted after those of another."""
+        ids = torch.empty((len(numbers), seq), dtype=torch.int64)
+        labels = torch.empty_like(ids)
+        first = 0
         for source in self.sources:
-            here = max(0, min(count, source.count(seq) - first))
-            if here:
-                found.append(source.sequences(first, here, seq))
-            first, count = max(0, first - source.count(seq)), count - here
-        ids, labels = zip(*found, strict=True)
-        return torch.cat(ids), torch.cat(labels)
+            end = first + source.count(seq)
+            here = (numbers >= first) & (numbers < end)
+            if here.any():
+                rows = torch.from_numpy(np.flatnonzero(here))
+                ids[rows], labels[rows] = source.samples(numbers[here] - first, seq)
+            first = end
+        return ids, labels
 
     def split(self, fraction: float) -> tuple[Data, Data]:
         """That of each source, in the same shares."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 from torch import Tensor
 
 from autopar.models.load import LoadedModel, ModelError
@@ -12,6 +14,7 @@ from autopar.passes.program import Program
 from autopar.passes.ranges import Range
 from autopar.training.data import Corpus, Data, Mixture, open_data
 from autopar.training.documents import Reading
+from autopar.training.epochs import Epochs
 from autopar.training.fields import DOCUMENTS, POSITIONS, check_fields, fields_of
 from autopar.training.options import RunOptions
 from autopar.training.sources import open_tokens
@@ -38,6 +41,8 @@ class Feed:
         vocab = loaded.vocab or vocab_of(program)
         tokenizer = open_run_tokenizer(options)
         data = open_run_data(options, tokenizer, vocab)
+        if options.epochs:
+            data = Epochs.of(data, options.data, options.seed)
         end = document_end(options, tokenizer, vocab)
         return cls(data, program, loaded.shifts_labels, end)
 
@@ -46,21 +51,38 @@ class Feed:
         train, held_out = self.data.split(fraction)
         return replace(self, data=train), replace(self, data=held_out)
 
+    def steps_of(self, epochs: int) -> int:
+        """Steps of so many epochs. Raises: DataError, where there is none."""
+        (samples, seq), _ = next(iter(self.program.inputs.values()))
+        assert isinstance(self.data, Epochs), "opened with epochs"
+        if steps := self.data.steps(epochs, samples, seq):
+            return steps
+        raise DataError(
+            f"{self.data.name} has {self.data.count(seq)} samples of {seq} tokens, "
+            f"which in {epochs} epochs do not make a batch of {samples}",
+            fix="compile for a smaller batch, or give more data or more --epochs",
+        )
+
     @property
     def tokens(self) -> int:
         """In one batch."""
         shapes = [shape for shape, _ in self.program.inputs.values()]
         return shapes[0][0] * shapes[0][1]
 
-    def warnings(self) -> list[str]:
-        """What is odd about the data."""
-        found = self.data.sources if isinstance(self.data, Mixture) else [self.data]
-        return [
-            f"{data.name} has {len(data.tokens)} tokens, fewer than the {self.tokens} "
-            "of a batch: each step sees some several times"
-            for data in found
-            if isinstance(data, Corpus) and len(data.tokens) < self.tokens
-        ]
+    def check_length(self) -> None:
+        """Raises DataError for a source with fewer tokens than a batch takes of it."""
+        shares: list[tuple[Data, float]] = [(self.data, 1.0)]
+        if isinstance(self.data, Mixture):
+            weights = self.data.weights
+            shares = [*zip(self.data.sources, weights, strict=True)]
+        for data, share in shares:
+            taken = math.ceil(share * self.tokens)
+            if isinstance(data, Corpus) and len(data.tokens) < taken:
+                raise DataError(
+                    f"{data.name} has {len(data.tokens)} tokens, but each batch takes "
+                    f"{taken} of it: it would see some several times",
+                    fix="give more data, or compile for a smaller batch",
+                )
 
     @property
     def samples(self) -> int:
@@ -82,7 +104,8 @@ class Feed:
     def sequences(self, first: int, count: int) -> dict[str, Tensor]:
         """So many of the samples that do not overlap, in order; else as a batch."""
         (_, seq), _ = next(iter(self.program.inputs.values()))
-        return self._fields(*self.data.sequences(first, count, seq))
+        numbers = np.arange(first, first + count)
+        return self._fields(*self.data.samples(numbers, seq))
 
     def _fields(self, ids: Tensor, following: Tensor) -> dict[str, Tensor]:
         labels = ids if self.shifts_labels else following
@@ -91,7 +114,10 @@ class Feed:
 
 def prepare_data(options: RunOptions) -> None:
     """Tokenize text that no run had before. Raises: DataError."""
-    open_run_data(options, open_run_tokenizer(options))
+    tokenizer = open_run_tokenizer(options)
+    open_run_data(options, tokenizer)
+    if options.eval_data:
+        open_run_data(options.to_evaluate, tokenizer)
 
 
 def open_run_tokenizer(options: RunOptions) -> Tokenizer | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from autopar.training.schedules import DECAY, check_schedule
 from autopar.training.token_files import BIN_DTYPES
 
 HELD_OUT = 0.1  # share of the data, where some is
+STEPS = 20
 
 
 class OptionError(AutoparError):
@@ -31,7 +32,10 @@ def option(default: Any, help: str, **flag: Any) -> Any:
 class RunOptions:
     """Numbers are in the range of their name, see `passes.ranges`."""
 
-    steps: int = option(20, "of the optimizer")
+    steps: int = option(STEPS, "of the optimizer")
+    epochs: int = option(
+        0, "over the data, each sample once in each; in place of --steps"
+    )
     data: tuple[str, ...] = option(
         ("synthetic",),
         "stdlib, synthetic, or a file or folder: .bin .npy .txt .jsonl .parquet, or of "
@@ -76,6 +80,11 @@ class RunOptions:
         "share of the data, its end, that is held out "
         f"(default: {HELD_OUT} with --eval-every, else 0)",
     )
+    eval_data: tuple[str, ...] = option(
+        (),
+        "evaluate on this, in place of a share of --data; as that",
+        metavar="PATH[:WEIGHT]",
+    )
     log_file: Path | None = option(None, "append JSON lines", metavar="FILE")  # noqa: RUF009
     log_every: int = option(10, "steps between lines of the log")
     tensorboard: Path | None = option(None, "for its event files", metavar="DIR")  # noqa: RUF009
@@ -116,12 +125,28 @@ class RunOptions:
         check_saving(self)
         check_schedule(self)
         check_evaluation(self)
-        if self.profile_steps is not None:
+        if self.epochs and self.steps != STEPS:
+            raise OptionError(
+                f"--epochs {self.epochs} and --steps {self.steps} are both given",
+                fix="leave one out: epochs say how many steps there are",
+            )
+        if self.profile_steps is not None and not self.epochs:
             read_steps(self.profile_steps, self.steps)
 
     @property
     def held_out(self) -> float:
         """The share of the data that training never sees."""
         if self.eval_fraction is None:
-            return HELD_OUT if self.eval_every else 0.0
+            return HELD_OUT if self.eval_every and not self.eval_data else 0.0
         return self.eval_fraction
+
+    @property
+    def to_evaluate(self) -> RunOptions:
+        """Those of the data of evaluations, which is by itself."""
+        return replace(
+            self, data=self.eval_data, eval_data=(), epochs=0, profile_steps=None
+        )
+
+    def of_steps(self, steps: int) -> RunOptions:
+        """The same run, its epochs counted in steps."""
+        return replace(self, epochs=0, steps=steps)

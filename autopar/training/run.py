@@ -133,6 +133,11 @@ def train(stored: StoredPlan, options: RunOptions) -> None:
         cache_dir=stored.directory / COMPILED,
     )
     feed, held_out = Feed.open(program, loaded, options).split(options.held_out)
+    feed.check_length()
+    if options.eval_data:
+        held_out = Feed.open(program, loaded, options.to_evaluate)
+    if options.epochs:
+        options = options.of_steps(feed.steps_of(options.epochs))
     evaluation = Evaluation(held_out, options)
     step.build(**feed.batch(0))
     with claimed(step, options):
@@ -171,7 +176,7 @@ class Training:
         self.profile = Profile.of(step, stored, options, self.done)
         self.nonfinite = FirstNonFinite()
         if self.first:
-            self._warn((*stored.warnings, *feed.warnings()))
+            self._warn(stored.warnings)
 
     def _warn(self, warnings: Sequence[str]) -> None:
         lines = [f"warning: {warning}" for warning in warnings]
