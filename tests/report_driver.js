@@ -40,4 +40,5 @@ mesh.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight", bubbles: tr
 found.rank = document.querySelector("#view-ranks h2").textContent;
 found.code = document.querySelectorAll("#view-ranks .code").length;
 found.marked = [...document.querySelectorAll("#view-ranks li.on")].map((l) => l.textContent);
+found.priced = document.querySelectorAll("circle.priced").length;
 return found;

@@ -21,7 +21,7 @@ from autopar.machine.hardware import cluster_of
 from autopar.options import make_plan
 from autopar.passes.cost import Costs
 from autopar.passes.errors import AutoparError
-from autopar.plans.plan_record import read_record
+from autopar.plans.plan_record import SLOWER, read_record
 from autopar.reports.html.gather import Wanted, plan_data
 from autopar.reports.html.model_view import model_data
 from autopar.reports.html.page import page, write_page
@@ -54,7 +54,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def html(folder: Path) -> Path:
     target = folder.parent / "plan.html"
-    write_page([plan_data(folder, Wanted())], target)
+    data = plan_data(folder, Wanted())
+    best = data["choice"]["candidates"][0]
+    other = {"plan": "one more", "seconds": 1.2 * best["seconds"], "peak": best["peak"]}
+    data["choice"]["others"] = [other]  # the few that there are were run on paper
+    write_page([data], target)
     return target
 
 
@@ -195,7 +199,22 @@ def test_every_view_works(html: Path, folder: Path) -> None:
     assert found["collective"][0] > 2 and "tp" in found["collective"][1]
     assert found["rank"].startswith("Rank 1") and found["code"] == 2
     assert len(found["marked"]) == 2
+    assert found["priced"] == 1
     _check_numbers(found["numbers"], folder)
+
+
+def test_the_page_has_all_candidates_that_are_not_far_slower(tmp_path: Path) -> None:
+    folder, spec = tmp_path / "plan", model_file(tmp_path)
+    given = ["--devices", "4xA100-80GB", "--global-batch", "16", "--no-labels"]
+    told(["plan", spec, *given, "-o", str(folder)])
+    record, choice = read_record(folder), plan_data(folder, Wanted())["choice"]
+    best, others = choice["candidates"], choice["others"]
+    assert not {row["plan"] for row in best} & {row["plan"] for row in others}
+    assert {row["plan"] for row in others} <= {name for name, *_ in record.priced}
+    limit = SLOWER * best[0]["seconds"]
+    assert all(0 < row["seconds"] <= limit and row["peak"] > 0 for row in others)
+    assert len(best) + len(others) >= len(record.priced) > len(best)
+    assert len(record.priced) <= record.tried
 
 
 def _check_numbers(shown: dict[str, Any], folder: Path) -> None:

@@ -15,7 +15,7 @@ from autopar.planner.label_found import label_found, open_to_labels
 from autopar.planner.planned import batch_for
 from autopar.planner.planner import Sketch, find_plans, plan_of, sketch
 from autopar.planner.request import PlanRequest
-from autopar.plans.plan_record import PlanRecord
+from autopar.plans.plan_record import PlanRecord, priced_near
 from autopar.plans.store import checksum
 from autopar.progress import tell
 
@@ -74,5 +74,6 @@ def best_plan(
         best=found.best,
         tried=found.tried,
         options=request.of_all,
+        priced=priced_near(found),
     )
     return BestPlan(of, found, plan, record)

@@ -71,4 +71,4 @@ def reprice(record: PlanRecord, cluster: Cluster) -> PlanRecord:
     plain = [e.candidate for e in record.best if not e.candidate.labelled]
     prices = make_prices(_sketch(record), cluster)
     best = tuple(run_on_paper(candidate, prices, cluster) for candidate in plain)
-    return replace(record, cluster=cluster, best=best)
+    return replace(record, cluster=cluster, best=best, priced=())

@@ -25,12 +25,14 @@ from autopar.passes.price.estimate import Estimate
 from autopar.passes.price.stage_seconds import StageSeconds
 from autopar.passes.ranges import check_range, shown
 from autopar.passes.schedule.make_schedule import SCHEDULES
+from autopar.passes.search.search import Found
 from autopar.read_file import read_text
 from autopar.terminal import command
 from autopar.version import VERSION
 
 FORMAT = 1
 ESTIMATE = "estimate.json"
+SLOWER, SHOWN = 1.5, 1000  # than the best one; candidates that are kept with it
 AGAIN = "plan again with this version of autopar"
 
 
@@ -47,7 +49,7 @@ class PlanRecord:
     the batch is made up. runs: of layers in the model; parameters: elements of it.
     best: the chosen estimate, then the runners-up. tried: candidates. Of a cluster that
     was measured only the name of its profile is kept. options: of
-    `autopar.options.Options`, that all of them have.
+    `autopar.options.Options`, that all of them have. priced: see `priced_near`.
     """
 
     plan: str
@@ -61,6 +63,7 @@ class PlanRecord:
     best: tuple[Estimate, ...]
     tried: int
     options: Mapping[str, Any]
+    priced: tuple[tuple[str, float, float], ...] = ()
 
     def to_json(self) -> str:
         data = {
@@ -89,9 +92,18 @@ class PlanRecord:
         best = tuple(
             _estimate(f"best[{i}] of {where}", e) for i, e in enumerate(read["best"])
         )
+        _check_ends(f"'priced' of {where}", [row[1:] for row in read.get("priced", ())])
         if not best:
             raise EstimateError(f"{where} holds no estimate", fix="plan again")
         return cls(**{**read, "cluster": cluster, "best": best})
+
+
+def priced_near(found: Found) -> tuple[tuple[str, float, float], ...]:
+    """Candidates, their seconds and bytes by the formula alone, fastest first: those
+    that are not far slower than the best, and no more than a page can show."""
+    limit = SLOWER * found.best[0].seconds
+    near = [row for row in found.priced if row.seconds <= limit][:SHOWN]
+    return tuple((name, float(f"{s:.4g}"), round(peak)) for name, s, peak in near)
 
 
 def read_record(folder: Path) -> PlanRecord:

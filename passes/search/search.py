@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import islice
 from statistics import fmean
+from typing import NamedTuple
 
 from ..mesh import Mesh
 from ..plan import AUTO
@@ -39,14 +40,24 @@ SHORTLIST = 12
 ROOMY = 0.9
 
 
+class Priced(NamedTuple):
+    """A candidate as text, the seconds of its step, bytes of a rank at its peak."""
+
+    candidate: str
+    seconds: float
+    peak: float
+
+
 @dataclass(frozen=True)
 class Found:
     """best: estimates, fastest first. tried: candidates. nearest: if none fits, the
-    one that is short of the least memory."""
+    one that is short of the least memory. priced: all whose seconds were found by the
+    formula, fastest first, of which the best were run on paper then."""
 
     best: tuple[Estimate, ...]
     tried: int
     nearest: Estimate | None
+    priced: tuple[Priced, ...] = ()
 
 
 Watch = Callable[[int, int], None]
@@ -104,7 +115,8 @@ def search(
     if not best and ranked:
         closest = min(ranked, key=lambda r: (r[1], r[0]))[-1]
         nearest = run_on_paper(closest, prices, space.cluster)
-    return Found(tuple(best), len(every) - needless, nearest)
+    priced = (Priced(str(c), seconds, peak) for seconds, peak, _, c in sorted(ranked))
+    return Found(tuple(best), len(every) - needless, nearest, tuple(priced))
 
 
 def simplest_first(estimates: list[Estimate]) -> list[Estimate]:

@@ -12,6 +12,7 @@ from autopar.reports.explain import difference, explanation_data
 
 def choice_data(record: PlanRecord, formulas: dict[str, str]) -> dict[str, Any]:
     """candidates: the chosen one, then the others; because: as `explain` has it.
+    others: candidates that the search priced by its formula alone.
     alike: by what share of a step candidates differ that estimates cannot tell apart.
     explain: what `autopar explain --json` prints."""
     best = record.best[0]
@@ -28,10 +29,16 @@ def choice_data(record: PlanRecord, formulas: dict[str, str]) -> dict[str, Any]:
         }
         for e in record.best
     ]
+    shown = {row["plan"] for row in candidates}
     for row in candidates:
         row["front"] = not any(_beats(other, row) for other in candidates)
     return {
         "candidates": candidates,
+        "others": [
+            {"plan": name, "seconds": seconds, "peak": peak}
+            for name, seconds, peak in record.priced
+            if name not in shown
+        ],
         "explain": explanation_data(record),
         "limit": record.cluster.device.memory,
         "tried": record.tried,

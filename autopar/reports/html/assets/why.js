@@ -7,12 +7,14 @@ function partColor(term) {
   const axes = term.split(" ").pop().split(",");
   return axisColor(axes[axes.length - 1]);
 }
+const fits = (plan, r) => r.peak <= plan.choice.limit;
 function drawScatter(svg, width, plan, rows, current, pick) {
   const margin = { left: 66, right: 24, top: 30, bottom: 40 }, height = 360, { limit } = plan.choice;
   const pad = (domain, share) => { const room = (domain[1] - domain[0] || domain[1] * 0.2) * share; return [Math.max(0, domain[0] - room), domain[1] + room]; };
   const high = d3.max(rows, (r) => r.peak), withLimit = limit < 2.5 * high;
-  const x = d3.scaleLinear(pad(d3.extent(rows, (r) => r.seconds), 0.12), [margin.left, width - margin.right]).nice();
-  const y = d3.scaleLinear(pad(d3.extent([...rows.map((r) => r.peak), ...(withLimit ? [limit] : [])]), 0.12), [height - margin.bottom, margin.top]).nice();
+  const others = plan.choice.others.filter((r) => r.peak <= 1.3 * Math.max(high, withLimit ? limit : 0)), all = [...rows, ...others];
+  const x = d3.scaleLinear(pad(d3.extent(all, (r) => r.seconds), 0.12), [margin.left, width - margin.right]).nice();
+  const y = d3.scaleLinear(pad(d3.extent([...all.map((r) => r.peak), ...(withLimit ? [limit] : [])]), 0.12), [height - margin.bottom, margin.top]).nice();
   svg.append("g").attr("class", "grid").attr("transform", `translate(${margin.left},0)`).call(d3.axisLeft(y).ticks(6).tickSize(-(width - margin.left - margin.right)).tickFormat(""));
   svg.append("g").attr("class", "axis").attr("transform", `translate(${margin.left},0)`).call(byteTicks(d3.axisLeft(y), 6));
   svg.append("g").attr("class", "axis").attr("transform", `translate(0,${height - margin.bottom})`).call(d3.axisBottom(x).ticks(Math.max(3, width / 130)).tickFormat(seconds));
@@ -22,9 +24,12 @@ function drawScatter(svg, width, plan, rows, current, pick) {
     svg.append("line").attr("class", "limit").attr("x1", margin.left).attr("x2", width - margin.right).attr("y1", y(limit)).attr("y2", y(limit));
     svg.append("text").attr("class", "limit-text").attr("x", width - margin.right).attr("y", y(limit) - 5).attr("text-anchor", "end").text(`limit ${bytes(limit)}`);
   }
+  svg.append("g").selectAll("circle").data(others).join("circle").attr("class", "priced").attr("cx", (r) => x(r.seconds)).attr("cy", (r) => y(r.peak)).attr("r", 3)
+    .attr("style", (r) => `fill:${fits(plan, r) ? "var(--whole)" : "none"};stroke:var(--whole);opacity:0.6`)
+    .on("mousemove", (event, r) => showTip([r.plan, `about ${seconds(r.seconds)} a step, ${bytes(r.peak)}`, fits(plan, r) ? `${signed(r.seconds - rows[0].seconds, seconds)} a step` : `does not fit: a device has ${bytes(limit)}`].join("\n"), event.clientX, event.clientY)).on("mouseleave", hideTip);
   const front = rows.filter((r) => r.front).sort((a, b) => a.seconds - b.seconds);
   svg.append("path").datum(front).attr("d", d3.line((r) => x(r.seconds), (r) => y(r.peak)).curve(d3.curveStepAfter)).attr("fill", "none").attr("style", "stroke:var(--accent);stroke-width:1.5;stroke-dasharray:4 3");
-  const dots = svg.selectAll("circle").data(rows).join("circle").attr("cx", (r) => x(r.seconds)).attr("cy", (r) => y(r.peak)).attr("r", (r) => (r === rows[0] ? 8 : 6))
+  const dots = svg.append("g").selectAll("circle").data(rows).join("circle").attr("cx", (r) => x(r.seconds)).attr("cy", (r) => y(r.peak)).attr("r", (r) => (r === rows[0] ? 8 : 6))
     .attr("tabindex", (r) => (r === current() ? 0 : -1)).attr("role", "button").attr("aria-label", (r) => `${r.plan}: ${seconds(r.seconds)}, ${bytes(r.peak)}`).attr("class", "candidate")
     .attr("style", (r) => `cursor:pointer;fill:${r === rows[0] ? "var(--accent)" : r.front ? "var(--paper)" : "var(--whole)"};stroke:${r.front ? "var(--accent)" : "var(--paper)"};stroke-width:2`)
     .on("mousemove", (event, r) => showTip([r.plan, `${seconds(r.seconds)} a step, ${bytes(r.peak)}`, ...r.because].join("\n"), event.clientX, event.clientY)).on("mouseleave", hideTip)
@@ -75,7 +80,7 @@ function renderWhy(root, plan) {
   };
   const scatter = h("div");
   root.append(h("div", { class: "split" }, h("div", { class: "panel" }, h("h2", {}, `The ${rows.length} best of ${plan.choice.tried.toLocaleString("en")} candidates`), scatter,
-    legend([["taken", "var(--accent)"], ["on the Pareto front: none is better in both", "color-mix(in srgb, var(--accent) 35%, var(--paper))"], ["others", "var(--whole)"]])), parts),
+    legend([["taken", "var(--accent)"], ["on the Pareto front of the best: none of them is better in both", "color-mix(in srgb, var(--accent) 35%, var(--paper))"], ["others", "var(--whole)"]]), plan.choice.others.length ? h("p", { class: "soft" }, `Small: ${plan.choice.others.length.toLocaleString("en")} more, priced by the search's formula alone; empty ones do not fit.`) : null), parts),
   h("div", { class: "panel" }, h("h2", {}, "What each other plan loses"), rows.some((r) => r.seconds < rows[0].seconds)
     ? h("p", { class: "soft" }, `Faster by less than ${(100 * plan.choice.alike).toFixed(0)} % is within what estimates can tell: of those the simplest was taken.`) : null, candidateTable(plan, rows, pick)), h("div", { class: "halves" }, pricesPanel(plan), formulasPanel(plan)));
   chart(scatter, 360, "candidates by time and memory", (svg, width) => drawScatter(svg, width, plan, rows, () => current, pick));
