@@ -60,7 +60,7 @@ def compile_offline(
         traced = capture_model(model, batch, loss_fn, plan.dtype, outputs, False)
         program = compile_program(traced, plan, costs, watch)
         note = f"step.metrics is without {left}: {error.what} ({error.source})"
-        program = replace(program, notes=(*program.notes, note))
+        program = replace(program, remarks=(*program.remarks, note))
     if not prove:
         return program
     proof = prove_program(program, model, batch, traced, loss_fn)

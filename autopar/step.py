@@ -296,7 +296,7 @@ class Step(RankStep):
         self._shapes = OtherShapes(
             executor, self._model, fixed, self._loss_fn, self._prove
         )
-        notes = program.notes if program.proof else (*program.notes, UNPROVED)
+        notes = program.remarks if program.proof else (*program.remarks, UNPROVED)
         over = straddling(program.mesh, this_node().ranks)
         for line in filter(None, (*notes, over, note)) if comm.rank == 0 else ():
             LOG.warning(line)

@@ -30,7 +30,7 @@ def assemble(
     emitted: Sequence[EmittedStage],
     scheduled: Scheduled,
     ranges: Mapping[str, InputRange],
-    notes: tuple[str, ...],
+    remarks: tuple[str, ...],
 ) -> Program:
     """Gather what ranks need to know beside the texts."""
     lowered = staged.lowered
@@ -46,7 +46,7 @@ def assemble(
                 names=one.stage.names,
                 modules=one.keys,
                 seconds=scheduled.seconds[i],
-                waits=one.stage.waits,
+                exposed=one.stage.exposed,
                 flops=firsts[i].flops,
                 footprint=scheduled.footprints[i],
             )
@@ -68,7 +68,7 @@ def assemble(
         modules={k: text for e in emitted for k, (text, _) in e.texts.items()},
         memory=scheduled.memory,
         send=scheduled.send,
-        notes=notes,
+        remarks=remarks,
         ranges=ranges,
         outputs=_outputs(staged),
         metrics=traced.metrics,

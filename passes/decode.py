@@ -23,6 +23,8 @@ from .ranges import shown
 
 ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
 AGAIN = "write it again with this version of autopar"
+# What was written by another name once -> what it is called now.
+FORMER = {"labels": "op_shardings", "notes": "remarks", "waits": "exposed"}
 SIMPLE = {
     int: "a whole number",
     float: "a number",
@@ -133,6 +135,7 @@ def decode_fields(
         reader.refuse(where, data, "an object")
     kinds = {**_hints(kind), **written}
     known, beside = {f.name for f in fields(kind)}, written.keys() - _hints(kind).keys()
+    data = {k if k in known else FORMER.get(k, k): v for k, v in data.items()}
     needed = (_needed(kind) | beside) - without
     reader.check_keys(data, (known | beside) - without, needed, where)
     return {k: reader.read(kinds[k], v, f"'{k}' in {where}") for k, v in data.items()}

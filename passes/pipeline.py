@@ -74,8 +74,8 @@ def compile_program(
     emitted = emit_modules(staged, watch)
     scheduled = schedule_stages(staged, [one.first for one in emitted], costs)
     watch("schedule_stages", scheduled)
-    notes = (*group_remark(named, asked, plan), *find_remarks(sharded))
-    return assemble(staged, emitted, scheduled, ranges, notes)
+    remarks = (*group_remark(named, asked, plan), *find_remarks(sharded))
+    return assemble(staged, emitted, scheduled, ranges, remarks)
 
 
 def check_sources(traced: Traced) -> None:

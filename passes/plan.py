@@ -71,7 +71,7 @@ class Plan:
     does in turn, as `0F0 0F1 0I0`; empty: made when the plan is compiled.
     split: mesh axis (or `time`) -> dims that it splits, in order of preference.
     hints: parameter pattern -> `dim/axis`.
-    labels: mesh axis -> op -> the dim of it that the axis splits, see
+    op_shardings: mesh axis -> op -> the dim of it that the axis splits, see
     `passes.shard.plan_shardings`.
     cuts: for each pipeline boundary the value that crosses it, or the layer that begins
     there (`transformer.h.6`); empty: balanced by cost.
@@ -99,7 +99,7 @@ class Plan:
     order: tuple[str, ...] = ()
     split: Mapping[str, tuple[str, ...]] = field(default_factory=usual_split)
     hints: Mapping[str, str] = field(default_factory=dict)
-    labels: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
+    op_shardings: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
     cuts: tuple[str, ...] = ()
     recompute: str = "none"
     zero: int = 0
@@ -154,10 +154,10 @@ class Plan:
                     fix='write for instance "tp": ["heads", "ffn"], for axes of '
                     f"{', '.join((*AXES, TIME))}",
                 )
-        for axis, labels in self.labels.items():
+        for axis, own in self.op_shardings.items():
             if axis not in AXES or axis == PIPELINE:
                 raise PlanError(
-                    f"'labels' in the plan has {axis!r}: {shown(labels)}",
+                    f"'op_shardings' in the plan has {axis!r}: {shown(own)}",
                     fix='write for instance "tp": {"blocks.*.mlp.up:linear": "ffn"}, '
                     f"for axes of {', '.join(a for a in AXES if a != 'pp')}",
                 )

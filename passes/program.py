@@ -83,7 +83,7 @@ class StageSpec:
 
     names: name in the text -> the model's own. modules: coordinates without pp, as
     text -> key of the emitted module. seconds: of one microbatch, with what is
-    computed again; waits: those of them that collectives take.
+    computed again; exposed: those of them that collectives take.
     flops: of one microbatch's forward, on the first rank. footprint: its activations.
     """
 
@@ -91,7 +91,7 @@ class StageSpec:
     names: Mapping[str, str]
     modules: Mapping[str, str]
     seconds: Seconds
-    waits: Seconds
+    exposed: Seconds
     flops: int
     footprint: Footprint
 
@@ -104,7 +104,7 @@ class Program:
     loss is a pending sum; time always, if there are several microbatches. literals:
     constants of the model's code, by name. groups: the sets of axes that collectives
     run over. communication: of each stage's first rank. memory: of each pipeline rank.
-    send: seconds of a message between stages, estimated. notes: what the user should
+    send: seconds of a message between stages, estimated. remarks: what the user should
     know. ranges: batch field -> what its integers may be. proof: that it
     computes what the model does; it rests in the manifest of a plan directory.
     outputs: what comes back beside the loss, by name; metrics: how many of these, the
@@ -126,7 +126,7 @@ class Program:
     modules: Mapping[str, str]
     memory: tuple[RankMemory, ...]
     send: float
-    notes: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
     ranges: Mapping[str, InputRange] = field(default_factory=dict)
     proof: Proof | None = None
     outputs: Mapping[str, OutputSpec] = field(default_factory=dict)
@@ -225,7 +225,7 @@ class Program:
             "communication": [asdict(c) for c in self.communication],
             "memory": [asdict(m) for m in self.memory],
             "send": self.send,
-            "notes": list(self.notes),
+            "remarks": list(self.remarks),
             "ranges": {k: asdict(v) for k, v in self.ranges.items()},
             "outputs": {k: asdict(v) for k, v in self.outputs.items()},
             "metrics": self.metrics,

@@ -97,7 +97,7 @@ def _faults(program: Program) -> Iterator[str]:
                 yield f"stage {i} uses '{name}', which is not described"
             elif name in program.parameters and i not in specs[name].stages:
                 yield f"stage {i} uses '{name}', which lies elsewhere"
-        if min(*astuple(stage.seconds), *astuple(stage.waits)) < 0:
+        if min(*astuple(stage.seconds), *astuple(stage.exposed)) < 0:
             yield f"stage {i} takes less than no time"
     dtypes = {program.loss_dtype, *(dtype for _, dtype in program.inputs.values())}
     if unknown := sorted(dtypes - set(DTYPES)):

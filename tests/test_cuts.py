@@ -101,7 +101,7 @@ def test_with_many_microbatches_ranks_are_balanced(
 
 def moved(stage: StageSpec) -> tuple[int, int]:
     """Bytes by the seconds that a stage waits forward, and in its backward."""
-    return round(stage.waits.forward * SLOW), round(stage.waits.input_half * SLOW)
+    return round(stage.exposed.forward * SLOW), round(stage.exposed.input_half * SLOW)
 
 
 def test_gathers_of_parameters_are_priced_when_they_run() -> None:

@@ -111,9 +111,9 @@ def test_tensor_parallel_ranks_split_each_expert() -> None:
 def test_without_experts_the_axis_is_one_of_data() -> None:
     case = plain_gpt().double()
     case.verify("ep=2", 2)
-    (note,) = case.compile("ep=2").notes
+    (note,) = case.compile("ep=2").remarks
     assert note == "ep splits no experts: only samples, as dp does"
-    assert not any("ep splits" in note for note in switch_gpt().compile("ep=2").notes)
+    assert not any("ep splits" in note for note in switch_gpt().compile("ep=2").remarks)
 
 
 # --- Hugging Face's experts ---------------------------------------------------------
@@ -172,5 +172,5 @@ def test_experts_that_loop_over_tokens_cannot_be_captured() -> None:
 
 def test_experts_that_sort_all_tokens_are_right_though_not_split() -> None:
     case = mixture("mixtral", experts_implementation="grouped_mm")
-    assert any("grouped_mm" in note for note in case.compile("dp=2,tp=2").notes)
+    assert any("grouped_mm" in note for note in case.compile("dp=2,tp=2").remarks)
     case.verify("dp=2,tp=2")

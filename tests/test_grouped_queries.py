@@ -238,21 +238,21 @@ def test_without_groups_both_axes_split_heads() -> None:
 
 
 def test_a_note_says_how_an_axis_is_seen() -> None:
-    note, _ = llama(layers=1).compile("tp=4").notes
+    note, _ = llama(layers=1).compile("tp=4").remarks
     assert note.startswith("tp=4 is tp=2,qp=2, as there are 2 kv_heads x 2 q_per_kv")
-    assert llama(layers=1).compile("tp=2").notes == ()
+    assert llama(layers=1).compile("tp=2").remarks == ()
 
 
 def test_a_note_says_what_would_be_split() -> None:
     """Five ranks, of 2 heads of keys for 3 of queries each."""
-    (note,) = llama(layers=1, heads=6).compile("tp=5").notes
+    (note,) = llama(layers=1, heads=6).compile("tp=5").remarks
     assert "with 2 kv_heads and 3 q_per_kv on 5 ranks along 'seq' only" in note
     assert note.endswith("; tp=3 would split them")
 
 
 def test_labels_of_an_axis_leave_it_as_it_is() -> None:
     labels = {"tp": {"model.layers.*.mlp.up_proj:linear": "ffn"}}
-    assert str(llama(layers=1).compile("tp=4", labels=labels).mesh) == "tp=4"
+    assert str(llama(layers=1).compile("tp=4", op_shardings=labels).mesh) == "tp=4"
 
 
 @cache
@@ -281,13 +281,13 @@ def test_the_planner_prices_what_is_compiled() -> None:
     assert terms <= set(best.parts)
     case = llama(layers=4)
     program = compile_program(case.trace(), plan, Costs())
-    assert program.mesh == plan.mesh and len(program.notes) == 1
+    assert program.mesh == plan.mesh and len(program.remarks) == 1
 
 
 @pytest.mark.slow
 def test_labels_are_found_for_both_axes() -> None:
     labelled = label_plan(grouped(), make_plan("tp=4"), CLUSTER)
-    assert set(labelled.plan.labels) == {"tp", "qp"}
+    assert set(labelled.plan.op_shardings) == {"tp", "qp"}
     case = llama(layers=4).double()
     verify(compile_program(case.trace(), labelled.plan, Costs()), *case).check()
 

@@ -50,7 +50,7 @@ def test_labelled_plans_are_faster_and_fit_and_are_right(
     chosen = next(e for e in found.best if e.candidate.labelled)
     assert "labels" in str(chosen.candidate)
     plan = plans[chosen.candidate]
-    assert plan.labels and not plan_of(chosen.candidate, of).labels
+    assert plan.op_shardings and not plan_of(chosen.candidate, of).op_shardings
     program = compile_program(case.trace(plan.dtype), plan, Costs())
     for terms, held in zip(chosen.memory, program.memory, strict=True):
         assert sum(terms.values()) == pytest.approx(held.total, rel=0.04)
@@ -90,9 +90,9 @@ def test_the_command_writes_and_tells_labels(tmp_path: Path, capsys) -> None:
     spec, where = model_file(tmp_path), str(tmp_path / "plan")
     asked = ["--devices", "2xCPU", "--mesh", "tp=2", "--microbatches", "1"]
     assert main(["plan", spec, *asked, "--labels", "-o", where]) == 0
-    assert "labels: what an axis splits of an op" in capsys.readouterr().out
-    assert json.loads((tmp_path / "plan" / "plan.json").read_text())["labels"]
+    assert "op shardings: what an axis splits of an op" in capsys.readouterr().out
+    assert json.loads((tmp_path / "plan" / "plan.json").read_text())["op_shardings"]
     assert main(["explain", where]) == 0
-    assert "labels: what an axis splits of an op" in capsys.readouterr().out
+    assert "op shardings: what an axis splits of an op" in capsys.readouterr().out
     assert main(["explain", where, "--reprice"]) == 2
     assert "labels were decided for 2xCPU" in capsys.readouterr().err

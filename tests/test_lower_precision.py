@@ -141,7 +141,7 @@ def test_float64_stays_as_it_is():
     case = plain_gpt(layers=1).double()
     program = case.compile("tp=2", precision="bf16")
     assert "bfloat16" not in "".join(program.modules.values())
-    assert any("parameters are f64" in note for note in program.notes)
+    assert any("parameters are f64" in note for note in program.remarks)
     verify(program, *case).check()
 
 
@@ -150,7 +150,7 @@ def test_a_model_in_bfloat16_works_and_is_told_of():
     case.model.bfloat16()
     for precision in ("model", "bf16"):
         program = case.compile("dp=2,tp=2", 2, precision=precision, zero=3)
-        assert any("parameters are bf16" in note for note in program.notes)
+        assert any("parameters are bf16" in note for note in program.remarks)
         _, ours = run_all_ranks(program, case.model, case.batch)
         assert {g.dtype for g in ours.values()} == {BF16}
         verify(program, *case, tolerance=0.06).check()

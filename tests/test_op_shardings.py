@@ -39,6 +39,7 @@ from autopar.passes.mesh import usual_split
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import CONTEXT_PARALLEL, Plan, PlanError
 from autopar.passes.price.price_layers import price_layers
+from autopar.passes.read_program import read_program
 from autopar.passes.search.choose_op_shardings import Axis, Runs, ShardingsDoNotFit
 from autopar.passes.search.least_cost import least_cost
 from autopar.passes.search.op_sharding_costs import OpShardingCosts
@@ -79,7 +80,7 @@ def test_any_labels_are_right_and_cost_what_their_program_does(
     named = name_dims(normalize(traced))
     setting = setting_of(named, make_plan(mesh), axis)
     costs = OpShardingCosts(setting)
-    plan = replace(make_plan(mesh), labels={axis: drawn(costs, seed)})
+    plan = replace(make_plan(mesh), op_shardings={axis: drawn(costs, seed)})
     priced = communication_of(costs, choices_of(costs, propagate(named, plan), axis))
     found = seconds_of(compiled(named, plan), axis, setting.link)
     assert priced == pytest.approx(found, rel=1e-9)
@@ -126,7 +127,7 @@ def test_a_deep_model_is_labelled_as_its_whole_graph_would_be(build) -> None:
         full = Axis(setting_of(whole, tp(2))).best(byte)
         cost = [x.seconds + byte * x.memory for x in (short, full)]
         assert cost[0] == pytest.approx(cost[1], rel=1e-9)
-        propagate(whole, replace(tp(2), labels={"tp": short.labels}))
+        propagate(whole, replace(tp(2), op_shardings={"tp": short.op_shardings}))
 
 
 # --- What comes out ------------------------------------------------------------------
@@ -136,7 +137,7 @@ def test_megatron_comes_out_where_parameters_must_be_split() -> None:
     """Tensor (Shoeybi 2019) and sequence parallelism (Korthikanti 2022)."""
     of, plan = large(), tp(8)
     found = label_plan(of, plan, CLUSTER, memory=9e9)
-    labels = found.plan.labels["tp"]
+    labels = found.plan.op_shardings["tp"]
     by_dim = {
         "heads": ("attention.qkv:linear", "attention.qkv:add", "attention.proj:linear",
                   "attention:autopar.attention"),
@@ -159,7 +160,7 @@ def test_megatron_comes_out_where_parameters_must_be_split() -> None:
 
 def test_what_fits_is_data_parallel() -> None:
     of = large(samples=64)
-    found = label_plan(of, tp(8, microbatches=4), CLUSTER).plan.labels["tp"]
+    found = label_plan(of, tp(8, microbatches=4), CLUSTER).plan.op_shardings["tp"]
     layer = {dim for op, dim in found.items() if op.startswith("blocks.*")}
     assert layer == {"batch"}
 
@@ -204,7 +205,7 @@ def frugal(case, mesh: str, **options) -> Plan:
     assert of.layers is not None
     runs = Runs(of.layers.path, of.layers.period, of.layers.repeats)
     found = Axis(setting_of(of.named, plan), runs).best(1e-6)
-    return replace(plan, labels={"tp": found.labels})
+    return replace(plan, op_shardings={"tp": found.op_shardings})
 
 
 @pytest.mark.slow
@@ -229,7 +230,7 @@ def test_several_axes_are_labelled_in_turn(build) -> None:
     case = build(layers=4)
     of = sketch(case.model, case.batch, case.loss_fn)
     plan = label_plan(of, make_plan("cp=2,tp=2", microbatches=2), CLUSTER).plan
-    assert set(plan.labels) == {"cp", "tp"}
+    assert set(plan.op_shardings) == {"cp", "tp"}
     traced = trace(case.model, case.batch, case.loss_fn)
     program = compile_program(traced, plan, Costs())
     verify(program, case.model, case.batch, case.loss_fn, seed=3).check()
@@ -262,10 +263,11 @@ def test_the_command_line(tmp_path, capsys) -> None:
     assert main([*compile_, first, "--labels", "2xA100-80GB"]) == 0
     capsys.readouterr()
     assert main(["inspect", first]) == 0
-    assert "labels: what an axis splits of an op" in capsys.readouterr().out
+    assert "op shardings: what an axis splits of an op" in capsys.readouterr().out
     assert main(["inspect", first, "--json"]) == 0
     assert (
-        "blocks.*.mlp.up:linear" in json.loads(capsys.readouterr().out)["labels"]["tp"]
+        "blocks.*.mlp.up:linear"
+        in json.loads(capsys.readouterr().out)["op_shardings"]["tp"]
     )
     saved = f"{first}/plan.json"
     assert main(["compile", compile_[1], "--plan", saved, "-o", again]) == 0
@@ -296,15 +298,27 @@ WRONG = {
 def test_labels_that_are_wrong(op) -> None:
     dim, message = WRONG[op]
     with pytest.raises(PlanError, match=message.replace("*", r"\*")) as caught:
-        plain_gpt().compile("tp=2", labels={"tp": {op: dim}})
+        plain_gpt().compile("tp=2", op_shardings={"tp": {op: dim}})
     assert "fix" in str(caught.value)
 
 
 @pytest.mark.parametrize("labels", [{"time": {}}, {"pp": {}}, {"tp": {"x": 1}}])
 def test_labels_that_cannot_be_read(labels: Any) -> None:
-    data = {**json.loads(tp(2).to_json()), "labels": labels}
-    with pytest.raises(PlanError, match="'labels' in the plan"):
+    data = {**json.loads(tp(2).to_json()), "op_shardings": labels}
+    with pytest.raises(PlanError, match="'op_shardings' in the plan"):
         Plan.from_json(json.dumps(data))
+
+
+def test_what_was_written_by_former_names_is_read() -> None:
+    program = plain_gpt(1).compile("tp=2", op_shardings={"tp": {"head:linear": None}})
+    plan = program.plan.to_json()
+    former = plan.replace('"op_shardings"', '"labels"')
+    assert former != plan and Plan.from_json(former) == program.plan
+    text = program.to_json()
+    old = text.replace('"remarks"', '"notes"').replace('"exposed"', '"waits"')
+    assert old != text
+    read = read_program(old, program.plan, program.modules)
+    assert read.to_json() == text
 
 
 @pytest.mark.parametrize("text", ["blocks.3.mlp.up:linear", "blocks.*:add.1", ":sum"])

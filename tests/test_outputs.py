@@ -155,7 +155,7 @@ def test_of_what_a_loss_function_returns_too() -> None:
     plan = make_plan("dp=2", microbatches=2)
     program = compile_offline(of.model, of.batch, plan, losses)
     assert not program.outputs
-    (note,) = [note for note in program.notes if "step.metrics" in note]
+    (note,) = [note for note in program.remarks if "step.metrics" in note]
     assert "without perplexity, z" in note and "exp" in note
     whole = compile_offline(of.model, of.batch, make_plan("dp=2"), losses)
     assert [*whole.outputs] == ["perplexity", "z"]

@@ -255,7 +255,7 @@ def test_attention_of_any_spelling_is_split_by_heads(
 ) -> None:
     one = case(attn)
     program = one.compile(mesh, 2)
-    assert whole_weights(program) == [] and program.notes == ()
+    assert whole_weights(program) == [] and program.remarks == ()
     one.verify(mesh, 2)
 
 
@@ -265,7 +265,7 @@ def test_a_loop_over_heads_is_right_and_says_what_it_costs(mesh: str) -> None:
     one = case(Loop)
     program = one.compile(mesh, 2)
     assert len(whole_weights(program)) == 2 * (3 * HEADS + 1)
-    (note,) = program.notes
+    (note,) = program.remarks
     assert "h.*.attn.heads.*.* (test_own_models.py:" in note
     assert "along 'seq' only: its ranks all hold the weights" in note
     one.verify(mesh, 2)
@@ -295,7 +295,7 @@ def test_a_z_loss_leaves_the_vocabulary_split() -> None:
     plain = case(Packed)
     one = plain._replace(model=Small(plain.model))
     program = one.compile("tp=2")
-    assert program.notes == ()
+    assert program.remarks == ()
     assert gathered(program) == gathered(plain.compile("tp=2")) > 0
     one.verify("tp=2", 2)
 

@@ -23,18 +23,18 @@ def compiled(mesh: str, heads: int = 4, **options: Any) -> Program:
 
 def test_a_plan_that_splits_what_it_should_has_none() -> None:
     for mesh in ("tp=4", "pp=2,dp=2", "pp=2,dp=2,tp=2"):
-        assert compiled(mesh).notes == ()
+        assert compiled(mesh).remarks == ()
 
 
 def test_an_axis_with_more_ranks_than_heads() -> None:
-    (note,) = compiled("tp=4", heads=2).notes
+    (note,) = compiled("tp=4", heads=2).remarks
     assert note.startswith("tp splits blocks.*.attention.qkv (gpt.py:")
     assert "with 2 heads on 4 ranks along 'seq' only" in note
     assert note.endswith(": its ranks all hold the weights; tp=2 would split them")
 
 
 def test_without_sequence_parallelism_nothing_of_it_is_split() -> None:
-    (note,) = compiled("tp=4", heads=2, sequence_parallel=False).notes
+    (note,) = compiled("tp=4", heads=2, sequence_parallel=False).remarks
     places = (
         "blocks.*.attention.qkv",
         "blocks.*.attention ",
@@ -47,7 +47,7 @@ def test_without_sequence_parallelism_nothing_of_it_is_split() -> None:
 
 
 def test_an_axis_that_splits_nothing() -> None:
-    assert compiled("tp=2", split={"tp": ()}).notes == (
+    assert compiled("tp=2", split={"tp": ()}).remarks == (
         "tp splits no matrix product: its ranks all compute the same",
     )
 
@@ -68,6 +68,6 @@ class Turned(nn.Module):
 
 
 def test_an_op_without_a_rule_is_told_once() -> None:
-    (note,) = Case(Turned(), BATCH).compile("dp=2").notes
+    (note,) = Case(Turned(), BATCH).compile("dp=2").remarks
     assert note.startswith("aten.flip: no rule; found by trial that 'batch', 'seq' may")
     assert note.endswith(", 2 times)") and "test_remarks.py:" in note

@@ -169,14 +169,14 @@ def test_uneven_pieces_of_a_weight_are_split_each_by_itself(name: str) -> None:
     one = case(UNEVEN[name])
     program = one.compile("tp=2")
     assert whole(program) == set()
-    assert program.notes == ()
+    assert program.remarks == ()
     one.verify("dp=2,pp=2,tp=2", 2)
 
 
 @pytest.mark.slow
 def test_channels_that_are_read_together_are_cut_where_the_model_cuts_them() -> None:
     one = case(partial(Filtered, read=True))
-    assert len(one.compile("tp=2").notes) == 1
+    assert len(one.compile("tp=2").remarks) == 1
     one.verify("tp=2", sequence_parallel=False)
 
 
@@ -197,7 +197,7 @@ def test_a_weight_that_is_read_whole_too_is_held_whole_and_a_note_says_so() -> N
     one = case(partial(Decayed, "split"))
     program = one.compile("tp=2")
     assert whole(program) == {"qkv.weight"}
-    (note,) = program.notes
+    (note,) = program.remarks
     assert note.startswith("tp splits the work of blocks.*.qkv.weight, but its ranks")
     one.verify("tp=2")
 
@@ -225,7 +225,7 @@ UNITS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_even_pieces_stay_one_split_weight(name: str) -> None:
     one = case(partial(Gated, name))
     program = one.compile("tp=2")
-    assert whole(program) == set() and program.notes == ()
+    assert whole(program) == set() and program.remarks == ()
     one.verify("pp=2,tp=2", 2)
 
 
@@ -311,7 +311,7 @@ class Interleaved(Gated):
 def test_no_matrix_of_a_layer_is_whole(block: Callable[[], nn.Module]) -> None:
     one = case(block)
     program = one.compile("tp=2")
-    assert whole(program) == set() and program.notes == ()
+    assert whole(program) == set() and program.remarks == ()
     one.verify("pp=2,tp=2", 2)
 
 
@@ -341,7 +341,7 @@ def test_a_loss_by_hand_leaves_the_vocabulary_split(
     one = case(Block)._replace(loss_fn=loss_fn)
     program = one.compile("tp=2")
     assert "tp" in program.parameters["head.weight"].split_axes
-    assert program.notes == ()
+    assert program.remarks == ()
     one.verify("tp=2", 2)
 
 

@@ -221,13 +221,13 @@ def test_ranks_that_would_fail_again_are_not_started_again(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
 
-    def no_plan() -> None:
+    def infeasible() -> None:
         raise AutoparError("no plan fits", fix="use 4 devices")
 
     def lost() -> None:
         raise RuntimeError("Connection closed by peer")
 
-    assert guarded(watchdogs[0], no_plan) == 2
+    assert guarded(watchdogs[0], infeasible) == 2
     assert guarded(watchdogs[1], lost) == EXIT
     assert ended == ([] if restarts == "0" else [os.getppid()] * 2)
 

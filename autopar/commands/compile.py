@@ -118,7 +118,7 @@ def compile_command(arguments: argparse.Namespace) -> int:
     print(stage_table(program), schedule_text(program), sep="\n\n", end="\n\n")
     if others:
         print(f"seconds are those of {others}, as the planner prices them")
-    for note in program.notes:
+    for note in program.remarks:
         print(wrap(f"note: {note}"))
     print(program.proof or "not proved")
     print(f"wrote {where} ({len(program.modules)} distinct modules)")

@@ -118,7 +118,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
         return 0
     title = f"{arguments.model} on {cluster}"
     print(plans_table(found, cluster, title, precision_notes(of, cluster)))
-    if plan.labels:
+    if plan.op_shardings:
         print(f"\n{label_table(plan)}")
     print(f"\n{time.perf_counter() - began:.1f} s", end="")
     if arguments.output:

@@ -260,7 +260,7 @@ def report(program: Program, every: bool = False) -> str:
         *map(str, tables),
         *([str(share_table(program))] if program.plan.zero else ()),
         str(memory_table(program)),
-        *([str(label_table(program.plan))] if program.plan.labels else ()),
+        *([str(label_table(program.plan))] if program.plan.op_shardings else ()),
         schedule_text(program),
         str(communication_table(program)),
         proof_text(program),
@@ -285,7 +285,7 @@ def report_data(program: Program) -> dict[str, Any]:
         "zigzag": list(program.plan.zigzag),
         "offload": program.plan.offload,
         "backend": program.plan.backend,
-        "labels": {axis: dict(own) for axis, own in program.plan.labels.items()},
+        "op_shardings": {a: dict(own) for a, own in program.plan.op_shardings.items()},
         "shares": [asdict(share) for share in shares(program)],
         "precision": program.plan.precision,
         "tf32": program.plan.tf32,
@@ -301,7 +301,7 @@ def report_data(program: Program) -> dict[str, Any]:
             "bubble": expected.bubble,
             "in_flight": list(expected.in_flight),
         },
-        "notes": list(program.notes),
+        "remarks": list(program.remarks),
         "proof": program.proof.to_data() if program.proof else None,
     }
 

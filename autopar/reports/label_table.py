@@ -1,4 +1,4 @@
-"""What a plan's labels say, as a table."""
+"""What a plan's op shardings say, as a table."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ OPS = 44  # letters of a line of ops
 def label_table(plan: Plan) -> Table:
     """Each axis and module: the ops whose label is the same, and what is split."""
     rows: dict[tuple[str, str, str], list[str]] = {}
-    for axis, labels in plan.labels.items():
-        for name, dim in labels.items():
+    for axis, own in plan.op_shardings.items():
+        for name, dim in own.items():
             module, _, op = name.partition(":")
             key = (axis, module or "(outside of modules)", dim or "whole")
             rows.setdefault(key, []).append(op)
     return Table(
-        "labels: what an axis splits of an op",
+        "op shardings: what an axis splits of an op",
         ("axis", "module", "ops", "splits"),
         tuple(
             (axis, module, fill(", ".join(ops), OPS), dim)

@@ -59,7 +59,7 @@ def parameter_table(program: Program, every: bool = False) -> Table:
         "once a step)",
         ("parameter", "shape", "named dims", "stage", *shown),
         table,
-        (*notes, *program.notes),
+        (*notes, *program.remarks),
     )
 
 

@@ -128,7 +128,7 @@ def _compiled_stage(
         else:
             waits[c.part].append(work)
     # At least as much as makes a drawing possible.
-    whole, waited = spec.seconds, spec.waits
+    whole, waited = spec.seconds, spec.exposed
     computing = {
         FORWARD: max(whole.forward - waited.forward, 1e-9),
         BACKWARD: max(whole.input_half - waited.input_half, 1e-9),

@@ -221,7 +221,7 @@ def shrink_plan(plan: Plan, few: FewLayers, sizes: Mapping[str, int]) -> Plan:
         memory=0,
         cuts=few.starts if few.path else plan.cuts,
         hints=renamed(plan.hints),
-        labels={axis: renamed(table) for axis, table in plan.labels.items()},
+        op_shardings={a: renamed(own) for a, own in plan.op_shardings.items()},
         recompute_layers=renamed(plan.recompute_layers),
     )
 

@@ -2,8 +2,8 @@
 
 On one axis they are the best there are (`passes.search.least_cost`), given what the
 other axes split; each axis is labelled again until nothing changes. A limit of memory
-becomes a price of bytes, the lowest with which the labels fit (Everett 1963): of all
-labels that need as little they are the fastest.
+becomes a price of bytes, the lowest with which they fit (Everett 1963): of all that
+need as little they are the fastest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..stage.split_stages import split_stages
 
 CHEAPEST, DEAREST = 1e-18, 1e-3  # seconds that a byte may be worth
 STEPS = 30  # of bisection: prices within a ten-thousandth
-TIE = 1e-12  # seconds: between labels that cost the same the plan's order decides
+TIE = 1e-12  # seconds: between shardings that cost the same the plan's order decides
 ROUNDS = 5
 
 
@@ -67,11 +67,12 @@ class Runs:
 
 @dataclass(frozen=True)
 class AxisShardings:
-    """labels: op -> dim, as plans have them, of the whole model; of_graph: of the graph
-    alone. Seconds of one microbatch, with its share of the step's end; memory: bytes of
-    parameters with their gradients and optimizer state, and of what is kept."""
+    """op_shardings: op -> dim, as plans have them, of the whole model; of_graph: of the
+    graph alone. Seconds of one microbatch, with its share of the step's end; memory:
+    bytes of parameters with their gradients and optimizer state, and of what is kept.
+    """
 
-    labels: Mapping[str, str | None]
+    op_shardings: Mapping[str, str | None]
     of_graph: Mapping[str, str | None]
     compute: float
     communication: float
@@ -83,7 +84,7 @@ class AxisShardings:
 
 
 class Axis:
-    """The labels of one axis, for any price of bytes. runs: None: there are none."""
+    """What one axis splits, for any price of bytes. runs: None: there are none."""
 
     def __init__(self, setting: Setting, runs: Runs | None = None) -> None:
         self.costs, self.runs = OpShardingCosts(setting), runs
@@ -92,7 +93,7 @@ class Axis:
         self.sizes = [len(own) for own in self.costs.choices]
 
     def best(self, byte: float = 0.0) -> AxisShardings:
-        """The labels that cost least, with a byte worth so many seconds."""
+        """The op shardings that cost least, with a byte worth so many seconds."""
         tables = [amounts.weigh(byte) for amounts in self.costs.tables]
         chosen = least_cost([*tables, *self.ties], self.sizes, self.block)
         return self._labelling(chosen)
@@ -153,7 +154,7 @@ class Axis:
                 raise PlanError(
                     f"layers of '{self.runs.path}' share "
                     f"{self.names[amounts.nodes[0]]}, so each cannot be labelled alone",
-                    fix="leave the labels out",
+                    fix="leave the op shardings out",
                 )
             for first in (0, 1):
                 if span == {first, first + 1}:
@@ -182,10 +183,11 @@ class Axis:
     # --- the answer -----------------------------------------------------------------
 
     def _labelling(self, chosen: Chosen) -> AxisShardings:
-        block, labels = self.block, {}
+        block, op_shardings = self.block, {}
         of_graph = self._texts({**chosen.choices, **(chosen.copies or [{}])[0]})
         if block is None:
-            labels, totals = of_graph, self._total(self.costs.tables, chosen.choices)
+            op_shardings = of_graph
+            totals = self._total(self.costs.tables, chosen.choices)
         else:
             assert self.runs is not None
             inside = {self.names[i] for i in block.inner}
@@ -195,24 +197,24 @@ class Axis:
             for k, copy in enumerate(chosen.copies):
                 totals = totals + self._total(own, copy)
                 texts = self._texts(copy)
-                labels |= {
+                op_shardings |= {
                     self.shifted(n, k): t for n, t in texts.items() if n in inside
                 }
             late = self.runs.total - 3  # how much later the third run is
-            labels |= {
+            op_shardings |= {
                 self.shifted(n, late * (self.runs.of(n.module) == 2)): t
                 for n, t in self._texts(chosen.choices).items()
                 if n not in inside
             }
         rows = reversed([*enumerate(self.names)])
         place = {name.in_layer("*"): i for i, name in rows}
-        order = sorted(labels, key=lambda name: place[name.in_layer("*")])
-        folded = fold({name: labels[name] for name in order})
+        order = sorted(op_shardings, key=lambda name: place[name.in_layer("*")])
+        folded = fold({name: op_shardings[name] for name in order})
         texts_of_graph = {str(name): text for name, text in of_graph.items()}
         return AxisShardings(folded, texts_of_graph, *totals.tolist())
 
     def _texts(self, choices: Mapping[int, int]) -> dict[OpName, str | None]:
-        """Returns the labels of the ops for which these are a decision."""
+        """Returns the shardings of the ops for which these are a decision."""
         found = {}
         for i, spot in choices.items():
             first = self.costs.nodes[i].results[0].name
@@ -233,7 +235,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class ChosenShardings:
-    """plan: with labels of the whole model; of_graph: with labels of the graph alone.
+    """plan: with op shardings of the whole model; of_graph: of the graph alone.
     found: axis -> its labelling, once those of the others were decided."""
 
     plan: Plan
@@ -265,7 +267,7 @@ def choose_op_shardings(
     saved = find_saved(named, plan)
     found: dict[str, AxisShardings] = {}
     done: list[Mapping[str, AxisShardings]] = []
-    here = there = replace(plan, labels={})
+    here = there = replace(plan, op_shardings={})
     axes = [a for a in plan.axes if a not in (TIME, *plan.data_axes)]
     axes = [a for a in axes if not any(p.only == RING for p in plan.preferences(a))]
     for _ in range(ROUNDS):
@@ -280,21 +282,21 @@ def choose_op_shardings(
             )
             found[axis] = Axis(setting, runs).within(whole)
             here = _with(here, axis, found[axis].of_graph)
-            there = _with(there, axis, found[axis].labels)
+            there = _with(there, axis, found[axis].op_shardings)
         if found in done or len(axes) < 2:
             break
         done.append(dict(found))
     return ChosenShardings(there, here, found)
 
 
-def _with(plan: Plan, axis: str, labels: Mapping[str, str | None]) -> Plan:
-    return replace(plan, labels={**plan.labels, axis: dict(labels)})
+def _with(plan: Plan, axis: str, own: Mapping[str, str | None]) -> Plan:
+    return replace(plan, op_shardings={**plan.op_shardings, axis: dict(own)})
 
 
 def find_saved(named: Named, plan: Plan) -> frozenset[str]:
     """What one device would keep from forward to backward; of the views of a storage
     only the first."""
-    # What `auto` computes again is decided later, for what the labels leave.
+    # What `auto` computes again is decided later, for what op shardings leave.
     policy = "none" if plan.recompute == "auto" else plan.recompute
     alone = Plan(Mesh(()), recompute=policy)
     lowered = insert_collectives(propagate(named, alone))

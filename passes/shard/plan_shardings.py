@@ -1,7 +1,7 @@
-"""Labels in a plan: for single ops, the dim that an axis splits.
+"""Op shardings in a plan: for single ops, the dim that an axis splits.
 
-    "labels": {"tp": {"blocks.*.mlp.up:linear": "ffn", "blocks.*.norm1:layer_norm":
-                      "seq", "blocks.0:add.1": null}}
+    "op_shardings": {"tp": {"blocks.*.mlp.up:linear": "ffn", "blocks.0:add.1": null,
+                            "blocks.*.norm1:layer_norm": "seq"}}
 
 An op goes by its module path and its name, and a number if it is not the first of that
 name in its module. `*` stands for the number of any layer; an op's own name counts
@@ -66,13 +66,13 @@ def sharding_text(factors: tuple[Factor, ...], label: OpSharding) -> str | None:
 
 
 def splittable(
-    named: Named, allowed: Allowed, axis: str, i: int, labels: Mapping[str, OpSharding]
+    named: Named, allowed: Allowed, axis: str, i: int, others: Mapping[str, OpSharding]
 ) -> list[Factor]:
-    """What the axis may split of node i, one for each text. labels: of other axes."""
+    """What the axis may split of node i, one for each text. others: of other axes."""
     node, factors = named.graph.nodes[i], named.factors[i]
     found: dict[str | None, Factor] = {}
     for f in factors:
-        if allowed.may_split(f, node) and allowed.divides(axis, f.dim, labels):
+        if allowed.may_split(f, node) and allowed.divides(axis, f.dim, others):
             found.setdefault(sharding_text(factors, f), f)
     return list(found.values())
 
@@ -93,8 +93,8 @@ def read_plan_shardings(
     Raises: PlanError for a name that no op has.
     """
     found: dict[tuple[str, str], PlanSharding] = {}
-    names = name_ops(named.graph) if plan.labels else ()
-    for axis, wanted in plan.labels.items():
+    names = name_ops(named.graph) if plan.op_shardings else ()
+    for axis, wanted in plan.op_shardings.items():
         texts = {OpName.parse(text): text for text in wanted}
         used = set()
         for name, node in zip(names, named.graph.nodes, strict=True):
@@ -108,7 +108,7 @@ def read_plan_shardings(
         if unused := sorted(set(wanted) - used):
             like = names[-1].in_layer("*")
             raise PlanError(
-                f"labels of '{axis}' name {unused[0]!r}, but no op that reads "
+                f"op_shardings of '{axis}' name {unused[0]!r}, but no op that reads "
                 "parameters or what is made of them has this name",
                 fix=f"names look like '{like}'; drop this label",
             )
@@ -120,13 +120,13 @@ def planned_factor(
     allowed: Allowed,
     axis: str,
     i: int,
-    labels: Mapping[str, OpSharding],
+    others: Mapping[str, OpSharding],
     given: PlanSharding,
 ) -> Factor | None:
     """The dim that a plan's label names. Raises: PlanError if it cannot be split."""
     if given.text is None:
         return None
-    node, options = named.graph.nodes[i], splittable(named, allowed, axis, i, labels)
+    node, options = named.graph.nodes[i], splittable(named, allowed, axis, i, others)
     texts = [sharding_text(named.factors[i], f) for f in options]
     if given.text not in texts:
         shown = ", ".join(str(t) for t in texts) or "null alone"
@@ -139,14 +139,14 @@ def planned_factor(
     return options[texts.index(given.text)]
 
 
-def fold(labels: Mapping[OpName, str | None]) -> dict[str, str | None]:
+def fold(shardings: Mapping[OpName, str | None]) -> dict[str, str | None]:
     """The same with `*` for what most layers do, and the others by their names."""
     rows: dict[OpName, list[OpName]] = {}
-    for name in labels:
+    for name in shardings:
         rows.setdefault(name.in_layer("*"), []).append(name)
     found: dict[str, str | None] = {}
     for star, names in rows.items():
-        most, _ = Counter(labels[name] for name in names).most_common(1)[0]
+        most, _ = Counter(shardings[name] for name in names).most_common(1)[0]
         found[str(star)] = most
-        found.update((str(n), labels[n]) for n in names if labels[n] != most)
+        found.update((str(n), shardings[n]) for n in names if shardings[n] != most)
     return found

@@ -79,7 +79,7 @@ class Sharded:
 def propagate(named: Named, plan: Plan) -> Sharded:
     """Give every value a sharding, following the plan's order of preference.
 
-    Where the plan has labels for an op, these count; hints count more than both.
+    Where the plan has a sharding for an op, these count; hints count more than both.
     Raises: HintError, ShardingConflict, LossNotSeparable, BatchError, PlanError.
     """
     pins = read_hints(named, plan)
@@ -211,7 +211,7 @@ class _Propagation:
     def wanted(
         self, axis: str, i: int, node: Node, op_shardings: Mapping[str, OpSharding]
     ) -> Factor | None:
-        """As a hint demands it, as the plan's labels say, or what is preferred."""
+        """As a hint demands it, as the plan says, or what is preferred."""
         factors = self.named.factors[i]
         pinned = self.pins.factor(axis, node, factors)
         given = self.given.get((node.results[0].name, axis))

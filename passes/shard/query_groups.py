@@ -23,11 +23,11 @@ Groups = frozenset[tuple[int, int]]
 def split_groups(named: Named, plan: Plan) -> Plan:
     """The plan with tp seen as two axes, where that is right for the model.
 
-    One that has labels for tp stays as it is; so does one whose tp splits no heads of
-    keys.
+    One that has op shardings for tp stays as it is; so does one whose tp splits no
+    heads of keys.
     """
     splits = KEYS in plan.split.get("tp", ()) and "qp" in plan.split
-    if plan.labels.get("tp") or not splits:
+    if plan.op_shardings.get("tp") or not splits:
         return plan
     return replace(plan, mesh=with_groups(plan.mesh, find_groups(named)))
 

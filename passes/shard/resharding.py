@@ -3,7 +3,7 @@
 On each axis a value is in one of five states: R, V, P and MAX, or split at a place, see
 `passes.shard.sharding`. `TABLE` has all single steps, and what the derivative of each
 is; what takes two goes by a state in between. The emitter of the graph takes these
-steps, and the search for labels adds up their seconds.
+steps, and the search for op shardings adds up their seconds.
 """
 
 from __future__ import annotations

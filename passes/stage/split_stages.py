@@ -65,7 +65,7 @@ class Stage:
         return sum(self.costs.values(), NOTHING)
 
     @property
-    def waits(self) -> Seconds:
+    def exposed(self) -> Seconds:
         """Those of them that its collectives take."""
         made = (n.results[0].name for n in self.forward if collective(n))
         return sum((self.costs.get(name, NOTHING) for name in made), NOTHING)

@@ -152,6 +152,6 @@ function parametersPanel(plan) {
   return h("div", { class: "panel" }, h("h2", {}, "Parameters"),
     table([["parameter"], ["shape"], ["named dims, where it rests"], ["gradient summed over"], ["gathered over"], ["stage"]],
       [...rows.values()].map(({ name, p, numbers, stages }) => [h("code", {}, name.replace("*", ranges(numbers))), p.shape.join(" × "), h("code", {}, p.dims), p.pending.join(", "), p.gathered.join(", "), ranges(stages)]), "parameters"),
-    plan.inspect.notes.length ? h("div", {}, h("h3", {}, "Remarks"), plan.inspect.notes.map((n) => h("p", {}, n))) : null);
+    plan.inspect.remarks.length ? h("div", {}, h("h3", {}, "Remarks"), plan.inspect.remarks.map((n) => h("p", {}, n))) : null);
 }
 views.push({ id: "model", title: "Model and mesh", render: renderModel, only: () => DATA.plans[state.plan].mesh });
