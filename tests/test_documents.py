@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from models import Case
 from torch import Tensor, nn
 
+from autopar.cli import main
 from autopar.compiler import compile_offline
+from autopar.models.load import load_model
 from autopar.options import make_plan
 from autopar.passes.cost import Costs
 from autopar.passes.mesh import Mesh
@@ -24,6 +29,7 @@ from autopar.proof import prove_program
 from autopar.runtime.comm import ring_attention
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
+from autopar.training.data import open_data
 from autopar.verify import verify
 from examples.benchmarks.live_bytes import LiveBytes
 
@@ -194,6 +200,38 @@ def test_positions_that_start_anew_keep_documents_apart(mesh: str) -> None:
     assert "documents=" in text and "aten.eq" not in text
     verify(program, *one, drawn=False).check()
     verify(program, *one).check()
+
+
+TINY = "hidden_size=32,intermediate_size=48,num_hidden_layers=2,vocab_size=64"
+LLAMA = f"hf:llama?{TINY},num_attention_heads=4,num_key_value_heads=2,packed=true"
+
+
+def test_a_run_packs_documents_for_hugging_face(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    where, data = str(tmp_path / "plan"), str(tmp_path / "a.bin")
+    sizes = ["--mesh", "tp=1", "--global-batch", "4", "--seq", "24"]
+    assert main(["compile", LLAMA, *sizes, "-o", where]) == 0
+    np.random.default_rng(0).integers(0, 8, 900).astype(np.uint16).tofile(data)
+    line = ["run", where, "--json", "--data", data, "--steps", "1", "--lr", "0"]
+    capsys.readouterr()
+    assert main(line) == 2
+    assert "nobody says which token ends a document" in capsys.readouterr().err
+    assert main([*line, "--document-end", "3"]) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[0])
+    ids, _ = open_data(data, 64).batch(0, 4, 24)
+    model = load_model(LLAMA).model
+    losses = []
+    for sample in ids:  # each document by itself
+        ends = [0, *(i + 1 for i in range(23) if sample[i] == 3), 24]
+        logits = [
+            model(sample[None, a:b]).logits[0] for a, b in pairwise(ends) if b > a
+        ]
+        losses.append(F.cross_entropy(torch.cat(logits)[:-1], sample[1:]))
+    assert row["loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+    assert main(["compile", "hf:bloom?packed=true", "--mesh", "tp=1", "-o", where]) == 2
+    assert "takes no position_ids" in capsys.readouterr().err
 
 
 @pytest.mark.slow

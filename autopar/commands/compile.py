@@ -219,9 +219,15 @@ def _compile_batch(
             f"'{loaded.spec}' brings no batch to compile for",
             fix="let the factory return (model, batch)",
         )
+    if loaded.packed and arguments.attention_mask:
+        raise ModelError(
+            f"'{loaded.spec}' looks for packed documents where there is no mask",
+            fix="leave out --attention-mask, or packed=true",
+        )
     return example_batch(
         loaded.vocab,
         arguments.global_batch or max(8, 4 * mesh.axis_size("pp") * _data_ranks(mesh)),
         arguments.seq or SEQ,
         arguments.attention_mask,
+        loaded.packed,
     )

@@ -3,6 +3,7 @@
     gpt.py:demo                                    a function that makes the model
     hf:gpt2                                        Hugging Face, with its defaults
     hf:llama?num_hidden_layers=4,hidden_size=256   and with some of them changed
+    hf:llama?packed=true                           that keeps packed documents apart
     hf:path/config.json                            a configuration file
     hf:meta-llama/Llama-3.1-70B                    one that comes with autopar, or that
                                                    the hub's cache has
@@ -16,6 +17,7 @@ import ast
 import contextlib
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -46,6 +48,7 @@ TOKENS = Range(1, 1 << 26)  # of a made-up batch: half a GiB for each of its fie
 CONFIGURED = {"num_hidden_layers": Range(0, 10_000), "vocab_size": Range(1, 1 << 30)}
 RETURNS = "return the model, or (model, batch): the batch a dict, from the names of "
 RETURNS += "what forward takes to tensors"
+POSITIONS = "position_ids"
 IGNORED = -100  # the label that a loss leaves out
 
 # Chosen by the builder of the model, not stored in its configuration.
@@ -58,6 +61,8 @@ class LoadedModel:
 
     vocab: its number of tokens, where its configuration says so. shifts_labels: it
     compares labels[i] with what it predicts at i - 1, as Hugging Face models do.
+    packed: it takes `position_ids` that begin anew with each document, and keeps these
+    apart.
     """
 
     model: nn.Module
@@ -65,6 +70,7 @@ class LoadedModel:
     spec: str
     vocab: int | None = None
     shifts_labels: bool = False
+    packed: bool = False
 
     @property
     def on_meta(self) -> bool:
@@ -111,17 +117,25 @@ def _kind(made: Any) -> str:
 
 
 def example_batch(
-    vocab: int, batch: int, seq: int, attention_mask: bool = False, seed: int = 0
+    vocab: int,
+    batch: int,
+    seq: int,
+    attention_mask: bool = False,
+    packed: bool = False,
+    seed: int = 0,
 ) -> dict[str, Tensor]:
     """Random tokens, int64 [batch, seq], as Hugging Face's causal models take them.
 
-    The first labels of every third sample are to be ignored.
+    The first labels of every third sample are to be ignored. packed: with positions of
+    two documents in each sample.
     """
     shapes: dict[str, tuple[tuple[int, ...], str]] = {
         name: ((batch, seq), "int64") for name in ("input_ids", "labels")
     }
     if attention_mask:
         shapes["attention_mask"] = ((batch, seq), "int64")
+    if packed:
+        shapes[POSITIONS] = ((batch, seq), "int64")
     return random_batch(shapes, vocab, seed)
 
 
@@ -131,7 +145,8 @@ def random_batch(
     """A batch of the compiled shapes: random tokens, some labels to be ignored.
 
     inputs: field -> (shape, dtype), as in `Program.inputs`. An attention mask is all
-    ones. Raises ModelError for a field that is not integers [batch, seq].
+    ones, and positions begin anew after a third of the sequence. Raises ModelError for
+    a field that is not integers [batch, seq].
     """
     draw = torch.Generator().manual_seed(seed)
     made = {}
@@ -150,6 +165,11 @@ def random_batch(
         if name == "attention_mask":
             made[name] = torch.ones(shape, dtype=kind)
             continue
+        if name == POSITIONS:
+            first = shape[1] // 3
+            places = torch.cat([torch.arange(first), torch.arange(shape[1] - first)])
+            made[name] = places.to(kind).repeat(shape[0], 1)
+            continue
         made[name] = torch.randint(vocab, shape, generator=draw, dtype=kind)
         if name == "labels":
             made[name][::3, : shape[1] // 4] = IGNORED
@@ -162,7 +182,7 @@ def random_batch(
 @gc_paused()
 def _hugging_face(spec: str, seed: int, device: str | None) -> LoadedModel:
     transformers = _transformers()
-    config, implementations = _read_config(transformers, spec)
+    config, implementations, packed = _read_config(transformers, spec)
     auto = transformers.AutoModelForCausalLM
 
     def build() -> nn.Module:
@@ -178,7 +198,12 @@ def _hugging_face(spec: str, seed: int, device: str | None) -> LoadedModel:
         big = sum(p.numel() * p.element_size() for p in model.parameters()) >= BIG
     if device == "cpu" or (device is None and not big):
         model = build()
-    return LoadedModel(model, None, spec, config.vocab_size, shifts_labels=True)
+    if packed and POSITIONS not in inspect.signature(model.forward).parameters:
+        raise ModelError(
+            f"'{spec}' takes no {POSITIONS}, by which documents are told apart",
+            fix="leave out packed=true, or take llama, mistral, qwen3 or the like",
+        )
+    return LoadedModel(model, None, spec, config.vocab_size, True, packed)
 
 
 @contextlib.contextmanager
@@ -211,11 +236,15 @@ def _transformers() -> Any:
     return transformers
 
 
-def _read_config(transformers: Any, spec: str) -> tuple[Any, dict[str, str]]:
-    """The configuration, and the implementations chosen beside it."""
+def _read_config(transformers: Any, spec: str) -> tuple[Any, dict[str, str], bool]:
+    """The configuration, the implementations chosen beside it, and whether documents
+    are packed."""
     name, _, query = spec.removeprefix("hf:").partition("?")
     given = _read_query(spec, query)
     chosen = {k: str(given.pop(k)) for k in IMPLEMENTATIONS if k in given}
+    packed = given.pop("packed", False)
+    if not isinstance(packed, bool):
+        raise ModelError(f"'{spec}' has packed={packed}", fix="write packed=true")
     kinds = transformers.CONFIG_MAPPING
     file = find_configuration(name, [*kinds])
     data: dict[str, Any] = {}
@@ -249,7 +278,9 @@ def _read_config(transformers: Any, spec: str) -> tuple[Any, dict[str, str]]:
     # The default one loops over experts that tokens chose: no fixed graph. A model
     # without experts does not mind.
     chosen.setdefault("experts_implementation", "batched_mm")
-    return config, chosen
+    if packed:  # with a cache nobody looks at positions for documents
+        config.use_cache = False
+    return config, chosen, packed
 
 
 def _read_query(spec: str, query: str) -> dict[str, Any]:

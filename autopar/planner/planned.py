@@ -154,4 +154,4 @@ def batch_for(loaded: LoadedModel, samples: int, seq: int | None) -> dict[str, T
             f"'{loaded.spec}' brings no batch to compile for",
             fix="let the factory return (model, batch)",
         )
-    return example_batch(loaded.vocab, samples, seq)
+    return example_batch(loaded.vocab, samples, seq, packed=loaded.packed)

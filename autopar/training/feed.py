@@ -15,7 +15,13 @@ from autopar.passes.ranges import Range
 from autopar.training.data import Corpus, Data, Mixture, open_data
 from autopar.training.documents import Reading
 from autopar.training.epochs import Epochs
-from autopar.training.fields import DOCUMENTS, POSITIONS, check_fields, fields_of
+from autopar.training.fields import (
+    DOCUMENTS,
+    POSITIONS,
+    check_fields,
+    fields_of,
+    no_end,
+)
 from autopar.training.options import RunOptions
 from autopar.training.sources import open_tokens
 from autopar.training.tokenizer import Tokenizer, open_tokenizer
@@ -44,6 +50,8 @@ class Feed:
         if options.epochs:
             data = Epochs.of(data, options.data, options.seed)
         end = document_end(options, tokenizer, vocab)
+        if loaded.packed and end is None:
+            raise no_end(f"'{loaded.spec}' keeps documents apart")
         return cls(data, program, loaded.shifts_labels, end)
 
     def split(self, fraction: float) -> tuple[Feed, Feed]:

@@ -38,11 +38,7 @@ def check_fields(inputs: Inputs, end: int | None) -> None:
                 fix="write the training loop yourself, with autopar.compile",
             )
         if name in DOCUMENTS and end is None:
-            raise DataError(
-                f"the model takes '{name}', but nobody says which token ends a "
-                "document",
-                fix="name it: --document-end TOKEN with --tokenizer, else its id",
-            )
+            raise no_end(f"the model takes '{name}'")
     others = [name for name in inputs if name not in ROLES]
     if len(others) > 1:
         raise ModelError(
@@ -50,6 +46,13 @@ def check_fields(inputs: Inputs, end: int | None) -> None:
             fix=f"leave tokens one field beside {', '.join(ROLES)}; or write the "
             "training loop yourself, with autopar.compile",
         )
+
+
+def no_end(what: str) -> DataError:
+    return DataError(
+        f"{what}, but nobody says which token ends a document",
+        fix="name it: --document-end TOKEN with --tokenizer, else its id",
+    )
 
 
 def fields_of(
