@@ -17,6 +17,7 @@ from autopar.machine.hardware import (
     cluster_of,
     make_cluster,
     named_by_torch,
+    node_size,
     with_memory,
 )
 from autopar.machine.measured_device import measure_device
@@ -153,9 +154,10 @@ def test_a_device_is_measured_by_products_and_copies() -> None:
 
 def test_every_device_is_planned_for() -> None:
     """In its usual node, and beyond it."""
-    for name, (node, _, _) in NODES.items():
+    for name, device in DEVICES.items():
+        node = node_size(device)
         for devices in (1, node, 2 * node):
             cluster = cluster_of(f"{devices}x{name}")
             assert cluster.device.name == name
             assert cluster.levels[-1].devices >= devices
-    assert set(NODES) == set(DEVICES)
+    assert set(NODES) | {"CPU"} == set(DEVICES)

@@ -10,7 +10,9 @@ from itertools import pairwise
 
 import pytest
 
-from autopar.machine.hardware import RING_STEP, cluster_of
+from autopar.machine.cluster_file import cluster_from
+from autopar.machine.fabrics import EFA_STEP, FABRICS
+from autopar.machine.hardware import cluster_of
 from autopar.passes.mesh import Mesh
 from autopar.passes.price.cluster import ClusterError, Level, Link, Near, nodes
 
@@ -139,8 +141,8 @@ def test_gathers_of_many_ranks_take_as_many_steps() -> None:
         cluster = cluster_of("512xA100-80GB")
         return cluster.link(Mesh.parse(mesh), ("dp",)).seconds("all_gather", 0)
 
-    assert seconds("dp=512") == pytest.approx(511 * RING_STEP)
-    assert seconds("dp=64,tp=8") == pytest.approx(63 * RING_STEP)
+    assert seconds("dp=512") == pytest.approx(511 * EFA_STEP)
+    assert seconds("dp=64,tp=8") == pytest.approx(63 * EFA_STEP)
     assert cluster_of("128xCPU").levels[-1].step == 0
 
 
@@ -148,3 +150,42 @@ def test_gathers_of_many_ranks_take_as_many_steps() -> None:
 def test_a_step_that_cannot_be(step: float) -> None:
     with pytest.raises(ClusterError, match="step of a level of links"):
         Level(8, 1e9, 1e-6, step=step)
+
+
+def described(**network: object) -> Level:
+    """The outer links of a cluster file, 8 H100s a node."""
+    links = [{"devices": 8, "fabric": "NVLink 4"}, {"devices": 16, **network}]
+    data = {"devices": 16, "device": "H100", "links": links}
+    return cluster_from(data).levels[-1]
+
+
+def test_a_network_is_named_in_a_cluster_file() -> None:
+    """By its NICs, which all devices of a node share; what is written overrules it."""
+    assert described(fabric="InfiniBand NDR") == cluster_of("16xH100").levels[-1]
+    rails = described(fabric="RoCE 200G", nics=4, step="1e-6")
+    assert rails.bytes_per_second == FABRICS["RoCE 200G"].bytes_per_second / 2
+    assert rails.step == 1e-6 and rails.latency == FABRICS["RoCE 200G"].latency
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        ({"fabric": "Token Ring"}, "no fabric is known as 'Token Ring'"),
+        ({"nics": 4}, "'links.nics' says how many, but not of what"),
+        ({"latency": 1e-6}, "links has no 'bytes_per_second'"),
+    ],
+)
+def test_a_network_that_is_not_described(
+    network: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ClusterError, match=message):
+        described(**network)
+
+
+def test_networks_differ_in_what_a_message_keeps_busy() -> None:
+    """What one cluster's network was measured to take is charged to no other."""
+    mesh = Mesh.parse("dp=2,tp=16")
+    fast = cluster_of("32xH100").link(mesh, ("tp",)).seconds("all_gather", 0)
+    slow = described(fabric="EFA 100G", nics=32)
+    assert slow.bytes_per_second == FABRICS["InfiniBand NDR"].bytes_per_second
+    assert fast < 15 * slow.step / 2

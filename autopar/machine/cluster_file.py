@@ -18,8 +18,8 @@ latency = 5e-6                 # seconds
 
 [[links]]
 devices = 16
-bytes_per_second = "25GB"
-latency = 1.5e-5
+fabric = "InfiniBand HDR"      # of the table; bytes_per_second, latency, step overrule
+nics = 4                       # that a node has of it; without, one for each device
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from autopar.machine.fabrics import FABRICS, Fabric
 from autopar.machine.hardware import DEVICES, make_cluster
 from autopar.passes.decode import parse_json
 from autopar.passes.price.cluster import Cluster, ClusterError, Device, Level
@@ -69,7 +70,7 @@ def cluster_from(data: Any) -> Cluster:
         made = make_cluster(DEVICES[device.name], devices)
         levels = made.levels
     else:
-        levels = tuple(map(_level, _tables(data["links"])))
+        levels = _levels(_tables(data["links"]))
     cores = number("cores", data.get("cores", 0))
     return Cluster(device, devices, levels, cores=cores)
 
@@ -112,11 +113,40 @@ def _device(data: Any) -> Device:
     return Device(**whole)
 
 
-def _level(data: Any) -> Level:
-    allowed = {f.name for f in fields(Level)}
-    _known("links", data, allowed, {"devices", "bytes_per_second", "latency"})
-    given = {key: _read(f"links.{key}", value) for key, value in data.items()}
-    return Level(**{**given, "devices": _whole("links.devices", data["devices"])})
+def _levels(tables: list[Any]) -> tuple[Level, ...]:
+    found: list[Level] = []
+    for data in tables:
+        found.append(_level(data, found[-1].devices if found else 1))
+    return tuple(found)
+
+
+def _level(data: Any, node: int) -> Level:
+    """node: devices that share the NICs of a level."""
+    own = {f.name for f in fields(Level)}
+    _known("links", data, own | {"fabric", "nics"}, {"devices"})
+    given = {k: _read(f"links.{k}", v) for k, v in data.items() if k in own}
+    given["devices"] = _whole("links.devices", data["devices"])
+    if "fabric" in data:
+        nics = _whole("links.nics", data.get("nics", node))
+        level = _fabric(data["fabric"]).level(given["devices"], nics / node)
+        return replace(level, **given)
+    if "nics" in data:
+        raise ClusterError(
+            "'links.nics' says how many, but not of what",
+            fix='name the fabric, as fabric = "InfiniBand NDR"',
+        )
+    _known("links", given, own, {"devices", "bytes_per_second", "latency"})
+    return Level(**given)
+
+
+def _fabric(name: Any) -> Fabric:
+    if not isinstance(name, str) or name not in FABRICS:
+        raise ClusterError(
+            f"no fabric is known as {shown(name)}",
+            fix=f"use one of {', '.join(FABRICS)}; or give bytes_per_second and "
+            "latency",
+        )
+    return FABRICS[name]
 
 
 def _tables(data: Any) -> list[Any]:

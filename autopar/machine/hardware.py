@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
 import torch
 
+from autopar.machine.fabrics import FABRICS
 from autopar.machine.machine import cores as usable_cores
 from autopar.machine.machine import host_memory
 from autopar.machine.measured_device import measure_device
@@ -90,46 +92,40 @@ DEVICES = {
         ),
     )
 }
-# Devices in a node; bytes a second that each sends to the others in it, and out of it.
-# NVLink and Infinity Fabric as the data sheets say, one way; 25 GB/s out of a node is
-# InfiniBand HDR, 50 NDR for each device, as in the makers' own nodes. Without such
-# links, PCIe: x16 of generation 3 (16 GB/s), 4 (32) or 5 (64).
-NODES = {
-    "T4": (4, 16 * GB, 6.25 * GB),
-    "V100": (8, 150 * GB, 12.5 * GB),
-    "A10": (4, 32 * GB, 12.5 * GB),
-    "A10G": (8, 32 * GB, 12.5 * GB),
-    "A40": (8, 32 * GB, 12.5 * GB),
-    "A100-40GB": (8, 300 * GB, 25 * GB),
-    "A100-80GB": (8, 300 * GB, 25 * GB),
-    "A100-PCIe-40GB": (8, 32 * GB, 12.5 * GB),
-    "A100-PCIe-80GB": (8, 32 * GB, 12.5 * GB),
-    "A800-80GB": (8, 200 * GB, 25 * GB),
-    "RTX-A6000": (8, 32 * GB, 12.5 * GB),
-    "RTX-3090": (4, 32 * GB, 1.25 * GB),
-    "RTX-4090": (8, 32 * GB, 1.25 * GB),
-    "RTX-5090": (8, 64 * GB, 1.25 * GB),
-    "L4": (8, 32 * GB, 12.5 * GB),
-    "L40S": (8, 32 * GB, 25 * GB),
-    "H100": (8, 450 * GB, 50 * GB),
-    "H100-PCIe": (8, 64 * GB, 25 * GB),
-    "H100-NVL": (8, 64 * GB, 25 * GB),
-    "H200": (8, 450 * GB, 50 * GB),
-    "H800": (8, 200 * GB, 50 * GB),
-    "H20": (8, 450 * GB, 50 * GB),
-    "GH200": (1, 450 * GB, 50 * GB),
-    "B200": (8, 900 * GB, 50 * GB),
-    "GB200": (72, 900 * GB, 50 * GB),
-    "MI300X": (8, 448 * GB, 50 * GB),
-    "CPU": (64, 2 * GB, 1 * GB),
+# Devices in a node, what joins them there, what leaves the node (see
+# `autopar.machine.fabrics`), and how many NICs each device has for that.
+NODES: Mapping[str, tuple[int, str, str, float]] = {
+    "T4": (4, "PCIe 3", "Ethernet 100G", 1 / 2),
+    "V100": (8, "NVLink 2", "InfiniBand EDR", 1),
+    "A10": (4, "PCIe 4", "Ethernet 100G", 1),
+    "A10G": (8, "PCIe 4", "EFA 100G", 1 / 8),
+    "A40": (8, "PCIe 4", "InfiniBand EDR", 1),
+    "A100-40GB": (8, "NVLink 3", "InfiniBand HDR", 1),
+    "A100-80GB": (8, "NVLink 3", "InfiniBand HDR", 1),
+    "A100-PCIe-40GB": (8, "PCIe 4", "InfiniBand EDR", 1),
+    "A100-PCIe-80GB": (8, "PCIe 4", "InfiniBand EDR", 1),
+    "A800-80GB": (8, "NVLink 3, 8 links", "InfiniBand HDR", 1),
+    "RTX-A6000": (8, "PCIe 4", "Ethernet 100G", 1),
+    "RTX-3090": (4, "PCIe 4", "Ethernet 10G", 1),
+    "RTX-4090": (8, "PCIe 4", "Ethernet 10G", 1),
+    "RTX-5090": (8, "PCIe 5", "Ethernet 10G", 1),
+    "L4": (8, "PCIe 4", "Ethernet 100G", 1),
+    "L40S": (8, "PCIe 4", "RoCE 200G", 1),
+    "H100": (8, "NVLink 4", "InfiniBand NDR", 1),
+    "H100-PCIe": (8, "PCIe 5", "InfiniBand HDR", 1),
+    "H100-NVL": (8, "PCIe 5", "InfiniBand HDR", 1),
+    "H200": (8, "NVLink 4", "InfiniBand NDR", 1),
+    "H800": (8, "NVLink 4, 8 links", "InfiniBand NDR", 1),
+    "H20": (8, "NVLink 4", "InfiniBand NDR", 1),
+    "GH200": (1, "NVLink 4", "InfiniBand NDR", 1),
+    "B200": (8, "NVLink 5", "InfiniBand NDR", 1),
+    "GB200": (72, "NVLink 5", "InfiniBand NDR", 1),
+    "MI300X": (8, "Infinity Fabric 3", "RoCE 400G", 1),
 }
-OTHERS = (8, 32 * GB, 12.5 * GB)  # of devices that nobody knows
-LATENCY = {"node": 5e-6, "network": 1.5e-5}  # seconds of a message
-# Seconds that a message of a collective keeps a link between nodes busy. Fitted to
-# gathers and scatters of 256 MiB over 2 to 64 nodes (`published.py --sweep` of
-# `examples/benchmarks`). What is published of training agrees, by eight ranks of a node
-# (`published_zero.py` there) and by one (`published_others.py`).
-RING_STEP = 3.8e-5
+OTHERS = (8, "PCIe 4", "Ethernet 100G", 1.0)  # of devices that nobody knows
+# Processes of a CPU, whose links nobody measured.
+CPU_NODE = 64
+CPU_LEVELS = (Level(CPU_NODE, 2 * GB, 5e-5), Level(CPU_NODE, 1 * GB, 1e-4))
 
 
 def cluster_of(text: str) -> Cluster:
@@ -228,15 +224,21 @@ def _words(name: str) -> set[str]:
     return {w for w in name.upper().split("-") if not re.fullmatch(r"[0-9]+GB", w)}
 
 
+def node_size(device: Device) -> int:
+    """Devices in a node, as they are usually built."""
+    return CPU_NODE if device.name == "CPU" else NODES.get(device.name, OTHERS)[0]
+
+
 def make_cluster(device: Device, devices: int, node: int | None = None) -> Cluster:
     """Devices of the table, in nodes (of so many devices) joined by a network."""
-    usual, inside, outside = NODES.get(device.name, OTHERS)
-    node = node or usual
-    latency = (5e-5, 1e-4) if device.name == "CPU" else tuple(LATENCY.values())
-    levels = [Level(min(node, max(devices, 1)), inside, latency[0])]
+    node = node or node_size(device)
+    _, inside, outside, nics = NODES.get(device.name, OTHERS)
+    near, far = FABRICS[inside].level(node), FABRICS[outside].level(node, nics)
+    if device.name == "CPU":
+        near, far = CPU_LEVELS
+    levels = [replace(near, devices=min(node, max(devices, 1)))]
     if devices > node:
-        step = 0.0 if device.name == "CPU" else RING_STEP
-        levels.append(Level(devices, outside, latency[1], step=step))
+        levels.append(replace(far, devices=devices))
     return Cluster(device, devices, tuple(levels))
 
 

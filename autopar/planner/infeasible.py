@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from autopar.machine.hardware import NODES, make_cluster
+from autopar.machine.hardware import DEVICES, make_cluster
 from autopar.passes.plan import PlanError
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import Estimate
@@ -98,7 +98,7 @@ def frugal(space: Space, prices: Prices) -> Estimate | None:
 def with_devices(cluster: Cluster, devices: int) -> Cluster:
     """A cluster of more devices of the same kind: more nodes, of as many each."""
     *inner, last = cluster.levels or make_cluster(cluster.device, devices).levels
-    if not inner and cluster.device.name in NODES:
+    if not inner and cluster.device.name in DEVICES:
         return make_cluster(cluster.device, devices)
     return replace(
         cluster,
