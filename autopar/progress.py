@@ -29,7 +29,7 @@ class Progress:
     """Within, what is told is shown on stderr: on a terminal as one line, which is
     cleared at the end; elsewhere as a line every PAUSE seconds, of what takes longer.
 
-    what: the work. One inside of another is a phase of it.
+    what: the work. One inside of another names the same line as long as it lasts.
     """
 
     shown: ClassVar[Progress | None] = None
@@ -83,7 +83,8 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if Progress.shown is not None:
-            tell(self.what)
+            self.outer = Progress.shown.what
+            Progress.shown.what = self.what
             return self
         Progress.shown = self
         if self.live:
@@ -98,6 +99,8 @@ class Progress:
         where: TracebackType | None,
     ) -> None:
         if Progress.shown is not self:
+            if Progress.shown is not None:
+                Progress.shown.what = self.outer
             return
         Progress.shown = None
         self.ended.set()

@@ -73,12 +73,14 @@ def test_elsewhere_what_takes_long_has_lines(monkeypatch: pytest.MonkeyPatch) ->
     assert file.getvalue().splitlines()[0] == "plan:  0 s"
 
 
-def test_what_is_inside_is_a_phase_and_an_error_ends_it() -> None:
+def test_what_is_inside_names_the_line_and_an_error_ends_it() -> None:
     shown = Terminal()
     stderr = sys.stderr
     with pytest.raises(KeyError), Progress("verify", shown) as outer:
         with Progress("compile", shown) as inner:
-            assert outer.text() == "verify: compile  0 s"
+            tell("a pass")
+            assert outer.text() == "compile: a pass  0 s"
+        assert outer.text() == "verify: a pass  0 s"
         assert Progress.shown is outer and not inner.thread.is_alive()
         raise KeyError
     assert Progress.shown is None and sys.stderr is stderr
