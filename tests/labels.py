@@ -20,19 +20,19 @@ from autopar.passes.shard.insert_collectives import insert_collectives
 from autopar.passes.shard.propagate import Sharded, propagate
 from autopar.passes.stage.differentiate import differentiate
 from autopar.passes.stage.split_stages import split_stages
-from autopar.planner.planner import Sketch, sketch
+from autopar.planner.planner import ShortModel, capture_short
 from examples.gpt import GPT, Config
 
 CLUSTER = cluster_of("8xA100-80GB")
 
 
 @cache
-def large(layers: int = 24, samples: int = 8) -> Sketch:
+def large(layers: int = 24, samples: int = 8) -> ShortModel:
     """A GPT so large that computing takes most of the time."""
     with torch.device("meta"):
         model = GPT(Config(layers, width=2048, heads=16, context=1024, vocab=32000))
     ids = torch.zeros(samples, 1024, dtype=torch.int64)
-    return sketch(model, {"ids": ids, "labels": ids.clone()})
+    return capture_short(model, {"ids": ids, "labels": ids.clone()})
 
 
 def setting_of(named, plan: Plan, axis: str = "tp") -> Setting:

@@ -10,7 +10,7 @@ from autopar.measure.stage_costs import cluster_costs, measure
 from autopar.passes.graph import Graph, Node
 from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan
-from autopar.planner.planner import find_plans, sketch
+from autopar.planner.planner import capture_short, find_plans
 from examples.gpt import GPT, Config
 
 CONFIG = Config(layers=2, width=32, heads=4, context=16, vocab=64)
@@ -139,7 +139,10 @@ def test_other_devices_are_priced_as_the_planner_does(measured) -> None:
     batch = {"ids": ids, "labels": ids.clone()}
     one = Plan(Mesh.parse("tp=1"))
     program = autopar.compile_offline(model, batch, one, costs=cluster_costs(cluster))
-    of, decided = sketch(model, batch), {"recompute": ("none",), "microbatches": 1}
+    of, decided = (
+        capture_short(model, batch),
+        {"recompute": ("none",), "microbatches": 1},
+    )
     (best, *_) = find_plans(of, cluster, 4, **decided).best
     (stage,) = best.stages
     planned = stage.forward + stage.backward + stage.weight

@@ -28,12 +28,12 @@ from autopar.passes.plan import CONTEXT_PARALLEL, PlanError
 from autopar.passes.program import ParameterSpec
 from autopar.passes.search.candidates import meshes
 from autopar.planner.planner import (
-    Sketch,
+    ShortModel,
+    capture_short,
     find_plans,
     label_plan,
     make_space,
     plan_of,
-    sketch,
 )
 from autopar.planner.request import PlanRequest
 from autopar.proof.ranks import local_parameters
@@ -256,10 +256,10 @@ def test_labels_of_an_axis_leave_it_as_it_is() -> None:
 
 
 @cache
-def grouped() -> Sketch:
+def grouped() -> ShortModel:
     """2 heads of keys, of 2 queries each."""
     case = llama(layers=4)
-    return sketch(case.model, case.batch, case.loss_fn)
+    return capture_short(case.model, case.batch, case.loss_fn)
 
 
 CLUSTER = cluster_of("4xA100-80GB")

@@ -15,16 +15,22 @@ from autopar.passes.price.cluster import Cluster
 from autopar.passes.search.candidates import candidates, searched
 from autopar.passes.search.search import Found, rough, run_on_paper
 from autopar.planner.infeasible import Infeasible, gigabytes, with_devices
-from autopar.planner.planner import Sketch, find_plans, make_prices, make_space, sketch
+from autopar.planner.planner import (
+    ShortModel,
+    capture_short,
+    find_plans,
+    make_prices,
+    make_space,
+)
 
 BATCH = 16
 PLAIN = {"schedules": ("1f1b",)}  # which keeps the least
 
 
 @cache
-def of() -> Sketch:
+def of() -> ShortModel:
     case = plain_gpt(batch=BATCH)
-    return sketch(case.model, case.batch)
+    return capture_short(case.model, case.batch)
 
 
 def plans(cluster: Cluster, **decided: Any) -> Found:

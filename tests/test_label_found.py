@@ -16,7 +16,7 @@ from autopar.passes.cost import Costs
 from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
 from autopar.planner.label_found import label_found, open_to_labels
-from autopar.planner.planner import find_plans, plan_of, sketch
+from autopar.planner.planner import capture_short, find_plans, plan_of
 from autopar.verify import verify
 
 SAMPLES = 16
@@ -36,7 +36,7 @@ def test_labelled_plans_are_faster_and_fit_and_are_right(
     case = plain_gpt(batch=SAMPLES, tied=False)
     where = Mesh.parse(mesh)
     cluster = with_memory(cluster_of(f"{where.size}xA100-80GB"), memory)
-    of = sketch(case.model, case.batch, precision=precision)
+    of = capture_short(case.model, case.batch, precision=precision)
     plain = find_plans(of, cluster, SAMPLES, where, recompute=("none",))
     found, plans = label_found(plain, of, cluster)
     assert plans and {e.candidate for e in found.best if e.candidate.labelled} == {
@@ -59,7 +59,7 @@ def test_labelled_plans_are_faster_and_fit_and_are_right(
 
 def test_plans_without_an_axis_to_label_stay() -> None:
     case = plain_gpt(batch=SAMPLES)
-    of, cluster = sketch(case.model, case.batch), cluster_of("2xA100-80GB")
+    of, cluster = capture_short(case.model, case.batch), cluster_of("2xA100-80GB")
     plain = find_plans(of, cluster, SAMPLES, Mesh.parse("dp=2"))
     found, plans = label_found(plain, of, cluster)
     assert found.best == plain.best and not plans
@@ -67,7 +67,7 @@ def test_plans_without_an_axis_to_label_stay() -> None:
 
 def test_labels_are_tried_where_a_plan_could_become_the_fastest() -> None:
     case = plain_gpt(batch=SAMPLES)
-    of, cluster = sketch(case.model, case.batch), cluster_of("2xA100-80GB")
+    of, cluster = capture_short(case.model, case.batch), cluster_of("2xA100-80GB")
     fast, slow = (
         find_plans(of, cluster, SAMPLES, Mesh.parse(mesh)) for mesh in ("dp=2", "tp=2")
     )

@@ -33,7 +33,7 @@ from autopar.passes.search.search import run_on_paper
 from autopar.passes.stage.differentiate import differentiate
 from autopar.passes.stage.local_stage import LocalStage
 from autopar.passes.stage.one_op import one_op
-from autopar.planner.planner import make_prices, sketch
+from autopar.planner.planner import capture_short, make_prices
 
 CPU = cluster_of("4xCPU")
 
@@ -131,7 +131,7 @@ def estimated(ops: Ops, messages: Messages, batch: dict, samples: int = 1) -> Es
     cluster = replace(
         CPU, device=replace(CPU.device, ops=ops), messages=messages, profile="here"
     )
-    of = sketch(small_model(), batch)
+    of = capture_short(small_model(), batch)
     candidate = Candidate(
         Mesh.parse("dp=2,tp=2"), samples, 2, "1f1b", 1, 0, "none", (of.runs,)
     )

@@ -15,7 +15,13 @@ from autopar.passes.pipeline import compile_program
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.estimate import Estimate, in_blocks
 from autopar.passes.search.search import accounts_of, run_on_paper
-from autopar.planner.planner import Sketch, find_plans, make_prices, plan_of, sketch
+from autopar.planner.planner import (
+    ShortModel,
+    capture_short,
+    find_plans,
+    make_prices,
+    plan_of,
+)
 
 LAYERS, SAMPLES = 4, 16
 
@@ -28,9 +34,9 @@ def case(name: str) -> Case:
 
 
 @cache
-def of(name: str, precision: str = "model") -> Sketch:
+def of(name: str, precision: str = "model") -> ShortModel:
     own = case(name)
-    return sketch(own.model, own.batch, own.loss_fn, precision=precision)
+    return capture_short(own.model, own.batch, own.loss_fn, precision=precision)
 
 
 def candidate(mesh: str, zero: int) -> Candidate:

@@ -47,7 +47,7 @@ from autopar.passes.shard.op_sharding import PASS
 from autopar.passes.shard.plan_shardings import OpName, fold, name_ops, sharding_text
 from autopar.passes.shard.preference import Preference
 from autopar.passes.shard.propagate import propagate
-from autopar.planner.planner import label_plan, sketch
+from autopar.planner.planner import capture_short, label_plan
 from autopar.verify import verify
 
 # --- What labels cost ----------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_the_best_labels_as_by_trying_all(byte: float) -> None:
 @pytest.mark.parametrize("build", [plain_gpt, llama])
 def test_a_deep_model_is_labelled_as_its_whole_graph_would_be(build) -> None:
     case = build(layers=6)
-    of = sketch(case.model, case.batch, case.loss_fn)
+    of = capture_short(case.model, case.batch, case.loss_fn)
     assert of.layers is not None
     runs = Runs(of.layers.path, of.layers.period, of.layers.repeats)
     whole = name_dims(normalize(trace(case.model, case.batch, case.loss_fn)))
@@ -201,7 +201,10 @@ def test_less_memory_takes_longer_until_nothing_fits() -> None:
 
 def frugal(case, mesh: str, **options) -> Plan:
     """With labels that need about as little memory as any."""
-    of, plan = sketch(case.model, case.batch, case.loss_fn), make_plan(mesh, **options)
+    of, plan = (
+        capture_short(case.model, case.batch, case.loss_fn),
+        make_plan(mesh, **options),
+    )
     assert of.layers is not None
     runs = Runs(of.layers.path, of.layers.period, of.layers.repeats)
     found = Axis(setting_of(of.named, plan), runs).best(1e-6)
@@ -228,7 +231,7 @@ def test_plans_with_labels_are_right(build, mesh) -> None:
 @pytest.mark.parametrize("build", [plain_gpt, llama])
 def test_several_axes_are_labelled_in_turn(build) -> None:
     case = build(layers=4)
-    of = sketch(case.model, case.batch, case.loss_fn)
+    of = capture_short(case.model, case.batch, case.loss_fn)
     plan = label_plan(of, make_plan("cp=2,tp=2", microbatches=2), CLUSTER).plan
     assert set(plan.op_shardings) == {"cp", "tp"}
     traced = trace(case.model, case.batch, case.loss_fn)

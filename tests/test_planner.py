@@ -32,7 +32,13 @@ from autopar.passes.shard.propagate import propagate
 from autopar.passes.stage.differentiate import differentiate
 from autopar.passes.stage.split_stages import split_stages
 from autopar.planner.infeasible import Infeasible
-from autopar.planner.planner import Sketch, find_plans, make_space, plan_of, sketch
+from autopar.planner.planner import (
+    ShortModel,
+    capture_short,
+    find_plans,
+    make_space,
+    plan_of,
+)
 from autopar.verify import verify
 from examples.gpt import GPT, Config
 
@@ -103,7 +109,7 @@ def test_accounts_of_any_depth_are_those_of_the_whole_model(
 ) -> None:
     case = build(layers=7)
     options = {"microbatches": 4, "recompute": recompute}
-    of = sketch(case.model, case.batch, case.loss_fn)
+    of = capture_short(case.model, case.batch, case.loss_fn)
     assert of.layers is not None and of.layers.kept == 3
     prices = price_layers(
         of.named, make_plan(mesh, **options), of.starts, DEVICE, False
@@ -163,7 +169,7 @@ def small(devices: int = 4, memory: float = 80e9) -> Cluster:
 @pytest.mark.parametrize("build", [plain_gpt, switch_gpt])
 def test_the_plan_compiles_and_is_right(build) -> None:
     case = build().double()
-    of = sketch(case.model, case.batch, case.loss_fn)
+    of = capture_short(case.model, case.batch, case.loss_fn)
     for mesh in ("pp=2", "tp=2", "pp=2,tp=2"):
         found = find_plans(of, small(), 8, mesh=make_plan(mesh).mesh)
         plan = plan_of(found.best[0].candidate, of)
@@ -174,13 +180,13 @@ def test_the_plan_compiles_and_is_right(build) -> None:
 
 
 @cache
-def large() -> Sketch:
+def large() -> ShortModel:
     """Large enough that computing takes most of the time."""
     with torch.device("meta"):
         sizes = Config(layers=6, width=1024, heads=16, context=1024, vocab=32000)
         model = GPT(sizes)
     ids = torch.zeros(4, 1024, dtype=torch.int64)
-    return sketch(model, {"ids": ids, "labels": ids.clone()})
+    return capture_short(model, {"ids": ids, "labels": ids.clone()})
 
 
 def test_what_fits_is_only_data_parallel() -> None:
@@ -202,7 +208,7 @@ def test_with_less_memory_more_is_shared_out_or_made_again() -> None:
 @pytest.mark.slow
 def test_when_nothing_fits_it_is_said_by_how_much() -> None:
     case = plain_gpt(layers=6)
-    of = sketch(case.model, case.batch)
+    of = capture_short(case.model, case.batch)
     with pytest.raises(Infeasible, match="more than the") as caught:
         find_plans(of, small(memory=2e4), 8)
     assert "most are" in str(caught.value) and "fix" in str(caught.value)
@@ -210,7 +216,7 @@ def test_when_nothing_fits_it_is_said_by_how_much() -> None:
 
 def test_a_batch_that_no_mesh_divides() -> None:
     case = plain_gpt()
-    of = sketch(case.model, case.batch)
+    of = capture_short(case.model, case.batch)
     with pytest.raises(PlanError, match="divides a batch of 7 samples"):
         find_plans(of, small(), 7, mesh=make_plan("dp=4").mesh)
     with pytest.raises(PlanError, match="a global batch of 0"):
@@ -219,7 +225,7 @@ def test_a_batch_that_no_mesh_divides() -> None:
 
 def test_experts_are_split_over_as_many_ranks_as_hold_some() -> None:
     case = switch_gpt(batch=16)
-    of = sketch(case.model, case.batch)
+    of = capture_short(case.model, case.batch)
     found = find_plans(of, small(8), 16, mesh=make_plan("ep=8").mesh)
     assert str(found.best[0].candidate.mesh) == "ep=8"
 
@@ -227,7 +233,7 @@ def test_experts_are_split_over_as_many_ranks_as_hold_some() -> None:
 def test_sequences_and_products_are_split_over_nodes_where_that_may_pay() -> None:
     def space(seq: int, devices: str) -> Space:
         case = plain_gpt(layers=1, heads=8, seq=seq, batch=2)
-        of = sketch(case.model, case.batch, case.loss_fn)
+        of = capture_short(case.model, case.batch, case.loss_fn)
         return make_space(of, cluster_of(devices), 2)
 
     assert max(space(8192, "64xA100-80GB").cp) == 8  # of its node

@@ -16,13 +16,13 @@ from autopar.passes.search.candidates import Space, candidates
 from autopar.passes.search.search import least_bytes, make_timer, rough
 from autopar.passes.stage.differentiate import differentiate, finish, join
 from autopar.passes.stage.local_stage import LocalStage
-from autopar.planner.planner import find_plans, make_prices, sketch
+from autopar.planner.planner import capture_short, find_plans, make_prices
 
 
 def test_candidates_that_share_their_timing_are_ranked_as_each_by_itself() -> None:
     case = plain_gpt(layers=4)
     cluster = cluster_of("8xA100-80GB")
-    prices = make_prices(sketch(case.model, case.batch, case.loss_fn), cluster)
+    prices = make_prices(capture_short(case.model, case.batch, case.loss_fn), cluster)
     space = Space(cluster, 8, 4, tp=(1, 2), recompute=("none",))
     timed = make_timer(cluster)
     every = list(candidates(space))
@@ -54,7 +54,7 @@ def test_work_grows_neither_with_layers_nor_with_devices(joined) -> None:
     found = []
     for layers, devices in ((4, 4), (16, 32)):
         case = plain_gpt(layers=layers)
-        of = sketch(case.model, case.batch, case.loss_fn)
+        of = capture_short(case.model, case.batch, case.loss_fn)
         joined.clear()
         find_plans(of, cluster_of(f"{devices}xA100-80GB"), 32, tp=(1, 2))
         found.append(len(joined))
@@ -66,7 +66,7 @@ def test_work_grows_neither_with_layers_nor_with_devices(joined) -> None:
 @pytest.mark.parametrize("halves", [False, True])
 def test_one_joint_serves_one_policy_after_another(halves) -> None:
     case = plain_gpt(layers=3)
-    of = sketch(case.model, case.batch, case.loss_fn)
+    of = capture_short(case.model, case.batch, case.loss_fn)
     plan = make_plan("dp=2,tp=2", microbatches=2, zero=3)
     stage = cut_layers(of.named, plan, of.starts).stages[0]
     sizes = {axis: plan.size(axis) for axis in plan.axes}

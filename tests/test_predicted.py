@@ -12,7 +12,7 @@ from autopar.machine.hardware import this_cluster
 from autopar.models.load import load_model
 from autopar.passes.mesh import Mesh
 from autopar.passes.search.search import run_on_paper
-from autopar.planner.planner import sketch
+from autopar.planner.planner import capture_short
 from examples.benchmarks.predicted import Planned, Planner, Row, choosing, summary
 from examples.benchmarks.predicted_plans import CHOICES, Choice, spread
 from examples.benchmarks.predicted_runs import Job, Measured, prepare
@@ -32,7 +32,7 @@ MEASURED = (
 def planner(ranks: int) -> Planner:
     loaded = load_model(MODEL)
     assert loaded.batch is not None
-    of = sketch(loaded.model, loaded.batch)
+    of = capture_short(loaded.model, loaded.batch)
     return Planner(of, this_cluster(ranks), "gpt", of.batch)
 
 

@@ -12,7 +12,7 @@ from sympy import expand, simplify
 from torch import nn
 
 from autopar.passes.price.symbolic import parameters, size
-from autopar.planner.planner import sketch
+from autopar.planner.planner import capture_short
 from examples.benchmarks import published_formulas as formulas
 from examples.benchmarks import published_others as others
 from examples.benchmarks import published_runs as megatron
@@ -36,7 +36,7 @@ def test_parameters_without_the_last_norm_are_equation_2() -> None:
         model = GPT(Config(layers=6, width=64, heads=4, context=16, vocab=96))
         model.norm = nn.Identity()
     ids = torch.zeros(2, 16, dtype=torch.int64)
-    of = sketch(model, {"ids": ids, "labels": ids.clone()})
+    of = capture_short(model, {"ids": ids, "labels": ids.clone()})
     found = formulas.megatron(parameters(of))
     assert expand(found - formulas.PARAMETERS) == 0
     numbers = {"embed": 64, "vocab": 96, "seq": 16, "layers": 6}

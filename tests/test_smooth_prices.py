@@ -21,7 +21,7 @@ from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import Estimate
 from autopar.passes.price.price_layers import Prices
 from autopar.passes.search.search import run_on_paper
-from autopar.planner.planner import make_prices, sketch
+from autopar.planner.planner import capture_short, make_prices
 from examples.gpt import GPT, Config
 
 LAYERS, EMBED, TABLE = 8, 1024, cluster_of("8xH100")
@@ -34,7 +34,7 @@ def gpt(
     with torch.device("meta"):
         model = GPT(Config(LAYERS, embed, 16, seq, vocab)).bfloat16()
     ids = torch.zeros(samples, seq, dtype=torch.int64)
-    return make_prices(sketch(model, {"ids": ids, "labels": ids.clone()}), TABLE)
+    return make_prices(capture_short(model, {"ids": ids, "labels": ids.clone()}), TABLE)
 
 
 def hugging_face(family: str, **odd: object) -> Prices:
@@ -43,7 +43,9 @@ def hugging_face(family: str, **odd: object) -> Prices:
     text = ",".join(f"{name}={size}" for name, size in {**sizes, **odd}.items())
     model = load_model(f"hf:{family}?{text}", device="meta").model.bfloat16()
     ids = torch.zeros(4, 512, dtype=torch.int64)
-    return make_prices(sketch(model, {"input_ids": ids, "labels": ids.clone()}), TABLE)
+    return make_prices(
+        capture_short(model, {"input_ids": ids, "labels": ids.clone()}), TABLE
+    )
 
 
 def candidate(mesh: str, samples: int = 2, microbatches: int = 4) -> Candidate:

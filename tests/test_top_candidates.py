@@ -27,12 +27,12 @@ from autopar.passes.search.balance_layers import balance_ranks
 from autopar.passes.search.candidates import ALIKE, candidates
 from autopar.passes.search.search import rough, run_on_paper
 from autopar.planner.planner import (
-    Sketch,
+    ShortModel,
+    capture_short,
     find_plans,
     make_prices,
     make_space,
     plan_of,
-    sketch,
 )
 from autopar.plans.plan_record import estimate_data
 from autopar.reports.simulation import simulate_estimate
@@ -48,8 +48,8 @@ def case() -> Case:
 
 
 @cache
-def of() -> Sketch:
-    return sketch(case().model, case().batch)
+def of() -> ShortModel:
+    return capture_short(case().model, case().batch)
 
 
 def slow(devices: int) -> Cluster:

@@ -34,7 +34,7 @@ from autopar.passes.plan import Plan, PlanError
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.program import Program
 from autopar.planner.planned import batch_for, read_decided
-from autopar.planner.planner import label_plan, sketch
+from autopar.planner.planner import capture_short, label_plan
 from autopar.plans.plan_record import PlanRecord
 from autopar.plans.store import save_plan
 from autopar.progress import Progress
@@ -145,7 +145,7 @@ def _compile(
     if arguments.plan is None and arguments.microbatches is None:
         plan = replace(plan, microbatches=_microbatches(batch, plan.mesh))
     if arguments.labels:
-        of = sketch(loaded.model, batch)
+        of = capture_short(loaded.model, batch)
         plan = label_plan(of, plan, _cluster(arguments.labels)).plan
     prove = not arguments.unproved
     others = _other_devices(arguments.devices, record)

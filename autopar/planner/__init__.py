@@ -1,1 +1,1 @@
-"""Finding a plan: the model sketched, the wishes, the search, its record."""
+"""Finding a plan: a model of few of its layers, the wishes, the search, its record."""

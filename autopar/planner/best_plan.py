@@ -13,7 +13,7 @@ from autopar.passes.search.search import Found
 from autopar.planner.choose import SAMPLES
 from autopar.planner.label_found import label_found, open_to_labels
 from autopar.planner.planned import batch_for
-from autopar.planner.planner import Sketch, find_plans, plan_of, sketch
+from autopar.planner.planner import ShortModel, capture_short, find_plans, plan_of
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan_record import PlanRecord, priced_near
 from autopar.plans.store import checksum
@@ -24,7 +24,7 @@ from autopar.progress import tell
 class BestPlan:
     """of: the model as it was captured. found: the best plans, the chosen one first."""
 
-    of: Sketch
+    of: ShortModel
     found: Found
     plan: Plan
     record: PlanRecord
@@ -32,14 +32,16 @@ class BestPlan:
 
 def capture_few_layers(
     loaded: LoadedModel, request: PlanRequest, seq: int | None
-) -> Sketch:
+) -> ShortModel:
     """Returns the model as it is captured for planning. seq: tokens of a sample, for a
     model that brings no batch."""
-    return sketch(loaded.model, batch_for(loaded, SAMPLES, seq), **request.of_all)
+    return capture_short(
+        loaded.model, batch_for(loaded, SAMPLES, seq), **request.of_all
+    )
 
 
 def best_plan(
-    of: Sketch,
+    of: ShortModel,
     loaded: LoadedModel,
     request: PlanRequest,
     samples: int,
@@ -58,7 +60,9 @@ def best_plan(
     found = find_plans(of, cluster, samples, watch=priced, **request.space)
     labels: Mapping[Candidate, Plan] = {}
     if open_to_labels(found, reach):
-        whole = sketch(loaded.model, batch_for(loaded, samples, seq), **request.of_all)
+        whole = capture_short(
+            loaded.model, batch_for(loaded, samples, seq), **request.of_all
+        )
         found, labels = label_found(found, whole, cluster, reach)
     chosen = found.best[0].candidate
     plan = labels.get(chosen) or plan_of(chosen, of)

@@ -14,7 +14,7 @@ from autopar.passes.plan import Plan
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.search.candidates import ALIKE
 from autopar.planner.label_found import label_found, open_to_labels
-from autopar.planner.planner import find_plans, plan_of, sketch
+from autopar.planner.planner import capture_short, find_plans, plan_of
 from autopar.planner.request import PlanRequest
 
 # Of the batch that a model is captured with, two for each rank of up to 8 with experts
@@ -30,11 +30,11 @@ def choose_plan(
     loss_fn: Callable[..., Any] | None = None,
 ) -> Plan:
     """The best plan for steps on such batches. Raises: Infeasible, PlanError."""
-    of = sketch(model, with_samples(batch, SAMPLES), loss_fn, **request.of_all)
+    of = capture_short(model, with_samples(batch, SAMPLES), loss_fn, **request.of_all)
     found = find_plans(of, request.limited, samples_of(batch), **request.space)
     labels: Mapping[Candidate, Plan] = {}
     if open_to_labels(found, ALIKE):
-        whole = sketch(model, batch, loss_fn, **request.of_all)
+        whole = capture_short(model, batch, loss_fn, **request.of_all)
         found, labels = label_found(found, whole, request.limited, ALIKE)
     best = found.best[0]
     LOG.info("%s: %s", best.candidate, how_priced(best, request.cluster))

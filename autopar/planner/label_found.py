@@ -20,7 +20,7 @@ from autopar.passes.price.price_layers import cut_layers, price_cut
 from autopar.passes.search.choose_op_shardings import ChosenShardings, ShardingsDoNotFit
 from autopar.passes.search.search import Found, layer_mesh, simplest_first, stages_of
 from autopar.passes.shard.query_groups import PAIR
-from autopar.planner.planner import Sketch, label_plan, plan_of
+from autopar.planner.planner import ShortModel, label_plan, plan_of
 from autopar.progress import tell
 
 MOST = 2  # of the best plans are labelled, that differ by more than ZeRO
@@ -42,7 +42,7 @@ def open_to_labels(found: Found, reach: float = math.inf) -> list[Estimate]:
 
 
 def label_found(
-    found: Found, whole: Sketch, cluster: Cluster, reach: float = math.inf
+    found: Found, whole: ShortModel, cluster: Cluster, reach: float = math.inf
 ) -> tuple[Found, Mapping[Candidate, Plan]]:
     """What was found, with labelled plans among the best; and these plans.
 
@@ -69,7 +69,7 @@ def _inner(candidate: Candidate) -> bool:
 
 
 def _labelled(
-    e: Estimate, whole: Sketch, cluster: Cluster
+    e: Estimate, whole: ShortModel, cluster: Cluster
 ) -> tuple[Estimate, Plan] | None:
     """The estimate and plan with labels; None: none of them fit."""
     plan, limit = plan_of(e.candidate, whole), cluster.device.memory
@@ -89,7 +89,7 @@ def _labelled(
 
 
 def _priced(
-    candidate: Candidate, labelled: ChosenShardings, whole: Sketch, cluster: Cluster
+    candidate: Candidate, labelled: ChosenShardings, whole: ShortModel, cluster: Cluster
 ) -> Estimate:
     """By the graph that the labels make, as `autopar.planner.planner.make_prices`
     does."""

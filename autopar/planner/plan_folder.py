@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from autopar.models.load import LoadedModel
-from autopar.planner.planner import Sketch
+from autopar.planner.planner import ShortModel
 from autopar.planner.request import PlanRequest
 from autopar.plans.store import checksum
 from autopar.version import VERSION
@@ -24,7 +24,7 @@ DIGITS = 8
 
 def plan_folder(
     plans: Path,
-    of: Sketch,
+    of: ShortModel,
     loaded: LoadedModel,
     request: PlanRequest,
     samples: int,

@@ -48,7 +48,7 @@ FEW_RANKS = 8  # of tp, that may be worth it over smaller nodes
 
 
 @dataclass(frozen=True)
-class Sketch:
+class ShortModel:
     """A model with few of its layers, its dims named. batch: samples it was traced
     with. starts: where each run of its layers begins. shared: the model as ranks
     compute it that hold shares of its parameters, see `passes.capture.lower_precision`.
@@ -91,15 +91,15 @@ class Sketch:
 
 
 @gc_paused()
-def sketch(
+def capture_short(
     model: nn.Module,
     batch: Mapping[str, Any],
     loss_fn: Callable[..., Any] | None = None,
     **options: Any,
-) -> Sketch:
+) -> ShortModel:
     """Capture a model for planning. batch: at least two samples, as an example.
 
-    options: see `Sketch`. Raises: CaptureError, PlanError.
+    options: see `ShortModel`. Raises: CaptureError, PlanError.
     """
     dtype = make_plan("", **options).dtype
     with shortened(model) as layers:
@@ -108,13 +108,13 @@ def sketch(
     if traced.autocast:
         shared = name_dims(normalize(lower_precision(traced, tables=True)))
     samples = max(v.shape[0] for v in named.graph.inputs if v.shape)
-    return Sketch(named, layers, samples, shared, options)
+    return ShortModel(named, layers, samples, shared, options)
 
 
-def make_prices(of: Sketch, cluster: Cluster, **options: Any) -> Prices:
+def make_prices(of: ShortModel, cluster: Cluster, **options: Any) -> Prices:
     """Prices of layers on a cluster's devices, each way of splitting them once.
 
-    options: more of them than the sketch has, for all plans.
+    options: more of them than the short model has, for all plans.
     """
     usual = {**of.options, **options}
 
@@ -159,7 +159,7 @@ def make_prices(of: Sketch, cluster: Cluster, **options: Any) -> Prices:
 
 @gc_paused()
 def find_plans(
-    of: Sketch,
+    of: ShortModel,
     cluster: Cluster,
     batch: int,
     mesh: Mesh | None = None,
@@ -188,7 +188,7 @@ def find_plans(
     return found
 
 
-def make_space(of: Sketch, cluster: Cluster, batch: int, **decided: Any) -> Space:
+def make_space(of: ShortModel, cluster: Cluster, batch: int, **decided: Any) -> Space:
     """What the search for a model chooses from: axes as they divide its dims. decided:
     fields of the space."""
     heads, groups = of.extents("heads"), find_groups(of.named)
@@ -211,7 +211,7 @@ def make_space(of: Sketch, cluster: Cluster, batch: int, **decided: Any) -> Spac
 
 
 def _context_sizes(
-    of: Sketch, cluster: Cluster, batch: int, node: int
+    of: ShortModel, cluster: Cluster, batch: int, node: int
 ) -> tuple[int, ...]:
     """Sizes of cp: 1, but where sequences are long, or samples fewer than devices.
     Beyond a node a rank has as many tokens as are long by themselves: what its
@@ -225,7 +225,7 @@ def _context_sizes(
     return tuple(n for n in powers if n <= most and cluster.devices % n == 0)
 
 
-def plan_of(candidate: Candidate, of: Sketch) -> Plan:
+def plan_of(candidate: Candidate, of: ShortModel) -> Plan:
     """The plan that a candidate stands for; cuts go by the layers that begin there."""
     plan = make_plan(
         candidate.mesh,
@@ -244,7 +244,7 @@ def plan_of(candidate: Candidate, of: Sketch) -> Plan:
 
 
 def label_plan(
-    of: Sketch, plan: Plan, cluster: Cluster, memory: float | None = None
+    of: ShortModel, plan: Plan, cluster: Cluster, memory: float | None = None
 ) -> ChosenShardings:
     """Decide for each op what the axes of a plan split of it.
 

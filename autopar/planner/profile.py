@@ -36,7 +36,7 @@ from autopar.passes.stage.differentiate import differentiate
 from autopar.passes.stage.local_stage import LocalStage
 from autopar.planner.choose import SAMPLES
 from autopar.planner.planned import batch_for
-from autopar.planner.planner import make_space, sketch
+from autopar.planner.planner import capture_short, make_space
 from autopar.progress import tell
 from autopar.runtime.launch.join import default_device
 from autopar.units import seconds
@@ -99,7 +99,7 @@ def alone(load: Workload) -> Job:
     """A forward and backward of few layers and samples on one rank, as it would run."""
     loaded = load_model(load.model, seed=load.seed, device="meta")
     batch = batch_for(loaded, SAMPLES, load.seq)
-    of = sketch(loaded.model, batch)
+    of = capture_short(loaded.model, batch)
     samples = min(load.samples, FEW)
     plan = make_plan("", microbatches=max(1, of.batch // samples))
     sizes = {axis: plan.size(axis) for axis in plan.axes}
@@ -139,7 +139,7 @@ def jobs(load: Workload, ranks: int) -> Iterator[Job]:
     many ranks split them, and at every size of a microbatch that is a power of two."""
     loaded = load_model(load.model, seed=load.seed, device="meta")
     batch = batch_for(loaded, SAMPLES, load.seq)
-    of = sketch(loaded.model, batch)
+    of = capture_short(loaded.model, batch)
     known = {**batch, **of.named.traced.literals}
     space = make_space(of, this_cluster(ranks), SAMPLES)
     limit = this_cluster(busy(ranks)).device.memory * SHARE

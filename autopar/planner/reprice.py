@@ -13,14 +13,14 @@ from autopar.passes.price.symbolic import activation_bytes, parameters, step_flo
 from autopar.passes.search.search import run_on_paper
 from autopar.planner.choose import SAMPLES
 from autopar.planner.planned import batch_for
-from autopar.planner.planner import Sketch, make_prices, sketch
+from autopar.planner.planner import ShortModel, capture_short, make_prices
 from autopar.plans.plan_record import EstimateError, PlanRecord
 from autopar.terminal import command
 
 
 def formulas(record: PlanRecord) -> dict[str, str]:
     """Parameters, operations and saved bytes of the model, in its named dims."""
-    of = _sketch(record)
+    of = _short_model(record)
     return {
         "parameters": str(parameters(of)),
         "FLOPs of a step": str(step_flops(of)),
@@ -28,10 +28,10 @@ def formulas(record: PlanRecord) -> dict[str, str]:
     }
 
 
-def _sketch(record: PlanRecord) -> Sketch:
+def _short_model(record: PlanRecord) -> ShortModel:
     loaded = load_model(record.model, seed=record.seed, device="meta")
     batch = batch_for(loaded, SAMPLES, record.seq)
-    return sketch(loaded.model, batch, **record.options)
+    return capture_short(loaded.model, batch, **record.options)
 
 
 def as_priced(cluster: Cluster, profile: Path | None) -> Cluster:
@@ -69,6 +69,6 @@ def reprice(record: PlanRecord, cluster: Cluster) -> PlanRecord:
             fix=f"plan anew: autopar plan {model} --labels --devices ...",
         )
     plain = [e.candidate for e in record.best if not e.candidate.labelled]
-    prices = make_prices(_sketch(record), cluster)
+    prices = make_prices(_short_model(record), cluster)
     best = tuple(run_on_paper(candidate, prices, cluster) for candidate in plain)
     return replace(record, cluster=cluster, best=best, priced=())

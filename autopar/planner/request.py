@@ -70,7 +70,7 @@ class PlanRequest:
 
     @property
     def of_all(self) -> dict[str, Any]:
-        """The options that hold for all plans, as a sketch takes them."""
+        """The options that hold for all plans, as `capture_short` takes them."""
         return {k: v for k, v in self.options.items() if k in options_of(OF_ALL)}
 
     @property

@@ -10,7 +10,7 @@ from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import TF32, Cluster
 from autopar.passes.search.search import Found
 from autopar.planner.infeasible import gigabytes
-from autopar.planner.planner import Sketch
+from autopar.planner.planner import ShortModel
 from autopar.reports.tables import Table
 
 # Ranks that share parameters in published runs whose prices are right within 5 %: those
@@ -18,7 +18,7 @@ from autopar.reports.tables import Table
 CONFIRMED = 512
 
 
-def precision_notes(of: Sketch, cluster: Cluster) -> tuple[str, ...]:
+def precision_notes(of: ShortModel, cluster: Cluster) -> tuple[str, ...]:
     """What products compute in, or that half the bits would be faster."""
     tf32 = of.options.get("tf32", False)
     told = ("tf32",) if tf32 else ()

@@ -32,7 +32,7 @@ from autopar.passes.price.cluster import Cluster, ClusterError
 from autopar.passes.price.estimate import Estimate
 from autopar.passes.program import Program
 from autopar.passes.search.search import rough, run_on_paper
-from autopar.planner.planner import Sketch, make_prices, make_space, sketch
+from autopar.planner.planner import ShortModel, capture_short, make_prices, make_space
 from examples.benchmarks.gpu_models import SIZES, TINY, batch_of, make
 from examples.benchmarks.live_bytes import peak_allocated
 from examples.gpt import Config
@@ -85,7 +85,7 @@ def cluster_here() -> tuple[Cluster, bool]:
         return with_memory(cluster_of("1xA100-40GB"), memory), False
 
 
-def on_paper(of: Sketch, cluster: Cluster, samples: int, fused: bool) -> Estimate:
+def on_paper(of: ShortModel, cluster: Cluster, samples: int, fused: bool) -> Estimate:
     """fused: as compiled code does, elementwise operations in a row are one kernel."""
     cluster = replace(cluster, device=replace(cluster.device, fused=fused))
     prices = make_prices(of, cluster)
@@ -95,7 +95,7 @@ def on_paper(of: Sketch, cluster: Cluster, samples: int, fused: bool) -> Estimat
     return run_on_paper(priced[-1], prices, cluster)
 
 
-def predict(of: Sketch, samples: tuple[int, ...]) -> dict[str, Any]:
+def predict(of: ShortModel, samples: tuple[int, ...]) -> dict[str, Any]:
     """The most samples that fit, and what a step of them is to take."""
     cluster, known = cluster_here()
     room = ROOM * cluster.device.memory
@@ -203,7 +203,7 @@ def speed(say: Say, name: str, tiny: bool, ways: Sequence[str]) -> None:
     """Train a model in each way, from the same weights; the batch stays the same."""
     config = (TINY if tiny else SIZES)[name]
     model = make(config)
-    of = sketch(model, batch_of(config, 2), precision="bf16")
+    of = capture_short(model, batch_of(config, 2), precision="bf16")
     predicted = predict(of, (4,) if tiny else SAMPLES)
     say({"model": name, "predicted": predicted})
     batch = batch_of(config, predicted["samples"])

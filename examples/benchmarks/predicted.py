@@ -36,12 +36,12 @@ from autopar.passes.search.search import rough, run_on_paper  # noqa: E402
 from autopar.planner.choose import SAMPLES  # noqa: E402
 from autopar.planner.planned import batch_for  # noqa: E402
 from autopar.planner.planner import (  # noqa: E402
-    Sketch,
+    ShortModel,
+    capture_short,
     find_plans,
     make_prices,
     make_space,
     plan_of,
-    sketch,
 )
 from examples.benchmarks.predicted_plans import (  # noqa: E402
     BATCH,
@@ -103,7 +103,7 @@ class Planner:
     """What the planner knows of a workload on a cluster."""
 
     def __init__(
-        self, of: Sketch, cluster: Cluster, workload: str, samples: int = BATCH
+        self, of: ShortModel, cluster: Cluster, workload: str, samples: int = BATCH
     ) -> None:
         self.of, self.cluster, self.workload = of, cluster, workload
         self.samples = samples
@@ -134,7 +134,7 @@ def predict(profile: Path | None, choices: Sequence[Choice]) -> Iterator[Planned
     for workload, spec in WORKLOADS.items():
         loaded = load_model(spec)
         batch = batch_for(loaded, SAMPLES, SEQ)
-        of = sketch(loaded.model, with_samples(batch, SAMPLES))
+        of = capture_short(loaded.model, with_samples(batch, SAMPLES))
         for ranks in RANKS:
             own = [c for c in choices if c.ranks == ranks]
             planner = Planner(of, measured_cluster(ranks, profile), workload)

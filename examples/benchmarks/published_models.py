@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from autopar.models.load import load_model
 from autopar.passes.price.price import BACKWARD, FORWARD, Account
-from autopar.planner.planner import Sketch, sketch
+from autopar.planner.planner import ShortModel, capture_short
 from examples.gpt import GPT, Config
 
 FACTS = Path(__file__).parent / "published"
@@ -37,7 +37,7 @@ def gpt(
     seq: int = 2048,
     attention: str = "spelled",
     mixed: bool = False,
-) -> Sketch:
+) -> ShortModel:
     """A GPT in 16 bits. attention: "spelled" out, as in Megatron's, with dropout on its
     weights and after every product; or "fused", without any dropout.
 
@@ -49,7 +49,7 @@ def gpt(
         model = model if mixed else model.bfloat16()
     ids = torch.zeros(SAMPLES, seq, dtype=torch.int64)
     batch = {"ids": ids, "labels": ids.clone()}
-    return sketch(model, batch, _loss, precision="bf16" if mixed else "model")
+    return capture_short(model, batch, _loss, precision="bf16" if mixed else "model")
 
 
 def _loss(out: tuple[Tensor, None], batch: Mapping[str, Tensor]) -> Tensor:
@@ -67,7 +67,7 @@ def llama(
     ffn: int,
     vocab: int,
     tied: bool,
-) -> Sketch:
+) -> ShortModel:
     """nanotron's Llama: 16 bits, sequences of 4096, fused attention."""
     sizes = {
         "num_hidden_layers": layers,
@@ -82,7 +82,7 @@ def llama(
     spec = "hf:llama?" + ",".join(f"{name}={value}" for name, value in sizes.items())
     model = load_model(spec, device="meta").model.bfloat16()
     ids = torch.zeros(SAMPLES, 4096, dtype=torch.int64)
-    return sketch(model, {"input_ids": ids, "labels": ids.clone()})
+    return capture_short(model, {"input_ids": ids, "labels": ids.clone()})
 
 
 def in_turn(accounts: Sequence[Account], tp: int) -> list[Account]:

@@ -23,7 +23,7 @@ from autopar.passes.price.price import BACKWARD, FORWARD, STEP, Account, retimed
 from autopar.passes.price.price_layers import LayerPrices
 from autopar.passes.price.stage_seconds import stage_seconds
 from autopar.passes.search.search import accounts_of, layer_mesh
-from autopar.planner.planner import Sketch, make_prices
+from autopar.planner.planner import ShortModel, make_prices
 from examples.benchmarks.published_fit import descend
 from examples.benchmarks.published_models import Row, gpt, in_turn, read
 
@@ -58,7 +58,7 @@ class Run:
 
     name: str
     seconds: float
-    sketch: Sketch
+    short: ShortModel
     batch: int
     candidate: Candidate
     cluster: Cluster

@@ -32,8 +32,8 @@ MASK_BYTES = 1  # of an element of a dropout's mask
 MASK, RESULT = "mask", "result"
 
 
-class Sketch(Protocol):
-    """A model with few of its layers, its dims named: `autopar.planner.planner.Sketch`.
+class ShortModel(Protocol):
+    """A model with few of its layers, its dims named, see `autopar.planner.planner`.
 
     starts: the module paths at which the first layers begin, ("",) if none are alike.
     """
@@ -111,17 +111,17 @@ class Symbols:
         return replace(node.substitute(of), outs=outs)
 
 
-def parameters(sketch: Sketch) -> Expr:
+def parameters(short: ShortModel) -> Expr:
     """The number of parameters."""
-    return _whole(sketch, lambda run: _parameters(sketch, run))
+    return _whole(short, lambda run: _parameters(short, run))
 
 
-def layer_parameters(sketch: Sketch) -> Expr:
+def layer_parameters(short: ShortModel) -> Expr:
     """The number of parameters of one layer."""
-    return _parameters(sketch, 1)
+    return _parameters(short, 1)
 
 
-def step_flops(sketch: Sketch, recompute: str = "none") -> Expr:
+def step_flops(short: ShortModel, recompute: str = "none") -> Expr:
     """Floating point operations of forward and backward over `batch` samples.
 
     Products only; a multiply-add is two operations, the backward takes twice those of
@@ -132,17 +132,17 @@ def step_flops(sketch: Sketch, recompute: str = "none") -> Expr:
 
     def of(run: int | None) -> Expr:
         redone = again if run is not None else _nothing
-        return _flops(sketch, run, 1 + BACKWARD_PRODUCTS, redone)
+        return _flops(short, run, 1 + BACKWARD_PRODUCTS, redone)
 
-    return _whole(sketch, of)
+    return _whole(short, of)
 
 
-def forward_flops(sketch: Sketch) -> Expr:
+def forward_flops(short: ShortModel) -> Expr:
     """Floating point operations of the products of a forward."""
-    return _whole(sketch, lambda run: _flops(sketch, run, 1, _nothing))
+    return _whole(short, lambda run: _flops(short, run, 1, _nothing))
 
 
-def activation_bytes(sketch: Sketch, plan: Plan | None = None) -> Expr:
+def activation_bytes(short: ShortModel, plan: Plan | None = None) -> Expr:
     """Bytes that one layer keeps of a microbatch on one rank, where every op keeps what
     it needs (`Op.keeps`): the accounting of Korthikanti 2022, equations 1, 2, 4 and 6.
 
@@ -150,11 +150,11 @@ def activation_bytes(sketch: Sketch, plan: Plan | None = None) -> Expr:
     and as it lies where it is made: what sequence parallelism gathers is gathered again
     in the backward (section 4.2.2).
     """
-    named, symbols = sketch.named, Symbols(sketch.named)
+    named, symbols = short.named, Symbols(short.named)
     states = propagate(named, plan).states if plan else {}
     policy = plan.recompute if plan else "none"
     found = Integer(0)
-    for v, itemsize in _kept(sketch, policy):
+    for v, itemsize in _kept(short, policy):
         dims = named.dims[v.name]
         if not (policy == "selective" and _has_square(dims)):
             found += itemsize * symbols.value(v, dims, states.get(v.name)).numel
@@ -173,10 +173,10 @@ def state_bytes(count: Expr, zero: int, weights: int = 2, optimizer: int = 12) -
     return count * (whole + Integer(sum(shares[:zero])) / size("dp"))
 
 
-def _kept(sketch: Sketch, policy: str) -> list[tuple[Value, int]]:
+def _kept(short: ShortModel, policy: str) -> list[tuple[Value, int]]:
     """What a layer keeps, and bytes of an element. Views are what they are made of."""
-    named = sketch.named
-    nodes = [n for n in named.graph.nodes if _run(sketch, n.location.module) == 1]
+    named = short.named
+    nodes = [n for n in named.graph.nodes if _run(short, n.location.module) == 1]
     made = {v.name: v for n in nodes for v in n.results}
     entering = {v.name: v for n in nodes for v in n.operands if v.name not in made}
     owners = find_owners(nodes, {name: name for name in entering})
@@ -211,38 +211,38 @@ def _bilinear(node: Node) -> bool:
 # --- Layers ------------------------------------------------------------------------
 
 
-def _whole(sketch: Sketch, of: Callable[[int | None], Expr]) -> Expr:
+def _whole(short: ShortModel, of: Callable[[int | None], Expr]) -> Expr:
     """Once what is outside of layers, and the second layer for each of them."""
-    if len(sketch.starts) < 2:
+    if len(short.starts) < 2:
         return expand(of(None) + of(0))
     return expand(of(None) + LAYERS * of(1))
 
 
-def _run(sketch: Sketch, path: str) -> int | None:
-    """Which of the sketch's layers a module or parameter is in; None: outside."""
-    layers, _, first = sketch.starts[0].rpartition(".")
+def _run(short: ShortModel, path: str) -> int | None:
+    """Which of the short model's layers a module or parameter is in; None: outside."""
+    layers, _, first = short.starts[0].rpartition(".")
     match = LAYER.match(path.removeprefix(f"{layers}."))
     if not first or match is None or not path.startswith(f"{layers}."):
         return None
-    numbers = [int(start.rpartition(".")[2]) for start in sketch.starts]
+    numbers = [int(start.rpartition(".")[2]) for start in short.starts]
     return sum(n <= int(match[1]) for n in numbers) - 1
 
 
-def _parameters(sketch: Sketch, run: int | None) -> Expr:
-    named, symbols = sketch.named, Symbols(sketch.named)
-    own = (v for v in named.graph.params if _run(sketch, v.name) == run)
+def _parameters(short: ShortModel, run: int | None) -> Expr:
+    named, symbols = short.named, Symbols(short.named)
+    own = (v for v in named.graph.params if _run(short, v.name) == run)
     counts = (symbols.value(v, named.dims[v.name]).numel for v in own)
     return sum(counts, Integer(0))
 
 
 def _flops(
-    sketch: Sketch, run: int | None, times: int, again: Callable[[Dims], bool]
+    short: ShortModel, run: int | None, times: int, again: Callable[[Dims], bool]
 ) -> Expr:
     """Counts a run's products; twice those that make what is not kept."""
     found = Integer(0)
-    named, symbols = sketch.named, Symbols(sketch.named)
+    named, symbols = short.named, Symbols(short.named)
     for node in named.graph.nodes:
-        if op_of(node).is_product and _run(sketch, node.location.module) == run:
+        if op_of(node).is_product and _run(short, node.location.module) == run:
             redone = again(named.dims[node.out.name])
             found += (times + redone) * flops(symbols.node(node))
     return found
