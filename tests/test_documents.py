@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from autopar.options import make_plan
 from autopar.passes.cost import Costs
 from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
-from autopar.passes.shard import layout
+from autopar.passes.shard import documents, layout
 from autopar.passes.shard.documents import Run, document_tiles
 from autopar.passes.shard.layout import Pieces, window_tiles
 from autopar.proof import prove_program
@@ -41,6 +41,7 @@ FIELDS = ("ids", "documents", "labels")
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several tiles of rows in little models."""
     monkeypatch.setattr(layout, "LEAST_ROWS", 4)
+    monkeypatch.setattr(documents, "FEW", 4)
     window_tiles.cache_clear()
     yield
     window_tiles.cache_clear()
@@ -50,7 +51,7 @@ def positions(pieces: Pieces) -> Tensor:
     return torch.cat([torch.arange(a, a + n) for a, n in pieces])
 
 
-def runs_of(ids: list[int]) -> tuple[Run, ...]:
+def runs_of(ids: Sequence[int]) -> tuple[Run, ...]:
     (found,) = ring_attention._runs(torch.tensor([ids]))
     return found
 
@@ -63,18 +64,38 @@ IDS = {
 }
 
 
+SHOWN = {
+    "all": [True] * 29,
+    "padded behind": [True] * 17 + [False] * 12,
+    "padded before": [False] * 12 + [True] * 17,
+    "here and there": [at % 5 not in (1, 2) for at in range(29)],
+    "few": [at in (3, 8, 9, 27) for at in range(29)],
+    "none": [False] * 29,
+}
+
+
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("window", [None, 1, 5])
-@pytest.mark.parametrize("kind", IDS)
+@pytest.mark.parametrize(
+    ("kind", "keys_shown"),
+    [*((kind, "all") for kind in IDS), *(("one", kind) for kind in SHOWN)]
+    + [("again", kind) for kind in SHOWN],
+)
 def test_tiles_show_each_key_once(
-    kind: str, window: int | None, parts: int, zigzag: bool, small_tiles: None
+    kind: str,
+    keys_shown: str,
+    window: int | None,
+    parts: int,
+    zigzag: bool,
+    small_tiles: None,
 ) -> None:
-    ids = torch.tensor(IDS[kind])
+    ids, there = torch.tensor(IDS[kind]), torch.tensor(SHOWN[keys_shown])
+    own = [(at, n) for at, n, seen in runs_of(SHOWN[keys_shown]) if seen]
     for rows, keys in product(layout.layout(29, parts, zigzag), repeat=2):
         r, c = positions(rows), positions(keys)
         seen = torch.zeros(len(r), len(c), dtype=torch.int64)
-        for tile in document_tiles(rows, keys, runs_of(IDS[kind]), window):
+        for tile in document_tiles(rows, keys, runs_of(IDS[kind]), window, tuple(own)):
             block = seen[tile.row :, tile.key :][: tile.rows, : tile.keys]
             assert block.shape == (tile.rows, tile.keys)
             shown = torch.ones(block.shape, dtype=torch.bool)
@@ -85,12 +106,14 @@ def test_tiles_show_each_key_once(
                 apart += tile.ahead
                 shown = (apart >= 0) & (apart < (window or 99))
             if tile.at is not None:
-                own = ids[tile.at : tile.at + tile.rows]
+                here = ids[tile.at : tile.at + tile.rows]
                 theirs = ids[tile.at - (tile.ahead or 0) :][: tile.keys]
-                shown = shown & (own[:, None] == theirs)
+                shown = shown & (here[:, None] == theirs)
+                shown = shown & there[tile.at - (tile.ahead or 0) :][: tile.keys]
             block += shown
         apart = r[:, None] - c
         want = (apart >= 0) & (apart < (window or 99)) & (ids[r][:, None] == ids[c])
+        want &= there[c]
         assert torch.equal(seen, want.long())
 
 
@@ -179,6 +202,19 @@ def test_it_is_the_models_mask(
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "cp=2"])
 def test_positions_that_start_anew_keep_documents_apart(mesh: str) -> None:
     """As transformers reads them, of models without a cache."""
+    ids = torch.randint(64, (4, SEQ))
+    places = torch.cat([torch.arange(n) for n in (5, 1, 11, 7)])
+    rows = torch.stack([places.roll(5), places, torch.arange(SEQ), places])
+    fields = {"input_ids": ids, "labels": ids, "position_ids": rows}
+    one = Case(llama(use_cache=False), fields)
+    program = compile_program(one.trace(), make_plan(mesh), Costs())
+    text = next(iter(program.modules.values()))
+    assert "documents=" in text and "aten.eq" not in text
+    verify(program, *one, drawn=False).check()
+    verify(program, *one).check()
+
+
+def llama(**changes: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=64,
@@ -187,17 +223,36 @@ def test_positions_that_start_anew_keep_documents_apart(mesh: str) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        use_cache=False,
+        **changes,
     )
     torch.manual_seed(0)
+    model: nn.Module = transformers.LlamaForCausalLM(config).double()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("dp=2,tp=2", {"microbatches": 2}),
+        ("cp=3", {"context_parallel": "gather"}),
+        ("cp=2", {"context_parallel": "ring"}),
+        ("cp=2", {"context_parallel": "ulysses"}),
+        ("pp=2", {"schedule": "zb-h1", "microbatches": 2}),
+    ],
+)
+def test_padding_is_left_out_column_by_column(
+    mesh: str, options: dict[str, Any], small_tiles: None
+) -> None:
+    """As collators pad: behind, before, not at all; and as nobody does, in between."""
     ids = torch.randint(64, (4, SEQ))
-    places = torch.cat([torch.arange(n) for n in (5, 1, 11, 7)])
-    rows = torch.stack([places.roll(5), places, torch.arange(SEQ), places])
-    fields = {"input_ids": ids, "labels": ids, "position_ids": rows}
-    one = Case(transformers.LlamaForCausalLM(config).double(), fields)
-    program = compile_program(one.trace(), make_plan(mesh), Costs())
+    at = torch.arange(SEQ)
+    mask = torch.stack([at < 17, at >= 9, at >= 0, at % 3 != 1])
+    labels = ids.where(mask, -100)
+    fields = {"input_ids": ids, "labels": labels, "attention_mask": mask.long()}
+    one = Case(llama(), fields)
+    program = compile_program(one.trace(), make_plan(mesh, **options), Costs())
     text = next(iter(program.modules.values()))
-    assert "documents=" in text and "aten.eq" not in text
+    assert "shown=" in text and "__and__" not in text
     verify(program, *one, drawn=False).check()
     verify(program, *one).check()
 
@@ -246,13 +301,21 @@ def test_a_large_plan_is_proved_small(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled.proof is not None and compiled.proof.size == "small"
 
 
-def test_memory_is_linear_in_the_sequence() -> None:
+@pytest.mark.parametrize(
+    ("kind", "times"), [("documents", 14), ("padding", 14), ("holes", 48)]
+)
+def test_memory_is_linear_in_the_sequence(kind: str, times: int) -> None:
     """16,384 rows, where a mask of them would have 2^28 elements."""
     seq = 2**14
     q, k, v, dy = torch.randn(4, 1, 1, seq, 8)
     split = ((seq, ()),)
-    documents = (torch.rand(1, seq) < 2 / seq**0.5).cumsum(1)
-    scoring = ring_attention.Scoring(None, True, None, None, documents)
+    ids, shown = None, None
+    if kind == "documents":
+        ids = (torch.rand(1, seq) < 2 / seq**0.5).cumsum(1)
+    else:
+        shown = torch.arange(seq)[None] < seq // 4
+        shown = shown if kind == "padding" else shown & (torch.rand(1, seq) < 0.9)
+    scoring = ring_attention.Scoring(None, True, None, None, ids, shown)
 
     def attend(comm: Comm) -> int:
         with LiveBytes() as live:
@@ -263,4 +326,4 @@ def test_memory_is_linear_in_the_sequence() -> None:
             return live.peak - before
 
     (most,) = run_virtual(Mesh.parse("dp=1"), 1, attend)
-    assert most < 14 * q.nbytes
+    assert most < times * q.nbytes

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from cases import Case
-from hf import MORE, padded_batch, precise_loss, tiny
+from hf import MORE, VOCAB, padded_batch, precise_loss, tiny
 from models import randomize
 
+from autopar.passes.capture.normalize import normalize
+from autopar.passes.capture.trace import trace
 from autopar.passes.program import Program
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -48,3 +51,22 @@ def test_a_model_is_split_and_equal_to_itself(name: str) -> None:
     assert unsplit(one.compile("pp=2,tp=2", 3)) == WHOLE.get(name, set())
     # Where a model has norms or a router in float32, so precise is it.
     one.verify("pp=2,tp=2", 3, tolerance=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", ["nothing", "no cache", "a mask"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "bert"])
+def test_no_mask_of_all_rows_and_columns_is_made(name: str, given: str) -> None:
+    """Whatever of their habits people keep: with it, memory is that of seq x seq."""
+    changes = {"use_cache": False} if given == "no cache" else {}
+    dropout = {"attn_pdrop": 0.0, "attention_dropout": 0.0}
+    model = tiny(name, **changes, **dropout, max_position_embeddings=64)
+    ids = torch.randint(VOCAB, (2, 48))
+    batch = {"input_ids": ids, "labels": ids}
+    if given == "a mask":
+        batch["attention_mask"] = torch.ones_like(ids)
+    graph = normalize(trace(model, batch)).graph
+    square = [v for n in graph.nodes for v in n.results if v.shape.count(48) > 1]
+    assert not square, [str(v) for v in square]
+    attentions = [n for n in graph.nodes if n.op == "autopar.attention"]
+    assert len(attentions) == 2

@@ -57,7 +57,7 @@ COMPILER = "autopar.passes"  # a link to the folder, so that no other package is
 # makes or arranges nodes of these kinds. What is so of an op, its declaration says.
 TABLES = {
     "capture/causal_masks.py",
-    "capture/document_masks.py", "capture/decompose_losses.py", "capture/loss.py",
+    "capture/column_masks.py", "capture/decompose_losses.py", "capture/loss.py",
     "capture/functionalize.py", "capture/normalize.py", "capture/spell_composites.py",
     "capture/spell_pieces.py", "capture/split_products.py", "dims/choose_names.py",
     "proof/shrink.py", "shard/collectives.py", "shard/parameter_sharding.py",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..capture.causal_masks import causal_window
-from ..capture.document_masks import documents_of
+from ..capture.column_masks import columns_of
 from ..capture.rewrite import Rewriter
 from ..capture.spell_groups import without_copies
 from ..graph import Location, Node, Value
@@ -18,7 +18,8 @@ from ..ops.arguments import arguments
 
 def attention(rewriter: Rewriter, node: Node) -> Value:
     """SDPA: a causal mask becomes the flag, one of a sliding window a number with it,
-    one of packed documents their ids; with dropout it is spelled out."""
+    one of packed documents their ids, one of padding says which columns are none; with
+    dropout it is spelled out."""
     given = arguments(node)
     is_causal, scale = bool(given["is_causal"]), given["scale"]
     q, k, v, mask = _with_heads(rewriter, given, node)
@@ -37,15 +38,21 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
             mask, is_causal = None, True
         elif window is not None and given["dropout_p"] == 0.0:
             mask, is_causal, seen = None, True, {"window": window}
-        elif given["dropout_p"] == 0.0 and known is None:
-            apart = documents_of(rewriter, mask)
-            if apart is not None:
-                ids, columns = apart.ids, mask.shape[-1]
-                lead = (math.prod(ids.shape[:-1]), columns)
-                ids = rewriter.reshape(ids, lead, node.location)
-                seen = {"documents": ids}
-                if apart.window < columns:
-                    seen["window"] = apart.window
+        elif known is None and (told := columns_of(rewriter, mask)) is not None:
+            columns, where = mask.shape[-1], node.location
+            shown = told.shown
+
+            def row(x: Value) -> Value:
+                return rewriter.reshape(x, (x.numel // columns, columns), where)
+
+            if not told.window and shown is not None:
+                lead = (shown.numel // columns, 1, 1, columns)
+                mask = rewriter.reshape(shown, lead, where)
+            elif given["dropout_p"] == 0.0:
+                known_of = {"documents": told.ids, "shown": shown}
+                seen = {name: row(x) for name, x in known_of.items() if x is not None}
+                if told.window < columns:
+                    seen["window"] = told.window
                 mask, is_causal = None, True
     if given["dropout_p"] > 0.0:
         y = _explicit_attention(

@@ -21,7 +21,7 @@ ATTENTION, ATTENTION_BACKWARD = "comm.attention", "comm.attention_backward"
 
 
 def rule(node: Node) -> str:
-    """Each query row is on its own, and sees all keys, and all ids of documents; a
+    """Each query row is on its own, and sees all keys, with what is known of each; a
     causal flag counts rows."""
     q, k, mask = node.arg("q"), node.arg("k"), node.arg("mask")
     s = "s~" if node.arg("is_causal") else "s"
@@ -31,8 +31,7 @@ def rule(node: Node) -> str:
     operands = [f"b {heads} {s} e!", f"b {kv} t! e!", f"b {kv} t! v!"]
     if mask is not None:
         operands.append(" ".join(["b", heads, s, "t!"][4 - len(mask.shape) :]))
-    if "documents" in node.kwargs:
-        operands.append("b t!")
+    operands += ["b t!" for name in ("documents", "shown") if name in node.kwargs]
     return f"{', '.join(operands)} -> b {heads} {s} v!"
 
 
@@ -45,13 +44,14 @@ def formula(
     scale: float,
     window: int | None = None,
     documents: Tensor | None = None,
+    shown: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T scale + mask) v -> [b,h,s,v].
 
     q [b,h,s,e], k [b,g,t,e], v [b,g,t,v], where g divides h. A causal mask is
     aligned at the top left; a row that attends to nothing gives 0. window: of these
     keys a row sees so many, its own being the last. documents [b or 1,s], integers: of
-    these, those with the row's own.
+    these, those with the row's own. shown [b or 1,t], bool: those that rows may see.
     """
     copies = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
@@ -62,6 +62,9 @@ def formula(
         scores = scores.masked_fill(~causal, -math.inf)
     if documents is not None:
         mask = (documents[:, :, None] == documents[:, None]).unsqueeze(1)
+    if shown is not None:
+        columns = shown[:, None, None]
+        mask = columns if mask is None else columns & mask
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, -math.inf)
     elif mask is not None:
@@ -81,19 +84,22 @@ def on_shard(
     scale: float,
     window: int | None = None,
     documents: Tensor | None = None,
+    shown: Tensor | None = None,
 ) -> Tensor:
     rows, columns = torch.arange(q.shape[2]) + start, torch.arange(k.shape[2])
     apart = rows[:, None] - columns
     seen = (apart >= 0) & (apart < (window or len(columns)))
     if documents is not None:
         seen = seen & (documents[:, rows, None] == documents[:, None]).unsqueeze(1)
+    if shown is not None:
+        seen = seen & shown[:, None, None]
     return formula(q, k, v, seen, False, scale)
 
 
 def on_rank(at: Place, node: Node, local: Node) -> Node:
     """Attention of some of the rows, under a causal mask, goes by their positions; so
-    does attention to a window of the keys, to those of a row's document, or to some of
-    them, which are passed round: see `passes.shard.ring`."""
+    does attention to a window of the keys, to those of a row's document, or but to
+    padding, or to keys that are passed round: see `passes.shard.ring`."""
     rows, keys = at.position(node.arg("q"), 2), at.position(node.arg("k"), 2)
     axes = [axis for _, split in keys for axis in split]
     apart = node.arg("is_causal") and any(split for _, split in rows)
@@ -217,7 +223,9 @@ OPS = (
             "(x(a, 6, b, 3), x(a, 2, c, 3), x(a, 2, c, 5), bools(a, 1, b, c), "
             "False, 0.6); "
             "(x(a, 2, b, 3), x(a, 2, b, 3), x(a, 2, b, 5), None, True, 0.6, "
-            "documents=ints(a, b))"
+            "documents=ints(a, b)); "
+            "(x(a, 2, b, 3), x(a, 2, b, 3), x(a, 2, b, 5), None, True, 0.6, "
+            "documents=ints(a, b), shown=bools(a, b))"
         ),
         is_product=True,
         flops=flops(1, 1),

@@ -1,8 +1,9 @@
-"""Which rows and keys of packed documents see each other.
+"""Which rows and keys see each other, where documents are packed or rows are padded.
 
 Rows of a long document go by themselves, under a causal flag; short ones that are
 neighbours go together, under a mask of that many rows. So there are about as many tiles
-as documents, or as `LEAST_ROWS` go into the sequence, and no mask has more rows.
+as documents, or as `LEAST_ROWS` go into the sequence, and no mask has more rows. Keys
+that no row may see are left out, where they are in few places, as padding is.
 """
 
 from __future__ import annotations
@@ -16,17 +17,30 @@ from ..shard.layout import Pieces, Tile, causal_tiles, window_tiles
 Run = tuple[int, int, int]  # where rows of one document begin, how many, and its id
 
 
+FEW = 16  # runs of keys that rows may see, in a sequence
+
+
 def document_tiles(
-    rows: Pieces, keys: Pieces, runs: tuple[Run, ...], window: int | None = None
+    rows: Pieces,
+    keys: Pieces,
+    runs: tuple[Run, ...],
+    window: int | None = None,
+    shown: Pieces | None = None,
 ) -> list[Tile]:
     """What rows see of keys, in few rectangles: of their own document, which may lie in
-    several runs, the keys up to their own position, and the last `window` of these."""
+    several runs, the keys up to their own position, and the last `window` of these.
+    shown: keys that rows may see at all, in order; None: every one."""
     found: list[Tile] = []
-    own = list(_cut(keys, runs))
-    for block in _blocks(_cut(rows, runs)):
+    own, blocks = list(_cut(keys, runs)), list(_blocks(_cut(rows, runs)))
+    masked = shown is not None and len(shown) > FEW
+    if shown is not None and not masked:
+        own = [part for key in own for part in _within(key, shown)]
+    if masked:
+        blocks = [[part] for block in blocks for one in block for part in _pieces(one)]
+    for block in blocks:
         row, at, count, _ = block[0]
         count = sum(length for _, _, length, _ in block)
-        if len(block) > 1:
+        if len(block) > 1 or masked:
             ids = {document for *_, document in block}
             found += _mixed((row, at, count), [k for k in own if k[3] in ids], window)
             continue
@@ -51,6 +65,22 @@ def _cut(pieces: Pieces, runs: tuple[Run, ...]) -> Iterator[Part]:
             if low < high:
                 yield passed + low - begin, low, high - low, document
         passed += length
+
+
+def _within(part: Part, shown: Pieces) -> Iterator[Part]:
+    key, begin, length, document = part
+    for start, size in shown:
+        low, high = max(begin, start), min(begin + length, start + size)
+        if low < high:
+            yield key + low - begin, low, high - low, document
+
+
+def _pieces(part: Part) -> Iterator[Part]:
+    """Few rows at a time."""
+    row, at, count, document = part
+    for skip in range(0, count, layout.LEAST_ROWS):
+        length = min(layout.LEAST_ROWS, count - skip)
+        yield row + skip, at + skip, length, document
 
 
 def _blocks(parts: Iterator[Part]) -> Iterator[list[Part]]:

@@ -56,8 +56,8 @@ def spell_masks(nodes: list[Node]) -> list[Node]:
             used = replace(node, op="autopar.masked_scale", args=args)
         elif node.op == ATTENTION and len(node.args[6]) > 1:
             q, k, v, _, _, scale, position, *_ = node.args
-            ids = node.kwargs.get("documents")
-            lead = () if ids is None else (ids.shape[0], 1)
+            samples = [x.shape[0] for x in node.kwargs.values() if isinstance(x, Value)]
+            lead = (max(samples), 1) if samples else ()
             shape = (*lead, q.shape[2], k.shape[2])
             mask = Value(f"{node.out.name}_mask", shape, torch.bool)
             args = (position, k.shape[2])

@@ -233,12 +233,14 @@ class Collectives(Routing, ABC):
         axis: str | None,
         window: int | None = None,
         documents: Tensor | None = None,
+        shown: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """My rows q [B,H,S,E]; k [B,G,T,E] and v [B,G,T,V], of all keys or, on a ring
         along `axis`, of my own -> out [B,H,S,V], lse [B,H,S]. window: of the keys that
         are causal for a row it sees the last so many. documents [B or 1,T]: it sees
-        those with its own id, of all keys."""
-        scoring = ring_attention.Scoring(mask, is_causal, scale, window, documents)
+        those with its own id, of all keys. shown, bool [B or 1,T]: keys it may see."""
+        told = window, documents, shown
+        scoring = ring_attention.Scoring(mask, is_causal, scale, *told)
         return ring_attention.forward(self, (q, k, v), scoring, rows, keys, axis)
 
     def attention_backward(
@@ -257,9 +259,11 @@ class Collectives(Routing, ABC):
         axis: str | None,
         window: int | None = None,
         documents: Tensor | None = None,
+        shown: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dy [B,H,S,V] -> the gradients of q, k and v; none for the mask."""
-        scoring = ring_attention.Scoring(mask, is_causal, scale, window, documents)
+        told = window, documents, shown
+        scoring = ring_attention.Scoring(mask, is_causal, scale, *told)
         found = (out, lse)
         return ring_attention.backward(
             self, dy, (q, k, v), found, scoring, rows, keys, axis

@@ -70,19 +70,21 @@ class LocalOps(Placement):
         columns: int,
         window: int | None = None,
         documents: Tensor | None = None,
+        shown: Tensor | None = None,
     ) -> Tensor:
         """Which keys my rows of a sequence may see: bool [my rows, columns]; with
-        documents [B,columns], those of the row's own, [B,1,my rows,columns].
+        documents [B,columns], those of the row's own, [B,1,my rows,columns]; shown,
+        bool [B,columns]: keys that any row may see.
 
         position: the factors of the dim of rows: (global extent, axes that split it).
         window: keys up to its own that a row sees at most.
         """
         rows, keys = self.positions(position), torch.arange(columns)
         seen = in_window(rows, keys.to(self.device), window or columns)
-        if documents is None:
-            return seen
-        same = documents[:, rows, None] == documents[:, None]
-        return (same & seen).unsqueeze(1)
+        if documents is not None:
+            same = documents[:, rows, None] == documents[:, None]
+            seen = (same & seen).unsqueeze(1)
+        return seen if shown is None else shown[:, None, None] & seen
 
     # Rows and entries of a sharded dim. Indices are global and int64; sizes are those
     # of the dim before it was split. What another rank holds counts as zero here.

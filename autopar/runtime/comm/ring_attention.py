@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,13 +41,15 @@ class Scoring:
     """What turns queries and keys into scores. mask: [..., my rows, all keys], either
     of which may be 1, as `attention` takes it; not with is_causal. window: of the keys
     that are causal for a row it sees the last so many. documents: int [B or 1, all
-    keys]; it sees those of its own."""
+    keys]; it sees those of its own. shown: bool [B or 1, all keys]; keys that any row
+    may see."""
 
     mask: Tensor | None
     is_causal: bool
     scale: float | None
     window: int | None = None
     documents: Tensor | None = None
+    shown: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -205,7 +208,7 @@ def _pieces(comm: Collectives, split: Split) -> Pieces:
 
 
 ALL = slice(None)
-# Ids of documents -> their runs in each sample, which all layers have in common.
+# Ids of documents, or what is shown -> runs in each sample, for all layers.
 RUNS: MutableMapping[Tensor, list[tuple[Run, ...]]] = WeakTensorKeyDictionary()
 
 
@@ -214,12 +217,10 @@ def _tiles(
 ) -> Iterator[tuple[slice, Tile]]:
     """What of the scores is to be computed, while these keys are here, of which of the
     samples."""
-    keys, documents = visit.pieces, scoring.documents
-    if documents is not None:
-        runs = _runs(documents)
-        for i, own in enumerate(runs):
-            of = slice(i, i + 1) if len(runs) > 1 else ALL
-            for tile in document_tiles(rows, keys, own, scoring.window):
+    keys = visit.pieces
+    if scoring.documents is not None or scoring.shown is not None:
+        for of, runs, shown in _samples(scoring):
+            for tile in document_tiles(rows, keys, runs, scoring.window, shown):
                 yield of, tile
         return
     tiles: Sequence[Tile] = (Tile(0, extent(rows), 0, extent(keys)),)
@@ -230,19 +231,41 @@ def _tiles(
     yield from ((ALL, tile) for tile in tiles)
 
 
-def _runs(documents: Tensor) -> list[tuple[Run, ...]]:
+def _samples(
+    scoring: Scoring,
+) -> Iterator[tuple[slice, tuple[Run, ...], Pieces | None]]:
+    """Samples that are next to each other and alike, their runs of documents, and of
+    keys that are shown."""
+    documents, shown = scoring.documents, scoring.shown
+    known = [x for x in (documents, shown) if x is not None]
+    count, keys = max(len(x) for x in known), known[0].shape[1]
+    runs = [((0, keys, 0),)] if documents is None else _runs(documents)
+    there = (
+        [tuple((at, n) for at, n, seen in own if seen) for own in _runs(shown)]
+        if (shown is not None)
+        else [None]
+    )
+    each = [x * count if len(x) == 1 else x for x in (runs, there)]
+    first = 0
+    for (own, pieces), group in groupby(zip(*each, strict=True)):
+        after = first + len(list(group))
+        yield (slice(first, after) if after - first < count else ALL), own, pieces
+        first = after
+
+
+def _runs(ids: Tensor) -> list[tuple[Run, ...]]:
     """The runs of equal ids in each sample; one for all, where nobody knows them."""
-    if documents.is_meta:
-        return [((0, documents.shape[1], 0),)]
-    if documents not in RUNS:
+    if ids.is_meta:
+        return [((0, ids.shape[1], 1),)]
+    if ids not in RUNS:
         found = []
-        for ids in documents.cpu():
-            values, counts = ids.unique_consecutive(return_counts=True)
+        for own in ids.cpu():
+            values, counts = own.unique_consecutive(return_counts=True)
             ends = counts.cumsum(0)
             rows = zip(ends - counts, counts, values, strict=True)
             found.append(tuple((int(a), int(n), int(i)) for a, n, i in rows))
-        RUNS[documents] = found
-    return RUNS[documents]
+        RUNS[ids] = found
+    return RUNS[ids]
 
 
 def _keys(tile: Tile) -> slice:
@@ -251,19 +274,24 @@ def _keys(tile: Tile) -> slice:
 
 def _mask(scoring: Scoring, visit: Visit, of: slice, tile: Tile) -> Tensor | None:
     """The part of the mask of some of my rows and some of the keys that are here."""
-    if scoring.window is not None or scoring.documents is not None:
+    documents, shown = scoring.documents, scoring.shown
+    if scoring.window is not None or documents is not None or shown is not None:
         if tile.ahead is None:
             return None
         positions = torch.arange(max(tile.rows, tile.keys), device=visit.k.device)
         rows, keys = positions[: tile.rows] + tile.ahead, positions[: tile.keys]
         window = scoring.window or tile.rows + tile.ahead  # or all
         seen = in_window(rows, keys, window)
-        if tile.at is None or scoring.documents is None:
+        if tile.at is None:
             return seen
-        own = scoring.documents[of, tile.at :][:, : tile.rows, None]
         first = tile.at - tile.ahead
-        theirs = scoring.documents[of, None, first : first + tile.keys]
-        return (own == theirs).logical_and_(seen).unsqueeze(1)
+        there = slice(first, first + tile.keys)
+        if documents is not None:
+            own = _of(documents, of)[:, tile.at :][:, : tile.rows, None]
+            seen = (own == _of(documents, of)[:, None, there]) & seen
+        if shown is not None:
+            seen = _of(shown, of)[:, None, there] & seen
+        return seen.unsqueeze(1) if seen.ndim > 2 else seen
     mask = scoring.mask
     rows, keys = slice(tile.row, tile.row + tile.rows), _keys(tile)
     if mask is None:
@@ -274,6 +302,11 @@ def _mask(scoring: Scoring, visit: Visit, of: slice, tile: Tile) -> Tensor | Non
     if mask.ndim > 1 and mask.shape[-2] > 1:
         mask = mask[..., rows, :]
     return mask
+
+
+def _of(known: Tensor, samples: slice) -> Tensor:
+    """What is known of some samples [B or 1, keys]."""
+    return known if len(known) == 1 else known[samples]
 
 
 def _join_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

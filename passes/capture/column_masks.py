@@ -1,5 +1,5 @@
-"""Masks that keep packed documents apart: ids of documents for attention, instead of a
-mask of all rows and columns."""
+"""Masks that keep packed documents apart, or padding out: what attention needs to know
+of each column, instead of a mask of all rows and columns."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from functools import reduce
 
 import torch
 
-from ..capture.causal_masks import causal_window, is_of_positions
+from ..capture.causal_masks import SMALL, causal_window, is_of_positions
 from ..capture.rewrite import Rewriter
-from ..graph import Value
+from ..graph import Location, Value
 
 ANDS = frozenset(f"aten.{n}" for n in ("__and__", "bitwise_and", "logical_and"))
 VIEWS = frozenset({"aten.reshape", "aten.expand", "aten.detach"})
@@ -20,17 +20,20 @@ ORDERS = {"aten.le": False, "aten.ge": True}
 
 
 @dataclass(frozen=True)
-class Documents:
-    """ids: [batch or 1, seq] integers; a row sees the columns of its own id, of the
-    last `window` up to its own."""
+class Columns:
+    """What a row sees: columns of its own id, of the last `window` up to its own, that
+    are shown to any row. ids: [batch or 1, seq] integers, or None if these are all the
+    same. shown: bool [..., 1, columns], or None for all. window: 0, if it sees columns
+    after its own too."""
 
-    ids: Value
+    ids: Value | None
     window: int
+    shown: Value | None
 
 
-def documents_of(rewriter: Rewriter, mask: Value) -> Documents | None:
-    """What a bool mask [rows, columns] or [batch, 1, rows, columns] is of: columns up
-    to the row's own that have the same id. None for another mask.
+def columns_of(rewriter: Rewriter, mask: Value) -> Columns | None:
+    """What a bool mask [rows, columns] or [batch, 1, rows, columns] shows, where this
+    can be said column by column. None for another mask.
 
     Two ways to say "up to": by places (`causal_window`), and by positions that start
     anew with each document, where the ids are counts of these starts, as transformers'
@@ -38,17 +41,21 @@ def documents_of(rewriter: Rewriter, mask: Value) -> Documents | None:
     """
     rows, columns = mask.shape[-2:] if len(mask.shape) > 1 else (0, 1)
     apart = len(mask.shape) == 2 or (len(mask.shape) == 4 and mask.shape[1] == 1)
-    if rows != columns or not apart:
+    if not apart:
         return None
     ids: Value | None = None
     ordered: Value | None = None
     places: list[Value] = []
+    shown: list[Value] = []
     for part in _conjuncts(rewriter, mask):
-        known = rewriter.constant(part) if part.numel == 1 else None
-        if known is not None and bool(known):
+        known = rewriter.constant(part) if part.numel <= SMALL else None
+        if known is not None and bool(known.all()):
             continue
         if is_of_positions(rewriter, part):
             places.append(part)
+            continue
+        if part.dtype == torch.bool and (1, *part.shape)[-2:] == (1, columns):
+            shown.append(part)
             continue
         node = rewriter.made.get(part.name)
         if node is None or len(node.operands) != 2:
@@ -66,28 +73,43 @@ def documents_of(rewriter: Rewriter, mask: Value) -> Documents | None:
             ordered = compared
         else:
             return None
-    if ids is None or (ordered and not _counts_starts(rewriter, ids, ordered)):
+    if ordered and (ids is None or not _counts_starts(rewriter, ids, ordered)):
         return None
     window = rows if ordered and not places else _window(rewriter, places)
-    return Documents(ids, window) if window else None
+    alone = ids is None and not places and len(shown) > 0
+    if not alone and (window is None or rows != columns):
+        return None
+    return Columns(ids, window or 0, _both(rewriter, shown))
 
 
 def _window(rewriter: Rewriter, places: list[Value]) -> int | None:
     """What masks of places show together, see `causal_window`."""
+    mask = _both(rewriter, places)
+    return None if mask is None else causal_window(rewriter, mask)
+
+
+def _both(rewriter: Rewriter, masks: list[Value]) -> Value | None:
+    """What all of some masks show; None if there are none."""
 
     def both(one: Value, other: Value) -> Value:
         shape = tuple(torch.broadcast_shapes(one.shape, other.shape))
-        args, where = (one, other), rewriter.made[one.name].location
+        args, where = (one, other), _where(rewriter, one)
         op = "aten.__and__.Tensor"
         return rewriter.emit(op, *args, shape=shape, dtype=torch.bool, where=where)
 
-    return causal_window(rewriter, reduce(both, places)) if places else None
+    return reduce(both, masks) if masks else None
+
+
+def _where(rewriter: Rewriter, x: Value) -> Location:
+    node = rewriter.made.get(x.name)
+    return Location("") if node is None else node.location
 
 
 def _conjuncts(rewriter: Rewriter, mask: Value) -> Iterator[Value]:
     """The masks that are put together by "and", whatever dims of 1 are added."""
     node = rewriter.made.get(mask.name)
-    if node is not None and node.name in VIEWS:
+    of_columns = len(mask.shape) > 1 and mask.shape[-2] == 1
+    if node is not None and node.name in VIEWS and not of_columns:
         inner = node.operands[0]
         if _sizes(inner) == _sizes(mask) or node.name == "aten.expand":
             yield from _conjuncts(rewriter, inner)
