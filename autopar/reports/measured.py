@@ -10,6 +10,7 @@ from autopar.machine.machine import machine_text
 from autopar.machine.profile_file import Profile
 from autopar.passes.price.measured import Timed, kind_of
 from autopar.reports.tables import Table
+from autopar.terminal import wrap
 from autopar.units import seconds, size
 
 SHOWN = 12  # kinds of ops in a table; JSON has all
@@ -21,8 +22,8 @@ def profile_report(profile: Profile) -> str:
     if profile.backends:
         tables.append(_backends_table(profile))
     if not tables:
-        return f"nothing was measured on this machine: {machine_text()}"
-    return "\n\n".join([machine_text(), *map(str, tables)])
+        return wrap(f"nothing was measured on this machine: {machine_text()}")
+    return "\n\n".join([wrap(machine_text()), *map(str, tables)])
 
 
 def _backends_table(profile: Profile) -> Table:
