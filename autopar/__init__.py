@@ -2,9 +2,6 @@
 
 step = autopar.compile(model, "pp=2,tp=2", microbatches=8)
 loss = step(ids=ids, labels=labels)      # forward and backward; gradients are ready
-
-A name below is imported when it is first used: torch takes a second, which the help of
-the command line need not wait for.
 """
 
 from __future__ import annotations
@@ -40,7 +37,8 @@ __all__ = [
 ]
 __version__ = VERSION
 
-# Name -> the module that has it, as a type checker reads it above.
+# Name -> the module that has it, as a type checker reads it above. It is imported on
+# first use: torch takes a second, which the command line's help need not wait for.
 _MODULES = {
     "AutoparError": "autopar.passes.errors",
     "Cluster": "autopar.passes.price.cluster",

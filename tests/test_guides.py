@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from processes import output_of, torchrun_command
 
+import autopar
 from autopar.cli import parser
 from autopar.commands.config_file import ConfigError, with_config
 
@@ -73,3 +74,15 @@ def test_a_loop_of_ones_own_runs(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(script)
     output_of([*torchrun_command(2), str(tmp_path / "script.py")], tmp_path)
     assert len(list((tmp_path / "runs").glob("step-*"))) == 2
+
+
+def test_docstrings_make_pages_of_the_api(tmp_path: Path) -> None:
+    """As the guide's command does."""
+    pdoc = pytest.importorskip("pdoc", reason="needs autopar[docs]")
+    [line] = re.findall(r"&& (pdoc .*)$", TEXTS["api"], re.MULTILINE)
+    _, *modules, _, _ = shlex.split(line)
+    pdoc.pdoc(*modules, output_directory=tmp_path)
+    page = (tmp_path / "autopar.html").read_text()
+    for name in autopar.__all__:
+        assert f'<section id="{name}">' in page and getattr(autopar, name).__doc__
+    assert "microbatches" in page and [*tmp_path.glob("*/*")] == []

@@ -63,7 +63,9 @@ def test_what_the_wheel_says_of_itself(wheel: Path) -> None:
     told = metadata(wheel)
     assert (told["Name"], told["Version"]) == ("autopar", VERSION)
     assert "Typing :: Typed" in told.get_all("Classifier", [])
-    assert {"data", "hf", "log", "test"} == {*told.get_all("Provides-Extra", [])}
+    assert {"data", "docs", "hf", "log", "test"} == {
+        *told.get_all("Provides-Extra", [])
+    }
     text = told.get_payload()
     assert isinstance(text, str) and text.startswith("# autopar")
     assert "## Install and see it" in text and "Long sequences and mixtures" in text
@@ -83,7 +85,7 @@ def test_extras_are_those_that_errors_name() -> None:
         for path in (ROOT / "autopar").rglob("*.py")
         for name in re.findall(r"autopar\[(\w+)\]", path.read_text())
     }
-    assert named == extras - {"test"}
+    assert named == extras - {"docs", "test"}
 
 
 @pytest.mark.nightly  # a minute: torch is installed
