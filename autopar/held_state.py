@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from autopar.runtime.parameters.ema import Ema
 from autopar.runtime.parameters.gradient_norm import is_owner
 from autopar.runtime.parameters.offload import Host
 from autopar.runtime.parameters.whole_updates import WholeUpdates
+from autopar.unlike_module import refuse_attribute
 
 
 class HeldState:
@@ -51,6 +52,11 @@ class HeldState:
         self._host: Host | None = None
         self._saving: PendingSave[Any] | None = None
         self._ema: Ema | None = None
+
+    if not TYPE_CHECKING:  # where any other name is an error anyway
+
+        def __getattr__(self, name: str) -> NoReturn:
+            refuse_attribute(self, name)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise AutoparError(
@@ -123,6 +129,14 @@ class HeldState:
     def gathers(self, optimizer: torch.optim.Optimizer) -> WholeUpdates | None:
         """What gives an optimizer whole parameters, after `gather_for`."""
         return self._updates.whole.get(optimizer)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of a module: forget gradients, or set them to zeros."""
+        for p in self.parameters():
+            if set_to_none:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.zero_()
 
     def owns(self, name: str) -> bool:
         """Whether this rank is the first of those that hold the same part of it."""

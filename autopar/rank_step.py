@@ -138,6 +138,7 @@ class RankStep(HeldState):
         try:
             if self._saving is not None and self._saving.done():
                 self.finish_saving()
+            self._check_autocast()
             inputs = self.program.inputs
             like = data.whole_like(batch, inputs) if local else batch
             tensors = checked_batch(self.program, self._fixed, like)
@@ -154,9 +155,26 @@ class RankStep(HeldState):
         training = self.training_state()
         own = {name: batch[name] for name in tensors}
         part = data.index if local else None
-        with self._agree().on_batch(operation, own, self._updates, training, part):
+        plain = torch.autocast(self.device.type, enabled=False)
+        with (
+            plain,
+            self._agree().on_batch(operation, own, self._updates, training, part),
+        ):
             held = {name: upload(x, self.device) for name, x in own.items()}
             yield data.gather(self.comm, held, inputs) if local else held
+
+    def _check_autocast(self) -> None:
+        """Raises AutoparError under an autocast that the plan knows nothing of."""
+        kind, planned = self.device.type, self.program.plan.dtype
+        if not torch.is_autocast_enabled(kind):
+            return
+        if (dtype := torch.get_autocast_dtype(kind)) != planned:
+            name = "fp16" if dtype == torch.float16 else "bf16"
+            raise AutoparError(
+                f"the step is called under torch.autocast of {dtype}, but its plan "
+                + (f"computes in {planned}" if planned else "casts nothing"),
+                fix=f'compile with precision="{name}", and leave autocast out',
+            )
 
     # --- what optimizers and checkpoints need --------------------------------------
 

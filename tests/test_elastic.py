@@ -21,6 +21,19 @@ def tiny():
     return build(Config(2, 128, 4, 64, 64, dropout=0.1), batch=8)
 """
 
+# Appended to the model: rank 1 kills itself when it has taken step 5.
+DIES = """
+import os, signal
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+def die(optimizer, args, kwargs):
+    steps = [state["step"] for state in optimizer.state.values()]
+    if os.environ.get("RANK") == "1" and int(max(steps)) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+register_optimizer_step_post_hook(die)
+"""
+
 
 def rows(log: Path) -> list[tuple[int, float]]:
     """(step, loss) of each line, as they were written."""
@@ -49,9 +62,17 @@ class Training:
         plans = ["--plans", str(self.folder / "plans"), "--log-every", "1"]
         return ["run", f"{self.folder / 'model.py'}:tiny", *plans]
 
-    def endless(self) -> list[str]:
-        saving = ["--save", str(self.folder / "runs"), "--save-every", "3", "--resume"]
-        return [*self.model, *saving, "--steps", "1000000", "--log-file", str(self.log)]
+    def endless(self, *more: str) -> list[str]:
+        saving = [
+            *more,
+            "--save",
+            str(self.folder / "runs"),
+            "--save-every",
+            "3",
+            "--resume",
+        ]
+        steps = ["--steps", "1000000", "--log-file", str(self.log)]
+        return [*self.model, *saving, *more, *steps]
 
     def steps(self, more: int) -> float:
         """Wait for so many; returns the seconds that they took."""
@@ -86,12 +107,45 @@ def test_ranks_start_again_after_one_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_nodes_are_lost_and_come(tmp_path: Path) -> None:
+def test_saves_in_the_background_are_gone_on_from(tmp_path: Path) -> None:
+    """Whatever was being written when ranks were killed."""
+    training = Training(tmp_path)
+    with nodes(tmp_path, "1", 2) as made:
+        again = [*made.torchrun, "--max-restarts", "5", "-m", "autopar"]
+        command = training.endless("--async-save")
+        with made.start(*command, by=again):
+            for kills in range(3):
+                training.steps(random.randrange(4, 12))
+                made.kill(random.randrange(2))
+
+                def gone_on(kills: int = kills) -> bool:
+                    return made.said(0)[1].count("going on after step") > kills
+
+                until("a start", gone_on, 60)
+            training.steps(4)
+    training.check()
+
+
+@pytest.mark.nightly
+def test_a_run_that_gets_nowhere_ends(tmp_path: Path) -> None:
+    """Ranks that die in each step 5, where a checkpoint would be after step 6."""
+    training = Training(tmp_path)
+    (tmp_path / "model.py").write_text(MODEL + DIES)
+    with nodes(tmp_path, "1", 2) as made:
+        again = [*made.torchrun, "--max-restarts", "50", "-m", "autopar"]
+        with made.start(*training.endless(), by=again):
+            until("the end", lambda: not made.processes(), 240)
+        assert "started 10 times after step-00000003, and never" in made.said(0)[1]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("more", [(), ("--async-save",)])
+def test_nodes_are_lost_and_come(tmp_path: Path, more: tuple[str, ...]) -> None:
     """4 ranks, of which 2 are killed; 2, until others come; 4: one training."""
     training = Training(tmp_path)
     with nodes(tmp_path, "1:2", 2) as made, ExitStack() as started:
         here = ["--nodes", "1:2", "--ranks-per-node", "2", "--rendezvous", made.where]
-        run = [sys.executable, "-m", "autopar", *training.endless(), *here]
+        run = [sys.executable, "-m", "autopar", *training.endless(*more), *here]
 
         def plans(ranks: int) -> int:
             """How often one for so many ranks was taken."""

@@ -25,6 +25,7 @@ ROOMS = (
         "units",
         "terminal",
         "progress",
+        "unlike_module",
         "runtime.kernels",
         "runtime.comm",
     ),

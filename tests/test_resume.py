@@ -18,7 +18,10 @@ from processes import rank_process, torchrun
 from torch import nn
 
 from autopar.checkpoints.checkpoint_files import complete, latest
+from autopar.checkpoints.dcp import CheckpointError
 from autopar.cli import main
+from autopar.training.options import RunOptions
+from autopar.training.resume import COUNT, STARTS, check_progress
 
 MODEL = """
 import torch
@@ -245,3 +248,21 @@ def test_what_cannot_be_exported(
     monkeypatch.setattr("autopar.checkpoints.export.find_spec", lambda name: None)
     said = refused(folder, tmp_path / "model.safetensors")
     assert "pip install 'autopar[hf]'" in said
+
+
+def test_starts_that_get_nowhere_are_counted(tmp_path: Path) -> None:
+    options = RunOptions(save=tmp_path / "runs", resume=True)
+    for _ in range(2):  # told, they count anew
+        for _ in range(STARTS):
+            check_progress(options)
+        with pytest.raises(CheckpointError, match="10 times after the beginning"):
+            check_progress(options)
+    check_progress(options)
+    (tmp_path / "runs" / "step-00000003").mkdir()
+    for _ in range(STARTS):
+        check_progress(options)
+    with pytest.raises(CheckpointError, match="after step-00000003, and never"):
+        check_progress(options)
+    (tmp_path / "runs" / COUNT).write_text("{")  # half of one
+    check_progress(options)
+    check_progress(RunOptions())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ SAME = (
     *("seed", "clip", "ema", "beta1", "beta2", "weight_decay"),
     *("lr", "lr_schedule", "warmup", "min_lr", "decay_ratio"),
 )
+
+# How often ranks are started from one checkpoint; and the file that counts it.
+STARTS, COUNT = 10, "starts.json"
 
 
 def check_saving(options: RunOptions) -> None:
@@ -48,6 +52,32 @@ def is_due(done: int, options: RunOptions) -> bool:
         return False
     every = options.save_every or options.steps
     return done % every == 0 or done == options.steps
+
+
+def check_progress(options: RunOptions) -> None:
+    """Count this start of ranks that torchrun starts again, on rank 0 alone. Raises
+    CheckpointError after STARTS in a row that came to no checkpoint; the next one
+    counts anew."""
+    directory = options.save
+    if directory is None or not options.resume:
+        return
+    newest, file = latest(directory), directory / COUNT
+    after = newest.name if newest is not None else "the beginning"
+    known: Any = None
+    with suppress(OSError, ValueError):
+        known = json.loads(file.read_text())
+    same = isinstance(known, list) and known[:1] == [after] and len(known) == 2
+    starts = known[1] + 1 if same else 1
+    if starts > STARTS:
+        file.unlink()
+        raise CheckpointError(
+            f"ranks were started {STARTS} times after {after}, and never came to the "
+            "next checkpoint",
+            fix="see above what ended them; or save before they fail: a smaller "
+            "--save-every",
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps([after, starts]))
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from autopar.training.profile import Profile
 from autopar.training.progress import Progress
 from autopar.training.reference import Reference
 from autopar.training.report import Report, Writer
-from autopar.training.resume import claimed, is_due, resume, save
+from autopar.training.resume import check_progress, claimed, is_due, resume, save
 from autopar.training.sample import Origin, Sampling, sample_text
 from autopar.training.trackers import TensorBoard, WandB
 
@@ -92,6 +92,8 @@ def _as_rank(
     plan: str | Path | Callable[[], Path],
     options: RunOptions,
 ) -> None:
+    if rank == 0 and starts_again():
+        check_progress(options)
     directory = Path(made_once(plan, store, rank) if callable(plan) else plan)
     ranks = check_world(directory, world, callable(plan) and starts_again())
     stored = compiled_once(directory, store, rank, world, not options.unproved)

@@ -1,0 +1,125 @@
+"""What loops do with a module beside calling it works with a step, or says why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import Case, plain_gpt
+from torch.optim import SGD, Optimizer, lr_scheduler, swa_utils
+
+import autopar
+from autopar.passes.errors import AutoparError
+from autopar.step import Step
+from autopar.unlike_module import LACKS
+
+Scheduler = Callable[[Optimizer], Any]
+SCHEDULERS: dict[str, Scheduler] = {
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=5),
+    "warmup": lambda o: lr_scheduler.SequentialLR(
+        o,
+        [lr_scheduler.LinearLR(o, 0.1, 1.0, 2), lr_scheduler.ExponentialLR(o, 0.7)],
+        [2],
+    ),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=1.0),
+    "swa": lambda o: swa_utils.SWALR(o, 0.05, anneal_epochs=2),
+}
+
+
+def case() -> Case:
+    return plain_gpt(layers=1, batch=4).double()
+
+
+@pytest.fixture(scope="module")
+def step() -> Step:
+    return case().step()
+
+
+def train(parameters: Any, loss_of: Callable[[], Any], make: Scheduler) -> list[float]:
+    optimizer = SGD(parameters, lr=0.1, momentum=0.9)
+    scheduler, losses = make(optimizer), []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = loss_of()
+        optimizer.step()
+        plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+        scheduler.step(*([loss.detach()] if plateau else []))
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_of_torch_do_as_with_the_model(name: str) -> None:
+    one, other = case(), case()
+    step = one.step()
+
+    def plainly() -> torch.Tensor:
+        _, loss = other.model(**other.batch)
+        loss.backward()
+        return loss
+
+    got = train(step.parameters(), lambda: step(**one.batch), SCHEDULERS[name])
+    want = train(other.model.parameters(), plainly, SCHEDULERS[name])
+    assert got == pytest.approx(want, rel=1e-9) and got[0] != got[1]
+
+
+def test_gradients_are_forgotten_as_of_a_module(step: Step) -> None:
+    batch = case().batch
+    step.zero_grad()
+    step(**batch)
+    once = [p.grad.clone() for p in step.parameters() if p.grad is not None]
+    step.zero_grad(set_to_none=False)
+    assert not any(bool(p.grad.any()) for p in step.parameters() if p.grad is not None)
+    step.zero_grad()
+    assert all(p.grad is None for p in step.parameters())
+    step(**batch)
+    again = [p.grad for p in step.parameters() if p.grad is not None]
+    assert once and all(map(torch.equal, once, again))
+
+
+@pytest.mark.parametrize("name", LACKS)
+def test_what_a_step_lacks_is_told(name: str, step: Step) -> None:
+    assert not hasattr(step, name)
+    with pytest.raises(AttributeError, match=f"'{name}': [\\s\\S]*fix  ") as told:
+        getattr(step, name)
+    assert isinstance(told.value, AutoparError)
+
+
+def test_a_name_that_nobody_has_is_torchs_error(step: Step) -> None:
+    with pytest.raises(
+        AttributeError, match=r"^'Step' object has no attribute 'losss'"
+    ):
+        getattr(step, "losss")  # noqa: B009
+
+
+def test_averages_of_torch_say_what_there_is(step: Step) -> None:
+    with pytest.raises(AutoparError, match=r"start_ema\(0.999\)"):
+        swa_utils.AveragedModel(step)
+    with pytest.raises(AttributeError, match="batch norm's statistics are frozen"):
+        swa_utils.update_bn([torch.zeros(1)], step)
+
+
+def test_autocast_is_that_of_the_plan(step: Step) -> None:
+    batch = case().batch
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(AutoparError, match='compile with precision="bf16"'),
+    ):
+        step(**batch)
+    one = plain_gpt(layers=1, batch=4)
+    halved = autopar.compile(
+        one.model, "tp=1", precision="bf16", example_inputs=one.batch
+    )
+    want = halved(**one.batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert halved(**one.batch) == want
+        assert halved.evaluate(**one.batch) == want
+    with (
+        torch.autocast("cpu", torch.float16),
+        pytest.raises(AutoparError, match=r"computes in torch\.bfloat16"),
+    ):
+        halved.evaluate(**one.batch)
