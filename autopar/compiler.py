@@ -50,14 +50,14 @@ def compile_offline(
     Raises: AutoparError.
     """
     watch, costs = watch_from_environment(), costs or stage_costs
-    traced = capture_model(model, batch, loss_fn, plan.dtype, outputs)
+    traced = capture_model(model, batch, loss_fn, plan.lowering, outputs)
     try:
         program = compile_program(traced, plan, costs, watch)
     except LossNotSeparable as error:
         if not traced.metrics:
             raise
         left = ", ".join(traced.outputs[: traced.metrics])
-        traced = capture_model(model, batch, loss_fn, plan.dtype, outputs, False)
+        traced = capture_model(model, batch, loss_fn, plan.lowering, outputs, False)
         program = compile_program(traced, plan, costs, watch)
         note = f"step.metrics is without {left}: {error.what} ({error.source})"
         program = replace(program, remarks=(*program.remarks, note))
@@ -77,8 +77,8 @@ def proved(
     """The program with its proof, see `compile_offline`."""
     wanted = list(program.outputs)[program.metrics :]
     metrics = program.metrics > 0
-    dtype = program.plan.dtype
-    traced = capture_model(model, batch, loss_fn, dtype, wanted, metrics)
+    precision = program.plan.lowering
+    traced = capture_model(model, batch, loss_fn, precision, wanted, metrics)
     proof = prove_program(program, model, batch, traced, loss_fn)
     return replace(program, proof=proof)
 

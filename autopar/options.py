@@ -146,8 +146,9 @@ class Options(TypedDict, total=False):
     precision: Annotated[
         str,
         Option(
-            "bf16 and fp16 are what torch.autocast would be around the model, its "
-            "parameters staying as they are",
+            "bf16 and fp16 are what torch.autocast would be around the model, "
+            "bf16-stream is the model with its parameters in bf16; those that are "
+            "trained stay as they are",
             OF_ALL,
             tuple(PRECISION),
         ),

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
+from .capture.mixed_precision import Lowering, Stream, low_dtype
 from .decode import decode, parse_json
 from .errors import AutoparError
 from .mesh import AXES, PIPELINE, TIME, Mesh, usual_split
@@ -48,12 +49,15 @@ BACKENDS = ("eager", "inductor")
 ZERO = (0, 1, 2, 3)
 
 
-# What products compute in, while parameters, their gradients and the loss stay as they
-# are: see `passes.capture.lower_precision`. "model": everything as the model has it.
-PRECISION: dict[str, torch.dtype | None] = {
+# What is computed in, while parameters and their gradients stay as they are. "model":
+# what the model has; "bf16" and "fp16": products, as under torch.autocast, see
+# `passes.capture.lower_precision`; "bf16-stream": everything, as if parameters were
+# bfloat16, see `passes.capture.mixed_precision`.
+PRECISION: dict[str, Lowering] = {
     "model": None,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "bf16-stream": Stream(torch.bfloat16),
 }
 
 
@@ -86,7 +90,7 @@ class Plan:
     `passes.shard.layout`.
     offload: whether an optimizer updates copies on the CPU, see
     `autopar.runtime.parameters.offload`.
-    precision: "model", "bf16" or "fp16", see `PRECISION`.
+    precision: a key of `PRECISION`.
     tf32: whether GPUs multiply float32 by their TF32 tensor cores, see
     `autopar.runtime.execute.tf32`; False: as torch is set.
     backend: "eager", "inductor" or "auto", see `BACKENDS`; the text is the same.
@@ -251,6 +255,11 @@ class Plan:
     @property
     def dtype(self) -> torch.dtype | None:
         """What products compute in; None: what they are given."""
+        return low_dtype(self.lowering)
+
+    @property
+    def lowering(self) -> Lowering:
+        """How the model is run for that."""
         return PRECISION[self.precision]
 
     @property

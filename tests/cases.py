@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture.shorten import find_facts
+from autopar.passes.capture.mixed_precision import Lowering
 from autopar.passes.capture.trace import Traced, trace
 from autopar.passes.cost import Costs
 from autopar.passes.mesh import Mesh, usual_split
@@ -41,14 +42,14 @@ class Case(NamedTuple):
 
     def compile(self, mesh: str, microbatches: int = 1, **options: Any) -> Program:
         made = plan(mesh, microbatches, **options)
-        return compile_program(self.trace(made.dtype), made, Costs())
+        return compile_program(self.trace(made.lowering), made, Costs())
 
     def proved(self, mesh: str, microbatches: int = 1, **options: Any) -> Program:
         """What `compile` gives, with its proof; once of all that are alike."""
         made = plan(mesh, microbatches, **options)
-        key = (self._kind(made.dtype), repr(made))
+        key = (self._kind(made.lowering), repr(made))
         if key not in PROVED:
-            traced = self.trace(made.dtype)
+            traced = self.trace(made.lowering)
             program = compile_program(traced, made, Costs())
             given = (self.model, self.batch, traced, self.loss_fn)
             PROVED[key] = replace(program, proof=prove_program(program, *given))
@@ -65,14 +66,14 @@ class Case(NamedTuple):
             example_inputs=self.batch,
         )
 
-    def trace(self, precision: torch.dtype | None = None) -> Traced:
+    def trace(self, precision: Lowering = None) -> Traced:
         """The captured model; captured once of all that are alike."""
         key = self._kind(precision)
         if key not in TRACED:
             TRACED[key] = trace(self.model, self.batch, self.loss_fn, precision)
         return TRACED[key]
 
-    def _kind(self, precision: torch.dtype | None) -> Hashable:
+    def _kind(self, precision: Lowering) -> Hashable:
         return fingerprint(self.model), *shapes(self.batch), self.loss_fn, precision
 
     def verify(

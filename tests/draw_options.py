@@ -159,7 +159,7 @@ class Draw:
             plan = make_plan(self.mesh, **dict(self.options))
             # Autocast leaves double precision as it is.
             dtype = torch.float32 if plan.dtype else torch.float64
-            case, traced = traced_case(self.model, dtype, plan.dtype)
+            case, traced = traced_case(self.model, dtype, plan.lowering)
             program = compile_program(traced, plan, Costs())
             drawn = self.seed % 2 == 1  # batches of cases have padding of their own
             return verify(program, *case, seed=self.seed, drawn=drawn).check()

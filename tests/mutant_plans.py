@@ -131,5 +131,5 @@ def prepared(plan: Planned) -> tuple[Case, Program, list[Expected]]:
 def compiled(plan: Planned, large: bool = False) -> tuple[Case, Program]:
     chosen = make_plan(plan.mesh, **dict(plan.options))
     case = model(plan.build, large)
-    case = case if chosen.dtype or large else case.double()
-    return case, compile_program(case.trace(chosen.dtype), chosen, Costs())
+    case = case if chosen.lowering or large else case.double()
+    return case, compile_program(case.trace(chosen.lowering), chosen, Costs())

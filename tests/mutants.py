@@ -119,7 +119,7 @@ def by_transfer(plan: Planned) -> Subject:
         prover.check_transfer(program, small)
         check_full_size(program)
 
-    traced = case.trace(program.plan.dtype)
+    traced = case.trace(program.plan.lowering)
     runnable = whole(program, case.model, traced)
     return Subject(program, check, in_float64(runnable, case))
 

@@ -51,7 +51,7 @@ def of(precision: str = "model", tf32: bool = False) -> ShortModel:
 
 def compiled(candidate: Candidate, precision: str = "model") -> Program:
     plan = plan_of(candidate, of(precision))
-    return compile_program(case().trace(plan.dtype), plan, Costs())
+    return compile_program(case().trace(plan.lowering), plan, Costs())
 
 
 def even(mesh: str, schedule: str = "1f1b", stages_per_rank: int = 1) -> Candidate:
@@ -211,7 +211,7 @@ def test_what_is_found_is_as_decided_and_right(decided: dict[str, Any]) -> None:
             assert getattr(e.candidate, name) == value
     plan = plan_of(found.best[0].candidate, of_all)
     assert plan.precision == decided.get("precision", "model")
-    program = compile_program(case().trace(plan.dtype), plan, Costs())
+    program = compile_program(case().trace(plan.lowering), plan, Costs())
     verify(program, case().model, case().batch, seed=3).check()
 
 

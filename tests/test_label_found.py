@@ -51,7 +51,7 @@ def test_labelled_plans_are_faster_and_fit_and_are_right(
     assert "labels" in str(chosen.candidate)
     plan = plans[chosen.candidate]
     assert plan.op_shardings and not plan_of(chosen.candidate, of).op_shardings
-    program = compile_program(case.trace(plan.dtype), plan, Costs())
+    program = compile_program(case.trace(plan.lowering), plan, Costs())
     for terms, held in zip(chosen.memory, program.memory, strict=True):
         assert sum(terms.values()) == pytest.approx(held.total, rel=0.04)
     verify(program, case.model, case.batch, seed=3).check()

@@ -73,7 +73,7 @@ def test_memory_on_paper_is_that_of_the_program(name, mesh, zero, precision) -> 
     """Ranks of ep share all but experts, those of dp experts too."""
     found = on_paper(name, mesh, zero, precision)
     plan = plan_of(found.candidate, of(name, precision))
-    program = compile_program(case(name).trace(plan.dtype), plan, Costs())
+    program = compile_program(case(name).trace(plan.lowering), plan, Costs())
     for terms, held in zip(found.memory, program.memory, strict=True):
         for term in ("parameters", "gradients", "optimizer", "buffers"):
             assert terms[term] == pytest.approx(getattr(held, term))

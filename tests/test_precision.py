@@ -3,6 +3,7 @@ is as good as that of the untouched model under autocast."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -23,7 +24,7 @@ import autopar
 from autopar.cli import main
 from autopar.options import Options, make_plan
 from autopar.passes.mesh import usual_split
-from autopar.passes.plan import CONTEXT_PARALLEL, Plan, PlanError
+from autopar.passes.plan import CONTEXT_PARALLEL, PRECISION, Plan, PlanError
 from autopar.passes.program import Program
 from autopar.passes.schedule.footprint import Communication
 from autopar.plans.store import load_plan
@@ -77,6 +78,45 @@ def test_it_computes_what_the_model_computes_under_autocast(
 ):
     found = MODELS[model]().verify(mesh, microbatches, precision=precision, **more)
     assert max(found.reference_away.values()) > 0  # autocast did something
+
+
+STREAMS = [
+    ("plain", "dp=2,tp=2", 2, {"zero": 3}),
+    ("gpt2", "pp=2,dp=2", 2, {"zero": 1}),
+    ("llama", "cp=2,tp=2", 2, {"recompute": "full"}),
+]
+
+
+@pytest.mark.matrix(quick=1)
+@pytest.mark.parametrize(("model", "mesh", "microbatches", "more"), STREAMS)
+def test_it_computes_what_a_model_of_bfloat16_computes(model, mesh, microbatches, more):
+    found = MODELS[model]().verify(mesh, microbatches, precision="bf16-stream", **more)
+    assert max(found.reference_away.values()) > 0
+
+
+def test_the_reference_of_a_stream_is_the_model_in_bfloat16():
+    """With gradients as wide as the parameters, which stay as they were."""
+    case = plain_gpt(layers=2)
+    before = {n: p.clone() for n, p in case.model.named_parameters()}
+    stream = PRECISION["bf16-stream"]
+    loss, grads = reference_step(case.model, case.batch, precision=stream)
+    same = {n: torch.equal(p, before[n]) for n, p in case.model.named_parameters()}
+    assert all(same.values())
+    model = copy.deepcopy(case.model).bfloat16()
+    expected, low = reference_step(model, case.batch)
+    assert torch.equal(loss, expected)
+    assert {g.dtype for g in grads.values()} == {torch.float32}
+    assert all(torch.equal(g, low[n].float()) for n, g in grads.items())
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", "f32"), ("bf16-stream", "bf16")]
+)
+def test_the_residual_stream_is_as_wide_as_the_models(precision, dtype):
+    """Autocast looks up embeddings in float32, and adds to them."""
+    program = plain_gpt(layers=2).compile("pp=2", 2, precision=precision)
+    sent = {c.dtype for c in messages_of_a_step(program) if c.kind == "send"}
+    assert sent == {dtype}
 
 
 @pytest.mark.slow

@@ -97,7 +97,7 @@ class Normed(nn.Module):
 def test_a_norm_without_an_eps_is_proved_in_another_dtype(precision: str) -> None:
     case = Case(Normed(), {"x": torch.randn(4, 8)})
     program = case.compile("dp=2", precision=precision)
-    prove_program(program, *case[:2], case.trace(program.plan.dtype))
+    prove_program(program, *case[:2], case.trace(program.plan.lowering))
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ WRONG = "(lambda x, *at: c.choose(-x, *at))("
 def compiled(case: Case, mesh: str, chooses: str = CHOOSE, **options) -> Program:
     """In bf16, with something else instead of each router's choice."""
     plan = make_plan(mesh, precision="bf16", **options)
-    program = compile_program(case.trace(plan.dtype), plan, Costs())
+    program = compile_program(case.trace(plan.lowering), plan, Costs())
     changed = {k: t.replace(CHOOSE, chooses) for k, t in program.modules.items()}
     assert chooses == CHOOSE or changed != program.modules
     return replace(program, modules=changed)

@@ -182,7 +182,7 @@ def test_what_is_made_is_what_is_compiled_and_right() -> None:
     e = made()
     plan = plan_of(e.candidate, of())
     assert Plan.from_json(plan.to_json()) == plan and plan.order
-    program = compile_program(case().trace(plan.dtype), plan, Costs())
+    program = compile_program(case().trace(plan.lowering), plan, Costs())
     assert program.schedule == schedule_of(e.candidate)
     assert program.schedule.stage_to_rank == e.candidate.placement
     for terms, held in zip(e.memory, program.memory, strict=True):

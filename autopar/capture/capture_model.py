@@ -13,6 +13,7 @@ from torch import nn
 from autopar.capture.chance import Chance
 from autopar.capture.left_as_found import AsFound, Change, counters
 from autopar.capture.survivors import left_over, only_new, refuse_held
+from autopar.passes.capture.mixed_precision import Lowering
 from autopar.passes.capture.trace import Traced, trace
 from autopar.passes.errors import CaptureError
 from autopar.progress import tell
@@ -22,7 +23,7 @@ def capture_model(
     model: nn.Module,
     batch: Mapping[str, Any],
     loss_fn: Callable[..., Any] | None = None,
-    precision: torch.dtype | None = None,
+    precision: Lowering = None,
     outputs: Sequence[str] = (),
     metrics: bool = True,
 ) -> Traced:

@@ -101,9 +101,9 @@ def capture_short(
 
     options: see `ShortModel`. Raises: CaptureError, PlanError.
     """
-    dtype = make_plan("", **options).dtype
+    precision = make_plan("", **options).lowering
     with shortened(model) as layers:
-        traced = capture_model(model, batch, loss_fn, dtype)
+        traced = capture_model(model, batch, loss_fn, precision)
     named = shared = name_dims(normalize(lower_precision(traced)))
     if traced.autocast:
         shared = name_dims(normalize(lower_precision(traced, tables=True)))

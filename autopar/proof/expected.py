@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.left_as_found import AsFound
 from autopar.passes.capture.call_model import loss_of
+from autopar.passes.capture.mixed_precision import Lowering, low_dtype
 from autopar.passes.program import Program
 from autopar.progress import tell
 from autopar.proof.again import Again, Arithmetic
@@ -157,7 +158,7 @@ def _expect(
     subject: Subject, batch: Mapping[str, Any], key: int, drawn: tuple[str, ...]
 ) -> Expected | None:
     """One step of the model; None if it cannot take what was drawn for it."""
-    model, precision = subject.model, subject.program.plan.dtype
+    model, precision = subject.model, subject.program.plan.lowering
     routers = Choosing()
     try:
         with _Seen() as seen:
@@ -201,7 +202,7 @@ class _Step:
     def run(self, arithmetic: Arithmetic) -> FoundStep:
         """By an arithmetic; in float64 without autocast."""
         given, own = dict(self.batch), dict(self.values)
-        precision = self.subject.program.plan.dtype
+        precision = self.subject.program.plan.lowering
         if arithmetic.double:
             given, own, precision = tree_in_double(given), tree_in_double(own), None
         self.subject.as_found.put_back()  # what forward keeps is of its precision
@@ -211,8 +212,8 @@ class _Step:
         finally:
             self.subject.as_found.put_back()
 
-    def told(self, batch: Mapping[str, Any], dtype: torch.dtype | None) -> FoundStep:
-        """dtype: of autocast."""
+    def told(self, batch: Mapping[str, Any], dtype: Lowering) -> FoundStep:
+        """dtype: what the model runs in."""
         subject, replay = self.subject, RoutingReplay(self.made)
         model, loss_fn = subject.model, subject.loss_fn
         with _Limits(self.limits):
@@ -224,7 +225,7 @@ class _Step:
         return found_by_model(*found, without, margin)
 
     def evaluated(
-        self, batch: Mapping[str, Any], dtype: torch.dtype | None, choosing: Choosing
+        self, batch: Mapping[str, Any], dtype: Lowering, choosing: Choosing
     ) -> Tensor | None:
         """The loss without dropout, where there is dropout."""
         texts = self.subject.program.modules.values()
@@ -301,12 +302,11 @@ def _has_no_eps(
     return eps is None
 
 
-def rounding(
-    model: nn.Module, precision: torch.dtype | None, narrowest: torch.dtype
-) -> float:
+def rounding(model: nn.Module, precision: Lowering, narrowest: torch.dtype) -> float:
     """The relative error that is explained by the precision that a model computes in,
-    alone (its narrowest) or under autocast."""
+    alone (its narrowest) or lowered."""
     dtype = next(p.dtype for p in model.parameters())
-    if precision is None or dtype is torch.float64:  # autocast leaves float64 alone
+    low = low_dtype(precision)
+    if low is None or dtype is torch.float64:  # which is left alone
         return max(TOLERANCE.get(d, 2e-2) for d in (dtype, narrowest))
-    return ROUNDINGS * finfo(precision).eps
+    return ROUNDINGS * finfo(low).eps

@@ -14,7 +14,11 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.passes.capture.call_model import loss_of
 from autopar.passes.capture.custom_functions import through_checkpoints
-from autopar.passes.capture.one_dtype import OneDtype
+from autopar.passes.capture.mixed_precision import (
+    Lowering,
+    autocast,
+    parameters_in,
+)
 from autopar.passes.errors import AutoparError
 from autopar.runtime.comm.routing_replay import Choosing
 from autopar.runtime.execute.loss_scale import LossScale
@@ -113,12 +117,12 @@ def reference_step(
     batch: Mapping[str, Any],
     loss_fn: Callable[..., Any] | None = None,
     key: int = 0,
-    precision: torch.dtype | None = None,
+    precision: Lowering = None,
     choosing: Choosing | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and every gradient of `model(**batch)`, by the model's own names.
 
-    precision: of torch.autocast around the model's forward. float16 comes with a loss
+    precision: what the model runs in. float16 comes with a loss
     scale: the greatest power of two, up to that of `LossScale`, without an overflow.
     choosing: notes what routers choose, or tells them.
 
@@ -126,10 +130,9 @@ def reference_step(
     activation checkpoints, whose masks cannot be drawn a second time.
     """
     device = next(p.device.type for p in model.parameters())
-    autocast = torch.autocast(device, precision, enabled=precision is not None)
-    equal = OneDtype() if precision else nullcontext()
-    with OurDropout(key), choosing or nullcontext(), torch.enable_grad():
-        with autocast, equal, through_checkpoints():
+    own = parameters_in(model, precision)
+    with own, OurDropout(key), choosing or nullcontext(), torch.enable_grad():
+        with autocast(precision, device), through_checkpoints():
             loss = loss_of(model, batch, loss_fn)
         wanted = {n: p for n, p in model.named_parameters() if p.requires_grad}
         try:
@@ -143,14 +146,14 @@ def reference_step(
                 fix="verify without torch.utils.checkpoint; programs do not use it",
             ) from error
     found = {
-        n: torch.zeros_like(p) if g is None else g
+        n: torch.zeros_like(p) if g is None else g.to(p.dtype)
         for (n, p), g in zip(wanted.items(), grads, strict=True)
     }
     return loss.detach(), found
 
 
 def _gradients(
-    loss: Tensor, wanted: list[Tensor], precision: torch.dtype | None
+    loss: Tensor, wanted: list[Tensor], precision: Lowering
 ) -> tuple[Tensor | None, ...]:
     scale = LossScale().scale if precision is torch.float16 else 1.0
     while True:

@@ -75,7 +75,7 @@ def make_small(
     few = find_few_layers(model, program)
     with with_few_layers(model, few):
         wanted = list(program.outputs)[program.metrics :]
-        given = (program.plan.dtype, wanted, program.metrics > 0)
+        given = (program.plan.lowering, wanted, program.metrics > 0)
         traced = capture_model(model, batch, loss_fn, *given)
         like = _real_values(model)
     plan = program.plan

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autopar.passes.capture.mixed_precision import Stream
 from autopar.passes.graph_text import DTYPES
 from autopar.passes.mesh import PIPELINE
 from autopar.passes.program import ParameterSpec, Program, dtype_name
@@ -93,9 +94,11 @@ def _precision(program: Program) -> tuple[str, ...]:
     if low is None:
         return tf32
     scaled = ", the loss scaled" if program.plan.scales_loss else ""
+    whole = isinstance(program.plan.lowering, Stream)
     return (
         *tf32,
-        f"precision {program.plan.precision}: products compute in {dtype_name(low)}"
+        f"precision {program.plan.precision}: {'ops' if whole else 'products'} compute "
+        f"in {dtype_name(low)}"
         f"{scaled}; parameters and their gradients stay as they are.",
     )
 

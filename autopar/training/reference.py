@@ -28,7 +28,7 @@ class Reference:
             )
         self.model: nn.Module = loaded.model
         self.seed, self.options = stored.seed, options
-        self.precision = stored.program.plan.dtype
+        self.precision = stored.program.plan.lowering
         held = ((p, p.dim()) for p in self.model.parameters())
         self.optimizer = make_optimizer(held, options)
 

@@ -22,7 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..capture.call_model import call_model, only_by_any_keyword
 from ..capture.custom_functions import Functions
 from ..capture.functionalize import functionalize
-from ..capture.one_dtype import OneDtype
+from ..capture.mixed_precision import (
+    Lowering,
+    autocast,
+    keep_wide,
+    parameters_in,
+)
 from ..capture.read_export import ExportReader
 from ..capture.unseen import Unseen, refuse_hooks
 from ..capture.values_read import capture_failed
@@ -131,13 +136,13 @@ def trace(
     model: nn.Module,
     batch: Mapping[str, Any],
     loss_fn: Callable[..., Any] | None = None,
-    precision: torch.dtype | None = None,
+    precision: Lowering = None,
     outputs: Sequence[str] = (),
     metrics: bool = True,
 ) -> Traced:
     """Capture `model(**batch)` down to its loss, for the shapes of the full batch.
 
-    precision: run the model under torch.autocast with this dtype, as its code may ask.
+    precision: what the model runs in, as its code may ask for the dtype of autocast.
     outputs: what is wanted beside the loss of what the model returns, by name, see
     `Returned`. metrics: whether the scalars of a dict come out too.
     Raises CaptureError when the model cannot be captured, changes one of its
@@ -152,21 +157,23 @@ def trace(
     refuse_hooks(model)
     wrapper = _LossOf(model, loss_fn, static, outputs, metrics)
     device = _device(model)
-    reader = ExportReader(_place_of(loss_fn or model.forward), device.type, precision)
+    wide = {name: p.dtype for name, p in model.named_parameters()}
     while True:
         with (
+            parameters_in(model, precision),
             _on_fake_tensors(wrapper, tensors, device) as examples,
-            torch.autocast(device.type, precision, enabled=precision is not None),
-            OneDtype() if precision else contextlib.nullcontext(),
+            autocast(precision, device.type) as dtype,
         ):
             exported = _export(wrapper, examples)
         if wrapper.functions.are_known():
             break
+    reader = ExportReader(_place_of(loss_fn or model.forward), device.type, dtype)
     reader.values_read = wrapper.unseen.read
     traced = _read(exported, model, list(tensors), reader)
     beside = wrapper.beside
     _refuse_sources(traced.graph, beside.names)
-    return replace(traced, outputs=beside.names, metrics=beside.metrics)
+    graph = keep_wide(traced.graph, wide)
+    return replace(traced, graph=graph, outputs=beside.names, metrics=beside.metrics)
 
 
 def _refuse_sources(graph: Graph, names: Sequence[str]) -> None:

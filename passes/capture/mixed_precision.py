@@ -1,0 +1,97 @@
+"""What a model computes in, where that is less than its parameters have.
+
+Under torch.autocast products do, and what is added up stays wide; an embedding's rows
+have its own precision, and so has the residual stream. A `Stream` is the model with its
+parameters in half the bits, so that all of it is, but what the model itself makes wider
+(as many norms and losses do): how Megatron-LM trains, and FSDP with param_dtype. Either
+way an optimizer updates the parameters as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from ..builder import Builder
+from ..capture.one_dtype import OneDtype
+from ..graph import Graph, Node, Value
+from ..graph_text import DTYPES
+
+CAST = "aten.to.dtype"
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Parameters of float32 are cast to a dtype; buffers and inputs stay as they are,
+    as with FSDP2's MixedPrecisionPolicy."""
+
+    dtype: torch.dtype
+
+
+Lowering: TypeAlias = torch.dtype | Stream | None
+"""A dtype is of torch.autocast; None: the model as it is."""
+
+
+def low_dtype(lowering: Lowering) -> torch.dtype | None:
+    """What products compute in; None: what they are given."""
+    return lowering.dtype if isinstance(lowering, Stream) else lowering
+
+
+@contextlib.contextmanager
+def autocast(lowering: Lowering, device: str) -> Iterator[torch.dtype | None]:
+    """Autocast within, to the dtype; off for a `Stream`, and for None."""
+    dtype = None if isinstance(lowering, Stream) else lowering
+    own = OneDtype() if dtype else contextlib.nullcontext()
+    with torch.autocast(device, dtype, enabled=dtype is not None), own:
+        yield dtype
+
+
+@contextlib.contextmanager
+def parameters_in(model: nn.Module, lowering: Lowering) -> Iterator[None]:
+    """A model whose parameters of float32 are those of a `Stream` within."""
+    own: dict[nn.Parameter, torch.Tensor] = {}
+    dtype = lowering.dtype if isinstance(lowering, Stream) else None
+    if dtype:
+        own = {p: p.data for p in model.parameters() if p.dtype is torch.float32}
+    gradients = {p: p.grad for p in own}
+    try:
+        for p, x in own.items():
+            p.grad, p.data = None, x.to(dtype)
+        yield
+    finally:
+        for p, x in own.items():
+            p.data, p.grad = x, gradients[p]
+
+
+def keep_wide(graph: Graph, wide: Mapping[str, torch.dtype]) -> Graph:
+    """Parameters in their own dtypes, each cast once to what it was traced in.
+
+    wide: name -> the dtype that a parameter has.
+    """
+    params = {v.name: replace(v, dtype=wide.get(v.name, v.dtype)) for v in graph.params}
+    traced = {v.name: v.dtype for v in graph.params}
+    builder = Builder.beside(graph.sources)
+    builder.taken.update(v.name for n in graph.nodes for v in n.results)
+    low: dict[str, Value] = {}
+
+    def read(node: Node, v: Value) -> Value:
+        dtype = traced.get(v.name)
+        if dtype is None or params[v.name].dtype is dtype:
+            return v
+        if v.name not in low:
+            given = (params[v.name], dtype)
+            low[v.name] = builder.emit(
+                CAST, given, v.shape, dtype, node.location, DTYPES[dtype]
+            )
+        return low[v.name]
+
+    for node in graph.nodes:
+        builder.nodes.append(node.substitute(partial(read, node)))
+    nodes = tuple(builder.nodes)
+    return replace(graph, params=tuple(params.values()), nodes=nodes).verify()
