@@ -11,15 +11,9 @@ from pathlib import Path
 
 import pytest
 from agents import nodes, until
+from plans import tiny_file
 
 from autopar.cli import main
-
-MODEL = """
-from examples.gpt import Config, build
-
-def tiny():
-    return build(Config(2, 128, 4, 64, 64, dropout=0.1), batch=8)
-"""
 
 # Appended to the model: rank 1 kills itself when it has taken step 5.
 DIES = """
@@ -51,7 +45,7 @@ class Training:
     folder: Path
 
     def __post_init__(self) -> None:
-        (self.folder / "model.py").write_text(MODEL)
+        tiny_file(self.folder, 2, 128, 4, 64, 64, 0.1, batch=8)
 
     @property
     def log(self) -> Path:
@@ -130,7 +124,8 @@ def test_saves_in_the_background_are_gone_on_from(tmp_path: Path) -> None:
 def test_a_run_that_gets_nowhere_ends(tmp_path: Path) -> None:
     """Ranks that die in each step 5, where a checkpoint would be after step 6."""
     training = Training(tmp_path)
-    (tmp_path / "model.py").write_text(MODEL + DIES)
+    with (tmp_path / "model.py").open("a") as file:
+        file.write(DIES)
     with nodes(tmp_path, "1", 2) as made:
         again = [*made.torchrun, "--max-restarts", "50", "-m", "autopar"]
         with made.start(*training.endless(), by=again):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from plans import rows, tiny_plan
 
 from autopar.cli import main
 from autopar.models.load import load_model
@@ -15,30 +15,16 @@ from autopar.training.data import open_data
 from autopar.training.epochs import Epochs, shuffled
 from autopar.training.tokens import DataError
 
-MODEL = """
-from examples.gpt import Config, build
-
-def tiny():
-    return build(Config(2, 32, 4, 16, 64, dropout=0.1), batch=4)
-"""
-
 
 @pytest.fixture
 def plan(tmp_path: Path) -> str:
-    (tmp_path / "model.py").write_text(MODEL)
-    where, spec = str(tmp_path / "plan"), f"{tmp_path / 'model.py'}:tiny"
-    assert main(["compile", spec, "--mesh", "tp=1", "-o", where]) == 0
-    return where
+    return tiny_plan(tmp_path)
 
 
 def write(path: Path, tokens: int, seed: int = 0) -> str:
     draw = np.random.default_rng(seed)
     draw.integers(0, 64, tokens).astype(np.uint16).tofile(path)
     return str(path)
-
-
-def rows(capsys: pytest.CaptureFixture[str]) -> list[dict[str, float]]:
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16, 17, 63, 1000, 4097])
@@ -87,12 +73,12 @@ def test_a_run_of_epochs_goes_on_bitwise(
     line = ["run", plan, "--json", "--lr", "0.01", "--data", data]
     capsys.readouterr()
     assert main([*line, "--epochs", "2"]) == 0
-    whole = [row["loss"] for row in rows(capsys)]
+    whole = [row["loss"] for row in rows(capsys.readouterr().out)]
     assert len(whole) == 5
     saving = [*line, "--save", str(tmp_path / "runs"), "--resume"]
     assert main([*saving, "--epochs", "1"]) == 0
     assert main([*saving, "--epochs", "2"]) == 0
-    assert [row["loss"] for row in rows(capsys)] == whole
+    assert [row["loss"] for row in rows(capsys.readouterr().out)] == whole
     assert main([*saving, "--steps", "9"]) == 2  # random samples, not epochs
     assert "the tokens of" in capsys.readouterr().err
 
@@ -105,7 +91,7 @@ def test_evaluation_has_data_of_its_own(
     every = [*line, "--eval-every", "1", "--eval-batches", "0", "--epochs", "1"]
     capsys.readouterr()
     assert main(every) == 0
-    found = rows(capsys)
+    found = rows(capsys.readouterr().out)
     steps = [row["loss"] for row in found if "loss" in row]
     assert len(steps) == 62 // 4
     tokens = torch.from_numpy(np.fromfile(b, np.uint16).astype(np.int64))

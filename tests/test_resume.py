@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import gpt2
+from plans import tiny_plan
 from processes import rank_process, torchrun
 from torch import nn
 
@@ -23,27 +24,11 @@ from autopar.cli import main
 from autopar.training.options import RunOptions
 from autopar.training.resume import COUNT, STARTS, check_progress
 
-MODEL = """
-import torch
-from examples.gpt import Config, build
-
-def tiny():
-    return build(Config(2, 32, 4, 16, 64, dropout=0.1), batch=4)
-"""
-
 
 @pytest.fixture
 def plan(tmp_path: Path) -> str:
     """A model with dropout, on one rank."""
-    return compiled(tmp_path, "tp=1")
-
-
-def compiled(folder: Path, mesh: str) -> str:
-    (folder / "model.py").write_text(MODEL)
-    where = str(folder / "plan")
-    spec = f"{folder / 'model.py'}:tiny"
-    assert main(["compile", spec, "--mesh", mesh, "-o", where]) == 0
-    return where
+    return tiny_plan(tmp_path)
 
 
 def rows(text: str) -> list[tuple[int, float]]:
@@ -131,7 +116,7 @@ def test_options_that_cannot_be(
 def test_four_ranks_go_on_after_a_kill(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = compiled(tmp_path, "pp=2,dp=2")
+    plan = tiny_plan(tmp_path, mesh="pp=2,dp=2")
     saving = ("--save", str(tmp_path / "runs"), "--save-every", "2", "--resume")
     lines: list[tuple[int, float]] = []
     with on_four_ranks(plan, "--steps", "1000000", *saving) as process:
@@ -154,7 +139,7 @@ def test_four_ranks_go_on_after_a_kill(
     assert whole[:3] == lines and whole[done:] == rest
     # On one rank, from what the four saved: the same up to rounding.
     shutil.rmtree(latest(tmp_path / "runs") or tmp_path / "runs")
-    single = compiled(tmp_path, "tp=1")
+    single = tiny_plan(tmp_path)
     alone = run(capsys, single, *steps, *saving)
     start = alone[0][0] - 1
     assert start == done + 2 and [loss for _, loss in alone] == pytest.approx(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from plans import tiny_file
 from processes import ENVIRONMENT, torchrun
 
 from autopar.cli import main
@@ -15,19 +16,11 @@ from autopar.passes.mesh import MeshError
 from autopar.passes.plan import Plan
 from autopar.training.run import check_world
 
-MODEL = """
-from examples.gpt import Config, build
-
-def tiny():
-    return build(Config({layers}, 16, 2, 8, 256), batch=4)
-"""
-
 
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
-    Path("model.py").write_text(MODEL.format(layers=2))
-    return "model.py:tiny"
+    return tiny_file(Path(), 2, 16, 2, 8, 256)
 
 
 def told(text: str) -> tuple[str, Path, str]:
@@ -70,7 +63,7 @@ def test_ranks_are_started_on_a_folder_that_is_found_again(
     assert main([*line, "--seed", "7", "--lr", "0.01"]) == 0
     assert told(capsys.readouterr().err) == (told_plan, folder, "found again")
     assert (folder / "manifest.json").stat().st_mtime_ns == written
-    Path("model.py").write_text(MODEL.format(layers=3))
+    tiny_file(Path(), 3, 16, 2, 8, 256)
     assert main([*line, "--seed", "7"]) == 0
     assert told(capsys.readouterr().err)[1:] != (folder, "found again")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from plans import tiny_file
 from torch import Tensor
 
 from autopar.cli import main
@@ -19,12 +20,6 @@ from autopar.training.sample import (
     sample_text,
 )
 
-MODEL = """
-from examples.gpt import Config, build
-
-def tiny():
-    return build(Config(1, 16, 2, 8, 300), batch=4)
-"""
 PROMPT = "import os, sys"
 
 
@@ -33,8 +28,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, whose vocabulary is larger than that of bytes, and a
     checkpoint of it."""
     folder = tmp_path_factory.mktemp("trained")
-    (folder / "model.py").write_text(MODEL)
-    spec, plan = f"{folder / 'model.py'}:tiny", str(folder / "plan")
+    spec, plan = tiny_file(folder, 1, 16, 2, 8, 300), str(folder / "plan")
     assert main(["compile", spec, "--mesh", "tp=1", "-o", plan]) == 0
     run = ["run", plan, "--data", "stdlib", "--steps", "20", "--lr", "0.02"]
     said = ["--sample-prompt", PROMPT]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -10,26 +9,18 @@ from pathlib import Path
 
 import pytest
 from agents import Nodes, nodes, until
+from plans import rows, tiny_file
 
 from autopar.cli import main
-
-MODEL = """
-from examples.gpt import Config, build
-
-def tiny():
-    return build(Config(2, 32, 4, 16, 64, dropout=0.1), batch=4)
-"""
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    (tmp_path / "model.py").write_text(MODEL)
-    return f"{tmp_path / 'model.py'}:tiny"
+    return tiny_file(tmp_path)
 
 
 def losses(text: str) -> dict[int, float]:
-    rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    return {row["step"]: row["loss"] for row in rows}
+    return {int(row["step"]): row["loss"] for row in rows(text)}
 
 
 def compiled(model: str, mesh: str, folder: Path) -> str:

@@ -6,23 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+from plans import tiny_file
 
 from autopar.cli import main
 from autopar.training.trackers import RUN_ID
-
-MODEL = """
-from examples.gpt import Config, build
-
-def tiny():
-    return build(Config(1, 16, 2, 8, 64), batch=4)
-"""
 
 
 @pytest.fixture
 def plan(tmp_path: Path) -> str:
     """That the planner made, with what it predicts."""
-    (tmp_path / "model.py").write_text(MODEL)
-    spec, where = f"{tmp_path / 'model.py'}:tiny", str(tmp_path / "plan")
+    spec, where = tiny_file(tmp_path, 1, 16, 2, 8, 64), str(tmp_path / "plan")
     assert main(["plan", spec, "--devices", "1", "-o", where]) == 0
     return where
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plans import rows, tiny_plan
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
@@ -21,20 +22,10 @@ from autopar.training.data import open_data
 from autopar.training.fields import check_fields, fields_of
 from autopar.training.tokens import DataError
 
-MODEL = """
-from examples.gpt import Config, build
-
-def tiny():
-    return build(Config(2, 32, 4, 16, 64, dropout=0.1), batch=4)
-"""
-
 
 @pytest.fixture
 def plan(tmp_path: Path) -> str:
-    (tmp_path / "model.py").write_text(MODEL)
-    where, spec = str(tmp_path / "plan"), f"{tmp_path / 'model.py'}:tiny"
-    assert main(["compile", spec, "--mesh", "tp=1", "-o", where]) == 0
-    return where
+    return tiny_plan(tmp_path)
 
 
 def write(path: Path, seed: int, below: int = 64) -> str:
@@ -44,8 +35,7 @@ def write(path: Path, seed: int, below: int = 64) -> str:
 
 
 def losses(capsys: pytest.CaptureFixture[str]) -> list[float]:
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    return [row["loss"] for row in rows]
+    return [row["loss"] for row in rows(capsys.readouterr().out)]
 
 
 def test_a_run_goes_on_bitwise_with_the_same_data_and_only_so(

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from plans import rows, tiny_file, tiny_plan
 
 from autopar.cli import main
 from autopar.models.load import load_model
@@ -16,20 +17,10 @@ from autopar.training.data import Corpus, open_data
 from autopar.training.evaluation import runs_of
 from autopar.training.tokens import Tokens
 
-MODEL = """
-from examples.gpt import Config, build
-
-def tiny():
-    return build(Config(2, 32, 4, 16, 64, dropout=0.1), batch=4)
-"""
-
 
 @pytest.fixture
 def plan(tmp_path: Path) -> str:
-    (tmp_path / "model.py").write_text(MODEL)
-    where = str(tmp_path / "plan")
-    assert main(["compile", spec(tmp_path), "--mesh", "tp=1", "-o", where]) == 0
-    return where
+    return tiny_plan(tmp_path)
 
 
 def spec(folder: Path) -> str:
@@ -37,8 +28,7 @@ def spec(folder: Path) -> str:
 
 
 def evaluations(capsys: pytest.CaptureFixture[str]) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    return [row for row in rows if "eval_loss" in row]
+    return [row for row in rows(capsys.readouterr().out) if "eval_loss" in row]
 
 
 def test_it_is_the_loss_of_the_model_on_the_end_of_the_data(
@@ -93,10 +83,9 @@ def test_ranks_evaluate_a_rest_that_they_cannot_share(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Seven sequences: a batch of four, two that ranks share, and one."""
-    (tmp_path / "model.py").write_text(MODEL)
     where = str(tmp_path / "plan")
-    line = ["compile", spec(tmp_path), "--mesh", "dp=2", "--zero", "2", "-o", where]
-    assert main(line) == 0
+    line = ["compile", tiny_file(tmp_path), "--mesh", "dp=2", "--zero", "2"]
+    assert main([*line, "-o", where]) == 0
     text = np.random.default_rng(0).integers(0, 64, 1130).astype(np.uint16)
     text.tofile(tmp_path / "a.bin")
     given = ["--data", str(tmp_path / "a.bin"), "--eval-batches", "0", "--steps", "2"]

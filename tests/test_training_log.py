@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from plans import rows, tiny_plan
 from torch import nn
 from torch.distributed.run import get_args_parser
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,28 +21,14 @@ from autopar.training import run as training
 from autopar.training.data import open_data
 from autopar.training.options import RunOptions
 
-MODEL = """
-from examples.gpt import Config, build
-
-def tiny():
-    return build(Config(2, 32, 4, 16, 64), batch=4)
-"""
-
 
 @pytest.fixture
 def plan(tmp_path: Path) -> str:
-    (tmp_path / "model.py").write_text(MODEL)
-    where = str(tmp_path / "plan")
-    assert main(["compile", spec(tmp_path), "--mesh", "tp=1", "-o", where]) == 0
-    return where
+    return tiny_plan(tmp_path, 2, 32, 4, 16, 64)
 
 
 def spec(folder: Path) -> str:
     return f"{folder / 'model.py'}:tiny"
-
-
-def rows(file: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("clip", ["0", "0.1"])
@@ -56,7 +43,7 @@ def test_the_log_has_what_plain_torch_computes(
     loss = model(ids, labels)[1]
     loss.backward()
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    found = rows(log)
+    found = rows(log.read_text())
     assert found[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert found[0]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert [row["step"] for row in found] == [1, 2, 3, 4]
@@ -104,7 +91,7 @@ def test_mfu_counts_as_torch_counts(
     monkeypatch.setattr(metrics, "peak_flops", lambda *_: 1e12)
     log = tmp_path / "log.jsonl"
     assert main(["run", plan, "--steps", "2", "--log-file", str(log)]) == 0
-    (row,) = rows(log)
+    (row,) = rows(log.read_text())
     seconds = 4 * 16 / row["tokens_per_second"]
     assert row["mfu"] == pytest.approx(3 * program.forward_flops / seconds / 1e12)
 
@@ -153,7 +140,7 @@ def test_a_step_that_is_skipped_changes_nothing(
     log = tmp_path / "log.jsonl"
     given = ["--steps", "5", "--on-nonfinite", "skip", "--log-file", str(log)]
     assert main(["run", plan, *given, "--log-every", "1", "--eval-every", "1"]) == 0
-    found = rows(log)
+    found = rows(log.read_text())
     norms = [row["grad_norm"] for row in found if "loss" in row]
     held_out = [row["eval_loss"] for row in found if "eval_loss" in row]
     assert norms[2] is None and all(norms[i] > 0 for i in (0, 1, 3, 4))

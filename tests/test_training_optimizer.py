@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from plans import rows, tiny_plan
 from torch import nn
 from torch.optim import SGD, lr_scheduler
 
@@ -19,25 +19,10 @@ from autopar.training.optimizer import make_optimizer
 from autopar.training.options import RunOptions
 from autopar.training.schedules import DECAY, learning_rate
 
-MODEL = """
-from examples.gpt import Config, build
-
-def tiny():
-    return build(Config(2, 32, 4, 16, 64, dropout=0.1), batch=4)
-"""
-
 
 @pytest.fixture
 def plan(tmp_path: Path) -> str:
-    (tmp_path / "model.py").write_text(MODEL)
-    where, spec = str(tmp_path / "plan"), f"{tmp_path / 'model.py'}:tiny"
-    assert main(["compile", spec, "--mesh", "tp=1", "-o", where]) == 0
-    return where
-
-
-def rows(capsys: pytest.CaptureFixture[str]) -> list[dict[str, float]]:
-    lines = capsys.readouterr().out.splitlines()
-    return [json.loads(line) for line in lines if line.startswith("{")]
+    return tiny_plan(tmp_path)
 
 
 # --- learning rates ----------------------------------------------------------------
@@ -124,7 +109,7 @@ def test_a_run_with_a_schedule_goes_on_bitwise(
     saving = ["--save", str(tmp_path / "runs"), "--save-every", "2", "--resume"]
     capsys.readouterr()
     assert main(given) == 0
-    whole = [row["loss"] for row in rows(capsys)]
+    whole = [row["loss"] for row in rows(capsys.readouterr().out)]
     usual, calls = training.train_step, iter(range(4))
 
     def interrupted(*arguments):
@@ -138,7 +123,7 @@ def test_a_run_with_a_schedule_goes_on_bitwise(
     monkeypatch.setattr(training, "train_step", usual)
     capsys.readouterr()
     assert main([*given, *saving]) == 0
-    assert [row["loss"] for row in rows(capsys)] == whole[2:]
+    assert [row["loss"] for row in rows(capsys.readouterr().out)] == whole[2:]
     assert main([*given, *saving, "--steps", "8"]) == 2
     assert "had --steps 6, but this has 8" in capsys.readouterr().err
 
@@ -177,7 +162,7 @@ def test_the_reference_is_trained_alike(
     given += ["--min-lr", "0.001", "--weight-decay", "0.9", "--beta2", "0.9"]
     capsys.readouterr()
     assert main(["run", plan, "--json", "--steps", "6", "--reference", *given]) == 0
-    found = rows(capsys)
+    found = rows(capsys.readouterr().out)
     assert len(found) == 6 and found[0]["loss"] > found[-1]["loss"]
     for row in found:
         assert row["loss"] == pytest.approx(row["reference_loss"], rel=1e-4)
