@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from cases import Case
 from models import VOCAB, Stack, randomize, token_batch
+from processes import run_ranks
 from torch import Tensor, nn
 
+import autopar
 from autopar.compiler import compile_offline
 from autopar.options import make_plan
 from autopar.passes.errors import AutoparError, CaptureError
@@ -136,7 +138,31 @@ def test_a_field_of_the_batch_is_no_output() -> None:
         compile_offline(of.model, of.batch, plan, losses, outputs=("given",))
 
 
+def evaluate_on_rank(mesh: str) -> tuple[dict[str, Tensor], list[float]]:
+    of = case(Named, layers=4)
+    step = autopar.compile(of.model, mesh, microbatches=2, example_inputs=of.batch)
+    before = step(**of.batch).item()
+    found = step.evaluate(outputs=("logits", "hidden.1"), **of.batch)
+    with pytest.raises(CaptureError, match="no tensor named 'nothing'"):
+        step.evaluate(outputs=("nothing",), **of.batch)
+    return found, [before, step(**of.batch).item()]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", ["pp=2,dp=2"])
+def test_ranks_evaluate_between_steps(mesh: str) -> None:
+    of = case(Named, layers=4)
+    with torch.no_grad():
+        want = of.model(**of.batch)
+    for found, losses in run_ranks(evaluate_on_rank, 4, mesh):
+        assert losses == pytest.approx([want["loss"].item()] * 2, rel=1e-9)
+        torch.testing.assert_close(found["logits"], want["logits"])
+        torch.testing.assert_close(found["hidden.1"], want["hidden"][1])
+
+
 def test_a_wrong_output_is_not_proved() -> None:
+    single = Case(randomize(Returns(2)), token_batch())  # rounds, but in the proof
+    single.proved("dp=2,tp=2")
     of = case()
     program = of.compile("dp=2")
     outputs = {**program.outputs, "z": replace(program.outputs["z"], pending=())}

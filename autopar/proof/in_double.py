@@ -57,6 +57,9 @@ def program_in_double(program: Program) -> Program:
         inputs={k: (shape, name(d)) for k, (shape, d) in program.inputs.items()},
         literals={k: in_double(x) for k, x in program.literals.items()},
         loss_dtype=name(program.loss_dtype),
+        outputs={
+            k: replace(out, dtype=name(out.dtype)) for k, out in program.outputs.items()
+        },
     )
 
 
