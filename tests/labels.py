@@ -10,7 +10,6 @@ import torch
 
 from autopar.machine.hardware import cluster_of
 from autopar.options import make_plan
-from autopar.passes.cost import Costs
 from autopar.passes.plan import Plan
 from autopar.passes.price.cluster import Link
 from autopar.passes.price.price import PARTS, STEP, Account, price
@@ -66,7 +65,7 @@ def communication_of(costs: OpShardingCosts, choices: Mapping[int, int]) -> floa
 
 def compiled(named, plan: Plan) -> Account:
     """Of the program of the whole graph as one stage."""
-    staged = split_stages(insert_collectives(propagate(named, plan)), Costs())
+    staged = split_stages(insert_collectives(propagate(named, plan)))
     sizes = {axis: plan.size(axis) for axis in plan.axes}
     at_zero = dict.fromkeys(sizes, 0)
     return price(differentiate(staged.stages[0], sizes, at_zero), CLUSTER.device)
