@@ -69,7 +69,7 @@ def shared(zero: int) -> Program:
 @cache
 def deep() -> Case:
     """The head is as much as some layers."""
-    return plain_gpt(layers=9, batch=16, vocab=1200, tied=False)
+    return plain_gpt(layers=9, batch=16, vocab=300, tied=False)
 
 
 def compile_again(schedule: str, microbatches: int) -> Program:
