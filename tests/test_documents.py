@@ -19,9 +19,9 @@ from autopar.cli import main
 from autopar.compiler import compile_offline
 from autopar.models.load import load_model
 from autopar.options import make_plan
+from autopar.passes.cost import Costs
 from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
-from autopar.passes.price.cluster import PLAIN
 from autopar.passes.shard import documents, layout
 from autopar.passes.shard.documents import Run, document_tiles
 from autopar.passes.shard.layout import Pieces, window_tiles
@@ -190,7 +190,7 @@ def test_it_is_the_models_mask(
     form: str, mesh: str, options: dict[str, Any], small_tiles: None
 ) -> None:
     one = case(form)
-    program = compile_program(one.trace(), make_plan(mesh, **options), PLAIN)
+    program = compile_program(one.trace(), make_plan(mesh, **options), Costs())
     text = next(iter(program.modules.values()))
     assert "documents=" in text
     assert not any(op in text for op in ("logical_and", "aten.eq", "arange", "tril"))
@@ -207,7 +207,7 @@ def test_positions_that_start_anew_keep_documents_apart(mesh: str) -> None:
     rows = torch.stack([places.roll(5), places, torch.arange(SEQ), places])
     fields = {"input_ids": ids, "labels": ids, "position_ids": rows}
     one = Case(llama(use_cache=False), fields)
-    program = compile_program(one.trace(), make_plan(mesh), PLAIN)
+    program = compile_program(one.trace(), make_plan(mesh), Costs())
     text = next(iter(program.modules.values()))
     assert "documents=" in text and "aten.eq" not in text
     verify(program, *one, drawn=False).check()
@@ -250,7 +250,7 @@ def test_padding_is_left_out_column_by_column(
     labels = ids.where(mask, -100)
     fields = {"input_ids": ids, "labels": labels, "attention_mask": mask.long()}
     one = Case(llama(), fields)
-    program = compile_program(one.trace(), make_plan(mesh, **options), PLAIN)
+    program = compile_program(one.trace(), make_plan(mesh, **options), Costs())
     text = next(iter(program.modules.values()))
     assert "shown=" in text and "__and__" not in text
     verify(program, *one, drawn=False).check()
@@ -297,7 +297,7 @@ def test_a_large_plan_is_proved_small(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = Packed("three dims", count=4)
     plan = make_plan("cp=2", context_parallel="ring")
-    compiled = compile_offline(model, batch, plan, cluster=PLAIN, prove=True)
+    compiled = compile_offline(model, batch, plan, costs=Costs(), prove=True)
     assert compiled.proof is not None and compiled.proof.size == "small"
 
 

@@ -63,7 +63,7 @@ def test_what_the_wheel_says_of_itself(wheel: Path) -> None:
     told = metadata(wheel)
     assert (told["Name"], told["Version"]) == ("autopar", VERSION)
     assert "Typing :: Typed" in told.get_all("Classifier", [])
-    assert {"data", "docs", "hf", "log", "test"} == {
+    assert {"data", "docs", "hf", "log", "test", "trainer"} == {
         *told.get_all("Provides-Extra", [])
     }
     text = told.get_payload()

@@ -22,6 +22,7 @@ from autopar.passes.plan import AUTO, CONTEXT_PARALLEL, RECOMPUTE
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import Estimate
+from autopar.passes.price.stage_seconds import StageSeconds
 from autopar.passes.ranges import check_range, shown
 from autopar.passes.schedule.make_schedule import SCHEDULES
 from autopar.passes.search.search import Found
@@ -29,7 +30,7 @@ from autopar.read_file import read_text
 from autopar.terminal import command
 from autopar.version import VERSION
 
-FORMAT = 2
+FORMAT = 1
 ESTIMATE = "estimate.json"
 SLOWER, SHOWN = 1.5, 1000  # than the best one; candidates that are kept with it
 AGAIN = "plan again with this version of autopar"
@@ -127,12 +128,17 @@ VERSIONS = ("autopar", "torch")
 MOST = 1e30  # of a number: sums of more have no end
 # What JSON has otherwise than the dataclasses do, or beside them.
 WRITTEN = {"cluster": dict[str, Any], "profile": str, "best": tuple[Any, ...]}
+STAGE = {"waits": tuple[tuple[str | float, ...], ...]}
 CHOSEN = {"mesh": str}
-ESTIMATED = {"candidate": dict[str, Any]}
+ESTIMATED = {"candidate": dict[str, Any], "stages": tuple[Any, ...]}
 
 
 def estimate_data(e: Estimate) -> dict[str, Any]:
-    """An estimate as values for JSON."""
+    """An estimate as values for JSON; keys of waits are lists of words."""
+    stages = []
+    for stage in e.stages:
+        waits = [[*key, seconds] for key, seconds in stage.waits.items()]
+        stages.append({**asdict(stage), "waits": waits})
     return {
         "candidate": {**asdict(e.candidate), "mesh": str(e.candidate.mesh)},
         "seconds": e.seconds,
@@ -140,7 +146,7 @@ def estimate_data(e: Estimate) -> dict[str, Any]:
         "parts": dict(e.parts),
         "bubble": e.bubble,
         "flops": e.flops,
-        "stages": [asdict(stage) for stage in e.stages],
+        "stages": stages,
         "once": [dict(terms) for terms in e.once],
         "sources": {what: dict(shares) for what, shares in e.sources.items()},
     }
@@ -153,7 +159,8 @@ def _estimate(where: str, data: Any) -> Estimate:
     decided = decode_fields(Candidate, chosen, place, EstimateError, AGAIN, CHOSEN)
     candidate = Candidate(**{**decided, "mesh": Mesh.parse(decided["mesh"])})
     _check_candidate(where, candidate)
-    e = Estimate(**{**read, "candidate": candidate})
+    stages = tuple(_stage(f"a stage in {where}", stage) for stage in read["stages"])
+    e = Estimate(**{**read, "candidate": candidate, "stages": stages})
     ranks = candidate.mesh.axis_size("pp")
     counts = {"memory": ranks, "once": ranks, "stages": len(candidate.layers)}
     for key, count in counts.items():
@@ -185,6 +192,17 @@ def _check_candidate(where: str, candidate: Candidate) -> None:
             f"'layers' of the candidate in {where} are not those of {stages} stages",
             fix=AGAIN,
         )
+
+
+def _stage(where: str, data: Any) -> StageSeconds:
+    read = decode_fields(StageSeconds, data, where, EstimateError, AGAIN, STAGE)
+    waits = {}
+    for row in read["waits"]:
+        words = tuple(word for word in row if isinstance(word, str))
+        if len(words) < 2 or words != row[:-1]:
+            raise EstimateError(f"{where} has a wait {list(row)!r}", fix=AGAIN)
+        waits[words] = row[-1]
+    return StageSeconds(**{**read, "waits": waits})
 
 
 def _check_ends(where: str, data: Any) -> None:

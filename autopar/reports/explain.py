@@ -91,7 +91,8 @@ def stages_table(record: PlanRecord) -> Table:
     for i, (stage, layers) in enumerate(
         zip(best.stages, best.candidate.layers, strict=True)
     ):
-        times = (stage.forward, stage.backward, stage.weight, stage.waited, stage.send)
+        waits = sum(stage.waits.values())
+        times = (stage.forward, stage.backward, stage.weight, waits, stage.send)
         row = (layers, *map(seconds, times), _bytes(stage.footprint.saved))
         found.setdefault(row, []).append(i)
     return Table(

@@ -12,7 +12,6 @@ import torch
 from ..capture.causal_masks import SMALL, causal_window, is_of_positions
 from ..capture.rewrite import Rewriter
 from ..graph import Location, Value
-from ..ops.arguments import arguments
 
 ANDS = frozenset(f"aten.{n}" for n in ("__and__", "bitwise_and", "logical_and"))
 VIEWS = frozenset({"aten.reshape", "aten.expand", "aten.detach"})
@@ -163,6 +162,6 @@ def _counts_starts(rewriter: Rewriter, ids: Value, positions: Value) -> bool:
     if starts is None or starts.args[1] != 1:
         return False
     steps = rewriter.producer(starts.operands[0], "aten.diff")
-    if steps is None or steps.operands[0] != positions or arguments(steps)["n"] != 1:
+    if steps is None or steps.operands[0] != positions or steps.arg("n") != 1:
         return False
     return steps.arg("dim") in (-1, len(ids.shape) - 1) and ids.shape == positions.shape

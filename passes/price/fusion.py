@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ..cost import traffic
 from ..graph import Node, Value
 from ..ops.op import is_view, op_of
 from ..ops.rules import is_pointwise
@@ -44,7 +43,7 @@ def fused_traffic(
 
     found = []
     for i, node in enumerate(nodes):
-        if not traffic(node):
+        if is_view(node):
             found.append((0, False))
             continue
         read = {v.name: v for v in node.operands}.values()

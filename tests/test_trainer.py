@@ -1,0 +1,140 @@
+"""Hugging Face's Trainer trains a compiled model as it trains the model itself."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run_ranks
+
+pytest.importorskip("accelerate", reason="needs autopar[trainer]")
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64}
+SIZES |= {"num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 16}
+
+
+def parts() -> tuple[Any, list[dict[str, torch.Tensor]]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2))
+    ids = torch.randint(64, (48, 16))
+    labels = torch.where(torch.rand(48, 16) < 0.2, -100, ids)
+    return model, [
+        dict(input_ids=i, labels=x) for i, x in zip(ids, labels, strict=True)
+    ]
+
+
+def arguments(folder: str, batch: int, **given: Any) -> Any:
+    from transformers import TrainingArguments
+
+    usual = {"max_steps": 20, "logging_steps": 1, "save_steps": 8, "eval_steps": 10}
+    usual |= {"eval_strategy": "steps", "learning_rate": 1e-2, "warmup_steps": 3}
+    usual |= {"weight_decay": 0.1, "max_grad_norm": 0.5, "use_cpu": True}
+    usual |= {"report_to": "none", "disable_tqdm": True}
+    usual |= {"per_device_eval_batch_size": 4, "per_device_train_batch_size": batch}
+    return TrainingArguments(folder, **{**usual, **given})
+
+
+def curve(trainer: Any) -> list[dict[str, float]]:
+    """What is logged at each step and evaluation, but for times."""
+    kept = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "eval_hits")
+    rows = [{k: r[k] for k in kept if k in r} for r in trainer.state.log_history]
+    return [row for row in rows if len(row) > 1]
+
+
+def hits(found: Any) -> dict[str, float]:
+    guessed = found.predictions[:, :-1].argmax(-1)
+    return {"hits": float((guessed == found.label_ids[:, 1:]).mean())}
+
+
+def of_one_device(folder: str) -> list[dict[str, float]]:
+    """By transformers alone: 8 samples a step."""
+    import transformers
+
+    model, data = parts()
+    trainer = transformers.Trainer(
+        model,
+        arguments(folder, 8),
+        train_dataset=data[:40],
+        eval_dataset=data[40:],
+        compute_metrics=hits,
+    )
+    trainer.train()
+    return curve(trainer)
+
+
+def on_a_rank(folder: str, mesh: str) -> tuple[list[Any], list[Any], bool]:
+    """Curves of 20 steps, and of the last 4 once more from a checkpoint; whether what
+    was saved is what was trained."""
+    import torch.distributed as dist
+    from transformers import LlamaForCausalLM
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    warnings.simplefilter("default")
+    from autopar.training.trainer import Trainer
+
+    curves = []
+    for again in (None, f"{folder}/checkpoint-16"):
+        model, data = parts()
+        trainer = Trainer(
+            model,
+            arguments(folder, 4 if "dp" in mesh else 8),
+            train_dataset=data[:40],
+            eval_dataset=data[40:],
+            compute_metrics=hits,
+            parallel={"mesh": mesh, "zero": int("dp" in mesh)},
+        )
+        trainer.train(resume_from_checkpoint=again)
+        curves.append(curve(trainer))
+    trainer.save_model()
+    state = trainer.step.state_dict()
+    saved = LlamaForCausalLM.from_pretrained(folder).state_dict()
+    same = all(torch.equal(state[name], saved[name]) for name in state)
+    return curves[0], curves[1], same
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param("dp=2", marks=pytest.mark.slow),
+        pytest.param("tp=2", marks=pytest.mark.nightly),
+    ],
+)
+def test_losses_norms_and_metrics_are_those_of_one_device(
+    mesh: str, tmp_path: Path
+) -> None:
+    [expected] = run_ranks(of_one_device, 1, str(tmp_path / "one"))
+    for found, resumed, same in run_ranks(on_a_rank, 2, str(tmp_path / "two"), mesh):
+        assert same and len(found) == len(expected) == 22
+        for curve in (found, resumed):
+            for row, wanted in zip(curve, expected, strict=True):
+                assert row == pytest.approx(wanted, rel=2e-4), (row, wanted)
+
+
+@pytest.mark.slow
+def test_what_would_change_nothing_is_refused(tmp_path: Path) -> None:
+    from autopar.passes.errors import AutoparError
+    from autopar.training.trainer import Trainer
+
+    wrong: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        '"microbatches"': ({"gradient_accumulation_steps": 4}, {}),
+        '"precision": "bf16"': ({"bf16": True}, {}),
+        '"recompute": "full"': ({"activation_checkpointing": True}, {}),
+        '"loss_fn"': ({"label_smoothing_factor": 0.1}, {}),
+        "of the best": ({"load_best_model_at_end": True, "save_steps": 10}, {}),
+        "returns|output": ({}, {"compute_loss_func": lambda *_, **__: 0}),
+        "trainer.step.parameters": ({}, {"optimizers": (object(), None)}),
+    }
+    model, _ = parts()
+    for fix, (options, given) in wrong.items():
+        args = arguments(str(tmp_path), 8, **options)
+        with pytest.raises(AutoparError, match=fix):
+            Trainer(model, args, parallel={"mesh": "dp=2"}, **given)
