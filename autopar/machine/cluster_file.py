@@ -10,6 +10,7 @@ bytes_per_second = "2TB"       # of its own memory
 flops = { bfloat16 = "312T", float32 = "19.5T", tf32 = "156T" }
 fused = false                  # elementwise ops in a row run as one kernel
 dispatch = 0                   # seconds of the host for each op
+attention = "ampere"           # or "hopper": whose tensor cores attention is known of
 
 [[links]]                      # innermost first; the last joins all devices
 devices = 8
@@ -156,7 +157,7 @@ def _tables(data: Any) -> list[Any]:
 
 
 def _read(key: str, value: Any) -> Any:
-    if key == "device.name":
+    if key in ("device.name", "device.attention"):
         if not isinstance(value, str):
             raise ClusterError(f"'{key}' is {shown(value)}", fix="write its name")
         return value

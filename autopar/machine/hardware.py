@@ -40,6 +40,7 @@ def _gpu(
     tf32: float | None,
     float32: float,
     float64: float,
+    attention: str = "",
 ) -> Device:
     """half: TFLOP/s in 16 bits. tf32: None before Ampere, which has no bfloat16
     either."""
@@ -50,40 +51,50 @@ def _gpu(
     bandwidth = terabytes_per_second * 1e12
     memory = gigabytes * GB
     # Functions are compiled there, see `autopar.machine.backend`.
-    return Device(name, memory, bandwidth, flops, fused=True, dispatch=DISPATCH)
+    return Device(
+        name,
+        memory,
+        bandwidth,
+        flops,
+        fused=True,
+        dispatch=DISPATCH,
+        attention=attention,
+    )
 
 
 # The makers' data sheets: NVIDIA T4 (2019), V100 (2020), A10, A10G, A40, RTX A6000 and
 # RTX 3090 (2021), A100 (2021), A800 (2022), RTX 4090 (2022), H100 of all three forms,
 # L4, L40S, GH200, H800 and H20 (2023), H200 (2024), HGX B200 and GB200 NVL72 (2024),
 # RTX 5090 (2025), AMD MI300X (2023). float64 is of tensor cores, where there are any.
-# A name's words are those by which torch names the device.
+# A name's words are those by which torch names the device. What attention reaches of
+# the peak is measured on an A100 and an H100; an Ada's tensor cores are programmed as
+# an Ampere's, and those of an H20 have so small a peak that they are no less busy.
 DEVICES = {
     device.name: device
     for device in (
         _gpu("T4", 16, 0.32, 65, None, 8.1, 0.25),
         _gpu("V100", 32, 0.9, 125, None, 15.7, 7.8),
-        _gpu("A10", 24, 0.6, 125, 62.5, 31.2, 0.49),
-        _gpu("A10G", 24, 0.6, 70, 35, 35, 0.55),
-        _gpu("A40", 48, 0.696, 149.7, 74.8, 37.4, 0.58),
-        _gpu("A100-40GB", 40, 1.555, 312, 156, 19.5, 19.5),
-        _gpu("A100-80GB", 80, 2.039, 312, 156, 19.5, 19.5),
-        _gpu("A100-PCIe-40GB", 40, 1.555, 312, 156, 19.5, 19.5),
-        _gpu("A100-PCIe-80GB", 80, 1.935, 312, 156, 19.5, 19.5),
-        _gpu("A800-80GB", 80, 2.039, 312, 156, 19.5, 19.5),
-        _gpu("RTX-A6000", 48, 0.768, 154.8, 77.4, 38.7, 0.6),
-        _gpu("RTX-3090", 24, 0.936, 71, 35.6, 35.6, 0.56),
-        _gpu("RTX-4090", 24, 1.008, 165.2, 82.6, 82.6, 1.29),
+        _gpu("A10", 24, 0.6, 125, 62.5, 31.2, 0.49, "ampere"),
+        _gpu("A10G", 24, 0.6, 70, 35, 35, 0.55, "ampere"),
+        _gpu("A40", 48, 0.696, 149.7, 74.8, 37.4, 0.58, "ampere"),
+        _gpu("A100-40GB", 40, 1.555, 312, 156, 19.5, 19.5, "ampere"),
+        _gpu("A100-80GB", 80, 2.039, 312, 156, 19.5, 19.5, "ampere"),
+        _gpu("A100-PCIe-40GB", 40, 1.555, 312, 156, 19.5, 19.5, "ampere"),
+        _gpu("A100-PCIe-80GB", 80, 1.935, 312, 156, 19.5, 19.5, "ampere"),
+        _gpu("A800-80GB", 80, 2.039, 312, 156, 19.5, 19.5, "ampere"),
+        _gpu("RTX-A6000", 48, 0.768, 154.8, 77.4, 38.7, 0.6, "ampere"),
+        _gpu("RTX-3090", 24, 0.936, 71, 35.6, 35.6, 0.56, "ampere"),
+        _gpu("RTX-4090", 24, 1.008, 165.2, 82.6, 82.6, 1.29, "ampere"),
         _gpu("RTX-5090", 32, 1.792, 209.5, 104.8, 104.8, 1.64),
-        _gpu("L4", 24, 0.3, 121, 60, 30.3, 0.49),
-        _gpu("L40S", 48, 0.864, 362, 183, 91.6, 1.43),
-        _gpu("H100", 80, 3.35, 989.5, 494.7, 67, 67),
-        _gpu("H100-PCIe", 80, 2.0, 756, 378, 51, 51),
-        _gpu("H100-NVL", 94, 3.9, 835, 417.5, 60, 60),
-        _gpu("H200", 141, 4.8, 989.5, 494.7, 67, 67),
-        _gpu("H800", 80, 3.35, 989.5, 494.7, 67, 1),
-        _gpu("H20", 96, 4.0, 148, 74, 44, 1),
-        _gpu("GH200", 96, 4.0, 989.5, 494.7, 67, 67),
+        _gpu("L4", 24, 0.3, 121, 60, 30.3, 0.49, "ampere"),
+        _gpu("L40S", 48, 0.864, 362, 183, 91.6, 1.43, "ampere"),
+        _gpu("H100", 80, 3.35, 989.5, 494.7, 67, 67, "hopper"),
+        _gpu("H100-PCIe", 80, 2.0, 756, 378, 51, 51, "hopper"),
+        _gpu("H100-NVL", 94, 3.9, 835, 417.5, 60, 60, "hopper"),
+        _gpu("H200", 141, 4.8, 989.5, 494.7, 67, 67, "hopper"),
+        _gpu("H800", 80, 3.35, 989.5, 494.7, 67, 1, "hopper"),
+        _gpu("H20", 96, 4.0, 148, 74, 44, 1, "ampere"),
+        _gpu("GH200", 96, 4.0, 989.5, 494.7, 67, 67, "hopper"),
         _gpu("B200", 180, 7.7, 2250, 1100, 75, 37),
         _gpu("GB200", 186, 8.0, 2500, 1250, 80, 40),
         _gpu("MI300X", 192, 5.3, 1307.4, 653.7, 163.4, 163.4),

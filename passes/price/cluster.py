@@ -15,6 +15,7 @@ from functools import cache, cached_property
 
 from ..errors import AutoparError
 from ..mesh import Mesh
+from ..price.attention import SHARES
 from ..price.measured import TABLE, Messages, Ops, without_products
 from ..ranges import RANKS, shown
 from ..schedule.core_contention import ALONE, CoreContention
@@ -38,6 +39,8 @@ class Device:
     that an op takes at least. fused: whether elementwise ops in a row run as one, by
     the backend that is taken there if none is named.
     dispatch: seconds of the host for each op; where ops take less, the device waits.
+    attention: whose tensor cores its attention is known of, see
+    `passes.price.attention.SHARES`; "": it is as fast as any product.
     ops: what ops were measured to take; the rest is for those that were not.
     """
 
@@ -50,6 +53,7 @@ class Device:
     launch: float = 4e-6
     fused: bool = False
     dispatch: float = 0.0
+    attention: str = ""
     ops: Ops = field(default_factory=Ops)
 
     def __post_init__(self) -> None:
@@ -59,6 +63,11 @@ class Device:
         if not (math.isfinite(self.dispatch) and self.dispatch >= 0):
             raise ClusterError(
                 f"dispatch of {self.name} is {self.dispatch}", fix="give seconds, or 0"
+            )
+        if self.attention and self.attention not in SHARES:
+            raise ClusterError(
+                f"attention of {self.name} is {shown(self.attention)}",
+                fix=f"use one of {', '.join(SHARES)}, or leave it out",
             )
         if "float32" not in self.flops:
             raise ClusterError(

@@ -17,6 +17,7 @@ from ..graph import Node, Value
 from ..ops.attention import passed_round, ring_of
 from ..ops.op import op_of
 from ..ops.products import of_weight_grad
+from ..price.attention import attention_share
 from ..price.cluster import Device
 from ..price.fusion import fused_traffic
 from ..price.measured import SOURCES, TABLE, between
@@ -48,9 +49,10 @@ class Account:
     ("seconds", part): of computing; they come of ("known", part, how), what nodes were
     measured to take, see `passes.price.measured`; and of the others' ("launches",
     part), ("moved", part) in bytes and ("work", part), seconds of the products at the
-    device's peak, see `retimed`; ("seconds", "update"): of the optimizer, if it was
-    measured. ("flops", part). ("calls" or "bytes", part, kind, axes ...): of
-    collectives; bytes of the whole tensor, see `passes.price.cluster.Link`.
+    device's peak, see `retimed`; ("attention", part): seconds of it; ("seconds",
+    "update"): of the optimizer, if it was measured. ("flops", part). ("calls" or
+    "bytes", part, kind, axes ...): of collectives; bytes of the whole tensor, see
+    `passes.price.cluster.Link`.
     ("memory", term): bytes that add up: "saved", "kept", "step", "edges" as in
     `passes.schedule.footprint.Footprint`, "parameters", "trained" and "buffers" at
     rest, "read" of parameters as products read them, of these "cast" to another
@@ -193,6 +195,9 @@ def price(local: LocalStage, device: Device) -> Account:
                     add(("known", part, how), took)
                 else:
                     work = flops(node) / _peak(node, device) if moved else 0.0
+                    if share := attention_share(node, device.attention):
+                        add(("attention", part), work / share)
+                        work = 0.0
                     add(("launches", part), begins)
                     add(("moved", part), moved)
                     add(("work", part), work)
@@ -217,6 +222,7 @@ def retimed(account: Account, device: Device) -> Account:
         ("seconds", part): device.launch * account["launches", part]
         + account["moved", part] / speed
         + account["work", part] / device.efficiency
+        + account["attention", part]
         + sum(account["known", part, how] for how in SOURCES)
         for part in PARTS
     }
@@ -242,7 +248,8 @@ def node_seconds(node: Node, device: Device) -> float:
         return 0.0
     speed = device.bytes_per_second * device.bandwidth_efficiency
     work = flops(node) / _peak(node, device)
-    return device.launch + moved / speed + work / device.efficiency
+    share = attention_share(node, device.attention) or device.efficiency
+    return device.launch + moved / speed + work / share
 
 
 def _peak(node: Node, device: Device) -> float:
