@@ -136,11 +136,3 @@ def tiny() -> tuple[SwitchGPT, dict[str, Tensor]]:
     """Top-1, as Switch."""
     sizes = Config(layers=4, width=64, heads=4, context=64, vocab=256, experts=8)
     return build(sizes, batch=8)
-
-
-def tiny_top2() -> tuple[SwitchGPT, dict[str, Tensor]]:
-    """Top-2, as GShard."""
-    sizes = Config(
-        layers=4, width=64, heads=4, context=64, vocab=256, experts=8, top_k=2
-    )
-    return build(sizes, batch=8)

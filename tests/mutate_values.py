@@ -26,7 +26,6 @@ MOST_INT = 1 << 30  # above it, an integer is "to the end"
 
 
 SCALED = (".mul_", ".div_", "torch.mul", "torch.div", ".mul", ".div")
-WITH_SCALE = ("kernels.masked_scale", "kernels.attention", "c.attention")
 
 
 def scale_lost(place: Place) -> Iterator[str | None]:

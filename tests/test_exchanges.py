@@ -37,7 +37,6 @@ from autopar.runtime.execute.executor import Executor
 from examples.gpt import build
 
 FORWARD = (Kind.F, Kind.SEND_F, Kind.RECV_F)
-Orders = tuple[tuple[Exchange, ...], ...]
 
 
 def drawn(name: str) -> Schedule:

@@ -30,7 +30,6 @@ class Rewriter:
         self.made: dict[str, Node] = {}
         self.replaced: dict[str, Value] = {}
         self._constants: dict[str, torch.Tensor | None] = dict(literals)
-        self._inputs = {v.name for v in graph.inputs}
         # What `passes.capture.causal_masks` found of masks, by name.
         self.windows: dict[str, int | None] = {}
 

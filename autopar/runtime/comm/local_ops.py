@@ -144,13 +144,6 @@ class LocalOps(Placement):
         picked = x.gather(-1, local.unsqueeze(-1)).squeeze(-1)
         return picked.masked_fill_(outside, 0)
 
-    def pick_backward(
-        self, dy: Tensor, index: Tensor, n: int, axes: tuple[str, ...]
-    ) -> Tensor:
-        """dy [...], index [...] -> dx [..., my extent]."""
-        dx = dy.new_zeros(*index.shape, extent(self.pieces(n, axes)))
-        return self.pick_backward_add_(dx, dy, index, n, axes)
-
     def pick_backward_add_(
         self,
         buffer: Tensor,
@@ -159,7 +152,7 @@ class LocalOps(Placement):
         n: int,
         axes: tuple[str, ...],
     ) -> Tensor:
-        """Add `pick_backward` into buffer [..., my extent], of dy's dtype."""
+        """Add dy [...] to where index [...] picked, in buffer [..., my extent]."""
         pieces = self.pieces(n, axes)
         if not pieces:
             return buffer
