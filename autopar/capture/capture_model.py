@@ -35,8 +35,8 @@ def capture_model(
     """
 
     tell("capturing the model")
-    found = AsFound.of(model, *([loss_fn] if loss_fn else []))
-    chance = Chance(found.generators)
+    as_found = AsFound.of(model, *([loss_fn] if loss_fn else []))
+    chance = Chance(as_found.generators)
 
     def run() -> Traced:
         # Of a model that it cannot capture, torch prints the graph so far.
@@ -45,14 +45,14 @@ def capture_model(
 
     with only_new():
         try:
-            with first_changes(model, found) as changed:
+            with first_changes(model, as_found) as changed:
                 traced = run()
-            found.put_back()
+            as_found.put_back()
             chance.refuse(run)
-            found.put_back()
+            as_found.put_back()
             refuse_counters(changed, traced, run)
         finally:
-            found.put_back()
+            as_found.put_back()
         left = left_over()
     refuse_held(*left)
     return traced

@@ -41,7 +41,7 @@ class Generator:
 
 def generators(held: Mapping[str, Any]) -> list[Generator]:
     """Those that all code shares, and those that a model holds, by where it does."""
-    found = [
+    generators = [
         Generator("Python's", random.getstate, random.setstate),
         Generator(
             "torch's",
@@ -51,14 +51,14 @@ def generators(held: Mapping[str, Any]) -> list[Generator]:
         ),
     ]
     if (numpy := sys.modules.get("numpy")) is not None:
-        found.append(_of_numpy("NumPy's", numpy.random))
+        generators.append(_of_numpy("NumPy's", numpy.random))
     for where, one in held.items():
         name = f"the model's '{where}'"
         if isinstance(one, random.Random):
-            found.append(Generator(name, one.getstate, one.setstate))
+            generators.append(Generator(name, one.getstate, one.setstate))
         else:
-            found.append(_of_numpy(name, one))
-    return found
+            generators.append(_of_numpy(name, one))
+    return generators
 
 
 def _of_numpy(name: str, one: Any) -> Generator:

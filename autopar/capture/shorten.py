@@ -86,16 +86,16 @@ Facts = dict[tuple[str, str], object]  # (module path, attribute) -> value
 
 def find_facts(module: nn.Module) -> Facts:
     """What a module computes by: classes, sizes and plain attributes."""
-    found: Facts = {}
+    facts: Facts = {}
     for path, part in module.named_modules():
-        found[path, "class"] = type(part)
+        facts[path, "class"] = type(part)
         for name, value in vars(part).items():
             if isinstance(value, bool | int | float | str):
-                found[path, name] = value
+                facts[path, name] = value
         for name, x in (*part._parameters.items(), *part._buffers.items()):
             if isinstance(x, Tensor):
-                found[path, name] = (tuple(x.shape), x.dtype, x.requires_grad)
-    return found
+                facts[path, name] = (tuple(x.shape), x.dtype, x.requires_grad)
+    return facts
 
 
 def without_index(layers: list[Facts]) -> list[Facts]:

@@ -78,10 +78,10 @@ def _find_holder(left: list[Any], graphs: set[int]) -> str | None:
     climbing: list[Any] = list(left)
     for _ in range(STEPS):
         passed.add(id(climbing))
-        found = gc.get_referrers(*climbing)
+        referrers = gc.get_referrers(*climbing)
         passed.update(map(id, climbing))
         above: list[Any] = []
-        for x in found:
+        for x in referrers:
             if id(x) in passed or isinstance(x, FrameType):
                 continue
             if isinstance(x, Cached):
@@ -90,7 +90,7 @@ def _find_holder(left: list[Any], graphs: set[int]) -> str | None:
                 return name
             elif type(x) in CONTAINERS or isinstance(x, dict):
                 above.append(x)
-        passed.add(id(found))
+        passed.add(id(referrers))
         climbing = above
         if not climbing:
             break

@@ -303,15 +303,15 @@ def _restore(
         check_groups(groups, _all_groups(step, optimizer))
         on_all(comm, lambda: check_made(saved.manifest.optimizer, optimizer))
         on_all(comm, lambda: wanted.update(optimizer_targets(step, saved.held)))
-    found = read_targets(step, saved.store, wanted)
-    _set_model(step, found)
+    restored = read_targets(step, saved.store, wanted)
+    _set_model(step, restored)
     for name, average in step.averages.items():
-        average.copy_(found["ema", name])
+        average.copy_(restored["ema", name])
     if averaged:
         step.ema.updates = plain[EMA]
     if optimizer is not None:
         state: dict[str, dict[str, Any]] = {}
-        for key, value in found.items():
+        for key, value in restored.items():
             if key[0] == "optimizer":
                 state.setdefault(str(key[2]), {})[str(key[3])] = value
         set_state(optimizer, _local_groups(step, optimizer), groups, state)

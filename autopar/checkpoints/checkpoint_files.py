@@ -51,12 +51,12 @@ class Manifest:
 
 def complete(directory: Path) -> list[Path]:
     """The complete checkpoints in a directory, by number of steps, fewest first."""
-    found: dict[int, Path] = {}
+    steps: dict[int, Path] = {}
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
         match = STEP.fullmatch(path.name)
         if match:
-            found.setdefault(int(match[1]), path)  # `step-1` sorts before `step-1.old`
-    return [found[step] for step in sorted(found)]
+            steps.setdefault(int(match[1]), path)  # `step-1` sorts before `step-1.old`
+    return [steps[step] for step in sorted(steps)]
 
 
 def latest(directory: str | Path) -> Path | None:
@@ -72,13 +72,13 @@ def is_checkpoint(directory: Path) -> bool:
 def find(directory: str | Path) -> Path:
     """The checkpoint at this path, or the newest in it. Raises CheckpointError."""
     folder = Path(directory)
-    found = folder if (folder / MANIFEST).is_file() else latest(folder)
-    if found is None or LEFT.fullmatch(found.name):
+    newest = folder if (folder / MANIFEST).is_file() else latest(folder)
+    if newest is None or LEFT.fullmatch(newest.name):
         raise CheckpointError(
             f"there is no complete checkpoint in '{folder}'",
             fix="give the directory that step.save or --save wrote to",
         )
-    return found
+    return newest
 
 
 # --- writing -----------------------------------------------------------------------
@@ -158,10 +158,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise damaged(folder, f"{MANIFEST} cannot be read: {error}") from error
     if not isinstance(data, dict) or "format" not in data:
         raise damaged(folder, f"{MANIFEST} cannot be read: it has no format")
-    found = data.pop("format")
-    if found != FORMAT:
+    written = data.pop("format")
+    if written != FORMAT:
         raise CheckpointError(
-            f"checkpoint '{folder}' is of format {found}, but this autopar reads "
+            f"checkpoint '{folder}' is of format {written}, but this autopar reads "
             f"format {FORMAT}",
             fix="read it with the autopar that wrote it, or a newer one",
         )
@@ -179,10 +179,10 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Compare files with their checksums. Raises CheckpointError for the first bad."""
     for name in names:
         try:
-            found = checksum(folder / name)
+            now = checksum(folder / name)
         except OSError as error:
             raise damaged(folder, f"{name}: {error.strerror}") from error
-        if found != manifest.files[name]:
+        if now != manifest.files[name]:
             raise damaged(folder, f"{name} is not what was written")
 
 

@@ -236,8 +236,8 @@ class _SavePlanner(SavePlanner):
         self, all_plans: list[SavePlan]
     ) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = create_default_global_save_plan(all_plans)
-        found = metadata.state_dict_metadata
-        for name, value in found.items():
+        tensors = metadata.state_dict_metadata
+        for name, value in tensors.items():
             chunks = getattr(value, "chunks", None)
             if chunks is not None:
                 held = sum(prod(chunk.sizes) for chunk in chunks)
@@ -249,7 +249,7 @@ class _SavePlanner(SavePlanner):
                     )
         keys = {name: key for plan in plans for name, key in plan.planner_data.items()}
         for alias, key in self.aliases.items():
-            found[text(alias)] = found[text(key)]
+            tensors[text(alias)] = tensors[text(key)]
             keys[text(alias)] = alias
         return plans, replace(metadata, planner_data=keys)
 
@@ -359,6 +359,6 @@ def _read_bytes(name: str) -> ReadItem:
 def _box_at(pieces: list[Piece], index: MetadataIndex) -> Tensor:
     """A view of the box that begins at a place of the whole tensor."""
     start = tuple(index.offset or ())
-    found = ((p, box) for p in pieces for box in p.boxes if box.start == start)
-    piece, box = next(found)
+    here = ((p, box) for p in pieces for box in p.boxes if box.start == start)
+    piece, box = next(here)
     return box.of(piece.values)

@@ -82,13 +82,13 @@ nothing for what is no tensor."""
 
 
 def model_targets(step: HeldState) -> Targets:
-    found: Targets = {}
+    targets: Targets = {}
     for name, p in step.named_parameters():
         shard = torch.empty_like(p, device="cpu")
-        found["model", name] = _piece(step, name, shard, False)
+        targets["model", name] = _piece(step, name, shard, False)
     for name, value in step.unused.items():
-        found["model", name] = Piece.whole(torch.empty_like(value))
-    return found
+        targets["model", name] = Piece.whole(torch.empty_like(value))
+    return targets
 
 
 def ema_targets(step: HeldState) -> Targets:
@@ -100,7 +100,7 @@ def ema_targets(step: HeldState) -> Targets:
 
 def optimizer_targets(step: HeldState, held: Mapping[Key, Any]) -> Targets:
     """For what was saved of this rank's parameters' state."""
-    found: Targets = {}
+    targets: Targets = {}
     by_source: dict[str, list[tuple[str, Any]]] = {}
     for key, value in held.items():
         if key[:2] == ("optimizer", "state"):
@@ -111,16 +111,16 @@ def optimizer_targets(step: HeldState, held: Mapping[Key, Any]) -> Targets:
             own: Key = ("optimizer", "state", name, entry)
             size = getattr(value, "size", None)
             if size is None:
-                found[own] = b""
+                targets[own] = b""
             elif tuple(size) == part.shape:
                 shard = torch.empty(p.shape, dtype=value.properties.dtype)
-                found[own] = _piece(step, name, shard, False)
+                targets[own] = _piece(step, name, shard, False)
             else:
                 if tuple(size) == tuple(p.shape) and is_cut(step.program, name):
                     refuse_alike(entry, name, p)
                 whole = torch.empty(size, dtype=value.properties.dtype)
-                found[own] = Piece.whole(whole)
-    return found
+                targets[own] = Piece.whole(whole)
+    return targets
 
 
 def read_targets(step: HeldState, store: Source, wanted: Targets) -> dict[Key, Any]:
@@ -134,16 +134,16 @@ def read_targets(step: HeldState, store: Source, wanted: Targets) -> dict[Key, A
         elif saved not in state or not _is_whole(value):
             _add(state, saved, value)
     plain = read(store, state, step.comm)
-    found: dict[Key, Any] = {}
+    values: dict[Key, Any] = {}
     for key, value in wanted.items():
         saved = _saved_key(step, key)
         held = state[saved]
         if isinstance(value, bytes) or isinstance(held, bytes):
-            found[key] = plain[saved]
+            values[key] = plain[saved]
         else:
             own = any(value is piece for piece in held)
-            found[key] = value.values if own else held[0].values.clone()
-    return found
+            values[key] = value.values if own else held[0].values.clone()
+    return values
 
 
 def _is_whole(piece: Piece) -> bool:

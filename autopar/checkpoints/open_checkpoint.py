@@ -53,14 +53,14 @@ def open_checkpoint(directory: str | Path, comm: Comm) -> Saved:
 def of_memory(memory: Memory, optimizer: Optimizer) -> Saved:
     """What an optimizer like this one was saved with in memory."""
     manifest = Manifest("", "", 0, "", {}, {}, made_with(optimizer))
-    found = _keyed(read_metadata(memory))
-    return Saved(Path("memory"), memory, manifest, found)
+    keyed = _keyed(read_metadata(memory))
+    return Saved(Path("memory"), memory, manifest, keyed)
 
 
 def _keyed(metadata: Metadata) -> dict[Key, Any]:
     keys = metadata.planner_data
-    found = metadata.state_dict_metadata.items()
-    return {tuple(keys[name]): value for name, value in found}
+    entries = metadata.state_dict_metadata.items()
+    return {tuple(keys[name]): value for name, value in entries}
 
 
 def held_by(folder: Path) -> dict[Key, Any]:

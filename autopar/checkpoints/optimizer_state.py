@@ -150,8 +150,8 @@ def made_with(optimizer: Optimizer) -> dict[str, Any]:
     """
     options = {k: v for k, v in plain(optimizer.defaults).items() if k not in HOW}
     kind = type(optimizer).__qualname__
-    found: dict[str, Any] = json.loads(json.dumps({"class": kind, "options": options}))
-    return found
+    made: dict[str, Any] = json.loads(json.dumps({"class": kind, "options": options}))
+    return made
 
 
 def check_made(saved: Mapping[str, Any], optimizer: Optimizer) -> None:

@@ -56,7 +56,7 @@ class Pretrained(StorageReader):
 
     def _kinds(self, file: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each tensor in a file, which is closed when it returns."""
-        found = {}
+        kinds = {}
         with self._open(file) as held:
             for name in held.keys():  # noqa: SIM118 (it is no dict)
                 row = held.get_slice(name)
@@ -66,8 +66,8 @@ class Pretrained(StorageReader):
                         f"'{name}' in '{file}' is of type {row.get_dtype()}",
                         fix="convert it: torch has no such numbers to train",
                     )
-                found[name] = shape, dtype
-        return found
+                kinds[name] = shape, dtype
+        return kinds
 
     def _files(self) -> list[Path]:
         """Those of the index, if there is one; else the one file, or all there are."""
@@ -125,15 +125,15 @@ class Pretrained(StorageReader):
         return plans
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        found = {}
+        tensors = {}
         for own, name in self.names.items():
             shape, dtype = self.tensors[name][1:]
             size = torch.Size(shape)
             whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
             properties = TensorProperties(dtype=dtype)
-            found[f"model.{own}"] = TensorStorageMetadata(properties, size, [whole])
-        index = {MetadataIndex(name): None for name in found}
-        return Metadata(found, storage_data=index)
+            tensors[f"model.{own}"] = TensorStorageMetadata(properties, size, [whole])
+        index = {MetadataIndex(name): None for name in tensors}
+        return Metadata(tensors, storage_data=index)
 
     def set_up_storage_reader(self, *_: Any, **__: Any) -> None:
         """There is nothing to prepare."""

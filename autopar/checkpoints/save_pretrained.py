@@ -100,12 +100,12 @@ def _name(folder: Path, parts: Mapping[str, list[str]], total: int) -> None:
 
 def configs_of(model: nn.Module) -> tuple[Any, ...]:
     """What Hugging Face's model keeps beside its weights; nothing for other models."""
-    found = []
+    configs = []
     for name in ("config", "generation_config"):
         own: Any = getattr(model, name, None)
         if callable(getattr(own, "save_pretrained", None)):
             config = copy.deepcopy(own)
             if name == "config":
                 config.architectures = [type(model).__name__]
-            found.append(config)
-    return tuple(found)
+            configs.append(config)
+    return tuple(configs)

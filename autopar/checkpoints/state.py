@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 def state_dict(step: HeldState, rank0_only: bool = False) -> dict[str, Tensor]:
     """Whole parameters and persistent buffers on the CPU; on all ranks, or one."""
-    found = {}
+    state = {}
     for name, whole in whole_tensors(step, rank0_only):
-        found[name] = whole
+        state[name] = whole
     if rank0_only and step.comm.rank:
         return {}
     for alias, name in step.program.aliases.items():
-        found[alias] = found[name]
-    return {name: found[name] for name in step.names if name in found}
+        state[alias] = state[name]
+    return {name: state[name] for name in step.names if name in state}
 
 
 def tied_names(step: HeldState) -> dict[str, str]:

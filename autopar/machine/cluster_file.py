@@ -115,10 +115,10 @@ def _device(data: Any) -> Device:
 
 
 def _levels(tables: list[Any]) -> tuple[Level, ...]:
-    found: list[Level] = []
+    levels: list[Level] = []
     for data in tables:
-        found.append(_level(data, found[-1].devices if found else 1))
-    return tuple(found)
+        levels.append(_level(data, levels[-1].devices if levels else 1))
+    return tuple(levels)
 
 
 def _level(data: Any, node: int) -> Level:
@@ -176,16 +176,16 @@ def _read(key: str, value: Any) -> Any:
 
 def number(key: str, value: Any) -> float:
     """`"80GB"` -> 8e10; B and /s may follow the unit. Raises ClusterError."""
-    found = math.nan
+    parsed = math.nan
     if isinstance(value, int | float) and not isinstance(value, bool):
-        found = float(value) if abs(value) < math.inf else math.nan
+        parsed = float(value) if abs(value) < math.inf else math.nan
     elif isinstance(value, str) and (match := NUMBER.fullmatch(value.strip())):
-        found = float(match[1]) * UNITS.get(match[2] or "", 1.0)
-    if not math.isfinite(found):
+        parsed = float(match[1]) * UNITS.get(match[2] or "", 1.0)
+    if not math.isfinite(parsed):
         raise ClusterError(
             f"'{key}' is {shown(value)}", fix='write a number, or one as "80GB"'
         )
-    return found
+    return parsed
 
 
 def _whole(key: str, value: Any) -> int:

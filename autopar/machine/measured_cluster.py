@@ -57,9 +57,9 @@ def measured_cluster(devices: int, path: Path | None = None) -> Cluster:
     `Cluster.profile` is "" if nothing was, and a warning says so.
     Raises: ProfileError, ClusterError.
     """
-    found, cluster = read_profile(path), this_cluster(devices)
-    ops = found.ops.get(busy(devices), Ops())
-    messages = found.messages.get(devices, Messages())
+    measured, cluster = read_profile(path), this_cluster(devices)
+    ops = measured.ops.get(busy(devices), Ops())
+    messages = measured.messages.get(devices, Messages())
     if not (ops.timed or ops.update or messages.points):
         if os.environ.get("RANK", "0") == "0":
             LOG.warning(_not_measured(devices))

@@ -90,30 +90,30 @@ def read_profile(path: Path | None = None) -> Profile:
             LOG.warning("%s; what it held is measured again", error.what)
             return Profile()
     try:
-        found = _profiles(path)
+        profiles = _profiles(path)
     except OSError as error:
         raise ProfileError(
             f"cannot read '{path}': {error.strerror}",
             fix=f"measure it: autopar profile MODEL --ranks N -o {command(path)}",
         ) from None
     here = machine_text()
-    if here not in found:
-        others = "".join(f"\n  it has {machine}" for machine in found)
+    if here not in profiles:
+        others = "".join(f"\n  it has {machine}" for machine in profiles)
         raise ProfileError(
             f"'{path}' has nothing that was measured on this machine\n"
             f"  it is   {here}{others}",
             fix="measure here: autopar profile MODEL --ranks N, and leave out the file",
         )
-    return found[here]
+    return profiles[here]
 
 
 def machines_of(path: Path | None = None) -> tuple[str, ...]:
     """The machines whose ops or messages a readable file has; None: the cache."""
     try:
-        found = _profiles(path or usual_path())
+        profiles = _profiles(path or usual_path())
     except (OSError, ProfileError):
         return ()
-    return tuple(name for name, p in found.items() if p.ops or p.messages)
+    return tuple(name for name, p in profiles.items() if p.ops or p.messages)
 
 
 def save_profile(more: Profile, path: Path | None = None) -> Path:
@@ -204,11 +204,11 @@ def _two(row: Any) -> tuple[float, float]:
 
 def _points(rows: list[Any]) -> tuple[Point, ...]:
     """Raises ValueError, unless bytes ascend and all is above 0."""
-    found = [(_numbers(row, 2)[0], row[1]) for row in rows]
-    ascending = all(a < b for (a, _), (b, _) in pairwise(found))
-    if not found or not ascending or min(map(min, found)) <= 0:
+    points = [(_numbers(row, 2)[0], row[1]) for row in rows]
+    ascending = all(a < b for (a, _), (b, _) in pairwise(points))
+    if not points or not ascending or min(map(min, points)) <= 0:
         raise ValueError(f"{rows!r} are no points")
-    return tuple(found)
+    return tuple(points)
 
 
 def _numbers(row: Any, count: int) -> list[float]:

@@ -134,15 +134,15 @@ def _kinds(comm: ProcessComm, ranks: int, whole: int) -> dict[str, Run]:
     x, rows = zeros(n), zeros(2, n // 2)
     shard = zeros(2, n // 2 // ranks)
     heads = zeros(n // 2 // ranks, ranks, 2)
-    found: dict[str, Run] = {
+    runs: dict[str, Run] = {
         "all_reduce": lambda: _drop(comm.all_reduce(x, (AXIS,), inplace=True)),
         "all_gather": lambda: _drop(comm.all_gather(shard, AXIS, 1)),
         "reduce_scatter": lambda: _drop(comm.reduce_scatter(rows, AXIS, 1)),
         "all_to_all": lambda: _drop(comm.all_to_all(heads, AXIS, 1, 0)),
     }
     if ranks == 2:
-        found["send"] = _there_and_back(comm, x)
-    return found
+        runs["send"] = _there_and_back(comm, x)
+    return runs
 
 
 def _drop(x: torch.Tensor) -> None:

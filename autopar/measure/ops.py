@@ -179,7 +179,7 @@ def _sum_up(
     What statements do not add up to of the whole is shared out among them: calls, and
     that some run in a row takes more than the median of each.
     """
-    found: dict[Kind, list[float]] = defaultdict(list)
+    samples: dict[Kind, list[float]] = defaultdict(list)
     parts, start = {}, 0
     for part, kinds in job.kinds.items():
         parts[part] = 0.0
@@ -187,14 +187,14 @@ def _sum_up(
             took = max(0.0, median(row[i + 1] - row[i] for row in rows) - overhead)
             parts[part] += took
             if kind is not None:
-                found[kind].append(took)
+                samples[kind].append(took)
         start += len(kinds) + 1
     assert all(len(row) == start for row in rows), "a statement for each node"
     total = sum(parts.values())
     more = whole / total if total else 1.0
     timed = {
         kind.signature: Timed(more * mean(took), kind.bytes, kind.flops)
-        for kind, took in found.items()
+        for kind, took in samples.items()
     }
     return JobTimes(timed, parts, whole)
 
@@ -229,12 +229,12 @@ def marked(text: str) -> str:
 def _with_marks(body: Sequence[ast.stmt]) -> list[ast.stmt]:
     mark = ast.parse(f"{MARK}()").body
     *body, last = body
-    found: list[ast.stmt] = []
+    marked: list[ast.stmt] = []
     for statement in body:
         if _is_node(statement):
-            found += mark
-        found.append(statement)
-    return [*found, *mark, last]
+            marked += mark
+        marked.append(statement)
+    return [*marked, *mark, last]
 
 
 def _is_node(statement: ast.stmt) -> bool:

@@ -127,8 +127,8 @@ def _telling(nodes: dict[str, Node]) -> dict[str, Node]:
         return {}
     most = max(nodes, key=lambda key: flops(nodes[key]))
     moving = [key for key in nodes if key != most and not _is_bound_by_work(nodes[key])]
-    found = [most, *sorted(moving, key=lambda key: -traffic(nodes[key]))[:1]]
-    return {key: nodes[key] for key in found}
+    telling = [most, *sorted(moving, key=lambda key: -traffic(nodes[key]))[:1]]
+    return {key: nodes[key] for key in telling}
 
 
 def _is_bound_by_work(node: Node) -> bool:

@@ -63,7 +63,7 @@ def _in_cache(name: str) -> Path | None:
     """The newest configuration of a repository that was downloaded once."""
     hub = importlib.import_module("huggingface_hub")  # transformers needs it
     try:
-        found = hub.try_to_load_from_cache(name, "config.json")
+        cached = hub.try_to_load_from_cache(name, "config.json")
     except ValueError:  # no name that a repository could have
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(cached) if isinstance(cached, str) else None

@@ -116,14 +116,14 @@ class Arithmetic(TorchDispatchMode):
                 x = args[0]
                 return in_double(x.float() if x.dtype is torch.float64 else x)
             given = tree_in_double(given)
-        found = func(*given[0], **given[1])
+        result = func(*given[0], **given[1])
         name = func.overloadpacket.__name__.removesuffix("_")
         if self.generator is None or func.is_view or name in SELECTING:
-            return found
+            return result
         if func._schema.is_mutable:
-            tree_map(lambda x: x.copy_(self._moved(x)) if _is_real(x) else x, found)
-            return found
-        return tree_map(lambda x: self._moved(x) if _is_real(x) else x, found)
+            tree_map(lambda x: x.copy_(self._moved(x)) if _is_real(x) else x, result)
+            return result
+        return tree_map(lambda x: self._moved(x) if _is_real(x) else x, result)
 
     def _moved(self, x: Tensor) -> Tensor:
         assert self.generator is not None, "something is drawn"

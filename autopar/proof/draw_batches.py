@@ -39,7 +39,7 @@ def draw_batch(
     lower than the graph's. gentle: no sample without labels, and no query that sees
     nothing, of which some models make no finite numbers.
     """
-    found = {}
+    batch = {}
     for name, (shape, kind) in inputs.items():
         generator, dtype = generator_of(seed, name), dtype_of(kind)
         known, example = ranges.get(name), like.get(name)
@@ -56,8 +56,8 @@ def draw_batch(
             made = draw_mask(shape, generator, _seen(example), seed, gentle)
         else:
             made = _keep(shape, example)
-        found[name] = made.to(dtype)
-    return found
+        batch[name] = made.to(dtype)
+    return batch
 
 
 def draw_rows(

@@ -31,13 +31,13 @@ def draw_parameters(
     what their values tell (all positive, about a mean that is not 0) is kept, as for
     the decay rates of a state space. Tensors that are no floats are taken from `like`.
     """
-    found = {}
+    drawn = {}
     for name, (shape, kind) in specs.items():
         dtype, given = dtype_of(kind), like.get(name)
         if given is not None and (given.is_meta or not given.numel()):
             given = None
         if not (dtype.is_floating_point or dtype.is_complex):
-            found[name] = torch.zeros(shape, dtype=dtype) if given is None else given
+            drawn[name] = torch.zeros(shape, dtype=dtype) if given is None else given
             continue
         generator = generator_of(seed, name)
         if given is not None:
@@ -46,8 +46,8 @@ def draw_parameters(
             made = 1.0 + draw_tensor(shape, torch.float64, generator, FACTOR)
         else:
             made = draw_tensor(shape, dtype, generator)
-        found[name] = made.to(dtype)
-    return found
+        drawn[name] = made.to(dtype)
+    return drawn
 
 
 def draw_buffers(given: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:

@@ -285,12 +285,12 @@ class _Seen(_Limits):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        found = super().__torch_function__(func, types, args, kwargs)
-        for x in found if isinstance(found, tuple | list) else (found,):
+        result = super().__torch_function__(func, types, args, kwargs)
+        for x in result if isinstance(result, tuple | list) else (result,):
             is_real = isinstance(x, Tensor) and x.is_floating_point()
             if is_real and x.requires_grad and x.itemsize < self.narrowest.itemsize:
                 self.narrowest = x.dtype
-        return found
+        return result
 
 
 NORMS = (torch.rms_norm, F.rms_norm)

@@ -221,7 +221,7 @@ def _first_ranks(program: Program, stage: int) -> dict[str, int]:
         for name in program.stages[stage].names.values()
         if name in program.parameters
     }
-    found: dict[str, int] = {}
+    first: dict[str, int] = {}
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for text, key in program.stages[stage].modules.items():
         coords = dict(part.split("=") for part in text.split(",") if part)
@@ -232,12 +232,12 @@ def _first_ranks(program: Program, stage: int) -> dict[str, int]:
         rank = mesh.rank(named)
         if shapes.setdefault(key, own) != own:
             raise VerificationFailed(
-                f"ranks {found[key]} and {rank} run one module of stage {stage}, with "
+                f"ranks {first[key]} and {rank} run one module of stage {stage}, with "
                 "shares of other shapes",
                 fix=REPORT,
             )
-        found.setdefault(key, rank)
-    return found
+        first.setdefault(key, rank)
+    return first
 
 
 def run_module(

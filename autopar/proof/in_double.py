@@ -42,8 +42,8 @@ def program_in_double(program: Program) -> Program:
     """The same program, with every real number in float64. Casts stay, as copies."""
 
     def name(dtype: str) -> str:
-        found = getattr(torch, dtype)
-        return str(DOUBLE.get(found, found)).removeprefix("torch.")
+        dtype_named = getattr(torch, dtype)
+        return str(DOUBLE.get(dtype_named, dtype_named)).removeprefix("torch.")
 
     def spec(old: ParameterSpec) -> ParameterSpec:
         return replace(old, dtype=name(old.dtype))

@@ -40,8 +40,8 @@ def run_graph(
         for i, node in enumerate(graph.nodes):
             if node.op.startswith(SKIPPED) or not node.results:
                 continue
-            found = _run(node, held, dropout)
-            made = (found,) if isinstance(found, Tensor) else tuple(found)
+            results = _run(node, held, dropout)
+            made = (results,) if isinstance(results, Tensor) else tuple(results)
             for v, x in zip(node.outs, made, strict=False):
                 if v is not None:
                     held[v.name] = x
@@ -82,8 +82,8 @@ def _last_uses(traced: Traced) -> dict[int, Collection[str]]:
     for i, node in enumerate(graph.nodes):
         operands: tuple[Value, ...] = node.operands
         last.update((v.name, i) for v in operands)
-    found: dict[int, list[str]] = {}
+    dying: dict[int, list[str]] = {}
     for name, i in last.items():
         if name not in keep:
-            found.setdefault(i, []).append(name)
-    return {i: tuple(names) for i, names in found.items()}
+            dying.setdefault(i, []).append(name)
+    return {i: tuple(names) for i, names in dying.items()}

@@ -204,11 +204,13 @@ def _expect(
     for weights, inputs in _values(runnable, batch, seed, number):
         values = {**inputs, **weights, **buffers, **traced.literals}
         try:
-            found = run_graph(traced, values, key)
+            results = run_graph(traced, values, key)
         except (IndexError, RuntimeError, ValueError) as error:
             problem = str(error).partition("\n")[0]
             continue
-        if not all(bool(x.isfinite().all()) for x in (found[0], *found[1].values())):
+        if not all(
+            bool(x.isfinite().all()) for x in (results[0], *results[1].values())
+        ):
             continue
         own, update = tree_in_double(weights), None
         if number == STEPS - 1:
@@ -218,12 +220,14 @@ def _expect(
                 if spec.trainable and spec.stages
             }
             update = update_whole(
-                own, {n: g for n, g in found[1].items() if n in trained}
+                own, {n: g for n, g in results[1].items() if n in trained}
             )
         return Expected(
             own,
             tree_in_double(inputs),
-            found_by_model(*found[:2], _evaluated(runnable, values), outputs=found[2]),
+            found_by_model(
+                *results[:2], _evaluated(runnable, values), outputs=results[2]
+            ),
             TOLERANCE,
             Again(partial(_run_again, runnable, values, key)),
             update=update,
@@ -247,9 +251,9 @@ def _run_again(
 ) -> FoundStep:
     """As `Again` wants it: in float64, be it asked for or not."""
     with arithmetic:
-        found = run_graph(runnable.traced, values, key)
+        results = run_graph(runnable.traced, values, key)
         evaluated = _evaluated(runnable, values)
-        return found_by_model(*found[:2], evaluated, outputs=found[2])
+        return found_by_model(*results[:2], evaluated, outputs=results[2])
 
 
 Named = dict[str, Tensor]

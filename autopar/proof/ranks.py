@@ -124,7 +124,7 @@ def _run_rank(
     comm = step.comm
     held, executor = dict(step.named_parameters()), step.executor
     own = Watch("buffer", executor.buffers)
-    found = []
+    results = []
     for number, given in enumerate(steps):
         _set_weights(step, given.weights)
         comm.state.replay = given.replay
@@ -137,20 +137,20 @@ def _run_rank(
         shards = {n: g.as_subclass(Tensor).clone() for n, g in grads.items()}
         norm = gradient_norm(program, comm, shards).item()
         outputs = executor.outputs.wholes(list(program.outputs))
-        found.append(_OfRank(loss, shards, norm, outputs))
+        results.append(_OfRank(loss, shards, norm, outputs))
         own.check()
         if given.update is not None:
-            found[-1].updated = update_rank(step, given.update, memory)
+            results[-1].updated = update_rank(step, given.update, memory)
             own = Watch("buffer", executor.buffers)
         for p in held.values():
             p.grad = None
-    for given, one in zip(steps, found, strict=True) if evaluate else ():
+    for given, one in zip(steps, results, strict=True) if evaluate else ():
         _set_weights(step, given.weights)
         told = given.replay
         comm.state.replay = None if told is None else RoutingReplay(told.told)
         one.evaluated = step.evaluate(**_batch(program, given))
     own.check()
-    return found
+    return results
 
 
 class Watch:
@@ -212,8 +212,8 @@ def run_all_ranks(
     """
     tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor)}
     step = GivenStep(dict(model.named_parameters()), tensors, replay)
-    (found,) = run_steps(program, dict(model.named_buffers()), [step], seed)
-    return found.loss, dict(found.gradients)
+    (result,) = run_steps(program, dict(model.named_buffers()), [step], seed)
+    return result.loss, dict(result.gradients)
 
 
 def local_parameters(

@@ -54,8 +54,8 @@ def prove(
     check(program.schedule)
     buffers = {**buffers, **expected[0].buffers}
     told = [None if e.exact is None else RoutingReplay(e.made) for e in expected]
-    found = _run(program, buffers, expected, told, seed, compiled)
-    proof = reduce(Verification.worse, map(_compare, found, expected, told))
+    verified = _run(program, buffers, expected, told, seed, compiled)
+    proof = reduce(Verification.worse, map(_compare, verified, expected, told))
     proof = replace(proof, unmoved=unmoved(expected))
     if proof.passed and all(e.exact is None for e in expected):
         return proof
@@ -119,15 +119,15 @@ def _look_again(
             double = program_in_double(program)
             wide = [_in_double(e) for e in expected]
             wide_buffers = tree_in_double(dict(buffers))
-            found = _run(double, wide_buffers, wide, told, seed, compiled)
-        in_double = reduce(Verification.worse, map(_compare_in_double, found, wide))
+            verified = _run(double, wide_buffers, wide, told, seed, compiled)
+        in_double = reduce(Verification.worse, map(_compare_in_double, verified, wide))
         proof = replace(proof, in_double=in_double)
         if proof.passed or not in_double.passed:
             return proof
         told = [RoutingReplay(e.made) for e in expected]
-        found = _run(program, buffers, expected, told, seed, compiled)
+        verified = _run(program, buffers, expected, told, seed, compiled)
         for draws in DRAWS:
-            each = map(_compare_rounded, found, expected, told, repeat(draws))
+            each = map(_compare_rounded, verified, expected, told, repeat(draws))
             rounded = reduce(Verification.worse, each)
             if rounded.passed:
                 break

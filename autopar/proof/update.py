@@ -131,11 +131,13 @@ def _save_and_load(
     step.load_training_state({**training, "steps": 0})
     fresh = _optimizer(step.parameters(), eps)
     load_from_memory(memory, step, fresh)
-    found = _held(step, fresh)
+    loaded = _held(step, fresh)
     lost = [
         name
-        for name in {**saved, **found}
-        if name not in saved or name not in found or not _same(saved[name], found[name])
+        for name in {**saved, **loaded}
+        if name not in saved
+        or name not in loaded
+        or not _same(saved[name], loaded[name])
     ]
     if step.training_state() != training:
         lost.append("the count of steps")
@@ -168,10 +170,10 @@ def _optimizer(parameters: Iterable[nn.Parameter], eps: float) -> torch.optim.Ad
 def _held(step: RankStep, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """All that this rank goes on from: parameters, what the optimizer stores, and what
     every rank has whole."""
-    found = {**step.unused}
-    found |= {f"buffer {name}": x for name, x in step.executor.buffers.items()}
+    held = {**step.unused}
+    held |= {f"buffer {name}": x for name, x in step.executor.buffers.items()}
     for name, p in step.named_parameters():
-        found[name] = p.detach()
+        held[name] = p.detach()
         for entry, x in optimizer.state.get(p, {}).items():
-            found[f"{name}.{entry}"] = x
-    return found
+            held[f"{name}.{entry}"] = x
+    return held

@@ -87,18 +87,18 @@ def memory_table(record: PlanRecord) -> Table:
 def stages_table(record: PlanRecord) -> Table:
     """One microbatch on each stage; equal ones in one row."""
     best = record.best[0]
-    found: dict[tuple[Any, ...], list[int]] = {}
+    alike: dict[tuple[Any, ...], list[int]] = {}
     for i, (stage, layers) in enumerate(
         zip(best.stages, best.candidate.layers, strict=True)
     ):
         waits = sum(stage.waits.values())
         times = (stage.forward, stage.backward, stage.weight, waits, stage.send)
         row = (layers, *map(seconds, times), _bytes(stage.footprint.saved))
-        found.setdefault(row, []).append(i)
+        alike.setdefault(row, []).append(i)
     return Table(
         "one microbatch on each stage",
         ("stage", "layers", "F", "B (or I)", "W", "of it waiting", "send", "saved"),
-        tuple((ranges(those), *row) for row, those in found.items()),
+        tuple((ranges(those), *row) for row, those in alike.items()),
     )
 
 

@@ -144,10 +144,10 @@ def _layers(program: Program, stage: int) -> str:
     names = [n for n in names if n not in tied] + [alias_of.get(n, n) for n in tied]
     modules: dict[str, list[int]] = {}
     for name in names:
-        found = LAYER.search(name)
-        module = name[: found.start() - 1] if found else name.rpartition(".")[0]
+        layer = LAYER.search(name)
+        module = name[: layer.start() - 1] if layer else name.rpartition(".")[0]
         layers = modules.setdefault(module.rpartition(".")[2], [])
-        layers.extend([int(found[1])] if found else [])
+        layers.extend([int(layer[1])] if layer else [])
     return ", ".join(f"{m}.{ranges(ns)}" if ns else m for m, ns in modules.items())
 
 
@@ -189,7 +189,7 @@ def messages_of_a_step(program: Program) -> list[Communication]:
         "forward": program.plan.microbatches,
         "backward": program.plan.microbatches,
     }
-    found = [
+    messages = [
         replace(
             c,
             calls=c.calls * times.get(c.part, 1),
@@ -198,9 +198,9 @@ def messages_of_a_step(program: Program) -> list[Communication]:
         for c in program.communication
     ]
     for stage in range(len(program.stages)):
-        found += _reductions(program, stage)
+        messages += _reductions(program, stage)
     return sorted(
-        found,
+        messages,
         key=lambda c: (c.stage, COMMUNICATION_PARTS.index(c.part), c.axes, c.kind),
     )
 

@@ -46,5 +46,5 @@ def recomputed(program: Program, rank: int) -> str:
         for layer in stage.layers
         if there == rank and layer
     )
-    found = [f"{policies[p]} {p}" for p in reversed(RECOMPUTE) if policies[p]]
-    return ", ".join(found) if len(found) > 1 else "".join(policies)
+    policies_used = [f"{policies[p]} {p}" for p in reversed(RECOMPUTE) if policies[p]]
+    return ", ".join(policies_used) if len(policies_used) > 1 else "".join(policies)

@@ -32,15 +32,15 @@ def parameter_table(program: Program, every: bool = False) -> Table:
     """
     rows: dict[tuple[str, ...], tuple[list[int], set[int]]] = {}
     for name, spec in program.parameters.items():
-        found = None if every else LAYER.search(name)
+        layer = None if every else LAYER.search(name)
         before, after = (name, "")
-        if found:
-            before, after = name[: found.start()], name[found.end() :]
+        if layer:
+            before, after = name[: layer.start()], name[layer.end() :]
         shape = "x".join(map(str, spec.shape))
         dims = " ".join([pattern(spec), *(f"+{axis}" for axis in spec.pending)])
         key = (before, after, shape, dims, _gathering(program, spec))
         layers, stages = rows.setdefault(key, ([], set()))
-        layers.extend([int(found[1])] if found else [])
+        layers.extend([int(layer[1])] if layer else [])
         stages.update(spec.stages)
     shown = ("gathered",) if program.plan.zero else ()
     table = tuple(

@@ -45,7 +45,7 @@ class Share:
 def shares(program: Program) -> list[Share]:
     """Reads each stage's first rank, which has the largest part of what is uneven."""
     mesh, rest = program.mesh, program.plan.parameter_axes
-    found = []
+    shares_of_stages = []
     for stage, spec in enumerate(program.stages):
         first = next(r for r in range(mesh.size) if stage in program.stages_of(r))
         coords = mesh.coords(first)
@@ -64,8 +64,8 @@ def shares(program: Program) -> list[Share]:
             at_rest += each * prod(local_shape(p, mesh, coords))
             formula += each * extent / prod(mesh.axis_size(a) for a in axes)
         step = spec.footprint.step
-        found.append(Share(stage, elements, whole, at_rest, formula, step))
-    return found
+        shares_of_stages.append(Share(stage, elements, whole, at_rest, formula, step))
+    return shares_of_stages
 
 
 def _without(spec: ParameterSpec, axes: Sequence[str]) -> ParameterSpec:

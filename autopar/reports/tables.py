@@ -61,7 +61,7 @@ def _widths(
     stay whole.
     """
     columns = list(zip(*rows, strict=True)) or [()] * len(head)
-    found = [
+    widths = [
         max(PADDING + len(h), *map(_longest, column), 0)
         for h, column in zip(head, columns, strict=True)
     ]
@@ -75,12 +75,12 @@ def _widths(
             word if number else min(word, keep)
             for word, keep, number in zip(words, kept, numeric, strict=True)
         ]
-        while sum(found) > most:
-            open_to = [j for j, wide in enumerate(found) if wide > least[j]]
+        while sum(widths) > most:
+            open_to = [j for j, wide in enumerate(widths) if wide > least[j]]
             if not open_to:
                 break
-            found[max(open_to, key=lambda j: found[j])] -= 1
-    return found
+            widths[max(open_to, key=lambda j: widths[j])] -= 1
+    return widths
 
 
 def _longest(cell: str) -> int:

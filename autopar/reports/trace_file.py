@@ -28,20 +28,20 @@ def write_trace(run: StepRun, path: Path) -> None:
 
 
 def trace_data(run: StepRun) -> dict[str, Any]:
-    found: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     for rank in range(len(run.memory)):
-        found.append(
+        events.append(
             _about(_thread(run, rank), "process_name", f"pipeline rank {rank}")
         )
         for stream in STREAMS:
-            found.append(_about(_thread(run, rank, stream), "thread_name", stream))
-            found += _slices(run, rank, stream)
-    found += _arrows(run)
+            events.append(_about(_thread(run, rank, stream), "thread_name", stream))
+            events += _slices(run, rank, stream)
+    events += _arrows(run)
     for rank, points in enumerate(run.memory):
         for seconds, amount in points:
             counter = {"ph": "C", "name": "memory", "pid": rank, "ts": seconds * MICRO}
-            found.append({**counter, "args": {"bytes": round(amount)}})
-    return {"traceEvents": found, "displayTimeUnit": "ms"}
+            events.append({**counter, "args": {"bytes": round(amount)}})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _thread(run: StepRun, rank: int, stream: str = COMPUTE) -> dict[str, int]:
@@ -101,13 +101,13 @@ def _arrows(run: StepRun) -> list[dict[str, Any]]:
         if e.work.stream == COMPUTE and e.action is not None
     }
     shortest = min(lasts.values(), default=0.0)
-    found = []
+    arrows = []
     for number, m in enumerate(run.messages):
         both = {"cat": "message", "name": str(m.action), "id": number}
         sent = max(0.0, m.sent - WITHIN * shortest) * MICRO
         used = (m.used + WITHIN * shortest) * MICRO
-        found.append({"ph": "s", **both, **_thread(run, m.source), "ts": sent})
-        found.append(
+        arrows.append({"ph": "s", **both, **_thread(run, m.source), "ts": sent})
+        arrows.append(
             {"ph": "f", "bp": "e", **both, **_thread(run, m.target), "ts": used}
         )
-    return found
+    return arrows

@@ -147,8 +147,8 @@ def name_dims(traced: Traced) -> Named:
 
 def _verdict(node: Node, factors: tuple[Factor, ...]) -> str:
     free = ", ".join(f"'{f.dim}'" for f in factors if f.role == "map")
-    found = f"found by trial that {free} may be split" if free else "kept whole"
-    return f"{node.name}: no rule; {found}"
+    verdict = f"found by trial that {free} may be split" if free else "kept whole"
+    return f"{node.name}: no rule; {verdict}"
 
 
 def _flat(dims: list[list[int]]) -> list[int]:
@@ -220,13 +220,13 @@ def _equation_factors(
                         both = places.setdefault((name, i), ([], []))
                         both[side].append((which, d, spot))
                         spot += 1
-    found = []
+    factors = []
     for (name, i), (operands, outs) in places.items():
         role = "whole" if name in broken else rule.roles[name]
         if role == "lookup" and len(letters[name]) > 1:
             role = "whole"  # a global index tells where a share of one dim begins
-        found.append(Factor(letters[name][i], role, tuple(operands), tuple(outs)))
-    return tuple(found)
+        factors.append(Factor(letters[name][i], role, tuple(operands), tuple(outs)))
+    return tuple(factors)
 
 
 def _reshape_factors(node: Node, leaves: Mapping[str, Dims]) -> tuple[Factor, ...]:
@@ -237,17 +237,17 @@ def _reshape_factors(node: Node, leaves: Mapping[str, Dims]) -> tuple[Factor, ..
         sides.append(
             [(x, (0, d, i)) for d, own in enumerate(dims) for i, x in enumerate(own)]
         )
-    found, (left, right) = [], sides
+    factors, (left, right) = [], sides
     i = j = 0
     before_left = before_right = 1
     while i < len(left) and j < len(right):
         (x, here), (y, there) = left[i], right[j]
         if before_left == before_right and x == y:
-            found.append(Factor(x, "map", (here,), (there,)))
+            factors.append(Factor(x, "map", (here,), (there,)))
         if before_left * x.size <= before_right * y.size:
             before_left, i = before_left * x.size, i + 1
             if before_left == before_right * y.size:
                 before_right, j = before_right * y.size, j + 1
         else:
             before_right, j = before_right * y.size, j + 1
-    return tuple(found)
+    return tuple(factors)

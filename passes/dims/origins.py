@@ -23,17 +23,17 @@ class Origin(enum.Flag):
 
 def find_origins(graph: Graph) -> dict[str, Origin]:
     """Value name -> what it depends on."""
-    found = {v.name: Origin.CONSTANT for v in (*graph.buffers, *graph.constants)}
-    found.update((v.name, Origin.INPUT) for v in graph.inputs)
-    found.update((v.name, Origin.PARAM) for v in graph.params)
+    origins = {v.name: Origin.CONSTANT for v in (*graph.buffers, *graph.constants)}
+    origins.update((v.name, Origin.INPUT) for v in graph.inputs)
+    origins.update((v.name, Origin.PARAM) for v in graph.params)
     for node in graph.nodes:
         origin = Origin.CONSTANT
         for v in node.operands:
-            origin |= found[v.name]
+            origin |= origins[v.name]
         if node.op == "autopar.dropout" and origin is Origin.CONSTANT:
             origin = Origin.INPUT  # another one in each step
-        found.update((v.name, origin) for v in node.results)
-    return found
+        origins.update((v.name, origin) for v in node.results)
+    return origins
 
 
 def is_real_or_complex(dtype: torch.dtype) -> bool:
@@ -44,10 +44,10 @@ def is_real_or_complex(dtype: torch.dtype) -> bool:
 def find_differentiable(graph: Graph, trainable: Collection[str]) -> frozenset[str]:
     """Names of the values that a gradient flows through: real or complex, and made from
     a trainable parameter without a detach in between."""
-    found = {v.name for v in graph.params if v.name in trainable}
+    flows = {v.name for v in graph.params if v.name in trainable}
     for node in graph.nodes:
         if node.op == "aten.detach.default":
             continue
-        if any(v.name in found for v in node.operands):
-            found.update(v.name for v in node.results if is_real_or_complex(v.dtype))
-    return frozenset(found)
+        if any(v.name in flows for v in node.operands):
+            flows.update(v.name for v in node.results if is_real_or_complex(v.dtype))
+    return frozenset(flows)

@@ -103,18 +103,18 @@ def letter_extents(node: Node, rule: Equation) -> dict[str, int]:
         for extent, names in zip(v.shape, letters, strict=True)
         if extent != 1
     ]
-    found: dict[str, int] = {}
+    extents: dict[str, int] = {}
     # Single letters first, so that a product's last unknown extent can be divided out.
     for extent, names in sorted(dims, key=lambda d: len(d[1])):
         for name in names:
             stated = extent_of(name)
             if stated is not None:
-                found[name] = stated
-        rest = extent // math.prod(found.get(name, 1) for name in names)
+                extents[name] = stated
+        rest = extent // math.prod(extents.get(name, 1) for name in names)
         for name in names:
-            if name not in found:
-                found[name], rest = rest, 1
-    return found
+            if name not in extents:
+                extents[name], rest = rest, 1
+    return extents
 
 
 def _two_parts(extent: int, seed: int) -> tuple[Part, Part]:

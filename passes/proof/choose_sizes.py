@@ -161,11 +161,11 @@ class _Solver:
             nearest = max(below, key=lambda n: (known[n], n))
             gap = size - nearest
             least = known[nearest] + (gap if gap <= MARGIN else 1)
-        found = list(allowed.above(least))
+        candidates = list(allowed.above(least))
         if not self.ordered:
-            rest, others = {*allowed.above(2)} - {*found}, {*known.values()}
-            found += sorted(rest, key=lambda n: (n in others, n))
-        return found
+            rest, others = {*allowed.above(2)} - {*candidates}, {*known.values()}
+            candidates += sorted(rest, key=lambda n: (n in others, n))
+        return candidates
 
     def _settle(self, known: dict[int, int]) -> bool:
         """Work out what sums decide; False if one cannot hold."""

@@ -58,10 +58,10 @@ class Extents:
     @property
     def sizes(self) -> list[int]:
         """All distinct extents of factors, ascending."""
-        found = {n for dims in self.factors.values() for d in dims for n in d}
+        sizes = {n for dims in self.factors.values() for d in dims for n in d}
         for cut in self.segments.values():
-            found.update(n for parts in cut.values() for p in parts for n in p)
-        return sorted(found)
+            sizes.update(n for parts in cut.values() for p in parts for n in p)
+        return sorted(sizes)
 
     def products(self, split: Collection[int]) -> set[Product]:
         """Neighbouring factors of a dim that are split as one extent, of these sizes,
@@ -142,20 +142,20 @@ class _Search:
     def _find_computed(self) -> dict[str, bool]:
         """Values of constants alone -> whether more was done to them than to count, to
         shift and to move."""
-        found = {v.name: False for v in (*self.graph.buffers, *self.graph.constants)}
+        computed = {v.name: False for v in (*self.graph.buffers, *self.graph.constants)}
         for node in self.graph.nodes:
-            if all(v.name in found for v in node.operands):
+            if all(v.name in computed for v in node.operands):
                 plain = op_of(node).counts or is_view(node)
-                own = not plain or any(found[v.name] for v in node.operands)
-                found.update((v.name, own) for v in node.results)
-        return found
+                own = not plain or any(computed[v.name] for v in node.operands)
+                computed.update((v.name, own) for v in node.results)
+        return computed
 
     # --- where ops cut a dim up ------------------------------------------------------
 
     def _find_cuts(self, node: Node) -> None:
-        if (found := part_of(node)) is None:
+        if (part := part_of(node)) is None:
             return
-        x, dim, start, end = found
+        x, dim, start, end = part
         self.cuts[x.name, dim] |= {start, end}
 
     def _cut(self, v: Value) -> None:
@@ -165,7 +165,7 @@ class _Search:
             if place not in self.cuts or place in self.segments:
                 continue
             bounds = sorted({0, extent, *self.cuts[place]})
-            found: dict[int, list[list[int]]] = {0: []}
+            parts: dict[int, list[list[int]]] = {0: []}
             for low, high in pairwise(bounds):
                 length = high - low
                 atom: list[int]
@@ -176,14 +176,14 @@ class _Search:
                     self.fixed += atom
                 else:
                     atom = self.atoms.fresh(length)
-                found[high] = [*found[low], atom]
-            if len(found) > 2:
-                self.sums.append((self.tensors[v.name][dim], found[extent], 0))
-            self.segments[place] = found
+                parts[high] = [*parts[low], atom]
+            if len(parts) > 2:
+                self.sums.append((self.tensors[v.name][dim], parts[extent], 0))
+            self.segments[place] = parts
 
     def _segment(self, x: Value, dim: int, start: int, end: int) -> list[list[int]]:
-        found = self.segments[x.name, dim]
-        return found[end][len(found[start]) :]
+        parts = self.segments[x.name, dim]
+        return parts[end][len(parts[start]) :]
 
     # --- what an op unites ---------------------------------------------------------
 
@@ -231,9 +231,9 @@ class _Search:
                         self.atoms.unify(left[-i], right[-i])
 
     def _unite_cut(self, node: Node) -> None:
-        found = part_of(node)
-        assert found is not None
-        x, dim, start, end = found
+        part = part_of(node)
+        assert part is not None
+        x, dim, start, end = part
         inside = self._segment(x, dim, start, end)
         name = node.name
         scatters = name.endswith("_scatter")

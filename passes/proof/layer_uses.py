@@ -95,13 +95,13 @@ def find_uses(text: str, path: str) -> Uses:
     layers[""] = sorted({n for numbers in layers.values() for n in numbers})
     functions: dict[str, Mapping[Kind, Sequence[int]]] = {}
     for name, body in zip(parts[::2], parts[1::2], strict=True):
-        found: dict[Kind, list[int]] = {}
+        uses: dict[Kind, list[int]] = {}
         for table, key in _keys(body.splitlines(), {}):
             if (match := own.match(key)) is not None:
-                found.setdefault((table, match[2]), []).append(int(match[1]))
+                uses.setdefault((table, match[2]), []).append(int(match[1]))
             elif (match := NUMBERED.match(key)) is not None:
-                found.setdefault((table, match[1]), []).append(int(match[2]))
-        functions[name] = found
+                uses.setdefault((table, match[1]), []).append(int(match[2]))
+        functions[name] = uses
     return Uses(layers, functions)
 
 
@@ -138,8 +138,8 @@ def _keys(lines: Sequence[str], names: Mapping[str, int]) -> Iterator[tuple[str,
 
 @lru_cache(maxsize=1 << 12)
 def _in_line(line: str) -> list[tuple[str, str | ast.expr]]:
-    found = KEY.findall(line.partition("  # ")[0])
-    return [(table, _expression(f'f"{key}"') if f else key) for table, f, key in found]
+    keys = KEY.findall(line.partition("  # ")[0])
+    return [(table, _expression(f'f"{key}"') if f else key) for table, f, key in keys]
 
 
 @lru_cache(maxsize=1 << 12)

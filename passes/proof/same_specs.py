@@ -98,7 +98,7 @@ def _grow(
 ) -> Factors | None:
     """What small factors are of in the large program, by the extents of each dim there;
     None where these do not tell, as of a part of a parameter."""
-    found = []
+    grown = []
     for own, extents in zip_longest(factors, dims, fillvalue=()):
         left, large = list(extents), []
         for factor in own:
@@ -108,8 +108,8 @@ def _grow(
             if prod(sizes[n] for n in here) != factor:
                 return None
             large.append(prod(here))
-        found.append(tuple(large))
-    return tuple(found)
+        grown.append(tuple(large))
+    return tuple(grown)
 
 
 def _has_factors(

@@ -141,13 +141,13 @@ def _check(old: Node, new: Node) -> None:
     kwargs = {**node.kwargs, **({"device": "meta"} if "device" in old.kwargs else {})}
     problem = ""
     try:
-        found: Any = resolve(new.op)(*node.args, **kwargs)
+        results: Any = resolve(new.op)(*node.args, **kwargs)
     except NotImplementedError:
         return  # an op that has no shapes: it is run with numbers later
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         problem = str(error).partition("\n")[0]
     else:
-        made = (found,) if isinstance(found, Tensor) else tuple(found or ())
+        made = (results,) if isinstance(results, Tensor) else tuple(results or ())
         for x, v in zip(made, new.outs, strict=False):
             if isinstance(x, Tensor) and v is not None and tuple(x.shape) != v.shape:
                 problem = f"gives {tuple(x.shape)}"

@@ -73,9 +73,9 @@ def differs(large: str, small: str, sizes: Sizes, layers: Layers) -> Difference 
     for name in dict.fromkeys([*big, *few]):
         if name not in few or name not in big:
             return Difference(name, *(name * (name in m) for m in (big, few)))
-        found = _compare(name, big[name], few[name], layers, sizes)
-        if found is not None:
-            return found
+        difference = _compare(name, big[name], few[name], layers, sizes)
+        if difference is not None:
+            return difference
     odd = find_out_of_turn(large, small, layers.path) if layers.path else None
     if odd is None:
         return None

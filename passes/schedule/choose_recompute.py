@@ -56,14 +56,14 @@ def again_by_layer(local: LocalStage) -> dict[str, float]:
     costs = local.stage.costs
     given = (*local.params, *local.buffers, *local.stage.constants)
     gathered = find_gathered(local.backward, {v.name for v in given})
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for node in local.backward:
         for v in node.results:
             # Gradients have other names.
             if v.name in costs and v.name not in gathered:
                 layer = node.location.layer
-                found[layer] = found.get(layer, 0.0) + costs[v.name].forward
-    return found
+                seconds[layer] = seconds.get(layer, 0.0) + costs[v.name].forward
+    return seconds
 
 
 def choose_recompute(staged: Staged) -> Staged:
@@ -77,16 +77,16 @@ def choose_recompute(staged: Staged) -> Staged:
     if plan.recompute != AUTO or layers <= set(plan.recompute_layers):
         return staged
     search = _Search(staged)
-    found: list[tuple[float, Choice]] = []
+    choices: list[tuple[float, Choice]] = []
     problems: list[AutoparError] = []
     for schedule in search.schedules(problems):
         try:
-            found.append(search.solve(schedule))
+            choices.append(search.solve(schedule))
         except OutOfMemory as error:
             problems.append(error)
-    if not found:
+    if not choices:
         raise problems[-1]
-    _, choice = min(found, key=lambda option: option[0])
+    _, choice = min(choices, key=lambda option: option[0])
     complete = {**choice, **plan.recompute_layers}
     return replace(staged, plan=replace(plan, recompute_layers=complete))
 

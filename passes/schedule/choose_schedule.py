@@ -40,12 +40,12 @@ def activation_budget(
     """What the plan's memory leaves for activations beside what rests on each rank."""
 
     def limits(placement: Sequence[int]) -> list[float]:
-        found = []
+        limits_of_ranks = []
         for rank in range(plan.mesh.axis_size("pp")):
             own = [x for x, r in zip(locals_, placement, strict=True) if r == rank]
             rest = resting(own, trainable, plan.offload).total
-            found.append((plan.memory or math.inf) - rest)
-        return found
+            limits_of_ranks.append((plan.memory or math.inf) - rest)
+        return limits_of_ranks
 
     return limits
 

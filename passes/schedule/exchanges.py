@@ -38,11 +38,11 @@ def exchanges(schedule: Schedule) -> tuple[tuple[Exchange, ...], ...]:
         if span.action.kind.is_send
     )
     place = {a: i for own in schedule.ranks for i, a in enumerate(own)}
-    found: list[list[list[Action]]] = [[] for _ in schedule.ranks]
+    exchanged: list[list[list[Action]]] = [[] for _ in schedule.ranks]
     begun: dict[int, float] = {}  # rank -> when its last exchange was
     for now, rank, _, send in sends:
         recv, peer = send.partner, schedule.peer(send)
-        mine, theirs = found[rank], found[peer]
+        mine, theirs = exchanged[rank], exchanged[peer]
         if (
             begun.get(rank) == begun.get(peer) == now
             and {a.partner for a in mine[-1]} == set(theirs[-1])
@@ -55,7 +55,7 @@ def exchanges(schedule: Schedule) -> tuple[tuple[Exchange, ...], ...]:
             mine.append([send])
             theirs.append([recv])
             begun[rank] = begun[peer] = now
-    orders = tuple(tuple(map(tuple, own)) for own in found)
+    orders = tuple(tuple(map(tuple, own)) for own in exchanged)
     check_exchanges(schedule, orders)
     return orders
 
@@ -106,8 +106,8 @@ def _sends(exchange: Exchange) -> set[Action]:
 
 def of_kinds(order: Sequence[Exchange], kinds: Collection[Kind]) -> list[Exchange]:
     """The same order of some messages alone, as those of a forward."""
-    found = (tuple(a for a in one if a.kind in kinds) for one in order)
-    return [one for one in found if one]
+    chosen = (tuple(a for a in one if a.kind in kinds) for one in order)
+    return [one for one in chosen if one]
 
 
 def check_exchanges(schedule: Schedule, orders: Sequence[Sequence[Exchange]]) -> None:

@@ -82,14 +82,14 @@ def fit_schedule(
 
     def fastest(tried: Iterable[Listed]) -> list[Listed]:
         """Those that fit and are as fast as any, up to rounding."""
-        found: list[Listed] = []
+        fastest: list[Listed] = []
         for listed in sorted(tried, key=taken):
-            if found and taken(listed) > taken(found[0]) * (1 + 1e-12):
+            if fastest and taken(listed) > taken(fastest[0]) * (1 + 1e-12):
                 break
             whole = replace(listed, schedule=add_communication(listed.schedule))
             if fits(whole.schedule, footprints, limits(whole.schedule.stage_to_rank)):
-                found.append(whole)
-        return found
+                fastest.append(whole)
+        return fastest
 
     best = fastest([*known, *made])
     if not best:

@@ -174,11 +174,11 @@ def saved_by_layer(local: LocalStage) -> dict[str, int]:
     """Returns the kept bytes that each layer's forward makes ("": none)."""
     owners = find_owners(local.forward, {v.name: v.name for v in local.receives})
     roots = {owners[v.name] for v in local.residuals if v.name in owners}
-    found: dict[str, int] = {}
+    saved: dict[str, int] = {}
     for node in local.forward:
         size = sum(v.bytes for v in node.results if v.name in roots)
-        found[node.location.layer] = found.get(node.location.layer, 0) + size
-    return found
+        saved[node.location.layer] = saved.get(node.location.layer, 0) + size
+    return saved
 
 
 def _whole(local: LocalStage) -> tuple[int, int]:
@@ -209,7 +209,7 @@ def _peak(part: Storages, beside: Beside) -> int:
 
 def communication(local: LocalStage) -> list[Communication]:
     """Collectives and sends of the first rank of a stage, for one microbatch."""
-    found = []
+    rows = []
     stage = local.stage.index
     for part, nodes, handed in (
         ("forward", local.forward, local.sends),
@@ -233,7 +233,7 @@ def communication(local: LocalStage) -> list[Communication]:
                 sent = ("send", ("pp",), DTYPES.get(v.dtype, str(v.dtype)))
                 calls[sent] += 1
                 moved[sent] += v.bytes
-        found += [
+        rows += [
             Communication(stage, part, *key, calls[key], moved[key]) for key in calls
         ]
-    return found
+    return rows

@@ -167,12 +167,12 @@ class _Rank:
         return more and waiting > self.rule.late * stage
 
     def _ready(self, kind: Kind, now: float) -> list[int]:
-        found = []
+        ready = []
         for stage in self.stages:
             done, arrived = self.done[kind, stage], self.arrivals[kind, stage]
             if done < len(arrived) and arrived[done] <= now:
-                found.append(stage)
-        return found
+                ready.append(stage)
+        return ready
 
     def _may_begin(self, stage: int) -> bool:
         """Whether there is room for one more forward.
@@ -188,14 +188,14 @@ class _Rank:
 
     def next_arrival(self, now: float) -> float:
         """When something that could be begun then is known to arrive."""
-        found = math.inf
+        first = math.inf
         for (kind, stage), arrived in self.arrivals.items():
             done = self.done[kind, stage]
             if done == len(arrived) or arrived[done] <= now:
                 continue
             if kind is Kind.I or self._may_begin(stage):
-                found = min(found, arrived[done])
-        return found
+                first = min(first, arrived[done])
+        return first
 
     def run(self, kind: Kind, stage: int, now: float) -> list[tuple[float, int, Kind]]:
         """Do it; what it makes arrive: (when, at which stage, operand of what)."""

@@ -72,12 +72,12 @@ def rank_memory(
     offload: bool = False,
 ) -> tuple[RankMemory, ...]:
     """Returns the memory of each pipeline rank. locals_, footprints: of each stage."""
-    found = []
+    memory = []
     for rank in range(len(schedule.ranks)):
         own = [locals_[s] for s, r in enumerate(schedule.stage_to_rank) if r == rank]
         rest = resting(own, trainable, offload)
-        found.append(replace(rest, activations=peak_bytes(schedule, rank, footprints)))
-    return tuple(found)
+        memory.append(replace(rest, activations=peak_bytes(schedule, rank, footprints)))
+    return tuple(memory)
 
 
 def check_memory(memory: Sequence[RankMemory], limit: int) -> None:

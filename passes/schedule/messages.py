@@ -33,7 +33,7 @@ def send_completions(schedule: Schedule, rank: int) -> dict[Action, list[Action]
             answers[schedule.stage_to_rank[action.stage]].append(
                 (index, action.partner)
             )
-    found: dict[Action, list[Action]] = defaultdict(list)
+    completions: dict[Action, list[Action]] = defaultdict(list)
     waiting = {peer: deque(sorted(known)) for peer, known in answers.items()}
     for send in (a for a in schedule.ranks[rank] if a.kind.is_send):
         known = waiting.get(schedule.peer(send), deque())
@@ -41,8 +41,8 @@ def send_completions(schedule: Schedule, rank: int) -> dict[Action, list[Action]
         while known and known[0][0] < place[send.partner]:
             known.popleft()
         if known:
-            found[known[0][1]].append(send)
-    return dict(found)
+            completions[known[0][1]].append(send)
+    return dict(completions)
 
 
 def apart(

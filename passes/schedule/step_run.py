@@ -117,11 +117,11 @@ class StepRun:
     @property
     def busy(self) -> tuple[float, ...]:
         """Seconds in which a rank computes, or waits for its own collectives."""
-        found = list(self.timeline.busy)
+        busy = list(self.timeline.busy)
         for event in self.events:
             if event.action is None:
-                found[event.rank] += event.work.seconds
-        return tuple(found)
+                busy[event.rank] += event.work.seconds
+        return tuple(busy)
 
     @property
     def idle(self) -> tuple[float, ...]:
@@ -179,11 +179,11 @@ def _in_turn(
     action: Action | None = None,
     layers: str = "",
 ) -> list[Event]:
-    found = []
+    events = []
     for work in works:
-        found.append(Event(rank, work, start, action, layers))
+        events.append(Event(rank, work, start, action, layers))
         start += work.seconds
-    return found
+    return events
 
 
 def _of_span(
@@ -198,7 +198,7 @@ def _of_span(
     if not action.kind.is_compute:
         return []
     whole = Work(schedule.label(action), span.seconds, COMPUTE)
-    found = [Event(rank, whole, begin, action, stage.layers)]
+    events = [Event(rank, whole, begin, action, stage.layers)]
     alone = sum(stage.seconds(part) for part in PARTS_OF[action.kind])
     slower = span.seconds / alone if alone else 1.0  # where ranks share cores
     for part in PARTS_OF[action.kind]:
@@ -209,10 +209,10 @@ def _of_span(
         exposed = [w for w in waits if not w.overlapped]
         end = begin + slower * stage.seconds(part)
         later = end - sum(w.seconds for w in exposed)
-        found += _in_turn(rank, overlapped, begin, action, stage.layers)
-        found += _in_turn(rank, exposed, later, action, stage.layers)
+        events += _in_turn(rank, overlapped, begin, action, stage.layers)
+        events += _in_turn(rank, exposed, later, action, stage.layers)
         begin = end
-    return found
+    return events
 
 
 def _messages(timeline: Timeline, start: float) -> list[Message]:

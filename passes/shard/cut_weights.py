@@ -66,8 +66,8 @@ def find_cuts(sharded: Sharded) -> Iterator[Cut]:
         for cast in casts:
             splits += consumers[cast.out.name]
         kinds = {_sizes_and_dim(n) if n.op == SPLIT else None for n in splits}
-        if len(kinds) == 1 and (found := kinds.pop()) is not None:
-            sizes, dim = found
+        if len(kinds) == 1 and (cut := kinds.pop()) is not None:
+            sizes, dim = cut
             yield Cut(weight, dim, sizes, casts, tuple(splits))
 
 
@@ -79,11 +79,11 @@ def _sizes_and_dim(split: Node) -> tuple[tuple[int, ...], int]:
 
 def _uses(sharded: Sharded) -> Mapping[str, list[Sharding]]:
     """Value name -> how each of its uses needs it."""
-    found: dict[str, list[Sharding]] = defaultdict(list)
+    uses: dict[str, list[Sharding]] = defaultdict(list)
     for node, needs in zip(sharded.graph.nodes, sharded.needs, strict=True):
         for v, need in zip(node.operands, needs, strict=True):
-            found[v.name].append(need)
-    return found
+            uses[v.name].append(need)
+    return uses
 
 
 def _is_worth_it(

@@ -30,7 +30,7 @@ def document_tiles(
     """What rows see of keys, in few rectangles: of their own document, which may lie in
     several runs, the keys up to their own position, and the last `window` of these.
     shown: keys that rows may see at all, in order; None: every one."""
-    found: list[Tile] = []
+    tiles: list[Tile] = []
     own, blocks = list(_cut(keys, runs)), list(_blocks(_cut(rows, runs)))
     masked = shown is not None and len(shown) > FEW
     if shown is not None and not masked:
@@ -42,14 +42,14 @@ def document_tiles(
         count = sum(length for _, _, length, _ in block)
         if len(block) > 1 or masked:
             ids = {document for *_, document in block}
-            found += _mixed((row, at, count), [k for k in own if k[3] in ids], window)
+            tiles += _mixed((row, at, count), [k for k in own if k[3] in ids], window)
             continue
         for key, begin, length, document in own:
             if document == block[0][3] and begin < at + count:
                 pair = ((at, count),), ((begin, length),)
                 inner = window_tiles(*pair, window) if window else causal_tiles(*pair)
-                found += [replace(t, row=row + t.row, key=key + t.key) for t in inner]
-    return found
+                tiles += [replace(t, row=row + t.row, key=key + t.key) for t in inner]
+    return tiles
 
 
 # Where a part of a run begins in a share, and in the sequence, its length, and its id.

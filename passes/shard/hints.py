@@ -77,20 +77,20 @@ def read_hints(named: Named, plan: Plan) -> Pins:
                 fix=f"names look like {named.graph.params[0].name}",
             )
         for v in matches:
-            found = [d for dims in named.dims[v.name] for d in dims if d.name == name]
-            if not found:
+            own = [d for dims in named.dims[v.name] for d in dims if d.name == name]
+            if not own:
                 raise HintError(
                     f"hint {hint}: {v.name} has no dim '{name}', "
                     f"its dims are {named.pattern(v)}",
                     fix="use one of these names",
                 )
-            if found[0].size < plan.size(axis):
+            if own[0].size < plan.size(axis):
                 raise HintError(
-                    f"hint {hint}: dim '{name}' has {found[0].size} elements, fewer "
+                    f"hint {hint}: dim '{name}' has {own[0].size} elements, fewer "
                     f"than the {plan.size(axis)} ranks of '{axis}'",
                     fix="split another dim",
                 )
             if plan.size(axis) > 1:
                 copies = [copy for copy, name in casts.items() if name == v.name]
-                pins.update(((n, axis), (found[0], hint)) for n in (v.name, *copies))
+                pins.update(((n, axis), (own[0], hint)) for n in (v.name, *copies))
     return Pins(pins, named)

@@ -223,13 +223,13 @@ class _Lowering(ReshardEmitter):
     def leaving(self, have: Sharding, need: Sharding) -> set[str]:
         """The axes whose split must be undone. Those of one place nest, so what is
         split inside of an axis that comes or goes must go too."""
-        found: set[str] = set()
+        leaving: set[str] = set()
         for d, slots in enumerate(have.slots):
             for i, axes in enumerate(slots):
                 both = zip(axes, need.slots[d][i], strict=False)
                 stay = list(takewhile(lambda pair: pair[0] == pair[1], both))
-                found.update(axes[len(stay) :])
-        return found
+                leaving.update(axes[len(stay) :])
+        return leaving
 
     def resolve_pending(self, v: Value, need: Sharding, where: Location) -> Value:
         """P -> S by reduce_scatter, P -> R by all_reduce, R -> P by division."""

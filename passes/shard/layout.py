@@ -31,37 +31,37 @@ def layout(n: int, parts: int, zigzag: bool = False) -> tuple[Pieces, ...]:
         return tuple(
             _joined([(start(n, parts, i), own)]) for i, own in enumerate(lengths)
         )
-    found = []
+    layouts = []
     front, back = 0, n
     for own in lengths:
         first, last = own - own // 2, own // 2
-        found.append(_joined([(front, first), (back - last, last)]))
+        layouts.append(_joined([(front, first), (back - last, last)]))
         front, back = front + first, back - last
-    return tuple(found)
+    return tuple(layouts)
 
 
 def within(pieces: Pieces, share: Pieces) -> Pieces:
     """A share of what `pieces` hold, counted in the whole dim."""
-    found = []
+    ranges = []
     for begin, length in share:
         passed = 0
         for start_, size in pieces:
             low, high = max(begin, passed), min(begin + length, passed + size)
             if low < high:
-                found.append((start_ + low - passed, high - low))
+                ranges.append((start_ + low - passed, high - low))
             passed += size
-    return _joined(found)
+    return _joined(ranges)
 
 
 def _joined(pieces: list[tuple[int, int]]) -> Pieces:
     """Without what is empty, and neighbours as one."""
-    found: list[tuple[int, int]] = []
+    joined: list[tuple[int, int]] = []
     for begin, length in pieces:
-        if found and sum(found[-1]) == begin:
-            found[-1] = (found[-1][0], found[-1][1] + length)
+        if joined and sum(joined[-1]) == begin:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
         elif length:
-            found.append((begin, length))
-    return tuple(found)
+            joined.append((begin, length))
+    return tuple(joined)
 
 
 def extent(pieces: Pieces) -> int:
@@ -93,15 +93,15 @@ def causal_tiles(rows: Pieces, keys: Pieces) -> tuple[Tile, ...]:
     total = extent(rows)
     if rows == keys:
         return (Tile(0, total, 0, total, causal=True),) if total else ()
-    found: list[Tile] = []
+    tiles: list[Tile] = []
     passed = 0
     for begin, length in _cut(keys, rows):
         after = _index_of(rows, begin + length)
         if _index_of(rows, begin) < after:  # these keys are also my rows
-            found.append(Tile(after - length, length, passed, length, causal=True))
-        _append_full(found, Tile(after, total - after, passed, length))
+            tiles.append(Tile(after - length, length, passed, length, causal=True))
+        _append_full(tiles, Tile(after, total - after, passed, length))
         passed += length
-    return tuple(found)
+    return tuple(tiles)
 
 
 @lru_cache(CALLS)
@@ -109,7 +109,7 @@ def window_tiles(rows: Pieces, keys: Pieces, window: int) -> tuple[Tile, ...]:
     """What of a sliding window lies in these rows and these keys: few rows at a time,
     so that what is computed in vain is a quarter of the window."""
     height = max(window // 4, LEAST_ROWS)
-    found: list[Tile] = []
+    tiles: list[Tile] = []
     row = 0
     for begin, length in rows:
         for first in range(begin, begin + length, height):
@@ -122,21 +122,21 @@ def window_tiles(rows: Pieces, keys: Pieces, window: int) -> tuple[Tile, ...]:
                     full = high <= first + 1 and low > first + count - 1 - window
                     ahead = None if full else first - low
                     at = passed + low - start_
-                    found.append(Tile(row, count, at, high - low, ahead=ahead))
+                    tiles.append(Tile(row, count, at, high - low, ahead=ahead))
                 passed += size
             row += count
-    return tuple(found)
+    return tuple(tiles)
 
 
 def _cut(keys: Pieces, rows: Pieces) -> list[tuple[int, int]]:
     """The keys in pieces of which each lies in one piece of the rows, or in none."""
     bounds = sorted({edge for begin, n in rows for edge in (begin, begin + n)})
-    found = []
+    cut = []
     for begin, length in keys:
         inner = [edge for edge in bounds if begin < edge < begin + length]
         edges = [begin, *inner, begin + length]
-        found += [(a, b - a) for a, b in pairwise(edges)]
-    return found
+        cut += [(a, b - a) for a, b in pairwise(edges)]
+    return cut
 
 
 def _index_of(pieces: Pieces, position: int) -> int:

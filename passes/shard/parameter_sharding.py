@@ -120,13 +120,13 @@ def gradient_dtypes(
 ) -> dict[str, torch.dtype]:
     """In what gradients of parameters, and of what is gathered of them, are added up
     and reduced: the parameters' own precision (Micikevicius 2018, section 3.1)."""
-    found = {v.name: v.dtype for v in params}
+    dtypes = {v.name: v.dtype for v in params}
     for node in nodes:
         same = node.op in MOVES or op_of(node).view in ("shape", "order")
-        if same and node.operands[0].name in found:
-            own = found[node.operands[0].name]
-            found[node.out.name] = torch.promote_types(own, node.out.dtype)
-    return found
+        if same and node.operands[0].name in dtypes:
+            own = dtypes[node.operands[0].name]
+            dtypes[node.out.name] = torch.promote_types(own, node.out.dtype)
+    return dtypes
 
 
 def find_made(nodes: Iterable[Node], given: Collection[str]) -> dict[str, Node]:
@@ -166,7 +166,7 @@ def gather_again(
     """
     gathered = find_gathered(forward, given)
     made: set[str] = set()
-    found: list[Node] = []
+    again: list[Node] = []
 
     def make(name: str) -> None:
         if name in gathered and name not in made:
@@ -175,14 +175,14 @@ def gather_again(
             append(gathered[name])
 
     def append(node: Node) -> None:
-        found.append(node)
+        again.append(node)
         made.update(v.name for v in node.results)
 
     for node in backward:
         for v in node.operands:
             make(v.name)
         append(node)
-    return found
+    return again
 
 
 def gathered_axes(graph: Graph) -> dict[str, tuple[str, ...]]:

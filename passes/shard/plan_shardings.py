@@ -144,9 +144,9 @@ def fold(shardings: Mapping[OpName, str | None]) -> dict[str, str | None]:
     rows: dict[OpName, list[OpName]] = {}
     for name in shardings:
         rows.setdefault(name.in_layer("*"), []).append(name)
-    found: dict[str, str | None] = {}
+    folded: dict[str, str | None] = {}
     for star, names in rows.items():
         most, _ = Counter(shardings[name] for name in names).most_common(1)[0]
-        found[str(star)] = most
-        found.update((str(n), shardings[n]) for n in names if shardings[n] != most)
-    return found
+        folded[str(star)] = most
+        folded.update((str(n), shardings[n]) for n in names if shardings[n] != most)
+    return folded

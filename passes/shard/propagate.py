@@ -85,19 +85,19 @@ def propagate(named: Named, plan: Plan) -> Sharded:
     pins = read_hints(named, plan)
     ahead: frozenset[str] = frozenset()
     while True:
-        found = _Propagation(named, plan, pins, ahead).run()
-        if found.wanted_ahead <= ahead:
+        swept = _Propagation(named, plan, pins, ahead).run()
+        if swept.wanted_ahead <= ahead:
             break
-        ahead = _with_ancestors(named, ahead | found.wanted_ahead)
-    check_rings(named.graph, plan, found.op_shardings)
+        ahead = _with_ancestors(named, ahead | swept.wanted_ahead)
+    check_rings(named.graph, plan, swept.op_shardings)
     if TIME in plan.axes:
-        check_loss(named, found.states, found.op_shardings, plan.microbatches)
+        check_loss(named, swept.states, swept.op_shardings, plan.microbatches)
     return Sharded(
         named,
         plan,
-        tuple(found.op_shardings),
-        found.states,
-        tuple(settle_varying(named, plan, found.states, found.needs)),
+        tuple(swept.op_shardings),
+        swept.states,
+        tuple(settle_varying(named, plan, swept.states, swept.needs)),
         ahead,
     )
 

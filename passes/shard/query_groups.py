@@ -33,12 +33,12 @@ def split_groups(named: Named, plan: Plan) -> Plan:
 
 
 def find_groups(named: Named) -> Groups:
-    found = set()
+    groups = set()
     for factors in named.factors:
         sizes = {f.dim.name: f.dim.size for f in factors}
         if KEYS in sizes and QUERIES in sizes:
-            found.add((sizes[KEYS], sizes[QUERIES]))
-    return frozenset(found)
+            groups.add((sizes[KEYS], sizes[QUERIES]))
+    return frozenset(groups)
 
 
 def with_groups(mesh: Mesh, groups: Groups) -> Mesh:
@@ -81,8 +81,8 @@ def group_remark(named: Named, before: Plan, after: Plan) -> tuple[str, ...]:
     """What `split_groups` has done, if anything."""
     if before.mesh == after.mesh:
         return ()
-    found = sorted(find_groups(named))
-    heads = " and ".join(f"{k} {KEYS} x {q} {QUERIES}" for k, q in found)
+    groups = sorted(find_groups(named))
+    heads = " and ".join(f"{k} {KEYS} x {q} {QUERIES}" for k, q in groups)
     pair = ",".join(f"{a}={n}" for a, n in after.mesh.axes if a in PAIR)
     return (
         f"tp={before.mesh.axis_size('tp')} is {pair}, as there are {heads}: tp splits "

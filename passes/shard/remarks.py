@@ -44,8 +44,8 @@ def find_remarks(sharded: Sharded) -> tuple[str, ...]:
 
 def _without_experts(sharded: Sharded) -> list[str]:
     on_ep = (own.get("ep") for own in sharded.op_shardings)
-    found = {own.dim.name for own in on_ep if isinstance(own, Factor)}
-    if "ep" not in sharded.plan.axes or "experts" in found:
+    dims = {own.dim.name for own in on_ep if isinstance(own, Factor)}
+    if "ep" not in sharded.plan.axes or "experts" in dims:
         return []
     return ["ep splits no experts: only samples, as dp does"]
 
@@ -155,24 +155,24 @@ def _reads_whole_weight(sharded: Sharded, node: Node, op_sharding: Factor) -> bo
 
 def _places(nodes: Iterable[Node]) -> str:
     """`h.*.attn (gpt.py:35)`: the modules, equal layers as one, and the first line."""
-    found: dict[str, str] = {}
+    places: dict[str, str] = {}
     for node in nodes:
         module = NUMBER.sub("*", node.location.module) or "the model"
-        found.setdefault(module, node.location.source)
-    texts = [f"{m} ({source})" if source else m for m, source in found.items()]
+        places.setdefault(module, node.location.source)
+    texts = [f"{m} ({source})" if source else m for m, source in places.items()]
     more = len(texts) - SHOWN
     return ", ".join(texts[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _unruled(sharded: Sharded) -> list[str]:
     """One line for each op without a rule and what trials found out about it."""
-    found: dict[str, list[Node]] = {}
+    unruled: dict[str, list[Node]] = {}
     for node in sharded.graph.nodes:
         verdict = sharded.named.unruled.get(node.results[0].name)
         if verdict is not None:
-            found.setdefault(verdict, []).append(node)
+            unruled.setdefault(verdict, []).append(node)
     notes = []
-    for verdict, nodes in found.items():
+    for verdict, nodes in unruled.items():
         times = f", {len(nodes)} times" if len(nodes) > 1 else ""
         source = nodes[0].location.source
         notes.append(f"{verdict} ({source}{times})" if source else verdict)
@@ -181,16 +181,16 @@ def _unruled(sharded: Sharded) -> list[str]:
 
 def _precision(sharded: Sharded) -> list[str]:
     """Parameters that are not what an optimizer or the plan's precision wants."""
-    found = {v.dtype for v in sharded.graph.params}
+    dtypes = {v.dtype for v in sharded.graph.params}
     notes = []
     for dtype in (torch.bfloat16, torch.float16):
-        if dtype in found:
+        if dtype in dtypes:
             notes.append(
                 f"parameters are {DTYPES[dtype]}, without a copy in float32: updates "
                 "too small for them get lost; a float32 model with precision= keeps "
                 "its parameters in float32"
             )
-    if sharded.plan.dtype and torch.float64 in found:
+    if sharded.plan.dtype and torch.float64 in dtypes:
         notes.append(
             f"parameters are f64: precision {sharded.plan.precision!r} leaves them and "
             "what is computed with them as they are, as autocast does"

@@ -49,10 +49,10 @@ class Step:
     def collectives(self, flows: bool) -> list[tuple[bool, str, State]]:
         """Lists what is sent: (whether backward, collective, state that is made).
         flows: whether a gradient comes back."""
-        found = [] if self.op in LOCAL else [(False, self.op, self.to)]
+        sent = [] if self.op in LOCAL else [(False, self.op, self.to)]
         if flows and self.dual:
-            found.append((True, self.dual, self.to))
-        return found
+            sent.append((True, self.dual, self.to))
+        return sent
 
 
 @dataclass(frozen=True)

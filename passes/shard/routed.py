@@ -95,7 +95,7 @@ class Ways:
         self.dims[counts.name] = ((number,),)
         self.shardings[counts.name] = Sharding.whole(self.dims[counts.name])
         args = (home, route.axis, route.experts)
-        found = there, order, counts
-        self.builder.nodes.append(Node(ROUTE, args, {}, found, where))
-        self._found[route, lies.slots] = found
-        return found
+        way = there, order, counts
+        self.builder.nodes.append(Node(ROUTE, args, {}, way, where))
+        self._found[route, lies.slots] = way
+        return way

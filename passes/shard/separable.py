@@ -110,7 +110,7 @@ def _first_whole(
 ) -> Node | None:
     """The first node that needs samples of different microbatches: of those that read
     activations, if there is one, else of those that read the batch alone."""
-    found: dict[Origin, Node] = {}
+    first: dict[Origin, Node] = {}
     for node, own, chosen in zip(
         named.graph.nodes, named.factors, op_shardings, strict=True
     ):
@@ -122,8 +122,8 @@ def _first_whole(
         if mixes or lost:
             origins = [named.origins[v.name] for v in node.operands]
             both = Origin.BOTH if Origin.BOTH in origins else Origin.INPUT
-            found.setdefault(both, node)
-    return found.get(Origin.BOTH) or found.get(Origin.INPUT)
+            first.setdefault(both, node)
+    return first.get(Origin.BOTH) or first.get(Origin.INPUT)
 
 
 def _has(named: Named, v: Value, samples: Mapping[int, int]) -> bool:

@@ -148,10 +148,10 @@ def tokens_of(program: Program) -> int:
 
 
 def _by_rank(amounts: Sequence[int], placement: Sequence[int], mesh: Mesh) -> list[int]:
-    found = [0] * mesh.axis_size("pp")
+    by_rank = [0] * mesh.axis_size("pp")
     for amount, rank in zip(amounts, placement, strict=True):
-        found[rank] += amount
-    return found
+        by_rank[rank] += amount
+    return by_rank
 
 
 def _files(model: dict[str, Any]) -> set[str]:

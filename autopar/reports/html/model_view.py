@@ -60,23 +60,23 @@ def model_data(program: Program) -> dict[str, Any]:
 
 def _shape(text: str) -> str:
     """A module's text with its names numbered as they come."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
 
     def renumbered(match: re.Match[str]) -> str:
-        return found.setdefault(match[0], f"{match[1]}_n{len(found)}")
+        return names.setdefault(match[0], f"{match[1]}_n{len(names)}")
 
     return NUMBERED.sub(renumbered, MASK.sub(r"\1N", text))
 
 
 def _numbers(program: Program, stage: int) -> dict[str, str]:
     """`blocks.+0` of a module -> `blocks.4` of the model."""
-    found = {}
+    numbers = {}
     for own, name in program.stages[stage].names.items():
         match = LAYER.search(own)
         real = LAYER.search(name)
         if match and real and match[1].startswith("+"):
-            found[own[: match.end()]] = name[: real.end()]
-    return found
+            numbers[own[: match.end()]] = name[: real.end()]
+    return numbers
 
 
 @dataclass
@@ -130,12 +130,12 @@ class _Grid:
 
     def row(self, function: str, s: Statement, layer: str) -> dict[str, Any]:
         loop = self.module.loops.get(s.loop or -1)
-        found: dict[str, Any] = {"layer": layer, "count": 1, "modules": {}}
+        row: dict[str, Any] = {"layer": layer, "count": 1, "modules": {}}
         if loop is not None:
             stem = layer.rpartition(".")[0]
             step = [f"{stem}.+{i}" for i in loop.iterations] if "+" in layer else []
-            found |= {"count": len(loop.iterations), "layers": step}
-        return {**found, "function": function}
+            row |= {"count": len(loop.iterations), "layers": step}
+        return {**row, "function": function}
 
     def cell(self, s: Statement, dims: dict[str, Dims]) -> dict[str, Any]:
         reads = [text for read in s.reads if (text := self.pattern(read, dims))]
@@ -177,8 +177,8 @@ class _Grid:
             spec = self.specs.get(name)
             return pattern(spec) if spec else ""
         made = self.seen.read.get(read)
-        found = self.fitting(self.module.gathered, made)
-        return " ".join(found.parts) if found else ""
+        dims_read = self.fitting(self.module.gathered, made)
+        return " ".join(dims_read.parts) if dims_read else ""
 
     def whole(self, dims: tuple[Dims, ...], made: Made) -> list[int] | None:
         """The shape without splits: of named dims, or as many times as there are
@@ -217,13 +217,13 @@ class _Grid:
 
     def residuals(self) -> list[dict[str, Any]]:
         """What forward keeps of one microbatch, the largest first."""
-        found = []
+        residuals = []
         for name, (many, total) in self.seen.residuals.items():
             s = self.module.maker("forward", name)
             source = list(s.source) if s and s.source else None
             made = self.first_made(s) if s else None
             dims = self.fitting(s.dims, made) if s else None
-            found.append(
+            residuals.append(
                 {
                     "name": name,
                     "count": many,
@@ -233,7 +233,7 @@ class _Grid:
                     "dims": dims.text if dims else "",
                 }
             )
-        return sorted(found, key=lambda row: -row["bytes"])
+        return sorted(residuals, key=lambda row: -row["bytes"])
 
 
 def _layer(module: str) -> str:
@@ -247,9 +247,9 @@ def _layer(module: str) -> str:
 
 def _extents(parameters: Mapping[str, ParameterSpec]) -> dict[str, int]:
     """Named dims of parameters -> their size, where it is one."""
-    found: dict[str, set[int]] = {}
+    extents: dict[str, set[int]] = {}
     for spec in parameters.values():
         for sizes, names in zip(spec.factors, spec.dims, strict=True):
             for n, name in zip(sizes, names, strict=True):
-                found.setdefault(name, set()).add(n)
-    return {name: min(sizes) for name, sizes in found.items() if len(sizes) == 1}
+                extents.setdefault(name, set()).add(n)
+    return {name: min(sizes) for name, sizes in extents.items() if len(sizes) == 1}

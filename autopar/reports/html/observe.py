@@ -143,8 +143,8 @@ class _Watch:
 
     def _given(self, frame: FrameType, statement: Statement) -> None:
         """Bytes of the operands of a collective that is about to start."""
-        found = _evaluated(frame, statement.operand)
-        self.seen.given[statement.line] = sum(map(_bytes, _tensors(found)))
+        given = _evaluated(frame, statement.operand)
+        self.seen.given[statement.line] = sum(map(_bytes, _tensors(given)))
 
     def _residuals(self, frame: FrameType, kept: Any) -> None:
         """Names of what the forward keeps: each storage once, by the name of what was

@@ -11,16 +11,16 @@ LARGEST = 400_000  # bytes of a file that a page takes up
 
 def find_sources(model_spec: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
     """`gpt.py` -> its path and text; nothing of what is not here, or not alone."""
-    found: dict[str, dict[str, str]] = {}
+    sources: dict[str, dict[str, str]] = {}
     folders = [*_folders(model_spec)]
     for name in sorted(set(names)):
         for folder in folders:
             path = folder / name
             if path.is_file() and path.stat().st_size <= LARGEST:
                 text = path.read_text(encoding="utf-8", errors="replace")
-                found[name] = {"path": _told(path), "text": text}
+                sources[name] = {"path": _told(path), "text": text}
                 break
-    return found
+    return sources
 
 
 def _told(path: Path) -> str:

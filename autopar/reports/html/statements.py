@@ -37,8 +37,8 @@ class Dims:
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """The axes that split it, in the order of its dims, without time."""
-        found = re.findall(r"/(\w+)", " ".join(self.parts))
-        return tuple(a for a in dict.fromkeys(found) if a != "time")
+        axes = re.findall(r"/(\w+)", " ".join(self.parts))
+        return tuple(a for a in dict.fromkeys(axes) if a != "time")
 
 
 @dataclass(frozen=True)
@@ -259,12 +259,12 @@ def _reads(node: ast.expr) -> Iterator[str]:
 
 def _chain(node: ast.expr) -> list[ast.Call]:
     """`f(x).g().h()` -> [f, g, h]"""
-    found: list[ast.Call] = []
+    calls: list[ast.Call] = []
     while isinstance(node, ast.Call):
-        found.append(node)
+        calls.append(node)
         inner = node.func
         node = inner.value if isinstance(inner, ast.Attribute) else inner
-    return found[::-1]
+    return calls[::-1]
 
 
 def _op(call: ast.Call) -> str:

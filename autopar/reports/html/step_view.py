@@ -58,7 +58,7 @@ def _actions(run: StepRun, templates: dict[tuple[Any, ...], int]) -> list[list[i
             inside.setdefault((e.rank, e.action), []).append(e)
         elif e.action.kind.is_compute:
             own[e.rank].append(e)
-    found: list[list[int]] = []
+    actions: list[list[int]] = []
     for rank, events in enumerate(own):
         row: list[int] = []
         end = 0
@@ -70,8 +70,8 @@ def _actions(run: StepRun, templates: dict[tuple[Any, ...], int]) -> list[list[i
             number = templates.setdefault(key, len(templates))
             row += (number, e.action.microbatch, start - end)
             end = start + length
-        found.append(row)
-    return found
+        actions.append(row)
+    return actions
 
 
 def _changes(
