@@ -115,3 +115,9 @@ def tiny() -> tuple[GPT, dict[str, Tensor]]:
 
 def demo() -> tuple[GPT, dict[str, Tensor]]:
     return build(Config(layers=8, width=256, heads=8, context=128, vocab=256), batch=16)
+
+
+def long() -> tuple[GPT, dict[str, Tensor]]:
+    """Long sequences, which an axis cp splits."""
+    sizes = Config(layers=2, width=128, heads=4, context=2048, vocab=256)
+    return build(sizes, batch=2)
