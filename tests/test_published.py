@@ -14,6 +14,7 @@ from torch import nn
 from autopar.passes.price.symbolic import parameters, size
 from autopar.planner.planner import capture_short
 from examples.benchmarks import published_formulas as formulas
+from examples.benchmarks import published_memory as memory
 from examples.benchmarks import published_others as others
 from examples.benchmarks import published_runs as megatron
 from examples.benchmarks import published_sweep as sweep
@@ -65,6 +66,17 @@ def test_the_table_of_hardware_predicts_steps() -> None:
     errors = [abs(run.by_the_table() / run.seconds - 1) for run in runs]
     assert len(errors) == 10
     assert median(errors) < 0.04 and max(errors) < 0.08, errors
+
+
+@pytest.mark.slow
+def test_peaks_of_pipelines_are_as_published() -> None:
+    """With nothing fitted to them."""
+    found = {
+        str(e.candidate): e.peak / 1e9 / float(row["memory_gb"]) - 1
+        for row, e in memory.memory_runs()
+    }
+    assert len(found) == 6
+    assert max(map(abs, found.values())) < 0.1, found
 
 
 @pytest.mark.nightly

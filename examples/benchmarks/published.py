@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))  # the passes are found from any directory
 
 from autopar.planner.planner import find_plans  # noqa: E402
 from examples.benchmarks import published_formulas as formulas  # noqa: E402
+from examples.benchmarks import published_memory as memory  # noqa: E402
 from examples.benchmarks import published_others as others  # noqa: E402
 from examples.benchmarks import published_runs as megatron  # noqa: E402
 from examples.benchmarks import published_sweep as sweep  # noqa: E402
@@ -94,6 +95,20 @@ def step_line(run: megatron.Run, constants: megatron.Constants) -> dict[str, obj
     }
 
 
+def show_memory() -> None:
+    lines: list[dict[str, object]] = [
+        {
+            "model": row["model"],
+            "plan": str(found.candidate),
+            "GB": f"{found.peak / 1e9:.1f}",
+            "published": row["memory_gb"],
+            "error": f"{found.peak / 1e9 / float(row['memory_gb']) - 1:+.1%}",
+        }
+        for row, found in memory.memory_runs()
+    ]
+    show("Peak memory, of the rank with most (arXiv 2401.10241, table 4)", lines)
+
+
 def show_others(table: str) -> None:
     constants = megatron.fitted()
     lines: list[dict[str, object]] = []
@@ -150,7 +165,7 @@ def show_choices() -> None:
     for row, run in runs:
         cluster = constants.of(run.cluster)
         sizes = (int(row[name]) for name in ("hidden", "heads", "layers", "vocab"))
-        best = find_plans(gpt(*sizes, mixed=True), cluster, run.batch).best[0]
+        best = find_plans(gpt(*sizes, precision="bf16"), cluster, run.batch).best[0]
         lines.append(
             {
                 "model": run.name,
@@ -211,6 +226,7 @@ def main() -> None:
     wanted = parser.parse_args()
     show_formulas()
     show_runs()
+    show_memory()
     show_others("others")
     show_zero()
     if wanted.held_out:

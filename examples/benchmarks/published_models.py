@@ -36,20 +36,21 @@ def gpt(
     vocab: int = 51200,
     seq: int = 2048,
     attention: str = "spelled",
-    mixed: bool = False,
+    precision: str = "model",
 ) -> ShortModel:
-    """A GPT in 16 bits. attention: "spelled" out, as in Megatron's, with dropout on its
-    weights and after every product; or "fused", without any dropout.
+    """A GPT in 16 bits, if that is its own precision. attention: "spelled" out, as in
+    Megatron's, with dropout on its weights and after every product; or "fused", without
+    any dropout.
 
-    mixed: with parameters, gradients and moments in 32 bits, and products in 16.
+    precision: others than "model" keep parameters, gradients and moments in 32 bits.
     """
     dropout = 0.1 if attention == "spelled" else 0.0
     with torch.device("meta"):
         model = GPT(Config(layers, hidden, heads, seq, vocab, dropout))
-        model = model if mixed else model.bfloat16()
+        model = model.bfloat16() if precision == "model" else model
     ids = torch.zeros(SAMPLES, seq, dtype=torch.int64)
     batch = {"ids": ids, "labels": ids.clone()}
-    return capture_short(model, batch, _loss, precision="bf16" if mixed else "model")
+    return capture_short(model, batch, _loss, precision=precision)
 
 
 def _loss(out: tuple[Tensor, None], batch: Mapping[str, Tensor]) -> Tensor:
