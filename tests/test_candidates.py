@@ -173,7 +173,7 @@ def test_what_is_shared_out_moves_when_the_runtime_moves_it() -> None:
     for zero in (0, 1, 2, 3):
         found = run_on_paper(replace(even("dp=4"), zero=zero), prices, cluster)
         (stage,), (once,) = found.stages, found.once
-        by_block = {key for key in stage.waits if key[2:] == ("dp",)}
+        by_block = {key for key in stage.exposed if key[2:] == ("dp",)}
         runs[zero] = by_block, {term for term in once if term.endswith(" dp")}
     scattered = {("backward", "reduce_scatter", "dp")}
     gathered = {(part, "all_gather", "dp") for part in ("forward", "backward")}

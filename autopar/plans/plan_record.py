@@ -128,17 +128,17 @@ VERSIONS = ("autopar", "torch")
 MOST = 1e30  # of a number: sums of more have no end
 # What JSON has otherwise than the dataclasses do, or beside them.
 WRITTEN = {"cluster": dict[str, Any], "profile": str, "best": tuple[Any, ...]}
-STAGE = {"waits": tuple[tuple[str | float, ...], ...]}
+STAGE = {"exposed": tuple[tuple[str | float, ...], ...]}
 CHOSEN = {"mesh": str}
 ESTIMATED = {"candidate": dict[str, Any], "stages": tuple[Any, ...]}
 
 
 def estimate_data(e: Estimate) -> dict[str, Any]:
-    """An estimate as values for JSON; keys of waits are lists of words."""
+    """An estimate as values for JSON; keys of exposed are lists of words."""
     stages = []
     for stage in e.stages:
-        waits = [[*key, seconds] for key, seconds in stage.waits.items()]
-        stages.append({**asdict(stage), "waits": waits})
+        exposed = [[*key, seconds] for key, seconds in stage.exposed.items()]
+        stages.append({**asdict(stage), "exposed": exposed})
     return {
         "candidate": {**asdict(e.candidate), "mesh": str(e.candidate.mesh)},
         "seconds": e.seconds,
@@ -196,13 +196,13 @@ def _check_candidate(where: str, candidate: Candidate) -> None:
 
 def _stage(where: str, data: Any) -> StageSeconds:
     read = decode_fields(StageSeconds, data, where, EstimateError, AGAIN, STAGE)
-    waits = {}
-    for row in read["waits"]:
+    exposed = {}
+    for row in read["exposed"]:
         words = tuple(word for word in row if isinstance(word, str))
         if len(words) < 2 or words != row[:-1]:
             raise EstimateError(f"{where} has a wait {list(row)!r}", fix=AGAIN)
-        waits[words] = row[-1]
-    return StageSeconds(**{**read, "waits": waits})
+        exposed[words] = row[-1]
+    return StageSeconds(**{**read, "exposed": exposed})
 
 
 def _check_ends(where: str, data: Any) -> None:

@@ -82,7 +82,7 @@ def shared_casts(e: Estimate) -> list[float]:
 
 def _estimated_stage(stage: StageSeconds, layers: str) -> StageWork:
     waits: dict[str, list[Work]] = defaultdict(list)
-    for (part, kind, *axes), waited in stage.waits.items():
+    for (part, kind, *axes), waited in stage.exposed.items():
         waits[part].append(Work(f"{kind} {','.join(axes)}", waited))
     whole = {FORWARD: stage.forward, BACKWARD: stage.backward, WEIGHT: stage.weight}
     return StageWork(

@@ -242,8 +242,8 @@ def _sum_up(
     parts = {"idle": rest}
     for stage, rank in enumerate(schedule.stage_to_rank):
         if rank == slowest:
-            t, waits = took[stage], sum(took[stage].waits.values())
-            for key, waited in t.waits.items():
+            t, waits = took[stage], sum(took[stage].exposed.values())
+            for key, waited in t.exposed.items():
                 term = f"{key[1]} {','.join(key[2:])}"
                 parts[term] = parts.get(term, 0.0) + m * waited
             computing = t.forward + t.backward + t.weight - waits

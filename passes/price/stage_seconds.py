@@ -27,13 +27,13 @@ NOTHING = Footprint(0, 0, 0, 0, 0)
 @dataclass(frozen=True)
 class StageSeconds:
     """What one microbatch takes on a stage: forward, and halves of the backward, with
-    what it waits for others in them; waits: (part, collective, axes) -> seconds."""
+    what it waits for others in them; exposed: (part, collective, axes) -> seconds."""
 
     forward: float
     backward: float
     weight: float
     send: float
-    waits: Mapping[tuple[str, ...], float] = field(default_factory=dict)
+    exposed: Mapping[tuple[str, ...], float] = field(default_factory=dict)
     footprint: Footprint = NOTHING
 
 
