@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
+from itertools import zip_longest
 
 TOKEN = re.compile(
     r"""(?P<key>\b(?P<table>[a-z]|made)\[f?"(?P<name>[^"]*)"\])  # p["blocks.+0.weight"]
@@ -81,13 +82,39 @@ def read_module(text: str, path: str) -> Mapping[str, Sequence[Statement]]:
     wholes = frozenset(WHOLE.findall(parts[0].partition("WHOLE_GRADIENTS")[2]))
     for name, given, body in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
         reader = _Reader(given.split(", "), keys, path, wholes)
-        functions[name] = list(reader.lines(body.splitlines()))
+        functions[name] = list(reader.lines(_without_dels(body.splitlines())))
     return functions
 
 
 def _header(text: str, path: str) -> Iterator[Statement]:
     body = text[text.index("PARAMETERS") :] if "PARAMETERS" in text else text
     return _Reader([], {}, path).lines(body.splitlines())
+
+
+def _without_dels(lines: Sequence[str]) -> list[str]:
+    """Without what goes by memory: a wrong one fails where shapes run. What is under
+    one condition, before it and after it, is together."""
+    left = [x for x in lines if x.strip() and not x.lstrip().startswith("del ")]
+    full = [
+        line
+        for line, after in zip_longest(left, left[1:], fillvalue="")
+        if not _is_if(line) or _depth(after) > _depth(line)
+    ]
+    kept: list[str] = []
+    under = ""  # the condition that the last line is under
+    for line in full:
+        if under and line == under:
+            continue
+        if _is_if(line):
+            under = line
+        elif under and _depth(line) <= _depth(under):
+            under = ""
+        kept.append(line)
+    return kept
+
+
+def _is_if(line: str) -> bool:
+    return line.lstrip().startswith("if ")
 
 
 def end_of(lines: Sequence[str], at: int) -> int:
@@ -132,8 +159,6 @@ class _Reader:
         code, _, comment = line.partition("  # ")
         if not code.strip() or code.startswith("FLOPS"):
             return
-        if code.lstrip().startswith("del "):
-            return  # goes by memory; what is read afterwards fails where shapes run
         depth = _depth(code)
         code = ONE_LAYER.sub(_as_range, code.strip())
         if code.startswith("return {"):

@@ -17,7 +17,8 @@ from ..builder import unused
 from ..graph import LAYER, Node, Value
 from ..stage.hand_over import HandOver, Part, split_readers
 from ..stage.local_stage import LocalStage
-from ..stage.loops import Item, Loop, find_loops
+from ..stage.loop import Item, Loop
+from ..stage.loops import find_loops
 from ..stage.outline import Outline, Outlined, outline
 from ..stage.spell import as_tuple
 from ..stage.split_backward import GRADIENT

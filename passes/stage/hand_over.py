@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ..graph import LAYER, Node, Value
-from ..stage.loops import Carried, Item, Loop, without_ends
+from ..stage.loop import Carried, Item, Loop
+from ..stage.loops import without_ends
 
 
 @dataclass(eq=False)
@@ -67,7 +68,9 @@ class Part:
                 self.instances[name] = item, inner, t
             for one in item.carried:
                 for t, v in enumerate(_entering(item, one)):
-                    self.carried.setdefault(v.name, []).append((item, one.value, t))
+                    if v is not None:
+                        place = item, one.value, t
+                        self.carried.setdefault(v.name, []).append(place)
 
 
 def split_readers(parts: Sequence[Sequence[Item]]) -> list[Sequence[Item]]:
@@ -108,8 +111,8 @@ def _reading_rows(loop: Loop, before: Sequence[Part]) -> tuple[int, int]:
     return (begin, end) if end - begin > 1 else (0, loop.count)
 
 
-def _entering(loop: Loop, one: Carried) -> list[Value]:
-    """What each iteration is handed by the one before."""
+def _entering(loop: Loop, one: Carried) -> list[Value | None]:
+    """What each iteration is handed by the one before; None for nothing."""
     (at,) = (
         (o, j)
         for o, node in enumerate(loop.body)
@@ -118,9 +121,8 @@ def _entering(loop: Loop, one: Carried) -> list[Value]:
     )
     found = [one.first]
     for row in loop.rows[:-1]:
-        v = row[at[0]].outs[at[1]]
-        assert v is not None, "what is carried is made"
-        found.append(v)
+        node = row[at[0]]
+        found.append(node.outs[at[1]] if node is not None else None)
     return found
 
 
@@ -179,7 +181,8 @@ class HandOver:
                 if v.name not in own:
                     self._read(number, v)
         for one in loop.carried:
-            self._read(number, one.first)
+            if one.first is not None:
+                self._read(number, one.first)
         for given in loop.given:
             texts = [self.tables.get(v.name) for v in given.values]
             if all(text is not None for text in texts):

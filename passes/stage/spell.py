@@ -9,7 +9,7 @@ import torch
 
 from ..graph import Node, Value, resolve
 from ..ops.op import OPS, op_of
-from ..stage.loops import Varying
+from ..stage.loop import Varying
 from ..stage.outline import Number
 from ..stage.reuse import IN_PLACE
 

@@ -11,7 +11,7 @@ from ..builder import unused
 from ..graph import Node, Value
 from ..ops.op import is_method
 from ..stage.hand_over import HandOver, Rows
-from ..stage.loops import Given, Item, Loop
+from ..stage.loop import Given, Item, Loop
 from ..stage.names import RESERVED
 from ..stage.reuse import is_in_place, may_alias
 from ..stage.spell import spell, targets
@@ -120,7 +120,7 @@ class Function:
                 body.add(text)
                 local |= made
                 mentioned = [*reads[i], *made]
-            done = item if isinstance(item, Node) else item.rows[-1][-1]
+            done = item if isinstance(item, Node) else item.unrolled()[-1]
             dead = [
                 (self.names[n], self.alive.freed(n, done))
                 for n in dict.fromkeys(mentioned)
@@ -140,7 +140,7 @@ class Function:
         own |= {g.value.name for g in item.given}
         found = {v.name: v for node in item.body for v in node.operands}
         found = {name: v for name, v in found.items() if name not in own}
-        found |= {c.first.name: c.first for c in item.carried}
+        found |= {c.first.name: c.first for c in item.carried if c.first}
         for given in item.given:
             if self.kind(item, given) == "listed":
                 found |= {v.name: v for v in given.values}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ..graph import LAYER, Node, Value
 from ..stage.hand_over import Rows
-from ..stage.loops import Carried, Given, Loop, Varying, numbered, series
+from ..stage.loop import Carried, Given, Loop, Varying, numbered, series
 from ..stage.spell import constant
 
 if TYPE_CHECKING:
@@ -54,18 +55,25 @@ class Index:
     def choose(self, varying: Varying) -> str:
         """A constant in its iteration."""
         found = series(varying.values)
-        return self.of(*found) if found else self._one_of(map(constant, varying.values))
+        if found:
+            return self.of(found[0] - found[1] * varying.start, found[1])
+        return self._one_of(map(constant, varying.values), varying.start)
 
-    def text(self, texts: Sequence[str]) -> str:
-        """One of several expressions: by a number in it, if they differ in that."""
-        parts = numbered(texts)
+    def text(self, texts: Sequence[str], start: int = 0) -> str:
+        """One of several expressions, of iterations from `start` on: by a number in it,
+        if they differ in that."""
+        parts = numbered(texts) if len(texts) > 1 else [texts[0]]
         if parts is None:
-            return self._one_of(texts)
-        own = (p if isinstance(p, str) else f"{{{self.of(*p)}}}" for p in parts)
-        return "".join(own).replace('["', '[f"')
+            return self._one_of(texts, start)
+        own = (
+            p if isinstance(p, str) else f"{{{self.of(p[0] - p[1] * start, p[1])}}}"
+            for p in parts
+        )
+        found = "".join(own)
+        return found.replace('["', '[f"') if found != texts[0] else found
 
-    def _one_of(self, texts: Iterable[str]) -> str:
-        pairs = zip(self.keys, texts, strict=True)
+    def _one_of(self, texts: Iterable[str], start: int) -> str:
+        pairs = zip(self.keys[start:], texts, strict=False)
         return f"{{{', '.join(f'{key}: {text}' for key, text in pairs)}}}[i]"
 
     def remark(self, node: Node) -> str:
@@ -80,9 +88,9 @@ class Index:
         return str(node.location).replace(module, there)
 
     def condition(self, iterations: Collection[int]) -> str:
-        """That an iteration is one of these; "" for all."""
+        """That an iteration is one of these; "" for all, or none."""
         own = sorted(self.first + self.step * t for t in iterations)
-        if len(own) == self.count:
+        if len(own) in (0, self.count):
             return ""
         if len(own) == 1:
             return f"i == {own[0]}"
@@ -118,11 +126,13 @@ class LoopWriter:
             for name, inner, t in loop.instances()
             if t == loop.count - 1
         }
-        # What a value of the body is in the first iteration.
-        self.original = {
-            inner.name: name for name, inner, t in loop.instances() if t == 0
+        # What a value of the body is in the first iteration that has it.
+        self.original: dict[str, str] = {}
+        for name, inner, _ in loop.instances():
+            self.original.setdefault(inner.name, name)
+        self.original |= {
+            one.value.name: one.first.name for one in loop.carried if one.first
         }
-        self.original |= {one.value.name: one.first.name for one in loop.carried}
         self.original |= {one.value.name: one.values[0].name for one in loop.given}
         self.inside: set[str] = set()  # what is given or carried, as locals of the body
 
@@ -136,13 +146,21 @@ class LoopWriter:
         body = self.body({name for rows in kept for name in rows.values})
         for rows in kept:
             self.keep(rows)
-        self.end += [f"{self.text(o.value)} = {self.text(o.next)}" for o in left]
-        self.end += delete(self.text(one.next) for one in left)
+        for one in left:
+            times = self.loop.times(self.positions[one.next.name])
+            name, value = self.text(one.next), self.text(one.value)
+            moved = [f"{value} = {name}", *delete([name])]
+            self.end += only_if(self.index.condition(times), *moved)
         there = self.leave()
         lines = [*self.begin, *body, *self.end]
         lines = [*self.before, f"for i in {self.index.range}:", *indented(lines)]
         still = {self.names[name] for name in there}
-        over = (self.names[one.value.name] for one in self.loop.carried)
+        last = self.loop.count - 1
+        over = (
+            self.names[one.value.name]
+            for one in self.loop.carried
+            if last in self.loop.times(self.positions[one.next.name])
+        )
         return [*lines, *delete(name for name in over if name not in still)], there
 
     def text(self, v: Value) -> str:
@@ -158,7 +176,7 @@ class LoopWriter:
             kind = function.kind(loop, given)
             if kind == "table":
                 texts = [function.tables[v.name] for v in given.values]
-                self.names[given.value.name] = index.text(texts)
+                self.names[given.value.name] = index.text(texts, given.start)
             elif kind == "listed":
                 listed.append(given)
             else:
@@ -189,7 +207,8 @@ class LoopWriter:
         entries = (f"{key}: {row}" for key, row in pairs)
         self.before.append(f"{name} = {{{', '.join(entries)}}}")
         gone = {v.name for g in listed for v in g.values} - set(self.after)
-        gone -= {one.first.name for one in self.loop.carried} | self.last.keys()
+        gone -= {one.first.name for one in self.loop.carried if one.first}
+        gone -= self.last.keys()
         self.before += delete(sorted(self.names[n] for n in gone if n in self.names))
         for n in gone:
             self.names.pop(n, None)
@@ -200,43 +219,59 @@ class LoopWriter:
     def carry(self, one: Carried) -> bool:
         """Name what an iteration hands to the next; whether the next value can have the
         name at once, as nobody reads the old one any more."""
-        loop, first = self.loop, self.text(one.first)
-        mine = first.isidentifier() and one.first.name in self.names
-        others = {*self.after, *self.last}
-        alone = sum(c.first == one.first for c in loop.carried) == 1
-        if mine and alone and one.first.name not in others:
-            self.names[one.value.name] = self.names.pop(one.first.name)
-        else:
-            self.before.append(f"{self.text(one.value)} = {first}")
+        loop = self.loop
+        if one.first is not None:
+            first = self.text(one.first)
+            mine = first.isidentifier() and one.first.name in self.names
+            others = {*self.after, *self.last}
+            alone = sum(c.first == one.first for c in loop.carried) == 1
+            if mine and alone and one.first.name not in others:
+                self.names[one.value.name] = self.names.pop(one.first.name)
+            else:
+                self.before.append(f"{self.text(one.value)} = {first}")
         self.inside.add(one.value.name)
         alone = sum(c.next == one.next for c in loop.carried) == 1
         read = self.last.get(one.value.name, -1)
         if alone and read <= self.positions[one.next.name]:
-            self.names[one.next.name] = self.names[one.value.name]
+            self.names[one.next.name] = self.text(one.value)
             return True
         return False
+
+    def bound(self) -> dict[str, set[int]]:
+        """Names in the body that some iterations are without -> those that have them,
+        when they begin (what is carried) or once they have made it."""
+        loop, every = self.loop, set(range(self.loop.count))
+        made = {v.name: o for o, node in enumerate(loop.body) for v in node.results}
+        found = {name: set(loop.times(o)) for name, o in made.items()}
+        for one in loop.carried:
+            own = {t + 1 for t in found[one.next.name]} | ({0} if one.first else set())
+            found[one.value.name] = own & every
+        return {name: own for name, own in found.items() if own != every}
 
     # --- what it does --------------------------------------------------------------
 
     def name_handed(self) -> None:
         """Name what the function returns by the layer's number."""
-        texts: dict[str, list[str]] = {}
-        for name, inner, _ in self.loop.instances():
+        texts: dict[str, tuple[int, list[str]]] = {}
+        for name, inner, t in self.loop.instances():
             if name in self.function.tables:
-                texts.setdefault(inner.name, []).append(self.function.tables[name])
-        self.names |= {name: self.index.text(own) for name, own in texts.items()}
+                _, own = texts.setdefault(inner.name, (t, []))
+                own.append(self.function.tables[name])
+        for name, (start, own) in texts.items():
+            self.names[name] = self.index.text(own, start)
 
     def body(self, kept: Collection[str]) -> list[str]:
         stays = {one.next.name for one in self.loop.carried}.union(kept)
-        alive = self.function.alive
+        alive, bound = self.function.alive, self.bound()
         body = Statements(alive.peak)
         for o, node in enumerate(self.loop.body):
             line = self.function.statement(node, self.index)
-            own = [row[o] for row in self.loop.rows]
-            body.add([line], alive.level(own))
+            own, when = self.loop.nodes(o), self.index.condition(self.loop.times(o))
             results = {self.text(v) for v in node.results}
+            if when:  # elsewhere the names stand for what they did
+                body.end(results)
+            body.add([line], alive.level(own), when)
             body.again(results)
-            dead = []
             for v in dict.fromkeys((*node.operands, *node.results)):
                 ours = v.name in self.made or v.name in self.inside
                 ends = self.last.get(v.name, self.positions.get(v.name)) == o
@@ -245,9 +280,10 @@ class LoopWriter:
                 if self.finals.get(v.name) in self.after:
                     continue
                 if v.name in self.made or self.text(v) not in results:
-                    freed = alive.freed(self.original[v.name], own[0])
-                    dead.append((self.text(v), freed))
-            body.free(dead)
+                    original = self.original.get(v.name, v.name)
+                    freed = alive.freed(original, own[0])
+                    there = self.index.condition(bound.get(v.name, ()))
+                    body.free([(self.text(v), freed)], there)
         return body.end()
 
     def keep(self, rows: Rows) -> None:
@@ -270,7 +306,7 @@ class LoopWriter:
                 self.names[final] = self.names[inner]
                 there.add(final)
         for one in self.loop.carried:
-            final = self.finals[one.next.name]
+            final = self.finals.get(one.next.name, "")
             if final in there:
                 self.names[final] = self.names[one.value.name]
         return there
@@ -280,8 +316,8 @@ def indented(lines: Iterable[str]) -> list[str]:
     return ["    " + line for line in lines]
 
 
-def only_if(condition: str, line: str) -> list[str]:
-    return [f"if {condition}:", *indented([line])] if condition else [line]
+def only_if(condition: str, *lines: str) -> list[str]:
+    return [f"if {condition}:", *indented(lines)] if condition else [*lines]
 
 
 class Statements:
@@ -293,29 +329,40 @@ class Statements:
 
     def __init__(self, peak: int) -> None:
         self.peak = peak
-        self.lines: list[str] = []
-        self._dead: dict[str, int] = {}
+        self._lines: list[tuple[str, str]] = []  # with what they are under
+        self._dead: dict[str, tuple[int, str]] = {}
 
-    def add(self, lines: Iterable[str], level: int = 0) -> None:
+    def add(self, lines: Iterable[str], level: int = 0, when: str = "") -> None:
         """level: bytes alive while they run, of what is not let go of yet; 0: they take
-        none."""
-        if level and level + sum(self._dead.values()) > self.peak:
+        none. when: a condition that they are under."""
+        if level and level + sum(n for n, _ in self._dead.values()) > self.peak:
             self.end()
-        self.lines += lines
+        self._lines += [(when, line) for line in lines]
 
-    def free(self, names: Iterable[tuple[str, int]]) -> None:
-        """names: with the bytes that they may keep alive."""
-        self._dead |= dict(names)
+    def free(self, names: Iterable[tuple[str, int]], when: str = "") -> None:
+        """names: with the bytes that they may keep alive. when: a condition under which
+        they are there."""
+        self._dead |= {name: (freed, when) for name, freed in names}
 
     def again(self, names: Iterable[str]) -> None:
         """Names that stand for something else from now on."""
         for name in names:
             self._dead.pop(name, None)
 
-    def end(self) -> list[str]:
-        self.lines += delete(self._dead)
-        self._dead.clear()
+    def end(self, of: Collection[str] | None = None) -> list[str]:
+        """Let go of all that is dead, if one of some names is."""
+        if of is None or not self._dead.keys().isdisjoint(of):
+            for when in dict.fromkeys(when for _, when in self._dead.values()):
+                own = [name for name, (_, at) in self._dead.items() if at == when]
+                self._lines += [(when, line) for line in delete(own)]
+            self._dead.clear()
         return self.lines
+
+    @property
+    def lines(self) -> list[str]:
+        groups = groupby(self._lines, key=lambda each: each[0])
+        parts = (only_if(when, *(line for _, line in own)) for when, own in groups)
+        return [line for part in parts for line in part]
 
 
 def delete(names: Iterable[str]) -> list[str]:

@@ -1,0 +1,123 @@
+"""A loop of an emitted function: nodes that repeat, and what differs between them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..graph import Node, Value
+
+
+@dataclass(frozen=True)
+class Varying:
+    """A constant that each iteration has its own of. start: the first that has one."""
+
+    values: tuple[int | float, ...]
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What one iteration hands to the next. value: its name in the body; first: what
+    the first iteration reads, if it does; next: the value of the body that the next one
+    reads."""
+
+    value: Value
+    first: Value | None
+    next: Value
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value from outside that each iteration has its own of, from `start` on. value:
+    its name in the body."""
+
+    value: Value
+    values: tuple[Value, ...]
+    start: int = 0
+
+
+Row = tuple[Node | None, ...]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Nodes that repeat.
+
+    rows: the nodes themselves, by iteration; None where an iteration does without: the
+    first or the last one may. body: nodes that read what is `carried` and `given` by
+    the names that these have there, and constants that vary as `Varying`. layer:
+    (first, step): the number of the layer that an iteration is about.
+    """
+
+    rows: tuple[Row, ...]
+    body: tuple[Node, ...]
+    carried: tuple[Carried, ...]
+    given: tuple[Given, ...]
+    layer: tuple[int, int]
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
+    @property
+    def index(self) -> tuple[int, int]:
+        """(first, step) of the number that tells iterations apart."""
+        return self.layer if self.layer[1] else (0, 1)
+
+    def nodes(self, o: int) -> list[Node]:
+        """What a node of the body is in the iterations that run it."""
+        return [node for row in self.rows if (node := row[o]) is not None]
+
+    def times(self, o: int) -> range:
+        """The iterations that run a node of the body."""
+        own = [t for t, row in enumerate(self.rows) if row[o] is not None]
+        return range(own[0], own[-1] + 1)
+
+    def instances(self) -> Iterator[tuple[str, Value, int]]:
+        """(name of a value, its value in the body, iteration)."""
+        for t, row in enumerate(self.rows):
+            for own, node in zip(self.body, row, strict=True):
+                for inner, v in zip(own.outs, node.outs if node else (), strict=False):
+                    if v is not None and inner is not None:
+                        yield v.name, inner, t
+
+    def unrolled(self) -> list[Node]:
+        return [node for row in self.rows for node in row if node is not None]
+
+
+Item = Node | Loop
+
+
+# --- series of numbers --------------------------------------------------------------
+
+
+def series(values: Sequence[int | float]) -> tuple[int, int] | None:
+    """(first, step) of whole numbers at even distances."""
+    if not all(isinstance(v, int) for v in values):
+        return None
+    first, step = int(values[0]), int(values[1] - values[0])
+    even = all(v == first + step * t for t, v in enumerate(values))
+    return (first, step) if even else None
+
+
+NUMBER = re.compile(r"(\d+)")
+
+
+def numbered(names: Sequence[str]) -> list[str | tuple[int, int]] | None:
+    """Names that differ in numbers, which make series: the pieces, and the series."""
+    split = [NUMBER.split(name) for name in names]
+    if len({len(parts) for parts in split}) > 1:
+        return None
+    found: list[str | tuple[int, int]] = []
+    for column in zip(*split, strict=True):
+        if len(set(column)) == 1:
+            found.append(column[0])
+            continue
+        if not all(part.isdigit() and str(int(part)) == part for part in column):
+            return None
+        if (one := series([int(part) for part in column])) is None:
+            return None
+        found.append(one)
+    return found
