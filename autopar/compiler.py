@@ -17,13 +17,12 @@ from torch import nn
 
 from autopar.capture.capture_model import capture_model
 from autopar.gc_paused import gc_paused
-from autopar.measure.stage_costs import stage_costs
-from autopar.passes.cost import Costs
+from autopar.measure.stage_costs import this_machine
 from autopar.passes.errors import AutoparError, LossNotSeparable
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import Plan
+from autopar.passes.price.cluster import Cluster
 from autopar.passes.program import Program
-from autopar.passes.shard.insert_collectives import Lowered
 from autopar.passes.watch import Made, Watch, check
 from autopar.progress import tell
 from autopar.proof.prove_program import prove_program
@@ -35,30 +34,30 @@ def compile_offline(
     batch: Mapping[str, Any],
     plan: Plan,
     loss_fn: Callable[..., Any] | None = None,
-    costs: Costs | Callable[[Lowered], Costs] | None = None,
+    cluster: Cluster | None = None,
     prove: bool = False,
     outputs: Sequence[str] = (),
 ) -> Program:
     """Compile `model(**batch)` for a plan, in this process alone.
 
-    batch: the full, global batch, as example of names, shapes and types. costs: seconds
-    of ops; None: measured on this machine, once; of other devices `cluster_costs`.
-    prove: that the program computes what
-    the model does, see `autopar.proof.prove_program`. outputs: names of what else the
+    batch: the full, global batch, as example of names, shapes and types. cluster: whose
+    seconds decide, see `compile_program`; None: this machine's, measured once. prove:
+    that the program computes what the model does, see `autopar.proof.prove_program`.
+    outputs: names of what else the
     model returns that comes out. Scalars beside the loss do if microbatches can share
     them out; a note says which do not.
     Raises: AutoparError.
     """
-    watch, costs = watch_from_environment(), costs or stage_costs
+    watch, devices = watch_from_environment(), cluster or this_machine
     traced = capture_model(model, batch, loss_fn, plan.lowering, outputs)
     try:
-        program = compile_program(traced, plan, costs, watch)
+        program = compile_program(traced, plan, devices, watch)
     except LossNotSeparable as error:
         if not traced.metrics:
             raise
         left = ", ".join(traced.outputs[: traced.metrics])
         traced = capture_model(model, batch, loss_fn, plan.lowering, outputs, False)
-        program = compile_program(traced, plan, costs, watch)
+        program = compile_program(traced, plan, devices, watch)
         note = f"step.metrics is without {left}: {error.what} ({error.source})"
         program = replace(program, remarks=(*program.remarks, note))
     if not prove:

@@ -16,14 +16,14 @@
                overlap                       parameters' collectives beside computing
                reuse                         results written over what nobody reads
                emit                text      readable Python
-    schedule   choose_recompute    Staged    what is computed again, to fit into memory
-               choose_schedule     Schedule  the one named, or one made for the costs
+    schedule   choose_schedule     Schedule  the one named, or one made for the costs
     pipeline                       Program   all of these in turn, for ranks to run
 
 What to compile is found beside it:
 
     price      price, estimate     Estimate  seconds and bytes of a plan, on paper
     search     search              Found     the best plans; what each op splits best
+               choose_recompute    Staged    what is computed again, to fit into memory
 
 A folder imports those above it, never one below. All stand on the types that flow:
 graph, mesh, plan, program, errors; and on cost, what a node takes.

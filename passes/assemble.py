@@ -18,7 +18,7 @@ from .program import (
 )
 from .proof.input_ranges import InputRange
 from .schedule.footprint import communication
-from .schedule.schedule_stages import Scheduled
+from .schedule_stages import Scheduled
 from .shard.collectives import collective
 from .shard.parameter_sharding import gathered_axes
 from .stage.local_stage import LocalStage
@@ -45,10 +45,9 @@ def assemble(
                 layers=one.stage.modules,
                 names=one.stage.names,
                 modules=one.keys,
-                seconds=scheduled.seconds[i],
-                exposed=one.stage.exposed,
                 flops=firsts[i].flops,
-                footprint=scheduled.footprints[i],
+                took=scheduled.took[i],
+                account=scheduled.accounts[i].to_data(),
             )
             for i, one in enumerate(emitted)
         ),
@@ -67,7 +66,6 @@ def assemble(
         ),
         modules={k: text for e in emitted for k, (text, _) in e.texts.items()},
         memory=scheduled.memory,
-        send=scheduled.send,
         remarks=remarks,
         ranges=ranges,
         outputs=_outputs(staged),

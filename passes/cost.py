@@ -1,12 +1,11 @@
-"""What a node costs: floating point operations, bytes, and seconds on a device."""
+"""What a node does: floating point operations and bytes, and seconds as a type."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Protocol
 
 from .graph import Node, Value
-from .ops.attention import ATTENTION, passed_round, ring_of
 from .ops.op import is_view, op_of
 
 # Backward costs twice the forward: one product for the input's gradient, one for the
@@ -25,8 +24,8 @@ def flops(node: Node) -> int:
 
 
 def traffic(node: Node) -> int:
-    """Bytes read and written by the forward; views are free."""
-    if is_view(node):
+    """Bytes read and written by the forward; views are free, a shard is one too."""
+    if is_view(node) or node.op == "comm.shard":
         return 0
     values = {v.name: v for v in (*node.operands, *node.results)}
     return sum(v.bytes for v in values.values())
@@ -80,41 +79,14 @@ def weights_of(node: Node) -> frozenset[str]:
     return frozenset(v.name for v in given if isinstance(v, Value))
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Seconds of a node, forward and backward: measured, else from the roofline.
-
-    measured: `signature` -> seconds of one forward and one backward.
-    """
-
-    measured: Mapping[str, Seconds] = field(default_factory=dict)
-    flops_per_second: float = 5e10
-    bytes_per_second: float = 1e10
-    link_bytes_per_second: float = 1e9
+class NodeCosts(Protocol):
+    """Seconds of nodes by themselves, by which stages are cut."""
 
     def seconds(self, node: Node) -> Seconds:
-        known = self.measured.get(signature(node))
-        if known is not None:
-            return known
-        if node.op.startswith("comm.") and node.op != ATTENTION:
-            moved = sum(v.bytes for v in node.results)
-            once = moved / self.link_bytes_per_second
-            return Seconds(once, once, 0.0)
-        busy = max(
-            flops(node) / self.flops_per_second, traffic(node) / self.bytes_per_second
-        )
-        if ring_of(node) is not None:
-            # Backward keys and values go round again, and their gradients with them,
-            # all while something is computed.
-            sent = sum(size for *_, size in passed_round(node))
-            busy = max(busy, sent / self.link_bytes_per_second)
-        backward = BACKWARD_WORK * busy
-        weight = backward / 2 if weights_of(node) else 0.0
-        return Seconds(busy, backward - weight, weight)
+        """Those of a node of one rank, with its derivative."""
 
-    def gather(self, node: Node, zero: int) -> Seconds:
-        """Returns the seconds to gather a parameter for one microbatch, by the stage of
-        ZeRO: with 3 it is gathered forward and backward, and from 2 on its gradient is
-        scattered; the rest is done once a step."""
-        once = sum(v.bytes for v in node.results) / self.link_bytes_per_second
-        return Seconds(once * (zero == 3), once * max(0, zero - 1), 0.0)
+    def gather(self, node: Node) -> Seconds:
+        """Those of a parameter that is gathered for a microbatch, and its gradient."""
+
+    def send(self, size: int) -> float:
+        """Those of a message of so many bytes to the next stage."""

@@ -10,9 +10,6 @@ from itertools import product
 from .program import (
     coords_text,
 )
-from .schedule.choose_recompute import (
-    stage_policies,
-)
 from .schedule.choose_schedule import (
     splits_backward,
 )
@@ -54,7 +51,7 @@ def emit_modules(staged: Staged, watch: Watch) -> tuple[EmittedStage, ...]:
     found = []
     for stage in staged.stages:
         text = stage.text()
-        policies = stage_policies(stage, plan)
+        policies = stage.policies(plan)
         keys: dict[str, str] = {}
         texts: dict[str, tuple[str, LocalStage]] = {}
         ranks: list[tuple[dict[str, int], str]] = []

@@ -9,23 +9,22 @@ from .assemble import assemble
 from .capture.lower_precision import lower_precision
 from .capture.normalize import normalize
 from .capture.trace import Traced
-from .cost import Costs
 from .dims.name_dims import Named, name_dims
 from .emit_modules import emit_modules
 from .errors import BatchError, CaptureError
 from .mesh import TIME
 from .plan import Plan
+from .price.cluster import PLAIN, Cluster
+from .price.op_costs import OpCosts
 from .program import (
     Program,
 )
 from .proof.input_ranges import find_input_ranges
-from .schedule.choose_recompute import (
-    choose_recompute,
-)
 from .schedule.choose_schedule import (
     splits_backward,
 )
-from .schedule.schedule_stages import schedule_stages
+from .schedule_stages import schedule_stages
+from .search.choose_recompute import choose_recompute
 from .shard.cut_weights import cut_weights
 from .shard.insert_collectives import Lowered, insert_collectives
 from .shard.propagate import propagate
@@ -39,12 +38,13 @@ from .watch import Watch
 def compile_program(
     traced: Traced,
     plan: Plan,
-    costs: Costs | Callable[[Lowered], Costs],
+    cluster: Cluster | Callable[[Lowered], Cluster] = PLAIN,
     watch: Watch = lambda name, made: None,
 ) -> Program:
     """Run every pass after `trace`.
 
-    costs: seconds of nodes, or a function that measures those of the lowered graph.
+    cluster: by whose seconds stages are cut, scheduled and recomputed; or a function
+    that measures it for the lowered graph.
     watch: called with each pass's name and what it made, which prints.
     """
     check_sources(traced)
@@ -67,12 +67,12 @@ def compile_program(
         watch("cut_weights", sharded)
     lowered = insert_collectives(sharded)
     watch("insert_collectives", lowered)
-    costs = costs if isinstance(costs, Costs) else costs(lowered)
-    staged = split_stages(lowered, costs)
+    cluster = cluster if isinstance(cluster, Cluster) else cluster(lowered)
+    staged = split_stages(lowered, OpCosts(lowered, cluster))
     watch("split_stages", staged)
-    staged = choose_recompute(staged)
+    staged = choose_recompute(staged, cluster)
     emitted = emit_modules(staged, watch)
-    scheduled = schedule_stages(staged, [one.first for one in emitted], costs)
+    scheduled = schedule_stages(staged, [one.first for one in emitted], cluster)
     watch("schedule_stages", scheduled)
     remarks = (*group_remark(named, asked, plan), *find_remarks(sharded))
     return assemble(staged, emitted, scheduled, ranges, remarks)

@@ -80,7 +80,7 @@ class Plan:
     cuts: for each pipeline boundary the value that crosses it, or the layer that begins
     there (`transformer.h.6`); empty: balanced by cost.
     recompute: "none", "selective" or "full", see `passes.stage.recompute`; "auto": of
-    each layer what fits into memory, see `passes.schedule.choose_recompute`.
+    each layer what fits into memory, see `passes.search.choose_recompute`.
     recompute_layers: layer -> the same, where it differs. memory: bytes that a rank may
     use, 0 for no limit.
     zero: what data parallel ranks share out, 0 to 3, see

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from .cost import Seconds
 from .graph import Part
 from .mesh import Mesh
 from .plan import Plan
+from .price.stage_seconds import StageSeconds
 from .proof.input_ranges import InputRange
 from .proof.proof import Proof
 from .schedule.footprint import Communication, Footprint
 from .schedule.memory import RankMemory
 from .schedule.schedule import Schedule
 
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass(frozen=True)
@@ -82,18 +82,22 @@ class StageSpec:
     """One pipeline stage: its layers, its parameters, and which text each rank runs.
 
     names: name in the text -> the model's own. modules: coordinates without pp, as
-    text -> key of the emitted module. seconds: of one microbatch, with what is
-    computed again; exposed: those of them that collectives take.
-    flops: of one microbatch's forward, on the first rank. footprint: its activations.
+    text -> key of the emitted module. flops: of one microbatch's forward, on the first
+    rank. took: by that rank, one microbatch, where it was compiled. account: what it
+    computes, moves and holds, see `passes.price.price.Account.to_data`.
     """
 
     layers: tuple[str, ...]
     names: Mapping[str, str]
     modules: Mapping[str, str]
-    seconds: Seconds
-    exposed: Seconds
     flops: int
-    footprint: Footprint
+    took: StageSeconds
+    account: Mapping[str, float]
+
+    @property
+    def footprint(self) -> Footprint:
+        """Returns the bytes of its activations and messages."""
+        return self.took.footprint
 
 
 @dataclass(frozen=True)
@@ -104,9 +108,9 @@ class Program:
     loss is a pending sum; time always, if there are several microbatches. literals:
     constants of the model's code, by name. groups: the sets of axes that collectives
     run over. communication: of each stage's first rank. memory: of each pipeline rank.
-    send: seconds of a message between stages, estimated. remarks: what the user should
-    know. ranges: batch field -> what its integers may be. proof: that it
-    computes what the model does; it rests in the manifest of a plan directory.
+    remarks: what the user should know. ranges: batch field -> what its integers may be.
+    proof: that it computes what the model does; it rests in the manifest of a plan
+    directory.
     outputs: what comes back beside the loss, by name; metrics: how many of these, the
     first, are scalars that every step tells.
     """
@@ -125,7 +129,6 @@ class Program:
     communication: tuple[Communication, ...]
     modules: Mapping[str, str]
     memory: tuple[RankMemory, ...]
-    send: float
     remarks: tuple[str, ...] = ()
     ranges: Mapping[str, InputRange] = field(default_factory=dict)
     proof: Proof | None = None
@@ -224,7 +227,6 @@ class Program:
             "groups": list(self.groups),
             "communication": [asdict(c) for c in self.communication],
             "memory": [asdict(m) for m in self.memory],
-            "send": self.send,
             "remarks": list(self.remarks),
             "ranges": {k: asdict(v) for k, v in self.ranges.items()},
             "outputs": {k: asdict(v) for k, v in self.outputs.items()},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -97,7 +97,8 @@ def _faults(program: Program) -> Iterator[str]:
                 yield f"stage {i} uses '{name}', which is not described"
             elif name in program.parameters and i not in specs[name].stages:
                 yield f"stage {i} uses '{name}', which lies elsewhere"
-        if min(*astuple(stage.seconds), *astuple(stage.exposed)) < 0:
+        took = stage.took
+        if min(took.forward, took.backward, took.weight, took.send) < 0:
             yield f"stage {i} takes less than no time"
     dtypes = {program.loss_dtype, *(dtype for _, dtype in program.inputs.values())}
     if unknown := sorted(dtypes - set(DTYPES)):

@@ -14,10 +14,10 @@ import autopar
 from autopar.capture.shorten import find_facts
 from autopar.passes.capture.mixed_precision import Lowering
 from autopar.passes.capture.trace import Traced, trace
-from autopar.passes.cost import Costs
 from autopar.passes.mesh import Mesh, usual_split
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import Plan
+from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import Program
 from autopar.proof.expected import TOLERANCE
 from autopar.proof.prove_program import prove_program
@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
     def compile(self, mesh: str, microbatches: int = 1, **options: Any) -> Program:
         made = plan(mesh, microbatches, **options)
-        return compile_program(self.trace(made.lowering), made, Costs())
+        return compile_program(self.trace(made.lowering), made, PLAIN)
 
     def proved(self, mesh: str, microbatches: int = 1, **options: Any) -> Program:
         """What `compile` gives, with its proof; once of all that are alike."""
@@ -50,7 +50,7 @@ class Case(NamedTuple):
         key = (self._kind(made.lowering), repr(made))
         if key not in PROVED:
             traced = self.trace(made.lowering)
-            program = compile_program(traced, made, Costs())
+            program = compile_program(traced, made, PLAIN)
             given = (self.model, self.batch, traced, self.loss_fn)
             PROVED[key] = replace(program, proof=prove_program(program, *given))
         return PROVED[key]

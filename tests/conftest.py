@@ -25,7 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["AUTOPAR_CHECK"] = "1"
     os.environ |= {"COLUMNS": "99", "NO_COLOR": "1"}  # as where there is no terminal
     config.add_cleanup(folder.cleanup)
-    compile_program.__defaults__ = (check,)
+    *others, _ = compile_program.__defaults__ or (None,)
+    compile_program.__defaults__ = (*others, check)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -25,7 +25,6 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from autopar.options import LAYOUTS, make_plan
 from autopar.passes.capture.trace import Traced, trace
-from autopar.passes.cost import Costs
 from autopar.passes.errors import (
     AutoparError,
     CaptureError,
@@ -35,6 +34,7 @@ from autopar.passes.errors import (
 from autopar.passes.mesh import AXES, Mesh
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import AUTO, CONTEXT_PARALLEL, PRECISION, RECOMPUTE, ZERO
+from autopar.passes.price.cluster import PLAIN
 from autopar.passes.schedule.make_schedule import SCHEDULES
 from autopar.proof.ranks import VerificationFailed
 from autopar.proof.verification import Verification
@@ -160,7 +160,7 @@ class Draw:
             # Autocast leaves double precision as it is.
             dtype = torch.float32 if plan.dtype else torch.float64
             case, traced = traced_case(self.model, dtype, plan.lowering)
-            program = compile_program(traced, plan, Costs())
+            program = compile_program(traced, plan, PLAIN)
             drawn = self.seed % 2 == 1  # batches of cases have padding of their own
             return verify(program, *case, seed=self.seed, drawn=drawn).check()
         except Exception as error:

@@ -10,10 +10,9 @@ import torch
 
 from autopar.machine.hardware import cluster_of
 from autopar.options import make_plan
-from autopar.passes.cost import Costs
 from autopar.passes.plan import Plan
 from autopar.passes.price.cluster import Link
-from autopar.passes.price.price import PARTS, STEP, Account, price
+from autopar.passes.price.price import BESIDE, PARTS, STEP, Account, price
 from autopar.passes.search.op_sharding_costs import OpShardingCosts
 from autopar.passes.search.value_costs import COMMUNICATION, COMPUTE, Setting
 from autopar.passes.shard.insert_collectives import insert_collectives
@@ -66,7 +65,7 @@ def communication_of(costs: OpShardingCosts, choices: Mapping[int, int]) -> floa
 
 def compiled(named, plan: Plan) -> Account:
     """Of the program of the whole graph as one stage."""
-    staged = split_stages(insert_collectives(propagate(named, plan)), Costs())
+    staged = split_stages(insert_collectives(propagate(named, plan)))
     sizes = {axis: plan.size(axis) for axis in plan.axes}
     at_zero = dict.fromkeys(sizes, 0)
     return price(differentiate(staged.stages[0], sizes, at_zero), CLUSTER.device)
@@ -76,7 +75,8 @@ def seconds_of(account: Account, axis: str, link: Link, microbatches: int = 1) -
     """Seconds of a program's collectives over an axis, and its gradients' reduction."""
     total = 0.0
     for part in PARTS:
-        for kind, axes, calls, amount in account.exchanges(part):
+        both = (*account.exchanges(part), *account.exchanges(part, BESIDE))
+        for kind, axes, calls, amount in both:
             assert part != STEP
             if axes == (axis,):
                 total += calls * link.seconds(kind, amount / calls)

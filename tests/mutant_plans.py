@@ -11,8 +11,8 @@ from cases import Case
 from models import llama, mixture, plain_gpt, switch_gpt
 
 from autopar.options import make_plan
-from autopar.passes.cost import Costs
 from autopar.passes.pipeline import compile_program
+from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import Program
 from autopar.proof.expected import Expected, expect
 
@@ -132,4 +132,4 @@ def compiled(plan: Planned, large: bool = False) -> tuple[Case, Program]:
     chosen = make_plan(plan.mesh, **dict(plan.options))
     case = model(plan.build, large)
     case = case if chosen.lowering or large else case.double()
-    return case, compile_program(case.trace(chosen.lowering), chosen, Costs())
+    return case, compile_program(case.trace(chosen.lowering), chosen, PLAIN)

@@ -13,9 +13,9 @@ from tempfile import mkdtemp
 
 import autopar
 from autopar.cli import main
-from autopar.passes.cost import Costs
 from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan
+from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import Program
 from examples.gpt import GPT, Config, build
 
@@ -85,4 +85,4 @@ def small_program(
         Mesh.parse(mesh), microbatches, schedule, stages_per_rank,
         zero=zero, offload=offload,
     )  # fmt: skip
-    return autopar.compile_offline(model, batch, plan, costs=Costs(), prove=prove)
+    return autopar.compile_offline(model, batch, plan, cluster=PLAIN, prove=prove)

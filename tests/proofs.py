@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.passes.capture.trace import trace
-from autopar.passes.cost import Costs
 from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan
+from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import Program
 from autopar.passes.proof.proof import Proof
 from autopar.proof.prove_program import prove_program
@@ -25,7 +25,7 @@ def compiled(
 ) -> tuple[nn.Module, dict[str, Tensor], Program]:
     model, batch = build(config, batch=12)
     plan = Plan(Mesh.parse(mesh), microbatches, **options)
-    return model, batch, autopar.compile_offline(model, batch, plan, costs=Costs())
+    return model, batch, autopar.compile_offline(model, batch, plan, cluster=PLAIN)
 
 
 def prove(model: nn.Module, batch: dict[str, Tensor], program: Program) -> Proof:

@@ -11,7 +11,6 @@ from cases import Case
 from models import plain_gpt
 
 from autopar.machine.hardware import cluster_of
-from autopar.passes.cost import Costs
 from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import Mesh, MeshError
 from autopar.passes.ops.op import OPS
@@ -19,11 +18,13 @@ from autopar.passes.ops.products import of_weight_grad
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import PlanError
 from autopar.passes.price.candidate import Candidate
-from autopar.passes.price.estimate import Estimate, in_blocks
+from autopar.passes.price.cluster import PLAIN
+from autopar.passes.price.estimate import Estimate, step_parts
 from autopar.passes.price.measured import Ops, Timed
+from autopar.passes.price.share import share
 from autopar.passes.program import Program
 from autopar.passes.search.candidates import candidates, meshes, searched
-from autopar.passes.search.search import Found, run_on_paper
+from autopar.passes.search.search import Found, accounts_of, run_on_paper
 from autopar.planner.planner import (
     ShortModel,
     capture_short,
@@ -51,7 +52,7 @@ def of(precision: str = "model", tf32: bool = False) -> ShortModel:
 
 def compiled(candidate: Candidate, precision: str = "model") -> Program:
     plan = plan_of(candidate, of(precision))
-    return compile_program(case().trace(plan.lowering), plan, Costs())
+    return compile_program(case().trace(plan.lowering), plan, PLAIN)
 
 
 def even(mesh: str, schedule: str = "1f1b", stages_per_rank: int = 1) -> Candidate:
@@ -160,7 +161,7 @@ def test_shares_are_gathered_in_half_the_bits_and_scattered_in_all(
         for p in ("model", "bf16")
     }
     link = cluster.link(shared.mesh, ("dp",))
-    fixed = shared.blocks * link.seconds("all_gather", 0)
+    fixed = (LAYERS + 2) * link.seconds("all_gather", 0)
     low, wide = (parts[p]["parameters dp"] - fixed for p in ("bf16", "model"))
     assert 0.5 <= low / wide < 0.55  # norms are in float32
     assert parts["bf16"]["gradients dp"] == parts["model"]["gradients dp"]
@@ -173,23 +174,28 @@ def test_what_is_shared_out_moves_when_the_runtime_moves_it() -> None:
     for zero in (0, 1, 2, 3):
         found = run_on_paper(replace(even("dp=4"), zero=zero), prices, cluster)
         (stage,), (once,) = found.stages, found.once
-        by_block = {key for key in stage.exposed if key[2:] == ("dp",)}
+        by_block = {(w.part, w.kind) for w in stage.waits if w.axes == ("dp",)}
         runs[zero] = by_block, {term for term in once if term.endswith(" dp")}
-    scattered = {("backward", "reduce_scatter", "dp")}
-    gathered = {(part, "all_gather", "dp") for part in ("forward", "backward")}
+    scattered = {("backward", "reduce_scatter")}
+    gathered = {(part, "all_gather") for part in ("forward", "backward")}
     assert runs == {
         0: (set(), {"gradients dp"}),
         1: (set(), {"gradients dp", "parameters dp"}),
         2: (scattered, {"parameters dp"}),
-        3: (gathered, set()),
+        3: (gathered | scattered, set()),
     }
 
 
 def test_what_moves_once_a_step_goes_by_layer() -> None:
-    link = cluster_of("16xA100-80GB").link(Mesh.parse("dp=16"), ("dp",))
-    one, four = (in_blocks(link, "all_gather", 4e8, n) for n in (1, 4))
-    assert one == link.seconds("all_gather", 4e8)
-    assert four == pytest.approx(one + 3 * link.seconds("all_gather", 0))
+    cluster, candidate = cluster_of("4xA100-80GB"), replace(even("dp=4"), zero=1)
+    (account,) = accounts_of(candidate, make_prices(of(), cluster))
+    whole = share(account, candidate, cluster.device)
+    once = step_parts(whole, candidate.mesh, cluster)
+    link = cluster.link(candidate.mesh, ("dp",))
+    for kind, term in (("all_gather", "parameters"), ("reduce_scatter", "gradients")):
+        blocks = LAYERS + 2  # with what is before and after them
+        each = link.seconds(kind, account["memory", "read"] / blocks)
+        assert once[f"{term} dp"] == pytest.approx(blocks * each)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +217,7 @@ def test_what_is_found_is_as_decided_and_right(decided: dict[str, Any]) -> None:
             assert getattr(e.candidate, name) == value
     plan = plan_of(found.best[0].candidate, of_all)
     assert plan.precision == decided.get("precision", "model")
-    program = compile_program(case().trace(plan.lowering), plan, Costs())
+    program = compile_program(case().trace(plan.lowering), plan, PLAIN)
     verify(program, case().model, case().batch, seed=3).check()
 
 

@@ -19,9 +19,9 @@ from autopar.cli import main
 from autopar.compiler import compile_offline
 from autopar.models.load import load_model
 from autopar.options import make_plan
-from autopar.passes.cost import Costs
 from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
+from autopar.passes.price.cluster import PLAIN
 from autopar.passes.shard import documents, layout
 from autopar.passes.shard.documents import Run, document_tiles
 from autopar.passes.shard.layout import Pieces, window_tiles
@@ -190,7 +190,7 @@ def test_it_is_the_models_mask(
     form: str, mesh: str, options: dict[str, Any], small_tiles: None
 ) -> None:
     one = case(form)
-    program = compile_program(one.trace(), make_plan(mesh, **options), Costs())
+    program = compile_program(one.trace(), make_plan(mesh, **options), PLAIN)
     text = next(iter(program.modules.values()))
     assert "documents=" in text
     assert not any(op in text for op in ("logical_and", "aten.eq", "arange", "tril"))
@@ -199,24 +199,29 @@ def test_it_is_the_models_mask(
     verify(program, *one, drawn=False).check()
 
 
-@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "cp=2"])
-def test_positions_that_start_anew_keep_documents_apart(mesh: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "window"), [("dp=2,tp=2", None), ("cp=2", None), ("cp=2", WINDOW)]
+)
+def test_positions_that_start_anew_keep_documents_apart(
+    mesh: str, window: int | None, small_tiles: None
+) -> None:
     """As transformers reads them, of models without a cache."""
     ids = torch.randint(64, (4, SEQ))
     places = torch.cat([torch.arange(n) for n in (5, 1, 11, 7)])
     rows = torch.stack([places.roll(5), places, torch.arange(SEQ), places])
     fields = {"input_ids": ids, "labels": ids, "position_ids": rows}
-    one = Case(llama(use_cache=False), fields)
-    program = compile_program(one.trace(), make_plan(mesh), Costs())
+    one = Case(llama("Mistral", use_cache=False, sliding_window=window), fields)
+    program = compile_program(one.trace(), make_plan(mesh), PLAIN)
     text = next(iter(program.modules.values()))
     assert "documents=" in text and "aten.eq" not in text
+    assert ("window=5" in text) == (window is not None)
     verify(program, *one, drawn=False).check()
     verify(program, *one).check()
 
 
-def llama(**changes: Any) -> nn.Module:
+def llama(kind: str = "Llama", **changes: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=48,
@@ -226,7 +231,7 @@ def llama(**changes: Any) -> nn.Module:
         **changes,
     )
     torch.manual_seed(0)
-    model: nn.Module = transformers.LlamaForCausalLM(config).double()
+    model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config).double()
     return model
 
 
@@ -250,7 +255,7 @@ def test_padding_is_left_out_column_by_column(
     labels = ids.where(mask, -100)
     fields = {"input_ids": ids, "labels": labels, "attention_mask": mask.long()}
     one = Case(llama(), fields)
-    program = compile_program(one.trace(), make_plan(mesh, **options), Costs())
+    program = compile_program(one.trace(), make_plan(mesh, **options), PLAIN)
     text = next(iter(program.modules.values()))
     assert "shown=" in text and "__and__" not in text
     verify(program, *one, drawn=False).check()
@@ -297,7 +302,7 @@ def test_a_large_plan_is_proved_small(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = Packed("three dims", count=4)
     plan = make_plan("cp=2", context_parallel="ring")
-    compiled = compile_offline(model, batch, plan, costs=Costs(), prove=True)
+    compiled = compile_offline(model, batch, plan, cluster=PLAIN, prove=True)
     assert compiled.proof is not None and compiled.proof.size == "small"
 
 

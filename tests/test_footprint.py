@@ -10,10 +10,10 @@ from processes import run_ranks
 
 import autopar
 from autopar.passes.capture.trace import trace
-from autopar.passes.cost import Costs
 from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import Plan
+from autopar.passes.price.cluster import PLAIN
 from autopar.passes.schedule.footprint import Footprint
 from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm import process_groups
@@ -31,7 +31,7 @@ def compiled(mesh: str, microbatches: int = 1, schedule: str = "1f1b"):
     ids = torch.randint(CONFIG.vocab, (8, 64))
     batch = {"ids": ids, "labels": ids.roll(-1, 1)}
     plan = Plan(Mesh.parse(mesh), microbatches, schedule)
-    return model, batch, compile_program(trace(model, batch), plan, Costs())
+    return model, batch, compile_program(trace(model, batch), plan, PLAIN)
 
 
 @pytest.mark.slow

@@ -11,13 +11,13 @@ from hf import CONFIGS, MORE, padded_batch, tiny
 from models import cut_gpt, gpt2, llama, mixture, opt, plain_gpt, switch_gpt
 
 from autopar.options import make_plan
-from autopar.passes.cost import Costs
 from autopar.passes.graph import Graph, InvalidGraph, Value
 from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import Plan
+from autopar.passes.price.cluster import PLAIN
 from autopar.passes.schedule.schedule import Schedule
-from autopar.passes.schedule.schedule_stages import Scheduled
+from autopar.passes.schedule_stages import Scheduled
 from autopar.passes.shard.insert_collectives import Lowered
 from autopar.passes.shard.propagate import Sharded
 from autopar.passes.shard.sharding import Sharding
@@ -77,7 +77,7 @@ def test_what_passes_make_is_read_as_it_prints(model) -> None:
     case = MODELS[model]()
     microbatches = 3 if len(next(iter(case.batch.values()))) == 6 else 2
     plan = make_plan("dp=2,tp=2", microbatches=microbatches, zero=1)
-    compile_program(case.trace(), plan, Costs(), watch)
+    compile_program(case.trace(), plan, PLAIN, watch)
     assert {"trace", "insert_collectives", "split_stages", "join", "finish", LAST} <= {
         *names
     }
@@ -132,7 +132,7 @@ def made_by_passes(kind: type) -> list:
     found: list = []
     plan = Plan(Mesh.parse("dp=2,tp=2"), microbatches=2)
     compile_program(
-        plain_gpt(layers=1).trace(), plan, Costs(), lambda _, m: found.append(m)
+        plain_gpt(layers=1).trace(), plan, PLAIN, lambda _, m: found.append(m)
     )
     return [m for m in found if isinstance(m, kind)]
 

@@ -19,12 +19,12 @@ from autopar.machine.hardware import cluster_of
 from autopar.options import make_plan
 from autopar.passes.capture.normalize import normalize
 from autopar.passes.capture.trace import trace
-from autopar.passes.cost import Costs
 from autopar.passes.graph import Node, Value
 from autopar.passes.mesh import Mesh, usual_split
 from autopar.passes.ops.op import OPS
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import CONTEXT_PARALLEL, PlanError
+from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import ParameterSpec
 from autopar.passes.search.candidates import meshes
 from autopar.planner.planner import (
@@ -280,7 +280,7 @@ def test_the_planner_prices_what_is_compiled() -> None:
     terms = {"gradients qp", "all_gather qp", "reduce_scatter tp,qp"}
     assert terms <= set(best.parts)
     case = llama(layers=4)
-    program = compile_program(case.trace(), plan, Costs())
+    program = compile_program(case.trace(), plan, PLAIN)
     assert program.mesh == plan.mesh and len(program.remarks) == 1
 
 
@@ -289,7 +289,7 @@ def test_labels_are_found_for_both_axes() -> None:
     labelled = label_plan(grouped(), make_plan("tp=4"), CLUSTER)
     assert set(labelled.plan.op_shardings) == {"tp", "qp"}
     case = llama(layers=4).double()
-    verify(compile_program(case.trace(), labelled.plan, Costs()), *case).check()
+    verify(compile_program(case.trace(), labelled.plan, PLAIN), *case).check()
 
 
 def test_a_part_of_a_mesh_has_no_axis_that_shares_keys() -> None:

@@ -14,8 +14,8 @@ import autopar
 from autopar.examples.gpt import Config, build
 from autopar.machine.backend import BackendError, resolve_backend
 from autopar.options import make_plan
-from autopar.passes.cost import Costs
 from autopar.passes.plan import PlanError
+from autopar.passes.price.cluster import PLAIN
 from autopar.runtime import kernels
 from autopar.runtime.execute import code_cache, inductor
 from autopar.runtime.execute.code_cache import CodeCache
@@ -178,7 +178,7 @@ def test_each_technique_is_exact_with_compiled_functions(kept, name):
         case.model.float()
     plan = make_plan(mesh, **options)
     program = autopar.compile_offline(
-        case.model, case.batch, plan, case.loss_fn, costs=Costs()
+        case.model, case.batch, plan, case.loss_fn, cluster=PLAIN
     )
     compiled = CodeCache(kept)
     verify(program, case.model, case.batch, case.loss_fn, compiled=compiled).check()

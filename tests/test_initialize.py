@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from autopar.passes.capture.trace import trace
-from autopar.passes.cost import Costs
 from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import Plan
+from autopar.passes.price.cluster import PLAIN
 from autopar.runtime.parameters.initialize import (
     InitializationError,
     local_state,
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def program(model: nn.Module, mesh: str = "pp=2,tp=2"):
     ids = torch.zeros(4, 16, dtype=torch.int64)
     traced = trace(model, {"ids": ids, "labels": ids.clone()})
-    return compile_program(traced, Plan(Mesh.parse(mesh)), Costs())
+    return compile_program(traced, Plan(Mesh.parse(mesh)), PLAIN)
 
 
 def test_shards_of_real_weights_are_copies_of_their_parts() -> None:
@@ -85,7 +85,7 @@ def test_a_module_that_cannot_initialise_itself_is_named() -> None:
         model = Bare()
     ids = torch.zeros(2, 3, dtype=torch.int64)
     compiled = compile_program(
-        trace(model, {"ids": ids}), Plan(Mesh.parse("pp=1")), Costs()
+        trace(model, {"ids": ids}), Plan(Mesh.parse("pp=1")), PLAIN
     )
     with pytest.raises(InitializationError, match=r"scale.*Bare cannot initialise"):
         local_state(compiled, model, 0, CPU, seed=0)

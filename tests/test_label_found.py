@@ -12,9 +12,9 @@ from plans import model_file
 
 from autopar.cli import main
 from autopar.machine.hardware import cluster_of, with_memory
-from autopar.passes.cost import Costs
 from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
+from autopar.passes.price.cluster import PLAIN
 from autopar.planner.label_found import label_found, open_to_labels
 from autopar.planner.planner import capture_short, find_plans, plan_of
 from autopar.verify import verify
@@ -51,7 +51,7 @@ def test_labelled_plans_are_faster_and_fit_and_are_right(
     assert "labels" in str(chosen.candidate)
     plan = plans[chosen.candidate]
     assert plan.op_shardings and not plan_of(chosen.candidate, of).op_shardings
-    program = compile_program(case.trace(plan.lowering), plan, Costs())
+    program = compile_program(case.trace(plan.lowering), plan, PLAIN)
     for terms, held in zip(chosen.memory, program.memory, strict=True):
         assert sum(terms.values()) == pytest.approx(held.total, rel=0.04)
     verify(program, case.model, case.batch, seed=3).check()

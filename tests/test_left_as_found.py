@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.capture.capture_model import capture_model
-from autopar.passes.cost import Costs
 from autopar.passes.errors import CaptureError
 from autopar.passes.pipeline import compile_program
+from autopar.passes.price.cluster import PLAIN
 from autopar.verify import verify
 
 SEQ = 4
@@ -211,7 +211,7 @@ def test_what_forward_keeps_is_put_back(way):
     except CaptureError as error:
         assert way == "in_slots" and "'Slim' has kept a tensor" in error.what
         return
-    program = compile_program(traced, plan("dp=2", 2), Costs())
+    program = compile_program(traced, plan("dp=2", 2), PLAIN)
     assert state.keys() == case.model.state_dict().keys()
     for name, x in case.model.state_dict().items():
         assert torch.equal(x, state[name])
@@ -260,7 +260,7 @@ def test_what_was_kept_by_a_call_before_is_part_of_the_program():
     case = keeping("in_slots")
     case.model(**case.batch)
     traced = capture_model(case.model, case.batch)
-    verify(compile_program(traced, plan("dp=2", 2), Costs()), *case).check()
+    verify(compile_program(traced, plan("dp=2", 2), PLAIN), *case).check()
 
 
 # --- chance and counters -----------------------------------------------------------

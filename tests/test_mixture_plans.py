@@ -9,11 +9,11 @@ from cases import Case
 from models import mixture, switch_gpt
 
 from autopar.machine.hardware import cluster_of, with_memory
-from autopar.passes.cost import Costs
 from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
 from autopar.passes.price.candidate import Candidate
-from autopar.passes.price.estimate import Estimate, in_blocks
+from autopar.passes.price.cluster import PLAIN
+from autopar.passes.price.estimate import Estimate
 from autopar.passes.search.search import accounts_of, run_on_paper
 from autopar.planner.planner import (
     ShortModel,
@@ -73,7 +73,7 @@ def test_memory_on_paper_is_that_of_the_program(name, mesh, zero, precision) -> 
     """Ranks of ep share all but experts, those of dp experts too."""
     found = on_paper(name, mesh, zero, precision)
     plan = plan_of(found.candidate, of(name, precision))
-    program = compile_program(case(name).trace(plan.lowering), plan, Costs())
+    program = compile_program(case(name).trace(plan.lowering), plan, PLAIN)
     for terms, held in zip(found.memory, program.memory, strict=True):
         for term in ("parameters", "gradients", "optimizer", "buffers"):
             assert terms[term] == pytest.approx(getattr(held, term))
@@ -92,7 +92,8 @@ def test_ranks_with_other_experts_reduce_none_of_them() -> None:
     assert experts > others and account["pending", "ep"] == others
     link = cluster.link(mesh, ("ep",))
     parts = on_paper("mixtral", "ep=2", 1).parts
-    moved = in_blocks(link, "reduce_scatter", others, shared.blocks)
+    calls = account["scattered calls", "backward"]
+    moved = calls * link.seconds("reduce_scatter", others / calls)
     assert moved / 4 < parts["gradients ep"] < moved
 
 

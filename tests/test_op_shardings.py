@@ -32,12 +32,12 @@ from autopar.cli import main
 from autopar.options import make_plan
 from autopar.passes.capture.normalize import normalize
 from autopar.passes.capture.trace import trace
-from autopar.passes.cost import Costs
 from autopar.passes.dims.name_dims import name_dims
 from autopar.passes.dims.origins import Origin
 from autopar.passes.mesh import usual_split
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import CONTEXT_PARALLEL, Plan, PlanError
+from autopar.passes.price.cluster import PLAIN
 from autopar.passes.price.price_layers import price_layers
 from autopar.passes.read_program import read_program
 from autopar.passes.search.choose_op_shardings import Axis, Runs, ShardingsDoNotFit
@@ -84,7 +84,7 @@ def test_any_labels_are_right_and_cost_what_their_program_does(
     priced = communication_of(costs, choices_of(costs, propagate(named, plan), axis))
     found = seconds_of(compiled(named, plan), axis, setting.link)
     assert priced == pytest.approx(found, rel=1e-9)
-    program = compile_program(traced, plan, Costs())
+    program = compile_program(traced, plan, PLAIN)
     verify(program, case.model, case.batch, case.loss_fn, seed=3).check()
 
 
@@ -219,9 +219,7 @@ def test_plans_with_labels_are_right(build, mesh) -> None:
     case = build(layers=4)
     plan = frugal(case, mesh, microbatches=2)
     assert Plan.from_json(plan.to_json()) == plan
-    program = compile_program(
-        trace(case.model, case.batch, case.loss_fn), plan, Costs()
-    )
+    program = compile_program(trace(case.model, case.batch, case.loss_fn), plan, PLAIN)
     assert any("tp" in axes for p in program.parameters.values()
                for dim in p.slots for axes in dim)  # fmt: skip
     verify(program, case.model, case.batch, case.loss_fn, seed=3).check()
@@ -235,7 +233,7 @@ def test_several_axes_are_labelled_in_turn(build) -> None:
     plan = label_plan(of, make_plan("cp=2,tp=2", microbatches=2), CLUSTER).plan
     assert set(plan.op_shardings) == {"cp", "tp"}
     traced = trace(case.model, case.batch, case.loss_fn)
-    program = compile_program(traced, plan, Costs())
+    program = compile_program(traced, plan, PLAIN)
     verify(program, case.model, case.batch, case.loss_fn, seed=3).check()
 
 

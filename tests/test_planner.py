@@ -16,15 +16,13 @@ from autopar.machine.hardware import cluster_of, with_memory
 from autopar.options import make_plan
 from autopar.passes.capture.normalize import normalize
 from autopar.passes.capture.trace import trace
-from autopar.passes.cost import Costs
 from autopar.passes.dims.name_dims import name_dims
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import PlanError
-from autopar.passes.price.cluster import Cluster
+from autopar.passes.price.cluster import PLAIN, Cluster
 from autopar.passes.price.price import Account, price
 from autopar.passes.price.price_layers import price_layers
 from autopar.passes.price.price_memory import EVERY_PEAK, PEAK
-from autopar.passes.schedule.choose_recompute import stage_policies
 from autopar.passes.search.balance_layers import balance_layers
 from autopar.passes.search.candidates import Space
 from autopar.passes.shard.insert_collectives import insert_collectives
@@ -88,11 +86,11 @@ def of_whole_model(case, mesh: str, cuts: tuple[str, ...], **options) -> list[Ac
     """Of each stage of the whole model, compiled as it is."""
     plan = replace(make_plan(f"pp={len(cuts) + 1},{mesh}", **options), cuts=cuts)
     named = name_dims(normalize(trace(case.model, case.batch, case.loss_fn)))
-    staged = split_stages(insert_collectives(propagate(named, plan)), Costs())
+    staged = split_stages(insert_collectives(propagate(named, plan)), PLAIN)
     sizes = {axis: plan.size(axis) for axis in plan.axes}
     return [
         price(
-            differentiate(s, sizes, dict.fromkeys(sizes, 0), stage_policies(s, plan)),
+            differentiate(s, sizes, dict.fromkeys(sizes, 0), s.policies(plan)),
             DEVICE,
         )
         for s in staged.stages
@@ -174,7 +172,7 @@ def test_the_plan_compiles_and_is_right(build) -> None:
         found = find_plans(of, small(), 8, mesh=make_plan(mesh).mesh)
         plan = plan_of(found.best[0].candidate, of)
         traced = trace(case.model, case.batch, case.loss_fn)
-        program = compile_program(traced, plan, Costs())
+        program = compile_program(traced, plan, PLAIN)
         assert program.plan.mesh.size == 4
         verify(program, case.model, case.batch, case.loss_fn).check()
 

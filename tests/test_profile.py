@@ -32,7 +32,7 @@ from autopar.measure.messages import geometries, measure_messages
 from autopar.measure.ops import JobTimes, make_job, run_job
 from autopar.options import make_plan
 from autopar.passes.capture.normalize import normalize
-from autopar.passes.cost import Seconds, signature
+from autopar.passes.cost import signature
 from autopar.passes.dims.name_dims import name_dims
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.measured import MEASURED, Messages, Ops, Timed
@@ -146,7 +146,7 @@ MESSAGES = Messages({("send", 2, 1): ((8.0, 1e-4), (16.0, 2e-4))})
 PROFILE = Profile(
     {2: OPS},
     {2: MESSAGES},
-    {"aten.add": Seconds(1.0, 2.0, 0.0)},
+    {"aten.add": Timed(1.0, 2.0, 0.0)},
     {"cpu": (3.0, 2.0)},
 )
 

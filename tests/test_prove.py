@@ -19,11 +19,11 @@ import autopar
 import autopar.proof.prove_program as prover
 from autopar.cli import main
 from autopar.models.load import example_batch, load_model
-from autopar.passes.cost import Costs
 from autopar.passes.errors import AutoparError
 from autopar.passes.graph import Node
 from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan
+from autopar.passes.price.cluster import PLAIN
 from autopar.passes.proof.proof import SMALL, WHOLE
 from autopar.passes.stage.emit import emit
 from autopar.passes.stage.local_stage import LocalStage
@@ -77,7 +77,7 @@ def test_a_plan_is_proved_small(mesh: str, options: dict) -> None:
 def test_what_is_little_is_run_as_it_is() -> None:
     model, batch = build(Config(2, 16, 2, 8, 19), batch=4)
     plan = Plan(Mesh.parse("tp=2"), 2)
-    program = autopar.compile_offline(model, batch, plan, costs=Costs(), prove=True)
+    program = autopar.compile_offline(model, batch, plan, cluster=PLAIN, prove=True)
     assert program.proof is not None and program.proof.size == WHOLE
     assert program.proof.error < 1e-13
 
@@ -111,7 +111,7 @@ def test_wide_deep_models_on_many_ranks_take_little() -> None:
     assert loaded.vocab is not None
     batch = example_batch(loaded.vocab, 64, 2048)
     plan = Plan(Mesh.parse("dp=16,pp=2,tp=8"), 4, zero=1)
-    program = autopar.compile_offline(loaded.model, batch, plan, costs=Costs())
+    program = autopar.compile_offline(loaded.model, batch, plan, cluster=PLAIN)
     proof = prove(loaded.model, batch, program)
     assert proof.size == SMALL and proof.passed and proof.ranks <= 12
 
@@ -139,7 +139,7 @@ def test_deep_models_of_others_are_proved_small(
     ids = torch.randint(1, VOCAB, (8, SEQ))
     batch = {"input_ids": ids, "labels": ids}
     plan = Plan(Mesh.parse(mesh), 2, **options)
-    program = autopar.compile_offline(model, batch, plan, costs=Costs())
+    program = autopar.compile_offline(model, batch, plan, cluster=PLAIN)
     proof = prove(model, batch, program)
     assert proof.size == SMALL and proof.passed
 
@@ -154,7 +154,7 @@ def test_a_wrong_pass_fails_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda *arguments: emit(*arguments).replace("1e-05", "1e-02"),
     )
     plan = Plan(Mesh.parse("dp=2"), 2)
-    program = autopar.compile_offline(model, batch, plan, costs=Costs())
+    program = autopar.compile_offline(model, batch, plan, cluster=PLAIN)
     with pytest.raises(VerificationFailed, match="more than rounding explains"):
         prove(model, batch, program)
 
@@ -165,7 +165,7 @@ def test_an_extent_may_be_larger_in_the_small_program() -> None:
     """8 is the head's extent and the batch's, of which three microbatches need 9."""
     model, batch = build(BIG, batch=8)
     plan = Plan(Mesh.parse("pp=2"), 4)
-    program = autopar.compile_offline(model, batch, plan, costs=Costs(), prove=False)
+    program = autopar.compile_offline(model, batch, plan, cluster=PLAIN, prove=False)
     assert make_small(program, model, batch).sizes[8] == 9
     assert prove(model, batch, program).size == SMALL
 

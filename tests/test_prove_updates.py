@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import autopar
 from autopar import held_state
 from autopar.checkpoints import checkpoint
-from autopar.passes.cost import Costs
 from autopar.passes.decode import decode
 from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan
+from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import ParameterSpec, Program
 from autopar.passes.proof.proof import WHOLE, Proof
 from autopar.proof.ranks import VerificationFailed
@@ -37,7 +37,7 @@ def tied() -> tuple[nn.Module, dict[str, Tensor], Program]:
     model.positions.weight.requires_grad_(False)
     model.spare = nn.Parameter(torch.ones(3, 3))
     plan = Plan(Mesh.parse("pp=2,dp=2"), 2, zero=1)
-    program = autopar.compile_offline(model, batch, plan, costs=Costs())
+    program = autopar.compile_offline(model, batch, plan, cluster=PLAIN)
     assert program.parameters["tokens.weight"].stages == (0, 1)
     return model, batch, program
 

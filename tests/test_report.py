@@ -19,8 +19,8 @@ from autopar.cli import main
 from autopar.compiler import compile_offline
 from autopar.machine.hardware import cluster_of
 from autopar.options import make_plan
-from autopar.passes.cost import Costs
 from autopar.passes.errors import AutoparError
+from autopar.passes.price.cluster import PLAIN
 from autopar.plans.plan_record import SLOWER, read_record
 from autopar.reports.html.gather import Wanted, plan_data
 from autopar.reports.html.model_view import model_data
@@ -162,10 +162,10 @@ def test_a_simulated_step_needs_the_memory_of_its_estimate(tmp_path: Path) -> No
 
 def test_a_ring_passes_to_the_next_rank() -> None:
     plan = make_plan("cp=2", context_parallel="ring")
-    program = compile_offline(*build(CONFIG, BATCH), plan, costs=Costs(), prove=False)
+    program = compile_offline(*build(CONFIG, BATCH), plan, cluster=PLAIN, prove=False)
     link = CLUSTER.link(program.mesh, ("cp",))
     works = [e.work for e in simulate_program(program, CLUSTER).events]
-    passed = [work for work in works if work.what.startswith("shift")]
+    passed = [work for work in works if work.what.startswith("send")]
     assert passed
     for work in passed:
         assert work.calls and work.bytes

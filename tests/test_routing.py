@@ -14,10 +14,10 @@ from models import mixture
 from torch import Tensor, nn
 
 from autopar.passes.capture.normalize import normalize
-from autopar.passes.cost import Costs
 from autopar.passes.dims.name_dims import name_dims
 from autopar.passes.mesh import Mesh, balanced, usual_split
 from autopar.passes.pipeline import compile_program
+from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import Program
 from autopar.passes.shard.insert_collectives import insert_collectives
 from autopar.passes.shard.propagate import propagate
@@ -91,7 +91,7 @@ def test_rows_move_twice_each_way_and_no_more() -> None:
 
 def test_gathering_rows_instead_is_a_decision_of_the_plan() -> None:
     case = mixture("mixtral").double()
-    program = compile_program(case.trace(), gathered("ep=4", microbatches=2), Costs())
+    program = compile_program(case.trace(), gathered("ep=4", microbatches=2), PLAIN)
     kinds = {kind for _, kind, _ in on_ep(program)}
     assert kinds == {"all_gather", "reduce_scatter"}
     verify(program, case.model, case.batch, case.loss_fn).check()
@@ -158,7 +158,7 @@ def test_no_stage_ends_where_rows_are_with_their_experts() -> None:
     case = only_experts()
     named = name_dims(normalize(case.trace()))
     lowered = insert_collectives(propagate(named, plan("ep=2")))
-    chain = Chain(lowered, Costs())
+    chain = Chain(lowered, PLAIN)
     away = [
         i
         for i in range(1, len(chain.nodes))

@@ -11,10 +11,10 @@ from cases import Case
 from models import mixture, switch_gpt
 
 from autopar.options import make_plan
-from autopar.passes.cost import Costs
 from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
+from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import Program
 from autopar.proof.differences import CHOICES, find_errors
 from autopar.proof.ranks import VerificationFailed, run_all_ranks
@@ -37,7 +37,7 @@ WRONG = "(lambda x, *at: c.choose(-x, *at))("
 def compiled(case: Case, mesh: str, chooses: str = CHOOSE, **options) -> Program:
     """In bf16, with something else instead of each router's choice."""
     plan = make_plan(mesh, precision="bf16", **options)
-    program = compile_program(case.trace(plan.lowering), plan, Costs())
+    program = compile_program(case.trace(plan.lowering), plan, PLAIN)
     changed = {k: t.replace(CHOOSE, chooses) for k, t in program.modules.items()}
     assert chooses == CHOOSE or changed != program.modules
     return replace(program, modules=changed)

@@ -13,12 +13,11 @@ from cases import Case
 from models import plain_gpt
 
 from autopar.machine.hardware import cluster_of, with_memory
-from autopar.passes.cost import Costs
 from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import Plan, PlanError
 from autopar.passes.price.candidate import Candidate
-from autopar.passes.price.cluster import Cluster
+from autopar.passes.price.cluster import PLAIN, Cluster
 from autopar.passes.price.estimate import Estimate, schedule_of
 from autopar.passes.schedule.make_schedule import make_schedule, place_stages
 from autopar.passes.schedule.order import read_order, write_order
@@ -139,7 +138,7 @@ def test_a_tied_table_is_counted_as_the_program_holds_it(
     assert layers is not None
     candidate = Candidate(mesh, 4, 4, schedule, per_rank, 0, "none", layers)
     found = run_on_paper(candidate, make_prices(of(), cluster), cluster)
-    program = compile_program(case().trace(None), plan_of(candidate, of()), Costs())
+    program = compile_program(case().trace(None), plan_of(candidate, of()), PLAIN)
     for terms, held in zip(found.memory, program.memory, strict=True):
         for term in ("parameters", "gradients", "optimizer"):
             assert terms[term] == pytest.approx(getattr(held, term)), term
@@ -182,7 +181,7 @@ def test_what_is_made_is_what_is_compiled_and_right() -> None:
     e = made()
     plan = plan_of(e.candidate, of())
     assert Plan.from_json(plan.to_json()) == plan and plan.order
-    program = compile_program(case().trace(plan.lowering), plan, Costs())
+    program = compile_program(case().trace(plan.lowering), plan, PLAIN)
     assert program.schedule == schedule_of(e.candidate)
     assert program.schedule.stage_to_rank == e.candidate.placement
     for terms, held in zip(e.memory, program.memory, strict=True):

@@ -116,23 +116,30 @@ def categorical(x: Tensor, y: Tensor, **options: Any) -> Tensor:
     return -of.log_prob(y.argmax(-1)).mean() + of.entropy().mean()
 
 
+def looks_into_tensors() -> bool:
+    return tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
+
+
 @pytest.mark.parametrize("loss", [gaussian, normal, categorical])
 def test_where_torch_looks_into_tensors_there_is_a_way_without(
     loss: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Torch's default, which whoever compiles with Dynamo turns off for the process.
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
-    model = Model(lambda _, out: out)
-    with pytest.raises(CaptureError) as error:
+    model, fix = Model(lambda _, out: out), ""
+    try:
         trace(model, batch(), lambda out, b: loss(out, b["y"]))
+    except CaptureError as error:
+        fix = error.fix
     if loss is gaussian:
-        assert "0.5 * (var.log() + (x - y) ** 2 / var).mean()" in error.value.fix
+        assert "0.5 * (var.log() + (x - y) ** 2 / var).mean()" in fix
 
         def found(x: Tensor, y: Tensor) -> Tensor:
             return 0.5 * (x.exp().log() + (x - y) ** 2 / x.exp()).mean()
 
     else:
-        assert "validate_args=False" in error.value.fix
+        # From torch 2.15 on it looks only where nothing is traced.
+        assert "validate_args=False" in fix or not looks_into_tensors()
         found = partial(loss, validate_args=False)
     traced = trace(model, batch(), lambda out, b: found(out, b["y"]))
     wanted = loss(model.up(batch()["x"]), batch()["y"])

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from autopar.compiler import compile_offline
 from autopar.options import make_plan
-from autopar.passes.cost import Costs, flops
+from autopar.passes.cost import flops
 from autopar.passes.graph import Node, Value
 from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
+from autopar.passes.price.cluster import PLAIN
 from autopar.passes.shard import layout
 from autopar.passes.shard.layout import Pieces, window_tiles
 from autopar.proof import prove_program
@@ -119,7 +120,7 @@ def test_a_window_is_a_number_of_attention(
     mesh: str, options: dict[str, object], small_tiles: None
 ) -> None:
     one = case()
-    program = compile_program(one.trace(), make_plan(mesh, **options), Costs())
+    program = compile_program(one.trace(), make_plan(mesh, **options), PLAIN)
     text = next(iter(program.modules.values()))
     assert f"window={WINDOW}" in text and "aten.gt" not in text
     verify(program, *one).check()
@@ -142,7 +143,7 @@ def test_the_default_proof_keeps_a_window(monkeypatch: pytest.MonkeyPatch) -> No
     with torch.device("meta"):
         model = InTurn(window=300, count=6)
     compiled = compile_offline(
-        model, batch, make_plan("cp=2"), costs=Costs(), prove=True
+        model, batch, make_plan("cp=2"), cluster=PLAIN, prove=True
     )
     assert compiled.proof is not None and compiled.proof.size == "small"
     assert found and all(f is not None for f in found)

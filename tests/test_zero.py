@@ -12,10 +12,10 @@ from test_step import check_trajectory
 from torch import nn
 
 from autopar.compiler import compile_offline
-from autopar.passes.cost import Costs
 from autopar.passes.dims.name_dims import Dim
 from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan
+from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import Program
 from autopar.passes.shard.parameter_sharding import split_parameter
 from autopar.passes.shard.sharding import Sharding
@@ -307,5 +307,5 @@ class Masked(nn.Module):
 def test_what_is_made_of_a_shared_parameter_is_derived_once_a_step(zero):
     model, batch = Masked().double(), {"x": torch.randn(4, 8).double()}
     plan = Plan(Mesh.parse("dp=2"), 2, zero=zero)
-    program = compile_offline(model, batch, plan, costs=Costs())
+    program = compile_offline(model, batch, plan, cluster=PLAIN)
     verify(program, model, batch).check()

@@ -26,7 +26,6 @@ from autopar.commands.plan import SEQ
 from autopar.compiler import compile_offline
 from autopar.machine.cluster_file import read_cluster
 from autopar.machine.measured_cluster import named_cluster
-from autopar.measure.stage_costs import cluster_costs
 from autopar.models.load import LoadedModel, ModelError, example_batch, load_model
 from autopar.options import OPTIONS, make_plan
 from autopar.passes.mesh import AXES, Mesh
@@ -149,8 +148,7 @@ def _compile(
         plan = label_plan(of, plan, _cluster(arguments.labels)).plan
     prove = not arguments.unproved
     others = _other_devices(arguments.devices, record)
-    costs = cluster_costs(others) if others else None
-    program = compile_offline(loaded.model, batch, plan, costs=costs, prove=prove)
+    program = compile_offline(loaded.model, batch, plan, cluster=others, prove=prove)
     return program, record, others, loaded.on_meta
 
 

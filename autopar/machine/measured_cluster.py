@@ -57,12 +57,18 @@ def measured_cluster(devices: int, path: Path | None = None) -> Cluster:
     `Cluster.profile` is "" if nothing was, and a warning says so.
     Raises: ProfileError, ClusterError.
     """
-    measured, cluster = read_profile(path), this_cluster(devices)
-    ops = measured.ops.get(busy(devices), Ops())
-    messages = measured.messages.get(devices, Messages())
+    cluster = known_cluster(devices, path)
+    if not cluster.profile and os.environ.get("RANK", "0") == "0":
+        LOG.warning(_not_measured(devices))
+    return cluster
+
+
+def known_cluster(devices: int, path: Path | None = None) -> Cluster:
+    """The same without a warning."""
+    found, cluster = read_profile(path), this_cluster(devices)
+    ops = found.ops.get(busy(devices), Ops())
+    messages = found.messages.get(devices, Messages())
     if not (ops.timed or ops.update or messages.points):
-        if os.environ.get("RANK", "0") == "0":
-            LOG.warning(_not_measured(devices))
         return cluster
     device = replace(cluster.device, ops=ops, flops=_peaks(cluster.device, ops))
     return replace(cluster, device=device, messages=messages, profile=machine_text())

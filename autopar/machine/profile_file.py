@@ -4,11 +4,11 @@
   "ops": {"2": {"timed": {"aten.add.Tensor(...)": [seconds, bytes, flops]},
                 "update": [[bytes, seconds], ...]}},
   "messages": {"4": [["all_reduce", 2, 1, [[bytes, seconds], ...]], ...]},
-  "halves": {"aten.linear.default(...)": [forward, input half, weight half]},
+  "alone": {"aten.linear.default(...)": [seconds, bytes, flops]},
   "backends": {"cpu": [eager, inductor]}}}}
 
 ops: by how many ranks compute at once. messages: by how many ranks there are; the
-collective, ranks of a group, and how far apart they are. halves: of ops by themselves,
+collective, ranks of a group, and how far apart they are. alone: ops by themselves,
 by which stages are cut. backends: seconds of a few layers, by the kind of device.
 """
 
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from autopar.machine.machine import machine_text
-from autopar.passes.cost import Seconds
 from autopar.passes.errors import AutoparError
 from autopar.passes.price.measured import Messages, Ops, Point, Timed
 from autopar.terminal import command
@@ -45,7 +44,7 @@ class Profile:
 
     ops: Mapping[int, Ops] = field(default_factory=dict)
     messages: Mapping[int, Messages] = field(default_factory=dict)
-    halves: Mapping[str, Seconds] = field(default_factory=dict)
+    alone: Mapping[str, Timed] = field(default_factory=dict)
     backends: Backends = field(default_factory=dict)
 
     def with_more(self, other: Profile) -> Profile:
@@ -57,7 +56,7 @@ class Profile:
         return Profile(
             ops,
             {**self.messages, **other.messages},
-            {**self.halves, **other.halves},
+            {**self.alone, **other.alone},
             {**self.backends, **other.backends},
         )
 
@@ -168,7 +167,7 @@ def profile_data(profile: Profile) -> dict[str, Any]:
             str(ranks): [[*place, list(map(list, p))] for place, p in m.points.items()]
             for ranks, m in profile.messages.items()
         },
-        "halves": {key: list(astuple(s)) for key, s in profile.halves.items()},
+        "alone": {key: list(astuple(t)) for key, t in profile.alone.items()},
         "backends": {kind: list(took) for kind, took in profile.backends.items()},
     }
 
@@ -191,10 +190,11 @@ def _profile(data: Any) -> Profile:
         )
         for ranks, rows in data["messages"].items()
     }
-    halves = {key: Seconds(*_numbers(s, 3)) for key, s in data["halves"].items()}
+    found = data.get("alone", {})  # profiles of before have other seconds
+    alone = {key: Timed(*_numbers(row, 3)) for key, row in found.items()}
     found = data.get("backends", {})  # profiles of before have none
     backends = {str(kind): _two(row) for kind, row in found.items()}
-    return Profile(ops, messages, halves, backends)
+    return Profile(ops, messages, alone, backends)
 
 
 def _two(row: Any) -> tuple[float, float]:

@@ -1,32 +1,34 @@
-"""stage_costs: seconds of each distinct op by itself, by which stages are cut.
+"""Seconds of this machine's ops, by which stages are cut and scheduled.
 
-An op, forward and both halves of its backward (the gradients of activations, and of
-weights), is emitted and timed as a stage of its own, see `autopar.measure.ops`, on one
-thread, as torchrun starts its ranks. Results are kept in this machine's profile. What
-is too large to run here is estimated from the best of what was measured. Of devices
-that are not here they are the planner's prices, see `cluster_costs`.
+Ops of the emitted code are measured: each op of the model by itself, with both halves
+of its backward (the gradients of activations, and of weights), as a stage of its own,
+see `autopar.measure.ops`, on one thread, as torchrun starts its ranks. Results are kept
+in this machine's profile. What is too large to run here is read off from what ran.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
+from autopar.machine.measured_cluster import known_cluster
 from autopar.machine.profile_file import Profile, read_profile, save_profile
 from autopar.measure.ops import make_job, run_job
-from autopar.passes.cost import Costs, Seconds, flops, signature, traffic
+from autopar.passes.cost import signature, traffic
 from autopar.passes.dims.origins import find_differentiable
 from autopar.passes.dims.probe import REFUSALS
 from autopar.passes.errors import CaptureError
 from autopar.passes.graph import Node
 from autopar.passes.ops.op import is_view
-from autopar.passes.price.cluster import Cluster, Device
-from autopar.passes.price.price import BACKWARD, FORWARD, WEIGHT, price
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.price.measured import Ops, Timed
 from autopar.passes.shard.insert_collectives import Lowered
 from autopar.passes.stage.differentiate import differentiate
+from autopar.passes.stage.local_stage import LocalStage
 from autopar.passes.stage.localize import Localizer
 from autopar.passes.stage.one_op import one_op
 from autopar.progress import tell
@@ -39,64 +41,63 @@ REPEATS = 3
 LOG = logging.getLogger(__name__)
 
 
-def stage_costs(lowered: Lowered) -> Costs:
-    """Costs of the graph's nodes, at the shapes of the first rank; if nothing is
-    decided by them, by the rates of the largest ones."""
+def this_machine(lowered: Lowered) -> Cluster:
+    """This machine's devices, one for each rank of the plan. Where anything is decided
+    by seconds, ops that no profile has are measured first."""
+    plan, cluster = lowered.plan, known_cluster(lowered.plan.mesh.size)
+    if not plan.needs_costs:
+        return cluster
     flows = find_differentiable(lowered.graph, lowered.traced.trainable)
-    nodes = {key: n for key, n in _distinct(lowered, flows).items() if _is_small(n)}
-    held = read_profile().halves
-    wanted = nodes if lowered.plan.needs_costs else _telling(nodes)
-    unknown = {key: node for key, node in wanted.items() if key not in held}
-    new = {}
+    ops, alone = cluster.device.ops, dict(read_profile().alone)
+    new: dict[str, Timed] = {}
+    nodes = _distinct(lowered, flows)
     with _one_thread():
-        for number, (key, node) in enumerate(unknown.items()):
-            tell("timing ops", number, len(unknown))
-            if (seconds := measure(node, flows)) is not None:
-                new[key] = seconds
+        for number, node in enumerate(nodes.values()):
+            tell("timing ops", number, len(nodes))
+            local = alone_stage(node, flows)
+            if local is None or {*ops.timed, *alone} >= _signatures(local):
+                continue
+            new |= measure(node.op, local)
+            alone |= new
     if new:
         # A read-only home: measured again next time.
         with contextlib.suppress(OSError):
-            save_profile(Profile(halves=new))
-    both = {**held, **new}
-    known = {key: both[key] for key in nodes if key in both}
-    return Costs(known, *_rates(nodes, known))
+            save_profile(Profile(alone=new))
+    known = Ops({**alone, **ops.timed}, ops.update)
+    return replace(cluster, device=replace(cluster.device, ops=known))
 
 
-def cluster_costs(cluster: Cluster) -> Callable[[Lowered], Costs]:
-    """Costs as the planner prices them, for devices that need not be here."""
+def alone_stage(node: Node, flows: Collection[str] | None = None) -> LocalStage | None:
+    """A node as a stage of its own, its backward in halves. flows: see `one_op`.
 
-    def costs(lowered: Lowered) -> Costs:
-        plan = lowered.plan
-        device = cluster.device.running(plan.tf32, plan.backend)
-        flows = find_differentiable(lowered.graph, lowered.traced.trainable)
-        priced = {
-            key: seconds
-            for key, node in _distinct(lowered, flows).items()
-            if (seconds := _priced(node, flows, device)) is not None
-        }
-        links = [level.bytes_per_second * level.efficiency for level in cluster.levels]
-        return Costs(
-            priced,
-            device.peak("float32") * device.efficiency,
-            device.bytes_per_second * device.bandwidth_efficiency,
-            *links[:1],
-        )
-
-    return costs
-
-
-def _priced(node: Node, flows: Collection[str], device: Device) -> Seconds | None:
-    """By the account of a stage of its own; None for an op without a derivative."""
+    None for one without a derivative of its own: whether a model needs one is found out
+    when its stages are differentiated.
+    """
     try:
-        account = price(differentiate(one_op(node, flows), {}, {}, halves=True), device)
+        return differentiate(one_op(node, flows), {}, {}, halves=True)
     except (*REFUSALS, CaptureError) as error:
-        LOG.debug("%s is not priced by itself: %s", node.op, error)
+        LOG.debug("%s is not measured: %s", node.op, error)
         return None
-    return Seconds(*(account["seconds", part] for part in (FORWARD, BACKWARD, WEIGHT)))
+
+
+def measure(name: str, local: LocalStage) -> Mapping[str, Timed]:
+    """What a stage's ops take; nothing for what does not run on weights and numbers
+    drawn at random."""
+    try:
+        return run_job(make_job(name, local), default_device(), REPEATS).timed
+    except (*REFUSALS, CaptureError) as error:
+        LOG.debug("%s is not measured: %s", name, error)
+        return {}
+
+
+def _signatures(local: LocalStage) -> set[str]:
+    """Those of what takes time."""
+    return {signature(node) for node in local.nodes if traffic(node)}
 
 
 def _distinct(lowered: Lowered, flows: Collection[str]) -> dict[str, Node]:
-    """The graph's nodes that compute, as the first rank has them, by signature."""
+    """The graph's nodes that compute and are not too large, as the first rank has them,
+    by signature."""
     plan = lowered.plan
     sizes = {axis: plan.size(axis) for axis in plan.axes}
     local = Localizer(
@@ -107,62 +108,13 @@ def _distinct(lowered: Lowered, flows: Collection[str]) -> dict[str, Node]:
         mine = local.node(node)
         if is_view(mine) or not mine.results or not mine.operands:
             continue
-        if mine.op.startswith("comm."):
+        if mine.op.startswith("comm.") or traffic(mine) > LARGEST:
             continue
         # Of those that are alike, one that has a backward.
         if any(v.name in flows for v in mine.results):
             nodes[signature(mine)] = mine
         nodes.setdefault(signature(mine), mine)
     return nodes
-
-
-def _is_small(node: Node) -> bool:
-    """Enough so to be measured."""
-    return traffic(node) <= LARGEST
-
-
-def _telling(nodes: dict[str, Node]) -> dict[str, Node]:
-    """The one that computes most, and of those that only move data the largest."""
-    if not nodes:
-        return {}
-    most = max(nodes, key=lambda key: flops(nodes[key]))
-    moving = [key for key in nodes if key != most and not _is_bound_by_work(nodes[key])]
-    telling = [most, *sorted(moving, key=lambda key: -traffic(nodes[key]))[:1]]
-    return {key: nodes[key] for key in telling}
-
-
-def _is_bound_by_work(node: Node) -> bool:
-    return flops(node) > 8 * traffic(node)
-
-
-def _rates(nodes: dict[str, Node], known: dict[str, Seconds]) -> tuple[float, float]:
-    """FLOP/s and bytes/s of the best measured ops, for those that were not."""
-    default = Costs()
-    speeds, bandwidths = [default.flops_per_second], [default.bytes_per_second]
-    for key, measured in known.items():
-        node = nodes[key]
-        work, seconds = flops(node), max(measured.total, 1e-9)
-        if work > 1e7 and _is_bound_by_work(node):
-            speeds.append(3 * work / seconds)
-        elif traffic(node) > 1e6:
-            bandwidths.append(3 * traffic(node) / seconds)
-    return max(speeds), max(bandwidths)
-
-
-def measure(node: Node, flows: Collection[str] | None = None) -> Seconds | None:
-    """Seconds of each part of a node, emitted as a stage of its own.
-
-    flows: see `one_op`. None for an op that does not run on weights and numbers drawn
-    at random, or has no derivative of its own: whether a model needs one is found out
-    when its stages are differentiated.
-    """
-    try:
-        local = differentiate(one_op(node, flows), {}, {}, halves=True)
-        parts = run_job(make_job(node.op, local), default_device(), REPEATS).parts
-    except (*REFUSALS, CaptureError) as error:
-        LOG.debug("%s is not measured: %s", node.op, error)
-        return None
-    return Seconds(parts["forward"], parts["backward_input"], parts["backward_weight"])
 
 
 @contextlib.contextmanager

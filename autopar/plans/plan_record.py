@@ -22,7 +22,6 @@ from autopar.passes.plan import AUTO, CONTEXT_PARALLEL, RECOMPUTE
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import Estimate
-from autopar.passes.price.stage_seconds import StageSeconds
 from autopar.passes.ranges import check_range, shown
 from autopar.passes.schedule.make_schedule import SCHEDULES
 from autopar.passes.search.search import Found
@@ -30,7 +29,7 @@ from autopar.read_file import read_text
 from autopar.terminal import command
 from autopar.version import VERSION
 
-FORMAT = 1
+FORMAT = 2
 ESTIMATE = "estimate.json"
 SLOWER, SHOWN = 1.5, 1000  # than the best one; candidates that are kept with it
 AGAIN = "plan again with this version of autopar"
@@ -128,17 +127,12 @@ VERSIONS = ("autopar", "torch")
 MOST = 1e30  # of a number: sums of more have no end
 # What JSON has otherwise than the dataclasses do, or beside them.
 WRITTEN = {"cluster": dict[str, Any], "profile": str, "best": tuple[Any, ...]}
-STAGE = {"exposed": tuple[tuple[str | float, ...], ...]}
 CHOSEN = {"mesh": str}
-ESTIMATED = {"candidate": dict[str, Any], "stages": tuple[Any, ...]}
+ESTIMATED = {"candidate": dict[str, Any]}
 
 
 def estimate_data(e: Estimate) -> dict[str, Any]:
-    """An estimate as values for JSON; keys of exposed are lists of words."""
-    stages = []
-    for stage in e.stages:
-        exposed = [[*key, seconds] for key, seconds in stage.exposed.items()]
-        stages.append({**asdict(stage), "exposed": exposed})
+    """An estimate as values for JSON."""
     return {
         "candidate": {**asdict(e.candidate), "mesh": str(e.candidate.mesh)},
         "seconds": e.seconds,
@@ -146,7 +140,7 @@ def estimate_data(e: Estimate) -> dict[str, Any]:
         "parts": dict(e.parts),
         "bubble": e.bubble,
         "flops": e.flops,
-        "stages": stages,
+        "stages": [asdict(stage) for stage in e.stages],
         "once": [dict(terms) for terms in e.once],
         "sources": {what: dict(shares) for what, shares in e.sources.items()},
     }
@@ -159,8 +153,7 @@ def _estimate(where: str, data: Any) -> Estimate:
     decided = decode_fields(Candidate, chosen, place, EstimateError, AGAIN, CHOSEN)
     candidate = Candidate(**{**decided, "mesh": Mesh.parse(decided["mesh"])})
     _check_candidate(where, candidate)
-    stages = tuple(_stage(f"a stage in {where}", stage) for stage in read["stages"])
-    e = Estimate(**{**read, "candidate": candidate, "stages": stages})
+    e = Estimate(**{**read, "candidate": candidate})
     ranks = candidate.mesh.axis_size("pp")
     counts = {"memory": ranks, "once": ranks, "stages": len(candidate.layers)}
     for key, count in counts.items():
@@ -192,17 +185,6 @@ def _check_candidate(where: str, candidate: Candidate) -> None:
             f"'layers' of the candidate in {where} are not those of {stages} stages",
             fix=AGAIN,
         )
-
-
-def _stage(where: str, data: Any) -> StageSeconds:
-    read = decode_fields(StageSeconds, data, where, EstimateError, AGAIN, STAGE)
-    exposed = {}
-    for row in read["exposed"]:
-        words = tuple(word for word in row if isinstance(word, str))
-        if len(words) < 2 or words != row[:-1]:
-            raise EstimateError(f"{where} has a wait {list(row)!r}", fix=AGAIN)
-        exposed[words] = row[-1]
-    return StageSeconds(**{**read, "exposed": exposed})
 
 
 def _check_ends(where: str, data: Any) -> None:

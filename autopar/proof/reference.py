@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.passes.capture.call_model import loss_of
-from autopar.passes.capture.custom_functions import through_checkpoints
+from autopar.passes.capture.function_calls import through_checkpoints
 from autopar.passes.capture.mixed_precision import (
     Lowering,
     autocast,

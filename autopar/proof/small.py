@@ -15,7 +15,6 @@ from autopar.capture.capture_model import capture_model
 from autopar.passes.capture.lower_precision import lower_precision
 from autopar.passes.capture.normalize import normalize
 from autopar.passes.capture.trace import Traced
-from autopar.passes.cost import Costs
 from autopar.passes.dims.name_dims import name_dims
 from autopar.passes.mesh import TIME
 from autopar.passes.pipeline import compile_program
@@ -87,7 +86,7 @@ def make_small(
     axes, sizes = _choose(plan, few, splits, extents)
     shrinker = Shrinker(extents, sizes)
     small = shrinker.graph(traced)
-    made = compile_program(small, shrink_plan(plan, few, axes), Costs())
+    made = compile_program(small, shrink_plan(plan, few, axes))
     held = {v.name for v in (*small.graph.params, *small.graph.buffers)}
     with torch.no_grad():
         like = {k: shrinker.tensor(k, x).cpu() for k, x in like.items() if k in held}

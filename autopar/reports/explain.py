@@ -91,8 +91,7 @@ def stages_table(record: PlanRecord) -> Table:
     for i, (stage, layers) in enumerate(
         zip(best.stages, best.candidate.layers, strict=True)
     ):
-        waits = sum(stage.exposed.values())
-        times = (stage.forward, stage.backward, stage.weight, waits, stage.send)
+        times = (stage.forward, stage.backward, stage.weight, stage.waited, stage.send)
         row = (layers, *map(seconds, times), _bytes(stage.footprint.saved))
         alike.setdefault(row, []).append(i)
     return Table(

@@ -14,10 +14,11 @@ import torch
 from autopar.passes.capture.mixed_precision import Stream
 from autopar.passes.graph_text import DTYPES
 from autopar.passes.mesh import PIPELINE
+from autopar.passes.price.estimate import run_schedule
 from autopar.passes.program import ParameterSpec, Program, dtype_name
 from autopar.passes.schedule.check_schedule import peak_in_flight
 from autopar.passes.schedule.footprint import Communication
-from autopar.passes.schedule.simulate_schedule import Timeline, grid, simulate
+from autopar.passes.schedule.simulate_schedule import Timeline, grid
 from autopar.reports.label_table import label_table
 from autopar.reports.memory_table import memory_table
 from autopar.reports.parameters import LAYER, parameter_table, pattern
@@ -57,10 +58,10 @@ def stage_table(program: Program) -> Table:
                 size(_activations(program, index)),
                 count(stage.flops),
                 "\n".join(map(_type, _sends(program, index))),
-                seconds(stage.seconds.total),
+                seconds(stage.took.total),
             )
         )
-    estimated = [stage.seconds.total for stage in program.stages]
+    estimated = [stage.took.total for stage in program.stages]
     average = sum(estimated) / len(estimated)
     uneven = max(estimated) / average - 1 if average else 0.0
     return Table(
@@ -226,14 +227,7 @@ def _reductions(program: Program, stage: int) -> list[Communication]:
 
 def timeline(program: Program) -> Timeline:
     """The schedule run on paper, with the estimated seconds of the stages."""
-    parts = [stage.seconds for stage in program.stages]
-    return simulate(
-        program.schedule,
-        [max(s.forward, 1e-9) for s in parts],
-        [max(s.backward, 1e-9) for s in parts],
-        [s.weight_half for s in parts],
-        program.send,
-    )
+    return run_schedule(program.schedule, [stage.took for stage in program.stages])
 
 
 def schedule_text(program: Program) -> str:
@@ -333,5 +327,5 @@ def _stage_data(program: Program, index: int) -> Mapping[str, Any]:
         "activation_bytes": _activations(program, index),
         "forward_flops": stage.flops,
         "sends": [{"shape": s, "dtype": d} for s, d in sends],
-        "seconds": stage.seconds.total,
+        "seconds": stage.took.total,
     }

@@ -34,8 +34,8 @@ from autopar.compiler import compile_offline  # noqa: E402
 from autopar.machine.clock import clock_of  # noqa: E402
 from autopar.models.load import example_batch, load_model  # noqa: E402
 from autopar.options import make_plan  # noqa: E402
-from autopar.passes.cost import Costs  # noqa: E402
 from autopar.passes.plan import Plan  # noqa: E402
+from autopar.passes.price.cluster import PLAIN  # noqa: E402
 from autopar.passes.schedule.footprint import Communication  # noqa: E402
 from autopar.runtime.kernels.experts import expert_linear, expert_weight_grad_  # noqa: E402
 
@@ -62,7 +62,7 @@ def measure(spec: str, layers: int, plan: Plan, samples: int, seq: int) -> list[
     ranks = plan.mesh.axis_size("ep")
     assert loaded.vocab is not None, "configurations of experts have a vocabulary"
     batch = example_batch(loaded.vocab, samples * ranks, seq)
-    program = compile_offline(loaded.model, batch, plan, costs=Costs())
+    program = compile_offline(loaded.model, batch, plan, cluster=PLAIN)
     found = [c for c in program.communication if c.axes == ("ep",)]
     parts = ("forward", "backward")
     moved = [sum(sent(c, ranks) for c in found if c.part == part) for part in parts]

@@ -19,10 +19,10 @@ sys.path.insert(0, str(ROOT))  # the passes are found from any directory
 from autopar.models.load import load_model  # noqa: E402
 from autopar.options import make_plan  # noqa: E402
 from autopar.passes.capture.trace import Traced, trace  # noqa: E402
-from autopar.passes.cost import Costs  # noqa: E402
 from autopar.passes.mesh import Mesh  # noqa: E402
 from autopar.passes.pipeline import compile_program  # noqa: E402
 from autopar.passes.plan import Plan  # noqa: E402
+from autopar.passes.price.cluster import PLAIN  # noqa: E402
 from autopar.passes.program import Program  # noqa: E402
 from autopar.passes.shard.sharding import local_extent  # noqa: E402
 
@@ -50,7 +50,7 @@ def captured(layers: int, kv_heads: int) -> Traced:
 def pair(plan: Plan, kv_heads: int) -> tuple[Program, Program]:
     """Compiles two layers, and one."""
     two, one = (
-        compile_program(captured(layers, kv_heads), plan, Costs()) for layers in (2, 1)
+        compile_program(captured(layers, kv_heads), plan, PLAIN) for layers in (2, 1)
     )
     return two, one
 

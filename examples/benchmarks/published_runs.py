@@ -148,7 +148,7 @@ class LayerRun:
     def predict(self, constants: Constants) -> tuple[float, float]:
         cluster = constants.of(cluster_of("8xA100-80GB"))
         account = retimed(self.account, cluster.device)
-        took = stage_seconds(account, self.candidate, cluster)
+        took = stage_seconds(account, self.candidate.mesh, cluster)
         return took.forward, took.backward + took.weight
 
 

@@ -27,6 +27,7 @@ from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import step_parts
 from autopar.passes.price.price import BACKWARD, FORWARD, Account, footprint_of, retimed
 from autopar.passes.price.price_layers import Prices
+from autopar.passes.price.share import share
 from autopar.passes.price.stage_seconds import stage_seconds
 from autopar.passes.search.candidates import Space
 from autopar.passes.search.search import accounts_of, rough, rough_seconds
@@ -111,10 +112,13 @@ class Run:
     def predict(self, constants: Constants) -> float:
         """Tokens a second and GPU."""
         cluster = constants.of(_cluster(self.nodes))
-        accounts = [retimed(a, cluster.device) for a in self.accounts]
-        seconds = rough_seconds([[a] for a in accounts], self.candidate, cluster)
+        priced = (retimed(a, cluster.device) for a in self.accounts)
+        accounts = [share(a, self.candidate, cluster.device) for a in priced]
+        took = [stage_seconds(a, self.candidate.mesh, cluster) for a in accounts]
+        both = [[a] for a in accounts], [[t] for t in took]
+        seconds = rough_seconds(both[0], self.candidate, cluster, both[1])
         if self.candidate.zero:
-            seconds += _at_once(accounts[0], self.candidate, cluster)
+            seconds += _at_once(self.accounts[0], self.candidate, cluster)
             slices = self.candidate.data_parallel * max(self.candidate.layers) * TENSORS
             seconds += 2 * slices * constants.copy  # gradients, and parameters
         else:
@@ -144,11 +148,11 @@ def _in_buckets(account: Account, candidate: Candidate, cluster: Cluster) -> flo
     where they are reduced in buckets, beside it."""
     if candidate.mesh.axis_size("dp") == 1:
         return 0.0
-    took = stage_seconds(account, candidate, cluster)
+    took = stage_seconds(account, candidate.mesh, cluster)
     buckets = account["memory", "parameters"] / BUCKET
     link = cluster.link(candidate.mesh, ("dp",))
     starts = buckets * link.seconds("all_reduce", 0.0)
-    reduced = step_parts(account, candidate, cluster)["gradients dp"] + starts
+    reduced = step_parts(account, candidate.mesh, cluster)["gradients dp"] + starts
     return starts - min(reduced, took.backward + took.weight)
 
 
@@ -156,7 +160,8 @@ def _at_once(account: Account, candidate: Candidate, cluster: Cluster) -> float:
     """Seconds less than in buckets, where one collective scatters all gradients and one
     gathers all parameters."""
     link = cluster.link(candidate.mesh, ("dp",))
-    parts = step_parts(account, candidate, cluster)
+    shared = share(account, candidate, cluster.device)
+    parts = step_parts(shared, candidate.mesh, cluster)
     whole = link.seconds("reduce_scatter", account["memory", "trained"])
     whole += link.seconds("all_gather", account["memory", "read"])
     return whole - parts["gradients dp"] - parts["parameters dp"]

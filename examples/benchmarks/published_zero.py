@@ -47,7 +47,7 @@ class ZeroRun:
         account = retimed(self.account, cluster.device)
         if self.blocks:
             return step_seconds([account], self.candidate, cluster)
-        alone = stage_seconds(account, replace(self.candidate, zero=0), cluster)
+        alone = stage_seconds(account, self.candidate.mesh, cluster)
         link = cluster.link(self.candidate.mesh, ("dp",))
         calls = WEIGHTS * self.candidate.layers[0]
         each = account["memory", "read"] / calls

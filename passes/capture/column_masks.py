@@ -11,7 +11,8 @@ import torch
 
 from ..capture.causal_masks import SMALL, causal_window, is_of_positions
 from ..capture.rewrite import Rewriter
-from ..graph import Location, Value
+from ..graph import Location, Node, Value
+from ..ops.arguments import arguments
 
 ANDS = frozenset(f"aten.{n}" for n in ("__and__", "bitwise_and", "logical_and"))
 VIEWS = frozenset({"aten.reshape", "aten.expand", "aten.detach"})
@@ -45,6 +46,7 @@ def columns_of(rewriter: Rewriter, mask: Value) -> Columns | None:
         return None
     ids: Value | None = None
     ordered: Value | None = None
+    causal, nearest = False, rows  # by these positions
     places: list[Value] = []
     shown: list[Value] = []
     for part in _conjuncts(rewriter, mask):
@@ -60,26 +62,47 @@ def columns_of(rewriter: Rewriter, mask: Value) -> Columns | None:
         node = rewriter.made.get(part.name)
         if node is None or len(node.operands) != 2:
             return None
-        turned = ORDERS.get(node.name, True)
-        row, column = node.operands if turned else reversed(node.operands)
-        compared = _compared(rewriter, row, column, rows)
-        if node.name == "aten.eq" and compared is None:
-            compared = _compared(rewriter, column, row, rows)
-        if compared is None:
+        if node.name == "aten.eq":
+            own, other = node.operands
+            same = _compared(rewriter, own, other, rows)
+            same = same or _compared(rewriter, other, own, rows)
+            if same is None or ids not in (None, same):
+                return None
+            ids = same
+            continue
+        found = _order(rewriter, node, rows)
+        if found is None or ordered not in (None, found[0]):
             return None
-        if node.name == "aten.eq" and ids in (None, compared):
-            ids = compared
-        elif node.name in ORDERS and ordered in (None, compared):
-            ordered = compared
-        else:
-            return None
+        ordered, nearest = found[0], min(nearest, found[1] or rows)
+        causal = causal or not found[1]
     if ordered and (ids is None or not _counts_starts(rewriter, ids, ordered)):
         return None
-    window = rows if ordered and not places else _window(rewriter, places)
+    window = rows if causal and not places else _window(rewriter, places)
+    window = window and min(window, nearest)
     alone = ids is None and not places and len(shown) > 0
     if not alone and (window is None or rows != columns):
         return None
     return Columns(ids, window or 0, _both(rewriter, shown))
+
+
+def _order(rewriter: Rewriter, node: Node, rows: int) -> tuple[Value, int] | None:
+    """The positions that rows and columns are compared by, and 0, where columns are up
+    to the row's own; or how many of them, where they are after the row's less that."""
+    if node.name == "aten.gt":
+        column, row = node.operands
+        less = rewriter.producer(row, "aten.sub")
+        if less is None or less.arg("alpha") != 1:
+            return None
+        count = less.arg("other")
+        if type(count) is not int or count < 1:
+            return None
+        compared = _compared(rewriter, less.operands[0], column, rows)
+        return None if compared is None else (compared, count)
+    if node.name not in ORDERS:
+        return None
+    row, column = node.operands if ORDERS[node.name] else reversed(node.operands)
+    compared = _compared(rewriter, row, column, rows)
+    return None if compared is None else (compared, 0)
 
 
 def _window(rewriter: Rewriter, places: list[Value]) -> int | None:
@@ -162,6 +185,6 @@ def _counts_starts(rewriter: Rewriter, ids: Value, positions: Value) -> bool:
     if starts is None or starts.args[1] != 1:
         return False
     steps = rewriter.producer(starts.operands[0], "aten.diff")
-    if steps is None or steps.operands[0] != positions or steps.arg("n") != 1:
+    if steps is None or steps.operands[0] != positions or arguments(steps)["n"] != 1:
         return False
     return steps.arg("dim") in (-1, len(ids.shape) - 1) and ids.shape == positions.shape

@@ -17,16 +17,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import (
+    FunctionCtx,
+    once_differentiable,
+)
 
+from ..capture.function_calls import Apply, has_setup, through_checkpoints
 from ..capture.unseen import spelled
 from ..capture.user_frames import at_work
 from ..errors import CaptureError
 
-Apply = type[torch.autograd.Function]
-
 ONCE = once_differentiable(lambda ctx: None).__code__
-CHECKPOINT = ("torch.utils.checkpoint", "CheckpointFunction")
 # Elements of all arguments together: more are not tried.
 MOST = 1 << 25
 SHORT = 24  # extents that dims are shortened to, counted down from here
@@ -120,33 +121,6 @@ class Functions:
         return known
 
 
-@contextmanager
-def through_checkpoints(users: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Within, a reentrant checkpoint is the function that it would run once more.
-
-    users: what to call instead of a Function of a user's, with its class, arguments
-    and keywords.
-    """
-    # Not of Function itself: `square = Square.apply` at the top of a file has that.
-    beneath: Any = torch.autograd.Function.__mro__[1]
-
-    def apply(cls: Apply, *args: Any, **kwargs: Any) -> Any:
-        if (cls.__module__, cls.__name__) == CHECKPOINT:
-            run, _, *operands = args  # recomputation is decided elsewhere
-            return run(*operands)
-        # Torch's own are of custom operators, which stay as they are.
-        if users is None or cls.__module__.partition(".")[0] == "torch":
-            return super(beneath, cls).apply(*args, **kwargs)
-        return users(cls, args, kwargs)
-
-    assert "apply" not in vars(beneath), "torch.autograd.Function is built otherwise"
-    beneath.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        del beneath.apply
-
-
 def _forward(cls: Apply, *args: Any, **kwargs: Any) -> Any:
     """Run a Function's forward as plain operations."""
     ctx, made = _run(cls, *args, **kwargs)
@@ -160,7 +134,7 @@ def _run(cls: Apply, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """What forward leaves to backward, and what it returns."""
     ctx: Any = _Context()
     ctx.needs_input_grad = tuple(_wants(_shape(a)) for a in args)
-    if cls.setup_context is torch.autograd.Function.setup_context:
+    if not has_setup(cls):
         return ctx, cls.forward(ctx, *args, **kwargs)
     made = cls.forward(*args, **kwargs)
     cls.setup_context(ctx, args, made)

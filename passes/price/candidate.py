@@ -81,8 +81,3 @@ class Candidate:
     def halves(self) -> bool:
         """Whether its backwards are split."""
         return self.schedule == AUTO or SCHEDULES[self.schedule].halves
-
-    @cached_property
-    def blocks(self) -> int:
-        """Runs of layers in a stage, on average."""
-        return max(1, sum(self.layers) // max(1, len(self.layers)))

@@ -321,3 +321,11 @@ class Link:
 def _positive(what: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
         raise ClusterError(f"{what} is {value}", fix="give a number above zero")
+
+
+# As many plain processes as there may be, where nothing is known of a machine.
+PLAIN = Cluster(
+    Device("process", 2.0**50, 1e10, {"float32": 5e10}, 1.0, 1.0, launch=0.0),
+    int(RANKS.most),
+    (Level(int(RANKS.most), 1e9, 1e-9, 1.0),),
+)

@@ -5,27 +5,36 @@ Stage accounts and the cluster's links come in; the pipeline's schedule is run o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from ..mesh import Mesh
 from ..plan import AUTO
 from ..price.candidate import Candidate
-from ..price.cluster import Cluster, Link
+from ..price.cluster import Cluster, Device
 from ..price.estimate_memory import rank_memory
 from ..price.made_order import make_order
-from ..price.price import FORWARD, STEP, TIED, UPDATE, Account, once_a_rank
+from ..price.price import (
+    BESIDE,
+    FORWARD,
+    STEP,
+    TIED,
+    UPDATE,
+    Account,
+    once_a_rank,
+)
+from ..price.share import share
 from ..price.sources import Sources, find_sources
 from ..price.stage_seconds import (
     StageSeconds,
     exposed,
-    last_backward,
     neighbour,
-    shared,
     stage_seconds,
 )
 from ..schedule.check_schedule import run_order
-from ..schedule.core_contention import CoreContention, simulate_contention
+from ..schedule.core_contention import ALONE, CoreContention, simulate_contention
 from ..schedule.footprint import peak_bytes
 from ..schedule.make_schedule import make_schedule
 from ..schedule.order import read_order
@@ -36,6 +45,7 @@ from ..schedule.simulate_schedule import Timeline
 OPTIMIZER_TRAFFIC = 7
 # What a rank does once a step before the first microbatch; the rest is after the last.
 BEFORE = ("parameters", "all_gather")
+BY_BLOCK = {"all_gather": "parameters", "reduce_scatter": "gradients"}
 
 
 @dataclass(frozen=True)
@@ -74,11 +84,6 @@ class Estimate:
         return self.flops / (self.seconds * peak)
 
 
-def in_blocks(link: Link, kind: str, whole: float, blocks: int) -> float:
-    """Seconds of what moves once a step, see `passes.stage.overlap`."""
-    return blocks * link.seconds(kind, whole / blocks)
-
-
 def moves_beside(term: str) -> str:
     """What moves while a microbatch computes: "gradients" beside the last backward, but
     for a weight of several stages; "parameters" beside the first forward."""
@@ -88,80 +93,69 @@ def moves_beside(term: str) -> str:
 
 def step_parts(
     account: Account,
-    candidate: Candidate,
+    mesh: Mesh,
     cluster: Cluster,
     took: StageSeconds | None = None,
+    halves: bool = False,
 ) -> dict[str, float]:
     """What a rank does once a step, beside microbatches: term -> seconds.
 
-    took: of a microbatch, beside the first of which parameters come, and beside the
-    last gradients leave; None: before and after.
+    account: of a rank of the whole mesh. took: of a microbatch, beside the first of
+    which parameters come, and beside the last gradients leave, in its weight half if
+    backwards have `halves`; None: before and after.
     """
     crowded = 1 / min(1.0, cluster.cores_each)  # all ranks are busy
-    found = {"once a step": crowded * account["seconds", STEP]}
-    for kind, axes, _, amount in account.exchanges(STEP):
-        link = cluster.link(candidate.mesh, axes)
-        found[f"{kind} {','.join(axes)}"] = link.seconds(kind, amount)
+    found = defaultdict[str, float](float)
+    found["once a step"] = crowded * account["seconds", STEP]
+    blocks = account["gathered calls", FORWARD]
+    for beside in ("", BESIDE):
+        for kind, axes, calls, amount in account.exchanges(STEP, beside):
+            link = cluster.link(mesh, axes)
+            what = (BY_BLOCK[kind] if beside else kind) + f" {','.join(axes)}"
+            found[what] += calls * link.seconds(kind, amount / calls)
+            blocks = max(blocks, calls)
     for key, amount in account.amounts.items():
-        # What ep shares out is scattered, see below.
-        axes = tuple(a for a in key[1:] if not (candidate.zero and a == "ep"))
-        if key[0] == "pending" and axes:
-            link = cluster.link(candidate.mesh, axes)
-            term = f"gradients {','.join(axes)}"
-            seconds = link.seconds("all_reduce", amount)
-            found[term] = found.get(term, 0.0) + seconds
+        if key[0] == "pending" and key[1:] and amount:
+            link = cluster.link(mesh, key[1:])
+            term = f"gradients {','.join(key[1:])}"
+            found[term] += link.seconds("all_reduce", amount)
     if tied := account[TIED, "trained"]:
-        ends = replace(neighbour(cluster, candidate.mesh), ranks=2, near=None)
-        tied /= candidate.alike if candidate.zero else 1
-        found["gradients pp"] = ends.seconds("all_reduce", tied)
-    trained, experts = account["memory", "trained"], account["experts", "trained"]
-    share = trained
-    if not candidate.zero and candidate.mesh.axis_size("dp") > 1:
-        link = cluster.link(candidate.mesh, ("dp",))
-        found["gradients dp"] = link.seconds("all_reduce", trained)
-    if candidate.zero:
-        share = (trained - experts) / candidate.alike
-        share += experts / candidate.data_parallel
-    for axis, own in shared(account, candidate) if candidate.zero in (1, 2) else ():
-        link = cluster.link(candidate.mesh, (axis,))
-        if candidate.zero == 1:
-            gradients = in_blocks(
-                link, "reduce_scatter", own["trained"], candidate.blocks
-            )
-            found[f"gradients {axis}"] = gradients
-        read = own["read"]
-        parameters = in_blocks(link, "all_gather", read, candidate.blocks)
-        found[f"parameters {axis}"] = parameters
+        ends = replace(neighbour(cluster, mesh), ranks=2, near=None)
+        found["gradients pp"] += ends.seconds("all_reduce", tied)
     if took is not None:
-        backward = last_backward(took, candidate.halves)
-        for what, beside in (("gradients", backward), ("parameters", took.forward)):
+        backward = took.weight if halves else took.backward + took.weight
+        for what, spent in (("gradients", backward), ("parameters", took.forward)):
             own = {t: s for t, s in found.items() if moves_beside(t) == what}
             if moving := sum(own.values()):
-                waited = exposed(moving, beside, candidate.blocks, cluster)
-                found |= {term: s * waited / moving for term, s in own.items()}
-    device = cluster.device
-    if device.ops.update and trained:
-        update = account["seconds", UPDATE] * share / trained
-    else:
-        speed = device.bytes_per_second * device.bandwidth_efficiency
-        update = OPTIMIZER_TRAFFIC * share / speed
-    found["optimizer"] = crowded * update
-    return found
+                waited = exposed(moving, spent, max(1.0, blocks), cluster)
+                found.update({t: s * waited / moving for t, s in own.items()})
+    found["optimizer"] = crowded * update_seconds(account, cluster.device)
+    return dict(found)
+
+
+def update_seconds(account: Account, device: Device) -> float:
+    """Seconds of the optimizer, by what was measured of it or by what it moves."""
+    if device.ops.update:
+        return account["seconds", UPDATE]
+    speed = device.bytes_per_second * device.bandwidth_efficiency
+    return OPTIMIZER_TRAFFIC * account["memory", "trained"] / speed
 
 
 def estimate(
     accounts: Sequence[Account], candidate: Candidate, cluster: Cluster
 ) -> Estimate:
-    """Run the candidate on paper. accounts: of each stage, of schedule "auto" with
-    backwards in halves. A candidate of that schedule gets an order, if it has none.
+    """Run the candidate on paper. accounts: of each stage, without data parallel ranks;
+    of schedule "auto" with backwards in halves. A candidate of that schedule gets an
+    order, if it has none.
 
     Raises ScheduleError: no order fits into the memory of a device.
     """
-    took = [stage_seconds(a, candidate, cluster) for a in accounts]
+    shared = [share(a, candidate, cluster.device) for a in accounts]
+    took = [stage_seconds(a, candidate.mesh, cluster) for a in shared]
     if candidate.schedule == AUTO and not candidate.order:
-        candidate = make_order(accounts, took, candidate, cluster.device.memory)
-    timeline = _timeline(took, candidate, cluster.contention(candidate.mesh))
-    return _sum_up(accounts, took, timeline, candidate, cluster)
+        candidate = make_order(shared, took, candidate, cluster.device.memory)
+    ranks = once_a_rank(shared, candidate.placement)
+    return run_accounts(shared, ranks, took, candidate, cluster)
 
 
 def step_seconds(
@@ -169,12 +163,12 @@ def step_seconds(
 ) -> float:
     """The seconds of `estimate`, without what it finds out beside, and where nothing
     moves beside the first and the last microbatch, as in others' code."""
-    took = [stage_seconds(a, candidate, cluster) for a in accounts]
+    shared = [share(a, candidate, cluster.device) for a in accounts]
+    took = [stage_seconds(a, candidate.mesh, cluster) for a in shared]
     timeline = _timeline(took, candidate, cluster.contention(candidate.mesh))
-    ranks = once_a_rank(accounts, timeline.schedule.stage_to_rank)
     once = (
-        sum(sum(step_parts(a, candidate, cluster).values()) for a in own)
-        for own in ranks
+        sum(sum(step_parts(a, candidate.mesh, cluster).values()) for a in own)
+        for own in once_a_rank(shared, timeline.schedule.stage_to_rank)
     )
     return timeline.total + max(once)
 
@@ -199,7 +193,15 @@ _ordered = lru_cache(maxsize=4)(read_order)
 def _timeline(
     took: Sequence[StageSeconds], candidate: Candidate, contention: CoreContention
 ) -> Timeline:
-    schedule = schedule_of(candidate)
+    return run_schedule(schedule_of(candidate), took, contention)
+
+
+def run_schedule(
+    schedule: Schedule,
+    took: Sequence[StageSeconds],
+    contention: CoreContention = ALONE,
+) -> Timeline:
+    """The microbatches of a step on paper. took: by one on each stage."""
     return simulate_contention(
         schedule,
         [t.forward for t in took],
@@ -211,60 +213,73 @@ def _timeline(
     )
 
 
-def _sum_up(
+def run_accounts(
     accounts: Sequence[Account],
+    ranks: Sequence[Sequence[Account]],
     took: Sequence[StageSeconds],
-    timeline: Timeline,
     candidate: Candidate,
     cluster: Cluster,
 ) -> Estimate:
+    """The estimate of a step. accounts, took: of each stage, of a rank of the whole
+    mesh. ranks: the accounts of each pipeline rank, in which what several of its stages
+    hold counts once."""
+    timeline = _timeline(took, candidate, cluster.contention(candidate.mesh))
     schedule, m = timeline.schedule, candidate.microbatches
     memory, steps = [], []
     footprints = [t.footprint for t in took]
-    for rank, own in enumerate(once_a_rank(accounts, schedule.stage_to_rank)):
-        most = peak_bytes(schedule, rank, footprints)
-        memory.append(rank_memory(own, candidate, most))
-        once: dict[str, float] = {}
+    for rank, own in enumerate(ranks):
+        memory.append(rank_memory(own, peak_bytes(schedule, rank, footprints)))
+        once = defaultdict[str, float](float)
         stages = [
             t for t, r in zip(took, schedule.stage_to_rank, strict=True) if r == rank
         ]
         for account, t in zip(own, stages, strict=True):
-            for term, seconds in step_parts(account, candidate, cluster, t).items():
-                once[term] = once.get(term, 0.0) + seconds
-        steps.append(once)
+            parts = step_parts(account, candidate.mesh, cluster, t, candidate.halves)
+            for term, seconds in parts.items():
+                once[term] += seconds
+        steps.append(dict(once))
+    before, after = _ends(steps)
+    step = timeline.total + max(before) + max(after)
     slowest = max(
         range(len(steps)), key=lambda r: timeline.busy[r] + sum(steps[r].values())
     )
-    before, after = _ends(steps)
-    seconds = timeline.total + max(before) + max(after)
-    # Ranks with less to do once a step wait for the others.
-    rest = seconds - timeline.busy[slowest] - before[slowest] - after[slowest]
-    parts = {"idle": rest}
-    for stage, rank in enumerate(schedule.stage_to_rank):
-        if rank == slowest:
-            t, waits = took[stage], sum(took[stage].exposed.values())
-            for key, waited in t.exposed.items():
-                term = f"{key[1]} {','.join(key[2:])}"
-                parts[term] = parts.get(term, 0.0) + m * waited
-            computing = t.forward + t.backward + t.weight - waits
-            parts["compute"] = parts.get("compute", 0.0) + m * computing
-    if cluster.cores:
-        nominal = sum(parts.values()) - rest
-        parts["shared cores"] = timeline.busy[slowest] - nominal
-    for term, waited in steps[slowest].items():
-        parts[term] = parts.get(term, 0.0) + waited
     flops = sum(a["flops", FORWARD] for a in accounts) * 3 * m
     return Estimate(
         candidate,
-        seconds,
+        step,
         tuple(memory),
-        parts,
+        _parts_of(slowest, step, timeline, took, steps[slowest], m, cluster),
         timeline.bubble,
         flops * candidate.mesh.size / candidate.mesh.axis_size("pp"),
         tuple(took),
         tuple(steps),
         find_sources(accounts, candidate.mesh, m, cluster),
     )
+
+
+def _parts_of(
+    rank: int,
+    step: float,
+    timeline: Timeline,
+    took: Sequence[StageSeconds],
+    once: Mapping[str, float],
+    microbatches: int,
+    cluster: Cluster,
+) -> dict[str, float]:
+    """Where the seconds of a pipeline rank go: they add up to the step."""
+    # Ranks with less to do once a step wait for the others.
+    idle = step - timeline.busy[rank] - sum(once.values())
+    parts = defaultdict[str, float](float, idle=idle)
+    for t, r in zip(took, timeline.schedule.stage_to_rank, strict=True):
+        if r == rank:
+            for wait in t.waits:
+                parts[wait.what] += microbatches * wait.seconds
+            parts["compute"] += microbatches * (t.total - t.waited)
+    if cluster.cores:
+        parts["shared cores"] = timeline.busy[rank] - (sum(parts.values()) - idle)
+    for term, waited in once.items():
+        parts[term] += waited
+    return dict(parts)
 
 
 def _ends(steps: Sequence[Mapping[str, float]]) -> tuple[list[float], list[float]]:

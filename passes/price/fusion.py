@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from ..cost import traffic
 from ..graph import Node, Value
 from ..ops.op import is_view, op_of
 from ..ops.rules import is_pointwise
@@ -43,7 +44,7 @@ def fused_traffic(
 
     found = []
     for i, node in enumerate(nodes):
-        if is_view(node):
+        if not traffic(node):
             found.append((0, False))
             continue
         read = {v.name: v for v in node.operands}.values()

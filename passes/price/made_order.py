@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..cost import Seconds
 from ..price.candidate import Candidate
 from ..price.estimate_memory import rank_memory
 from ..price.price import Account, once_a_rank
@@ -22,19 +21,20 @@ def make_order(
 ) -> Candidate:
     """The candidate with an order of actions, see `passes.schedule.fit_schedule`.
 
-    accounts, took: of each stage, backwards in halves. memory: bytes of a device.
+    accounts, took: of each stage, of a rank of the whole mesh; backwards in halves.
+    memory: bytes of a device.
     Raises ScheduleError: not even one microbatch at a time fits.
     """
 
     def left(placement: Sequence[int]) -> list[float]:
         ranks = once_a_rank(accounts, placement)
-        return [memory - sum(rank_memory(a, candidate, 0).values()) for a in ranks]
+        return [memory - sum(rank_memory(a, 0).values()) for a in ranks]
 
     fitted = fit_schedule(
         candidate.microbatches,
         candidate.mesh.axis_size("pp"),
         candidate.stages_per_rank,
-        [Seconds(t.forward, t.backward, t.weight) for t in took],
+        [t.halves for t in took],
         [t.footprint for t in took],
         left,
         max(t.send for t in took[:-1]),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..cost import flops, traffic
-from ..graph import Node, Value
+from ..graph import Node
 from ..ops.attention import passed_round, ring_of
 from ..ops.op import op_of
 from ..ops.products import of_weight_grad
@@ -31,13 +31,15 @@ from ..price.price_memory import (
     Key,
     held_amounts,
 )
-from ..program import dtype_name
 from ..schedule.footprint import Footprint
-from ..shard.collectives import SPEAKS, collective, contributed_bytes
+from ..shard.collectives import SPEAKS, UNDER_WAY, collective, contributed_bytes
 from ..stage.local_stage import LocalStage
 
 STEP = "step"
 PARTS = (FORWARD, BACKWARD, WEIGHT, STEP)
+BESIDE = "beside "  # a part: what moves of parameters while it computes
+# Collective, axes, calls and bytes of all calls.
+Exchange = tuple[str, tuple[str, ...], float, float]
 UPDATE = "update"
 TIED = "tied"
 
@@ -52,7 +54,8 @@ class Account:
     device's peak, see `retimed`; ("attention", part): seconds of it; ("seconds",
     "update"): of the optimizer, if it was measured. ("flops", part). ("calls" or
     "bytes", part, kind, axes ...): of collectives; bytes of the whole tensor, see
-    `passes.price.cluster.Link`.
+    `passes.price.cluster.Link`; of parameters and their gradients, by block, the part
+    is `BESIDE` it.
     ("memory", term): bytes that add up: "saved", "kept", "step", "edges" as in
     `passes.schedule.footprint.Footprint`, "parameters", "trained" and "buffers" at
     rest, "read" of parameters as products read them, of these "cast" to another
@@ -82,15 +85,21 @@ class Account:
         keys = dict.fromkeys((*self.amounts, *other.amounts))
         return Account({key: do(self[key], other[key]) for key in keys})
 
-    def exchanges(self, part: str) -> list[tuple[str, tuple[str, ...], float, float]]:
-        """(collective, axes, calls, bytes) of a part."""
-        return self._exchanges.get(part, [])
+    def to_data(self) -> dict[str, float]:
+        """The amounts that are not 0, by keys in one line each."""
+        return {"/".join(key): x for key, x in self.amounts.items() if x}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, float]) -> Account:
+        return cls({tuple(key.split("/")): x for key, x in data.items()})
+
+    def exchanges(self, part: str, beside: str = "") -> list[Exchange]:
+        """Of a part; beside: `BESIDE` for what moves of parameters meanwhile."""
+        return self._exchanges.get(beside + part, [])
 
     @cached_property
-    def _exchanges(
-        self,
-    ) -> dict[str, list[tuple[str, tuple[str, ...], float, float]]]:
-        found: dict[str, list[tuple[str, tuple[str, ...], float, float]]] = {}
+    def _exchanges(self) -> dict[str, list[Exchange]]:
+        found: dict[str, list[Exchange]] = {}
         for key, amount in self.amounts.items():
             if key[0] == "bytes":
                 calls = ("calls", *key[1:])
@@ -104,10 +113,9 @@ def _whole(node: Node) -> int:
     return max(contributed_bytes(node), sum(v.bytes for v in node.results))
 
 
-def footprint_of(account: Account, zero: int = 0, experts: bool = True) -> Footprint:
-    """What a stage keeps in memory, in whole bytes; by a stage of ZeRO from 2 on with
-    parameters and gradients that are there by block. experts: whether theirs are."""
-    peak = (PEAK if experts else PEAK | PEAK_BUT_EXPERTS).get(zero, PEAK[0])
+def footprint_of(account: Account) -> Footprint:
+    """What a stage keeps in memory, in whole bytes."""
+    peak = PEAK[0]
     return Footprint(
         saved=round(account["memory", "saved"]),
         forward_peak=round(account[peak, FORWARD]),
@@ -166,49 +174,65 @@ def once_a_rank(
     return found
 
 
-def price(local: LocalStage, device: Device) -> Account:
-    """The account of one rank's stage."""
+def price(local: LocalStage, device: Device, shares: bool = False) -> Account:
+    """The account of one rank's stage. shares: with what it would have alive if ranks
+    of dp held shares of it, see `passes.price.share`."""
+    return compute(local, device) + Account(held_amounts(local, shares))
+
+
+def compute(local: LocalStage, device: Device) -> Account:
+    """What a rank's stage computes and moves, without what it holds."""
+    ends = [*local.residuals, *local.ends]
+    halves = [v for v in (*local.d_receives, *local.weight_residuals) if v is not None]
+    found = Account({})
+    for part, nodes, kept in (
+        (FORWARD, local.forward, ends),
+        (BACKWARD, local.backward, halves),
+        (WEIGHT, local.weight_half or (), []),
+        (STEP, (*local.prologue, *local.epilogue), []),
+    ):
+        found += compute_part(part, nodes, device, {v.name for v in kept})
+    for v in local.params:
+        if v.name in local.grads and device.ops.update:
+            took, _ = between(device.ops.update, v.bytes)
+            found += Account({("seconds", UPDATE): took})
+    return retimed(found, device)
+
+
+def compute_part(
+    part: str, nodes: Sequence[Node], device: Device, kept: Collection[str] = ()
+) -> Account:
+    """What some nodes of a rank compute and move. kept: values that live on."""
     found: dict[Key, float] = {}
 
     def add(key: Key, amount: float) -> None:
         found[key] = found.get(key, 0.0) + amount
 
-    ends = [*local.residuals, *local.ends]
-    halves = [v for v in (*local.d_receives, *local.weight_residuals) if v is not None]
-    parts: dict[str, tuple[Sequence[Node], list[Value]]] = {
-        FORWARD: (local.forward, ends),
-        BACKWARD: (local.backward, halves),
-        WEIGHT: (local.weight_half or (), []),
-        STEP: ((*local.prologue, *local.epilogue), []),
-    }
-    for part, (nodes, kept) in parts.items():
-        moves = _moves(nodes, {v.name for v in kept}, device)
-        for node, (moved, begins) in zip(nodes, moves, strict=True):
-            if found_kind := collective(node):
-                kind, axes = found_kind
-                add(("calls", part, kind, *axes), 1)
-                add(("bytes", part, kind, *axes), _whole(node))
-            elif node.op not in SPEAKS:
-                took, how = device.ops.seconds(node)
-                add(("flops", part), flops(node))
-                if how != TABLE:
-                    add(("known", part, how), took)
-                else:
-                    work = flops(node) / _peak(node, device) if moved else 0.0
-                    if share := attention_share(node, device.attention):
-                        add(("attention", part), work / share)
-                        work = 0.0
-                    add(("launches", part), begins)
-                    add(("moved", part), moved)
-                    add(("work", part), work)
-            if ring := ring_of(node):
-                for _, calls, passed in passed_round(node):
-                    add(("calls", part, "send", ring), calls)
-                    add(("bytes", part, "send", ring), passed)
-    for v in local.params:
-        if v.name in local.grads and device.ops.update:
-            add(("seconds", UPDATE), between(device.ops.update, v.bytes)[0])
-    return retimed(Account(found | held_amounts(local)), device)
+    moves = _moves(nodes, kept, device)
+    for node, (moved, begins) in zip(nodes, moves, strict=True):
+        if found_kind := collective(node):
+            kind, axes = found_kind
+            where = BESIDE + part if node.op in UNDER_WAY else part
+            add(("calls", where, kind, *axes), 1)
+            add(("bytes", where, kind, *axes), _whole(node))
+        elif node.op not in SPEAKS:
+            took, how = device.ops.seconds(node)
+            add(("flops", part), flops(node))
+            if how != TABLE:
+                add(("known", part, how), took)
+            else:
+                work = flops(node) / _peak(node, device) if moved else 0.0
+                if share := attention_share(node, device.attention):
+                    add(("attention", part), work / share)
+                    work = 0.0
+                add(("launches", part), begins)
+                add(("moved", part), moved)
+                add(("work", part), work)
+        if ring := ring_of(node):
+            for _, calls, passed in passed_round(node):
+                add(("calls", part, "send", ring), calls)
+                add(("bytes", part, "send", ring), passed)
+    return Account(found)
 
 
 def retimed(account: Account, device: Device) -> Account:
@@ -259,4 +283,5 @@ def _peak(node: Node, device: Device) -> float:
     if op_of(node).flops is of_weight_grad:
         values = node.operands[1:3]
     floating = [v for v in values if v.dtype.is_floating_point] or values
-    return device.peak(dtype_name(max(floating, key=lambda v: v.bytes).dtype))
+    dtype = max(floating, key=lambda v: v.bytes).dtype
+    return device.peak(str(dtype).removeprefix("torch."))

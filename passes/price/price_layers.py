@@ -13,13 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Protocol
 
-from ..cost import Costs
 from ..dims.name_dims import Named
 from ..mesh import Mesh
 from ..plan import Plan
 from ..price.cluster import Device
 from ..price.price import TIED, Account, in_a_row, price
-from ..schedule.choose_recompute import stage_policies
 from ..shard.cut_weights import cut_weights
 from ..shard.insert_collectives import Lowered, insert_collectives
 from ..shard.propagate import propagate
@@ -154,7 +152,7 @@ def price_cut(cut: Cut, recompute: str, device: Device, halves: bool) -> LayerPr
     plan = replace(cut.plan, recompute=recompute)
     device = device.running(plan.tf32, plan.backend)
     whole, *row = [
-        price(finish(joint, stage_policies(joint.stage, plan)), device)
+        price(finish(joint, joint.stage.policies(plan)), device, shares=True)
         for joint in cut.joints(halves)
     ]
     if not row:
@@ -177,4 +175,4 @@ def _stages(lowered: Lowered, *cuts: str) -> tuple[Stage, ...]:
     others = tuple((a, n) for a, n in lowered.plan.mesh.axes if a != "pp")
     mesh = Mesh((("pp", len(cuts) + 1), *others))
     plan = replace(lowered.plan, mesh=mesh, stages_per_rank=1, cuts=cuts)
-    return split_stages(replace(lowered, plan=plan), Costs()).stages
+    return split_stages(replace(lowered, plan=plan)).stages

@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
+from ..cost import traffic
 from ..mesh import TIME
+from ..ops.op import op_of
+from ..ops.products import of_weight_grad
 from ..schedule.footprint import footprints
 from ..shard.parameter_sharding import find_casts
-from ..stage.blocks import Beside, beside_blocks
+from ..stage.blocks import Beside, beside_blocks, block_messages
 from ..stage.local_stage import LocalStage
+from ..stage.reuse import ADD_EACH
 
 Key = tuple[str, ...]
 FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
@@ -25,15 +29,18 @@ PEAK_BUT_EXPERTS = {2: "peak by zero 2 but experts", 3: "peak by zero 3 but expe
 EVERY_PEAK = (*PEAK.values(), *PEAK_BUT_EXPERTS.values())
 
 
-def held_amounts(local: LocalStage) -> dict[Key, float]:
+def held_amounts(local: LocalStage, shares: bool = True) -> dict[Key, float]:
     """The amounts "memory", "experts", "peak" and "message" of
-    `passes.price.price.Account`, in bytes; and "pending"."""
+    `passes.price.price.Account`, in bytes; "pending"; and messages by block. shares:
+    with what ranks that hold shares of parameters would have alive."""
     found: Counter[Key] = Counter()
     experts = _experts(local)
-    sizes, *others = footprints(local, _besides(local, experts))
+    found.update(_by_block(local, experts))
+    besides = _besides(local, experts) if shares else [beside_blocks(local, 0)]
+    sizes, *others = footprints(local, besides)
     if not experts:
         others += others  # there is nothing to leave out
-    for peak, of in zip(EVERY_PEAK, (sizes, *others), strict=True):
+    for peak, of in zip(EVERY_PEAK, (sizes, *others), strict=shares):
         for part in (FORWARD, BACKWARD, WEIGHT):
             found[peak, part] = getattr(of, f"{part}_peak")
     for term in ("saved", "kept", "step", "edges"):
@@ -57,6 +64,30 @@ def held_amounts(local: LocalStage) -> dict[Key, float]:
                 found["experts", term] += amount
     found["memory", "buffers"] = sum(v.bytes for v in local.buffers)
     return dict(found)
+
+
+def _by_block(local: LocalStage, experts: Collection[str]) -> dict[Key, float]:
+    """Messages of parameters and gradients, by block, see `passes.price.share`."""
+    found: dict[Key, float] = {}
+    late = local.weight_half or ()
+    parts = {FORWARD: local.forward, BACKWARD: local.backward, WEIGHT: late}
+    for part, nodes in parts.items():
+        for what, grads in (("gathered", False), ("scattered", True)):
+            if grads and part == FORWARD:
+                continue
+            sent = block_messages(local, nodes, experts, grads)
+            found[f"{what} calls", part] = sent.calls
+            found[f"{what} bytes", part] = sent.bytes
+            found[f"{what} bytes of experts", part] = sent.of_some
+            if part == FORWARD:
+                found["memory", "block"] = sent.largest
+        # Gradients that products add to are set to 0; what is made is not added.
+        zeroed = [n for n in nodes if op_of(n).flops is of_weight_grad]
+        added = [n for n in nodes if n.op == ADD_EACH]
+        found["zeroed calls", part] = len(zeroed) - len(added)
+        zeros = sum(n.operands[0].bytes for n in zeroed)
+        found["zeroed bytes", part] = zeros - sum(map(traffic, added))
+    return found
 
 
 def _experts(local: LocalStage) -> set[str]:

@@ -15,14 +15,12 @@ from functools import cached_property
 
 import torch
 
-from ..cost import Costs
 from ..dims.name_dims import Factor, Named
 from ..dims.origins import Origin
 from ..errors import AutoparError
 from ..mesh import TIME, Mesh
 from ..plan import Plan, PlanError
 from ..price.cluster import Cluster
-from ..schedule.choose_recompute import stage_policies
 from ..search.least_cost import Block, Chosen, Table, least_cost, owns
 from ..search.op_sharding_costs import Amounts, Choice, OpShardingCosts
 from ..search.value_costs import Setting
@@ -300,8 +298,8 @@ def find_saved(named: Named, plan: Plan) -> frozenset[str]:
     policy = "none" if plan.recompute == "auto" else plan.recompute
     alone = Plan(Mesh(()), recompute=policy)
     lowered = insert_collectives(propagate(named, alone))
-    (stage,) = split_stages(lowered, Costs()).stages
-    local = differentiate(stage, {}, {}, stage_policies(stage, alone))
+    (stage,) = split_stages(lowered).stages
+    local = differentiate(stage, {}, {}, stage.policies(alone))
     names = {v.name for v in local.residuals}
     owners = find_owners(named.graph.nodes)
     first: dict[str, str] = {}

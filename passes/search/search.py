@@ -23,6 +23,7 @@ from ..price.estimate import Estimate, estimate, step_parts
 from ..price.estimate_memory import rank_memory
 from ..price.price import Account, once_a_rank
 from ..price.price_layers import LayerPrices, Prices
+from ..price.share import share
 from ..price.stage_seconds import StageSeconds, stage_seconds
 from ..schedule.make_schedule import SCHEDULES
 from ..search.balance_layers import balance_ranks
@@ -61,8 +62,9 @@ class Found:
 
 
 Watch = Callable[[int, int], None]
-# A candidate -> a stage's account -> its seconds.
-Timer = Callable[[Candidate], Callable[[Account], StageSeconds]]
+# A stage's account -> that of a rank of the whole mesh, and its seconds.
+Timed = Callable[[Account], tuple[Account, StageSeconds]]
+Timer = Callable[[Candidate], Timed]
 
 
 def search(
@@ -90,7 +92,7 @@ def search(
     for done, candidate in enumerate(every, 1):
         if replace(candidate, recompute="none") in roomy:
             needless += 1
-        elif least_bytes(candidate, space.runs, prices) > limit:
+        elif least_bytes(candidate, space.runs, prices, timed) > limit:
             hopeless.append(candidate)
         else:
             rank(candidate)
@@ -184,12 +186,15 @@ def make_timer(cluster: Cluster) -> Timer:
     timed once."""
 
     @cache
-    def timed(alike: Candidate) -> Callable[[Account], StageSeconds]:
-        return cache(lambda account: stage_seconds(account, alike, cluster))
+    def timed(alike: Candidate) -> Timed:
+        @cache
+        def seconds(account: Account) -> tuple[Account, StageSeconds]:
+            whole = share(account, alike, cluster.device)
+            return whole, stage_seconds(whole, alike.mesh, cluster)
 
-    def seconds(candidate: Candidate) -> Callable[[Account], StageSeconds]:
-        # Only how shares of parameters are gathered depends on a stage's layers.
-        gathers = candidate.zero >= 2
+        return seconds
+
+    def seconds(candidate: Candidate) -> Timed:
         alike = replace(
             candidate,
             samples=1,
@@ -197,17 +202,17 @@ def make_timer(cluster: Cluster) -> Timer:
             schedule="1f1b",
             stages_per_rank=1,
             recompute="none",
-            layers=candidate.layers if gathers else (),
+            layers=(),
         )
         return timed(alike)
 
     return seconds
 
 
-def least_bytes(candidate: Candidate, runs: int, prices: Prices) -> float:
+def least_bytes(candidate: Candidate, runs: int, prices: Prices, timed: Timer) -> float:
     """No more than `rough` finds: what ranks hold of all layers, on average."""
     whole = _prices_of(candidate, prices).stage(True, runs, True)
-    held = rank_memory([whole], candidate, 0.0)
+    held = rank_memory([timed(candidate)(whole)[0]], 0.0)
     states = held["parameters"] + held["gradients"] + held["optimizer"]
     in_turn = (in_flight(candidate) - 1) / candidate.stages_per_rank
     ranks = candidate.mesh.axis_size("pp")
@@ -230,14 +235,15 @@ def rough(
         return None
     candidate = replace(candidate, layers=layers)
     shown = _shown(layers, candidate.placement)
-    kinds = [[costs.stage(*stage) for stage in own] for own in shown]
-    took = [[*map(timed(candidate), own)] for own in kinds]
+    both = [[timed(candidate)(costs.stage(*stage)) for stage in own] for own in shown]
+    kinds = [[account for account, _ in own] for own in both]
+    took = [[seconds for _, seconds in own] for own in both]
     if candidate.placement[0] == candidate.placement[-1]:
         kinds[:1] = once_a_rank(kinds[0], [0] * len(kinds[0]))
     most, peak = in_flight(candidate), 0.0
     for own, timings in zip(kinds, took, strict=True):
         alive = fmean(t.footprint.most(most) for t in timings)
-        peak = max(peak, sum(rank_memory(own, candidate, alive).values()))
+        peak = max(peak, sum(rank_memory(own, alive).values()))
     if peak > limit:
         return math.inf, peak, candidate
     return rough_seconds(kinds, candidate, space.cluster, took), peak, candidate
@@ -265,11 +271,11 @@ def rough_seconds(
     kinds: Sequence[Sequence[Account]],
     candidate: Candidate,
     cluster: Cluster,
-    took: Sequence[Sequence[StageSeconds]] | None = None,
+    took: Sequence[Sequence[StageSeconds]],
 ) -> float:
     """Estimates a step by formula. kinds: stages of the first, an inner and the last
-    pipeline rank, of those that there are. took: their seconds, if they are known."""
-    took = took or [[stage_seconds(a, candidate, cluster) for a in x] for x in kinds]
+    pipeline rank, of those that there are, as ranks of the whole mesh have them. took:
+    their seconds."""
     ranks, m = candidate.mesh.axis_size("pp"), candidate.microbatches
     inner = took[min(1, len(took) - 1)]
     typical = inner[0]
@@ -281,18 +287,19 @@ def rough_seconds(
     put_off = named.put_off if named else None
     fill += typical.weight if put_off is None else -put_off * typical.weight
     fill = max(0.0, fill) + 2 * typical.send
-    busy = [sum(map(_total, own)) for own in took]
+    busy = [sum(t.total for t in own) for own in took]
     seconds = m * max(busy) + (ranks - 1) * fill
     # Ranks that share cores are no faster than these do all the work.
     ends = busy[0] + busy[-1] * (ranks > 1)
-    every = ends + (ranks - 2) * sum(map(_total, inner)) * (ranks > 2)
+    every = ends + (ranks - 2) * sum(t.total for t in inner) * (ranks > 2)
     contention = cluster.contention(candidate.mesh)
     seconds = max(seconds, m * every * contention.processes / contention.cores)
     known = {
         a: t for own in zip(kinds, took, strict=True) for a, t in zip(*own, strict=True)
     }
     once = {
-        a: sum(step_parts(a, candidate, cluster, t).values()) for a, t in known.items()
+        a: sum(step_parts(a, candidate.mesh, cluster, t, candidate.halves).values())
+        for a, t in known.items()
     }
     return seconds + max(sum(once[a] for a in own) for own in kinds)
 
@@ -305,15 +312,11 @@ def in_flight(candidate: Candidate) -> int:
     return min(m * v, named.in_flight(ranks, m, v) if named else v * ranks)
 
 
-def _total(seconds: StageSeconds) -> float:
-    return seconds.forward + seconds.backward + seconds.weight
-
-
 def _balanced(
     candidate: Candidate,
     runs: int,
     prices: LayerPrices,
-    timed: Callable[[Account], StageSeconds],
+    timed: Timed,
 ) -> tuple[int, ...] | None:
     """Layers of each stage, so that the slowest rank is as fast as can be."""
     stages = candidate.mesh.axis_size("pp") * candidate.stages_per_rank
@@ -323,8 +326,8 @@ def _balanced(
         return None
     if runs < 3:
         return (1,) * stages
-    layer = _total(timed(prices.stage(False, 1, False)))
-    before = _total(timed(prices.stage(True, 1, False))) - layer
-    after = _total(timed(prices.stage(False, 1, True))) - layer
+    layer = timed(prices.stage(False, 1, False))[1].total
+    before = timed(prices.stage(True, 1, False))[1].total - layer
+    after = timed(prices.stage(False, 1, True))[1].total - layer
     ends = max(0.0, before), max(0.0, after)
     return balance_ranks(runs, candidate.placement, layer, *ends)

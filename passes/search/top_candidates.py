@@ -14,7 +14,6 @@ from ..errors import ShardingConflict
 from ..plan import AUTO
 from ..price.candidate import Candidate
 from ..price.estimate import Estimate
-from ..price.stage_seconds import StageSeconds
 from ..schedule.schedule import ScheduleError
 from ..search.balance_layers import balance_layers
 from ..search.candidates import Space, contexts
@@ -61,7 +60,7 @@ def _better_cut(e: Estimate, fit: Fit) -> Estimate:
 
 def _stage_by_stage(e: Estimate) -> tuple[int, ...] | None:
     """Layers by what the stages took: of an inner one, and of the ends beside it."""
-    layers, took = e.candidate.layers, [_total(stage) for stage in e.stages]
+    layers, took = e.candidate.layers, [stage.total for stage in e.stages]
     layer = took[1] / layers[1]
     before = took[0] - layer * layers[0]
     after = took[-1] - layer * layers[-1]
@@ -87,7 +86,3 @@ def made_schedules(best: Sequence[Estimate], fit: Fit) -> list[Estimate]:
         if made is not None and made.seconds < e.seconds * (1 - FOR_MORE):
             found.append(made)
     return found
-
-
-def _total(stage: StageSeconds) -> float:
-    return stage.forward + stage.backward + stage.weight

@@ -31,6 +31,43 @@ class _Use:
     last: int
     bytes: int
     layer: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Parameters that a part gathers by block, or gradients that leave it: messages,
+    bytes of them all, those of some, and those of the largest message."""
+
+    calls: int = 0
+    bytes: int = 0
+    of_some: int = 0
+    largest: int = 0
+
+
+def block_messages(
+    local: LocalStage, nodes: Sequence[Node], some: Collection[str], grads: bool
+) -> Messages:
+    """What `passes.stage.overlap` would send for some nodes of a stage, if ranks held
+    shares of its parameters. grads: of gradients, else of parameters. some: names of
+    parameters that are counted apart."""
+    casts = find_casts(local.prologue, local.params)
+    sizes, owner = _gathered(local, casts), casts
+    if grads:
+        sizes = {g.name: g.bytes for g in local.grads.values()}
+        owner = {g.name: name for name, g in local.grads.items()}
+    blocks = _uses(nodes, (), sizes, by_first=not grads)
+    uses = [use for block in blocks for use in block]
+    apart = [u.bytes for u in uses if owner.get(u.name, u.name) in some]
+    largest = max((sum(u.bytes for u in block) for block in blocks), default=0)
+    whole = sum(u.bytes for u in uses)
+    return Messages(len(blocks), whole, sum(apart), largest)
+
+
+def _gathered(local: LocalStage, casts: Mapping[str, str]) -> dict[str, int]:
+    """What is computed with of parameters -> bytes; of some it is a cast."""
+    made = (v for node in local.prologue for v in node.results if v.name in casts)
+    return {v.name: v.bytes for v in (*local.params, *made)}
 
 
 def beside_blocks(local: LocalStage, zero: int, alone: Collection[str] = ()) -> Beside:
@@ -38,11 +75,10 @@ def beside_blocks(local: LocalStage, zero: int, alone: Collection[str] = ()) -> 
     and weights from ZeRO-3 on, in the precision in which they are gathered. alone:
     parameters that no other rank has, which are never gathered."""
     casts = find_casts(local.prologue, local.params)
-    made = (v for node in local.prologue for v in node.results if v.name in casts)
     weights = {
-        v.name: v.bytes
-        for v in (*local.params, *made)
-        if zero > 2 and casts.get(v.name, v.name) not in alone
+        name: size
+        for name, size in _gathered(local, casts).items()
+        if zero > 2 and casts.get(name, name) not in alone
     }
     grads = {
         g.name: g.bytes
@@ -80,7 +116,7 @@ def _uses(
                 first.setdefault(v.name, i)
                 last[v.name] = ends[i]
     uses = [
-        _Use(i, last[n], sizes[n], nodes[i if by_first else last[n]].location.layer)
+        _Use(i, last[n], sizes[n], nodes[i if by_first else last[n]].location.layer, n)
         for n, i in first.items()
     ]
     uses.sort(key=lambda use: use.first if by_first else use.last)

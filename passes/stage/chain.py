@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..cost import Costs, Seconds
+from ..cost import NodeCosts, Seconds
 from ..dims.origins import Origin
 from ..errors import StageError
 from ..graph import Node, Value
@@ -19,7 +19,7 @@ from ..stage.localize import Localizer
 class Chain:
     """The nodes that lead from the batch and the parameters to the loss, in order."""
 
-    def __init__(self, lowered: Lowered, costs: Costs) -> None:
+    def __init__(self, lowered: Lowered) -> None:
         self.lowered = lowered
         origins = lowered.origins
         self.nodes = [
@@ -31,9 +31,6 @@ class Chain:
         sizes = {axis: plan.size(axis) for axis in plan.axes}
         at_zero = dict.fromkeys(plan.axes, 0)
         self.local = Localizer(lowered.dims, lowered.shardings, sizes, at_zero)
-        self.seconds = [costs.seconds(self.local.node(n)) for n in self.nodes]
-        self.gathers = self._find_gathers(costs)
-        self.send_seconds = 2 / costs.link_bytes_per_second  # there and back, per byte
         # What does nothing at run time is done again where its result is read: what
         # crosses is its operand.
         self.sources: dict[str, str] = {}
@@ -46,20 +43,20 @@ class Chain:
                 self.sources[node.out.name] = self.sources.get(v.name, v.name)
         self._crossings = self._find_crossings()
 
-    def _find_gathers(self, costs: Costs) -> list[dict[str, Seconds]]:
-        """For each position what gathers of parameters take that are first read there,
-        by the whole parameter's name; one that several modules read is gathered for
-        each, as they may come to lie on several stages."""
-        behind, zero = self._behind(), self.lowered.plan.zero
+    def _find_gathers(self, costs: NodeCosts) -> list[list[Seconds]]:
+        """For each position what gathers of parameters take that are first read there;
+        one that several modules read is gathered for each, as they may come to lie on
+        several stages."""
+        behind = self._behind()
         done: set[tuple[str, str]] = set()
-        found: list[dict[str, Seconds]] = []
+        found: list[list[Seconds]] = []
         for reader in self.nodes:
-            found.append({})
+            found.append([])
             for v in reader.operands:
                 for name, node in behind.get(v.name, {}).items():
                     if (name, reader.location.module) not in done:
                         done.add((name, reader.location.module))
-                        found[-1][name] = costs.gather(self.local.node(node), zero)
+                        found[-1].append(costs.gather(self.local.node(node)))
         return found
 
     def _behind(self) -> dict[str, dict[str, Node]]:
@@ -121,7 +118,7 @@ class Chain:
         ]
         return borders if len(borders) >= stages - 1 else narrow
 
-    def balance(self, stages: int) -> list[int]:
+    def balance(self, stages: int, costs: NodeCosts) -> list[int]:
         """The ends of the stages, the slowest stage being as fast as can be.
 
         Exact, by dynamic programming over the candidate cuts; among equals the one
@@ -138,13 +135,11 @@ class Chain:
                 fix=f"use pp={max(1, most)} or less",
             )
         spent = [0.0]
-        for own, gathers in zip(self.seconds, self.gathers, strict=True):
-            whole = sum(gathers.values(), own)
+        for node, gathers in zip(self.nodes, self._find_gathers(costs), strict=True):
+            whole = sum(gathers, costs.seconds(self.local.node(node)))
             spent.append(spent[-1] + whole.total)
-        send = [
-            sum(self.local.value(v).bytes for v in self.crossing(p)) * self.send_seconds
-            for p in places
-        ]
+        sizes = [[self.local.value(v).bytes for v in self.crossing(p)] for p in places]
+        send = [2 * costs.send(sum(own)) if own else 0.0 for own in sizes]  # and back
 
         def cost(i: int, j: int) -> float:
             return spent[places[j]] - spent[places[i]] + send[i] + send[j]

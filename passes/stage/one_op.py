@@ -52,5 +52,4 @@ def one_op(node: Node, flows: Collection[str] | None = None) -> Stage:
         differentiable=frozenset(flows) & {*floats, *(v.name for v in results)},
         modules=(),
         layers={},
-        costs={},
     )

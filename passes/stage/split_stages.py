@@ -10,17 +10,16 @@ count layers from its first, so equal stages have equal text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..cost import NOTHING, Costs, Seconds
+from ..cost import NodeCosts
 from ..dims.name_dims import Dims
 from ..dims.origins import Origin, find_differentiable
 from ..graph import LAYER, Graph, Location, Node, Value
 from ..mesh import TIME
 from ..plan import Plan
-from ..shard.collectives import collective
 from ..shard.insert_collectives import Lowered
 from ..shard.sharding import Sharding
 from ..stage.chain import Chain
@@ -35,7 +34,7 @@ class Stage:
     outputs: what it makes of the model's outputs beside the loss, in their order, and
     their names in the whole graph.
     names: parameter or buffer name in the stage -> the model's own name; layers: of its
-    own layers, in order. costs: value -> estimated seconds of the node that makes it.
+    own layers, in order.
     """
 
     index: int
@@ -57,18 +56,10 @@ class Stage:
     differentiable: frozenset[str]
     modules: tuple[str, ...]
     layers: Mapping[str, str]
-    costs: Mapping[str, Seconds]
 
-    @property
-    def seconds(self) -> Seconds:
-        """Returns the seconds of one microbatch."""
-        return sum(self.costs.values(), NOTHING)
-
-    @property
-    def exposed(self) -> Seconds:
-        """Those of them that its collectives take."""
-        made = (n.results[0].name for n in self.forward if collective(n))
-        return sum((self.costs.get(name, NOTHING) for name in made), NOTHING)
+    def policies(self, plan: Plan) -> dict[str, str]:
+        """What is computed again, by the stage's own names of its layers."""
+        return {own: plan.policy(layer) for own, layer in self.layers.items()}
 
     @property
     def graph(self) -> Graph:
@@ -126,14 +117,20 @@ class Staged:
         return "\n".join(map(str, self.stages))
 
 
-def split_stages(lowered: Lowered, costs: Costs) -> Staged:
+def split_stages(lowered: Lowered, costs: NodeCosts | None = None) -> Staged:
     """Cut into `plan.stages` stages, at the plan's cuts or else where it balances.
+
+    costs: of nodes; None: for a plan of one stage, or that has its cuts.
 
     Raises: StageError if there are not enough places to cut, or a cut is unknown.
     """
     plan = lowered.plan
-    chain = Chain(lowered, costs)
-    ends = chain.ends_of(plan.cuts) if plan.cuts else chain.balance(plan.stages)
+    chain = Chain(lowered)
+    if plan.cuts or plan.stages == 1:
+        ends = chain.ends_of(plan.cuts)
+    else:
+        assert costs is not None, "what is to be cut needs costs"
+        ends = chain.balance(plan.stages, costs)
     cuts = tuple(chain.main_value(end).name for end in ends[:-1])
     stages, first = [], 0
     for index, end in enumerate(ends):
@@ -206,10 +203,6 @@ class _Cutter:
             differentiable=frozenset(n for n, name in old.items() if name in flowing),
             modules=modules,
             layers={self._relative(layer): layer for layer in modules if layer},
-            costs={
-                self.renamed[name].name: seconds
-                for name, seconds in self._costs(own, first, end)
-            },
         )
 
     def _outputs(self, own: Sequence[Node], last: bool) -> tuple[Value, ...]:
@@ -220,14 +213,6 @@ class _Cutter:
         return tuple(
             v for v in found if v.name in there or (last and v.name not in chain)
         )
-
-    def _costs(
-        self, own: Sequence[Node], first: int, end: int
-    ) -> Iterator[tuple[str, Seconds]]:
-        for node, seconds in zip(own, self.chain.seconds[first:end], strict=True):
-            yield node.results[0].name, seconds
-        for gathers in self.chain.gathers[first:end]:
-            yield from gathers.items()
 
     def _close(self, own: list[Node], received: set[str]) -> list[Node]:
         """The stage's nodes and all that they need but nobody sends, in graph order."""

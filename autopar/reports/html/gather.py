@@ -26,7 +26,6 @@ from autopar.reports.html.source_files import find_sources
 from autopar.reports.html.step_view import step_data
 from autopar.reports.inspection import report_data
 from autopar.reports.simulated import Simulated, simulated
-from autopar.reports.simulation import shared_casts
 
 
 @dataclass(frozen=True)
@@ -86,12 +85,7 @@ def _of_record(record: PlanRecord, wanted: Wanted, step: Simulated) -> dict[str,
         "choice": choice_data(record, formulas(record) if wanted.formulas else {}),
         "memory": {
             "terms": [dict(terms) for terms in best.memory],
-            "gathered": [
-                held["gathered"] + whole - cast
-                for held, whole, cast in zip(
-                    best.memory, step_bytes, shared_casts(best), strict=True
-                )
-            ],
+            "gathered": step_bytes,
             "limit": record.cluster.device.memory,
         },
         "tokens": tokens,

@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ..cost import Seconds
 from ..errors import AutoparError
 from ..plan import AUTO, RECOMPUTE, Plan
+from ..price.cluster import Cluster
+from ..price.compiled_cost import stage_accounts
+from ..price.price import FORWARD, compute_part, retimed
+from ..price.stage_seconds import StageSeconds, part_seconds, stage_seconds
 from ..schedule.check_schedule import peak_in_flight
 from ..schedule.choose_schedule import (
     activation_budget,
@@ -40,33 +43,27 @@ from ..stage.split_stages import Stage, Staged
 Choice = dict[str, str]
 
 
-def stage_policies(stage: Stage, plan: Plan) -> dict[str, str]:
-    """What is computed again, by the stage's own names of its layers."""
-    return {own: plan.policy(layer) for own, layer in stage.layers.items()}
-
-
-def recompute_seconds(local: LocalStage) -> Seconds:
-    """What the backward takes longer, as it runs nodes of the forward once more."""
-    return Seconds(0.0, sum(again_by_layer(local).values()), 0.0)
-
-
-def again_by_layer(local: LocalStage) -> dict[str, float]:
-    """The same in seconds, by the stage's own names of its layers; without gathers of
-    parameters, whose seconds are with the backward's."""
-    costs = local.stage.costs
+def again_by_layer(local: LocalStage, plan: Plan, cluster: Cluster) -> dict[str, float]:
+    """Seconds in which the backward runs nodes of the forward once more, by the stage's
+    own names of its layers; without gathers of parameters, which run anyway."""
+    forward = {v.name for node in local.stage.forward for v in node.results}
+    device = cluster.device.running(plan.tf32, plan.backend)
     given = (*local.params, *local.buffers, *local.stage.constants)
     gathered = find_gathered(local.backward, {v.name for v in given})
-    seconds: dict[str, float] = {}
+    found: dict[str, float] = {}
     for node in local.backward:
         for v in node.results:
             # Gradients have other names.
-            if v.name in costs and v.name not in gathered:
+            if v.name in forward and v.name not in gathered:
+                account = retimed(compute_part(FORWARD, [node], device), device)
+                took, _ = part_seconds(account, FORWARD, plan.mesh, cluster)
                 layer = node.location.layer
-                seconds[layer] = seconds.get(layer, 0.0) + costs[v.name].forward
-    return seconds
+                found[layer] = found.get(layer, 0.0) + took
+                break
+    return found
 
 
-def choose_recompute(staged: Staged) -> Staged:
+def choose_recompute(staged: Staged, cluster: Cluster) -> Staged:
     """Complete the plan's `recompute_layers`, if it leaves them to us.
 
     Raises: OutOfMemory, if it does not fit even with all layers computed again;
@@ -76,17 +73,17 @@ def choose_recompute(staged: Staged) -> Staged:
     layers = {layer for stage in staged.stages for layer in stage.layers.values()}
     if plan.recompute != AUTO or layers <= set(plan.recompute_layers):
         return staged
-    search = _Search(staged)
-    choices: list[tuple[float, Choice]] = []
+    search = _Search(staged, cluster)
+    found: list[tuple[float, Choice]] = []
     problems: list[AutoparError] = []
     for schedule in search.schedules(problems):
         try:
-            choices.append(search.solve(schedule))
+            found.append(search.solve(schedule))
         except OutOfMemory as error:
             problems.append(error)
-    if not choices:
+    if not found:
         raise problems[-1]
-    _, choice = min(choices, key=lambda option: option[0])
+    _, choice = min(found, key=lambda option: option[0])
     complete = {**choice, **plan.recompute_layers}
     return replace(staged, plan=replace(plan, recompute_layers=complete))
 
@@ -94,7 +91,8 @@ def choose_recompute(staged: Staged) -> Staged:
 class _Search:
     """Tries policies: each stage is differentiated once under each set of them."""
 
-    def __init__(self, staged: Staged) -> None:
+    def __init__(self, staged: Staged, cluster: Cluster) -> None:
+        self.cluster = cluster
         self.stages, self.plan = staged.stages, staged.plan
         self.trainable = staged.lowered.traced.trainable
         self.known: dict[object, LocalStage] = {}
@@ -115,8 +113,9 @@ class _Search:
     def uniform(self, stage: Stage, policy: str) -> LocalStage:
         return self.local(stage, dict.fromkeys(stage.layers.values(), policy))
 
-    def timed(self, locals_: Sequence[LocalStage]) -> list[Seconds]:
-        return [local.stage.seconds + recompute_seconds(local) for local in locals_]
+    def timed(self, locals_: Sequence[LocalStage]) -> list[StageSeconds]:
+        accounts = stage_accounts(locals_, self.plan, self.cluster)
+        return [stage_seconds(a, self.plan.mesh, self.cluster) for a in accounts]
 
     def schedules(self, problems: list[AutoparError]) -> Iterator[Schedule]:
         """The plan's; one that is to be made as it would be if all layers were alike.
@@ -128,12 +127,12 @@ class _Search:
             return
         for policy in RECOMPUTE:
             locals_ = [self.uniform(stage, policy) for stage in self.stages]
-            footprints = [footprint(local) for local in locals_]
             limits = activation_budget(self.plan, locals_, self.trainable)
             try:
-                yield choose_schedule(
-                    self.plan, self.timed(locals_), footprints, limits, 0.0
-                )
+                took = self.timed(locals_)
+                seconds = [t.halves for t in took]
+                footprints = [t.footprint for t in took]
+                yield choose_schedule(self.plan, seconds, footprints, limits, 0.0)
             except ScheduleError as error:
                 problems.append(error)
 
@@ -143,7 +142,8 @@ class _Search:
         for rank in range(len(schedule.ranks)):
             choice |= self.solve_rank(schedule, rank)
         locals_ = [self.local(stage, choice) for stage in self.stages]
-        return on_paper(schedule, self.timed(locals_), 0.0).total, choice
+        seconds = [took.halves for took in self.timed(locals_)]
+        return on_paper(schedule, seconds, 0.0).total, choice
 
     def solve_rank(self, schedule: Schedule, rank: int) -> Choice:
         """The choice for the layers of one rank's stages."""
@@ -166,7 +166,7 @@ class _Search:
         flying = peak_in_flight(a for a in actions if a.stage == stage.index)
         tried = [self.uniform(stage, policy) for policy in RECOMPUTE]
         saved = [saved_by_layer(local) for local in tried]
-        spent = [again_by_layer(local) for local in tried]
+        spent = [again_by_layer(x, self.plan, self.cluster) for x in tried]
         return [
             [
                 Option(seconds.get(layer, 0.0), flying * size.get(layer, 0))

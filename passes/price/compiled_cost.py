@@ -1,0 +1,85 @@
+"""compiled_cost: the accounts of a compiled plan's stages, and its step on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..plan import AUTO, Plan
+from ..price.candidate import Candidate
+from ..price.cluster import Cluster
+from ..price.estimate import Estimate, run_accounts
+from ..price.price import TIED, Account, price
+from ..price.price_memory import Key
+from ..price.stage_seconds import stage_seconds
+from ..program import Program
+from ..schedule.order import write_order
+from ..schedule.schedule import Schedule
+from ..stage.local_stage import LocalStage
+
+
+def stage_accounts(
+    locals_: Sequence[LocalStage], plan: Plan, cluster: Cluster
+) -> list[Account]:
+    """Counts each stage on its first rank."""
+    device = cluster.device.running(plan.tf32, plan.backend)
+    known: dict[int, Account] = {}  # stages of equal text have the same nodes
+    for local in locals_:
+        if id(local.forward) not in known:
+            known[id(local.forward)] = price(local, device)
+    return [known[id(local.forward)] for local in locals_]
+
+
+def count_once(
+    accounts: Sequence[Account],
+    locals_: Sequence[LocalStage],
+    placement: Sequence[int],
+) -> list[Account]:
+    """The accounts, in which of a weight that several stages use each rank counts one;
+    between ranks its gradient is exchanged."""
+    held: dict[str, list[int]] = {}
+    for i, local in enumerate(locals_):
+        for v in local.params:
+            held.setdefault(local.stage.names[v.name], []).append(i)
+    found = list(accounts)
+    for name, stages in held.items():
+        seen: set[int] = set()
+        apart = len({placement[i] for i in stages}) > 1
+        for i in stages if len(stages) > 1 else ():
+            local = locals_[i]
+            (v,) = (v for v in local.params if local.stage.names[v.name] == name)
+            trained = v.bytes * (v.name in local.grads)
+            more: dict[Key, float] = {(TIED, "trained"): trained} if apart else {}
+            if placement[i] in seen:
+                more = {("memory", "parameters"): -v.bytes}
+                more["memory", "trained"] = -trained
+            seen.add(placement[i])
+            found[i] = found[i] + Account(more)
+    return found
+
+
+def candidate_of(plan: Plan, schedule: Schedule, layers: Sequence[int]) -> Candidate:
+    """What a compiled plan decides, as the planner has it. layers: of each stage."""
+    return Candidate(
+        plan.mesh,
+        0,  # how many samples the example batch had changes nothing here
+        plan.microbatches,
+        plan.schedule,
+        plan.stages_per_rank,
+        plan.zero,
+        plan.recompute,
+        tuple(layers),
+        order=write_order(schedule) if plan.schedule == AUTO else (),
+    )
+
+
+def estimate_program(program: Program, cluster: Cluster) -> Estimate:
+    """The step of a compiled program. What its ops take is as it was when it was
+    compiled; messages and updates take what they do on the cluster."""
+    accounts = [Account.from_data(stage.account) for stage in program.stages]
+    layers = [len(stage.layers) for stage in program.stages]
+    candidate = candidate_of(program.plan, program.schedule, layers)
+    ranks: list[list[Account]] = [[] for _ in program.schedule.ranks]
+    for account, rank in zip(accounts, program.schedule.stage_to_rank, strict=True):
+        ranks[rank].append(account)
+    took = [stage_seconds(a, program.mesh, cluster) for a in accounts]
+    return run_accounts(accounts, ranks, took, candidate, cluster)

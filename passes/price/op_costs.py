@@ -1,0 +1,80 @@
+"""op_costs: seconds of an op with its derivative, each by itself.
+
+By these a graph is cut into stages, before there are any. What a stage takes is counted
+on all of its nodes, once they are known: see `passes.price.stage_seconds`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ..cost import BACKWARD_WORK, Seconds, signature, weights_of
+from ..dims.origins import find_differentiable
+from ..dims.probe import REFUSALS
+from ..errors import CaptureError
+from ..graph import Node
+from ..ops.op import is_view
+from ..price.cluster import Cluster, Device
+from ..price.price import BACKWARD, FORWARD, WEIGHT, compute, node_seconds
+from ..price.stage_seconds import part_seconds
+from ..shard.insert_collectives import Lowered
+from ..stage.differentiate import differentiate
+from ..stage.one_op import one_op
+
+
+@dataclass(frozen=True)
+class OpCosts:
+    """See `passes.cost.NodeCosts`. Nodes of one signature take as long."""
+
+    lowered: Lowered
+    cluster: Cluster
+    _known: dict[tuple[str, bool], Seconds] = field(default_factory=dict)
+
+    @cached_property
+    def device(self) -> Device:
+        plan = self.lowered.plan
+        return self.cluster.device.running(plan.tf32, plan.backend)
+
+    @cached_property
+    def flows(self) -> frozenset[str]:
+        """Names of values that a gradient flows through."""
+        return find_differentiable(self.lowered.graph, self.lowered.traced.trainable)
+
+    def seconds(self, node: Node) -> Seconds:
+        trained = any(v.name in self.flows for v in node.results)
+        key = signature(node), trained
+        if key not in self._known:
+            self._known[key] = self._seconds(node, trained)
+        return self._known[key]
+
+    def _seconds(self, node: Node, trained: bool) -> Seconds:
+        if is_view(node):
+            return Seconds(0.0, 0.0, 0.0)
+        plan = self.lowered.plan
+        sizes = {axis: plan.size(axis) for axis in plan.axes}
+        first = dict.fromkeys(sizes, 0)
+        try:
+            local = differentiate(one_op(node, self.flows), sizes, first, halves=True)
+        except (*REFUSALS, CaptureError):  # it has no derivative by itself
+            once = node_seconds(node, self.device)
+            backward = BACKWARD_WORK * once if trained else 0.0
+            late = backward / 2 if weights_of(node) else 0.0
+            return Seconds(once, backward - late, late)
+        account = compute(local, self.device)
+        took = (
+            part_seconds(account, part, plan.mesh, self.cluster)[0]
+            for part in (FORWARD, BACKWARD, WEIGHT)
+        )
+        return Seconds(*took)
+
+    def gather(self, node: Node) -> Seconds:
+        plan, size = self.lowered.plan, sum(v.bytes for v in node.results)
+        link = self.cluster.link(plan.mesh, (str(node.args[1]),))
+        gathered = link.seconds("all_gather", size) if plan.zero == 3 else 0.0
+        scattered = link.seconds("reduce_scatter", size) if plan.zero > 1 else 0.0
+        return Seconds(gathered, gathered + scattered, 0.0)
+
+    def send(self, size: int) -> float:
+        link = self.cluster.link(self.lowered.plan.mesh, ("pp",))
+        return link.seconds("send", size)

@@ -1,0 +1,56 @@
+"""schedule_stages: what each pipeline rank does in turn, and the memory it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .price.cluster import Cluster
+from .price.compiled_cost import count_once, stage_accounts
+from .price.price import Account
+from .price.stage_seconds import StageSeconds, stage_seconds
+from .schedule.check_schedule import check
+from .schedule.choose_schedule import activation_budget, choose_schedule
+from .schedule.memory import RankMemory, check_memory, rank_memory
+from .schedule.schedule import Schedule
+from .stage.local_stage import LocalStage
+from .stage.split_stages import Staged
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A schedule and what it was made for. accounts, took: of one microbatch on each
+    stage. memory: of each pipeline rank."""
+
+    schedule: Schedule
+    accounts: tuple[Account, ...]
+    took: tuple[StageSeconds, ...]
+    memory: tuple[RankMemory, ...]
+
+    def verify(self) -> object:
+        """Raises: ScheduleError."""
+        return check(self.schedule)
+
+    def __str__(self) -> str:
+        memory = "\n".join(f"rank {r}: {m}" for r, m in enumerate(self.memory))
+        return f"{self.schedule}\n\n{memory}"
+
+
+def schedule_stages(
+    staged: Staged, locals: Sequence[LocalStage], cluster: Cluster
+) -> Scheduled:
+    """Choose or make the plan's schedule. locals: of the first rank of each stage.
+
+    Raises: ScheduleError, OutOfMemory.
+    """
+    plan, trainable = staged.plan, staged.lowered.traced.trainable
+    accounts = stage_accounts(locals, plan, cluster)
+    took = tuple(stage_seconds(a, plan.mesh, cluster) for a in accounts)
+    limits = activation_budget(plan, locals, trainable)
+    seconds, footprints = [t.halves for t in took], [t.footprint for t in took]
+    send = max((t.send for t in took[:-1]), default=0.0)
+    schedule = choose_schedule(plan, seconds, footprints, limits, send)
+    memory = rank_memory(schedule, locals, footprints, trainable, plan.offload)
+    check_memory(memory, plan.memory)
+    counted = count_once(accounts, locals, schedule.stage_to_rank)
+    return Scheduled(schedule, tuple(counted), took, memory)
