@@ -315,7 +315,9 @@ def test_an_object_that_is_no_tensor_is_refused_with_its_line():
 
     WRONG["drawn"] = drawn
     try:
-        with pytest.raises(CaptureError, match=r"(?i)generator.*\n  at .*test_unseen\.py:"):
+        with pytest.raises(
+            CaptureError, match=r"(?i)generator.*\n  at .*test_unseen\.py:"
+        ):
             trace(between("drawn").model, between("drawn").batch)
     finally:
         del WRONG["drawn"]
