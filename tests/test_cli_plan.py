@@ -61,7 +61,7 @@ def test_findings_are_read_as_they_were_written(plan: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (lambda d: d.update(format=7), "not of format 1"),
+        (lambda d: d.update(format=7), "not of format 2"),
         (lambda d: d.pop("cluster"), "no 'cluster'"),
         (lambda d: d.update(colour=1), "unknown key 'colour'"),
         (lambda d: d.update(samples="8"), "'samples' in"),

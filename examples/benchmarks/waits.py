@@ -132,7 +132,7 @@ DEVICE = Device("here", 1e12, 1e18, {"float32": 1e11})
 
 def on_paper(program: Program, cluster: Cluster) -> float:
     now = simulate_program(program, cluster).total
-    waited = "autopar.reports.simulation.exposed"
+    waited = "autopar.passes.price.estimate.exposed"
     with mock.patch(waited, lambda moving, *beside: moving):
         return simulate_program(program, cluster).total / now
 
