@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 from ..cost import flops, traffic
 from ..graph import Node
@@ -137,12 +138,16 @@ def in_a_row(whole: Account, parts: Sequence[Account]) -> Account:
         ("message", "received"): parts[0]["message", "received"],
         ("message", "sent"): parts[-1]["message", "sent"],
     }
+    alike = [(part, len(list(same))) for part, same in groupby(parts)]
     for what, kept in ((FORWARD, "saved"), (BACKWARD, "saved"), (WEIGHT, "kept")):
         before = 0.0
-        for part in parts:
+        for part, count in alike:
+            # Of equal ones in a row the first or the last has most beside it.
+            saved = part["memory", kept]
+            beside = before + max(0.0, (count - 1) * saved)
             for key in ((peak, what) for peak in EVERY_PEAK):
-                found[key] = max(found.get(key, 0.0), before + part[key])
-            before += part["memory", kept]
+                found[key] = max(found.get(key, 0.0), beside + part[key])
+            before += count * saved
     # A weight that both ends use is whole between its uses, and so is its gradient.
     twice = sum(part["memory", "parameters"] for part in parts)
     tied = max(0.0, twice - whole["memory", "parameters"])

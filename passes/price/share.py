@@ -21,15 +21,24 @@ from ..price.price_memory import (
     WEIGHT,
     Key,
 )
+from ..schedule.memory import OPTIMIZER_STATES
 
 PARTS = (FORWARD, BACKWARD, WEIGHT)
 HELD = ("parameters", "trained", "read", "cast")
+OTHER_PEAKS = frozenset(EVERY_PEAK[1:])
+
+
+def resting_bytes(account: Account, candidate: Candidate) -> float:
+    """Parameters, gradients and the optimizer's state that a rank keeps a share of."""
+    mine = _Shares(account, candidate)
+    states = (1 + OPTIMIZER_STATES) * mine.kept("trained")
+    return mine.kept("parameters") + states
 
 
 def share(account: Account, candidate: Candidate, device: Device) -> Account:
     """See above. Of the most alive there is what the stage of ZeRO has."""
     zero = candidate.shares
-    found = {k: x for k, x in account.amounts.items() if k[0] not in EVERY_PEAK[1:]}
+    found = {k: x for k, x in account.amounts.items() if k[0] not in OTHER_PEAKS}
     peaks = PEAK if candidate.data_parallel > 1 else PEAK | PEAK_BUT_EXPERTS
     for part in PARTS:
         found["peak", part] = account[peaks.get(zero, PEAK[0]), part]
@@ -80,11 +89,12 @@ class _Shares:
         self.alike, self.data_parallel = candidate.alike, candidate.data_parallel
 
     def kept_experts(self, term: str) -> float:
-        return self.account["experts", term] / self.data_parallel
+        parts = self.data_parallel if self.zero else 1
+        return self.account["experts", term] / parts
 
     def kept(self, term: str) -> float:
         others = self.account["memory", term] - self.account["experts", term]
-        return others / self.alike + self.kept_experts(term)
+        return others / (self.alike if self.zero else 1) + self.kept_experts(term)
 
     def shared(self, term: str) -> float:
         """Bytes, whole, of what is shared out."""

@@ -23,7 +23,7 @@ from ..price.estimate import Estimate, estimate, step_parts
 from ..price.estimate_memory import rank_memory
 from ..price.price import Account, once_a_rank
 from ..price.price_layers import LayerPrices, Prices
-from ..price.share import share
+from ..price.share import resting_bytes, share
 from ..price.stage_seconds import StageSeconds, stage_seconds
 from ..schedule.make_schedule import SCHEDULES
 from ..search.balance_layers import balance_ranks
@@ -92,7 +92,7 @@ def search(
     for done, candidate in enumerate(every, 1):
         if replace(candidate, recompute="none") in roomy:
             needless += 1
-        elif least_bytes(candidate, space.runs, prices, timed) > limit:
+        elif least_bytes(candidate, space.runs, prices) > limit:
             hopeless.append(candidate)
         else:
             rank(candidate)
@@ -209,11 +209,10 @@ def make_timer(cluster: Cluster) -> Timer:
     return seconds
 
 
-def least_bytes(candidate: Candidate, runs: int, prices: Prices, timed: Timer) -> float:
+def least_bytes(candidate: Candidate, runs: int, prices: Prices) -> float:
     """No more than `rough` finds: what ranks hold of all layers, on average."""
     whole = _prices_of(candidate, prices).stage(True, runs, True)
-    held = rank_memory([timed(candidate)(whole)[0]], 0.0)
-    states = held["parameters"] + held["gradients"] + held["optimizer"]
+    states = resting_bytes(whole, candidate)
     in_turn = (in_flight(candidate) - 1) / candidate.stages_per_rank
     ranks = candidate.mesh.axis_size("pp")
     return 0.999 * (states + in_turn * whole["memory", "saved"]) / ranks
