@@ -6,10 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from plans import model_file, small_program
+from torch import nn
 
+from autopar.capture.capture_model import capture_model
+from autopar.capture.shared_memory import refuse_shared_memory
 from autopar.cli import main
 from autopar.models.load import ModelError, load_model
+from autopar.passes.errors import CaptureError
 from autopar.plans.store import save_plan
 
 HEAD = "import torch\nfrom torch import nn\n"
@@ -125,3 +130,19 @@ def test_a_wrong_line(
     assert main(line.split()) == 2
     said = capsys.readouterr().err
     assert said.startswith("autopar: ") and says in said and "  fix  " in said
+
+
+def test_weights_that_are_tied_by_their_memory_alone() -> None:
+    """An optimizer updates both, and ranks would have two that part."""
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(CaptureError, match=r"model\[1\].weight = model\[0\].weight"):
+        capture_model(model, {"input": torch.zeros(2, 3, dtype=torch.int64)})
+    flat = torch.zeros(2 * 32)  # as parameters lie side by side in some optimizers
+    model[0].weight.data, model[1].weight.data = (
+        flat[:32].view(8, 4),
+        flat[32:].view(8, 4),
+    )
+    refuse_shared_memory(model)
+    model[1].weight = model[0].weight
+    refuse_shared_memory(model)

@@ -12,6 +12,7 @@ from torch import nn
 
 from autopar.capture.chance import Chance
 from autopar.capture.left_as_found import AsFound, Change, counters
+from autopar.capture.shared_memory import refuse_shared_memory
 from autopar.capture.survivors import left_over, only_new, refuse_held
 from autopar.passes.capture.mixed_precision import Lowering
 from autopar.passes.capture.trace import Traced, trace
@@ -31,10 +32,12 @@ def capture_model(
     was.
 
     Raises: CaptureError, also where forward draws random numbers outside of the graph,
-    counts in Python what it computes with, or keeps tensors that cannot be put back.
+    counts in Python what it computes with, or keeps tensors that cannot be put back; or
+    has two parameters in the same memory.
     """
 
     tell("capturing the model")
+    refuse_shared_memory(model)
     as_found = AsFound.of(model, *([loss_fn] if loss_fn else []))
     chance = Chance(as_found.generators)
 
