@@ -126,6 +126,7 @@ def test_wide_deep_models_on_many_ranks_take_little() -> None:
     ("family", "mesh", "options"),
     [
         ("llama", "dp=2", {"zero": 3}),
+        ("llama", "dp=2,tp=2", {"zero": 3}),  # what is scattered behind is carried
         ("gpt_neox", "dp=2", {"zero": 3}),
         ("falcon", "tp=2", {}),
         ("bloom", "tp=2", {}),

@@ -144,9 +144,12 @@ class _Reader:
         }
         self.keys, self.path, self.wholes = keys, path, wholes
         self.loop = Counts.OTHERS  # what the loop counts
+        self.locals: set[str] = set()
 
     def lines(self, lines: Sequence[str]) -> Iterator[Statement]:
         layers = re.compile(rf"\b{re.escape(self.path)}\.\+[i({{]")
+        # What a loop hands on is read before it is made, as texts go.
+        self.locals = {name for line in lines for name in _targets(line)}
         for at, line in enumerate(lines):
             if line.strip().startswith("for i in "):
                 inside = lines[at + 1 : end_of(lines, at)]
@@ -212,6 +215,8 @@ class _Reader:
             elif kind == "text":
                 parts.append(self._layers(text, numbers, Counts.OTHERS))
             else:
+                if kind == "word" and text in self.locals:
+                    self.names.setdefault(text, f"<{len(self.names)}>")
                 parts.append(self.names.get(text, text))
         joined = "".join(parts)
         if "aten.arange.start" in code:  # a count, as of others
@@ -237,6 +242,13 @@ class _Reader:
             return "#"
 
         return LAYER.sub(take, name)
+
+
+def _targets(line: str) -> list[str]:
+    """Names of what a line makes."""
+    left, equals, _ = line.partition("  # ")[0].strip().partition(" = ")
+    named = TARGET.match(ENTRY_OF.sub("_", left)) if equals else None
+    return re.findall(r"[A-Za-z_]\w*", left) if named else []
 
 
 def _as_range(match: re.Match[str]) -> str:
