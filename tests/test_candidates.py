@@ -120,7 +120,10 @@ def test_products_of_half_the_bits_take_half_the_time(precision: str) -> None:
 
 
 def work(precision: str, tf32: bool, part: str) -> float:
-    prices = make_prices(of(precision, tf32), cluster_of("1xA100-80GB"))
+    cluster = cluster_of("1xA100-80GB")
+    # Attention as any other product.
+    cluster = replace(cluster, device=replace(cluster.device, attention=""))
+    prices = make_prices(of(precision, tf32), cluster)
     return prices(Mesh(()), "none", False, 1).whole["work", part]
 
 
