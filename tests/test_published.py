@@ -11,14 +11,17 @@ import torch
 from sympy import expand, simplify
 from torch import nn
 
+from autopar.machine.hardware import cluster_of
 from autopar.passes.price.symbolic import parameters, size
-from autopar.planner.planner import capture_short
+from autopar.passes.search.search import run_on_paper
+from autopar.planner.planner import capture_short, find_plans, make_prices
 from examples.benchmarks import published_formulas as formulas
 from examples.benchmarks import published_memory as memory
 from examples.benchmarks import published_others as others
 from examples.benchmarks import published_runs as megatron
 from examples.benchmarks import published_sweep as sweep
 from examples.benchmarks import published_zero as zero
+from examples.benchmarks.published_models import gpt, read
 from examples.benchmarks.published_picks import picked
 from examples.gpt import GPT, Config
 
@@ -145,3 +148,17 @@ def test_collectives_are_as_measured(kind: str) -> None:
     ratios = [abs(log(got / known)) for got, known in found]
     assert len(ratios) == 7
     assert mean(ratios) < log(1.15 if kind != "all_reduce" else 1.7), ratios
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("row", range(10))
+def test_what_is_picked_is_priced_no_slower_than_what_ran(row: int) -> None:
+    """And as it ran, with full recomputation, it would have fitted."""
+    run, sizes = megatron.megatron_runs()[row], list(read("sc21_table1"))[row]
+    numbers = (int(sizes[n]) for n in ("hidden", "heads", "layers", "vocab"))
+    of, cluster = gpt(*numbers, precision="bf16-stream"), cluster_of(str(run.cluster))
+    candidate = replace(run.candidate, recompute="full")
+    ran = run_on_paper(candidate, make_prices(of, cluster), cluster)
+    assert ran.peak < cluster.device.memory
+    best = find_plans(of, cluster, run.batch).best[0]
+    assert best.seconds <= ran.seconds, (best.candidate, candidate)
