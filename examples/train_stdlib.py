@@ -3,9 +3,14 @@ same model in plain PyTorch beside it.
 
     python -m examples.train_stdlib --folder trained --steps 300 --model small
 
-Four ranks are planned for and started. One of them is killed on the way; the same line
-takes the run up again. Then the weights are exported, text is sampled, and the losses
-of all steps are compared with those of the untouched model on one device.
+Four ranks are planned for and started. One of them is killed on the way, and later the
+torchrun that started them; the same line takes the run up each time. Then the weights
+are exported, text is sampled, and the losses of all steps are compared with those of
+the untouched model on one device.
+
+How far apart rounding alone takes two runs is measured beside: the same model on one
+device once more, with the samples of each batch in reverse order. `--double` has all of
+it in float64, where what is left is no rounding of float32.
 """
 
 from __future__ import annotations
@@ -43,7 +48,18 @@ def ten_million() -> tuple[GPT, dict[str, torch.Tensor]]:
     return build(Config(layers=6, width=384, heads=6, context=SEQ, vocab=256), BATCH)
 
 
+def small_double() -> tuple[GPT, dict[str, torch.Tensor]]:
+    model, batch = small()
+    return model.double(), batch
+
+
+def ten_million_double() -> tuple[GPT, dict[str, torch.Tensor]]:
+    model, batch = ten_million()
+    return model.double(), batch
+
+
 MODELS = {"small": small, "ten_million": ten_million}
+DOUBLE = {"small_double": small_double, "ten_million_double": ten_million_double}
 
 
 def trained_with(steps: int) -> dict[str, Any]:
@@ -76,41 +92,55 @@ def losses_of(log: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
-def rank_of(process: int, rank: int) -> int | None:
-    """The process of a rank that descends from a process; None if it is gone."""
-    parents: dict[int, int] = {}
-    ranks: list[int] = []
+def children(process: int) -> dict[int, int]:
+    """Descendants of a process: process id -> its parent's."""
+    parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             stat = (folder / "stat").read_text().rpartition(")")[2].split()
-            variables = (folder / "environ").read_bytes().split(b"\0")
         except OSError:  # it ended meanwhile
             continue
         parents[int(folder.name)] = int(stat[1])
-        if f"RANK={rank}".encode() in variables:
-            ranks.append(int(folder.name))
-    for found in ranks:
-        above = found
-        while above in parents and above != process:
-            above = parents[above]
-        if above == process:
-            return found
+    below = {process}
+    for _ in range(4):  # autopar, torchrun, a rank, and what it starts
+        below |= {child for child, parent in parents.items() if parent in below}
+    return {child: parents[child] for child in below - {process}}
+
+
+def rank_of(process: int, rank: int) -> tuple[int, int] | None:
+    """The process of a rank that descends from a process, and that of its torchrun;
+    None if it is gone."""
+    for found, parent in children(process).items():
+        try:
+            variables = (Path("/proc") / str(found) / "environ").read_bytes()
+        except OSError:
+            continue
+        if f"RANK={rank}".encode() in variables.split(b"\0"):
+            return found, parent
     return None
 
 
-def run_and_kill(line: list[str], log: Path, at: int) -> None:
-    """Start the run, and kill a rank of it once so many steps are made."""
+def run_and_kill(line: list[str], log: Path, at: int, torchrun: bool) -> None:
+    """Start the run, and kill a rank, or its torchrun, once so many steps are made."""
     with subprocess.Popen(line) as process:
         while process.poll() is None and max(losses_of(log), default=0) < at:
             time.sleep(0.2)
-        rank = rank_of(process.pid, KILLED)
-        assert rank is not None, "the run ended before a rank could be killed"
-        os.kill(rank, signal.SIGKILL)
+        found = rank_of(process.pid, KILLED)
+        assert found is not None, "the run ended before it could be killed"
+        ranks = [*children(found[1])]
+        os.kill(found[1] if torchrun else found[0], signal.SIGKILL)
         assert process.wait(120) != 0
+    until = time.monotonic() + 60
+    while any((Path("/proc") / str(rank)).exists() for rank in ranks):
+        assert time.monotonic() < until, "ranks outlive their torchrun"
+        time.sleep(0.2)
+    what = "torchrun" if torchrun else f"rank {KILLED}"
+    print(f"killed {what} after step {max(losses_of(log))}", flush=True)
 
 
-def plain_losses(name: str, options: RunOptions) -> list[float]:
-    """Of the untouched model, on one device, with the same batches."""
+def plain_losses(name: str, options: RunOptions, reverse: bool) -> list[float]:
+    """Of the untouched model, on one device, with the same batches; reverse: with their
+    samples in reverse order, which is the same but for rounding."""
     loaded = load_model(spec_of(name), seed=options.seed, device="cpu")
     model = loaded.model
     optimizer = make_optimizer(((p, p.dim()) for p in model.parameters()), options)
@@ -118,6 +148,8 @@ def plain_losses(name: str, options: RunOptions) -> list[float]:
     losses = []
     for i in range(options.steps):
         ids, labels = data.batch(i, BATCH, SEQ)
+        if reverse:
+            ids, labels = ids.flip(0), labels.flip(0)
         optimizer.zero_grad()
         loss = model(ids, labels)[1]
         loss.backward()
@@ -133,32 +165,47 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("trained"))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--model", choices=MODELS, default="small")
+    parser.add_argument("--double", action="store_true")
     given = parser.parse_args()
-    name, folder, steps = given.model, given.folder, given.steps
+    name = f"{given.model}_double" if given.double else given.model
+    folder, steps = given.folder, given.steps
     folder.mkdir(parents=True)
     line, log = command(name, folder, steps), folder / "log.jsonl"
     began = time.perf_counter()
-    run_and_kill(line, log, at=steps // 2)
-    print(f"killed rank {KILLED} after step {max(losses_of(log))}", flush=True)
+    run_and_kill(line, log, at=steps // 3, torchrun=False)
+    run_and_kill(line, log, at=2 * steps // 3, torchrun=True)
     subprocess.run(line, check=True)
     seconds = time.perf_counter() - began
     autopar = [sys.executable, "-m", "autopar"]
     weights, trained = folder / "model.pt", str(folder / "checkpoints")
     subprocess.run([*autopar, "export", trained, "-o", str(weights)], check=True)
-    MODELS[name]()[0].load_state_dict(torch.load(weights))  # into the plain model
+    plain = {**MODELS, **DOUBLE}[name]()[0]
+    plain.load_state_dict(torch.load(weights))  # into the plain model
     said = [*autopar, "sample", trained, "--prompt", "def ", "--temperature", "0.7"]
     subprocess.run([*said, "--tokens", "120", "--ema"], check=True)
     options = RunOptions(data=("stdlib",), eval_every=1, **trained_with(steps))
-    began = time.perf_counter()
-    found, expected = losses_of(log), plain_losses(name, options)
+    began, found = time.perf_counter(), losses_of(log)
+    expected = plain_losses(name, options, reverse=False)
+    alone = time.perf_counter() - began
     assert sorted(found) == list(range(1, steps + 1))
-    apart = [abs(found[i + 1] - loss) for i, loss in enumerate(expected)]
+    ours = [found[i + 1] for i in range(steps)]
     print(
-        f"{steps} steps: loss {found[1]:.4f} to {found[steps]:.4f}, of one device "
-        f"{expected[-1]:.4f}; at most {max(apart):.2g} apart, at step "
-        f"{apart.index(max(apart)) + 1}\n"
-        f"{RANKS} ranks, the kill included: {seconds:.0f} s; one device: "
-        f"{time.perf_counter() - began:.0f} s"
+        f"{steps} steps: loss {ours[0]:.4f} to {ours[-1]:.4f}, of one device "
+        f"{expected[-1]:.4f}; {apart(ours, expected)}\n"
+        f"{RANKS} ranks, two kills included: {seconds:.0f} s; one device: {alone:.0f} s"
+    )
+    again = plain_losses(name, options, reverse=True)
+    print(f"samples in reverse order on one device: {apart(again, expected)}")
+
+
+def apart(losses: list[float], others: list[float]) -> str:
+    """How far two curves are apart: at most, and in each tenth of the steps."""
+    gaps = [abs(a - b) for a, b in zip(losses, others, strict=True)]
+    tenth = max(1, len(gaps) // 10)
+    parts = [max(gaps[i : i + tenth]) for i in range(0, len(gaps), tenth)]
+    return (
+        f"at most {max(gaps):.2g} apart, at step {gaps.index(max(gaps)) + 1} "
+        f"(by tenths of the steps: {' '.join(f'{part:.0e}' for part in parts)})"
     )
 
 
