@@ -15,7 +15,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ..graph import Node
+import torch
+
+from ..graph import Node, Value
 from ..shard.parameter_sharding import find_casts
 from ..stage.local_stage import LocalStage
 
@@ -30,6 +32,7 @@ class _Use:
     first: int
     last: int
     bytes: int
+    dtype: torch.dtype
     layer: str
     name: str
 
@@ -37,7 +40,8 @@ class _Use:
 @dataclass(frozen=True)
 class Messages:
     """Parameters that a part gathers by block, or gradients that leave it: messages,
-    bytes of them all, those of some, and those of the largest message."""
+    one for each dtype of a block, bytes of them all, those of some, and those of the
+    largest block."""
 
     calls: int = 0
     bytes: int = 0
@@ -52,22 +56,23 @@ def block_messages(
     shares of its parameters. grads: of gradients, else of parameters. some: names of
     parameters that are counted apart."""
     casts = find_casts(local.prologue, local.params)
-    sizes, owner = _gathered(local, casts), casts
+    moved, owner = _gathered(local, casts), casts
     if grads:
-        sizes = {g.name: g.bytes for g in local.grads.values()}
+        moved = {g.name: g for g in local.grads.values()}
         owner = {g.name: name for name, g in local.grads.items()}
-    blocks = _uses(nodes, (), sizes, by_first=not grads)
+    blocks = _uses(nodes, (), moved, by_first=not grads)
     uses = [use for block in blocks for use in block]
     apart = [u.bytes for u in uses if owner.get(u.name, u.name) in some]
     largest = max((sum(u.bytes for u in block) for block in blocks), default=0)
     whole = sum(u.bytes for u in uses)
-    return Messages(len(blocks), whole, sum(apart), largest)
+    calls = sum(len({u.dtype for u in block}) for block in blocks)
+    return Messages(calls, whole, sum(apart), largest)
 
 
-def _gathered(local: LocalStage, casts: Mapping[str, str]) -> dict[str, int]:
-    """What is computed with of parameters -> bytes; of some it is a cast."""
+def _gathered(local: LocalStage, casts: Mapping[str, str]) -> dict[str, Value]:
+    """What is computed with of parameters, by name; of some it is a cast."""
     made = (v for node in local.prologue for v in node.results if v.name in casts)
-    return {v.name: v.bytes for v in (*local.params, *made)}
+    return {v.name: v for v in (*local.params, *made)}
 
 
 def beside_blocks(local: LocalStage, zero: int, alone: Collection[str] = ()) -> Beside:
@@ -76,14 +81,12 @@ def beside_blocks(local: LocalStage, zero: int, alone: Collection[str] = ()) -> 
     parameters that no other rank has, which are never gathered."""
     casts = find_casts(local.prologue, local.params)
     weights = {
-        name: size
-        for name, size in _gathered(local, casts).items()
+        name: v
+        for name, v in _gathered(local, casts).items()
         if zero > 2 and casts.get(name, name) not in alone
     }
     grads = {
-        g.name: g.bytes
-        for name, g in local.grads.items()
-        if zero > 1 and name not in alone
+        g.name: g for name, g in local.grads.items() if zero > 1 and name not in alone
     }
 
     def beside(nodes: Sequence[Node], runs: Runs) -> Sequence[int]:
@@ -99,11 +102,11 @@ def beside_blocks(local: LocalStage, zero: int, alone: Collection[str] = ()) -> 
 
 
 def _uses(
-    nodes: Sequence[Node], runs: Runs, sizes: Mapping[str, int], by_first: bool
+    nodes: Sequence[Node], runs: Runs, moved: Mapping[str, Value], by_first: bool
 ) -> list[list[_Use]]:
     """By block, in the order of first or last uses. Views of parameters count as uses
     of them."""
-    if not sizes:
+    if not moved:
         return []
     first: dict[str, int] = {}
     last: dict[str, int] = {}
@@ -112,13 +115,13 @@ def _uses(
         ends[begin:end] = [end - 1] * (end - begin)
     for i, node in enumerate(nodes):
         for v in node.operands:
-            if v.name in sizes:
+            if v.name in moved:
                 first.setdefault(v.name, i)
                 last[v.name] = ends[i]
-    uses = [
-        _Use(i, last[n], sizes[n], nodes[i if by_first else last[n]].location.layer, n)
-        for n, i in first.items()
-    ]
+    uses = []
+    for n, i in first.items():
+        layer = nodes[i if by_first else last[n]].location.layer
+        uses.append(_Use(i, last[n], moved[n].bytes, moved[n].dtype, layer, n))
     uses.sort(key=lambda use: use.first if by_first else use.last)
     return [list(own) for _, own in groupby(uses, key=lambda use: use.layer)]
 
