@@ -49,6 +49,22 @@ def test_a_text_is_as_long_for_any_number_of_layers(plan: str) -> None:
     assert lines(low) >= lines(high) < 400
 
 
+@pytest.mark.slow
+def test_a_rank_of_gpt2_is_a_text_that_a_person_reads() -> None:
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False))
+    ids = torch.zeros(8, 1024, dtype=torch.int64)
+    case = Case(model, {"input_ids": ids, "labels": ids})
+    for mesh, zero in [
+        ("dp=4", 3),
+        ("dp=2,tp=2", 3),
+        ("cp=2,dp=2", 1),
+        ("cp=2,tp=2", 0),
+    ]:
+        assert lines(case.compile(mesh, zero=zero)) < 400, mesh
+
+
 class Shadows(nn.Module):
     """Modules that are called as what every emitted module has."""
 
