@@ -29,7 +29,11 @@ MESHES = ("dp=4", "tp=4", "dp=2,tp=2", "cp=2,tp=2", "pp=2,dp=2", "pp=2,tp=2", "p
 # A plan that shares out parameters is priced from layers whose ranks share nothing.
 # What compiling then moves out of the loop, adds otherwise, and has alive where two
 # blocks meet, the planner does not see: some ops of a layer, so little of a large one.
-SECONDS, BYTES = 0.1, 0.1
+SECONDS, BYTES = 0.12, 0.1
+# Its peaks are of stages put together of pieces, each with what is next to it: never
+# less than a stage has, and a little more. Where a layer is a stage by itself, what
+# would be gathered for its neighbours is counted though there are none.
+PIECES, ALONE = 0.02, 0.4
 
 
 @cache
@@ -85,9 +89,10 @@ def same_by_all(seed: int) -> None:
     compiled = estimate_program(program, devices)
     told = str(e.candidate)
     assert compiled.seconds == pytest.approx(e.seconds, rel=seconds), told
+    more = ALONE if shares and 1 in e.candidate.layers else max(size, PIECES)
     for mine, planned in zip(compiled.memory, e.memory, strict=True):
-        total = sum(planned.values())
-        assert sum(mine.values()) == pytest.approx(total, rel=size), told
+        ratio = sum(planned.values()) / sum(mine.values())
+        assert 1 - size <= ratio <= 1 + more, f"{told}: {ratio}"
     for stage, planned in zip(compiled.stages, e.stages, strict=True):
         assert stage.total == pytest.approx(planned.total, rel=1.5 * seconds), told
         if not shares:
