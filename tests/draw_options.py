@@ -79,7 +79,7 @@ OPTIONS: Choices = {
     "memory": lambda v: ["1GiB"] if v["recompute"] == AUTO else [0, "1GiB"],
     "zero": lambda v: [zero for zero in ZERO if shares(v) in (bool(zero), None)],
     "offload": lambda v: [False, True],
-    "precision": lambda v: ["model"] * 4 + LOWER,
+    "precision": lambda v: ["model"] * 4 + rounds(v),
     "hints": lambda v: [None, *HINTS.get(v["model"], ())] if v["tp"] > 1 else [None],
 }
 
@@ -112,6 +112,13 @@ def shares(v: Values) -> bool | None:
 def sample_ranks(v: Values) -> int:
     """The parts into which the mesh splits the batch."""
     return prod(v[axis] for axis in SAMPLES)
+
+
+def rounds(v: Values) -> list[str]:
+    """Precisions that a model's loss can be summed in: one that rounds a mean over
+    tokens, as a balance of experts, needs it whole."""
+    whole = v["microbatches"] == 1 or v.get("model") != "switch_gpt"
+    return [name for name in LOWER if whole or name != "bf16-stream"]
 
 
 def can_ring(v: Values) -> bool:

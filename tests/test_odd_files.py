@@ -116,11 +116,11 @@ def test_what_was_changed_is_refused_or_read(
     ("at", "value", "says"),
     [
         (
-            ("stages", 0, "seconds"),
+            ("stages", 0, "account"),
             DELETED,
-            "in program.json has no 'seconds'",
+            "in program.json has no 'account'",
         ),
-        (("send",), "soon", "'send' in program.json is 'soon', not a number"),
+        (("send",), 1.0, "unknown key 'send' in program.json"),
         (
             ("parameters",),
             {},

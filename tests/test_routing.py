@@ -158,7 +158,7 @@ def test_no_stage_ends_where_rows_are_with_their_experts() -> None:
     case = only_experts()
     named = name_dims(normalize(case.trace()))
     lowered = insert_collectives(propagate(named, plan("ep=2")))
-    chain = Chain(lowered, PLAIN)
+    chain = Chain(lowered)
     away = [
         i
         for i in range(1, len(chain.nodes))
