@@ -72,11 +72,13 @@ class RankStep(HeldState):
     def __call__(self, *, local: bool = False, **batch: Any) -> Tensor:
         """Loss of the global batch, the same on every rank; gradients are in `.grad`.
 
-        local: the batch has this rank's samples only, see `data_rank`. As with
-        `loss.backward()`, gradients add to what `.grad` holds: call
+        The first call of a step that `compile` made compiles, and so does a batch of
+        other shapes. local: the batch has this rank's samples only, see `data_rank`.
+        As with `loss.backward()`, gradients add to what `.grad` holds: call
         `optimizer.zero_grad()` in between.
-        Raises: BatchError, if names, shapes or types are not those compiled for.
+        Raises: BatchError, if names or types are not those compiled for.
         """
+        self._fit(batch, local)
         executor = self.executor  # raises if there is nothing to run yet
         with self._begin("step", batch, local) as tensors:
             if self._host is not None:
@@ -108,12 +110,17 @@ class RankStep(HeldState):
         """Loss of the global batch without dropout, forward only; on every rank.
 
         The same as of the model in `.eval()`, if dropout is all that this changes.
-        local: as for a step. outputs: names of what else the model returns; with them
-        comes a dict of "loss" and of these, whole and for the global batch (in its
-        order), on every rank's device.
+        local, other shapes: as for a step. outputs: names of what else the model
+        returns, as "logits", or "hidden_states.3" of a tuple in its output; of a tuple
+        "0". With them comes a dict of "loss" and of these, whole and for the global
+        batch (in its order), on every rank's device: logits have samples x tokens x
+        vocabulary elements there. Each set of names takes a program of its own.
+        Raises: CaptureError, for a name that the model does not return.
         """
-        executor = self.executor  # raises if there is nothing to evaluate yet
+        assert self.executor is not None, "it raises if there is nothing to evaluate"
         names = checked_outputs(outputs)
+        self._fit(batch, local, names)
+        executor = self.executor
         with self._begin("evaluate", batch, local) as tensors:
             if self._host is not None:
                 self._host.upload()
@@ -121,6 +128,12 @@ class RankStep(HeldState):
             if outputs is None:
                 return loss
             return {"loss": loss, **executor.outputs.wholes(names)}
+
+    def _fit(
+        self, batch: Mapping[str, Any], local: bool, outputs: Sequence[str] = ()
+    ) -> None:
+        """Compute with a program for such a batch and outputs from now on. There is one
+        alone, where a step is no process of its own."""
 
     @property
     def metrics(self) -> dict[str, Tensor]:

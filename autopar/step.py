@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,7 @@ from autopar.rank_step import RankStep
 from autopar.runtime.agreement.agreement import Agreement
 from autopar.runtime.agreement.first_rank import on_first_rank
 from autopar.runtime.agreement.roll_call import ANOTHER_SHAPE
-from autopar.runtime.agreement.validate import (
-    check_model,
-    check_same,
-    checked_outputs,
-)
+from autopar.runtime.agreement.validate import check_model, check_same
 from autopar.runtime.comm.host_comm import engine
 from autopar.runtime.execute.code_cache import CodeCache
 from autopar.runtime.execute.executor import Executor
@@ -173,53 +169,11 @@ class Step(RankStep):
         # Whether the last batch had this rank's samples only.
         self._local = False
 
-    def __call__(self, *, local: bool = False, **batch: Any) -> Tensor:
-        """Loss of the global batch, the same on every rank; gradients are in `.grad`.
-
-        The first call compiles, see `build`, and so does a batch of other shapes, for
-        up to eight: all compute with the same weights. local: the batch has this rank's
-        samples only, see `data_rank`. As with `loss.backward()`, gradients add to what
-        `.grad` holds: call `optimizer.zero_grad()` in between.
-        Raises: BatchError, if names or types are not those compiled for.
-        """
-        self._fit(batch, local)
-        return super().__call__(local=local, **batch)
-
-    @overload
-    def evaluate(
-        self, *, local: bool = ..., outputs: None = ..., **batch: Any
-    ) -> Tensor: ...
-
-    @overload
-    def evaluate(
-        self, *, local: bool = ..., outputs: Sequence[str], **batch: Any
-    ) -> dict[str, Tensor]: ...
-
-    def evaluate(
-        self,
-        *,
-        local: bool = False,
-        outputs: Sequence[str] | None = None,
-        **batch: Any,
-    ) -> Tensor | dict[str, Tensor]:
-        """Loss of the global batch without dropout, forward only; on every rank.
-
-        The same as of the model in `.eval()`, if dropout is all that this changes.
-        local, other shapes: as for a step. outputs: names of what else the model
-        returns, as "logits", or "hidden_states.3" of a tuple in its output; of a tuple
-        "0". With them comes a dict of "loss" and of these, whole and for the global
-        batch (in its order), on every rank's device: logits have samples x tokens x
-        vocabulary elements there. Each set of names takes a program of its own.
-        Raises: CaptureError, for a name that the model does not return.
-        """
-        if self._executor is not None:
-            self._fit(batch, local, checked_outputs(outputs))
-        return super().evaluate(local=local, outputs=outputs, **batch)
-
     def _fit(
         self, batch: Mapping[str, Any], local: bool, outputs: Sequence[str] = ()
     ) -> None:
-        """Compile for batches of these shapes and outputs, unless that was done."""
+        """Compile for batches of these shapes and outputs, unless that was done: for
+        up to eight, which all compute with the same weights. The first is `build`."""
         if self._executor is None:
             self.build(local=local, **batch)
         inputs = self.program.inputs

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -175,58 +176,28 @@ def digests(kind: str, tensors: Mapping[str, Tensor]) -> Facts:
 # --- what is said ------------------------------------------------------------------
 
 
-def _batch(name: str, values: Mapping[int, Any]) -> AutoparError:
-    return BatchError(f"{_differs(name, values)} of the batch", fix=WHOLE_BATCH)
+@dataclass(frozen=True)
+class Differs:
+    """Makes the error of a fact that ranks have not alike.
 
+    what: says it, of the fact's {name}; of {first}, a rank, and {other}, one that has
+    another value than it; of both {values}; and of all the {others}.
+    """
 
-def _field(name: str, values: Mapping[int, Any]) -> AutoparError:
-    return BatchError(
-        f"'{name}' of the batch is {_unlike(values)}",
-        fix="compile with the same value on all ranks",
-    )
+    error: type[AutoparError]
+    what: str
+    fix: str
 
-
-def _shape(name: str, values: Mapping[int, Any]) -> AutoparError:
-    return BatchError(
-        f"'{name}' of the batch is {_unlike(values)}",
-        fix="pass batches of the same shapes on all ranks; each loads as many samples "
-        "with step.sampler(dataset)",
-    )
-
-
-def _state(name: str, values: Mapping[int, Any]) -> AutoparError:
-    return ModelMismatch(
-        f"{_differs(name, values)} of the state dict",
-        fix="read the same file on all ranks, or broadcast what one rank has read",
-    )
-
-
-def _seed(name: str, values: Mapping[int, Any]) -> AutoparError:
-    return ModelMismatch(
-        f"the seed is {_unlike(values)}",
-        fix="give compile the same seed= on all ranks: masks of dropout follow from it "
-        "and the position, and differ where they must",
-    )
-
-
-def _program(name: str, values: Mapping[int, Any]) -> AutoparError:
-    return ModelMismatch(
-        f"{ranks_text(others(values))} was given another program than rank 0",
-        fix="give compile the same program= on all ranks, or on none",
-    )
-
-
-def _argument(name: str, values: Mapping[int, Any]) -> AutoparError:
-    return AutoparError(
-        f"{name} is {_unlike(values)}", fix=f"pass {name} alike on all ranks"
-    )
-
-
-def _training(name: str, values: Mapping[int, Any]) -> AutoparError:
-    return ModelMismatch(
-        f"'{name}' of step.training_state() is {_unlike(values)}",
-        fix="load the same state on all ranks",
-    )
+    def __call__(self, name: str, values: Mapping[int, Any]) -> AutoparError:
+        first, unlike = next(iter(values)), others(values)
+        words = {
+            "name": name,
+            "first": f"rank {first}",
+            "other": f"rank {unlike[0]}",
+            "values": _unlike(values),
+            "others": ranks_text(unlike),
+        }
+        return self.error(self.what.format(**words), fix=self.fix.format(name=name))
 
 
 def _optimizers(name: str, values: Mapping[int, Any]) -> AutoparError | None:
@@ -274,31 +245,55 @@ def _option(option: str, whose: str, pair: Mapping[int, Any]) -> AutoparError:
     )
 
 
-def _trained(name: str, values: Mapping[int, Any]) -> AutoparError:
-    first, rank = next(iter(values)), others(values)[0]
-    return ModelMismatch(
-        f"other parameters require gradients on rank {rank} than on rank {first}",
-        fix="call requires_grad_() of the same parameters on all ranks",
-    )
-
-
 JUDGES: Mapping[str, Judge] = {
     "optimizers": _optimizers,
     "options": _options,
-    "trained": _trained,
-    "training": _training,
-    "batch": _batch,
-    "field": _field,
-    "shape": _shape,
-    "state": _state,
-    "seed": _seed,
-    "program": _program,
-    "argument": _argument,
+    "trained": Differs(
+        ModelMismatch,
+        "other parameters require gradients on {other} than on {first}",
+        "call requires_grad_() of the same parameters on all ranks",
+    ),
+    "training": Differs(
+        ModelMismatch,
+        "'{name}' of step.training_state() is {values}",
+        "load the same state on all ranks",
+    ),
+    "batch": Differs(
+        BatchError,
+        "'{name}' is not the same on {others} as on rank 0 of the batch",
+        WHOLE_BATCH,
+    ),
+    "field": Differs(
+        BatchError,
+        "'{name}' of the batch is {values}",
+        "compile with the same value on all ranks",
+    ),
+    "shape": Differs(
+        BatchError,
+        "'{name}' of the batch is {values}",
+        "pass batches of the same shapes on all ranks; each loads as many samples "
+        "with step.sampler(dataset)",
+    ),
+    "state": Differs(
+        ModelMismatch,
+        "'{name}' is not the same on {others} as on rank 0 of the state dict",
+        "read the same file on all ranks, or broadcast what one rank has read",
+    ),
+    "seed": Differs(
+        ModelMismatch,
+        "the seed is {values}",
+        "give compile the same seed= on all ranks: masks of dropout follow from it "
+        "and the position, and differ where they must",
+    ),
+    "program": Differs(
+        ModelMismatch,
+        "{others} was given another program than rank 0",
+        "give compile the same program= on all ranks, or on none",
+    ),
+    "argument": Differs(
+        AutoparError, "{name} is {values}", "pass {name} alike on all ranks"
+    ),
 }
-
-
-def _differs(name: str, values: Mapping[int, Any]) -> str:
-    return f"'{name}' is not the same on {ranks_text(others(values))} as on rank 0"
 
 
 def _unlike(values: Mapping[int, Any]) -> str:
