@@ -9,6 +9,8 @@ import pytest
 from plans import tiny_file
 
 from autopar.cli import main
+from autopar.models.load import load_model
+from autopar.training.data import open_data
 from autopar.training.trackers import RUN_ID
 
 
@@ -18,6 +20,56 @@ def plan(tmp_path: Path) -> str:
     spec, where = tiny_file(tmp_path, 1, 16, 2, 8, 64), str(tmp_path / "plan")
     assert main(["plan", spec, "--devices", "1", "-o", where]) == 0
     return where
+
+
+DICT = """from torch import nn
+from examples.gpt import GPT, Config, build
+
+
+class Losses(nn.Module):
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.inner = model
+
+    def forward(self, ids, labels):
+        logits, loss = self.inner(ids, labels)
+        return {"loss": loss, "z": logits.logsumexp(-1).square().mean()}
+
+
+def tiny():
+    model, batch = build(Config(1, 16, 2, 8, 64), batch=4)
+    return Losses(model), batch
+"""
+
+
+@pytest.mark.slow
+def test_scalars_beside_the_loss_are_in_every_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of training, and of evaluations, as of plain torch."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (tmp_path / "model.py").write_text(DICT)
+    spec, plan = f"{tmp_path / 'model.py'}:tiny", str(tmp_path / "plan")
+    assert main(["compile", spec, "--mesh", "tp=1", "-o", plan]) == 0
+    log, board = tmp_path / "log.jsonl", tmp_path / "board"
+    line = ["run", plan, "--steps", "2", "--log-every", "1", "--eval-every", "2"]
+    line += ["--eval-batches", "1", "--log-file", str(log), "--tensorboard", str(board)]
+    capsys.readouterr()
+    assert main(line) == 0
+    first, _, evaluated = (json.loads(text) for text in log.read_text().splitlines())
+    model = load_model(spec).model
+    ids, labels = open_data("synthetic", 64).batch(0, 4, 8)
+    want = model(ids, labels)
+    assert first["loss"] == pytest.approx(want["loss"].item(), rel=1e-5)
+    assert first["metrics/z"] == pytest.approx(want["z"].item(), rel=1e-5)
+    assert f"  z {first['metrics/z']:.5f}" in capsys.readouterr().out
+    found = EventAccumulator(str(board)).Reload()
+    assert found.Scalars("metrics/z")[0].value == pytest.approx(first["metrics/z"])
+    [event] = found.Scalars("eval_metrics/z")
+    assert event.value == pytest.approx(evaluated["eval_metrics/z"])
+    assert 0.5 < evaluated["eval_metrics/z"] / first["metrics/z"] < 2
 
 
 def test_tensorboard_has_the_rows_of_the_log(plan: str, tmp_path: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from autopar.passes.errors import AutoparError
 from autopar.step import Step
+from autopar.training.metrics import METRIC
 
 if TYPE_CHECKING:
     from autopar.training.feed import Feed
@@ -56,27 +58,35 @@ class Evaluation:
         return bool(every) and (done % every == 0 or done == self.options.steps)
 
     def losses(self, step: Step) -> dict[str, float]:
-        """Returns the loss, without dropout, and its perplexity; and those of averaged
-        weights, if the run has some. All ranks must call it."""
-        found = _row("eval", self._loss(step))
+        """Returns the loss, without dropout, its perplexity, and `Step.metrics`; and
+        those of averaged weights, if the run has some. All ranks must call it."""
+        found = self._row(step, "eval")
         if step.has_ema:
             with step.ema.applied():
-                found |= _row("ema_eval", self._loss(step))
+                found |= self._row(step, "ema_eval")
         return found
 
-    def _loss(self, step: Step) -> float:
-        if not self.options.eval_batches:
-            return self._loss_of_all(step)
-        batches = range(self.options.eval_batches)
-        losses = [step.evaluate(**self.feed.batch(i)) for i in batches]
-        return torch.stack(losses).double().mean().item()
+    def _row(self, step: Step, name: str) -> dict[str, float]:
+        """The means over all samples, none of which overlaps with another."""
+        scalars, counts = [], []
+        for batch, count in self._batches(step):
+            loss = step.evaluate(**batch)
+            scalars.append(torch.stack([loss.double(), *step.metrics.values()]))
+            counts.append(count)
+        shares = torch.tensor(counts, dtype=torch.float64) / sum(counts)
+        loss, *others = (shares @ torch.stack(scalars).cpu()).tolist()
+        found = {f"{name}_loss": loss, f"{name}_perplexity": perplexity(loss)}
+        metrics = zip(step.metrics, others, strict=True)
+        return found | {f"{name}_{METRIC}{key}": value for key, value in metrics}
 
-    def _loss_of_all(self, step: Step) -> float:
-        """The mean over all samples, none of which overlaps with another."""
-        runs = list(runs_of(self.feed.count(), self.feed.samples, step.data_ranks))
-        losses = [step.evaluate(**self.feed.sequences(*run)) for run in runs]
-        counts = torch.tensor([count for _, count in runs], dtype=torch.float64)
-        return torch.stack(losses).double().cpu().dot(counts / counts.sum()).item()
+    def _batches(self, step: Step) -> Iterator[tuple[Mapping[str, Tensor], int]]:
+        """What is evaluated, and of how many samples."""
+        if self.options.eval_batches:
+            for i in range(self.options.eval_batches):
+                yield self.feed.batch(i), self.feed.samples
+            return
+        for run in runs_of(self.feed.count(), self.feed.samples, step.data_ranks):
+            yield self.feed.sequences(*run), run[1]
 
 
 def runs_of(samples: int, batch: int, ranks: int) -> Iterator[tuple[int, int]]:
@@ -89,10 +99,6 @@ def runs_of(samples: int, batch: int, ranks: int) -> Iterator[tuple[int, int]]:
         count = batch if left >= batch else left // ranks * ranks or 1
         yield first, count
         first += count
-
-
-def _row(name: str, loss: float) -> dict[str, float]:
-    return {f"{name}_loss": loss, f"{name}_perplexity": perplexity(loss)}
 
 
 def perplexity(loss: float) -> float:

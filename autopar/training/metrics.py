@@ -19,6 +19,7 @@ from autopar.passes.program import Program
 from autopar.step import Step
 
 Row = Mapping[str, float]
+METRIC = "metrics/"  # begins the names of what a model returns beside its loss
 
 
 @dataclass

@@ -6,7 +6,7 @@ import sys
 import time
 
 from autopar.terminal import is_terminal, width
-from autopar.training.metrics import Clock, Row, as_json
+from autopar.training.metrics import METRIC, Clock, Row, as_json
 from autopar.training.options import RunOptions
 from autopar.units import size
 
@@ -60,6 +60,9 @@ class Progress:
         text = f"step {row['step']}/{self.options.steps}  loss {row['loss']:.5f}"
         if "reference_loss" in row:
             text += f"  single device {row['reference_loss']:.5f}"
+        for name, value in row.items():
+            if name.startswith(METRIC):
+                text += f"  {name.removeprefix(METRIC)} {value:.5f}"
         text += f"  norm {row['grad_norm']:.3g}  lr {row['lr']:.3g}"
         text += f"  {row['tokens_per_second']:,.0f} tokens/s"
         if "mfu" in row:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from autopar.training.metrics import Clock, Meter, Row
+from autopar.training.metrics import METRIC, Clock, Meter, Row
 
 
 class Writer(Protocol):
@@ -35,11 +35,19 @@ class Report:
     writers: Sequence[Writer]
 
     def step(
-        self, done: int, loss: Tensor, norm: Tensor, lr: float, reference: float | None
+        self,
+        done: int,
+        loss: Tensor,
+        norm: Tensor,
+        lr: float,
+        reference: float | None,
+        metrics: Mapping[str, Tensor],
     ) -> None:
+        """metrics: of the step, see `Step.metrics`."""
         for writer in self.writers:
             if writer.wants(done):
                 row = self.meter.row(done, loss, norm, lr, writer.clock)
+                row |= {METRIC + name: x.item() for name, x in metrics.items()}
                 if reference is not None:
                     row["reference_loss"] = reference
                 writer.write(row)

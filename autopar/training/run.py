@@ -193,7 +193,7 @@ class Training:
             following = self.feed.batch(i + 1)  # while a GPU computes
             with self.report.left_out():
                 expected = self.beside.step(i, batch) if self.beside else None
-            self.report.step(i + 1, loss, norm, rate, expected)
+            self.report.step(i + 1, loss, norm, rate, expected, self.step.metrics)
             self._look(i + 1, loss, norm)
             batch = following
         self.step.finish_saving()
