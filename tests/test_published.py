@@ -72,14 +72,20 @@ def test_the_table_of_hardware_predicts_steps() -> None:
 
 
 @pytest.mark.slow
-def test_peaks_of_pipelines_are_as_published() -> None:
-    """With nothing fitted to them."""
-    found = {
-        str(e.candidate): e.peak / 1e9 / float(row["memory_gb"]) - 1
-        for row, e in memory.memory_runs()
+def test_steps_and_peaks_of_pipelines_are_as_published() -> None:
+    """With nothing fitted to them, as `autopar plan` prices."""
+    seconds = {
+        (row["model"], str(e.candidate)): e.seconds / memory.published_seconds(row) - 1
+        for row, e in memory.pipeline_runs()
     }
-    assert len(found) == 6
-    assert max(map(abs, found.values())) < 0.1, found
+    assert len(memory.pipeline_runs()) == 18
+    assert max(map(abs, seconds.values())) < 0.07, seconds
+    assert median(map(abs, seconds.values())) < 0.03, seconds
+    peaks = [
+        e.peak / 1e9 / float(row["memory_gb"]) - 1 for row, e in memory.memory_runs()
+    ]
+    assert len(peaks) == 6
+    assert max(map(abs, peaks)) < 0.1, peaks
 
 
 @pytest.mark.nightly

@@ -20,6 +20,7 @@ from tabulate import tabulate
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the passes are found from any directory
 
+from autopar.passes.price.estimate import Estimate  # noqa: E402
 from autopar.planner.planner import find_plans  # noqa: E402
 from examples.benchmarks import published_formulas as formulas  # noqa: E402
 from examples.benchmarks import published_memory as memory  # noqa: E402
@@ -27,7 +28,7 @@ from examples.benchmarks import published_others as others  # noqa: E402
 from examples.benchmarks import published_runs as megatron  # noqa: E402
 from examples.benchmarks import published_sweep as sweep  # noqa: E402
 from examples.benchmarks import published_zero as zero  # noqa: E402
-from examples.benchmarks.published_models import gpt, read  # noqa: E402
+from examples.benchmarks.published_models import Row, gpt, read  # noqa: E402
 from examples.benchmarks.published_picks import picked  # noqa: E402
 
 
@@ -95,18 +96,27 @@ def step_line(run: megatron.Run, constants: megatron.Constants) -> dict[str, obj
     }
 
 
-def show_memory() -> None:
-    lines: list[dict[str, object]] = [
-        {
+def show_pipelines() -> None:
+    def line(run: tuple[Row, Estimate], got: float, known: float) -> dict[str, object]:
+        row, found = run
+        return {
             "model": row["model"],
             "plan": str(found.candidate),
-            "GB": f"{found.peak / 1e9:.1f}",
-            "published": row["memory_gb"],
-            "error": f"{found.peak / 1e9 / float(row['memory_gb']) - 1:+.1%}",
+            "found": f"{got:.3g}",
+            "published": f"{known:.3g}",
+            "error": f"{got / known - 1:+.1%}",
         }
-        for row, found in memory.memory_runs()
+
+    seconds = [
+        line(run, run[1].seconds, memory.published_seconds(run[0]))
+        for run in memory.pipeline_runs()
     ]
-    show("Peak memory, of the rank with most (arXiv 2401.10241, table 4)", lines)
+    show("Seconds of a step, by the table (arXiv 2401.10241, table 4)", seconds)
+    gigabytes = [
+        line(run, run[1].peak / 1e9, float(run[0]["memory_gb"]))
+        for run in memory.memory_runs()
+    ]
+    show("GB at the peak of the rank with most (the same)", gigabytes)
 
 
 def show_others(table: str) -> None:
@@ -226,7 +236,7 @@ def main() -> None:
     wanted = parser.parse_args()
     show_formulas()
     show_runs()
-    show_memory()
+    show_pipelines()
     show_others("others")
     show_zero()
     if wanted.held_out:
