@@ -65,6 +65,12 @@ class HeldState:
             "and step.ema.update() after each optimizer.step()",
         )
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise AutoparError(
+            "a step cannot be pickled: it has parts of the weights, and its processes",
+            fix="step.save(folder, optimizer), or torch.save(step.state_dict(), file)",
+        )
+
     def start_ema(self, decay: float) -> Ema:
         """Begin an exponential moving average of the weights, `step.ema`; see
         `autopar.runtime.parameters.ema`. All ranks must call it.

@@ -6,6 +6,7 @@ virtual mesh.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -17,7 +18,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from autopar.held_state import HeldState
 from autopar.local_batches import Batch, DataRank, batches
-from autopar.passes.errors import AutoparError
+from autopar.passes.errors import AutoparError, BatchError
 from autopar.runtime.agreement.agreement import Agreement
 from autopar.runtime.agreement.updates import Updates
 from autopar.runtime.agreement.validate import checked_batch, checked_outputs
@@ -27,6 +28,7 @@ from autopar.runtime.parameters.gradient_norm import checked_norm, clip_
 from autopar.runtime.parameters.offload import Host
 from autopar.runtime.parameters.whole_updates import WholeUpdates, beside
 
+LOG = logging.getLogger("autopar")
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 NO_PARAMETERS: Mapping[str, nn.Parameter] = MappingProxyType({})
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
@@ -69,7 +71,7 @@ class RankStep(HeldState):
         self._originals = Originals(originals, comm.coords)
         self.names, self.unused, self._fixed = names, unused, fixed
 
-    def __call__(self, *, local: bool = False, **batch: Any) -> Tensor:
+    def __call__(self, *given: Any, local: bool = False, **batch: Any) -> Tensor:
         """Loss of the global batch, the same on every rank; gradients are in `.grad`.
 
         The first call of a step that `compile` made compiles, and so does a batch of
@@ -78,8 +80,19 @@ class RankStep(HeldState):
         `optimizer.zero_grad()` in between.
         Raises: BatchError, if names or types are not those compiled for.
         """
+        if given:
+            raise BatchError(
+                "a step takes the fields of a batch by their names",
+                fix="step(**batch), or step(ids=..., labels=...) as forward names them",
+            )
         self._fit(batch, local)
         executor = self.executor  # raises if there is nothing to run yet
+        if self._updates.left_gradients() and self.comm.rank == 0:
+            LOG.warning(
+                "gradients that an optimizer has used are added to: call "
+                "optimizer.zero_grad() or step.zero_grad(); zero_grad() of the model "
+                "knows its own alone"
+            )
         with self._begin("step", batch, local) as tensors:
             if self._host is not None:
                 self._host.upload()

@@ -44,6 +44,7 @@ from autopar.runtime.launch.join import (
 )
 from autopar.runtime.launch.nodes import straddling, this_node
 from autopar.runtime.parameters.initialize import empty_state, local_state
+from autopar.unlike_module import check_model_given
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing from Python 3.11 on
@@ -96,6 +97,7 @@ def compile(
 
     Raises: AutoparError.
     """
+    check_model_given(model)
     check_arguments(plan, program, loss_fn, seed, timeout)
     plan = plan if program is None else program.plan
     step = Step(

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NoReturn
 
+from torch import nn
+
 from autopar.passes.errors import AutoparError
 
 HOOKS = (
@@ -71,6 +73,30 @@ LACKS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
     }
 )
+
+
+# What wraps a model, by its class -> what is to be done instead.
+WRAPPERS: Mapping[str, str] = MappingProxyType(
+    {
+        "DataParallel": "compile model.module: a step shares batches out itself",
+        "DistributedDataParallel": "compile model.module: a step sums gradients itself",
+        "FullyShardedDataParallel": 'compile the model itself, with "fsdp" in the mesh',
+        "OptimizedModule": 'leave torch.compile out, and give backend="inductor"',
+    }
+)
+
+
+def check_model_given(model: object) -> None:
+    """Raises AutoparError for what `compile` cannot take for a model, or would take
+    with other names of its parameters."""
+    kind = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise AutoparError(
+            f"the model is a {kind}",
+            fix="give a torch.nn.Module, that nothing was compiled from",
+        )
+    if kind in WRAPPERS and type(model).__module__.startswith("torch."):
+        raise AutoparError(f"the model is wrapped: {kind}", fix=WRAPPERS[kind])
 
 
 class NotOfAStep(AutoparError, AttributeError):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from models import Case, plain_gpt
+from torch import nn
 from torch.optim import SGD, Optimizer, lr_scheduler, swa_utils
 
 import autopar
@@ -123,3 +125,70 @@ def test_autocast_is_that_of_the_plan(step: Step) -> None:
         pytest.raises(AutoparError, match=r"computes in torch\.bfloat16"),
     ):
         halved.evaluate(**one.batch)
+
+
+# --- habits of loops that would do something else ------------------------------------
+
+
+def test_a_scaler_of_gradients_that_nobody_scaled_is_an_error() -> None:
+    of = case()
+    step, scaler = of.step(), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.AdamW(step.parameters(), lr=0.1)
+    for unscale in (False, True):
+        scaler.scale(step(**of.batch))
+        if unscale:
+            scaler.unscale_(optimizer)
+        with pytest.raises(AutoparError, match=r"divided gradients by 65536[\s\S]*fix"):
+            scaler.step(optimizer)
+        scaler = torch.amp.GradScaler("cpu")
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+    theirs = case().model  # another model, which the scaler is for
+    other = SGD(theirs.parameters(), lr=0.1)
+    scaler.scale(theirs(**of.batch)[1]).backward()
+    scaler.step(other)
+
+
+def test_gradients_that_were_used_and_not_zeroed_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    of = case()
+    step = of.step()
+    optimizer = SGD(step.parameters(), lr=0.1, momentum=0.9)
+    zeroing: list[Callable[[], Any]] = [
+        optimizer.zero_grad,
+        step.zero_grad,
+        lambda: optimizer.zero_grad(set_to_none=False),
+    ]
+    for zero in zeroing:
+        for _ in range(2):  # of two batches
+            step(**of.batch)
+        optimizer.step()
+        zero()
+    step(**of.batch)
+    assert "zero_grad" not in caplog.text
+    optimizer.step()
+    of.model.zero_grad()
+    step(**of.batch)
+    assert "call optimizer.zero_grad() or step.zero_grad()" in caplog.text
+
+
+def test_what_a_step_cannot_do_is_said(step: Step) -> None:
+    of = case()
+    with pytest.raises(AutoparError, match=r"fix  step\(\*\*batch\)"):
+        step(*of.batch.values())
+    with pytest.raises(AutoparError, match=r"cannot be pickled[\s\S]*step.state_dict"):
+        pickle.dumps(step)
+    with pytest.raises(AutoparError, match=r"a Step[\s\S]*torch.nn.Module"):
+        autopar.compile(cast(Any, step), "tp=1")
+    wrapped: dict[str, Any] = {
+        'backend="inductor"': torch.compile(of.model, backend="eager"),
+        "compile model.module": nn.DataParallel(of.model),
+    }
+    for fix, model in wrapped.items():
+        with pytest.raises(AutoparError, match=fix):
+            autopar.compile(model, "tp=1")
+    hook = next(step.parameters()).register_hook(torch.neg)
+    with pytest.raises(AutoparError, match=r"has a hook[\s\S]*change p.grad after"):
+        step(**of.batch)
+    hook.remove()
+    step(**of.batch)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
 
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -61,6 +63,8 @@ class Updates:
         # Of the updates since the last step.
         self._made: list[tuple[str, dict[str, Any]]] = []
         self._groups: Facts = {}
+        # Of each, a parameter, and its gradient as it was.
+        self._used: list[tuple[Tensor, Tensor, int]] = []
         here = ref(self)
 
         def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -88,12 +92,24 @@ class Updates:
         if self._known.get(optimizer) != held:
             self._check_reach(optimizer, [n for n in names if n is not None])
             self._known[optimizer] = held
+        _check_scaler()
         self._note(optimizer)
         for p, name in zip(params, names, strict=True):
             if name is None or type(p.grad) is not ShardGradient:
                 continue
             shown = p.grad is self._shown[name]  # or set by the user
             p.grad = self._plain[name] if shown else p.grad.as_subclass(Tensor)
+        self._used += [
+            (p, p.grad, p.grad._version)
+            for p, name in zip(params, names, strict=True)
+            if name is not None and p.grad is not None
+        ][:1]
+
+    def left_gradients(self) -> bool:
+        """Before a step: whether an optimizer has used gradients since the last one,
+        and nobody zeroed them. Tells so once for an update."""
+        used, self._used = self._used, []
+        return any(p.grad is g and g._version == version for p, g, version in used)
 
     # --- what is refused -----------------------------------------------------------
 
@@ -166,6 +182,24 @@ class Updates:
         trained = sorted(n for n in self._plain if self.parameters[n].requires_grad)
         groups["trained", ""] = digest_of_text(str(trained))
         return {("optimizers", ""): made if trained else None}, groups
+
+
+def _check_scaler() -> None:
+    """Raises OptimizerError where a GradScaler has divided gradients of a loss that it
+    did not scale: they were complete before."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is not GradScaler.step.__code__:
+            continue
+        scaler: GradScaler = frame.f_locals["self"]
+        if scaler.is_enabled():
+            raise OptimizerError(
+                f"a GradScaler has divided gradients by {scaler.get_scale():g}, which "
+                "a step had computed of the loss as it is",
+                fix="leave the scaler out, and call optimizer.step(): "
+                'precision="fp16" scales the loss itself',
+            )
 
 
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,8 +48,14 @@ def check_data(name: str, p: Tensor, kind: Kind) -> None:
 
 
 def check_trained(program: Program, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises ParameterError if one requires gradients that was compiled without."""
+    """Raises ParameterError if one requires gradients that was compiled without, or has
+    hooks on its gradient, which autograd does not compute."""
     for name, p in parameters.items():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise ParameterError(
+                f"'{name}' has a hook on its gradient, and a step calls none",
+                fix="change p.grad after the step: it is complete then",
+            )
         if p.requires_grad and not program.parameters[name].trainable:
             raise ParameterError(
                 f"'{name}' requires gradients now, but was compiled without",
