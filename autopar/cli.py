@@ -12,6 +12,7 @@ from importlib import import_module
 from autopar.commands.parser import Parser
 from autopar.gc_paused import gc_paused
 from autopar.passes.errors import AutoparError
+from autopar.progress import Progress, tell
 from autopar.terminal import styled
 from autopar.version import VERSION
 
@@ -84,7 +85,8 @@ def parser() -> Parser:
 
 def _fill(name: str, command: Parser) -> Sequence[str]:
     """Add the arguments of a command. Returns examples."""
-    with gc_paused():
+    with gc_paused(), Progress(name):
+        tell("importing torch")
         module = import_module(f"autopar.commands.{name}")
     module.add(command)
     examples: Sequence[str] = module.EXAMPLES

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from plans import model_file
@@ -85,6 +87,20 @@ def test_what_is_inside_names_the_line_and_an_error_ends_it() -> None:
         raise KeyError
     assert Progress.shown is None and sys.stderr is stderr
     tell("nobody listens")
+
+
+def test_a_command_says_that_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def imported(name: str) -> ModuleType:
+        assert Progress.shown is not None
+        told.append(Progress.shown.text())
+        return import_module(name)
+
+    monkeypatch.setattr("autopar.cli.import_module", imported)
+    with pytest.raises(SystemExit):
+        main(["inspect", "--help"])
+    assert told == ["inspect: importing torch  0 s"] and Progress.shown is None
 
 
 def test_passes_and_phases_are_told(

@@ -252,7 +252,7 @@ return found;
 
 @needs_browser
 @pytest.mark.nightly
-@pytest.mark.parametrize("width", [1000, 2500])
+@pytest.mark.parametrize("width", [1000, 1600, 2500])
 def test_no_view_is_wider_than_the_window(html: Path, width: int) -> None:
     for tab, (over, _) in visit(html, WIDE, (width, 900)).items():
         assert over <= 0, tab
