@@ -252,6 +252,34 @@ def test_a_whole_mesh_stays_in_its_order() -> None:
     assert all(m.axis_size("tp") == 2 for m in meshes(space(mesh=Mesh.parse("tp=2"))))
 
 
+def test_parameters_may_be_shared_within_nodes_and_replicated_between_them() -> None:
+    found = {(str(c.mesh), c.zero) for c in candidates(space(16))}
+    assert {zero for mesh, zero in found if mesh == "dp=2,fsdp=8"} == {1, 2, 3}
+    assert {zero for mesh, zero in found if mesh == "dp=2,fsdp=4,tp=2"} == {1, 2, 3}
+    assert not any("fsdp" in str(c.mesh) for c in candidates(space(8)))
+    # What is decided of the ranks' samples stays as it is.
+    for wish, whole in (("dp=4", 4), ("fsdp=2", 16)):
+        of_wish = meshes(space(16, mesh=Mesh.parse(wish)))
+        ranks = [m.axis_size("dp") * m.axis_size("fsdp") for m in of_wish]
+        assert max(ranks) == whole
+
+
+def test_shares_that_nodes_replicate_are_gathered_inside_of_them() -> None:
+    """Gathers leave no node, and gradients of shares do."""
+    cluster = cluster_of("32xA100-80GB")
+    prices = make_prices(of(), cluster)
+
+    def parts(mesh: str) -> dict[str, float]:
+        where = Mesh.parse(mesh)
+        alone = Candidate(where, 1, 4, "1f1b", 1, 3, "none", (LAYERS,))
+        found = run_on_paper(alone, prices, cluster)
+        return dict(found.parts)
+
+    wide, hybrid = parts("dp=32"), parts("dp=4,fsdp=8")
+    assert hybrid["all_gather fsdp"] < wide["all_gather dp"] / 3
+    assert "gradients dp" in hybrid and "gradients dp" not in wide
+
+
 @pytest.mark.parametrize(
     ("text", "shape"),
     [("4,2", (4, 2)), ("x=4, y=2", (4, 2)), ("pp=2,tp=2", ()), ("", ()), ("8", (8,))],
@@ -330,9 +358,10 @@ def test_nothing_to_choose_from(decided: dict[str, Any], says: str) -> None:
         find_plans(of(), cluster_of("8xA100-80GB"), SAMPLES, **{**mesh, **decided})
 
 
-def test_an_axis_that_has_no_prices() -> None:
-    with pytest.raises(PlanError, match="no prices for the axis fsdp"):
-        plan_request("fsdp=2", {"zero": 3}, auto=True)
+def test_an_axis_that_shares_nothing_out_without_zero() -> None:
+    assert plan_request("fsdp=2", {"zero": 3}, auto=True) is not None
+    with pytest.raises(PlanError, match="zero=0 shares nothing out"):
+        plan_request("fsdp=2", {"zero": 0}, auto=True)
 
 
 # --- schedules -----------------------------------------------------------------------

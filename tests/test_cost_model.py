@@ -72,17 +72,20 @@ def draw(seed: int) -> tuple[bool, str, Cluster, Candidate]:
     return chance.random() < 0.5, chance.choice(("model", "bf16")), devices, candidate
 
 
-def views(seed: int) -> tuple[Cluster, Estimate, Program]:
-    tied, precision, devices, candidate = draw(seed)
+def views(
+    tied: bool, precision: str, devices: Cluster, candidate: Candidate
+) -> tuple[Estimate, Program]:
     of = captured(tied, precision)
     e = run_on_paper(candidate, make_prices(of, devices), devices)
     plan = plan_of(e.candidate, of)
     program = compile_program(model(tied).trace(plan.lowering), plan, devices)
-    return devices, e, program
+    return e, program
 
 
-def same_by_all(seed: int) -> None:
-    devices, e, program = views(seed)
+def same_by_all(
+    tied: bool, precision: str, devices: Cluster, candidate: Candidate
+) -> None:
+    e, program = views(tied, precision, devices, candidate)
     shares = e.candidate.shares > 0
     seconds, size = (SECONDS, BYTES) if shares else (1e-6, 1e-6)
     contention = devices.contention(program.mesh)
@@ -122,10 +125,17 @@ def same_by_all(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_all_views_of_a_plan_say_the_same(seed: int) -> None:
-    same_by_all(seed)
+    same_by_all(*draw(seed))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_all_views_of_shares_that_are_replicated_say_the_same(zero: int) -> None:
+    mesh = Mesh.parse("dp=2,fsdp=2")
+    candidate = Candidate(mesh, 1, 4, "1f1b", 1, zero, "none", (LAYERS,))
+    same_by_all(True, "model", cluster_of("4xA100-80GB"), candidate)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(12, 120))
 def test_all_views_of_more_plans_say_the_same(seed: int) -> None:
-    same_by_all(seed)
+    same_by_all(*draw(seed))

@@ -55,18 +55,17 @@ class PlanRequest:
                     f"{name}=",
                     fix='leave it out, or decide on a whole mesh, as "pp=2,tp=2"',
                 )
-        if self.mesh and self.mesh.axis_size("fsdp") > 1:
-            raise PlanError(
-                f"the planner has no prices for the axis fsdp of '{self.mesh}'",
-                fix="name it dp: with zero=1, 2 or 3 these ranks share as well",
-            )
         is_part = self.mesh and self.mesh.size < self.cluster.devices
         if self.mesh and is_part and self.mesh.axis_size("qp") > 1:
             raise PlanError(
                 f"the planner decides which ranks of '{self.mesh}' share heads of keys",
                 fix="write tp with the product of its size and that of qp",
             )
-        make_plan("dp=2", **{**self.decided, **self.of_all})  # raises for wrong values
+        shares = self.mesh is not None and self.mesh.axis_size("fsdp") > 1
+        usual = {"zero": 1} if shares else {}
+        # It raises for wrong values.
+        mesh = "fsdp=2" if shares else "dp=2"
+        make_plan(mesh, **{**usual, **self.decided, **self.of_all})
 
     @property
     def of_all(self) -> dict[str, Any]:

@@ -61,12 +61,18 @@ class Candidate:
         return self.data_parallel * self.mesh.axis_size("ep")
 
     @cached_property
+    def sharing(self) -> str:
+        """The axis of samples that ZeRO shares out over: beside fsdp, dp replicates."""
+        return "fsdp" if self.mesh.axis_size("fsdp") > 1 else "dp"
+
+    @cached_property
     def data_parallel(self) -> int:
         """The ranks that share out parameters with ZeRO, those of experts too: which
         would hold the same in one piece. On cp rows lie in zigzag, which shares have no
         part in, but where all ranks see all rows (see `autopar.options.make_plan`)."""
-        whole = self.context_parallel == "ulysses" or self.mesh.axis_size("dp") == 1
-        return self.mesh.axis_size("dp") * (self.mesh.axis_size("cp") if whole else 1)
+        ranks = self.mesh.axis_size(self.sharing)
+        whole = self.context_parallel == "ulysses" or ranks == 1
+        return ranks * (self.mesh.axis_size("cp") if whole else 1)
 
     @cached_property
     def placement(self) -> tuple[int, ...]:

@@ -78,13 +78,14 @@ class _Shares:
     def __init__(self, account: Account, candidate: Candidate) -> None:
         self.account, self.zero = account, candidate.shares
         sizes = {a: n for a, n in candidate.mesh.axes if n > 1}
-        own = [a for a in ("dp", "cp") if a in sizes]
-        if candidate.data_parallel == candidate.mesh.axis_size("dp"):
+        own = [a for a in (candidate.sharing, "cp") if a in sizes]
+        if candidate.data_parallel == candidate.mesh.axis_size(candidate.sharing):
             own = [a for a in own if a != "cp"]
         order = list(sizes)
         self.sizes = sizes
         self.of_experts = tuple(sorted(own, key=order.index))
         both = [*own, *(a for a in ("ep",) if a in sizes)]
+        self.replicated = tuple(a for a in ("dp",) if a in sizes and a not in own)
         self.of_others = tuple(sorted(both, key=order.index))
         self.alike, self.data_parallel = candidate.alike, candidate.data_parallel
 
@@ -128,11 +129,13 @@ class _Shares:
 
 
 def _sum_shares(account: Account, mine: _Shares, found: dict[Key, float]) -> None:
-    """What is pending on other axes is summed of shares alone."""
+    """What is pending on other axes is summed of shares alone, as is what dp ranks
+    replicate of them."""
     for key, amount in account.amounts.items():
         if key[0] == "pending":
             del found[key]
-            axes = ("pending", *(a for a in key[1:] if a not in mine.of_others))
+            others = {a for a in key[1:] if a not in mine.of_others}
+            axes = ("pending", *sorted({*others, *mine.replicated}))
             found[axes] = found.get(axes, 0.0) + amount / mine.alike
 
 

@@ -37,7 +37,8 @@ def find_sources(
         if sent := account["message", "sent"]:
             talk(("pp",), "send", sent, 2 * microbatches)  # forth, and a gradient back
         if trained := account["memory", "trained"]:
-            talk(("dp",), "all_reduce", trained, 1)
+            data = tuple(a for a in ("dp", "fsdp") if mesh.axis_size(a) > 1)
+            talk(data, "all_reduce", trained, 1)
     return {COMPUTE: _shares(compute), MESSAGES: _shares(messages)}
 
 

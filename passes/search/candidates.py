@@ -72,7 +72,7 @@ def candidates(space: Space) -> Iterator[Candidate]:
                 found = Candidate(
                     *decided, schedule, per_rank, zero, recompute, (), context
                 )
-                if zero == found.shares:
+                if zero == found.shares and (zero or found.sharing != "fsdp"):
                     yield found
 
 
@@ -84,12 +84,17 @@ def contexts(space: Space, mesh: Mesh) -> tuple[str, ...]:
 
 def _microbatches(space: Space, mesh: Mesh) -> Iterator[tuple[int, int]]:
     """(samples, microbatches) of one data parallel rank."""
-    own, rest = divmod(space.batch, mesh.axis_size("dp") * mesh.axis_size("ep"))
+    own, rest = divmod(space.batch, sample_ranks(mesh))
     for samples in () if rest else _divisors(own):
         if own // samples not in RANGES["microbatches"]:
             continue
         if space.microbatches in (None, own // samples):
             yield samples, own // samples
+
+
+def sample_ranks(mesh: Mesh) -> int:
+    """The parts that a batch is split into."""
+    return prod(mesh.axis_size(a) for a in ("dp", "fsdp", "ep"))
 
 
 def meshes(space: Space) -> Iterator[Mesh]:
@@ -111,9 +116,31 @@ def _meshes(space: Space) -> Iterator[Mesh]:
     for tp, cp, ep in product(*sizes.values()):
         rest, left = divmod(space.cluster.devices, tp * cp * ep)
         for pp in () if left else _divisors(rest):
-            found = {"pp": pp, "dp": rest // pp, "cp": cp, "ep": ep, "tp": tp}
-            if pp <= space.runs and all(found[a] == n for a, n in fixed.items()):
-                yield Mesh(tuple((a, found[a]) for a in ORDER if found[a] > 1))
+            for fsdp in _sharing(space, pp, rest // pp, tp * cp * ep, fixed):
+                dp = rest // pp // fsdp
+                found = {"pp": pp, "dp": dp, "fsdp": fsdp, "cp": cp, "ep": ep, "tp": tp}
+                if pp <= space.runs and all(found[a] == n for a, n in fixed.items()):
+                    yield Mesh(tuple((a, n) for a, n in found.items() if n > 1))
+
+
+def _sharing(
+    space: Space, pp: int, ranks: int, inner: int, fixed: dict[str, int]
+) -> Iterator[int]:
+    """Sizes of fsdp: 1, and what shares within nodes and replicates between them (Zhao
+    2023, section 3.2.2). It saves messages between nodes where all of a model's layers
+    are on each rank: with pipelines a wish alone has it.
+
+    ranks: of dp and fsdp together; inner: inside of both.
+    """
+    if "fsdp" in fixed:
+        yield from (n for n in (fixed["fsdp"],) if ranks % n == 0)
+        return
+    yield 1
+    if pp > 1 or ranks == 1 or "dp" in fixed:
+        return
+    near, left = divmod(space.cluster.levels[0].devices, inner)
+    if not left and 1 < near < ranks and ranks % near == 0:
+        yield near
 
 
 def _sizes(space: Space, axis: str, fixed: dict[str, int]) -> tuple[int, ...]:
