@@ -64,7 +64,7 @@ class DataRank:
         """Something with the names, shapes and dtypes of the global batch of which
         `batch` is this rank's part; tensors hold zeros. inputs: of a program for such
         batches, which tells what of them are samples."""
-        samples = _of_samples(batch, inputs)
+        samples = fields_of_samples(batch, inputs)
         whole = dict(batch)
         for name, x in batch.items():
             if isinstance(x, Tensor):
@@ -78,7 +78,7 @@ class DataRank:
         """The global batch, of what each rank loaded; on all ranks."""
         whole = dict(parts)
         # In one order, in whichever a rank names them.
-        for name in sorted(_of_samples(parts, inputs)) if self.size > 1 else ():
+        for name in sorted(fields_of_samples(parts, inputs)) if self.size > 1 else ():
             # As bytes: not every backend sends booleans, or integers of 16 bits.
             sent = parts[name].contiguous().view(torch.uint8)
             gathered = comm.all_gather(sent, self.axes, 0)
@@ -126,7 +126,7 @@ def _length(loader: Iterable[Any]) -> int | None:
         return None
 
 
-def _of_samples(batch: Mapping[str, Any], inputs: Inputs) -> list[str]:
+def fields_of_samples(batch: Mapping[str, Any], inputs: Inputs = NOTHING) -> list[str]:
     """The fields of a batch whose first dim is that of samples: the one that most have.
     Positions may be as many as a rank's samples, so that a program tells more."""
     shapes = {n: tuple(x.shape) for n, x in batch.items() if isinstance(x, Tensor)}

@@ -2,7 +2,9 @@
 model returns, with the same weights.
 
 A last batch that is short, or sequences of another length, take a program of their own.
-The same decisions make it, so that parameters rest in the same places.
+The same decisions make it, so that parameters rest in the same places. A batch that
+does not divide over the ranks is padded, if the loss can leave out what is more; and so
+is each once there are as many programs as are kept.
 """
 
 from __future__ import annotations
@@ -11,22 +13,25 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autopar.compiler import compile_offline
-from autopar.local_batches import DataRank
+from autopar.local_batches import DataRank, fields_of_samples
 from autopar.models.batches import samples_of
 from autopar.passes.errors import AutoparError, BatchError
 from autopar.passes.plan import Plan
 from autopar.passes.program import Program, dtype_name
+from autopar.proof.padding import Fills, find_fills, pad
 from autopar.runtime.agreement.first_rank import on_first_rank
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.rehearse import rehearse
 
 MOST = 8  # programs of a step
+PADDED_BY_USER = "pad the batch, or compile another step for it"
 LOG = logging.getLogger("autopar")
 Shapes = Mapping[str, tuple[int, ...]]
 Outputs = Sequence[str]  # names, as of `Step.evaluate`
@@ -50,8 +55,11 @@ class OtherShapes:
         prove: bool,
     ) -> None:
         self._fixed, self._loss_fn, self._prove = fixed, loss_fn, prove
-        shapes = {name: shape for name, (shape, _) in first.program.inputs.items()}
-        self._executors = {_key(shapes): first}
+        self._executors = {_key(shapes_of(first.program)): first}
+        self._targets: dict[
+            Key, Shapes
+        ] = {}  # what batches of some shapes are padded to
+        self._fills: dict[frozenset[tuple[str, int]], Fills] = {}
         self._model: nn.Module | None = None
         self._lacks = "another rank compiles"
         if first.comm.rank == 0:
@@ -63,8 +71,9 @@ class OtherShapes:
     def find(self, batch: Mapping[str, Any], outputs: Outputs = ()) -> Executor | None:
         """The executor for batches as this one, if there is one, which gives these
         outputs."""
-        shapes = {n: tuple(x.shape) for n, x in batch.items() if isinstance(x, Tensor)}
-        return self._executors.get(_key(shapes, outputs))
+        shapes = shapes_of(batch)
+        target = self._targets.get(_key(shapes), shapes)
+        return self._executors.get(_key(target, outputs))
 
     def fits(self, program: Program, batch: Mapping[str, Any]) -> bool:
         """Whether a batch has the names, dtypes and count of dims that a program was
@@ -82,10 +91,12 @@ class OtherShapes:
     def make(
         self, like: Executor, batch: Mapping[str, Any], outputs: Outputs = ()
     ) -> Executor:
-        """Compile for batches as this one, which `fits`; on all ranks. like: one
-        that computes with the same weights. Raises: AutoparError, on all ranks."""
-        shapes = {n: tuple(x.shape) for n, x in batch.items() if isinstance(x, Tensor)}
-        known = len(self._executors)
+        """Compile for batches as this one, which `fits`, or for what it is padded to;
+        on all ranks. like: one that computes with the same weights. Raises:
+        AutoparError, on all ranks."""
+        shapes, known = self._target(like, batch), len(self._executors)
+        if (made := self._executors.get(_key(shapes, outputs))) is not None:
+            return made
         if known == MOST:
             seen = "; ".join(_text(dict(key)) for key, _ in self._executors)
             raise BatchError(
@@ -94,7 +105,8 @@ class OtherShapes:
             )
         if like.comm.rank == 0:
             LOG.info("compiling for %s, the %dth program", _text(shapes), known + 1)
-        program = on_first_rank(lambda: self._compile(like.program, batch, outputs))
+        zeros = self._zeros(batch, shapes)
+        program = on_first_rank(lambda: self._compile(like.program, zeros, outputs))
         comm, mesh = like.comm, program.mesh
         wanted = {ranks for axes in program.groups for ranks in mesh.groups(axes)}
         comm.open_groups(sorted(group for group in wanted if len(group) > 1))
@@ -111,23 +123,101 @@ class OtherShapes:
         self._executors[_key(shapes, outputs)] = made
         return made
 
-    def _compile(
-        self, like: Program, batch: Mapping[str, Any], outputs: Outputs
-    ) -> Program:
+    # --- what is padded --------------------------------------------------------------
+
+    def padded(
+        self, batch: Mapping[str, Any], whole: Mapping[str, Any], program: Program
+    ) -> dict[str, Any]:
+        """A batch, or this rank's part of the `whole` one, as the program takes it."""
+        wanted, now = shapes_of(program), shapes_of(whole)
+        if wanted == now:
+            return dict(batch)
+        shapes = {}
+        for name, shape in wanted.items():
+            parts = now[name][0] // len(batch[name]) if shape else 1
+            shapes[name] = (shape[0] // parts, *shape[1:]) if shape else ()
+        return pad(batch, shapes, self._fills[_padded_dims(now, wanted)])
+
+    def _target(self, like: Executor, batch: Mapping[str, Any]) -> Shapes:
+        """The shapes that this batch is computed with: its own, if a program for them
+        can be made, or what it is padded to. Raises: BatchError."""
+        shapes, ranks = shapes_of(batch), DataRank(like.program.plan, 0).size
+        if (known := self._targets.get(_key(shapes))) is not None:
+            return known
+        uneven, full = samples_of(batch) % ranks, len(self._executors) >= MOST
+        if not (uneven or full):
+            return shapes
+        rows = {(name, 0) for name in fields_of_samples(batch)}
+        larger = [
+            dict(kept)
+            for kept, _ in self._executors
+            if all(_covers(size, shapes[name]) for name, size in kept)
+            and (full or _padded_dims(shapes, dict(kept)) <= rows)
+        ]
+        target: Shapes = shapes
+        if larger:
+            target = min(larger, key=lambda kept: sum(map(prod, kept.values())))
+        elif uneven and not full:
+            more = ranks - uneven
+            target = {
+                name: (shape[0] + more, *shape[1:]) if (name, 0) in rows else shape
+                for name, shape in shapes.items()
+            }
+        if target != shapes:
+            self._find_fills(like.program, batch, target)
+            self._targets[_key(shapes)] = target
+        return target
+
+    def _find_fills(
+        self, program: Program, batch: Mapping[str, Any], target: Shapes
+    ) -> None:
+        """How the batch is padded. Raises: BatchError, on all ranks."""
+        shapes = shapes_of(batch)
+        dims = _padded_dims(shapes, target)
+        if dims in self._fills:
+            return
+        values = self._zeros(batch, shapes)
+
+        def find() -> Fills:
+            return find_fills(self._kept(), program, values, dims, self._loss_fn)
+
+        try:
+            self._fills[dims] = on_first_rank(find)
+        except AutoparError as error:
+            raise BatchError(
+                f"a batch with {_text(shapes)} cannot be padded to {_text(target)}, "
+                f"for which there is a program: {error.what}",
+                fix=error.fix or PADDED_BY_USER,
+            ) from error
+        LOG.info("batches with %s are padded to %s", _text(shapes), _text(target))
+
+    # --- what is compiled ------------------------------------------------------------
+
+    def _zeros(self, batch: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+        """A batch of these shapes, with the fields that are no tensors."""
+        return {
+            name: torch.zeros(shapes[name], dtype=x.dtype)
+            if isinstance(x, Tensor)
+            else x
+            for name, x in {**self._fixed, **batch}.items()
+        }
+
+    def _kept(self) -> nn.Module:
         if self._model is None:
             raise BatchError(
                 "the batch has other shapes than the step was compiled for, or other "
                 "outputs are asked for, and the model cannot be kept to compile it "
                 f"again: {self._lacks}",
-                fix="pad the batch, or compile another step for it",
+                fix=PADDED_BY_USER,
             )
-        values = {
-            name: torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x
-            for name, x in {**self._fixed, **batch}.items()
-        }
-        plan = for_samples(like.plan, samples_of(batch))
+        return self._model
+
+    def _compile(
+        self, like: Program, values: Mapping[str, Any], outputs: Outputs
+    ) -> Program:
+        plan = for_samples(like.plan, samples_of(values))
         made = compile_offline(
-            self._model,
+            self._kept(),
             values,
             plan,
             self._loss_fn,
@@ -143,7 +233,7 @@ class OtherShapes:
             raise AutoparError(
                 f"for this batch '{(differs or ['a buffer'])[0]}' would rest otherwise "
                 "than for the first one",
-                fix="pad the batch, or compile another step for it",
+                fix=PADDED_BY_USER,
             )
         return made
 
@@ -173,6 +263,71 @@ Key = tuple[tuple[tuple[str, tuple[int, ...]], ...], frozenset[str]]
 
 def _key(shapes: Shapes, outputs: Outputs = ()) -> Key:
     return tuple(sorted(shapes.items())), frozenset(outputs)
+
+
+def shapes_of(given: Mapping[str, Any] | Program) -> dict[str, tuple[int, ...]]:
+    """Field -> shape, of the tensors of a batch or of those that a program takes."""
+    if isinstance(given, Program):
+        return {name: shape for name, (shape, _) in given.inputs.items()}
+    return {n: tuple(x.shape) for n, x in given.items() if isinstance(x, Tensor)}
+
+
+def without_padding(
+    outputs: Mapping[str, Tensor],
+    program: Program,
+    whole: Mapping[str, Any],
+    parts: int,
+) -> dict[str, Tensor]:
+    """What a program returns of a batch that was padded, for the batch as it was.
+
+    whole: the global batch before. parts: of it that were each padded by themselves.
+    Raises: BatchError, where that cannot be told.
+    """
+    wanted, now = shapes_of(program), shapes_of(whole)
+    dims, samples = _padded_dims(now, wanted), fields_of_samples(whole, program.inputs)
+    sizes = {(wanted[name][0], now[name][0]) for name in samples}
+    only_rows = dims <= {(name, 0) for name in samples} and len(sizes) == 1
+    found = {}
+    for name, x in outputs.items():
+        place = _dim_of_samples(program, name, samples) if only_rows else None
+        if x.ndim and place is None:
+            raise BatchError(
+                f"of '{name}' it is not known what belongs to a batch that was padded",
+                fix="leave the batch out, as DataLoader(drop_last=True) does, or ask "
+                "for outputs in which the samples are a dim",
+            )
+        found[name] = x
+        if place is not None:
+            [(rows, own)] = sizes
+            x = x.unflatten(place, (parts, rows // parts, -1))
+            x = x.narrow(place + 1, 0, own // parts)
+            found[name] = x.flatten(place, place + 2)
+    return found
+
+
+def _dim_of_samples(program: Program, name: str, samples: list[str]) -> int | None:
+    """The dim of an output that is split as samples are, or begins as they do."""
+    spec, rows = program.outputs[name], program.inputs[samples[0]][0][0]
+    axes = set(DataRank(program.plan, 0).axes)
+    axes = {axis for axis in axes if program.mesh.axis_size(axis) > 1}
+    for dim, (factors, slots) in enumerate(zip(spec.factors, spec.slots, strict=True)):
+        if factors[:1] == (rows,) and (axes & {*slots[0]} if axes else dim == 0):
+            return dim
+    return None
+
+
+def _covers(large: tuple[int, ...], small: tuple[int, ...]) -> bool:
+    return all(a >= b for a, b in zip(large, small, strict=True))
+
+
+def _padded_dims(small: Shapes, large: Shapes) -> frozenset[tuple[str, int]]:
+    """(field, dim) of those dims in which they differ."""
+    return frozenset(
+        (name, dim)
+        for name, shape in large.items()
+        for dim, size in enumerate(shape)
+        if size != small[name][dim]
+    )
 
 
 def _text(shapes: Shapes) -> str:

@@ -75,7 +75,9 @@ class RankStep(HeldState):
         """Loss of the global batch, the same on every rank; gradients are in `.grad`.
 
         The first call of a step that `compile` made compiles, and so does a batch of
-        other shapes. local: the batch has this rank's samples only, see `data_rank`.
+        other shapes; one that does not divide over the ranks is padded, if the loss can
+        leave out what is more. local: the batch has this rank's samples only, see
+        `data_rank`.
         As with `loss.backward()`, gradients add to what `.grad` holds: call
         `optimizer.zero_grad()` in between.
         Raises: BatchError, if names or types are not those compiled for.
@@ -85,7 +87,7 @@ class RankStep(HeldState):
                 "a step takes the fields of a batch by their names",
                 fix="step(**batch), or step(ids=..., labels=...) as forward names them",
             )
-        self._fit(batch, local)
+        batch = self._fit(batch, local)
         executor = self.executor  # raises if there is nothing to run yet
         if self._updates.left_gradients() and self.comm.rank == 0:
             LOG.warning(
@@ -132,7 +134,7 @@ class RankStep(HeldState):
         """
         assert self.executor is not None, "it raises if there is nothing to evaluate"
         names = checked_outputs(outputs)
-        self._fit(batch, local, names)
+        batch = self._fit(batch, local, names)
         executor = self.executor
         with self._begin("evaluate", batch, local) as tensors:
             if self._host is not None:
@@ -140,13 +142,19 @@ class RankStep(HeldState):
             loss = executor.evaluate(tensors)
             if outputs is None:
                 return loss
-            return {"loss": loss, **executor.outputs.wholes(names)}
+            found = self._without_padding(executor.outputs.wholes(names))
+            return {"loss": loss, **found}
 
     def _fit(
         self, batch: Mapping[str, Any], local: bool, outputs: Sequence[str] = ()
-    ) -> None:
+    ) -> dict[str, Any]:
         """Compute with a program for such a batch and outputs from now on. There is one
-        alone, where a step is no process of its own."""
+        alone, where a step is no process of its own. Returns what it takes."""
+        return dict(batch)
+
+    def _without_padding(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Outputs of the batch as it was given."""
+        return outputs
 
     @property
     def metrics(self) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from autopar.local_batches import DataRank
 from autopar.machine.backend import resolve_backend
 from autopar.machine.profile_file import read_profile
 from autopar.options import Options, check_arguments, make_plan
-from autopar.other_shapes import OtherShapes
+from autopar.other_shapes import OtherShapes, shapes_of, without_padding
 from autopar.passes.plan import AUTO, Plan, PlanError
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.program import Program
@@ -170,21 +170,44 @@ class Step(RankStep):
         self._pretrained = pretrained
         # Whether the last batch had this rank's samples only.
         self._local = False
+        # The global batch that came last, if it was padded.
+        self._unpadded: Mapping[str, Any] | None = None
 
     def _fit(
         self, batch: Mapping[str, Any], local: bool, outputs: Sequence[str] = ()
-    ) -> None:
+    ) -> dict[str, Any]:
         """Compile for batches of these shapes and outputs, unless that was done: for
-        up to eight, which all compute with the same weights. The first is `build`."""
+        up to eight, which all compute with the same weights. The first is `build`.
+        Returns the batch, padded where a program for a larger one computes it."""
         if self._executor is None:
             self.build(local=local, **batch)
         inputs = self.program.inputs
         like = self.data.whole_like(batch, inputs) if local else batch
         if not self._shapes.fits(self.program, like):
-            return  # whoever begins with it says why
+            return dict(batch)  # whoever begins with it says why
         current, found = self.executor, self._shapes.find(like, outputs)
-        if found is current and local == self._local:
-            return
+        if found is not current or local != self._local:
+            self._change(batch, like, local, outputs, found)
+        is_padded = shapes_of(like) != shapes_of(self.program)
+        self._unpadded = like if is_padded else None
+        return self._shapes.padded(batch, like, self.program)
+
+    def _without_padding(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self._unpadded is None:
+            return outputs
+        parts = self.data.size if self._local else 1
+        return without_padding(outputs, self.program, self._unpadded, parts)
+
+    def _change(
+        self,
+        batch: Mapping[str, Any],
+        like: Mapping[str, Any],
+        local: bool,
+        outputs: Sequence[str],
+        found: Executor | None,
+    ) -> None:
+        """Compute with another program from now on, the one found or a new one."""
+        current = self.executor
         # All ranks change to it together: none waits for messages of other sizes.
         shapes = {n: list(x.shape) for n, x in batch.items() if isinstance(x, Tensor)}
         facts = {("shape", name): shape for name, shape in shapes.items()}

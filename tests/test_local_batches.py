@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import autopar
 from autopar.local_batches import DataRank, batches
-from autopar.passes.errors import BatchError
 from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan
 from autopar.runtime.agreement.agreement import FIRST
@@ -218,17 +217,6 @@ def test_compiling_for_another_shape_leaves_gradients(tmp_path: Path) -> None:
         loss_of(plain, part).backward()
     for p, q in zip(step.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.slow
-def test_there_is_a_limit_to_shapes() -> None:
-    case = plain_gpt(layers=1)
-    step = case.step()
-    step(**case.batch)
-    for seq in range(2, 9):
-        step(**{name: x[:, :seq] for name, x in case.batch.items()})
-    with pytest.raises(BatchError, match=r"after 8 other shapes\n  fix  pad"):
-        step(**{name: x[:, :9] for name, x in case.batch.items()})
 
 
 # --- mistakes -----------------------------------------------------------------------

@@ -1,0 +1,176 @@
+"""A batch that is padded has the loss and the gradients that it has without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import Case
+from models import Stack, gpt2, llama, plain_gpt, randomize, switch_gpt, token_batch
+from processes import run_ranks
+from torch import Tensor
+
+import autopar
+from autopar import other_shapes
+from autopar.other_shapes import without_weights
+from autopar.passes.capture.call_model import loss_of
+from autopar.passes.errors import BatchError
+from autopar.proof import padding
+from autopar.proof.padding import Fills, find_fills, pad
+
+Batch = dict[str, Tensor]
+
+
+def fills_of(of: Case, dim: int) -> Fills:
+    """For batches of another length in this one of their dims."""
+    zeros = {name: torch.zeros_like(x) for name, x in of.batch.items()}
+    dims = {(name, dim) for name in of.batch}
+    program = of.compile("tp=1")
+    return find_fills(without_weights(of.model), program, zeros, dims, of.loss_fn)
+
+
+def step_of(of: Case, batch: Mapping[str, Any]) -> list[Tensor]:
+    """Loss and gradients of the model itself."""
+    loss = loss_of(of.model, batch, of.loss_fn)
+    parameters = [p for p in of.model.parameters() if p.requires_grad]
+    return [loss, *torch.autograd.grad(loss, parameters)]
+
+
+def each_token(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    return F.cross_entropy(logits.mT, batch["labels"], reduction="none")
+
+
+def masked(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """The mean over the tokens that a mask shows."""
+    nll = F.cross_entropy(logits.mT, batch["target"], reduction="none")
+    return (nll * batch["shown"]).sum() / batch["shown"].sum()
+
+
+def of_samples(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """The mean over samples of the means over their tokens."""
+    counts = (batch["labels"] != -100).sum(1).clamp(min=1)
+    return (each_token(logits, batch).sum(1) / counts).mean()
+
+
+def summed(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    return each_token(logits, batch).sum()
+
+
+def with_z(logits: Tensor, batch: Mapping[str, Any]) -> Any:
+    """A scalar that counts each token, beside a loss that does not."""
+    ce = each_token(logits, batch).sum() / (batch["labels"] != -100).sum()
+    return {"loss": ce, "z": logits.logsumexp(-1).mean()}
+
+
+def stack(loss: Callable[[Any, Mapping[str, Any]], Any]) -> Case:
+    torch.manual_seed(0)
+    batch = token_batch()
+    if loss is masked:
+        shown = (batch["labels"] != -100).float()
+        ids = batch["input_ids"]
+        batch = {"input_ids": ids, "target": ids.roll(-1, 1), "shown": shown}
+    return Case(randomize(Stack(layers=2)), batch, loss).double()
+
+
+PADDED: list[Any] = [
+    (lambda: plain_gpt(layers=2), 0, {"labels": -100}),
+    (lambda: plain_gpt(layers=2), 1, {"labels": -100}),
+    (lambda: stack(masked), 0, {"shown": 0, "target": -100}),
+    (lambda: stack(summed), 1, {"labels": -100}),
+    pytest.param(lambda: gpt2(layers=1), 0, {"labels": -100}, marks=pytest.mark.slow),
+    pytest.param(
+        lambda: llama(layers=1, padded=True),
+        1,
+        {"labels": -100},
+        marks=pytest.mark.nightly,
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "dim", "wanted"), PADDED)
+def test_padding_changes_neither_loss_nor_gradients(
+    make: Callable[[], Case], dim: int, wanted: Fills
+) -> None:
+    of = make().double()
+    found = fills_of(of, dim)
+    assert found == wanted
+    shapes = {n: tuple(x.shape) for n, x in of.batch.items()}
+    short = {n: x.narrow(dim, 0, x.shape[dim] - 3) for n, x in of.batch.items()}
+    longer = pad(short, shapes, found)
+    for got, want in zip(step_of(of, longer), step_of(of, short), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+REFUSED: list[Any] = [
+    (lambda: stack(of_samples), "the loss is another one"),
+    (lambda: stack(with_z), "z is another one"),
+    # A balance of experts, and room for fewer tokens.
+    pytest.param(switch_gpt, "the loss is another one", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("make", "says"), REFUSED)
+def test_a_loss_that_counts_what_is_padded_is_refused(
+    make: Callable[[], Case], says: str
+) -> None:
+    match = rf"'labels' of -100 in what is padded, {says}[\s\S]*fix  .*drop_last=True"
+    with pytest.raises(BatchError, match=match):
+        fills_of(make().double(), 0)
+
+
+def test_a_large_model_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padding, "LITTLE", 0)
+    assert fills_of(plain_gpt(layers=6), 1) == {"labels": -100}
+
+
+def test_after_the_last_program_batches_are_padded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To the smallest shape that is kept and covers them."""
+    monkeypatch.setattr(other_shapes, "MOST", 2)
+    of = plain_gpt(layers=1).double()
+    step = of.step()
+    for rows, seq, taken in ((8, 16, 128), (6, 12, 72), (5, 9, 72), (7, 3, 128)):
+        batch = {name: x[:rows, :seq] for name, x in of.batch.items()}
+        step.zero_grad()
+        loss, want = step(**batch), step_of(of, batch)
+        torch.testing.assert_close(loss, want[0], rtol=1e-9, atol=0)
+        for (name, p), grad in zip(step.named_parameters(), want[1:], strict=True):
+            assert p.grad is not None
+            torch.testing.assert_close(p.grad, grad, rtol=1e-9, atol=1e-12, msg=name)
+        [shape] = {shape for shape, _ in step.program.inputs.values()}
+        assert shape[0] * shape[1] == taken
+    with pytest.raises(BatchError, match="after 2 other shapes"):
+        step(**{name: x.repeat(2, 1) for name, x in of.batch.items()})
+
+
+# --- several ranks -------------------------------------------------------------------
+
+
+def short_batches() -> list[int]:
+    """Of 5 samples, 3 and 1 over two ranks, beside the model; and logits of them."""
+    of = plain_gpt(layers=1).double()
+    step = autopar.compile(
+        of.model, "dp=2", microbatches=2, zero=1, example_inputs=of.batch
+    )
+    for rows in (8, 5, 3, 8, 1):
+        batch = {name: x[-rows:] for name, x in of.batch.items()}
+        step.zero_grad()
+        loss, want = step(**batch), step_of(of, batch)
+        torch.testing.assert_close(loss, want[0], rtol=1e-9, atol=0)
+        norm = step.clip_grad_norm_(1e9)
+        total = torch.stack([g.norm() for g in want[1:]]).norm()
+        torch.testing.assert_close(norm, total, rtol=1e-9, atol=0)
+        assert step.evaluate(**batch) == pytest.approx(loss.item(), rel=1e-9)
+    found = step.evaluate(outputs=("0",), **batch)
+    torch.testing.assert_close(found["0"], of.model(**batch)[0].detach())
+    return [len(step._shapes._executors), *step.program.inputs["labels"][0]]
+
+
+@pytest.mark.slow
+def test_batches_that_do_not_divide_over_ranks() -> None:
+    """They take no program of their own, but for the logits."""
+    assert run_ranks(short_batches, 2) == [[2, 8, 16]] * 2
