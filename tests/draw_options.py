@@ -11,7 +11,7 @@ import re
 import sys
 from ast import literal_eval
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -125,6 +125,15 @@ def can_ring(v: Values) -> bool:
     """Whether keys and values can go round: attention is fused, each rank has a row."""
     fused = not v.get("dropout") and v.get("name") != "gpt_oss" and v.get("fused", True)
     return v["cp"] == 1 or (fused and v["seq"] >= v["cp"])
+
+
+def spanning(sets: Sequence[Set[Any]]) -> list[int]:
+    """Places of a few of the sets that have between them all that all sets have."""
+    missing, chosen = {value for one in sets for value in one}, list[int]()
+    while missing:
+        chosen.append(max(range(len(sets)), key=lambda i: len(sets[i] & missing)))
+        missing -= sets[chosen[-1]]
+    return sorted(chosen)
 
 
 def divisors(n: int) -> list[int]:

@@ -325,7 +325,10 @@ def first_step(process: subprocess.Popen[str]) -> None:
     ("number", "told"),
     [
         (signal.SIGKILL, "autopar: rank 2 does not answer"),
-        (signal.SIGTERM, "autopar: rank 2 got SIGTERM, and no other rank did"),
+        pytest.param(
+            *(signal.SIGTERM, "autopar: rank 2 got SIGTERM, and no other rank did"),
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_a_killed_rank_is_named_and_all_stop(
@@ -339,7 +342,7 @@ def test_a_killed_rank_is_named_and_all_stop(
     assert told in said and said.count("autopar: ") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_stop_when_their_launcher_is_killed(plan: str) -> None:
     with trained(plan, "--steps", "1000000", "--json") as process:
         first_step(process)

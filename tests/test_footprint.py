@@ -14,6 +14,7 @@ from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import Plan
 from autopar.passes.price.cluster import PLAIN
+from autopar.passes.program import Program
 from autopar.passes.schedule.footprint import Footprint
 from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm import process_groups
@@ -34,60 +35,51 @@ def compiled(mesh: str, microbatches: int = 1, schedule: str = "1f1b"):
     return model, batch, compile_program(trace(model, batch), plan, PLAIN)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["pp=1", "pp=2"])
-def test_activation_bytes_are_those_of_a_run(mesh: str) -> None:
-    model, batch, program = compiled(mesh)
-    measured = {}
+def run_watched(schedule: str) -> tuple[Program, dict[tuple[int, str], Any]]:
+    """A program of two stages; (stage, function) -> the bytes that a run of it adds at
+    most, and leaves behind."""
+    model, batch, program = compiled("pp=2", schedule=schedule)
+    measured: dict[tuple[int, str], Any] = {}
 
     def body(comm: Comm) -> None:
         parameters = local_parameters(program, comm, dict(model.named_parameters()))
         executor = Executor(program, comm, parameters, {})
         for index, stage in executor.stages.items():
-            for part in ("forward", "backward"):
+            for part in PARTS & stage.module.keys():
                 run = stage.module[part]
-                key = (comm.rank, index, part)
-                stage.module[part] = watched(run, key, measured)
+                stage.module[part] = watched(run, (index, part), measured)
         executor.step(batch)
 
     run_virtual(program.mesh, 1, body)
+    return program, measured
+
+
+PARTS = {"forward", "backward", "backward_input", "backward_weight"}
+HIDDEN = 8 * 64 * 64 * 4  # bytes that stages send each other
+
+
+# Kernels have temporaries of their own, which the prediction leaves out.
+
+
+@pytest.mark.slow
+def test_activation_bytes_are_those_of_a_run() -> None:
+    program, measured = run_watched("1f1b")
     for index, stage in enumerate(program.stages):
-        rank = next(
-            r for r in range(program.mesh.size) if index in program.stages_of(r)
-        )
-        # Kernels have temporaries of their own, which the prediction leaves out.
         predicted = stage.footprint
-        forward, saved = measured[rank, index, "forward"]
+        forward, saved = measured[index, "forward"]
         assert saved == pytest.approx(predicted.saved, rel=0.05)
         assert forward == pytest.approx(predicted.forward_peak, rel=0.05)
-        backward, _ = measured[rank, index, "backward"]
-        cotangent = 8 * 64 * 64 * 4 if index + 1 < len(program.stages) else 0
-        before = predicted.saved + cotangent
+        backward, _ = measured[index, "backward"]
+        before = predicted.saved + (HIDDEN if index == 0 else 0)
         assert backward == pytest.approx(predicted.backward_peak - before, rel=0.15)
 
 
 @pytest.mark.slow
-@pytest.mark.matrix(quick=1)
-@pytest.mark.parametrize("mesh", ["pp=1", "pp=2"])
-def test_activation_bytes_in_halves_are_those_of_a_run(mesh: str) -> None:
-    model, batch, program = compiled(mesh, schedule="zb-h1")
-    measured = {}
-
-    def body(comm: Comm) -> None:
-        parameters = local_parameters(program, comm, dict(model.named_parameters()))
-        executor = Executor(program, comm, parameters, {})
-        for index, stage in executor.stages.items():
-            for part in ("forward", "backward_input", "backward_weight"):
-                stage.module[part] = watched(
-                    stage.module[part], (index, part), measured
-                )
-        executor.step(batch)
-
-    run_virtual(program.mesh, 1, body)
+def test_activation_bytes_in_halves_are_those_of_a_run() -> None:
+    program, measured = run_watched("zb-h1")
     for index, stage in enumerate(program.stages):
         predicted = stage.footprint
-        cotangent = 8 * 64 * 64 * 4 if index + 1 < len(program.stages) else 0
-        sent = 8 * 64 * 64 * 4 if index > 0 else 0
+        cotangent, sent = (HIDDEN, 0) if index == 0 else (0, HIDDEN)
         _, saved = measured[index, "forward"]
         input_half, change = measured[index, "backward_input"]
         weight_half, _ = measured[index, "backward_weight"]

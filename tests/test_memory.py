@@ -169,16 +169,10 @@ def measured(executor: Executor, case: Case) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.matrix(quick=1)
-@pytest.mark.parametrize(
-    "settings",
-    [SETTINGS[:3], pytest.param(SETTINGS[3:], marks=pytest.mark.slow)],
-    ids=["few", "many"],
-)
-def test_memory_is_that_of_a_run(settings):
-    plans = [compiled(**options) for options in settings]
+def test_memory_is_that_of_a_run():
+    plans = [compiled(**options) for options in SETTINGS]
     for rank, results in enumerate(run_ranks(rank_memory, 2, plans)):
-        for options, (_, program), alive in zip(settings, plans, results, strict=True):
+        for options, (_, program), alive in zip(SETTINGS, plans, results, strict=True):
             predicted = program.memory[rank]
             for term, size in alive.items():
                 said = getattr(predicted, term)

@@ -338,13 +338,9 @@ def test_what_a_forward_keeps_is_what_the_footprint_says(mesh) -> None:
     assert run_virtual(program.mesh, 1, body) == [saved] * program.mesh.size
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("model", "mesh", "microbatches"),
-    [
-        ("llama", "cp=4", 1),
-        pytest.param("plain", "cp=2,tp=2", 2, marks=pytest.mark.slow),
-    ],
+    ("model", "mesh", "microbatches"), [("llama", "cp=4", 1), ("plain", "cp=2,tp=2", 2)]
 )
 def test_real_ranks_follow_one_device(model, mesh, microbatches) -> None:
     check_trajectory(model, mesh, microbatches, {"context_parallel": "ring"})

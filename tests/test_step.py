@@ -80,12 +80,12 @@ MESHES = [
     ("plain", "dp=2", 2, 1),
     ("gpt2", "dp=2", 2, 3),
     ("switch", "ep=2", 1, 0),
-    pytest.param("plain", "pp=2,tp=2", 4, 0, marks=pytest.mark.slow),
-    pytest.param("llama", "pp=2,dp=2", 2, 0, marks=pytest.mark.slow),
-    pytest.param("llama", "tp=4", 1, 0, marks=pytest.mark.slow),
-    pytest.param("gpt2", "pp=2,dp=2", 2, 1, marks=pytest.mark.slow),
-    pytest.param("llama", "dp=2,tp=2", 1, 3, marks=pytest.mark.slow),
-    pytest.param("switch", "pp=2,ep=2", 2, 0, marks=pytest.mark.slow),
+    ("plain", "pp=2,tp=2", 4, 0),
+    ("llama", "pp=2,dp=2", 2, 0),
+    ("llama", "tp=4", 1, 0),
+    ("gpt2", "pp=2,dp=2", 2, 1),
+    ("llama", "dp=2,tp=2", 1, 3),
+    ("switch", "pp=2,ep=2", 2, 0),
 ]
 
 
@@ -102,15 +102,15 @@ def test_the_trajectory_is_that_of_one_device(model, mesh, microbatches, zero):
     check_trajectory(model, mesh, microbatches, {"zero": zero})
 
 
-@pytest.mark.matrix(quick=1)
+@pytest.mark.matrix(quick=1, daily=2)
 @pytest.mark.parametrize(
     ("schedule", "stages_per_rank"),
     [
         ("interleaved", 2),
+        ("looped-bfs", 2),
+        ("zb-h1", 1),
+        ("zb-h2", 1),
         ("zb-v", 2),
-        pytest.param("looped-bfs", 2, marks=pytest.mark.slow),
-        pytest.param("zb-h1", 1, marks=pytest.mark.slow),
-        pytest.param("zb-h2", 1, marks=pytest.mark.slow),
     ],
 )
 def test_every_schedule_follows_one_device(schedule, stages_per_rank):
@@ -133,7 +133,7 @@ def check_trajectory(model, mesh, microbatches, options=None):
             )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_in_float32_the_losses_are_those_of_one_device():
     losses, norms, _ = train_plainly("gpt2", torch.float32)
     arguments = ("gpt2", "pp=2,tp=2", 2, torch.float32)

@@ -108,7 +108,7 @@ def test_dropout_and_frozen_weights_are_there_to_be_seen(results) -> None:
     assert kept == {False}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_random_combinations_on_four_processes() -> None:
     drawn = [one for one in map(draw, range(5, 1000, 9)) if size(one) == RANKS][:12]
     by_rank = run_ranks(on_ranks, RANKS, drawn)

@@ -137,8 +137,8 @@ def refusals(program: Program, habits: list[Callable[[Step], None]]) -> list[str
     ("mesh", "microbatches", "zero"),
     [
         ("tp=2", 1, 0),
-        pytest.param("pp=2", 2, 0, marks=pytest.mark.slow),
-        pytest.param("dp=2", 1, 2, marks=pytest.mark.slow),
+        pytest.param("pp=2", 2, 0, marks=pytest.mark.nightly),
+        ("dp=2", 1, 2),
     ],
 )
 def test_what_a_part_cannot_do_is_refused(mesh, microbatches, zero) -> None:

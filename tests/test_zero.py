@@ -232,15 +232,14 @@ def elements(tensors) -> int:
 # --- real ranks --------------------------------------------------------------------
 
 
-@pytest.mark.matrix(quick=0, daily=2)
-@pytest.mark.slow
+@pytest.mark.matrix(quick=0, daily=1)
 @pytest.mark.parametrize(
     ("model", "mesh", "microbatches"),
     [
         ("plain", "dp=4", 1),
         ("gpt2", "dp=2,fsdp=2", 2),
-        pytest.param("llama", "dp=2,cp=2", 1, marks=pytest.mark.slow),
-        pytest.param("plain", "pp=2,fsdp=2", 4, marks=pytest.mark.slow),
+        ("llama", "dp=2,cp=2", 1),
+        ("plain", "pp=2,fsdp=2", 4),
     ],
 )
 def test_four_ranks_follow_one_device(model, mesh, microbatches):
