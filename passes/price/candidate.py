@@ -8,7 +8,7 @@ from functools import cached_property
 from ..mesh import Mesh
 from ..plan import AUTO
 from ..schedule.make_schedule import SCHEDULES, place_stages
-from ..schedule.order import read_order
+from ..schedule.order import place_order
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ class Candidate:
         """The pipeline rank of each stage."""
         ranks = self.mesh.axis_size("pp")
         if self.order:
-            args = ranks, self.microbatches, self.stages_per_rank
-            return read_order(self.order, *args).stage_to_rank
+            return place_order(self.order)
         return place_stages(self.schedule, ranks, self.stages_per_rank)
 
     @property

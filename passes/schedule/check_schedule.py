@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple
 
 from ..schedule.schedule import Action, Kind, Schedule, ScheduleError
@@ -207,19 +208,25 @@ def _run(schedule: Schedule) -> tuple[tuple[int, Action], ...]:
     """Run all lists until done, waiting at each RECV; the order in which they ran."""
     order: list[tuple[int, Action]] = []
     at = [0] * len(schedule.ranks)
-    done: set[Action] = set()
+    # (sender, receiver) -> messages under way, which arrive in the order sent
+    sent: dict[tuple[int, int], int] = defaultdict(int)
     ready = deque(range(len(schedule.ranks)))
     while ready:
         rank = ready.popleft()
-        while at[rank] < len(schedule.ranks[rank]):
-            action = schedule.ranks[rank][at[rank]]
-            if action.kind.is_recv and action.partner not in done:
-                break
+        for action in islice(schedule.ranks[rank], at[rank], None):
+            stage, kind, _ = action
+            if not kind.is_compute:
+                peer = schedule.peers[kind, stage]
+                if kind.is_send:
+                    sent[rank, peer] += 1
+                    if peer not in ready:
+                        ready.append(peer)
+                elif sent[peer, rank]:
+                    sent[peer, rank] -= 1
+                else:
+                    break
             at[rank] += 1
-            done.add(action)
             order.append((rank, action))
-            if action.kind.is_send and (peer := schedule.peer(action)) not in ready:
-                ready.append(peer)
     stuck = {r: i for r, i in enumerate(at) if i < len(schedule.ranks[r])}
     if stuck:
         raise _deadlock(schedule, _locate(schedule), stuck)

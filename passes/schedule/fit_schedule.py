@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..cost import Seconds
+from ..schedule.check_schedule import run_order
 from ..schedule.footprint import Footprint, peak_bytes
 from ..schedule.list_schedule import RULES, Listed, Pipeline, list_schedule
 from ..schedule.make_schedule import SCHEDULES
@@ -86,9 +87,11 @@ def fit_schedule(
         for listed in sorted(tried, key=taken):
             if fastest and taken(listed) > taken(fastest[0]) * (1 + 1e-12):
                 break
-            whole = replace(listed, schedule=add_communication(listed.schedule))
-            if fits(whole.schedule, footprints, limits(whole.schedule.stage_to_rank)):
-                fastest.append(whole)
+            whole = listed.schedule
+            if not whole.has_communication:
+                whole = add_communication(whole)
+            if fits(whole, footprints, limits(whole.stage_to_rank)):
+                fastest.append(replace(listed, schedule=whole))
         return fastest
 
     best = fastest([*known, *made])
@@ -143,13 +146,15 @@ def _placements(ranks: int, stages_per_rank: int) -> list[tuple[int, ...]]:
 
 
 def on_paper(schedule: Schedule, seconds: Sequence[Seconds], send: float) -> Listed:
-    """A schedule, and how long it takes."""
+    """A named schedule with its messages, and how long it takes."""
+    schedule = add_communication(schedule)
     timeline = simulate(
         schedule,
         [s.forward for s in seconds],
         [s.backward for s in seconds],
         [s.weight_half for s in seconds],
         send,
+        run_order(schedule),
     )
     return Listed(schedule, timeline.total, max(timeline.elapsed))
 

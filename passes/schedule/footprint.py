@@ -7,26 +7,25 @@ long as the view does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
+
+import numpy as np
 
 from ..graph import Node
 from ..graph_text import DTYPES
 from ..ops.attention import passed_round, ring_of
-from ..schedule.messages import (
-    AHEAD,
-    prefetched_receives,
-    send_completions,
-    sizes,
-)
-from ..schedule.schedule import Action, Kind, Schedule
+from ..schedule.messages import AHEAD, completed
+from ..schedule.schedule import KINDS, Kind, Schedule
 from ..shard.collectives import collective, contributed_bytes
 from ..shard.parameter_sharding import find_made
 from ..stage.blocks import Beside, Runs
 from ..stage.local_stage import LocalStage
 from ..stage.reuse import find_owners
 from ..stage.storages import Storages, storages
+
+RECEIVES = [KINDS[Kind.RECV_F], KINDS[Kind.RECV_B]]
 
 
 @dataclass(frozen=True)
@@ -96,47 +95,54 @@ def peak_bytes(
 
     schedule: with its messages. footprints: of each stage, by its index.
     """
-    own = {s: footprints[s] for s, r in enumerate(schedule.stage_to_rank) if r == rank}
-    ends = sum(f.edges for f in own.values())
-    run = bytes_alive(schedule, rank, footprints)
-    return max(ends, *(most for _, most, _ in run))
+    own = [s for s, r in enumerate(schedule.stage_to_rank) if r == rank]
+    ends = sum(footprints[s].edges for s in own)
+    first, most, _ = bytes_alive(schedule, rank, footprints)
+    return max(ends, first, int(most.max(initial=0)))
 
 
 def bytes_alive(
     schedule: Schedule,
     rank: int,
     footprints: Sequence[Footprint] | Mapping[int, Footprint],
-) -> Iterator[tuple[Action | None, int, int]]:
-    """(action, the most alive until it ends, bytes alive then), in order; None: before
-    the first."""
-    actions = schedule.ranks[rank]
-    own = {s: footprints[s] for s in {a.stage for a in actions}}
-    received = {s: f.received for s, f in own.items()}
-    sent = {s: f.sent for s, f in own.items()}
-    size = sizes(actions, received, sent)
-    done = send_completions(schedule, rank)
-    now = sum(f.step for f in own.values())
-    yield None, now, now
-    for action, coming in prefetched_receives(actions):
-        now += sum(size[recv] for recv in coming)
-        peak = now
-        if action.kind.is_compute:
-            before, most, after = _alive(action.kind, own[action.stage])
-            peak = max(peak, now - before + most)
-            now += after - before
-        for send in done.get(action, ()):
-            now -= size[send]
-        yield action, peak, now
+) -> tuple[int, np.ndarray, np.ndarray]:
+    """Bytes alive before the first action of a rank; the most until each of them ends,
+    and those alive then, [actions]."""
+    own = [s for s, r in enumerate(schedule.stage_to_rank) if r == rank]
+    kinds, stages = schedule.numbers[rank]
+    table = np.zeros((3, len(KINDS), len(schedule.stage_to_rank)), dtype=np.int64)
+    size = np.zeros_like(table[0])
+    for stage in own:
+        of = footprints[stage]
+        for kind, alive in _alive(of).items():
+            table[:, KINDS[kind], stage] = alive
+        for kind in (Kind.RECV_F, Kind.SEND_B):
+            size[KINDS[kind], stage] = of.received
+        for kind in (Kind.SEND_F, Kind.RECV_B):
+            size[KINDS[kind], stage] = of.sent
+    before, most, after = table[:, kinds, stages]
+    first = sum(footprints[stage].step for stage in own)
+    coming, freed = np.zeros((2, len(kinds)), dtype=np.int64)
+    receives = np.flatnonzero(np.isin(kinds, RECEIVES))
+    # A receive is posted as soon as another one has come.
+    posted = np.concatenate([np.zeros(AHEAD, dtype=np.int64), receives + 1])
+    moved = size[kinds, stages]
+    np.add.at(coming, posted[: len(receives)], moved[receives])
+    for send, recv in completed(schedule, rank):
+        freed[recv] += moved[send]
+    change = after - before - freed
+    now = first + np.cumsum(coming) + np.cumsum(change) - change
+    return first, np.maximum(now, now - before + most), now + change
 
 
-def _alive(kind: Kind, of: Footprint) -> tuple[int, int, int]:
+def _alive(of: Footprint) -> dict[Kind, tuple[int, int, int]]:
     """Bytes of a microbatch before an action, the most in it, and after it."""
     return {
         Kind.F: (of.received, of.forward_peak, of.saved + of.sent),
         Kind.B: (of.saved + of.sent, of.backward_peak, of.received),
         Kind.I: (of.saved + of.sent, of.backward_peak, of.kept + of.received),
         Kind.W: (of.kept, of.weight_peak, 0),
-    }[kind]
+    }
 
 
 def footprint(local: LocalStage) -> Footprint:

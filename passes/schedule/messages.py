@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 from ..schedule.schedule import Action, Schedule
 
@@ -18,31 +20,33 @@ def send_completions(schedule: Schedule, rank: int) -> dict[Action, list[Action]
     What a peer sends after it has received a message says that it has it, so the
     sender may let go. (gloo tells of a send only to one who waits for it.)
     """
-    # peer -> index in its list of what it receives from the rank; and what it answers.
-    messages = (a for a in schedule.ranks[rank] if not a.kind.is_compute)
-    peers = sorted({schedule.peer(a) for a in messages} - {rank})
-    place = {
-        action: index
-        for peer in peers
-        for index, action in enumerate(schedule.ranks[peer])
-        if not action.kind.is_compute and schedule.peer(action) == rank
+    actions = schedule.ranks[rank]
+    return {
+        actions[recv]: [actions[send] for send, _ in sends]
+        for recv, sends in groupby(completed(schedule, rank), key=itemgetter(1))
     }
-    answers: dict[int, list[tuple[int, Action]]] = defaultdict(list)
-    for action, index in place.items():
-        if action.kind.is_send:
-            answers[schedule.stage_to_rank[action.stage]].append(
-                (index, action.partner)
-            )
-    completions: dict[Action, list[Action]] = defaultdict(list)
-    waiting = {peer: deque(sorted(known)) for peer, known in answers.items()}
-    for send in (a for a in schedule.ranks[rank] if a.kind.is_send):
-        known = waiting.get(schedule.peer(send), deque())
-        # Messages of a pair arrive in order, so what is too early stays too early.
-        while known and known[0][0] < place[send.partner]:
-            known.popleft()
-        if known:
-            completions[known[0][1]].append(send)
-    return dict(completions)
+
+
+def completed(schedule: Schedule, rank: int) -> list[tuple[int, int]]:
+    """The same by places in the rank's list, (SEND, RECV), in the order of the RECV."""
+    sends: dict[int, list[int]] = defaultdict(list)
+    receives: dict[int, list[int]] = defaultdict(list)
+    for index, peer, is_send in schedule.messages[rank]:
+        (sends if is_send else receives)[peer].append(index)
+    found = []
+    for peer, own in sends.items():
+        # Messages of a pair arrive in order: what the peer has by its next answer.
+        got = known = answers = 0
+        for _, back, is_send in schedule.messages[peer]:
+            if back != rank:
+                continue
+            if is_send:
+                recv = receives[peer][answers]
+                found += [(send, recv) for send in own[known:got]]
+                known, answers = got, answers + 1
+            else:
+                got += 1
+    return sorted(found, key=itemgetter(1, 0))
 
 
 def apart(
@@ -68,14 +72,3 @@ def prefetched_receives(
             open_ += 1
         yield action, now
         open_ -= action.kind.is_recv
-
-
-def sizes(
-    actions: Iterable[Action], received: Mapping[int, int], sent: Mapping[int, int]
-) -> dict[Action, int]:
-    """Bytes of each message. received, sent: of a stage's forward, by stage."""
-    return {
-        a: (received if a.kind.value in ("RECV_F", "SEND_B") else sent)[a.stage]
-        for a in actions
-        if not a.kind.is_compute
-    }

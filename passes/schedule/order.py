@@ -6,6 +6,7 @@ without messages, which follow from the others.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from ..schedule.check_schedule import check
@@ -18,6 +19,7 @@ from ..schedule.schedule import (
 )
 
 NAME = "made"
+FIRST = re.compile(r"\b(\d+)F0\b")  # each stage's forward of the first microbatch
 
 
 def write_order(schedule: Schedule) -> tuple[str, ...]:
@@ -26,6 +28,16 @@ def write_order(schedule: Schedule) -> tuple[str, ...]:
         " ".join(str(a) for a in actions if a.kind.is_compute)
         for actions in schedule.ranks
     )
+
+
+def place_order(lines: Sequence[str]) -> tuple[int, ...]:
+    """The rank of each stage of an order that can be read."""
+    placed = {
+        int(stage): rank
+        for rank, line in enumerate(lines)
+        for stage in FIRST.findall(line)
+    }
+    return tuple(placed[stage] for stage in sorted(placed))
 
 
 def read_order(

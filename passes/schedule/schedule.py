@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
+
+import numpy as np
 
 from ..errors import AutoparError
 
@@ -55,6 +59,7 @@ _PARTNER = {
 # The message that a compute action may have to wait for, and the one it may cause.
 _RECEIVES = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
 _SENDS = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
+KINDS = {kind: number for number, kind in enumerate(Kind)}
 
 _NUMBER = r"\d{1,9}"
 _ACTION = re.compile(
@@ -155,6 +160,40 @@ class Schedule:
         halves = (Kind.I, Kind.W)
         return any(a.kind in halves for actions in self.ranks for a in actions)
 
+    @cached_property
+    def numbers(self) -> tuple[np.ndarray, ...]:
+        """Of each rank, the numbers of its actions' kinds and stages: [2, actions]."""
+        return tuple(
+            np.array(
+                [[KINDS[a.kind] for a in actions], [a.stage for a in actions]],
+                dtype=np.int64,
+            )
+            for actions in self.ranks
+        )
+
+    @cached_property
+    def peers(self) -> Mapping[tuple[Kind, int], int]:
+        """The rank at the other end of each stage's messages, of those that cross."""
+        placed = self.stage_to_rank
+        return {
+            (kind, stage): placed[stage + step]
+            for kind, (_, step) in _PARTNER.items()
+            for stage in range(len(placed))
+            if 0 <= stage + step < len(placed) and placed[stage + step] != placed[stage]
+        }
+
+    @cached_property
+    def messages(self) -> tuple[list[tuple[int, int, bool]], ...]:
+        """Of each rank: (place in its list, the rank at the other end, if it sends)."""
+        return tuple(
+            [
+                (index, peer, kind.is_send)
+                for index, (stage, kind, _) in enumerate(actions)
+                if (peer := self.peers.get((kind, stage))) is not None
+            ]
+            for actions in self.ranks
+        )
+
     def crosses(self, message: Action) -> bool:
         """Whether a message's other end exists and lives on another rank."""
         other, placed = message.other_stage, self.stage_to_rank
@@ -212,26 +251,31 @@ def add_communication(schedule: Schedule) -> Schedule:
     A schedule that is wrong stays wrong: `check` tells what is missing.
     """
     compute = [[a for a in actions if a.kind.is_compute] for actions in schedule.ranks]
+    peers = schedule.peers
     # (sender, receiver) -> what the receiver gets, in the order sent
     inbox: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
     for rank, actions in enumerate(compute):
-        for action in actions:
-            if (send := action.send) and schedule.crosses(send):
-                inbox[rank, schedule.peer(send)].append(send.partner)
+        for stage, kind, microbatch in actions:
+            send = _SENDS.get(kind)
+            if send and (peer := peers.get((send, stage))) is not None:
+                recv, step = _PARTNER[send]
+                inbox[rank, peer].append(Action(stage + step, recv, microbatch))
     ranks = []
     for rank, actions in enumerate(compute):
         lowered: list[Action] = []
         received: set[Action] = set()
         for action in actions:
-            if (recv := action.recv) and schedule.crosses(recv):
-                queue = inbox[schedule.peer(recv), rank]
-                while recv not in received:
+            stage, kind, microbatch = action
+            need, send = _RECEIVES.get(kind), _SENDS.get(kind)
+            if need and (peer := peers.get((need, stage))) is not None:
+                queue, wanted = inbox[peer, rank], (stage, need, microbatch)
+                while wanted not in received:
                     # One that nobody sends is still waited for: `check` reports it.
-                    lowered.append(queue.popleft() if queue else recv)
+                    lowered.append(queue.popleft() if queue else Action(*wanted))
                     received.add(lowered[-1])
             lowered.append(action)
-            if (send := action.send) and schedule.crosses(send):
-                lowered.append(send)
+            if send and (send, stage) in peers:
+                lowered.append(Action(stage, send, microbatch))
         ranks.append(tuple(lowered))
     return replace(schedule, ranks=tuple(ranks))
 

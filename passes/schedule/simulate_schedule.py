@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,15 +105,19 @@ def simulate(
     if not (math.isfinite(send) and send >= 0):
         raise ValueError(f"send must be finite seconds >= 0, got {send}")
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
-    arrival: dict[Action, float] = {}
+    now = [0.0] * len(schedule.ranks)
+    # (sender, receiver) -> when messages arrive, which is in the order sent
+    under_way: dict[tuple[int, int], deque[float]] = defaultdict(deque)
     for rank, action in report.order:
-        start = end = spans[rank][-1].end if spans[rank] else 0.0
-        if action.kind.is_compute:
-            end = start + seconds[action.kind][action.stage]
-        elif action.kind.is_send:
-            arrival[action.partner] = start + send
+        stage, kind, _ = action
+        start = end = now[rank]
+        if kind.is_compute:
+            end = now[rank] = start + seconds[kind][stage]
+        elif kind.is_send:
+            under_way[rank, schedule.peers[kind, stage]].append(start + send)
         else:
-            end = max(start, arrival[action])
+            arrival = under_way[schedule.peers[kind, stage], rank].popleft()
+            end = now[rank] = max(start, arrival)
         spans[rank].append(Span(action, start, end))
     return Timeline(schedule, tuple(map(tuple, spans)), report.in_flight)
 

@@ -240,10 +240,10 @@ def _memory(
     own = [i for i, r in enumerate(timeline.schedule.stage_to_rank) if r == rank]
     ends = rest + sum(stages[i].footprint.edges for i in own)
     footprints = [stage.footprint for stage in stages]
-    alive = bytes_alive(timeline.schedule, rank, footprints)
-    _, _, now = next(alive)
-    points = [(0.0, ends), (start, rest + now)]
-    for span, (_, most, after) in zip(timeline.spans[rank], alive, strict=True):
+    first, *alive = bytes_alive(timeline.schedule, rank, footprints)
+    points = [(0.0, ends), (start, rest + first)]
+    rows = (amounts.tolist() for amounts in alive)
+    for span, most, after in zip(timeline.spans[rank], *rows, strict=True):
         points.append((start + span.start, rest + most))
         points.append((start + span.end, rest + after))
     return [*points, (start + timeline.total, ends)]
