@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 
@@ -85,7 +87,8 @@ def parser() -> Parser:
 
 def _fill(name: str, command: Parser) -> Sequence[str]:
     """Add the arguments of a command. Returns examples."""
-    with gc_paused(), Progress(name):
+    first = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks one tells
+    with gc_paused(), Progress(name) if first else nullcontext():
         tell("importing torch")
         module = import_module(f"autopar.commands.{name}")
     module.add(command)

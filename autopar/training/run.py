@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autopar
+from autopar import progress
 from autopar.models.load import LoadedModel, load_model
 from autopar.passes.mesh import MeshError
 from autopar.passes.plan import PlanError
@@ -124,26 +126,36 @@ def train(stored: StoredPlan, options: RunOptions) -> None:
         )
     if options.backend is not None:
         program = replace(program, plan=replace(program.plan, backend=options.backend))
-    loaded = load_model(stored.model_spec, seed=stored.seed)
-    step = autopar.compile(
-        loaded.model,
-        program.mesh,
-        program=program,
-        prove=not options.unproved,
-        seed=stored.seed,
-        timeout=timedelta(seconds=options.timeout),
-        cache_dir=stored.directory / COMPILED,
-    )
-    feed, held_out = Feed.open(program, loaded, options).split(options.held_out)
-    feed.check_length()
-    if options.eval_data:
-        held_out = Feed.open(program, loaded, options.to_evaluate)
-    if options.epochs:
-        options = options.of_steps(feed.steps_of(options.epochs))
-    evaluation = Evaluation(held_out, options)
-    step.build(**feed.batch(0))
+    with _shown():
+        loaded = load_model(stored.model_spec, seed=stored.seed)
+        step = autopar.compile(
+            loaded.model,
+            program.mesh,
+            program=program,
+            prove=not options.unproved,
+            seed=stored.seed,
+            timeout=timedelta(seconds=options.timeout),
+            cache_dir=stored.directory / COMPILED,
+        )
+        feed, held_out = Feed.open(program, loaded, options).split(options.held_out)
+        feed.check_length()
+        if options.eval_data:
+            held_out = Feed.open(program, loaded, options.to_evaluate)
+        if options.epochs:
+            options = options.of_steps(feed.steps_of(options.epochs))
+        evaluation = Evaluation(held_out, options)
+        step.build(**feed.batch(0))
     with claimed(step, options):
-        Training(step, feed, evaluation, loaded, stored, options).run()
+        with _shown():
+            progress.tell("reading data, and a checkpoint to go on from")
+            training = Training(step, feed, evaluation, loaded, stored, options)
+        training.run()
+
+
+def _shown() -> AbstractContextManager[object]:
+    """What is being done before the first step is shown by rank 0."""
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    return progress.Progress("run") if first else nullcontext()
 
 
 class Training:

@@ -9,10 +9,14 @@ import sys
 import threading
 import time
 
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from autopar.progress import Progress, tell
+
+with Progress("torchrun"):
+    tell("importing torch")
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
 PAUSE = 0.5  # seconds
 LATE = "fewer came in time than --nodes says"  # torch has no words for it
