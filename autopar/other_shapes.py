@@ -144,7 +144,9 @@ class OtherShapes:
         shapes, ranks = shapes_of(batch), DataRank(like.program.plan, 0).size
         if (known := self._targets.get(_key(shapes))) is not None:
             return known
-        uneven, full = samples_of(batch) % ranks, len(self._executors) >= MOST
+        samples, full = samples_of(batch), len(self._executors) >= MOST
+        # A single sample is computed by all ranks alike.
+        uneven = samples % ranks if samples > 1 else 0
         if not (uneven or full):
             return shapes
         rows = {(name, 0) for name in fields_of_samples(batch)}

@@ -68,9 +68,11 @@ def of_one_device(folder: str) -> list[dict[str, float]]:
     return curve(trainer)
 
 
-def on_a_rank(folder: str, mesh: str) -> tuple[list[Any], list[Any], bool]:
-    """Curves of 20 steps, and of the last 4 once more from a checkpoint; whether what
-    was saved is what was trained."""
+def on_a_rank(
+    folder: str, first: str, second: str
+) -> tuple[list[Any], list[Any], bool]:
+    """Curves of 20 steps, and of the last 4 once more from a checkpoint, under another
+    mesh; whether what was saved is what was trained."""
     import torch.distributed as dist
     from transformers import LlamaForCausalLM
 
@@ -82,15 +84,17 @@ def on_a_rank(folder: str, mesh: str) -> tuple[list[Any], list[Any], bool]:
     from autopar.training.trainer import Trainer
 
     curves = []
-    for again in (None, f"{folder}/checkpoint-16"):
+    for mesh, again in ((first, None), (second, f"{folder}/checkpoint-16")):
         model, data = parts()
+        parallel = {"mesh": mesh, "zero": int("dp" in mesh)}
+        parallel |= {"microbatches": 2 if "pp" in mesh else 1}
         trainer = Trainer(
             model,
             arguments(folder, 4 if "dp" in mesh else 8),
             train_dataset=data[:40],
             eval_dataset=data[40:],
             compute_metrics=hits,
-            parallel={"mesh": mesh, "zero": int("dp" in mesh)},
+            parallel=parallel,
         )
         trainer.train(resume_from_checkpoint=again)
         curves.append(curve(trainer))
@@ -102,17 +106,20 @@ def on_a_rank(folder: str, mesh: str) -> tuple[list[Any], list[Any], bool]:
 
 
 @pytest.mark.parametrize(
-    "mesh",
+    ("first", "second"),
     [
-        pytest.param("dp=2", marks=pytest.mark.slow),
-        pytest.param("tp=2", marks=pytest.mark.nightly),
+        pytest.param("dp=2", "dp=2", marks=pytest.mark.slow),
+        pytest.param("tp=2", "dp=2", marks=pytest.mark.nightly),
+        pytest.param("pp=2", "tp=2", marks=pytest.mark.nightly),
+        pytest.param("dp=2", "pp=2", marks=pytest.mark.nightly),
     ],
 )
 def test_losses_norms_and_metrics_are_those_of_one_device(
-    mesh: str, tmp_path: Path
+    first: str, second: str, tmp_path: Path
 ) -> None:
     [expected] = run_ranks(of_one_device, 1, str(tmp_path / "one"))
-    for found, resumed, same in run_ranks(on_a_rank, 2, str(tmp_path / "two"), mesh):
+    ranks = run_ranks(on_a_rank, 2, str(tmp_path / "two"), first, second)
+    for found, resumed, same in ranks:
         assert same and len(found) == len(expected) == 22
         for curve in (found, resumed):
             for row, wanted in zip(curve, expected, strict=True):
