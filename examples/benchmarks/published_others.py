@@ -18,6 +18,8 @@ from autopar.machine.hardware import cluster_of
 from autopar.passes.mesh import Mesh
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
+from autopar.passes.price.price import BACKWARD, Account
+from autopar.passes.price.price_memory import Key
 from autopar.passes.search.balance_layers import balance_layers
 from autopar.passes.search.search import accounts_of, layer_mesh
 from autopar.planner.planner import make_prices
@@ -66,9 +68,27 @@ def _run(row: Row) -> Run:
         ]
     shared = int(row["tp"]) if megatron and not sequence_parallel else 1
     accounts = [a + in_float32(a) for a in in_turn(accounts, shared)]
+    if row["system"] == "DeepSpeed":
+        accounts = [a + of_bfloat16(a) for a in accounts]
     seconds = float(row["iter_time_s"])
     batch = samples * candidate.microbatches * candidate.data_parallel
     return Run(row["model"], seconds, of, batch, candidate, cluster, tuple(accounts))
+
+
+def of_bfloat16(account: Account) -> Account:
+    """What DeepSpeed's pipelines move beside others' where products are in bfloat16:
+    each microbatch's gradients are written (2 bytes of a parameter), read, and added to
+    ones of 4 bytes (10), where others add to those of 2 (4); and these are all-reduced,
+    with ZeRO's first stage too (`_bf16_reduce_grads` of `deepspeed.runtime.pipe`)."""
+    found: dict[Key, float] = {
+        ("moved", BACKWARD): 8 * account["memory", "trained"] / 2
+    }
+    for key, amount in account.amounts.items():
+        if key[0] == "pending":
+            found[key] = amount
+        elif key[0] == "scattered bytes":  # an all-reduce is two of these
+            found[key] = 3 * amount
+    return Account(found)
 
 
 def _cluster(row: Row) -> Cluster:

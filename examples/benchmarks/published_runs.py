@@ -69,8 +69,10 @@ class Run:
         return self._seconds(constants.of(self.cluster))
 
     def by_the_table(self) -> float:
-        """The same as `autopar plan` prices it, with nothing fitted to these runs."""
-        return self._seconds(cluster_of(str(self.cluster)))
+        """The same as `autopar plan` prices it, with nothing fitted to these runs, on
+        the network that they had."""
+        table, network = cluster_of(str(self.cluster)), self.cluster.levels[1:]
+        return self._seconds(replace(table, levels=(table.levels[0], *network)))
 
     def _seconds(self, cluster: Cluster) -> float:
         accounts = [retimed(a, cluster.device) for a in self.accounts]
