@@ -144,12 +144,13 @@ class OtherShapes:
         shapes, ranks = shapes_of(batch), DataRank(like.program.plan, 0).size
         if (known := self._targets.get(_key(shapes))) is not None:
             return known
-        samples, full = samples_of(batch), len(self._executors) >= MOST
+        rows = {(n, 0) for n in fields_of_samples(batch, like.program.inputs)}
+        samples = max((shapes[name][0] for name, _ in rows), default=1)
+        full = len(self._executors) >= MOST
         # A single sample is computed by all ranks alike.
         uneven = samples % ranks if samples > 1 else 0
         if not (uneven or full):
             return shapes
-        rows = {(name, 0) for name in fields_of_samples(batch)}
         larger = [
             dict(kept)
             for kept, _ in self._executors
@@ -187,8 +188,9 @@ class OtherShapes:
             self._fills[dims] = on_first_rank(find)
         except AutoparError as error:
             raise BatchError(
-                f"a batch with {_text(shapes)} cannot be padded to {_text(target)}, "
-                f"for which there is a program: {error.what}",
+                f"a batch with {_text(shapes)}, which data ranks cannot share or which "
+                f"has no program of its own, cannot be padded to {_text(target)}: "
+                f"{error.what}",
                 fix=error.fix or PADDED_BY_USER,
             ) from error
         LOG.info("batches with %s are padded to %s", _text(shapes), _text(target))

@@ -73,7 +73,8 @@ def find_fills(
     model: may have its weights on meta. batch: of zeros, with fields that are no
     tensors. Raises: BatchError, with the reason, where something would change.
     """
-    probes = [_probe(batch, dims, more) for more in (0, 1)]
+    rows = {(name, 0) for name in fields_of_samples(batch, program.inputs)}
+    probes = [_probe(batch, dims, rows, more) for more in (0, 1)]
     with with_few_layers(model, find_few_layers(model, program)):
         captured = [capture_model(model, probe, loss_fn) for probe in probes]
         real = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -102,16 +103,18 @@ FIX = (
 NOTHING_LEFT_OUT = "the loss has no labels that it ignores, and no mask"
 
 
-def _probe(batch: Mapping[str, Any], dims: Dims, more: int) -> dict[str, Any]:
+def _probe(
+    batch: Mapping[str, Any], dims: Dims, rows: Dims, more: int
+) -> dict[str, Any]:
     """A batch of few rows or columns along these dims, and `more` of them."""
-    samples, probe = fields_of_samples(batch), dict(batch)
+    probe = dict(batch)
     for name, x in batch.items():
         if isinstance(x, Tensor):
             shape = list(x.shape)
             for dim in range(x.ndim):
                 if (name, dim) in dims:
-                    is_row = dim == 0 and name in samples
-                    shape[dim] = (ROWS if is_row else COLUMNS) + more
+                    few = ROWS if (name, dim) in rows else COLUMNS
+                    shape[dim] = few + more
             probe[name] = torch.zeros(shape, dtype=x.dtype)
     return probe
 
