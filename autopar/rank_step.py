@@ -67,7 +67,7 @@ class RankStep(HeldState):
         parameters, grads = executor.parameters, executor.gradients.by_name
         if self._host is not None:
             parameters, grads = self._host.parameters, self._host.grads
-        self._updates = Updates(program, parameters, grads, originals)
+        self._updates = Updates(program, parameters, grads, originals, comm.coords)
         self._originals = Originals(originals, comm.coords)
         self.names, self.unused, self._fixed = names, unused, fixed
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -20,6 +20,9 @@ from autopar.runtime.parameters.by_element import Reach, Undecided, reach_of
 from autopar.runtime.parameters.shard_gradient import ShardGradient
 from autopar.runtime.parameters.whole_updates import WholeUpdates, is_cut
 
+# In a group of an optimizer's state dict: of which part of the parameters it is.
+PART = "autopar_part"
+
 
 class OptimizerError(AutoparError):
     """An optimizer that would not compute on shards what it computes on the model."""
@@ -29,7 +32,7 @@ class Updates:
     """Watches every `optimizer.step()` of this process for as long as it lives.
 
     parameters: of a step, on this rank. grads: what `.grad` is set to. originals: the
-    model's, from which the step has copies.
+    model's, from which the step has copies. coords: of this rank.
     """
 
     def __init__(
@@ -38,8 +41,13 @@ class Updates:
         parameters: Mapping[str, nn.Parameter],
         grads: Mapping[str, Tensor],
         originals: Mapping[str, Tensor],
+        coords: Mapping[str, int],
     ) -> None:
         self.parameters = parameters
+        specs = program.parameters.values()
+        split = {a for spec in specs for a in spec.split_axes} | {"pp"}
+        parts = ((a, n) for a, n in program.mesh.axes if n > 1 and a in split)
+        self._part = ", ".join(f"{coords[a]} of {a}={n}" for a, n in parts)
         self._specs = program.parameters
         self._cut = {name for name in program.parameters if is_cut(program, name)}
         pipelined = program.mesh.axis_size("pp") > 1
@@ -89,6 +97,7 @@ class Updates:
         if not any(names):
             self._check_originals(optimizer, params)
             return
+        self._check_state(optimizer)
         if self._known.get(optimizer) != held:
             self._check_reach(optimizer, [n for n in names if n is not None])
             self._known[optimizer] = held
@@ -126,6 +135,24 @@ class Updates:
                     "it would change nothing",
                     fix="make the optimizer of step.parameters()",
                 )
+
+    def _check_state(self, optimizer: Optimizer) -> None:
+        """Whether it is of this rank's parts: what `optimizer.state_dict()` gives says
+        so, as shapes are mostly those of another rank's too."""
+        if self._part and optimizer not in self._known:
+            optimizer.register_state_dict_post_hook(_note_part(self._part))
+        for group in optimizer.param_groups:
+            found = group.get(PART, self._part)
+            if found != self._part:
+                kind = type(optimizer).__name__
+                raise OptimizerError(
+                    f"the state of {kind} was taken on another rank: it is of part "
+                    f"{found}, but this rank has {self._part or 'whole parameters'}",
+                    fix="let step.save(folder, optimizer) write it, and "
+                    "step.load(folder, optimizer) read it, on any mesh",
+                )
+        for group in optimizer.param_groups:
+            group.pop(PART, None)
 
     def _check_reach(self, optimizer: Optimizer, names: list[str]) -> None:
         cut = [name for name in names if name in self._cut]
@@ -184,6 +211,14 @@ class Updates:
         return {("optimizers", ""): made if trained else None}, groups
 
 
+def _note_part(part: str) -> Callable[[Optimizer, dict[str, Any]], None]:
+    def note(_: Optimizer, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            group[PART] = part
+
+    return note
+
+
 def _check_scaler() -> None:
     """Raises OptimizerError where a GradScaler has divided gradients of a loss that it
     did not scale: they were complete before."""
@@ -206,7 +241,7 @@ def plain(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options that can be compared: numbers, text, and tensors as numbers."""
     found = {}
     for key, value in sorted(options.items()):
-        if key in ("params", "param_names"):
+        if key in ("params", "param_names", PART):
             continue
         if isinstance(value, Tensor):
             value = value.tolist()
