@@ -21,14 +21,14 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the passes are found from any directory
 
 from autopar.passes.price.estimate import Estimate  # noqa: E402
-from autopar.planner.planner import find_plans  # noqa: E402
+from examples.benchmarks import published_choices as choices  # noqa: E402
 from examples.benchmarks import published_formulas as formulas  # noqa: E402
 from examples.benchmarks import published_memory as memory  # noqa: E402
 from examples.benchmarks import published_others as others  # noqa: E402
 from examples.benchmarks import published_runs as megatron  # noqa: E402
 from examples.benchmarks import published_sweep as sweep  # noqa: E402
 from examples.benchmarks import published_zero as zero  # noqa: E402
-from examples.benchmarks.published_models import Row, gpt, read  # noqa: E402
+from examples.benchmarks.published_models import Row  # noqa: E402
 from examples.benchmarks.published_picks import picked  # noqa: E402
 
 
@@ -165,27 +165,20 @@ def show_zero() -> None:
 
 
 def show_choices() -> None:
-    """Our plan for each model and its devices beside the authors', both estimated.
-
-    Ours are for mixed precision as our own runtime has it, 18 bytes a parameter.
-    """
-    constants = megatron.fitted()
-    lines: list[dict[str, object]] = []
-    runs = zip(read("sc21_table1"), megatron.megatron_runs(), strict=True)
-    for row, run in runs:
-        cluster = constants.of(run.cluster)
-        sizes = (int(row[name]) for name in ("hidden", "heads", "layers", "vocab"))
-        best = find_plans(gpt(*sizes, precision="bf16"), cluster, run.batch).best[0]
-        lines.append(
-            {
-                "model": run.name,
-                "ours": str(best.candidate),
-                "GB": f"{best.peak / 1e9:.1f}",
-                "s": f"{best.seconds:.2f}",
-                "theirs, s": f"{run.predict(constants):.2f}",
-            }
-        )
-    show("Our own choice for the same devices", lines)
+    """Our plan for each model and its devices beside the one that ran, both priced as
+    `autopar plan` does it."""
+    for table in choices.TABLES:
+        lines: list[dict[str, object]] = []
+        for task, plans in choices.tasks(table).items():
+            found = choices.choose(task, plans)
+            ours, ran = found.picked, found.ran
+            line: dict[str, object] = {"model": str(task), "ours": str(ours.candidate)}
+            line |= {"GB": f"{ours.peak / 1e9:.1f}", "s": f"{ours.seconds:.3g}"}
+            line["fastest, s"] = f"{found.fastest.seconds:.3g}"
+            line["theirs, s"] = f"{ran.seconds:.3g}" if ran else "does not fit"
+            line["theirs"] = str(ran.candidate) if ran else ""
+            lines.append(line)
+        show(f"Our own choice for the same devices, of {table}", lines)
 
 
 def show_sweep() -> None:

@@ -49,7 +49,7 @@ def other_runs(table: str = "others", source: str = "") -> tuple[Other, ...]:
 
 
 def _run(row: Row) -> Run:
-    candidate, cluster = _candidate(row), _cluster(row)
+    candidate, cluster = candidate_of(row), _cluster(row)
     sizes = ("hidden", "heads", "layers", "vocab", "seq")
     of = gpt(*(int(row[name]) for name in sizes), attention=row["attention"])
     sequence_parallel, megatron = row["sp"] == "1", "Megatron-LM" in row["system"]
@@ -102,7 +102,8 @@ def _cluster(row: Row) -> Cluster:
     return replace(cluster, levels=(inside, *levels))
 
 
-def _candidate(row: Row) -> Candidate:
+def candidate_of(row: Row) -> Candidate:
+    """The plan that ran, as a row says it."""
     sizes = [(axis, int(row[axis])) for axis in ("pp", "dp", "tp")]
     chunks = int(row["vpp"])
     stages = dict(sizes)["pp"] * chunks

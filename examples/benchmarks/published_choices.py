@@ -1,0 +1,109 @@
+"""Our plans for the devices and batches of published runs, beside the plans that ran
+there: each priced as `autopar plan` does it, on the network that they had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.machine.hardware import cluster_of
+from autopar.passes.price.candidate import Candidate
+from autopar.passes.price.cluster import Cluster
+from autopar.passes.price.estimate import Estimate
+from autopar.passes.search.search import run_on_paper
+from autopar.planner.planner import find_plans, make_prices
+from examples.benchmarks import published_memory as pipelines
+from examples.benchmarks.published_models import Row, gpt, read
+from examples.benchmarks.published_others import candidate_of
+
+SIZES = ("hidden", "heads", "layers", "vocab", "seq")
+TABLES = ("sc21_table1", "others", "held_out", "zero_bubble")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model that ran on devices, with batches of so many samples. sizes: its, by
+    `SIZES`. attention: see `published_models.gpt`. network: bytes a second that each
+    device sends out of its node."""
+
+    name: str
+    sizes: tuple[int, ...]
+    attention: str
+    devices: str
+    network: float
+    batch: int
+
+    @property
+    def cluster(self) -> Cluster:
+        found = cluster_of(self.devices)
+        inside, *outside = found.levels
+        levels = [replace(level, bytes_per_second=self.network) for level in outside]
+        return replace(found, levels=(inside, *levels))
+
+    def __str__(self) -> str:
+        tokens = f"{self.batch} x {self.sizes[-1]} tokens"
+        return f"{self.name} on {self.devices}, {tokens}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """picked: our plan, the simplest of those that are as fast as the fastest, to
+    within what estimates can tell. ran: the fastest of those that ran there and fit by
+    our estimate; None: none does."""
+
+    picked: Estimate
+    fastest: Estimate
+    ran: Estimate | None
+
+
+def tasks(table: str) -> dict[Task, list[Candidate]]:
+    """What ran, as which plans. table: of `TABLES`."""
+    found: dict[Task, list[Candidate]] = {}
+    for task, candidate in map(_task, _rows(table)):
+        found.setdefault(task, []).append(candidate)
+    return found
+
+
+def choose(task: Task, plans: Sequence[Candidate]) -> Choice:
+    """Our plan for it."""
+    sizes, cluster = task.sizes, task.cluster
+    of = gpt(*sizes, attention=task.attention, precision="bf16-stream")
+    prices = make_prices(of, cluster)
+    tried = [run_on_paper(plan, prices, cluster) for plan in plans]
+    fitting = [e for e in tried if e.peak <= cluster.device.memory]
+    ran = min(fitting, key=lambda e: e.seconds, default=None)
+    best = find_plans(of, cluster, task.batch).best
+    return Choice(best[0], min(best, key=lambda e: e.seconds), ran)
+
+
+def _rows(table: str) -> Iterator[Row]:
+    """Rows of any of the tables with the columns that `others` has."""
+    usual = {
+        **{"attention": "spelled", "device": "A100-80GB", "recompute": "full"},
+        **{"zero": "0", "network_gb": "25"},
+    }
+    if table != "zero_bubble":
+        for row in read(table):
+            yield {**usual, **row, "gpus": row.get("n_gpus") or row["gpus"]}
+        return
+    for row in read(table):
+        if row["samples_per_second"] and row["schedule"] in pipelines.SCHEDULES:
+            ones = dict.fromkeys(("dp", "tp", "vpp"), "1")
+            own = {
+                **{"hidden": row["width"], "vocab": str(pipelines.VOCAB)},
+                **{"gpus": row["ranks"], "pp": row["ranks"], "recompute": "none"},
+                **{"mbs": row["samples"], "n_microbatches": row["microbatches"]},
+            }
+            yield {**usual, **ones, **row, **own}
+
+
+def _task(row: Row) -> tuple[Task, Candidate]:
+    candidate = candidate_of(row)
+    if row.get("schedule") in pipelines.SCHEDULES:
+        schedule = pipelines.SCHEDULES[row["schedule"]]
+        candidate = replace(candidate, schedule=schedule)
+    batch = candidate.samples * candidate.microbatches * candidate.data_parallel
+    sizes = tuple(int(row[name]) for name in SIZES)
+    devices, network = f"{row['gpus']}x{row['device']}", float(row["network_gb"]) * 1e9
+    task = Task(row["model"], sizes, row["attention"], devices, network, batch)
+    return task, candidate
