@@ -29,11 +29,10 @@ MESHES = ("dp=4", "tp=4", "dp=2,tp=2", "cp=2,tp=2", "pp=2,dp=2", "pp=2,tp=2", "p
 # A plan that shares out parameters is priced from layers whose ranks share nothing.
 # What compiling then moves out of the loop, adds otherwise, and has alive where two
 # blocks meet, the planner does not see: some ops of a layer, so little of a large one.
-SECONDS, BYTES = 0.12, 0.1
+SECONDS, BYTES = 0.12, 0.07
 # Its peaks are of stages put together of pieces, each with what is next to it: near to
-# what a stage has. Where a layer is a stage by itself, what would be gathered for its
-# neighbours is counted though there are none.
-PIECES, ALONE = 0.02, 0.4
+# what a stage has.
+PIECES = 0.02
 
 
 @cache
@@ -93,10 +92,9 @@ def same_by_all(
     told = str(e.candidate)
     assert compiled.seconds == pytest.approx(e.seconds, rel=seconds), told
     size = max(size, PIECES)
-    more = ALONE if shares and 1 in e.candidate.layers else size
     for mine, planned in zip(compiled.memory, e.memory, strict=True):
         ratio = sum(planned.values()) / sum(mine.values())
-        assert 1 - size <= ratio <= 1 + more, f"{told}: {ratio}"
+        assert 1 - size <= ratio <= 1 + size, f"{told}: {ratio}"
     for stage, planned in zip(compiled.stages, e.stages, strict=True):
         assert stage.total == pytest.approx(planned.total, rel=1.5 * seconds), told
         if not shares:
@@ -123,7 +121,8 @@ def same_by_all(
     assert estimate_program(read, devices) == compiled, told
 
 
-@pytest.mark.parametrize("seed", range(12))
+# The last has a layer in each stage, and ZeRO-3.
+@pytest.mark.parametrize("seed", [*range(12), 101])
 def test_all_views_of_a_plan_say_the_same(seed: int) -> None:
     same_by_all(*draw(seed))
 

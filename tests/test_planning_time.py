@@ -32,7 +32,7 @@ def test_candidates_that_share_their_timing_are_ranked_as_each_by_itself() -> No
     assert shared == alone
     # What cannot fit by the least that it takes need not be ranked.
     peaks = {c: found[1] for c, found in zip(every, alone, strict=True) if found}
-    least = {c: least_bytes(c, space.runs, prices) for c in peaks}
+    least = {c: least_bytes(c, space.runs, prices, timed) for c in peaks}
     assert all(least[c] <= peak for c, peak in peaks.items())
     assert sum(least[c] > 0.5 * peak for c, peak in peaks.items()) > len(peaks) / 4
 

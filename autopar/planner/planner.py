@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -118,7 +118,7 @@ def make_prices(of: ShortModel, cluster: Cluster, **options: Any) -> Prices:
     """
     usual = {**of.options, **options}
 
-    @cache
+    @lru_cache(maxsize=4)  # candidates in a row have the same, in shares or whole
     def cut(mesh: Mesh, microbatches: int, shares: bool, context: str) -> Cut:
         how = {**usual, "context_parallel": context}
         plan = make_plan(mesh, **how, microbatches=microbatches)

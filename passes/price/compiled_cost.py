@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..plan import AUTO, Plan
 from ..price.candidate import Candidate
 from ..price.cluster import Cluster
-from ..price.estimate import Estimate, run_accounts
+from ..price.estimate import Estimate, memory_of, run_accounts
 from ..price.price import TIED, Account, price
 from ..price.price_memory import Key
 from ..price.stage_seconds import stage_seconds
@@ -82,4 +82,5 @@ def estimate_program(program: Program, cluster: Cluster) -> Estimate:
     for account, rank in zip(accounts, program.schedule.stage_to_rank, strict=True):
         ranks[rank].append(account)
     took = [stage_seconds(a, program.mesh, cluster) for a in accounts]
-    return run_accounts(accounts, ranks, took, candidate, cluster)
+    memory = memory_of(ranks, took, candidate)
+    return run_accounts(accounts, ranks, took, memory, candidate, cluster)

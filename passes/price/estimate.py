@@ -5,6 +5,7 @@ Stage accounts and the cluster's links come in; the pipeline's schedule is run o
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,11 +34,10 @@ from ..price.stage_seconds import (
     neighbour,
     stage_seconds,
 )
-from ..schedule.check_schedule import run_order
 from ..schedule.core_contention import ALONE, CoreContention, simulate_contention
 from ..schedule.footprint import peak_bytes
 from ..schedule.make_schedule import make_schedule
-from ..schedule.order import read_order
+from ..schedule.order import expand_order
 from ..schedule.schedule import Schedule, add_communication
 from ..schedule.simulate_schedule import Timeline
 
@@ -144,9 +144,18 @@ def update_seconds(account: Account, device: Device) -> float:
 def estimate(
     accounts: Sequence[Account], candidate: Candidate, cluster: Cluster
 ) -> Estimate:
-    """Run the candidate on paper. accounts: of each stage, without data parallel ranks;
-    of schedule "auto" with backwards in halves. A candidate of that schedule gets an
-    order, if it has none.
+    """The same, whatever memory it takes."""
+    found = estimate_within(math.inf, accounts, candidate, cluster)
+    assert found is not None, "all fits"
+    return found
+
+
+def estimate_within(
+    limit: float, accounts: Sequence[Account], candidate: Candidate, cluster: Cluster
+) -> Estimate | None:
+    """Run the candidate on paper; None: a rank takes more than `limit` bytes. accounts:
+    of each stage, without data parallel ranks; of schedule "auto" with backwards in
+    halves. A candidate of that schedule gets an order, if it has none.
 
     Raises ScheduleError: no order fits into the memory of a device.
     """
@@ -155,7 +164,23 @@ def estimate(
     if candidate.schedule == AUTO and not candidate.order:
         candidate = make_order(shared, took, candidate, cluster.device.memory)
     ranks = once_a_rank(shared, candidate.placement)
-    return run_accounts(shared, ranks, took, candidate, cluster)
+    memory = memory_of(ranks, took, candidate)
+    if max(sum(terms.values()) for terms in memory) > limit:
+        return None
+    return run_accounts(shared, ranks, took, memory, candidate, cluster)
+
+
+def memory_of(
+    ranks: Sequence[Sequence[Account]],
+    took: Sequence[StageSeconds],
+    candidate: Candidate,
+) -> list[dict[str, float]]:
+    """Bytes of each pipeline rank, term -> bytes, see `run_accounts`."""
+    schedule, footprints = schedule_of(candidate), [t.footprint for t in took]
+    return [
+        rank_memory(own, peak_bytes(schedule, rank, footprints))
+        for rank, own in enumerate(ranks)
+    ]
 
 
 def step_seconds(
@@ -177,7 +202,7 @@ def schedule_of(candidate: Candidate) -> Schedule:
     """With its messages."""
     ranks, v = candidate.mesh.axis_size("pp"), candidate.stages_per_rank
     if candidate.schedule == AUTO:
-        return _ordered(candidate.order, ranks, candidate.microbatches, v)
+        return _ordered(candidate.order, candidate.microbatches)
     return _named(candidate.schedule, ranks, candidate.microbatches, v)
 
 
@@ -187,7 +212,7 @@ def _named(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Sc
     return add_communication(make_schedule(name, ranks, microbatches, stages_per_rank))
 
 
-_ordered = lru_cache(maxsize=4)(read_order)
+_ordered = lru_cache(maxsize=4)(expand_order)
 
 
 def _timeline(
@@ -209,7 +234,7 @@ def run_schedule(
         [t.weight for t in took],
         max((t.send for t in took[:-1]), default=0.0),
         contention,
-        run_order(schedule),
+        proved=True,
     )
 
 
@@ -217,18 +242,17 @@ def run_accounts(
     accounts: Sequence[Account],
     ranks: Sequence[Sequence[Account]],
     took: Sequence[StageSeconds],
+    memory: Sequence[Mapping[str, float]],
     candidate: Candidate,
     cluster: Cluster,
 ) -> Estimate:
     """The estimate of a step. accounts, took: of each stage, of a rank of the whole
     mesh. ranks: the accounts of each pipeline rank, in which what several of its stages
-    hold counts once."""
+    hold counts once. memory: of each, see `memory_of`."""
     timeline = _timeline(took, candidate, cluster.contention(candidate.mesh))
     schedule, m = timeline.schedule, candidate.microbatches
-    memory, steps = [], []
-    footprints = [t.footprint for t in took]
+    steps = []
     for rank, own in enumerate(ranks):
-        memory.append(rank_memory(own, peak_bytes(schedule, rank, footprints)))
         once = defaultdict[str, float](float)
         stages = [
             t for t, r in zip(took, schedule.stage_to_rank, strict=True) if r == rank

@@ -8,7 +8,7 @@ are added and subtracted: what a layer costs is what two cost less what one cost
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -23,8 +23,9 @@ from ..price.cluster import Device
 from ..price.fusion import fused_traffic
 from ..price.measured import SOURCES, TABLE, between
 from ..price.price_memory import (
+    ALONE,
+    AMONG,
     BACKWARD,
-    EVERY_PEAK,
     FORWARD,
     PEAK,
     PEAK_BUT_EXPERTS,
@@ -74,17 +75,20 @@ class Account:
         return self.amounts.get(key, 0.0)
 
     def __add__(self, other: Account) -> Account:
-        return self._with(other, lambda x, y: x + y)
+        return self.plus(other, 1.0)
 
     def __sub__(self, other: Account) -> Account:
-        return self._with(other, lambda x, y: x - y)
+        return self.plus(other, -1.0)
 
     def __mul__(self, times: float) -> Account:
         return Account({key: times * x for key, x in self.amounts.items()})
 
-    def _with(self, other: Account, do: Callable[[float, float], float]) -> Account:
-        keys = dict.fromkeys((*self.amounts, *other.amounts))
-        return Account({key: do(self[key], other[key]) for key in keys})
+    def plus(self, other: Account, times: float) -> Account:
+        """The account with another one's amounts so many times."""
+        found = dict(self.amounts)
+        for key, x in other.amounts.items():
+            found[key] = found.get(key, 0.0) + times * x
+        return Account(found)
 
     def to_data(self) -> dict[str, float]:
         """The amounts that are not 0, by keys in one line each."""
@@ -130,6 +134,16 @@ def footprint_of(account: Account) -> Footprint:
     )
 
 
+def by_itself(account: Account) -> Account:
+    """The account of a piece that is a stage without others beside it."""
+    found: dict[Key, float] = {
+        (peak, part): account[alone, part]
+        for peak, alone in ALONE.items()
+        for part in (FORWARD, BACKWARD, WEIGHT)
+    }
+    return Account({**account.amounts, **found})
+
+
 def in_a_row(whole: Account, parts: Sequence[Account]) -> Account:
     """The account of parts that run one after another, which add up to `whole`, but for
     the most that they have alive (of each it is beside what those before it saved) and
@@ -145,7 +159,7 @@ def in_a_row(whole: Account, parts: Sequence[Account]) -> Account:
             # Of equal ones in a row the first or the last has most beside it.
             saved = part["memory", kept]
             beside = before + max(0.0, (count - 1) * saved)
-            for key in ((peak, what) for peak in EVERY_PEAK):
+            for key in ((peak, what) for peak in AMONG):
                 found[key] = max(found.get(key, 0.0), beside + part[key])
             before += count * saved
     # A weight that both ends use is whole between its uses, and so is its gradient.

@@ -17,7 +17,7 @@ from ..dims.name_dims import Named
 from ..mesh import Mesh
 from ..plan import Plan
 from ..price.cluster import Device
-from ..price.price import TIED, Account, in_a_row, price
+from ..price.price import TIED, Account, by_itself, in_a_row, price
 from ..shard.cut_weights import cut_weights
 from ..shard.insert_collectives import Lowered, insert_collectives
 from ..shard.propagate import propagate
@@ -56,11 +56,13 @@ class LayerPrices:
         names[0] = "first" if first else names[0]
         row = [part for name in names if (part := getattr(self, name)) is not None]
         assert len(row) == runs, "such a stage was not priced"
+        if runs == 1:
+            row = [by_itself(row[0])]
         total, counted = (row[-1], 1) if last else (row[0], 1)
         if first and last:
             total, counted = self.whole, self.runs
         if runs != counted and self.more is not None:
-            total = total + self.more * (runs - counted)
+            total = total.plus(self.more, runs - counted)
         found = in_a_row(total, row)
         return found if first == last else found + self.tied
 
@@ -80,9 +82,9 @@ class LayerPrices:
         """On the line from these prices (0) to other ones (1)."""
 
         def between(x: Account | None, y: Account | None) -> Account | None:
-            return x + (y - x) * times if x and y else None
+            return x.plus(y - x, times) if x and y else None
 
-        whole = self.whole + (other.whole - self.whole) * times
+        whole = self.whole.plus(other.whole - self.whole, times)
         parts = ((getattr(self, n), getattr(other, n)) for n in POSITIONS)
         return LayerPrices(self.runs, whole, *(between(*pair) for pair in parts))
 

@@ -26,7 +26,10 @@ FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
 PEAK = {0: "peak", 2: "peak by zero 2", 3: "peak by zero 3"}
 # The same where no rank shares experts with another one.
 PEAK_BUT_EXPERTS = {2: "peak by zero 2 but experts", 3: "peak by zero 3 but experts"}
-EVERY_PEAK = (*PEAK.values(), *PEAK_BUT_EXPERTS.values())
+AMONG = (*PEAK.values(), *PEAK_BUT_EXPERTS.values())
+# With ZeRO, of a piece that is a stage by itself: nothing is gathered for neighbours.
+ALONE = {peak: f"{peak} alone" for peak in AMONG[1:]}
+EVERY_PEAK = (*AMONG, *ALONE.values())
 
 
 def held_amounts(local: LocalStage, shares: bool = True) -> dict[Key, float]:
@@ -38,9 +41,10 @@ def held_amounts(local: LocalStage, shares: bool = True) -> dict[Key, float]:
     found.update(_by_block(local, experts))
     besides = _besides(local, experts) if shares else [beside_blocks(local, 0)]
     sizes, *others = footprints(local, besides)
+    among, alone = others[: len(others) // 2], others[len(others) // 2 :]
     if not experts:
-        others += others  # there is nothing to leave out
-    for peak, of in zip(EVERY_PEAK, (sizes, *others), strict=shares):
+        among, alone = 2 * among, 2 * alone  # there is nothing to leave out
+    for peak, of in zip(EVERY_PEAK, (sizes, *among, *alone), strict=shares):
         for part in (FORWARD, BACKWARD, WEIGHT):
             found[peak, part] = getattr(of, f"{part}_peak")
     for term in ("saved", "kept", "step", "edges"):
@@ -99,10 +103,16 @@ def _experts(local: LocalStage) -> set[str]:
 def _besides(local: LocalStage, experts: Collection[str]) -> list[Beside]:
     """What is alive by block, in the order of `EVERY_PEAK`; without experts, of `PEAK`,
     as sweeps take time."""
-    found = [beside_blocks(local, zero) for zero in PEAK]
-    if experts:
-        found += [beside_blocks(local, zero, experts) for zero in PEAK_BUT_EXPERTS]
-    return found
+    some = (frozenset[str](), *([frozenset(experts)] if experts else []))
+    return [
+        beside_blocks(local, 0),
+        *(
+            beside_blocks(local, zero, unshared, neighbours)
+            for neighbours in (True, False)
+            for unshared in some
+            for zero in PEAK_BUT_EXPERTS
+        ),
+    ]
 
 
 def _read(local: LocalStage, casts: Mapping[str, str]) -> dict[str, int]:

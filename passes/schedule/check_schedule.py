@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..schedule.schedule import Action, Kind, Schedule, ScheduleError
@@ -56,31 +56,17 @@ def check(schedule: Schedule) -> Report:
     _check_complete(schedule, places)
     _check_needs(schedule, places)
     _check_messages(schedule, places)
-    return run_order(schedule)
-
-
-@lru_cache(maxsize=4)
-def run_order(schedule: Schedule) -> Report:
-    """The same of a schedule that needs no proof: `make_schedule` made it.
-
-    Raises ScheduleError for a deadlock.
-    """
     in_flight = tuple(map(peak_in_flight, schedule.ranks))
     return Report(_run(schedule), in_flight)
 
 
 def peak_in_flight(actions: Iterable[Action]) -> int:
     """The most forwards of one rank that wait for their backward at the same time."""
-    peak = now = 0
-    for action in actions:
-        if action.kind is Kind.F:
-            now += 1
-        # The input of a linear layer is kept until its weight gradient is computed, so
-        # the input-gradient half releases nothing.
-        elif action.kind in (Kind.B, Kind.W):
-            now -= 1
-        peak = max(peak, now)
-    return peak
+    # The input of a linear layer is kept until its weight gradient is computed, so the
+    # input-gradient half releases nothing.
+    more = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
+    changes = (more[a.kind] for a in actions if a.kind in more)
+    return max(accumulate(changes, initial=0))
 
 
 def columns(count: int, fit: int) -> list[int | None]:
@@ -213,8 +199,9 @@ def _run(schedule: Schedule) -> tuple[tuple[int, Action], ...]:
     ready = deque(range(len(schedule.ranks)))
     while ready:
         rank = ready.popleft()
-        for action in islice(schedule.ranks[rank], at[rank], None):
-            stage, kind, _ = action
+        actions = schedule.ranks[rank]
+        while at[rank] < len(actions):
+            stage, kind, _ = action = actions[at[rank]]
             if not kind.is_compute:
                 peer = schedule.peers[kind, stage]
                 if kind.is_send:

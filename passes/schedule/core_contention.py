@@ -12,7 +12,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..schedule.check_schedule import Report
 from ..schedule.schedule import Action, Kind, Schedule, add_communication
 from ..schedule.simulate_schedule import (
     Span,
@@ -47,21 +46,21 @@ def simulate_contention(
     weight: Sequence[float] | None,
     send: float,
     contention: CoreContention,
-    report: Report | None = None,
+    proved: bool = False,
 ) -> Timeline:
     """`simulate` where ranks share cores. All seconds are those of a process that has a
     core to itself; a message that is sent has one, too, until it is there.
 
     Raises: ScheduleError, ValueError, as `simulate`.
     """
-    alone = simulate(schedule, forward, backward, weight, send, report)
+    alone = simulate(schedule, forward, backward, weight, send, proved)
     if math.isinf(contention.cores):
         return alone
     if not schedule.has_communication:
         schedule = add_communication(schedule)
     kinds = kind_seconds(schedule, forward, backward, weight)
     run = _Run(schedule, kinds, send, contention)
-    return Timeline(schedule, run.spans(), alone.in_flight)
+    return Timeline(schedule, run.spans())
 
 
 class _Run:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..cost import Seconds
-from ..schedule.check_schedule import run_order
 from ..schedule.footprint import Footprint, peak_bytes
 from ..schedule.list_schedule import RULES, Listed, Pipeline, list_schedule
 from ..schedule.make_schedule import SCHEDULES
@@ -154,7 +153,7 @@ def on_paper(schedule: Schedule, seconds: Sequence[Seconds], send: float) -> Lis
         [s.backward for s in seconds],
         [s.weight_half for s in seconds],
         send,
-        run_order(schedule),
+        proved=True,
     )
     return Listed(schedule, timeline.total, max(timeline.elapsed))
 

@@ -138,18 +138,17 @@ class _Rank:
 
     def choose(self, now: float) -> tuple[Kind, int] | None:
         """What to begin now; None: wait for something to arrive."""
-        backward = self._ready(Kind.I, now)
-        forward = [s for s in self._ready(Kind.F, now) if self._may_begin(s)]
-        order = [(Kind.I, backward), (Kind.F, forward)]
         turn = self.rule.first == "turns" and self.last is not Kind.F
-        if self.rule.first == "forward" or turn:
-            order.reverse()
+        late = self.rule.first == "forward" or turn  # backwards come after forwards
+        if not late and (stage := self._deepest(Kind.I, now)) is not None:
+            return Kind.I, stage
         weight = self._weight_half(now)
-        for kind, stages in order:
-            if kind is Kind.F and weight is not None and self._overdue(weight):
-                return Kind.W, weight
-            if stages:
-                return kind, stages[-1]  # the deepest: nearest to the loss
+        if weight is not None and self._overdue(weight):
+            return Kind.W, weight
+        if (stage := self._deepest(Kind.F, now)) is not None:
+            return Kind.F, stage
+        if late and (stage := self._deepest(Kind.I, now)) is not None:
+            return Kind.I, stage
         return None if weight is None else (Kind.W, weight)
 
     def _weight_half(self, now: float) -> int | None:
@@ -166,13 +165,14 @@ class _Rank:
         more = self.done[Kind.F, stage] < self.job.microbatches
         return more and waiting > self.rule.late * stage
 
-    def _ready(self, kind: Kind, now: float) -> list[int]:
-        ready = []
-        for stage in self.stages:
+    def _deepest(self, kind: Kind, now: float) -> int | None:
+        """Of the stages that could begin it, the one nearest to the loss."""
+        for stage in reversed(self.stages):
             done, arrived = self.done[kind, stage], self.arrivals[kind, stage]
-            if done < len(arrived) and arrived[done] <= now:
-                ready.append(stage)
-        return ready
+            there = done < len(arrived) and arrived[done] <= now
+            if there and (kind is Kind.I or self._may_begin(stage)):
+                return stage
+        return None
 
     def _may_begin(self, stage: int) -> bool:
         """Whether there is room for one more forward.

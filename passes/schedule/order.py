@@ -19,6 +19,7 @@ from ..schedule.schedule import (
 )
 
 NAME = "made"
+ANY = re.compile(r"(\d+)([FIW])(\d+)")
 FIRST = re.compile(r"\b(\d+)F0\b")  # each stage's forward of the first microbatch
 
 
@@ -38,6 +39,15 @@ def place_order(lines: Sequence[str]) -> tuple[int, ...]:
         for stage in FIRST.findall(line)
     }
     return tuple(placed[stage] for stage in sorted(placed))
+
+
+def expand_order(lines: Sequence[str], microbatches: int) -> Schedule:
+    """The schedule of an order that can be read, with its messages."""
+    actions = tuple(
+        tuple(Action(int(s), Kind[kind], int(m)) for s, kind, m in ANY.findall(line))
+        for line in lines
+    )
+    return add_communication(Schedule(NAME, microbatches, place_order(lines), actions))
 
 
 def read_order(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ..schedule.check_schedule import WIDTH, Report, check, columns
+from ..schedule.check_schedule import WIDTH, check, columns, peak_in_flight
 from ..schedule.schedule import Action, Kind, Schedule, add_communication
 
 
@@ -35,7 +35,11 @@ class Timeline:
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
-    in_flight: tuple[int, ...]
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """Microbatches that each rank has in flight at most, see `Report`."""
+        return tuple(map(peak_in_flight, self.schedule.ranks))
 
     @property
     def total(self) -> float:
@@ -87,39 +91,60 @@ def simulate(
     backward: Sequence[float],
     weight: Sequence[float] | None = None,
     send: float = 0.0,
-    report: Report | None = None,
+    proved: bool = False,
 ) -> Timeline:
     """Run a schedule on paper, with or without its communication.
 
     forward, backward: seconds per microbatch of each stage, [stages].
     weight: the part of `backward` that W takes, I takes the rest; half if not given.
     send: seconds from the end of a producer until its message can be used.
-    report: of a schedule with communication, where it is known; else it is checked.
+    proved: it has communication and runs, as `make_schedule` made it; else it is
+        checked.
 
     Raises ScheduleError if the schedule cannot run, ValueError for impossible seconds.
     """
-    if not schedule.has_communication:
-        schedule = add_communication(schedule)
-    report = report or check(schedule)
+    if not proved:
+        if not schedule.has_communication:
+            schedule = add_communication(schedule)
+        check(schedule)
     seconds = kind_seconds(schedule, forward, backward, weight)
     if not (math.isfinite(send) and send >= 0):
         raise ValueError(f"send must be finite seconds >= 0, got {send}")
+    return Timeline(schedule, _run(schedule, seconds, send))
+
+
+def _run(
+    schedule: Schedule, seconds: Mapping[Kind, Sequence[float]], send: float
+) -> tuple[tuple[Span, ...], ...]:
+    """Run each rank as far as what has been sent to it lets it, until all are done."""
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
-    now = [0.0] * len(schedule.ranks)
+    peers = schedule.peers
     # (sender, receiver) -> when messages arrive, which is in the order sent
     under_way: dict[tuple[int, int], deque[float]] = defaultdict(deque)
-    for rank, action in report.order:
-        stage, kind, _ = action
-        start = end = now[rank]
-        if kind.is_compute:
-            end = now[rank] = start + seconds[kind][stage]
-        elif kind.is_send:
-            under_way[rank, schedule.peers[kind, stage]].append(start + send)
-        else:
-            arrival = under_way[schedule.peers[kind, stage], rank].popleft()
-            end = now[rank] = max(start, arrival)
-        spans[rank].append(Span(action, start, end))
-    return Timeline(schedule, tuple(map(tuple, spans)), report.in_flight)
+    ready = deque(range(len(schedule.ranks)))
+    while ready:
+        rank = ready.popleft()
+        actions, done = schedule.ranks[rank], spans[rank]
+        now = done[-1].end if done else 0.0
+        while len(done) < len(actions):
+            stage, kind, _ = action = actions[len(done)]
+            start = now
+            if kind.is_compute:
+                now = start + seconds[kind][stage]
+            elif kind.is_send:
+                peer = peers[kind, stage]
+                under_way[rank, peer].append(start + send)
+                if peer not in ready:
+                    ready.append(peer)
+            else:
+                arrivals = under_way[peers[kind, stage], rank]
+                if not arrivals:
+                    break
+                now = max(start, arrivals.popleft())
+            done.append(Span(action, start, now))
+    pairs = zip(spans, schedule.ranks, strict=True)
+    assert all(len(own) == len(actions) for own, actions in pairs), "it cannot run"
+    return tuple(map(tuple, spans))
 
 
 def grid(source: Schedule | Timeline, width: int = WIDTH) -> str:

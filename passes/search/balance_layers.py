@@ -65,7 +65,7 @@ def _balance(
     if len(extra) == 1:
         return (layers,)
     kinds = Counter(extra)  # of parts: few
-    limits = sorted({k * layer + x for k in range(least, layers + 1) for x in kinds})
+    limits = _limits(layers, extra, layer, least)
 
     def most(limit: float, extra: float) -> int:
         """Layers that fit below a limit."""
@@ -97,3 +97,20 @@ def _balance(
         counts[i] -= 1
         heapreplace(full, (-counts[i] * layer - extra[i], -i))
     return tuple(counts)
+
+
+def _limits(
+    layers: int, extra: tuple[float, ...], layer: float, least: int
+) -> list[float]:
+    """What the slowest part may take, where all together are as fast as can be.
+
+    No less than parts take on average, and a layer more is enough for all that rounding
+    leaves over; or a part has the least layers, and more beside than others take.
+    """
+    kinds, average = set(extra), (layers * layer + sum(extra)) / len(extra)
+    found = {least * layer + x for x in kinds}
+    for x in kinds if layer > 0 else ():
+        near = math.floor((average - x) / layer)
+        counts = range(max(least, near - 1), min(layers, near + 3) + 1)
+        found |= {k * layer + x for k in counts}
+    return sorted(found)

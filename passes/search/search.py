@@ -19,12 +19,13 @@ from ..mesh import Mesh
 from ..plan import AUTO
 from ..price.candidate import Candidate
 from ..price.cluster import Cluster
-from ..price.estimate import Estimate, estimate, step_parts
+from ..price.estimate import Estimate, estimate, estimate_within, step_parts
 from ..price.estimate_memory import rank_memory
-from ..price.price import Account, once_a_rank
+from ..price.price import Account, footprint_of, once_a_rank
 from ..price.price_layers import LayerPrices, Prices
 from ..price.share import resting_bytes, share
 from ..price.stage_seconds import StageSeconds, stage_seconds
+from ..schedule.footprint import Footprint
 from ..schedule.make_schedule import SCHEDULES
 from ..search.balance_layers import balance_ranks
 from ..search.candidates import ALIKE, Space, candidates
@@ -62,8 +63,19 @@ class Found:
 
 
 Watch = Callable[[int, int], None]
-# A stage's account -> that of a rank of the whole mesh, and its seconds.
-Timed = Callable[[Account], tuple[Account, StageSeconds]]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What a stage's account is, for candidates that have its mesh and ZeRO in common:
+    whole: that of a rank of the whole mesh, and what it keeps; seconds: of it; resting:
+    bytes that a rank keeps a share of."""
+
+    whole: Callable[[Account], tuple[Account, Footprint]]
+    seconds: Callable[[Account], StageSeconds]
+    resting: Callable[[Account], float]
+
+
 Timer = Callable[[Candidate], Timed]
 
 
@@ -90,9 +102,10 @@ def search(
                 roomy.add(candidate)
 
     for done, candidate in enumerate(every, 1):
-        if replace(candidate, recompute="none") in roomy:
+        again = candidate.recompute != "none"
+        if again and replace(candidate, recompute="none") in roomy:
             needless += 1
-        elif least_bytes(candidate, space.runs, prices) > limit:
+        elif least_bytes(candidate, space.runs, prices, timed) > limit:
             hopeless.append(candidate)
         else:
             rank(candidate)
@@ -102,8 +115,8 @@ def search(
             rank(candidate)
 
     def fit(candidate: Candidate) -> Estimate | None:
-        found = run_on_paper(candidate, prices, space.cluster)
-        return found if found.peak <= limit else None
+        accounts = accounts_of(candidate, prices)
+        return estimate_within(limit, accounts, candidate, space.cluster)
 
     fitting = sorted(r for r in ranked if r[1] <= limit)
     tried = (fit(candidate) for *_, candidate in fitting[: 3 * SHORTLIST])
@@ -171,6 +184,7 @@ def _prices_of(candidate: Candidate, prices: Prices) -> LayerPrices:
     )
 
 
+@cache
 def layer_mesh(mesh: Mesh) -> Mesh:
     """The axes that a layer is compiled for."""
     return Mesh(
@@ -185,34 +199,34 @@ def make_timer(cluster: Cluster) -> Timer:
     """`stage_seconds` on a cluster, for many candidates: what they have in common is
     timed once."""
 
+    known: dict[tuple[Mesh, int, str], Timed] = {}
+
+    def timed(candidate: Candidate) -> Timed:
+        alike = candidate.mesh, candidate.shares, candidate.context_parallel
+        if alike not in known:
+            known[alike] = _timed(candidate, cluster)
+        return known[alike]
+
+    return timed
+
+
+def _timed(alike: Candidate, cluster: Cluster) -> Timed:
     @cache
-    def timed(alike: Candidate) -> Timed:
-        @cache
-        def seconds(account: Account) -> tuple[Account, StageSeconds]:
-            whole = share(account, alike, cluster.device)
-            return whole, stage_seconds(whole, alike.mesh, cluster)
+    def whole(account: Account) -> tuple[Account, Footprint]:
+        found = share(account, alike, cluster.device)
+        return found, footprint_of(found)
 
-        return seconds
+    @cache
+    def seconds(account: Account) -> StageSeconds:
+        return stage_seconds(whole(account)[0], alike.mesh, cluster)
 
-    def seconds(candidate: Candidate) -> Timed:
-        alike = replace(
-            candidate,
-            samples=1,
-            microbatches=1,
-            schedule="1f1b",
-            stages_per_rank=1,
-            recompute="none",
-            layers=(),
-        )
-        return timed(alike)
-
-    return seconds
+    return Timed(whole, seconds, cache(lambda account: resting_bytes(account, alike)))
 
 
-def least_bytes(candidate: Candidate, runs: int, prices: Prices) -> float:
+def least_bytes(candidate: Candidate, runs: int, prices: Prices, timed: Timer) -> float:
     """No more than `rough` finds: what ranks hold of all layers, on average."""
     whole = _prices_of(candidate, prices).stage(True, runs, True)
-    states = resting_bytes(whole, candidate)
+    states = timed(candidate).resting(whole)
     in_turn = (in_flight(candidate) - 1) / candidate.stages_per_rank
     ranks = candidate.mesh.axis_size("pp")
     return 0.999 * (states + in_turn * whole["memory", "saved"]) / ranks
@@ -228,23 +242,25 @@ def rough(
     """Seconds and bytes by formula, and the candidate with its layers; None if there
     are too few layers. timed: see `make_timer`. limit: of bytes; seconds of what takes
     more are infinite."""
-    timed, costs = timed or make_timer(space.cluster), _prices_of(candidate, prices)
-    layers = _balanced(candidate, space.runs, costs, timed(candidate))
+    costs = _prices_of(candidate, prices)
+    of = (timed or make_timer(space.cluster))(candidate)
+    layers = _balanced(candidate, space.runs, costs, of)
     if layers is None:
         return None
-    candidate = replace(candidate, layers=layers)
-    shown = _shown(layers, candidate.placement)
-    both = [[timed(candidate)(costs.stage(*stage)) for stage in own] for own in shown]
+    candidate, placement = replace(candidate, layers=layers), candidate.placement
+    shown = _shown(layers, placement)
+    stages = [[costs.stage(*stage) for stage in own] for own in shown]
+    both = [[of.whole(account) for account in own] for own in stages]
     kinds = [[account for account, _ in own] for own in both]
-    took = [[seconds for _, seconds in own] for own in both]
-    if candidate.placement[0] == candidate.placement[-1]:
+    if placement[0] == placement[-1]:
         kinds[:1] = once_a_rank(kinds[0], [0] * len(kinds[0]))
     most, peak = in_flight(candidate), 0.0
-    for own, timings in zip(kinds, took, strict=True):
-        alive = fmean(t.footprint.most(most) for t in timings)
-        peak = max(peak, sum(rank_memory(own, alive).values()))
+    for accounts, own in zip(kinds, both, strict=True):
+        alive = fmean(footprint.most(most) for _, footprint in own)
+        peak = max(peak, sum(rank_memory(accounts, alive).values()))
     if peak > limit:
         return math.inf, peak, candidate
+    took = [[of.seconds(account) for account in own] for own in stages]
     return rough_seconds(kinds, candidate, space.cluster, took), peak, candidate
 
 
@@ -325,8 +341,8 @@ def _balanced(
         return None
     if runs < 3:
         return (1,) * stages
-    layer = timed(prices.stage(False, 1, False))[1].total
-    before = timed(prices.stage(True, 1, False))[1].total - layer
-    after = timed(prices.stage(False, 1, True))[1].total - layer
+    layer = timed.seconds(prices.stage(False, 1, False)).total
+    before = timed.seconds(prices.stage(True, 1, False)).total - layer
+    after = timed.seconds(prices.stage(False, 1, True)).total - layer
     ends = max(0.0, before), max(0.0, after)
     return balance_ranks(runs, candidate.placement, layer, *ends)

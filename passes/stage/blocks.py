@@ -75,10 +75,13 @@ def _gathered(local: LocalStage, casts: Mapping[str, str]) -> dict[str, Value]:
     return {v.name: v for v in (*local.params, *made)}
 
 
-def beside_blocks(local: LocalStage, zero: int, alone: Collection[str] = ()) -> Beside:
+def beside_blocks(
+    local: LocalStage, zero: int, alone: Collection[str] = (), neighbours: bool = True
+) -> Beside:
     """For `passes.schedule.footprint.footprints`: gradients by block from ZeRO-2 on,
     and weights from ZeRO-3 on, in the precision in which they are gathered. alone:
-    parameters that no other rank has, which are never gathered."""
+    parameters that no other rank has, which are never gathered. neighbours: whether the
+    stage is a piece of one, with blocks next to it."""
     casts = find_casts(local.prologue, local.params)
     weights = {
         name: v
@@ -91,7 +94,8 @@ def beside_blocks(local: LocalStage, zero: int, alone: Collection[str] = ()) -> 
 
     def beside(nodes: Sequence[Node], runs: Runs) -> Sequence[int]:
         alive = [0] * len(nodes)
-        before, after = bool(local.receives), local.loss is None
+        before = neighbours and bool(local.receives)
+        after = neighbours and local.loss is None
         if nodes is not local.forward:
             before, after = after, before
         _gather(alive, _uses(nodes, runs, weights, by_first=True), after)
