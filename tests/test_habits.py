@@ -128,6 +128,10 @@ def test_all_habits_in_one_model(mesh: str) -> None:
     case(*(block for _, block in cases())).verify(mesh, 2)
 
 
+def test_what_is_detached_within_a_vmap_has_no_gradient() -> None:
+    case(partial(Written, "mlp", HABITS["mlp"]["vmap"])).verify("dp=2", 1)
+
+
 @pytest.mark.slow
 def test_a_bias_is_wider_than_a_model_in_half_precision() -> None:
     far = -(torch.arange(SEQ)[:, None] - torch.arange(SEQ)).abs().float()
