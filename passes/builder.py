@@ -57,12 +57,11 @@ class Builder:
         dtype: torch.dtype,
         where: Location,
         name: str | None = None,
-        **kwargs: Any,
     ) -> Value:
         """Append a node with one result, and return the result."""
         wanted = name or op.split(".")[1]
         out = self.value(wanted, shape, dtype)
-        self.nodes.append(Node(op, args, kwargs, (out,), where))
+        self.nodes.append(Node(op, args, {}, (out,), where))
         return out
 
 

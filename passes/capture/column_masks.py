@@ -11,7 +11,7 @@ import torch
 
 from ..capture.causal_masks import SMALL, causal_window, is_of_positions
 from ..capture.rewrite import Rewriter
-from ..graph import Location, Node, Value
+from ..graph import Node, Value
 from ..ops.arguments import arguments
 
 ANDS = frozenset(f"aten.{n}" for n in ("__and__", "bitwise_and", "logical_and"))
@@ -115,17 +115,9 @@ def _both(rewriter: Rewriter, masks: list[Value]) -> Value | None:
     """What all of some masks show; None if there are none."""
 
     def both(one: Value, other: Value) -> Value:
-        shape = tuple(torch.broadcast_shapes(one.shape, other.shape))
-        args, where = (one, other), _where(rewriter, one)
-        op = "aten.__and__.Tensor"
-        return rewriter.emit(op, *args, shape=shape, dtype=torch.bool, where=where)
+        return rewriter.emit("aten.__and__.Tensor", one, other)
 
     return reduce(both, masks) if masks else None
-
-
-def _where(rewriter: Rewriter, x: Value) -> Location:
-    node = rewriter.made.get(x.name)
-    return Location("") if node is None else node.location
 
 
 def _conjuncts(rewriter: Rewriter, mask: Value) -> Iterator[Value]:

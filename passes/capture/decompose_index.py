@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -39,7 +38,7 @@ def _seen_whole(rewriter: Rewriter, node: Node) -> Value | None:
         if place < last:
             return None
         last = place
-    return rewriter.reshape(x, out.shape, node.location)
+    return rewriter.reshape(x, out.shape)
 
 
 def _each_in_its_own(rewriter: Rewriter, node: Node) -> Value | None:
@@ -60,18 +59,16 @@ def _each_in_its_own(rewriter: Rewriter, node: Node) -> Value | None:
     index = indices[-1]
     if index.dtype != torch.int64 or lead[:along] != x.shape[:along]:
         return None
-    where, size, rest = node.location, x.shape[along], x.shape[along + 1 :]
-    index = _from_the_start(rewriter, index, size, node)
-    if index.shape != lead:
-        index = _expand(rewriter, index, lead, node)
+    rest = x.shape[along + 1 :]
+    index = _from_the_start(rewriter, index, x.shape[along])
+    index = rewriter.expand(index, lead)
     if not rest and len(lead) == along and x.dtype.is_floating_point:
-        return pick_rows(rewriter, x, index, None, node)
+        return pick_rows(rewriter, x, index, None)
     shape = (*lead[:along], math.prod(lead[along:]))
-    index = rewriter.reshape(index, (*shape, *(1 for _ in rest)), where)
-    index = _expand(rewriter, index, (*shape, *rest), node)
-    place: dict[str, Any] = {"shape": index.shape, "dtype": x.dtype, "where": where}
-    found = rewriter.emit("aten.gather.default", x, along, index, **place)
-    return rewriter.reshape(found, node.out.shape, where)
+    index = rewriter.reshape(index, (*shape, *(1 for _ in rest)))
+    index = rewriter.expand(index, (*shape, *rest))
+    found = rewriter.emit("aten.gather.default", x, along, index)
+    return rewriter.reshape(found, node.out.shape)
 
 
 def _counts(
@@ -85,17 +82,8 @@ def _counts(
     return rows is not None and torch.equal(rows.flatten(), torch.arange(extent))
 
 
-def _from_the_start(rewriter: Rewriter, index: Value, size: int, node: Node) -> Value:
+def _from_the_start(rewriter: Rewriter, index: Value, size: int) -> Value:
     """Numbers that count from the end, -1 the last, counted from the start."""
-    same: dict[str, Any] = {"shape": index.shape, "where": node.location}
-    back = rewriter.emit("aten.lt.Scalar", index, 0, dtype=torch.bool, **same)
-    moved = rewriter.emit("aten.add.Tensor", index, size, dtype=index.dtype, **same)
-    op = "aten.where.self"
-    return rewriter.emit(op, back, moved, index, dtype=index.dtype, **same)
-
-
-def _expand(rewriter: Rewriter, x: Value, shape: tuple[int, ...], node: Node) -> Value:
-    if x.shape == shape:
-        return x
-    op = "aten.expand.default"
-    return rewriter.emit(op, x, shape, shape=shape, dtype=x.dtype, where=node.location)
+    back = rewriter.emit("aten.lt.Scalar", index, 0)
+    moved = rewriter.emit("aten.add.Tensor", index, size)
+    return rewriter.emit("aten.where.self", back, moved, index)

@@ -132,8 +132,7 @@ def _hoist(rewriter: Rewriter, split: Node, hoist: Hoist) -> tuple[Value | None,
         return rewriter.replaced.get(v.name, v)
 
     if isinstance(hoist.source, Value):
-        source, where = now(hoist.source), split.location
-        pieces = emit_split(rewriter, source, tuple(sizes), hoist.dim, where)
+        pieces = emit_split(rewriter, now(hoist.source), tuple(sizes), hoist.dim)
     else:
         pieces = tuple(now(v) for v in hoist.source)
     for node, dim in reversed(hoist.steps):
@@ -157,7 +156,7 @@ def _each(
         own = _along(node, dim, v)
         now = rewriter.replaced.get(v.name, v)
         if own is not None and v.shape[own] == whole > 1:
-            cut = emit_split(rewriter, now, tuple(sizes), own, node.location)
+            cut = emit_split(rewriter, now, tuple(sizes), own)
         else:
             cut = (now,) * len(sizes)
         shares[v.name] = cut

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -58,19 +57,11 @@ def cast(rewriter: Rewriter, node: Node) -> Value | None:
     x, out = node.operands[0], node.out
     if x.dtype == out.dtype:
         return x
-    return rewriter.emit(
-        "aten.to.dtype",
-        x,
-        out.dtype,
-        shape=x.shape,
-        dtype=out.dtype,
-        where=node.location,
-        name=out.name,
-    )
+    return rewriter.emit("aten.to.dtype", x, out.dtype, name=out.name)
 
 
 def reshape(rewriter: Rewriter, node: Node) -> Value:
-    return rewriter.reshape(node.operands[0], node.out.shape, node.location)
+    return rewriter.reshape(node.operands[0], node.out.shape)
 
 
 def collapse(rewriter: Rewriter, node: Node) -> Value:
@@ -78,7 +69,7 @@ def collapse(rewriter: Rewriter, node: Node) -> Value:
     x = node.operands[0]
     while (inner := rewriter.producer(x, "aten.reshape")) is not None:
         x = inner.operands[0]
-    return rewriter.reshape(x, node.out.shape, node.location)
+    return rewriter.reshape(x, node.out.shape)
 
 
 def add_number(rewriter: Rewriter, node: Node) -> Value | None:
@@ -93,15 +84,11 @@ def add_number(rewriter: Rewriter, node: Node) -> Value | None:
         return None
     if other == 0 and x.dtype == node.out.dtype:
         return x
-    out, where = node.out, node.location
+    out = node.out
     if out.shape != () or not out.dtype.is_floating_point:
         return None
-    number = rewriter.factory(
-        "scalar_tensor", other, shape=(), dtype=out.dtype, where=where
-    )
-    return rewriter.emit(
-        "aten.add.Tensor", x, number, shape=(), dtype=out.dtype, where=where
-    )
+    number = rewriter.emit("aten.scalar_tensor.default", other, dtype=out.dtype)
+    return rewriter.emit("aten.add.Tensor", x, number)
 
 
 def unchanged(_: Rewriter, node: Node) -> Value | None:
@@ -123,22 +110,18 @@ def new_factory(rewriter: Rewriter, node: Node) -> Value:
     kind = node.op.split(".")[1].removeprefix("new_").removesuffix("_like")
     fill = (node.args[-1],) if kind == "full" else ()
     kind = "zeros" if kind == "empty" else kind
-    out = node.out
-    return rewriter.factory(
-        kind, out.shape, *fill, shape=out.shape, dtype=out.dtype, where=node.location
-    )
+    shape, dtype = node.out.shape, node.out.dtype
+    return rewriter.emit(f"aten.{kind}.default", shape, *fill, dtype=dtype)
 
 
 def cat(rewriter: Rewriter, node: Node) -> Value | None:
     """Drop what is empty (a fresh key/value cache); a lone piece is the whole."""
     pieces = tuple(v for v in node.operands if v.shape != (0,))
-    out = node.out
     if len(pieces) == 1:
         return cast(rewriter, replace(node, args=pieces))
     if len(pieces) == len(node.operands):
         return None
-    like = {"shape": out.shape, "dtype": out.dtype, "where": node.location}
-    return rewriter.emit(node.op, pieces, node.arg("dim"), **like)
+    return rewriter.like(node, node.op, pieces, node.arg("dim"))
 
 
 def product(rewriter: Rewriter, node: Node) -> Value | None:
@@ -158,27 +141,10 @@ def product(rewriter: Rewriter, node: Node) -> Value | None:
     flattened = rewriter.producer(x, "aten.reshape")
     if flattened is not None and flattened.operands[0].shape[-1:] == x.shape[-1:]:
         x = flattened.operands[0]
-    columns = node.out.shape[-1]
-    out = rewriter.emit(
-        op,
-        x,
-        weight,
-        shape=(*x.shape[:-1], columns),
-        dtype=node.out.dtype,
-        where=node.location,
-        name=kind,
-    )
+    out = rewriter.emit(op, x, weight, name=kind)
     if bias is not None:
-        out = rewriter.emit(
-            "aten.add.Tensor",
-            out,
-            bias,
-            shape=out.shape,
-            dtype=out.dtype,
-            where=node.location,
-            name="biased",
-        )
-    return rewriter.reshape(out, node.out.shape, node.location)
+        out = rewriter.emit("aten.add.Tensor", out, bias, name="biased")
+    return rewriter.reshape(out, node.out.shape)
 
 
 def mean(rewriter: Rewriter, node: Node) -> Value | None:
@@ -188,7 +154,7 @@ def mean(rewriter: Rewriter, node: Node) -> Value | None:
     is a norm's. Sums of half precision are kept in float32, where they are in range.
     """
     given = arguments(node)
-    x, out, where = given["self"], node.out, node.location
+    x, out = given["self"], node.out
     rank, dims = len(x.shape), given.get("dim") or ()
     dims = tuple(d % rank for d in dims) or tuple(range(rank))
     if len(dims) < rank and dims == (rank - 1,):
@@ -196,17 +162,14 @@ def mean(rewriter: Rewriter, node: Node) -> Value | None:
     half = out.dtype in (torch.float16, torch.bfloat16)
     wide = torch.float32 if half else out.dtype
     if x.dtype != wide:
-        x = rewriter.emit(
-            "aten.to.dtype", x, wide, shape=x.shape, dtype=wide, where=where
-        )
-    same: dict[str, Any] = {"shape": out.shape, "dtype": wide, "where": where}
+        x = rewriter.emit("aten.to.dtype", x, wide)
     if len(dims) == rank and not out.shape:
-        total = rewriter.emit("aten.sum.default", x, **same)
+        total = rewriter.emit("aten.sum.default", x)
     else:
         keep = bool(given.get("keepdim", False))
-        total = rewriter.emit("aten.sum.dim_IntList", x, dims, keep, **same)
+        total = rewriter.emit("aten.sum.dim_IntList", x, dims, keep)
     share = 1.0 / max(1, math.prod(x.shape[d] for d in dims))
-    found = rewriter.emit("aten.mul.Tensor", total, share, name="mean", **same)
+    found = rewriter.emit("aten.mul.Tensor", total, share, name="mean")
     return rewriter.like(node, "aten.to.dtype", found, out.dtype) if half else found
 
 
@@ -215,7 +178,7 @@ def dropout(rewriter: Rewriter, node: Node) -> Value:
     x, p = node.operands[0], node.arg("p")
     if not node.arg("train") or p == 0.0:
         return x
-    return emit_dropout(rewriter, x, p, node)
+    return emit_dropout(rewriter, x, p)
 
 
 def number(graph: Graph, *ops: str) -> Graph:
@@ -251,14 +214,7 @@ def tanh_gelu(rewriter: Rewriter, node: Node) -> Value | None:
         others = (_uncast(rewriter, h.args[0]), _uncast(rewriter, cubic.args[0]))
         same_x = others == (inner, inner) and not (cubic.kwargs or b.kwargs)
         if plain and same_x and all(map(math.isclose, constants, wanted)):
-            return rewriter.emit(
-                "aten.gelu.default",
-                x,
-                shape=x.shape,
-                dtype=x.dtype,
-                where=node.location,
-                approximate="tanh",
-            )
+            return rewriter.emit("aten.gelu.default", x, approximate="tanh")
     return None
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..builder import Builder, prune
-from ..graph import Graph, Location, Node, Value, resolve
+from ..graph import Graph, Location, Node, Value, map_values, resolve
+from ..ops.evaluate import function_of
 
 Rule = Callable[["Rewriter", Node], "Value | tuple[Value | None, ...] | None"]
 
@@ -32,11 +35,13 @@ class Rewriter:
         self._constants: dict[str, torch.Tensor | None] = dict(literals)
         # What `passes.capture.causal_masks` found of masks, by name.
         self.windows: dict[str, int | None] = {}
+        self.where = Location()
 
     def run(self, rules: Mapping[str, Rule]) -> Graph:
         """Apply the rule of each node's op (looked up by `aten.name` or full name)."""
         for node in self.graph.nodes:
             node = node.substitute(lambda v: self.replaced.get(v.name, v))
+            self.where = node.location
             rule = rules.get(node.op) or rules.get(node.name)
             new = rule(self, node) if rule else None
             if new is None:
@@ -65,34 +70,32 @@ class Rewriter:
         self,
         op: str,
         *args: Any,
-        shape: Iterable[int],
-        dtype: torch.dtype,
-        where: Location,
         name: str | None = None,
+        where: Location | None = None,
+        like: Value | None = None,
         **kwargs: Any,
     ) -> Value:
-        out = self.builder.emit(op, args, shape, dtype, where, name, **kwargs)
-        self.made[out.name] = self.builder.nodes[-1]
+        """Append a node; returns its only result, of the shape and dtype that torch
+        gives it, or of those of `like`.
+
+        where: it stands in the model; None: where the node does that is replaced.
+        """
+        if like is None:
+            alike = map_values(lambda v: Value("", v.shape, v.dtype), args)
+            shape, dtype = _result(op, *alike, **kwargs)
+        else:
+            shape, dtype = like.shape, like.dtype
+        out = self.builder.value(name or op.split(".")[1], shape, dtype)
+        node = Node(op, args, kwargs, (out,), where or self.where)
+        self.builder.nodes.append(node)
+        self.made[out.name] = node
         return out
 
     def like(self, node: Node, op: str, *args: Any) -> Value:
-        """What has the shape, precision and place of a node's result."""
-        out = node.out
-        return self.emit(
-            op, *args, shape=out.shape, dtype=out.dtype, where=node.location
-        )
+        """What has the shape and precision of a node's result."""
+        return self.emit(op, *args, like=node.out)
 
-    def factory(
-        self, kind: str, *args: Any, shape: Iterable[int], dtype: Any, where: Location
-    ) -> Value:
-        """A constant: `aten.<kind>.default(*args, dtype=dtype)`."""
-        out = self.builder.value(kind, shape, dtype)
-        op = f"aten.{kind}.default"
-        self.builder.nodes.append(Node(op, args, {"dtype": dtype}, (out,), where))
-        self.made[out.name] = self.builder.nodes[-1]
-        return out
-
-    def reshape(self, x: Value, shape: Iterable[int], where: Location) -> Value:
+    def reshape(self, x: Value, shape: Iterable[int]) -> Value:
         """`x` seen with another shape, or what had that shape before it was a view."""
         shape = tuple(shape)
         source: Value | None = x
@@ -101,10 +104,15 @@ class Rewriter:
                 return source
             view = self.producer(source, "aten.reshape")
             source = view.operands[0] if view else None
-        op = "aten.reshape.default"
-        return self.emit(
-            op, x, shape, shape=shape, dtype=x.dtype, where=where, name="view"
-        )
+        seen = Value("", shape, x.dtype)
+        return self.emit("aten.reshape.default", x, shape, like=seen, name="view")
+
+    def expand(self, x: Value, shape: Iterable[int]) -> Value:
+        """`x` repeated to a shape that it broadcasts to."""
+        shape = tuple(shape)
+        if x.shape == shape:
+            return x
+        return self.emit("aten.expand.default", x, shape)
 
     def producer(self, x: Any, *ops: str) -> Node | None:
         """The node that made `x`, if its op is one of `ops` (without overload)."""
@@ -131,3 +139,12 @@ class Rewriter:
         if isinstance(result, torch.Tensor):
             return result
         return result[[v == x for v in node.outs].index(True)]
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _result(op: str, *args: Any, **kwargs: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    """The shape and dtype of an op's result, by running it on empty tensors."""
+    with FakeTensorMode(), torch.no_grad():
+        empty = map_values(lambda v: torch.empty(v.shape, dtype=v.dtype), args)
+        found = function_of(op)(*empty, **kwargs)
+    return tuple(found.shape), found.dtype

@@ -12,7 +12,7 @@ from ..capture.causal_masks import causal_window
 from ..capture.column_masks import columns_of
 from ..capture.rewrite import Rewriter
 from ..capture.spell_groups import without_copies
-from ..graph import Location, Node, Value
+from ..graph import Node, Value
 from ..ops.arguments import arguments
 
 
@@ -22,8 +22,7 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
     dropout it is spelled out."""
     given = arguments(node)
     is_causal, scale = bool(given["is_causal"]), given["scale"]
-    q, k, v, mask = _with_heads(rewriter, given, node)
-    shape = (*q.shape[:-1], v.shape[-1])
+    q, k, v, mask = _with_heads(rewriter, given)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
     if (expanded := rewriter.producer(mask, "aten.expand")) is not None:
@@ -39,15 +38,15 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
         elif window is not None and given["dropout_p"] == 0.0:
             mask, is_causal, seen = None, True, {"window": window}
         elif known is None and (told := columns_of(rewriter, mask)) is not None:
-            columns, where = mask.shape[-1], node.location
+            columns = mask.shape[-1]
             shown = told.shown
 
             def row(x: Value) -> Value:
-                return rewriter.reshape(x, (x.numel // columns, columns), where)
+                return rewriter.reshape(x, (x.numel // columns, columns))
 
             if not told.window and shown is not None:
                 lead = (shown.numel // columns, 1, 1, columns)
-                mask = rewriter.reshape(shown, lead, where)
+                mask = rewriter.reshape(shown, lead)
             elif given["dropout_p"] == 0.0:
                 known_of = {"documents": told.ids, "shown": shown}
                 seen = {name: row(x) for name, x in known_of.items() if x is not None}
@@ -55,23 +54,17 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
                     seen["window"] = told.window
                 mask, is_causal = None, True
     if given["dropout_p"] > 0.0:
-        y = _explicit_attention(
-            rewriter, node, (q, k, v), mask, is_causal, scale, given["dropout_p"]
-        )
+        p = given["dropout_p"]
+        y = _explicit_attention(rewriter, (q, k, v), mask, is_causal, scale, p)
     else:
         k, v = without_copies(rewriter, k, v)
         args = (q, k, v, mask, is_causal, scale)
-        place: dict[str, Any] = {
-            "shape": shape,
-            "dtype": q.dtype,
-            "where": node.location,
-        }
-        y = rewriter.emit("autopar.attention", *args, **seen, **place)
-    return rewriter.reshape(y, node.out.shape, node.location)
+        y = rewriter.emit("autopar.attention", *args, **seen)
+    return rewriter.reshape(y, node.out.shape)
 
 
 def _with_heads(
-    rewriter: Rewriter, given: dict[str, Any], node: Node
+    rewriter: Rewriter, given: dict[str, Any]
 ) -> tuple[Value, Value, Value, Value | None]:
     """q, k, v as [b, h, s, e], and the mask to go with them.
 
@@ -79,22 +72,20 @@ def _with_heads(
     which case it is seen as both, as it was before. More than four become four.
     """
     qkv = given["query"], given["key"], given["value"]
-    mask, where = given["attn_mask"], node.location
+    mask = given["attn_mask"]
     if len(qkv[0].shape) != 4:
         common = torch.broadcast_shapes(*(x.shape[:-2] for x in qkv))
         lead = _heads_apart(rewriter, qkv, common)
         qkv = _map(
             lambda x: rewriter.reshape(
-                _expand(rewriter, x, (*common, *x.shape[-2:]), where),
-                (*lead, *x.shape[-2:]),
-                where,
+                rewriter.expand(x, (*common, *x.shape[-2:])), (*lead, *x.shape[-2:])
             ),
             qkv,
         )
         if mask is not None and len(mask.shape) > 2:
-            mask = _with_lead(rewriter, mask, common, lead, node)
+            mask = _with_lead(rewriter, mask, common, lead)
     samples = max(x.shape[0] for x in qkv)
-    q, k, v = _map(lambda x: _expand(rewriter, x, (samples, *x.shape[1:]), where), qkv)
+    q, k, v = _map(lambda x: rewriter.expand(x, (samples, *x.shape[1:])), qkv)
     return q, k, v, mask
 
 
@@ -127,92 +118,53 @@ def _with_lead(
     mask: Value,
     common: tuple[int, ...],
     lead: tuple[int, int],
-    node: Node,
 ) -> Value:
     """A mask whose leading dims broadcast to `common`, for `lead` instead."""
     *own, rows, columns = mask.shape
     if math.prod(own) > 1:
-        mask = _expand(rewriter, mask, (*common, rows, columns), node.location)
-        return rewriter.reshape(mask, (*lead, rows, columns), node.location)
-    return rewriter.reshape(mask, (1, 1, rows, columns), node.location)
-
-
-def _expand(
-    rewriter: Rewriter, x: Value, shape: tuple[int, ...], where: Location
-) -> Value:
-    if x.shape == shape:
-        return x
-    op = "aten.expand.default"
-    return rewriter.emit(op, x, shape, shape=shape, dtype=x.dtype, where=where)
+        mask = rewriter.expand(mask, (*common, rows, columns))
+        return rewriter.reshape(mask, (*lead, rows, columns))
+    return rewriter.reshape(mask, (1, 1, rows, columns))
 
 
 def _explicit_attention(
     rewriter: Rewriter,
-    node: Node,
-    qkv: tuple[Value, Value, Value],
+    qkv: Three,
     mask: Value | None,
     is_causal: bool,
     scale: float,
     p: float,
 ) -> Value:
     """softmax(q k^T * scale + mask) with dropout, times v."""
-    q, k, v = qkv
-    given = mask
-    where, rows, columns = node.location, q.shape[-2], k.shape[-2]
-    square = (*q.shape[:-1], columns)
-
-    def emit(op: str, *args: Any, shape: tuple[int, ...], dtype: Any = None) -> Value:
-        return rewriter.emit(
-            op, *args, shape=shape, dtype=dtype or q.dtype, where=where
-        )
-
+    (q, k, v), given, emit = qkv, mask, rewriter.emit
     if k.shape[1] != q.shape[1]:
-        k, v = (_repeat_heads(rewriter, x, q.shape[1], node) for x in (k, v))
-    turned = (*k.shape[:-2], k.shape[-1], k.shape[-2])
-    kt = emit("aten.transpose.int", k, -2, -1, shape=turned)
-    scores = emit("aten.matmul.default", q, kt, shape=square)
-    scores = emit("aten.mul.Tensor", scores, scale, shape=square)
+        k, v = (_repeat_heads(rewriter, x, q.shape[1]) for x in (k, v))
+    scores = emit("aten.matmul.default", q, emit("aten.transpose.int", k, -2, -1))
+    scores = emit("aten.mul.Tensor", scores, scale)
     if is_causal:
-        ones = (rows, columns)
-        allowed = rewriter.factory(
-            "ones", ones, shape=ones, dtype=torch.bool, where=where
-        )
-        mask = emit("aten.tril.default", allowed, shape=ones, dtype=torch.bool)
+        shape = scores.shape[-2:]
+        allowed = emit("aten.ones.default", shape, dtype=torch.bool)
+        mask = emit("aten.tril.default", allowed)
     if mask is not None and mask.dtype == torch.bool:
-        hidden = emit(
-            "aten.logical_not.default", mask, shape=mask.shape, dtype=torch.bool
-        )
-        scores = emit(
-            "aten.masked_fill.Scalar", scores, hidden, -math.inf, shape=square
-        )
+        hidden = emit("aten.logical_not.default", mask)
+        scores = emit("aten.masked_fill.Scalar", scores, hidden, -math.inf)
     elif mask is not None:
         if mask.dtype != q.dtype:
-            mask = emit("aten.to.dtype", mask, q.dtype, shape=mask.shape)
-        scores = emit("aten.add.Tensor", scores, mask, shape=square)
-    weights = emit("aten.softmax.int", scores, -1, shape=square)
+            mask = emit("aten.to.dtype", mask, q.dtype)
+        scores = emit("aten.add.Tensor", scores, mask)
+    weights = emit("aten.softmax.int", scores, -1)
     if given is not None and given.dtype == torch.bool:  # a row may attend to nothing
-        weights = emit("aten.masked_fill.Scalar", weights, hidden, 0.0, shape=square)
-    weights = emit_dropout(rewriter, weights, p, node)
-    return emit("aten.matmul.default", weights, v, shape=(*q.shape[:-1], v.shape[-1]))
+        weights = emit("aten.masked_fill.Scalar", weights, hidden, 0.0)
+    return emit("aten.matmul.default", emit_dropout(rewriter, weights, p), v)
 
 
-def _repeat_heads(rewriter: Rewriter, x: Value, heads: int, node: Node) -> Value:
+def _repeat_heads(rewriter: Rewriter, x: Value, heads: int) -> Value:
     """[b, kv_heads, s, d] -> [b, heads, s, d] for grouped queries."""
     batch, groups, seq, width = x.shape
-    shape = (batch, groups, heads // groups, seq, width)
-    x = rewriter.reshape(x, (batch, groups, 1, seq, width), node.location)
-    x = rewriter.emit(
-        "aten.expand.default", x, shape, shape=shape, dtype=x.dtype, where=node.location
-    )
-    return rewriter.reshape(x, (batch, heads, seq, width), node.location)
+    x = rewriter.reshape(x, (batch, groups, 1, seq, width))
+    x = rewriter.expand(x, (batch, groups, heads // groups, seq, width))
+    return rewriter.reshape(x, (batch, heads, seq, width))
 
 
-def emit_dropout(rewriter: Rewriter, x: Value, p: float, node: Node) -> Value:
-    return rewriter.emit(
-        "autopar.dropout",
-        x,
-        p,
-        shape=x.shape,
-        dtype=x.dtype,
-        where=node.location,
-    )
+def emit_dropout(rewriter: Rewriter, x: Value, p: float) -> Value:
+    return rewriter.emit("autopar.dropout", x, p, like=x)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
-
-import torch
 
 from ..capture.rewrite import Rewriter, Rule
 from ..graph import Node, Value
@@ -36,36 +33,23 @@ def glu(rewriter: Rewriter, node: Node) -> Value:
 
 def repeat(rewriter: Rewriter, node: Node) -> Value:
     """Copies beside each other: a new dim of them, then one with what is copied."""
-    x, out, where = node.operands[0], node.out, node.location
+    x, out = node.operands[0], node.out
     extents = (*(1,) * (len(out.shape) - len(x.shape)), *x.shape)
     pairs = [(n // e if e else 1, e) for n, e in zip(out.shape, extents, strict=True)]
     apart = tuple(n for times, e in pairs for n in ((1, e) if times != 1 else (e,)))
     many = tuple(n for times, e in pairs for n in ((times, e) if times != 1 else (e,)))
-    x = rewriter.reshape(x, apart, where)
-    if many != apart:
-        op = "aten.expand.default"
-        x = rewriter.emit(op, x, many, shape=many, dtype=x.dtype, where=where)
-    return rewriter.reshape(x, out.shape, where)
+    x = rewriter.expand(rewriter.reshape(x, apart), many)
+    return rewriter.reshape(x, out.shape)
 
 
 def expand_as(rewriter: Rewriter, node: Node) -> Value:
-    x, shape = node.operands[0], node.out.shape
-    if x.shape == shape:
-        return x
-    return rewriter.like(node, "aten.expand.default", x, shape)
+    return rewriter.expand(node.operands[0], node.out.shape)
 
 
 def broadcast_tensors(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...]:
     """Each operand, expanded to the shape of all."""
-    found: list[Value | None] = []
-    for x, out in zip(node.operands, node.outs, strict=True):
-        if out is not None and x.shape != out.shape:
-            op, shape = "aten.expand.default", out.shape
-            x = rewriter.emit(
-                op, x, shape, shape=shape, dtype=x.dtype, where=node.location
-            )
-        found.append(x)
-    return tuple(found)
+    pairs = zip(node.operands, node.outs, strict=True)
+    return tuple(rewriter.expand(x, out.shape) if out else None for x, out in pairs)
 
 
 def sum_to_size(rewriter: Rewriter, node: Node) -> Value:
@@ -74,17 +58,15 @@ def sum_to_size(rewriter: Rewriter, node: Node) -> Value:
     extents = (*(1,) * (len(x.shape) - len(shape)), *shape)
     dims = tuple(i for i, n in enumerate(x.shape) if n != extents[i])
     if dims:
-        op, where = "aten.sum.dim_IntList", node.location
-        x = rewriter.emit(op, x, dims, True, shape=extents, dtype=x.dtype, where=where)
-    return rewriter.reshape(x, shape, node.location)
+        x = rewriter.emit("aten.sum.dim_IntList", x, dims, True)
+    return rewriter.reshape(x, shape)
 
 
 def nansum(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...]:
     """A sum of what is a number."""
-    x, where = node.operands[0], node.location
-    like: dict[str, Any] = {"shape": x.shape, "where": where}
-    hidden = rewriter.emit("aten.isnan.default", x, dtype=torch.bool, **like)
-    x = rewriter.emit("aten.masked_fill.Scalar", x, hidden, 0.0, dtype=x.dtype, **like)
+    x = node.operands[0]
+    hidden = rewriter.emit("aten.isnan.default", x)
+    x = rewriter.emit("aten.masked_fill.Scalar", x, hidden, 0.0)
     asked = arguments(node)
     kwargs = {"dtype": asked["dtype"]}
     if asked["dim"] is None and not asked["keepdim"]:
@@ -129,36 +111,27 @@ def weight_norm(rewriter: Rewriter, node: Node) -> Value:
     dim = node.arg("dim")
     others = tuple(d for d in range(len(v.shape)) if d != dim)
     squares = rewriter.like(node, "aten.square.default", v)
-    share = {"shape": g.shape, "dtype": v.dtype, "where": node.location}
-    keeps = dim != -1
-    norm = rewriter.emit("aten.sum.dim_IntList", squares, others, keeps, **share)
-    norm = rewriter.emit("aten.sqrt.default", norm, **share)
-    scale = rewriter.emit("aten.div.Tensor", g, norm, **share)
+    norm = rewriter.emit("aten.sum.dim_IntList", squares, others, dim != -1)
+    scale = rewriter.emit(
+        "aten.div.Tensor", g, rewriter.emit("aten.sqrt.default", norm)
+    )
     return rewriter.like(node, "aten.mul.Tensor", v, scale)
 
 
 def group_norm(rewriter: Rewriter, node: Node) -> Value:
     """layer_norm of each group of channels, then a weight and a bias for each channel:
     arXiv 1803.08494, section 3.1."""
-    x, groups, where = node.operands[0], node.arg("num_groups"), node.location
+    x, groups = node.operands[0], node.arg("num_groups")
     n, channels, *rest = x.shape
     shape = (n, groups, channels // groups, *rest)
-    grouped = rewriter.reshape(x, shape, where)
+    grouped = rewriter.reshape(x, shape)
     y = rewriter.emit(
-        "aten.layer_norm.default",
-        grouped,
-        shape[2:],
-        None,
-        None,
-        node.arg("eps"),
-        shape=shape,
-        dtype=x.dtype,
-        where=where,
+        "aten.layer_norm.default", grouped, shape[2:], None, None, node.arg("eps")
     )
-    y = rewriter.reshape(y, x.shape, where)
+    y = rewriter.reshape(y, x.shape)
     for op, name in (("mul", "weight"), ("add", "bias")):
         if (v := node.arg(name)) is not None:
-            v = rewriter.reshape(v, (channels, *(1 for _ in rest)), where)
+            v = rewriter.reshape(v, (channels, *(1 for _ in rest)))
             y = rewriter.like(node, f"aten.{op}.Tensor", y, v)
     return y
 

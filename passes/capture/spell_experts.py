@@ -22,16 +22,7 @@ def looked_up_product(rewriter: Rewriter, node: Node) -> Value | None:
         return _emit(rewriter, node, right, expert, weight)
     if left.shape[1] == 1 and (found := _looked_up(rewriter, right)):
         weight, expert = found
-        experts, tall, wide = weight.shape
-        turned = rewriter.emit(
-            "aten.transpose.int",
-            weight,
-            1,
-            2,
-            shape=(experts, wide, tall),
-            dtype=weight.dtype,
-            where=node.location,
-        )
+        turned = rewriter.emit("aten.transpose.int", weight, 1, 2)
         return _emit(rewriter, node, left, expert, turned)
     return None
 
@@ -42,13 +33,8 @@ def choice(rewriter: Rewriter, node: Node) -> tuple[Value, Value] | None:
     x, k, rank = node.operands[0], node.arg("k"), len(node.operands[0].shape)
     if not rank or node.arg("dim") % rank != rank - 1 or not node.arg("largest"):
         return None
-    shape, where = (*x.shape[:-1], k), node.location
-    chosen = rewriter.emit(
-        "autopar.choose", x, k, shape=shape, dtype=torch.int64, where=where
-    )
-    scores = rewriter.emit(
-        "aten.gather.default", x, -1, chosen, shape=shape, dtype=x.dtype, where=where
-    )
+    chosen = rewriter.emit("autopar.choose", x, k)
+    scores = rewriter.emit("aten.gather.default", x, -1, chosen)
     return scores, chosen
 
 
@@ -56,18 +42,9 @@ def _emit(
     rewriter: Rewriter, node: Node, rows: Value, expert: Value, weight: Value
 ) -> Value:
     """rows: [tokens, k] with a dim of 1 somewhere. weight: [experts, n, k]."""
-    tokens, (_, wide, tall) = rows.shape[0], weight.shape
-    y = rewriter.emit(
-        "autopar.expert_linear",
-        rewriter.reshape(rows, (tokens, tall), node.location),
-        expert,
-        weight,
-        shape=(tokens, wide),
-        dtype=node.out.dtype,
-        where=node.location,
-        name="expert_linear",
-    )
-    return rewriter.reshape(y, node.out.shape, node.location)
+    rows = rewriter.reshape(rows, (rows.shape[0], weight.shape[2]))
+    y = rewriter.emit("autopar.expert_linear", rows, expert, weight)
+    return rewriter.reshape(y, node.out.shape)
 
 
 def _looked_up(rewriter: Rewriter, x: Value) -> tuple[Value, Value] | None:

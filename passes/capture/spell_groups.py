@@ -31,13 +31,9 @@ def repeat_interleave(rewriter: Rewriter, node: Node) -> Value | None:
         return None
     after = dim % len(x.shape) + 1
     before, rest = x.shape[:after], x.shape[after:]
-    apart = rewriter.reshape(x, (*before, 1, *rest), node.location)
-    shape = (*before, times, *rest)
-    copies = rewriter.emit(
-        "aten.expand.default",
-        apart, shape, shape=shape, dtype=x.dtype, where=node.location,
-    )  # fmt: skip
-    return rewriter.reshape(copies, node.out.shape, node.location)
+    apart = rewriter.reshape(x, (*before, 1, *rest))
+    copies = rewriter.expand(apart, (*before, times, *rest))
+    return rewriter.reshape(copies, node.out.shape)
 
 
 def _before_repeat(rewriter: Rewriter, x: Value, dim: int) -> Value | None:
@@ -55,10 +51,7 @@ def _before_repeat(rewriter: Rewriter, x: Value, dim: int) -> Value | None:
     single = _before_repeat(rewriter, node.operands[0], before)
     if single is None:
         return None
-    shape = (*x.shape[:dim], single.shape[before], *x.shape[dim + 1 :])
-    return rewriter.emit(
-        node.op, single, *node.args[1:], shape=shape, dtype=x.dtype, where=node.location
-    )
+    return rewriter.emit(node.op, single, *node.args[1:], where=node.location)
 
 
 def _before_expand(rewriter: Rewriter, merged: Node, dim: int) -> Value | None:
@@ -71,6 +64,4 @@ def _before_expand(rewriter: Rewriter, merged: Node, dim: int) -> Value | None:
     joined = (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
     if single.shape != once or merged.out.shape != joined:
         return None
-    return rewriter.reshape(
-        single, (*once[: dim + 1], *once[dim + 2 :]), merged.location
-    )
+    return rewriter.reshape(single, (*once[: dim + 1], *once[dim + 2 :]))

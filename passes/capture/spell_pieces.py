@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..capture.rewrite import Rewriter, Rule
-from ..graph import Location, Node, Value
+from ..graph import Node, Value
 
 FILLED = ("aten.zeros", "aten.ones", "aten.full")
 
@@ -21,7 +21,7 @@ def slice_(rewriter: Rewriter, node: Node) -> Value | None:
     if node.out.shape == x.shape:
         return x
     if is_comb(x, dim, start, end, step):
-        x = comb(rewriter, x, dim, step, node.location)
+        x = comb(rewriter, x, dim, step)
         return rewriter.like(node, "aten.select.int", x, dim + 1, start)
     joined = rewriter.producer(x, "aten.cat")
     if joined is None or step != 1:
@@ -36,7 +36,7 @@ def slice_(rewriter: Rewriter, node: Node) -> Value | None:
         place += piece.shape[dim]
     if sum(piece.shape[dim] for piece in found) != end - start:
         return None
-    return join(rewriter, found, dim, node.location)
+    return join(rewriter, found, dim)
 
 
 def narrow(rewriter: Rewriter, node: Node) -> Value:
@@ -73,16 +73,16 @@ def slice_scatter(rewriter: Rewriter, node: Node) -> Value | None:
     _, dim, start, end, step = bounds(node, base)
     if base.shape == part.shape:
         return part
-    base = spread(rewriter, base, node.location)
+    base = spread(rewriter, base)
     if is_comb(base, dim, start, end, step):
-        apart = comb(rewriter, base, dim, step, node.location)
+        apart = comb(rewriter, base, dim, step)
         shape = (*part.shape[: dim + 1], 1, *part.shape[dim + 1 :])
-        part = rewriter.reshape(part, shape, node.location)
-        apart = around(rewriter, apart, part, dim + 1, start, start + 1, node.location)
-        return rewriter.reshape(apart, base.shape, node.location)
+        part = rewriter.reshape(part, shape)
+        apart = around(rewriter, apart, part, dim + 1, start, start + 1)
+        return rewriter.reshape(apart, base.shape)
     if step != 1:
         return rewriter.like(node, node.op, base, part, *node.args[2:])
-    return around(rewriter, base, part, dim, start, end, node.location)
+    return around(rewriter, base, part, dim, start, end)
 
 
 def is_comb(x: Value, dim: int, start: int, end: int, step: int) -> bool:
@@ -92,10 +92,10 @@ def is_comb(x: Value, dim: int, start: int, end: int, step: int) -> bool:
     return start < step and step > 1 and extent % step == 0 and last < end
 
 
-def comb(rewriter: Rewriter, x: Value, dim: int, step: int, where: Location) -> Value:
+def comb(rewriter: Rewriter, x: Value, dim: int, step: int) -> Value:
     """[.., n step, ..] -> [.., n, step, ..]."""
     shape = (*x.shape[:dim], x.shape[dim] // step, step, *x.shape[dim + 1 :])
-    return rewriter.reshape(x, shape, where)
+    return rewriter.reshape(x, shape)
 
 
 def select_scatter(rewriter: Rewriter, node: Node) -> Value:
@@ -104,9 +104,9 @@ def select_scatter(rewriter: Rewriter, node: Node) -> Value:
     dim = node.arg("dim") % len(base.shape)
     index = node.arg("index") % base.shape[dim]
     shape = (*base.shape[:dim], 1, *base.shape[dim + 1 :])
-    part = rewriter.reshape(part, shape, node.location)
-    base = spread(rewriter, base, node.location)
-    return around(rewriter, base, part, dim, index, index + 1, node.location)
+    part = rewriter.reshape(part, shape)
+    base = spread(rewriter, base)
+    return around(rewriter, base, part, dim, index, index + 1)
 
 
 def around(
@@ -116,7 +116,6 @@ def around(
     dim: int,
     start: int,
     end: int,
-    where: Location,
 ) -> Value:
     """cat of base[:start], part and base[end:] along a dim."""
     pieces = []
@@ -130,61 +129,35 @@ def around(
                 (base, dim, first, last),
                 {},
                 (Value("", shape, base.dtype),),
-                where,
+                rewriter.where,
             )
-            pieces.append(
-                slice_(rewriter, cut)
-                or rewriter.emit(
-                    cut.op, *cut.args, shape=shape, dtype=base.dtype, where=where
-                )
-            )
-    return join(rewriter, pieces, dim, where)
+            pieces.append(slice_(rewriter, cut) or rewriter.emit(cut.op, *cut.args))
+    return join(rewriter, pieces, dim)
 
 
-def join(rewriter: Rewriter, pieces: list[Value], dim: int, where: Location) -> Value:
+def join(rewriter: Rewriter, pieces: list[Value], dim: int) -> Value:
     """cat of pieces along a dim; a lone piece is the whole."""
     if len(pieces) == 1:
         return pieces[0]
-    first = pieces[0]
-    extent = sum(piece.shape[dim] for piece in pieces)
-    shape = (*first.shape[:dim], extent, *first.shape[dim + 1 :])
-    return rewriter.emit(
-        "aten.cat.default",
-        tuple(pieces),
-        dim,
-        shape=shape,
-        dtype=first.dtype,
-        where=where,
-    )
+    return rewriter.emit("aten.cat.default", tuple(pieces), dim)
 
 
-def spread(rewriter: Rewriter, x: Value, where: Location) -> Value:
+def spread(rewriter: Rewriter, x: Value) -> Value:
     """A tensor of one value as that value seen many times, so that nobody holds all."""
     node = rewriter.producer(x, *FILLED)
     if node is None or x.numel == 1:
         return x
     ones = (1,) * len(x.shape)
-    kind = node.op.split(".")[1]
-    value = rewriter.factory(
-        kind, ones, *node.args[1:], shape=ones, dtype=x.dtype, where=where
-    )
-    return rewriter.emit(
-        "aten.expand.default", value, x.shape, shape=x.shape, dtype=x.dtype, where=where
-    )
+    value = rewriter.emit(node.op, ones, *node.args[1:], dtype=x.dtype)
+    return rewriter.expand(value, x.shape)
 
 
 def copy(rewriter: Rewriter, node: Node) -> Value:
     """What is copied over a tensor takes its place, in its shape and precision."""
-    x, out, where = node.operands[1], node.out, node.location
+    x, out = node.operands[1], node.out
     if x.dtype != out.dtype:
-        x = rewriter.emit(
-            "aten.to.dtype", x, out.dtype, shape=x.shape, dtype=out.dtype, where=where
-        )
-    if x.shape == out.shape:
-        return x
-    return rewriter.emit(
-        "aten.expand.default", x, out.shape, shape=out.shape, dtype=x.dtype, where=where
-    )
+        x = rewriter.emit("aten.to.dtype", x, out.dtype)
+    return rewriter.expand(x, out.shape)
 
 
 def bounds(node: Node, x: Value) -> tuple[Value, int, int, int, int]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ..capture.rewrite import Rewriter, Rule
 from ..capture.spell_pieces import bounds
-from ..graph import Graph, Location, Node, Value
+from ..graph import Graph, Node, Value
 
 LINEAR, MATMUL, ADD = "aten.linear.default", "aten.matmul.default", "aten.add.Tensor"
 CUTS = ("aten.split", "aten.split_with_sizes", "aten.chunk")
@@ -58,7 +58,7 @@ def split_products(rewriter: Rewriter) -> Graph:
             return None
         if node.results[0].name not in made:
             take = _even_pieces if cut.even else _products
-            found = zip(cut.pieces, take(rewriter, cut, node.location), strict=True)
+            found = zip(cut.pieces, take(rewriter, cut), strict=True)
             made.update((v.name, piece) for v, piece in found if v and piece)
         return tuple(made[v.name] if v else None for v in node.outs)
 
@@ -152,38 +152,31 @@ def _pieces(
     return x, dim, tuple(n for n, _ in found), tuple(v for _, v in found)
 
 
-def _even_pieces(rewriter: Rewriter, cut: Cut, where: Location) -> tuple[Value, ...]:
+def _even_pieces(rewriter: Rewriter, cut: Cut) -> tuple[Value, ...]:
     x = rewriter.replaced.get(cut.x.name, cut.x)
-    return emit_split(rewriter, x, cut.sizes, cut.dim, where)
+    return emit_split(rewriter, x, cut.sizes, cut.dim)
 
 
-def _products(
-    rewriter: Rewriter, cut: Cut, where: Location
-) -> tuple[Value | None, ...]:
+def _products(rewriter: Rewriter, cut: Cut) -> tuple[Value | None, ...]:
     """Each piece by its rows of the weight, and its share of the bias."""
     x, w = (rewriter.replaced.get(v.name, v) for v in cut.product.operands[:2])
     inner = math.prod(cut.x.shape[cut.dim + 1 :])
-    sizes = tuple(n * inner for n in cut.sizes)
-    weights = emit_split(rewriter, w, sizes, int(cut.product.op == MATMUL), where)
+    sizes, op = tuple(n * inner for n in cut.sizes), cut.product.op
+    weights = emit_split(rewriter, w, sizes, int(op == MATMUL))
     biases: tuple[Value | None, ...] = (None,) * len(sizes)
     if cut.bias is not None:
         bias = rewriter.replaced.get(cut.bias.name, cut.bias)
-        biases = emit_split(rewriter, bias, sizes, 0, where)
+        biases = emit_split(rewriter, bias, sizes, 0)
     found: list[Value | None] = []
-    for piece, size, weight, share in zip(
-        cut.pieces, sizes, weights, biases, strict=True
-    ):
+    for piece, weight, share in zip(cut.pieces, weights, biases, strict=True):
         if piece is None:
             found.append(None)
             continue
-        shape, dtype = (*x.shape[:-1], size), piece.dtype
         place = cut.product.location
-        y = rewriter.emit(
-            cut.product.op, x, weight, shape=shape, dtype=dtype, where=place
-        )
+        y = rewriter.emit(op, x, weight, where=place)
         if share is not None:
-            y = rewriter.emit(ADD, y, share, shape=shape, dtype=dtype, where=place)
-        found.append(rewriter.reshape(y, piece.shape, where))
+            y = rewriter.emit(ADD, y, share, where=place)
+        found.append(rewriter.reshape(y, piece.shape))
     return tuple(found)
 
 
@@ -195,45 +188,27 @@ def _sum_of_products(rewriter: Rewriter, node: Node, cat: Node) -> Value | None:
     if along != rank - 1 or len(w.shape) != 2 or len(pieces) > JOINED:
         return None
     sizes = tuple(v.shape[-1] for v in pieces)
-    weights = emit_split(rewriter, w, sizes, int(node.op == LINEAR), node.location)
+    weights = emit_split(rewriter, w, sizes, int(node.op == LINEAR))
     total: Value | None = None
     for piece, weight in zip(pieces, weights, strict=True):
-        like = {
-            "shape": node.out.shape,
-            "dtype": node.out.dtype,
-            "where": node.location,
-        }
-        y = rewriter.emit(node.op, piece, weight, **like)
-        total = y if total is None else rewriter.emit(ADD, total, y, **like)
+        y = rewriter.like(node, node.op, piece, weight)
+        total = y if total is None else rewriter.like(node, ADD, total, y)
     return total
 
 
 def emit_split(
-    rewriter: Rewriter, x: Value, sizes: tuple[int, ...], dim: int, where: Location
+    rewriter: Rewriter, x: Value, sizes: tuple[int, ...], dim: int
 ) -> tuple[Value, ...]:
     """The pieces of x along a dim, of these extents; of a matrix that is turned, those
     of the matrix, turned."""
     turned = rewriter.producer(x, "aten.t", "aten.numpy_T", "aten.transpose")
     if turned is not None and len(x.shape) == 2:
-        pieces = emit_split(rewriter, turned.operands[0], sizes, 1 - dim, where)
+        pieces = emit_split(rewriter, turned.operands[0], sizes, 1 - dim)
         return tuple(
-            rewriter.emit(
-                turned.op,
-                piece,
-                *turned.args[1:],
-                shape=piece.shape[::-1],
-                dtype=x.dtype,
-                where=turned.location,
-            )
+            rewriter.emit(turned.op, piece, *turned.args[1:], where=turned.location)
             for piece in pieces
         )
-    outs = tuple(
-        rewriter.builder.value(
-            "piece", (*x.shape[:dim], n, *x.shape[dim + 1 :]), x.dtype
-        )
-        for n in sizes
-    )
-    node = Node("aten.split_with_sizes.default", (x, sizes, dim), {}, outs, where)
-    rewriter.builder.nodes.append(node)
-    rewriter.made.update((v.name, node) for v in outs)
-    return outs
+    shapes = [(*x.shape[:dim], n, *x.shape[dim + 1 :]) for n in sizes]
+    outs = tuple(Value("piece", shape, x.dtype) for shape in shapes)
+    op, args = "aten.split_with_sizes.default", (x, sizes, dim)
+    return tuple(filter(None, rewriter.keep(Node(op, args, {}, outs, rewriter.where))))
