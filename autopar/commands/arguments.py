@@ -18,6 +18,7 @@ from autopar.passes.plan import AUTO, BACKENDS
 from autopar.passes.ranges import RANGES, Range, shown
 
 LONGEST = 4096  # characters of a value, bytes of a path
+SEQ = 128  # tokens of a sample, unless told otherwise
 NAME = 255  # bytes of a name in a path
 MODEL = "file.py:factory, module:factory, hf:TYPE[?key=value,...], hf:config.json, or "
 MODEL += "the hub's name of a known one, as hf:meta-llama/Llama-3.1-8B"
@@ -66,6 +67,17 @@ def add_options(add: Any, names: Iterable[str], left_out: str = "") -> None:
 
 def add_model(add: Any, **how: Any) -> None:
     add.add_argument("model", type=text, metavar="MODEL", help=MODEL, **how)
+
+
+def add_batch_sizes(add: Any, usual: str) -> None:
+    """Add flags for the samples and tokens of a step. usual: the samples that a step
+    has if nobody says how many."""
+    add.add_argument(
+        *("--global-batch", "--batch"), type=number("global_batch"), metavar="N",
+        help=f"samples of a step (default: {usual})",
+    )  # fmt: skip
+    told = f"tokens of hf: models (default: {SEQ})"
+    add.add_argument("--seq", type=number("seq"), metavar="N", help=told)
 
 
 def add_seed(add: Any, of: str) -> None:

@@ -13,16 +13,16 @@ from typing import Any
 from torch import Tensor
 
 from autopar.commands.arguments import (
+    SEQ,
+    add_batch_sizes,
     add_json,
     add_model,
     add_options,
     add_seed,
-    number,
     path,
     text,
     text_or_nothing,
 )
-from autopar.commands.plan import SEQ
 from autopar.compiler import compile_offline
 from autopar.machine.cluster_file import read_cluster
 from autopar.machine.measured_cluster import named_cluster
@@ -54,7 +54,11 @@ def add(add: Any) -> None:
     )
     add_options(add, ["microbatches"], left_out="up to 4 for each stage")
     add_options(add, [name for name in OPTIONS if name != "microbatches"])
-    _add_sizes(add)
+    usual = "of hf: models 4 a stage of each data parallel rank, at least 8"
+    add_batch_sizes(add, usual)
+    add.add_argument(
+        "--attention-mask", action="store_true", help="give hf: models one"
+    )
     add.add_argument(
         "--plan",
         type=path,
@@ -85,24 +89,6 @@ def add(add: Any) -> None:
         help="where the programs are written",
     )  # fmt: skip
     add_json(add)
-
-
-def _add_sizes(add: argparse.ArgumentParser) -> None:
-    """Flags for the batch of a model that brings none."""
-    add.add_argument(
-        *("--global-batch", "--batch"), type=number("global_batch"), metavar="N",
-        help="samples of a step, of hf: models (default: 4 a stage of each data "
-        "parallel rank, at least 8)",
-    )  # fmt: skip
-    add.add_argument(
-        "--seq",
-        type=number("seq"),
-        metavar="N",
-        help=f"tokens of hf: models (default: {SEQ})",
-    )
-    add.add_argument(
-        "--attention-mask", action="store_true", help="give hf: models one"
-    )
 
 
 def compile_command(arguments: argparse.Namespace) -> int:

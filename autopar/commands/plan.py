@@ -9,11 +9,12 @@ import time
 from typing import Any
 
 from autopar.commands.arguments import (
+    SEQ,
+    add_batch_sizes,
     add_json,
     add_model,
     add_options,
     add_seed,
-    number,
     path,
     text,
 )
@@ -34,7 +35,6 @@ from autopar.reports.label_table import label_table
 from autopar.reports.plans import plans_table, precision_notes
 from autopar.terminal import command
 
-SEQ = 128  # tokens of one, unless told otherwise
 # Those of a whole run; what a device has is said with the devices, and nothing is run.
 DECISIONS = (
     *options_of(SEARCHED),
@@ -52,18 +52,7 @@ def add(add: Any) -> None:
     add.set_defaults(command=plan_command)
     add_model(add)
     add_devices(add, required=True)
-    add.add_argument(
-        "--global-batch",
-        type=number("global_batch"),
-        metavar="N",
-        help="samples of a step (default: those of the model's own batch)",
-    )
-    add.add_argument(
-        "--seq",
-        type=number("seq"),
-        metavar="N",
-        help=f"tokens of hf: models (default: {SEQ})",
-    )
+    add_batch_sizes(add, usual="those of the model's own batch")
     add_decisions(add)
     add.add_argument(
         "--labels",

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from autopar.commands.arguments import number, path
+from autopar.commands.arguments import SEQ, add_batch_sizes, path
 from autopar.commands.devices import add_devices, read_devices
-from autopar.commands.plan import DECISIONS, SEQ, add_decisions, read_request
+from autopar.commands.plan import DECISIONS, add_decisions, read_request
 from autopar.machine.hardware import with_memory
 from autopar.machine.measured_cluster import named_cluster
 from autopar.models.batches import samples_of
@@ -48,19 +48,8 @@ def add_planning(add: argparse.ArgumentParser) -> None:
     """Add what a plan is made from, if a model is given."""
     group = add.add_argument_group("of a MODEL, which is planned first")
     add_devices(group, required=False)
-    group.add_argument(
-        "--global-batch",
-        type=number("global_batch"),
-        metavar="N",
-        help="samples of a step (default: those of the model's own batch, else two a "
-        f"device, at least {SAMPLES})",
-    )
-    group.add_argument(
-        "--seq",
-        type=number("seq"),
-        metavar="N",
-        help=f"tokens of hf: models (default: {SEQ})",
-    )
+    usual = f"those of the model's own batch, else two a device, at least {SAMPLES}"
+    add_batch_sizes(group, usual)
     add_decisions(group)
     group.add_argument(
         "--plans",

@@ -15,7 +15,8 @@ import torch
 from ..builder import Builder
 from ..capture.views import is_view, put_back
 from ..errors import CaptureError
-from ..graph import Graph, Node, Value, map_values, resolve, short
+from ..graph import Graph, Node, Value, resolve, short
+from ..ops.evaluate import results_like
 
 # Ops that draw random numbers in a way that later passes make independent of the plan.
 KNOWN_CHANCE = {"aten.dropout", "aten.dropout_", "aten.scaled_dot_product_attention"}
@@ -63,14 +64,10 @@ def _written(builder: Builder, node: Node) -> list[Node]:
     out = node.out
     if all(v.dtype == out.dtype for v in node.operands):
         return [node]
-    args, kwargs = map_values(
-        lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta"),
-        (node.args, dict(node.kwargs)),
-    )
-    dtype = resolve(node.op)(*args, **kwargs).dtype
-    if dtype == out.dtype:
+    (made,) = results_like(node.op, node.args, node.kwargs)
+    if made is None or made.dtype == out.dtype:
         return [node]
-    wide = builder.value(out.name, out.shape, dtype)
+    wide = builder.value(out.name, out.shape, made.dtype)
     cast = Node("aten.to.dtype", (wide, out.dtype), {}, (out,), node.location)
     return [replace(node, outs=(wide,)), cast]
 

@@ -10,18 +10,16 @@ so it is wide too.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..builder import Builder, prune
 from ..capture.one_dtype import EQUAL
 from ..capture.trace import Traced
 from ..errors import CaptureError
-from ..graph import Graph, Location, Node, Value, map_values, resolve
+from ..graph import Graph, Location, Node, Value
 from ..graph_text import DTYPES
+from ..ops.evaluate import results_like
 from ..ops.op import is_view
 
 CAST = "aten.to.dtype"
@@ -161,11 +159,8 @@ def _typed(node: Node) -> Node:
     """The node with the dtypes that its results have outside of autocast."""
     if not node.operands:
         return node
-    args, kwargs = map_values(
-        lambda v: replace(v, name=""), (node.args, tuple(node.kwargs.items()))
-    )
     try:
-        dtypes = _dtypes(node.op, args, kwargs)
+        made = results_like(node.op, node.args, node.kwargs)
     except Exception as error:
         types = ", ".join(v.type for v in node.operands)
         raise CaptureError(
@@ -174,22 +169,7 @@ def _typed(node: Node) -> Node:
             fix="cast its operands to float32 in the model, as x.float()",
         ) from error
     outs = tuple(
-        None if v is None or dtype is None else replace(v, dtype=dtype)
-        for v, dtype in zip(node.outs, dtypes, strict=True)
+        None if v is None or like is None else replace(v, dtype=like.dtype)
+        for v, like in zip(node.outs, made, strict=True)
     )
     return replace(node, outs=outs)
-
-
-@lru_cache(maxsize=4096)
-def _dtypes(
-    op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
-) -> tuple[torch.dtype | None, ...]:
-    """What the op's results are, found by running it on tensors without data."""
-
-    def fill(tree: Any) -> Any:
-        return map_values(lambda v: torch.empty(v.shape, dtype=v.dtype), tree)
-
-    with FakeTensorMode(), torch.no_grad():
-        result = resolve(op)(*fill(args), **{k: fill(v) for k, v in kwargs})
-    results = result if isinstance(result, tuple | list) else (result,)
-    return tuple(r.dtype if isinstance(r, torch.Tensor) else None for r in results)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..builder import Builder, prune
-from ..graph import Graph, Location, Node, Value, map_values, resolve
-from ..ops.evaluate import function_of
+from ..graph import Graph, Location, Node, Value, resolve
+from ..ops.evaluate import results_like
 
 Rule = Callable[["Rewriter", Node], "Value | tuple[Value | None, ...] | None"]
 
@@ -81,11 +79,9 @@ class Rewriter:
         where: it stands in the model; None: where the node does that is replaced.
         """
         if like is None:
-            alike = map_values(lambda v: Value("", v.shape, v.dtype), args)
-            shape, dtype = _result(op, *alike, **kwargs)
-        else:
-            shape, dtype = like.shape, like.dtype
-        out = self.builder.value(name or op.split(".")[1], shape, dtype)
+            (like,) = results_like(op, args, kwargs)
+            assert like is not None, f"{op} makes a tensor"
+        out = self.builder.value(name or op.split(".")[1], like.shape, like.dtype)
         node = Node(op, args, kwargs, (out,), where or self.where)
         self.builder.nodes.append(node)
         self.made[out.name] = node
@@ -139,12 +135,3 @@ class Rewriter:
         if isinstance(result, torch.Tensor):
             return result
         return result[[v == x for v in node.outs].index(True)]
-
-
-@lru_cache(maxsize=4096, typed=True)
-def _result(op: str, *args: Any, **kwargs: Any) -> tuple[tuple[int, ...], torch.dtype]:
-    """The shape and dtype of an op's result, by running it on empty tensors."""
-    with FakeTensorMode(), torch.no_grad():
-        empty = map_values(lambda v: torch.empty(v.shape, dtype=v.dtype), args)
-        found = function_of(op)(*empty, **kwargs)
-    return tuple(found.shape), found.dtype

@@ -5,12 +5,15 @@ Ops of our own have kernels elsewhere; their formulas say what they mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..graph import Node, resolve
+from ..graph import Node, Value, map_values, resolve
 from ..ops.op import OPS, op_of
 
 Results = tuple[Tensor | None, ...]
@@ -42,3 +45,25 @@ def function_of(op: str) -> Callable[..., Any]:
     own = OPS.get(op)
     found: Callable[..., Any] = own.formula if own and own.formula else resolve(op)
     return found
+
+
+def results_like(
+    op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Value | None, ...]:
+    """What an op's results are like, of such arguments: values without a name, of the
+    shapes and dtypes that come out where it runs on tensors without data."""
+    unnamed = map_values(lambda v: Value("", v.shape, v.dtype), (args, {**kwargs}))
+    return _results_like(op, *unnamed[0], **unnamed[1])
+
+
+@lru_cache(maxsize=4096, typed=True)  # 1 and 1.0 may give other dtypes
+def _results_like(op: str, *args: Any, **kwargs: Any) -> tuple[Value | None, ...]:
+    with FakeTensorMode(), torch.no_grad():
+        args, kwargs = map_values(
+            lambda v: torch.empty(v.shape, dtype=v.dtype), (args, kwargs)
+        )
+        found = function_of(op)(*args, **kwargs)
+    return tuple(
+        Value("", tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None
+        for x in (found if isinstance(found, tuple | list) else (found,))
+    )

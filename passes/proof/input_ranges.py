@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ..graph import Graph, Node, Value, resolve, values_in
+from ..graph import Graph, Node, Value, values_in
+from ..ops.arguments import arguments
 
 INDEX, LABEL, MASK, VALUE = "index", "label", "mask", "value"
 DOCUMENT = "document"
@@ -132,10 +133,7 @@ def _name(node: Node) -> str:
 
 def _arguments(node: Node) -> dict[str, Any]:
     """By the names of torch's schema; of our own ops, none."""
-    if not node.op.startswith("aten."):
-        return {}
-    names = [argument.name for argument in resolve(node.op)._schema.arguments]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return arguments(node) if node.op.startswith("aten.") else {}
 
 
 def _of(value: Any, origins: Mapping[str, set[_Origin]]) -> set[_Origin]:
@@ -175,7 +173,7 @@ def _note_uses(
         for o in _of(given["target"], origins):
             classes = shape[1] if len(shape) > 1 else shape[0]
             uses[o.field].rows.append((-o.shift, classes - o.shift))
-            ignored = given.get("ignore_index", IGNORED)
+            ignored = given["ignore_index"]
             uses[o.field].ignored.append(ignored - o.shift)
     if name in COMPARED and isinstance(node.args[1], int):
         for o in _of(node.args[0], origins):
@@ -206,12 +204,12 @@ def _lookups(node: Node) -> Iterator[tuple[Any, int]]:
         if isinstance(dim, str):
             dim = given.get(dim) or 0
         if given[table].shape:
-            yield given.get(index), given[table].shape[dim]
+            yield given[index], given[table].shape[dim]
     elif name in ("index", "index_put", "_unsafe_index"):
         for dim, index in enumerate(given["indices"]):
             if index is not None and index.dtype is not torch.bool:
                 yield index, given["self"].shape[dim]
-    elif name == "one_hot" and given.get("num_classes", -1) > 0:
+    elif name == "one_hot" and given["num_classes"] > 0:
         yield given["self"], given["num_classes"]
     elif node.op == "autopar.pick":
         logits, label = list(values_in(node.args))[:2]
