@@ -13,7 +13,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from autopar.models.batches import samples_of
 from autopar.passes.errors import AutoparError, BatchError
 from autopar.passes.plan import Plan
 from autopar.passes.program import Program, dtype_name
-from autopar.proof.padding import Fills, find_fills, pad
+from autopar.proof.padding import FIX, Fills, find_fills, pad
 from autopar.runtime.agreement.first_rank import on_first_rank
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.rehearse import rehearse
@@ -167,18 +167,43 @@ class OtherShapes:
                 for name, shape in shapes.items()
             }
         if target != shapes:
-            self._find_fills(like.program, batch, target)
+            if self._find_fills(like.program, batch, target) is None:
+                often = ranks // gcd(samples, ranks)
+                target = {
+                    name: (shape[0] * often, *shape[1:]) if (name, 0) in rows else shape
+                    for name, shape in shapes.items()
+                }
+                self._check_repeated(like.program, shapes, target)
             self._targets[_key(shapes)] = target
+            LOG.info("batches with %s become %s", _text(shapes), _text(target))
         return target
+
+    def _check_repeated(self, program: Program, shapes: Shapes, target: Shapes) -> None:
+        """Raises BatchError where samples cannot be repeated as often."""
+        known = [dict(kept) for kept, _ in self._executors]
+        problem = None
+        if any("dropout" in text for text in program.modules.values()):
+            problem = "each copy would have dropout of its own"
+        elif not any(
+            all(_covers(kept[name], shape) for name, shape in target.items())
+            for kept in known
+        ):
+            problem = f"{_text(target)} is more than a step was compiled for"
+        if problem is not None:
+            raise BatchError(
+                f"the loss is a mean over samples, and so those of {_text(shapes)} "
+                f"would have to be repeated: {problem}",
+                fix=FIX,
+            )
 
     def _find_fills(
         self, program: Program, batch: Mapping[str, Any], target: Shapes
-    ) -> None:
+    ) -> Fills:
         """How the batch is padded. Raises: BatchError, on all ranks."""
         shapes = shapes_of(batch)
         dims = _padded_dims(shapes, target)
         if dims in self._fills:
-            return
+            return self._fills[dims]
         values = self._zeros(batch, shapes)
 
         def find() -> Fills:
@@ -193,7 +218,7 @@ class OtherShapes:
                 f"{error.what}",
                 fix=error.fix or PADDED_BY_USER,
             ) from error
-        LOG.info("batches with %s are padded to %s", _text(shapes), _text(target))
+        return self._fills[dims]
 
     # --- what is compiled ------------------------------------------------------------
 

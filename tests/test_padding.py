@@ -65,6 +65,10 @@ def with_z(logits: Tensor, batch: Mapping[str, Any]) -> Any:
     return {"loss": ce, "z": logits.logsumexp(-1).mean()}
 
 
+def squared(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    return logits.square().sum()
+
+
 def stack(loss: Callable[[Any, Mapping[str, Any]], Any]) -> Case:
     torch.manual_seed(0)
     batch = token_batch()
@@ -80,6 +84,10 @@ PADDED: list[Any] = [
     (lambda: plain_gpt(layers=2), 1, {"labels": -100}),
     (lambda: stack(masked), 0, {"shown": 0, "target": -100}),
     (lambda: stack(summed), 1, {"labels": -100}),
+    (lambda: stack(with_z), 0, None),
+    (lambda: stack(of_samples), 0, None),
+    # Its experts are balanced over all tokens, and have room for some of each sample.
+    pytest.param(switch_gpt, 0, None, marks=pytest.mark.slow),
     pytest.param(lambda: gpt2(layers=1), 0, {"labels": -100}, marks=pytest.mark.slow),
     pytest.param(
         lambda: llama(layers=1, padded=True),
@@ -98,27 +106,24 @@ def test_padding_changes_neither_loss_nor_gradients(
     found = fills_of(of, dim)
     assert found == wanted
     shapes = {n: tuple(x.shape) for n, x in of.batch.items()}
-    short = {n: x.narrow(dim, 0, x.shape[dim] - 3) for n, x in of.batch.items()}
+    short = {n: x.narrow(dim, 0, x.shape[dim] - 4) for n, x in of.batch.items()}
     longer = pad(short, shapes, found)
     for got, want in zip(step_of(of, longer), step_of(of, short), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
 
 
 REFUSED: list[Any] = [
-    (lambda: stack(of_samples), "the loss is another one"),
-    (lambda: stack(with_z), "z is another one"),
-    # A balance of experts, and room for fewer tokens.
-    pytest.param(switch_gpt, "the loss is another one", marks=pytest.mark.slow),
+    (lambda: stack(with_z), 1, "z is another one"),
+    (lambda: stack(squared), 0, "no mask; with each sample repeated, the loss is"),
 ]
 
 
-@pytest.mark.parametrize(("make", "says"), REFUSED)
+@pytest.mark.parametrize(("make", "dim", "says"), REFUSED)
 def test_a_loss_that_counts_what_is_padded_is_refused(
-    make: Callable[[], Case], says: str
+    make: Callable[[], Case], dim: int, says: str
 ) -> None:
-    match = rf"'labels' of -100 in what is padded, {says}[\s\S]*fix  .*drop_last=True"
-    with pytest.raises(BatchError, match=match):
-        fills_of(make().double(), 0)
+    with pytest.raises(BatchError, match=rf"{says}[\s\S]*fix  .*drop_last=True"):
+        fills_of(make().double(), dim)
 
 
 def test_a_large_model_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +153,34 @@ def test_after_the_last_program_batches_are_padded(
 
 
 # --- several ranks -------------------------------------------------------------------
+
+
+def repeated_batches() -> list[str]:
+    """Of 3 samples and 5 over two ranks, whose loss is a mean over samples; and what is
+    said of those that do not go."""
+    of = stack(of_samples)
+    step = autopar.compile(
+        of.model, "dp=2", loss_fn=of.loss_fn, example_inputs=of.batch
+    )
+    for rows in (8, 3):
+        batch = {name: x[-rows:] for name, x in of.batch.items()}
+        step.zero_grad()
+        loss, want = step(**batch), step_of(of, batch)
+        torch.testing.assert_close(loss, want[0], rtol=1e-9, atol=0)
+        norm = step.clip_grad_norm_(1e9)
+        total = torch.stack([g.norm() for g in want[1:]]).norm()
+        torch.testing.assert_close(norm, total, rtol=1e-9, atol=0)
+    said = [str(step.program.inputs["labels"][0])]
+    with pytest.raises(BatchError) as told:
+        step(**{name: x[:5] for name, x in of.batch.items()})
+    return [*said, str(told.value)]
+
+
+@pytest.mark.nightly
+def test_samples_are_repeated_where_the_loss_is_their_mean() -> None:
+    for taken, said in run_ranks(repeated_batches, 2):
+        assert taken == "(6, 16)"
+        assert "'labels' [10, 16] is more than a step was compiled for\n  fix" in said
 
 
 def short_batches() -> list[int]:

@@ -3,8 +3,8 @@ computes of a longer one, in which the loss leaves out what is more.
 
 The model is captured for both, with few layers and rows, and both are run on the same
 weights: loss, every gradient, and the scalars beside the loss must be the same. A loss
-of labels, of which some are ignored, passes; one that balances experts over all tokens,
-or takes a mean over samples, does not.
+of labels, of which some are ignored, passes. One that is a mean over samples, or that
+balances experts over all tokens, does not; but it may with each sample there as often.
 """
 
 from __future__ import annotations
@@ -39,24 +39,28 @@ LITTLE = 1e8  # parameters times elements of a batch, that are run as they are
 
 Dims = Collection[tuple[str, int]]
 """(field, dim) of a batch: which of its dims are padded."""
-Fills = Mapping[str, float]
+LeftOut = Mapping[str, float]
 """Field of a batch -> with what it is padded; other fields repeat their last element.
 """
+Fills = LeftOut | None
+"""None: all samples are repeated, each as often."""
 
 
 def pad(
     batch: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], fills: Fills
 ) -> dict[str, Any]:
-    """A batch whose tensors have these shapes, which are no smaller than theirs."""
+    """A batch whose tensors have these shapes, which are no smaller than theirs; of
+    samples that are repeated, multiples."""
     padded = dict(batch)
     for name, shape in shapes.items():
         for dim, size in enumerate(shape):
             x, own = padded[name], padded[name].shape[dim]
             if size == own:
                 continue
-            places = torch.arange(size, device=x.device).clamp(max=own - 1)
+            places = torch.arange(size, device=x.device)
+            places = places % own if fills is None else places.clamp(max=own - 1)
             padded[name] = x.index_select(dim, places)
-            if name in fills:
+            if fills is not None and name in fills:
                 padded[name].narrow(dim, own, size - own).fill_(fills[name])
     return padded
 
@@ -74,25 +78,29 @@ def find_fills(
     tensors. Raises: BatchError, with the reason, where something would change.
     """
     rows = {(name, 0) for name in fields_of_samples(batch, program.inputs)}
-    probes = [_probe(batch, dims, rows, more) for more in (0, 1)]
+    # The last is of repeated samples.
+    sizes = (0, 1, ROWS) if set(dims) <= rows else (0, 1)
+    probes = [_probe(batch, dims, rows, more) for more in sizes]
     with with_few_layers(model, find_few_layers(model, program)):
         captured = [capture_model(model, probe, loss_fn) for probe in probes]
         real = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         like = {n: x.detach().cpu() for n, x in real.items() if not x.is_meta}
     made = [_small(traced, like) for traced in captured]
-    (short, _), (longer, held) = made
-    if short.graph.params != longer.graph.params:
+    (short, _), (longer, held), *repeated = made
+    if any(traced.graph.params != short.graph.params for traced, _ in made):
         raise BatchError("what it computes with depends on the batch's shape", fix=FIX)
     ranges, problem = find_input_ranges(longer.graph), NOTHING_LEFT_OUT
     for fills in _candidates(longer, ranges):
-        try:
-            found = _first_difference(short, longer, ranges, held, fills)
-        except (IndexError, RuntimeError, ValueError) as error:
-            found = str(error).partition("\n")[0]
+        found = _first_difference(short, longer, ranges, held, fills)
         if found is None:
             return fills
         names = ", ".join(f"'{name}' of {value:g}" for name, value in fills.items())
         problem = f"with {names} in what is padded, {found}"
+    for twice, own in repeated:
+        found = _first_difference(short, twice, ranges, own, None)
+        if found is None:
+            return None
+        problem += f"; with each sample repeated, {found}"
     raise BatchError(problem, fix=FIX)
 
 
@@ -136,7 +144,7 @@ def _small(
     return traced, draw_buffers(traced.graph.buffers, like, 0)
 
 
-def _candidates(traced: Traced, ranges: Mapping[str, InputRange]) -> Iterator[Fills]:
+def _candidates(traced: Traced, ranges: Mapping[str, InputRange]) -> Iterator[LeftOut]:
     """What a loss may leave samples out by: all labels, or one mask."""
     labels = {
         name: found.holes[0]
@@ -165,11 +173,13 @@ def _first_difference(
     for seed in range(DRAWS):
         weights = draw_parameters(specs, seed, buffers)
         batch = draw_batch(kinds, ranges, seed)
-        loss, grads, others = run_graph(
-            short, {**batch, **weights, **buffers, **short.literals}, None
-        )
         padded = {**pad(batch, shapes, fills), **weights, **buffers}
-        found = run_graph(longer, {**padded, **longer.literals}, None)
+        given = {**batch, **weights, **buffers, **short.literals}
+        try:
+            loss, grads, others = run_graph(short, given, None)
+            found = run_graph(longer, {**padded, **longer.literals}, None)
+        except (IndexError, RuntimeError, ValueError) as error:
+            return str(error).partition("\n")[0]
         if not bool(loss.isfinite()):
             return "the loss is not finite"
         least = max(float(g.abs().max()) for g in grads.values()) * TOLERANCE
