@@ -132,7 +132,7 @@ def make_prices(of: ShortModel, cluster: Cluster, **options: Any) -> Prices:
         of_mesh = cut(mesh, microbatches, shares, context)
         return price_cut(of_mesh, recompute, cluster.device, halves)
 
-    @cache
+    @lru_cache(maxsize=256)  # candidates in a row split layers alike
     def prices(
         mesh: Mesh,
         recompute: str,

@@ -1,6 +1,6 @@
 """How long planning takes, and how much memory: from nothing to the written plan.
 
-    python -m examples.benchmarks.planning_time            # three models
+    python -m examples.benchmarks.planning_time            # four models
     python -m examples.benchmarks.planning_time --curve    # and layers, and devices
 
 Each row is one process: it imports everything, builds the model on the meta device,
@@ -29,7 +29,7 @@ GPT = (
 
 @dataclass(frozen=True)
 class Case:
-    """samples: of a step. target: seconds, GB that are wanted; None: none."""
+    """samples: of a step. target: seconds of the processor and GB that are wanted."""
 
     title: str
     spec: str
@@ -37,6 +37,7 @@ class Case:
     samples: int
     seq: int
     target: tuple[float, float] | None = None
+    device: str = "A100-80GB"
 
 
 def gpt(layers: int, width: int, heads: int) -> str:
@@ -44,9 +45,18 @@ def gpt(layers: int, width: int, heads: int) -> str:
 
 
 MODELS = (
-    Case("GPT-2, 12 layers", "hf:gpt2", 8, 64, 1024, (5, 2)),
-    Case("GPT-3 175B, 96 layers", "hf:gpt3-175b-like", 1024, 1536, 2048, (20, 2)),
-    Case("GPT 1T, 128 layers", gpt(128, 25600, 160), 3072, 3072, 2048, (20, 2)),
+    Case("GPT-2, 12 layers", "hf:gpt2", 8, 64, 1024, (5, 1)),
+    Case("GPT-3 175B, 96 layers", "hf:gpt3-175b-like", 1024, 1536, 2048, (8, 1)),
+    Case("GPT 1T, 128 layers", gpt(128, 25600, 160), 3072, 3072, 2048, (15, 1)),
+    Case(
+        "Llama 405B",
+        "hf:meta-llama/Llama-3.1-405B",
+        16384,
+        128,
+        131072,
+        (30, 1),
+        "H100",
+    ),
 )
 # A model of 12,288 wide layers, as GPT-3's.
 DEPTHS = tuple(
@@ -62,7 +72,12 @@ def measure(case: Case) -> tuple[object, ...]:
     """Wall seconds, seconds of the processor, peak GB, of one `autopar plan`."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "autopar", "plan", case.spec]
-        command += ["--devices", f"{case.devices}xA100-80GB", "--seq", str(case.seq)]
+        command += [
+            "--devices",
+            f"{case.devices}x{case.device}",
+            "--seq",
+            str(case.seq),
+        ]
         command += ["--global-batch", str(case.samples), "-o", f"{folder}/plan"]
         began = time.perf_counter()
         process = subprocess.Popen(

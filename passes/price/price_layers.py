@@ -8,9 +8,8 @@ layer is compiled once, whatever the depth.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 from ..dims.name_dims import Named
@@ -43,10 +42,17 @@ class LayerPrices:
     last: Account | None = None
     more: Account | None = None
 
-    @cached_property
-    def stage(self) -> Callable[[bool, int, bool], Account]:
-        """(whether it has the model's beginning, runs, its end) -> such a stage."""
-        return cache(self._stage)
+    # Not `functools.cache`, whose circles nobody frees while garbage is not collected.
+    _known: dict[tuple[bool, int, bool], Account] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def stage(self, first: bool, runs: int, last: bool) -> Account:
+        """A stage with so many runs. first, last: whether it has the model's ends."""
+        key = first, runs, last
+        if key not in self._known:
+            self._known[key] = self._stage(*key)
+        return self._known[key]
 
     def _stage(self, first: bool, runs: int, last: bool) -> Account:
         if first and last and runs == self.runs:
@@ -123,9 +129,14 @@ class Cut:
         return self.stages[0]
 
     @cached_property
-    def joints(self) -> Callable[[bool], tuple[Joint, ...]]:
-        """Whether the backward has halves -> forward and backward of each stage."""
-        return cache(self._joints)
+    def whole_backwards(self) -> tuple[Joint, ...]:
+        """Forward and backward of each stage."""
+        return self._joints(halves=False)
+
+    @cached_property
+    def split_backwards(self) -> tuple[Joint, ...]:
+        """The same with backwards in halves."""
+        return self._joints(halves=True)
 
     def _joints(self, halves: bool) -> tuple[Joint, ...]:
         sizes = {axis: self.plan.size(axis) for axis in self.plan.axes}
@@ -155,7 +166,7 @@ def price_cut(cut: Cut, recompute: str, device: Device, halves: bool) -> LayerPr
     device = device.running(plan.tf32, plan.backend)
     whole, *row = [
         price(finish(joint, joint.stage.policies(plan)), device, shares=True)
-        for joint in cut.joints(halves)
+        for joint in (cut.split_backwards if halves else cut.whole_backwards)
     ]
     if not row:
         return LayerPrices(1, whole)

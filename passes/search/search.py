@@ -204,6 +204,8 @@ def make_timer(cluster: Cluster) -> Timer:
     def timed(candidate: Candidate) -> Timed:
         alike = candidate.mesh, candidate.shares, candidate.context_parallel
         if alike not in known:
+            if any(mesh != candidate.mesh for mesh, *_ in known):
+                known.clear()  # candidates of a mesh come in a row
             known[alike] = _timed(candidate, cluster)
         return known[alike]
 
