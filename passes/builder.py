@@ -34,12 +34,13 @@ class Builder:
         return cls({v.name for v in sources})
 
     def name(self, wanted: str) -> str:
-        """`wanted`, or `wanted_1`, `wanted_2` ... if it is taken."""
+        """`wanted`, or `wanted_1`, `wanted_2` ... if it is taken; d_x_1 is the
+        cotangent of x_1 alone, if there is one."""
         candidate = wanted
         if wanted in self.taken:
             stem = re.sub(r"_\d+$", "", wanted)
             count = self._counts.get(stem, 0)
-            while candidate in self.taken:
+            while {candidate, candidate.removeprefix("d_")} & self.taken:
                 count += 1
                 candidate = f"{stem}_{count}"
             self._counts[stem] = count

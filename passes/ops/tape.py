@@ -76,10 +76,12 @@ class Tape:
         name = f"{node.results[0].name}_kept"
         return self.builder.value(name, like.shape, like.dtype)
 
-    def emit(self, op: str, like: Value, node: Node, *args: Any) -> Value:
+    def emit(
+        self, op: str, like: Value, node: Node, *args: Any, **kwargs: Any
+    ) -> Value:
         """`d_like = op(*args)`; the derivative of `node`."""
         out = self.fresh(like)
-        new = Node(op, args, {}, (out,), node.location)
+        new = Node(op, args, kwargs, (out,), node.location)
         self.append(new)
         if is_view(new) or op == "comm.shard":
             self._shared.add(out.name)
@@ -123,11 +125,13 @@ class Tape:
             for i, n in enumerate(like.shape)
             if n == 1 and dy.shape[i + lead] != 1
         )
-        dy = self.cast(dy, like, node)
         if not dims:  # no dims at all would be all of them
+            dy = self.cast(dy, like, node)
             self.share(dy)
             return dy
-        summed = self.emit("aten.sum.dim_IntList", like, node, dy, dims)
+        # What is added up in another type is read as it is, and never there in both.
+        wide = {} if self.dtype(like) == dy.dtype else {"dtype": self.dtype(like)}
+        summed = self.emit("aten.sum.dim_IntList", like, node, dy, dims, **wide)
         if lead == len(dims):
             return summed
         return self.emit("aten.reshape.default", like, node, summed, like.shape)

@@ -133,7 +133,12 @@ class _Emitter:
         return Alive(own, calls, at_once=not self.outlined)
 
     def find_loops(self, nodes: Sequence[Node]) -> Sequence[Item]:
-        return find_loops(nodes) if self.outlined else nodes
+        if not self.outlined:
+            return nodes
+        s = self.stage
+        own = {v.name for n in nodes for v in n.results}
+        once = {v.name for n in (*s.setup, *s.prologue) for v in n.results}
+        return find_loops(nodes, once - own)
 
     def name_families(self, parts: Sequence[Sequence[Item]]) -> None:
         """Give keys with the number of a layer to what loops make in setup and
@@ -157,7 +162,8 @@ class _Emitter:
                 for given in loop.given:
                     names = [v.name for v in given.values]
                     if once.issuperset(names):
-                        self.name_family(names, *loop.index)
+                        first, step = loop.index
+                        self.name_family(names, first + step * given.start, step)
 
     def name_family(self, names: Sequence[str], first: int, step: int) -> None:
         """Give keys of one kind to what the iterations of a loop are given; those that

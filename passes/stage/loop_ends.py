@@ -8,7 +8,7 @@ run that the others are without.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
@@ -30,15 +30,18 @@ class Ends:
     after: int = 0
 
 
-def with_ends(before: Sequence[Node], loop: Loop, after: Sequence[Node]) -> Ends:
-    """The loop, with the layers just before and after it if they are like its own."""
+def with_ends(
+    before: Sequence[Node], loop: Loop, after: Sequence[Node], tables: Collection[str]
+) -> Ends:
+    """The loop, with the layers just before and after it if they are like its own.
+    tables: see `loop_of_all`."""
     found = Ends(loop)
     for last in (True, False):
         end = _aligned(found.loop, after if last else before, last)
         if end is None:
             continue
         rows, taken = end
-        longer = loop_of_all(rows)
+        longer = loop_of_all(rows, tables)
         if longer is None or not _is_numbered(longer):
             continue
         taken_before, taken_after = (0, taken) if last else (taken, 0)

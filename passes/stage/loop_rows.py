@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +20,14 @@ def loop_of(rows: Sequence[tuple[Node, ...]]) -> Loop | None:
     return loop_of_all(rows[:count]) if count > 1 else None
 
 
-def loop_of_all(rows: Sequence[Row]) -> Loop | None:
+def loop_of_all(rows: Sequence[Row], tables: Collection[str] = ()) -> Loop | None:
     """The loop of all rows, of which the first and the last may be without some nodes;
-    None if they do not fit together."""
+    None if they do not fit together. tables: names of what is there before it, for each
+    iteration by its number."""
     some = [o for o in range(len(rows[0])) if any(row[o] for row in rows)]
     rows = [tuple(row[o] for o in some) for row in rows]
     try:
-        return _Body(tuple(rows), made_by(rows)).loop()
+        return _Body(tuple(rows), made_by(rows), tables).loop()
     except _Unfit:
         return None
 
@@ -94,8 +95,10 @@ class _Unfit(Exception):
 class _Body:
     """Builds the body of a loop from its rows."""
 
-    def __init__(self, rows: tuple[Row, ...], made: dict[str, Place]) -> None:
-        self.rows, self.made = rows, made
+    def __init__(
+        self, rows: tuple[Row, ...], made: dict[str, Place], tables: Collection[str]
+    ) -> None:
+        self.rows, self.made, self.tables = rows, made, tables
         # Names of values in the body are those of no other loop.
         nodes = (node for row in rows for node in row if node is not None)
         first = next(v for n in nodes for v in (*n.results, *n.operands))
@@ -185,8 +188,9 @@ class _Body:
         first = column[0]
         if all(v == first for v in column):
             return first
-        if len(times) < len(self.rows) and not all(map(held, column)):
-            raise _Unfit  # tables alone are read by the number of an iteration
+        in_tables = all(held(v) or v.name in self.tables for v in column)
+        if len(times) < len(self.rows) and not in_tables:
+            raise _Unfit  # these alone are read by the number of an iteration
         names = (str(times[0]), *(v.name for v in column))
         if names not in self.given:
             own = replace(first, name=f"{first.name}@{self.tag}{len(self.given)}")

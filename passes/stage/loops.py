@@ -10,7 +10,7 @@ that does without some of it is part of it too (`loop_ends`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,8 +20,9 @@ from ..stage.loop_ends import kind_of, with_ends
 from ..stage.loop_rows import fitting, held, loop_of, loop_of_all
 
 
-def find_loops(nodes: Sequence[Node]) -> list[Item]:
-    """The nodes in order, with those that repeat by layer as loops."""
+def find_loops(nodes: Sequence[Node], tables: Collection[str] = ()) -> list[Item]:
+    """The nodes in order, with those that repeat by layer as loops. tables: names of
+    what is made before, and kept by the number of a layer."""
     found: list[Item] = []
     start = 0
     stretches = [*_stretches(nodes), (len(nodes), 0, 0)]
@@ -34,7 +35,7 @@ def find_loops(nodes: Sequence[Node]) -> list[Item]:
                 begin += period
                 continue
             after = begin + loop.count * period
-            ends = with_ends(nodes[start:begin], loop, nodes[after:border])
+            ends = with_ends(nodes[start:begin], loop, nodes[after:border], tables)
             found += [*nodes[start : begin - ends.before], ends.loop]
             start = begin = after + ends.after
     return [*found, *nodes[start:]]

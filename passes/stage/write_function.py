@@ -194,9 +194,11 @@ class Function:
 
 def _links(items: Sequence[Item], keep: Collection[str]) -> set[int]:
     """Places of nodes that only the next one reads, as the tensor whose method it is:
-    a chain of views is one statement. keep: names of what others than nodes read.
+    a chain of views and casts is one statement. keep: names of what others than nodes
+    read.
 
-    What is read to make a tensor is let go of before a view copies that tensor.
+    What is read to make a tensor is let go of before that tensor is copied: by a cast,
+    or by a view that cannot be one.
     """
     readers = Counter(
         name
@@ -205,11 +207,16 @@ def _links(items: Sequence[Item], keep: Collection[str]) -> set[int]:
         for name in (v.name for v in item.operands)
     )
     found: set[int] = set()
-    head, turned = 0, False  # of the chain that ends here
+    # Of the chain that ends here: what last made a tensor, and whether it is turned.
+    maker: int | None = None
+    turned = False
     for i, (node, following) in enumerate(pairwise(items)):
         if not isinstance(node, Node) or not isinstance(following, Node):
             continue
-        if not is_method(following) or len(node.outs) != 1 or len(node.results) != 1:
+        casts = following.op == "aten.to.dtype"
+        if not (casts or is_method(following)) or len(node.results) != 1:
+            continue
+        if len(node.outs) != 1:
             continue
         if not node.op.startswith("aten.") or is_in_place(node):
             continue
@@ -218,10 +225,13 @@ def _links(items: Sequence[Item], keep: Collection[str]) -> set[int]:
         if not alone or v.name in keep:
             continue
         if i - 1 not in found:
-            head, turned = i, False
+            maker, turned = None if may_alias(node) else i, False
         found.add(i)
-        first, reshapes = items[head], following.op == "aten.reshape.default"
-        if turned and reshapes and isinstance(first, Node) and not may_alias(first):
-            found.discard(head)
-        turned |= not reshapes
+        reshapes = following.op == "aten.reshape.default"
+        if casts or (turned and reshapes):
+            if maker is not None:
+                found.discard(maker)
+            maker, turned = i + 1, False
+        else:
+            turned |= not reshapes
     return found

@@ -95,6 +95,10 @@ class Index:
         if len(own) == 1:
             return f"i == {own[0]}"
         if own == list(range(own[0], own[-1] + 1)):
+            if own[0] == min(self.keys):
+                return f"i < {own[-1] + 1}"
+            if own[-1] == max(self.keys):
+                return f"i >= {own[0]}"
             return f"i in range({own[0]}, {own[-1] + 1})"
         return f"i in {set(own)}"
 
