@@ -102,7 +102,7 @@ class Options(TypedDict, total=False):
             "the rows of a rank of cp: zigzag, some from the front and as many from "
             "the back, so that a causal mask gives all ranks the same work; or "
             "contiguous (default: zigzag, but for ulysses, where ranks see all rows, "
-            "and where a parameter is split on cp, which zigzag leaves whole)",
+            "and where a hint splits something on cp)",
             UNPRICED,
             LAYOUTS,
         ),
@@ -252,11 +252,7 @@ def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
     decisions["hints"] = _hints(decisions.get("hints") or {})
     hinted = any(hint.endswith("/cp") for hint in decisions["hints"].values())
     by_rows = where.axis_size("cp") > 1 and context_parallel != "ulysses"
-    # Of parameters a rank rests one piece: shares over cp need a layout in one piece.
-    only_cp_shares = decisions.get("zero") and not any(
-        where.axis_size(axis) > 1 for axis in ("dp", "fsdp", "ep")
-    )
-    balances = by_rows and not hinted and not only_cp_shares
+    balances = by_rows and not hinted
     decisions["zigzag"] = _zigzag(context_parallel, layout, balances)
     return Plan(where, split=split, **decisions)
 

@@ -172,8 +172,7 @@ class Plan:
             raise PlanError(
                 f"zero={self.zero}, but mesh '{self.mesh}' has no axis whose ranks "
                 "hold the same parameters",
-                fix="add an axis of data parallel ranks, as dp=2, or use zero=0"
-                + (", or cp_layout='contiguous'" if self.zigzag else ""),
+                fix="add an axis of data parallel ranks, as dp=2, or use zero=0",
             )
         if not self.zero and self.mesh.axis_size("fsdp") > 1:
             raise PlanError(
@@ -243,14 +242,10 @@ class Plan:
 
     def _holds_alike(self, axis: str) -> bool:
         """Whether ranks of a mesh axis have other samples or tokens, and would hold the
-        same parameters (but experts, which lie as they are used).
-
-        Ranks whose rows lie in zigzag share no parameters: theirs lie in one piece."""
+        same parameters (but experts, which lie as they are used)."""
         if axis == TIME:
             return False
-        if AXES[axis].shares_parameters:
-            return axis not in self.zigzag
-        return self._splits_samples(axis)
+        return AXES[axis].shares_parameters or self._splits_samples(axis)
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -105,8 +105,7 @@ def shares(v: Values) -> bool | None:
     """Whether the mesh needs ZeRO, or cannot have it; None if either is right."""
     if v["fsdp"] > 1:
         return True
-    in_one_piece = {"cp"} if v["cp_layout"] != "zigzag" else set()
-    return None if {*SAMPLES, *in_one_piece} & v["written"] else False
+    return None if {*SAMPLES, "cp"} & v["written"] else False
 
 
 def sample_ranks(v: Values) -> int:

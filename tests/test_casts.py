@@ -8,7 +8,7 @@ from math import prod
 
 import pytest
 import torch
-from models import plain_gpt
+from models import gpt2, plain_gpt
 from test_precision import sizes_of
 
 from autopar.passes.program import Program
@@ -59,6 +59,16 @@ def test_gradients_of_weights_are_added_up_where_they_rest():
     text = functions(case.compile("dp=2", 2, precision="bf16", zero=3))["backward"]
     zeros = re.findall(r"aten\.zeros\.default\(.*dtype=(torch\.\w+)", text)
     assert zeros and set(zeros) == {"torch.float32"}
+
+
+def test_what_is_added_up_in_float32_is_never_a_copy_in_float32():
+    """Gradients of biases: read in half the bits by the sum itself."""
+    program = gpt2(layers=1).compile("dp=2", precision="bf16", zero=3)
+    text = program.modules[program.module_of(0, 0)]
+    sums = re.findall(r"sum\.dim_IntList\((\w+), .*?dtype=torch\.float32", text)
+    assert sums
+    for name in sums:
+        assert not re.search(rf"\b{name} = .*\.to\(torch\.float32\)", text), name
 
 
 def test_memory_is_counted_in_the_dtypes_that_it_has():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 
@@ -9,9 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Case
-from models import VOCAB, WIDTH, Block, Stack, randomize, token_batch
+from models import VOCAB, WIDTH, Block, Stack, gpt2, randomize, token_batch
 from torch import Tensor, nn
 
+from autopar.capture.capture_model import capture_model
+from autopar.options import make_plan
+from autopar.passes.pipeline import compile_program
+from autopar.passes.price.cluster import PLAIN
+from autopar.passes.stage.local_stage import LocalStage
 from autopar.verify import verify
 
 SEQ, HEADS = 16, 4
@@ -337,3 +343,29 @@ def test_layers_of_different_width():
     case = Case(randomize(Bottlenecks()), token_batch(), cross_entropy).double()
     for mesh in ("pp=2,tp=2", "pp=3", "tp=8"):
         case.verify(mesh, 2)
+
+
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+def test_a_comment_has_a_dim_for_each_of_its_value_s(precision):
+    """Gradients have names of their own: d_x_1 is that of x_1, not x's second."""
+    case = gpt2(layers=2, dropout=0.1)
+    plan = make_plan("dp=2,tp=2", zero=3, precision=precision)
+    locals_: list[LocalStage] = []
+
+    def watch(_: str, made: object) -> None:
+        if isinstance(made, LocalStage):
+            locals_.append(made)
+
+    traced = capture_model(case.model, case.batch, None, plan.lowering)
+    compile_program(traced, plan, PLAIN, watch)
+    told = [
+        (local.texts[v.name], v)
+        for local in locals_
+        for node in local.whole_backward
+        for v in node.results
+        if v.name in local.texts
+    ]
+    assert len(told) > 50
+    for text, v in told:
+        dims = re.sub(r"\([^)]*\)", "merged", text.partition("]")[0][1:])
+        assert len([d for d in dims.split(",") if d]) == len(v.shape), (v, text)

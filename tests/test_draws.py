@@ -156,7 +156,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("tp=0", {}, "size 0"),
     ("dp=2", {"zero": 4}, "zero=4"),
     ("tp=2", {"zero": 1}, "no axis whose ranks hold the same"),
-    ("cp=2", {"zero": 1, "cp_layout": "zigzag"}, "no axis whose ranks hold the same"),
     (
         "cp=2",
         {"context_parallel": "ulysses", "cp_layout": "zigzag"},

@@ -59,10 +59,14 @@ def test_a_rank_of_gpt2_is_a_text_that_a_person_reads() -> None:
     for mesh, zero in [
         ("dp=4", 3),
         ("dp=2,tp=2", 3),
-        ("cp=2,dp=2", 1),
+        ("cp=2,dp=2", 3),
         ("cp=2,tp=2", 0),
     ]:
         assert lines(case.compile(mesh, zero=zero)) < 400, mesh
+    half = case.compile("dp=2,tp=2", zero=3, precision="bf16")
+    assert lines(half) < 480
+    for text in half.modules.values():  # casts, made once, are read by all layers
+        assert len(re.findall(r"for i in (?:reversed\()?range\(12\)", text)) == 4
 
 
 class Shadows(nn.Module):
@@ -350,6 +354,30 @@ def test_what_a_copied_tensor_is_made_of_is_let_go_of_first() -> None:
         "stacked = aten.stack.default([part_0, part_1, part_2])",
         "del part_0, part_1, part_2",
         "out = stacked.permute([1, 0, 2]).reshape([2, 9])",
+    ]
+
+
+def test_casts_and_views_of_one_tensor_are_one_statement() -> None:
+    """A cast copies: what was made before it, if anything, is let go of after it."""
+    graph = Graph.parse("""
+        input %x f32[2,3]
+        f32[6] %flat = reshape(%x, [6])
+        bf16[6] %half = to.dtype(%flat, torch.bfloat16)
+        bf16[3,2] %view = reshape(%half, [3, 2])
+        bf16[3,2] %less = neg(%view)
+        f32[3,2] %out = to.dtype(%less, torch.float32)
+        return %out
+    """)
+    nodes, (out,) = list(graph.nodes), graph.outputs
+    part = Part(nodes, [out])
+    alive = Alive(Storages(nodes, ["out"], {v.name: v.bytes for v in graph.inputs}))
+    writer = Function({}, {}, HandOver([part], {}), 0, alive)
+    writer.arrive(graph.inputs, (), ())
+    lines = writer.body(nodes, [out])
+    assert [line for line in lines if not line.startswith("del ")] == [
+        "view = x.reshape([6]).to(torch.bfloat16).reshape([3, 2])",
+        "less = torch.neg(view)",
+        "out = less.to(torch.float32)",
     ]
 
 

@@ -7,7 +7,8 @@ from math import prod
 import pytest
 import torch
 from cases import Case
-from models import gpt2, llama, plain_gpt
+from models import gpt2, llama, plain_gpt, token_batch
+from test_context_parallel import Positions, next_token
 from test_step import check_trajectory
 from torch import nn
 
@@ -77,6 +78,33 @@ def test_who_shares_and_who_replicates(mesh, split, pending):
     program = plain_gpt(layers=1).compile(mesh, zero=3)
     spec = program.parameters["blocks.0.mlp.up.weight"]
     assert (spec.pattern, spec.pending) == (f"{split} embed", pending)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_ranks_whose_rows_lie_in_zigzag_share_parameters_in_one_piece(zero):
+    plan = {"zero": zero, "zigzag": ("cp",)}
+    gpt2(layers=2).double().verify("cp=2,dp=2", 2, **plan)
+    case = Case(Positions(), token_batch(seq=12), next_token).double()
+    case.verify("dp=2,cp=2", 1, **plan)
+    found = case.compile("dp=2,cp=2", 1, **plan).parameters
+    over = {
+        n: {a for dim in p.slots for axes in dim for a in axes}
+        for n, p in found.items()
+    }
+    assert over.pop("table") == {"dp"}  # its rows are moved as those of samples are
+    assert {"dp", "cp"} in over.values()
+
+
+def test_what_two_axes_share_comes_by_one_message():
+    """And leaves by one: of a block, over all ranks that share it."""
+    program = plain_gpt(layers=2).compile("dp=2,cp=2", zero=3, zigzag=("cp",))
+    moved = {
+        c.axes
+        for c in program.communication
+        if c.kind in ("all_gather", "reduce_scatter")
+    }
+    assert moved == {("dp", "cp"), ("cp",)}  # those of keys and values are on cp
+    assert rank_elements(program) == rank_elements(plain_gpt(layers=2).compile("")) / 4
 
 
 UNEVEN = [

@@ -68,11 +68,8 @@ class Candidate:
     @cached_property
     def data_parallel(self) -> int:
         """The ranks that share out parameters with ZeRO, those of experts too: which
-        would hold the same in one piece. On cp rows lie in zigzag, which shares have no
-        part in, but where all ranks see all rows (see `autopar.options.make_plan`)."""
-        ranks = self.mesh.axis_size(self.sharing)
-        whole = self.context_parallel == "ulysses" or ranks == 1
-        return ranks * (self.mesh.axis_size("cp") if whole else 1)
+        would hold the same."""
+        return self.mesh.axis_size(self.sharing) * self.mesh.axis_size("cp")
 
     @cached_property
     def placement(self) -> tuple[int, ...]:

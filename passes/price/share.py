@@ -79,10 +79,7 @@ class _Shares:
         self.account, self.zero = account, candidate.shares
         sizes = {a: n for a, n in candidate.mesh.axes if n > 1}
         own = [a for a in (candidate.sharing, "cp") if a in sizes]
-        if candidate.data_parallel == candidate.mesh.axis_size(candidate.sharing):
-            own = [a for a in own if a != "cp"]
         order = list(sizes)
-        self.sizes = sizes
         self.of_experts = tuple(sorted(own, key=order.index))
         both = [*own, *(a for a in ("ep",) if a in sizes)]
         self.replicated = tuple(a for a in ("dp",) if a in sizes and a not in own)
@@ -111,21 +108,15 @@ class _Shares:
         again = what == "gathered" and part != FORWARD
         return calls + bool(alone and calls and not again)
 
-    def messages(self, what: str, part: str) -> dict[str, tuple[float, float]]:
-        """Axis -> calls, and bytes of what is whole on it: what the innermost axis
-        gathers first the next ones gather of."""
+    def messages(
+        self, what: str, part: str
+    ) -> dict[tuple[str, ...], tuple[float, float]]:
+        """Axes -> calls, and bytes of what is whole: one message for all axes."""
         account, calls = self.account, self.calls(what, part)
-        whole = account[f"{what} bytes", part]
         experts = account[f"{what} bytes of experts", part]
-        found = dict.fromkeys(self.of_others, 0.0)
-        for axes, size in (
-            (self.of_others, whole - experts),
-            (self.of_experts, experts),
-        ):
-            for axis in axes:
-                found[axis] += size
-                size /= self.sizes[axis]
-        return {axis: (calls, size) for axis, size in found.items() if size > 0}
+        sizes = {self.of_others: account[f"{what} bytes", part] - experts}
+        sizes[self.of_experts] = sizes.get(self.of_experts, 0.0) + experts
+        return {axes: (calls, n) for axes, n in sizes.items() if axes and n > 0}
 
 
 def _sum_shares(account: Account, mine: _Shares, found: dict[Key, float]) -> None:
@@ -143,9 +134,9 @@ def _move_by_block(account: Account, mine: _Shares, found: dict[Key, float]) -> 
     """Messages of parameters and gradients, of each microbatch or once a step."""
 
     def add(where: str, kind: str, what: str, part: str) -> None:
-        for axis, (calls, size) in mine.messages(what, part).items():
+        for axes, (calls, size) in mine.messages(what, part).items():
             for of, n in (("calls", calls), ("bytes", size)):
-                key = of, BESIDE + where, kind, axis
+                key = of, BESIDE + where, kind, *axes
                 found[key] = found.get(key, 0.0) + n
 
     add(FORWARD if mine.zero == 3 else STEP, "all_gather", "gathered", FORWARD)

@@ -2,13 +2,12 @@
 
 Moves are found axis by axis. Where a value split over axes one inside of the other is
 gathered over both, or a sum pending over both is scattered, one collective over all
-their ranks moves the same bytes in half as many messages. Parameters are left alone:
-theirs are timed by block, see `passes.stage.overlap`.
+their ranks moves the same bytes in half as many messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..graph import Graph, Node
@@ -19,13 +18,9 @@ GATHER, SCATTER = "comm.all_gather", "comm.reduce_scatter"
 
 
 def fuse_collectives(
-    graph: Graph,
-    shardings: Mapping[str, Sharding],
-    order: Sequence[str],
-    apart: Collection[str],
+    graph: Graph, shardings: Mapping[str, Sharding], order: Sequence[str]
 ) -> Graph:
-    """The graph with collectives joined. order: of axes, as ranks lie on the mesh.
-    apart: names of values that are not moved together."""
+    """The graph with collectives joined. order: of axes, as ranks lie on the mesh."""
     consumers = graph.consumers()
     outputs = {v.name for v in graph.outputs}
     made: dict[str, Node] = {}
@@ -34,7 +29,7 @@ def fuse_collectives(
         if first is not None and _follows(first, node, shardings, order):
             x, between = first.operands[0], first.out.name
             alone = len(consumers[between]) == 1 and between not in outputs
-            if alone and x.name not in apart:
+            if alone:
                 del made[between]
                 node = replace(node, args=(x, _joined(first, node), *node.args[2:]))
         made[node.results[0].name] = node

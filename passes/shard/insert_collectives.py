@@ -81,10 +81,7 @@ def insert_collectives(sharded: Sharded) -> Lowered:
     outputs = (loss, *map(lowering.bring_out, others))
     new = prune(replace(graph, nodes=tuple(lowering.builder.nodes), outputs=outputs))
     origins = find_origins(new)
-    resting = {name for name, own in origins.items() if own is Origin.PARAM}
-    new = fuse_collectives(
-        new, shardings, [axis for axis, _ in plan.mesh.axes], resting
-    )
+    new = fuse_collectives(new, lowering.shardings, [a for a, _ in plan.mesh.axes])
     return Lowered(
         sharded.named.traced,
         plan,

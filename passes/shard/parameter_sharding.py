@@ -25,7 +25,7 @@ import torch
 from ..capture.lower_precision import CAST
 from ..dims.name_dims import Dims
 from ..graph import Graph, Node, Value
-from ..mesh import TIME
+from ..mesh import TIME, as_axes
 from ..ops.op import op_of
 from ..plan import Plan
 from ..shard.resharding import R, V
@@ -77,7 +77,9 @@ def parameter_sharding(
         if place is not None:
             state = state.with_split(place, axis, order)
     for axis in plan.parameter_axes if shared else ():
-        if state.place(axis) is None:
+        # What is moved as rows in zigzag are is no share in one piece.
+        as_rows = axis in plan.zigzag and any(use.state(axis) != V for use in uses)
+        if state.place(axis) is None and not as_rows:
             state = split_parameter(dims, state, axis, sizes)
     return state
 
@@ -195,5 +197,5 @@ def gathered_axes(graph: Graph) -> dict[str, tuple[str, ...]]:
             continue
         origin[node.out.name] = name
         if node.op == GATHER:
-            found.setdefault(name, []).append(node.args[1])
+            found.setdefault(name, []).extend(as_axes(node.args[1])[::-1])
     return {name: tuple(dict.fromkeys(axes)) for name, axes in found.items()}

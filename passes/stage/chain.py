@@ -9,6 +9,7 @@ from ..cost import NodeCosts, Seconds
 from ..dims.origins import Origin
 from ..errors import StageError
 from ..graph import Node, Value
+from ..mesh import as_axes
 from ..shard.insert_collectives import Lowered
 from ..shard.parameter_sharding import GATHER
 from ..stage.even_ranks import even_ranks
@@ -70,7 +71,8 @@ class Chain:
             gathers: dict[str, Node] = {}
             for v in node.operands:
                 gathers |= found.get(v.name, {})
-            if node.op == GATHER and node.args[1] in plan.parameter_axes:
+            axes = as_axes(node.args[1]) if node.op == GATHER else ()
+            if set(axes) & set(plan.parameter_axes):
                 gathers[node.out.name] = node
             found |= {v.name: gathers for v in node.results}
         return found

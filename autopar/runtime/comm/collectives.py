@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.passes.mesh import Axes, Mesh, as_axes, balanced
+from autopar.passes.mesh import Axes, Mesh, as_axes
 from autopar.passes.shard.layout import extent
 from autopar.runtime.comm import ring_attention
 from autopar.runtime.comm.coalesced import Layout
 from autopar.runtime.comm.expert_routing import Routing
 from autopar.runtime.comm.flat_buffers import (
     by_row,
-    by_share,
     from_front,
     in_order,
     joined,
@@ -75,7 +74,9 @@ class Collectives(Routing, ABC):
 
         sizes: the extent of each rank's shard, where they are not all the same.
         """
-        return self.wait(self.start_gather([x], axis, [dim], [sizes]))[0]
+        whole = self.wait(self.start_gather([x], axis, [dim], [sizes]))[0]
+        dim = from_front(x, dim)
+        return by_row(whole, dim, self.layout(whole.shape[dim], axis))
 
     def reduce_scatter(self, x: Tensor, axis: Axes, dim: int) -> Tensor:
         """x [..., whole, ...] -> [..., my share, ...] of the sum over the axis."""
@@ -142,7 +143,8 @@ class Collectives(Routing, ABC):
         dims: Sequence[int],
         sizes: Sequence[Sequence[int] | None],
     ) -> CoalescedWork:
-        """Begin an all_gather of each, as one; they may change meanwhile."""
+        """Begin an all_gather of each, as one; they may change meanwhile. axis: of
+        several the outermost first, in the order of the mesh."""
         dims = [from_front(x, dim) for x, dim in zip(shards, dims, strict=True)]
         along = [
             self._sizes(x, axis, dim, own)
@@ -162,10 +164,9 @@ class Collectives(Routing, ABC):
         )  # fmt: skip
         alone = len(ranks) == 1
         work = Arrived(rows) if alone else self._start_gather(rows, ranks)
-        wholes = [self.layout(sum(own), axis) for own in along]
 
         def join(rows: Tensor) -> list[Tensor]:
-            joined = list(map(by_row, layout.join(rows), dims, wholes))
+            joined = layout.join(rows)
             if not layout.joins_in_place:
                 free_storage(rows)
             return joined
@@ -173,21 +174,17 @@ class Collectives(Routing, ABC):
         return CoalescedWork(work, join)
 
     def start_scatter(
-        self, wholes: Sequence[Tensor], axis: str, dims: Sequence[int]
+        self, wholes: Sequence[Tensor], axis: Axes, dims: Sequence[int]
     ) -> CoalescedWork:
         """Begin a reduce_scatter of each, as one; they may change meanwhile."""
-        ranks, me = self.ranks((axis,)), self.coords[axis]
-        wholes = [
-            by_share(x, dim, self.layout(x.shape[dim], axis))
-            for x, dim in zip(wholes, dims, strict=True)
-        ]
+        me = self.place(axis)
         along = [
-            balanced(x.shape[dim], len(ranks))
+            self.extents(x.shape[dim], axis)
             for x, dim in zip(wholes, dims, strict=True)
         ]
         layout = Layout.of(wholes, dims, along)
         flat = layout.split(wholes)
-        self._enter("reduce_scatter", (axis,), flat, dims=dims)
+        ranks = self._enter("reduce_scatter", as_axes(axis), flat, dims=dims)
         work = (
             Arrived(flat)
             if len(ranks) == 1

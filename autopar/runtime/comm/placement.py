@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from autopar.passes.mesh import TIME, Axes, Mesh, as_axes
+from autopar.passes.mesh import TIME, Axes, Mesh, as_axes, nested
 from autopar.passes.shard.layout import Pieces, extent, layout, within
 from autopar.runtime.comm.step_state import StepState
 
@@ -48,6 +48,11 @@ class Placement:
         if axis == TIME:
             return layout(n, self.state.microbatches)
         return layout(n, len(self.ranks((axis,))), axis in self.state.zigzag)
+
+    def extents(self, n: int, axes: Axes) -> tuple[int, ...]:
+        """How much of a parameter's dim of n each rank on these axes holds at rest: one
+        piece, after that of the rank before it."""
+        return nested(n, (self.mesh.axis_size(axis) for axis in as_axes(axes)))
 
     def pieces(
         self,
