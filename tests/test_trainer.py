@@ -61,7 +61,7 @@ def of_one_device(folder: str) -> list[dict[str, float]]:
         model,
         arguments(folder, 8),
         train_dataset=data[:40],
-        eval_dataset=data[40:],
+        eval_dataset=data[40:47],
         compute_metrics=hits,
     )
     trainer.train()
@@ -92,7 +92,7 @@ def on_a_rank(
             model,
             arguments(folder, 4 if "dp" in mesh else 8),
             train_dataset=data[:40],
-            eval_dataset=data[40:],
+            eval_dataset=data[40:47],
             compute_metrics=hits,
             parallel=parallel,
         )

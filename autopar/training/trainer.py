@@ -114,10 +114,9 @@ class Trainer(transformers.Trainer):
         if args.label_names is None:
             self.label_names = find_labels(type(model))
         self.can_return_loss = can_return_loss(type(model))
-        # Nothing wraps the model; every rank has all of what is evaluated; norms are
-        # of the whole model.
-        self.accelerator.prepare_model = _as_it_is
-        self.gather_function = self.accelerator.gather_for_metrics = _as_it_is
+        # Nothing wraps the model; every rank has all of what is evaluated, of which a
+        # short last batch counts by its samples; norms are of the whole model.
+        self.accelerator.prepare_model = self.accelerator.gather = _as_it_is
         self.accelerator.clip_grad_norm_ = self._clip
         self._share_out(1, 0)
 
