@@ -111,8 +111,9 @@ class Options(TypedDict, total=False):
         str,
         Option(
             "full keeps of each layer its input alone from forward to backward, "
-            "selective leaves out spelled-out attention scores; auto chooses for each "
-            "layer what takes the least time and fits into --memory",
+            "selective leaves out spelled-out attention scores and what ranks gather "
+            "of each other; auto chooses for each layer what takes the least time and "
+            "fits into --memory",
             SEARCHED,
             RECOMPUTE,
             auto=True,

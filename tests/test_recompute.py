@@ -63,6 +63,35 @@ def test_selective_recompute_keeps_no_scores() -> None:
     assert squares["selective"] == 0
 
 
+def test_selective_recompute_gathers_again_and_changes_no_bit() -> None:
+    """Each rank keeps its own rows of what products read whole: half of them."""
+    case = plain_gpt(layers=4).double()
+    kept, loss, grads = gradients(case, "tp=2", "none")
+    again, loss_again, grads_again = gradients(case, "tp=2", "selective")
+    assert torch.equal(loss, loss_again)
+    assert all(torch.equal(grads[n], grads_again[n]) for n in grads)
+    (before,), (after,) = kept.stages, again.stages
+    hidden = next(iter(kept.parameters.values())).shape[-1]
+    batch, seq = case.batch["ids"].shape
+    whole = 8 * (batch // 2) * seq * hidden  # one of two microbatches
+    less = before.footprint.saved - after.footprint.saved
+    assert less == 4 * 2 * whole / 2  # of each layer what qkv and the mlp read
+
+
+def test_selective_recompute_gathers_no_weight_once_more() -> None:
+    """With ZeRO-3 these come by block anyway, forward and backward."""
+    case = plain_gpt(layers=4)
+    calls = {}
+    for policy in ("none", "selective"):
+        program = case.compile("dp=2,tp=2", 2, recompute=policy, zero=3)
+        (stage,) = program.stages
+        calls[policy] = {
+            key: n for key, n in stage.account.items() if key.startswith("calls/")
+        }
+    more = {k for k, n in calls["selective"].items() if n > calls["none"].get(k, 0)}
+    assert more == {"calls/backward/all_gather/tp"}
+
+
 def count_square(program) -> int:
     """Values that forward hands to backward and that have seq twice."""
     (text,) = program.modules.values()

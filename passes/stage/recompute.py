@@ -4,7 +4,8 @@ full       of each layer only what enters it is kept (GPipe's re-materialisation
            2019, section 2.3).
 selective  the core of attention, what has a row and a column for each token, is made
            again where the model spells it out (Korthikanti 2022, section 5). A fused
-           attention kernel keeps none of it anyway.
+           attention kernel keeps none of it anyway. What ranks gather of each other is
+           gathered again, and each keeps its own part (section 4.2.2).
 
 A layer is run again right before its backward begins, by the very same nodes, so that
 gradients are bitwise as without.
@@ -111,6 +112,14 @@ def squares(nodes: Sequence[Node], dims: Mapping[str, Dims]) -> set[str]:
     return {name for name in made if owners.get(name, name) in storages}
 
 
+def gathered(nodes: Sequence[Node]) -> set[str]:
+    """Names of what is gathered of other ranks, and of what shares its memory."""
+    made = {v.name for n in nodes if n.op == "comm.all_gather" for v in n.results}
+    owners = find_owners(nodes)
+    names = (v.name for n in nodes for v in n.results)
+    return {name for name in names if owners.get(name, name) in made}
+
+
 def add_unnamed(
     large: Collection[str], nodes: Sequence[Node], dims: Mapping[str, Dims]
 ) -> set[str]:
@@ -137,8 +146,8 @@ def none(*_: object) -> set[str]:
 
 
 def selective(whole: Nodes, forward: Nodes, dims: Mapping[str, Dims]) -> set[str]:
-    """The core of attention."""
-    return add_unnamed(squares(whole, dims), forward, dims)
+    """The core of attention, and what ranks gather of each other."""
+    return add_unnamed(squares(whole, dims), forward, dims) | gathered(forward)
 
 
 def full(_: Nodes, forward: Nodes, *__: object) -> set[str]:
