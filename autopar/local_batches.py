@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, DistributedSampler
 
 from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import TIME
@@ -45,18 +44,6 @@ class DataRank:
             n = plan.mesh.axis_size(axis)
             self.size *= n
             self.index = self.index * n + plan.mesh.coords(rank)[axis]
-
-    def sampler(
-        self,
-        dataset: Dataset[Any],
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = True,
-    ) -> DistributedSampler[Any]:
-        """The samples of a dataset that this rank loads, for `DataLoader(sampler=)`."""
-        return DistributedSampler(
-            dataset, self.size, self.index, shuffle, seed, drop_last
-        )
 
     def whole_like(
         self, batch: Mapping[str, Any], inputs: Inputs = NOTHING
@@ -119,7 +106,7 @@ def batches(roll: RollCall, loader: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def _length(loader: Iterable[Any]) -> int | None:
-    """Of a loader, if it has one: that of an iterable dataset need not."""
+    """Returns that of a loader; None where it has none, as of an iterable dataset."""
     try:
         return len(loader) if isinstance(loader, Sized) else None
     except TypeError:

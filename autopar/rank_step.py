@@ -242,7 +242,8 @@ class RankStep(HeldState):
         Each of the data ranks has as many. Call its `set_epoch` to shuffle anew. Like
         `torch.utils.data.DistributedSampler`, of the ranks that share the batch.
         """
-        return self.data.sampler(dataset, shuffle, seed, drop_last)
+        ranks = self.data_ranks, self.data_rank
+        return DistributedSampler(dataset, *ranks, shuffle, seed, drop_last)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """A loader's batches, for as long as every rank has one.

@@ -21,7 +21,10 @@ from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import Program
 from autopar.proof.expected import TOLERANCE
 from autopar.proof.prove_program import prove_program
+from autopar.proof.ranks import local_parameters
 from autopar.proof.verification import Verification
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.execute.executor import Executor
 from autopar.step import Step
 from autopar.verify import verify
 
@@ -95,6 +98,12 @@ class Case(NamedTuple):
             tolerance = tolerance or TOLERANCE[torch.float64]
         given = (self.model, self.batch, self.loss_fn)
         return verify(program, *given, 3, tolerance, drawn).check()
+
+
+def on_rank(program: Program, comm: Comm, model: nn.Module) -> Executor:
+    """What runs a program on a rank, with its shares of a model's parameters."""
+    held = local_parameters(program, comm, dict(model.named_parameters()))
+    return Executor(program, comm, held, dict(model.named_buffers()))
 
 
 TRACED: dict[Hashable, Traced] = {}

@@ -7,12 +7,13 @@ import os
 import pathlib
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from autopar.passes.pipeline import compile_program
+from autopar.passes.shard import documents, layout
 from autopar.passes.stage.emit import emit
 from autopar.passes.watch import check
 
@@ -47,6 +48,16 @@ def unrolled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Emitted texts have a statement a node, which is easier to count."""
     flat = functools.partial(emit, outlined=False)
     monkeypatch.setattr("autopar.passes.emit_modules.emit", flat)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Attention has several tiles of rows in little models."""
+    monkeypatch.setattr(layout, "LEAST_ROWS", 4)
+    monkeypatch.setattr(documents, "FEW", 4)
+    layout.window_tiles.cache_clear()
+    yield
+    layout.window_tiles.cache_clear()
 
 
 @pytest.fixture

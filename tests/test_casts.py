@@ -8,14 +8,13 @@ from math import prod
 
 import pytest
 import torch
+from cases import on_rank
 from models import gpt2, plain_gpt
 from test_precision import sizes_of
 
 from autopar.passes.program import Program
-from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
-from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.running_stage import Batch
 
 
@@ -94,10 +93,9 @@ def test_the_footprint_is_what_a_step_keeps(zero):
     """Against the tensors that an emitted prologue and forward return."""
     case = plain_gpt(layers=2)
     program = case.compile("dp=2", precision="bf16", zero=zero)
-    wholes = dict(case.model.named_parameters())
 
     def body(comm: Comm) -> tuple[int, int]:
-        executor = Executor(program, comm, local_parameters(program, comm, wholes), {})
+        executor = on_rank(program, comm, case.model)
         stage = executor.stages[0]
         held = (comm, stage.tensors, stage.constants)
         batch = Batch(case.batch)

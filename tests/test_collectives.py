@@ -7,14 +7,12 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from cases import Case
+from cases import Case, on_rank
 from models import gpt2, plain_gpt
 
 from autopar.passes.program import Program
-from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
-from autopar.runtime.execute.executor import Executor
 
 CALL = re.compile(r"= c\.(all_reduce|all_gather|reduce_scatter|all_to_all)\(")
 
@@ -49,10 +47,7 @@ def traffic(case: Case, program: Program) -> list[Counter[str]]:
     """What each rank calls in a step: kind -> how often, but for what it does alone."""
 
     def body(comm: Comm) -> Counter[str]:
-        wholes = dict(case.model.named_parameters())
-        held = local_parameters(program, comm, wholes)
-        executor = Executor(program, comm, held, dict(case.model.named_buffers()))
-        executor.step(case.batch)
+        on_rank(program, comm, case.model).step(case.batch)
         calls = Counter({kind: t.calls for (kind, _), t in comm.log.items()})
         calls["reduce_ranks_"] -= 1  # the loss at the end of the step
         return +calls

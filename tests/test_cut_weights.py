@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Case, plan
+from cases import Case, on_rank, plan
 from models import VOCAB, WIDTH, randomize, token_batch
 from torch import Tensor, nn
 
@@ -28,11 +28,9 @@ from autopar.passes.dims.name_dims import name_dims
 from autopar.passes.program import Program
 from autopar.passes.shard.insert_collectives import insert_collectives
 from autopar.passes.shard.propagate import propagate
-from autopar.proof.ranks import local_parameters
 from autopar.rank_step import RankStep
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
-from autopar.runtime.execute.executor import Executor
 from autopar.runtime.parameters.shards import local_shape
 
 CLIP = 0.5
@@ -135,9 +133,7 @@ def drawn(seed: int) -> tuple[Case, str, int, dict[str, object]]:
 def step_on(comm: Comm, program: Program, model: nn.Module) -> RankStep:
     """The step of one rank of a virtual mesh."""
     step = RankStep(comm.device)
-    held = local_parameters(program, comm, dict(model.named_parameters()))
-    executor = Executor(program, comm, held, dict(model.named_buffers()))
-    step.start(executor, *remember(model, program, {}))
+    step.start(on_rank(program, comm, model), *remember(model, program, {}))
     return step
 
 

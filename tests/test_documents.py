@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Case
+from cases import Case
+from test_windows import Attends, positions
 from torch import Tensor, nn
 
 from autopar.cli import main
@@ -22,9 +23,8 @@ from autopar.options import make_plan
 from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
 from autopar.passes.price.cluster import PLAIN
-from autopar.passes.shard import documents, layout
+from autopar.passes.shard import layout
 from autopar.passes.shard.documents import Run, document_tiles
-from autopar.passes.shard.layout import Pieces, window_tiles
 from autopar.proof import prove_program
 from autopar.runtime.comm import ring_attention
 from autopar.runtime.comm.comm import Comm
@@ -35,20 +35,6 @@ from examples.benchmarks.live_bytes import LiveBytes
 
 SEQ, WINDOW = 24, 5
 FIELDS = ("ids", "documents", "labels")
-
-
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Several tiles of rows in little models."""
-    monkeypatch.setattr(layout, "LEAST_ROWS", 4)
-    monkeypatch.setattr(documents, "FEW", 4)
-    window_tiles.cache_clear()
-    yield
-    window_tiles.cache_clear()
-
-
-def positions(pieces: Pieces) -> Tensor:
-    return torch.cat([torch.arange(a, a + n) for a, n in pieces])
 
 
 def runs_of(ids: Sequence[int]) -> tuple[Run, ...]:
@@ -117,11 +103,10 @@ def test_tiles_show_each_key_once(
         assert torch.equal(seen, want.long())
 
 
-class Attends(nn.Module):
+class OfDocuments(Attends):
     def __init__(self, form: str) -> None:
         super().__init__()
         self.form = form
-        self.q, self.kv, self.out = (nn.Linear(16, n) for n in (16, 16, 16))
 
     def mask(self, ids: Tensor) -> Tensor:
         """As people write it."""
@@ -138,19 +123,14 @@ class Attends(nn.Module):
         return (ids.unsqueeze(2).eq(ids.unsqueeze(1)) & causal).unsqueeze(1)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        samples, seq, width = x.shape
-        q = self.q(x).view(samples, seq, 4, 4).transpose(1, 2)
-        k, v = self.kv(x).view(samples, seq, 2, 2, 4).permute(2, 0, 3, 1, 4)
-        mask = self.mask(ids)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        return x + self.out(y.transpose(1, 2).reshape(samples, seq, width))
+        return self.attend(x, self.mask(ids))
 
 
 class Packed(nn.Module):
     def __init__(self, form: str, count: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(32, 16)
-        self.layers = nn.ModuleList(Attends(form) for _ in range(count))
+        self.layers = nn.ModuleList(OfDocuments(form) for _ in range(count))
         self.head = nn.Linear(16, 32)
 
     def forward(self, ids: Tensor, documents: Tensor, labels: Tensor) -> Tensor:

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from cases import on_rank
 from models import gpt2, plain_gpt
 
-from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
-from autopar.runtime.execute.executor import Executor
 
 
 @pytest.mark.matrix(quick=4)
@@ -31,12 +30,9 @@ def check_evaluation(build, mesh: str, **options) -> None:
     program = case.compile(mesh, 2, **options)
 
     def body(comm: Comm):
-        parameters = local_parameters(
-            program, comm, dict(case.model.named_parameters())
-        )
-        executor = Executor(program, comm, parameters, dict(case.model.named_buffers()))
+        executor = on_rank(program, comm, case.model)
         first = executor.evaluate(case.batch)
-        assert all(p.grad is None for p in parameters.values())
+        assert all(p.grad is None for p in executor.parameters.values())
         assert not any(stage.saved for stage in executor.stages.values())
         trained = executor.step(case.batch)
         again = executor.evaluate(case.batch)

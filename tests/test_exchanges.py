@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 import torch
+from cases import on_rank
 from plans import BATCH, CONFIG, small_program
 from processes import run_ranks
 from schedules import SIZES, all_schedules, by_name, lowered, named
@@ -29,11 +30,9 @@ from autopar.passes.schedule.schedule import (
     ScheduleError,
     add_communication,
 )
-from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm, CommError
 from autopar.runtime.comm.process_groups import ProcessComm
 from autopar.runtime.comm.virtual import run_virtual
-from autopar.runtime.execute.executor import Executor
 from examples.gpt import build
 
 FORWARD = (Kind.F, Kind.SEND_F, Kind.RECV_F)
@@ -126,10 +125,9 @@ def test_what_needs_the_other_s_message_does_not_go_with_it():
 def step(program: Program, comm: Comm) -> list[torch.Tensor]:
     """The loss of a step, of an evaluation, and this rank's gradients."""
     model, batch = build(CONFIG, BATCH)
-    held = local_parameters(program, comm, dict(model.named_parameters()))
-    executor = Executor(program, comm, held, dict(model.named_buffers()))
+    executor = on_rank(program, comm, model)
     found = [executor.step(batch), executor.evaluate(batch)]
-    return found + [p.grad for p in held.values() if p.grad is not None]
+    return found + [p.grad for p in executor.parameters.values() if p.grad is not None]
 
 
 def on_virtual(program: Program, turns: bool) -> list[list[torch.Tensor]]:

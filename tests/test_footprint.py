@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import on_rank
 from processes import run_ranks
 
 import autopar
@@ -16,11 +17,9 @@ from autopar.passes.plan import Plan
 from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import Program
 from autopar.passes.schedule.footprint import Footprint
-from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm import process_groups
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
-from autopar.runtime.execute.executor import Executor
 from examples.benchmarks.live_bytes import LiveBytes
 from examples.gpt import GPT, Config
 
@@ -42,8 +41,7 @@ def run_watched(schedule: str) -> tuple[Program, dict[tuple[int, str], Any]]:
     measured: dict[tuple[int, str], Any] = {}
 
     def body(comm: Comm) -> None:
-        parameters = local_parameters(program, comm, dict(model.named_parameters()))
-        executor = Executor(program, comm, parameters, {})
+        executor = on_rank(program, comm, model)
         for index, stage in executor.stages.items():
             for part in PARTS & stage.module.keys():
                 run = stage.module[part]
@@ -119,8 +117,7 @@ def test_traffic_is_that_of_a_run() -> None:
 
 
 def log_of(comm, model, batch, program):
-    parameters = local_parameters(program, comm, dict(model.named_parameters()))
-    Executor(program, comm, parameters, {}).step(batch)
+    on_rank(program, comm, model).step(batch)
     return {key: (t.calls, t.bytes) for key, t in comm.log.items()}
 
 

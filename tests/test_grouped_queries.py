@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Case
+from cases import Case, on_rank
 from models import llama
 from torch import Tensor, nn
 
@@ -36,10 +36,8 @@ from autopar.planner.planner import (
     plan_of,
 )
 from autopar.planner.request import PlanRequest
-from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
-from autopar.runtime.execute.executor import Executor
 from autopar.runtime.kernels.sdpa import attention, attention_backward
 from autopar.verify import verify
 from examples.benchmarks.live_bytes import LiveBytes
@@ -120,12 +118,9 @@ def moved(method: str, kv_heads: int) -> Counter[str]:
 def logged(method: str, layers: int, kv_heads: int) -> Counter[str]:
     case = llama(layers=layers, kv_heads=kv_heads)
     program = case.compile("cp=2", **options(method))
-    parameters = dict(case.model.named_parameters())
-    buffers = dict(case.model.named_buffers())
 
     def body(comm: Comm) -> Counter[str]:
-        own = local_parameters(program, comm, parameters)
-        Executor(program, comm, own, buffers).step(case.batch)
+        on_rank(program, comm, case.model).step(case.batch)
         return Counter({kind: t.bytes for (kind, _), t in comm.log.items()})
 
     return run_virtual(program.mesh, 1, body)[0]

@@ -7,11 +7,11 @@ from dataclasses import replace
 from math import prod
 
 import pytest
+from cases import on_rank
 from plans import BATCH, CONFIG, small_program
 
 from autopar.passes.mesh import MeshError
 from autopar.passes.schedule.simulate_schedule import grid
-from autopar.proof.ranks import local_parameters
 from autopar.reports.inspection import (
     communication_table,
     messages_of_a_step,
@@ -27,7 +27,6 @@ from autopar.reports.tables import Table, ranges
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.execute.emitted import InspectionError, listing, sends_of
-from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.running_stage import load_module
 from autopar.terminal import WIDTH
 from autopar.units import count, seconds, size
@@ -182,11 +181,9 @@ def test_communication_is_what_ranks_do(zero: int) -> None:
     """The table is the log of a real step, but for what finds the loss."""
     program = small_program("pp=2,dp=2,tp=2", zero=zero)
     model, batch = build(CONFIG, BATCH)
-    buffers = dict(model.named_buffers())
 
     def body(comm: Comm) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
-        held = local_parameters(program, comm, dict(model.named_parameters()))
-        Executor(program, comm, held, buffers).step(batch)
+        on_rank(program, comm, model).step(batch)
         return {k: (t.calls, t.bytes) for k, t in comm.log.items()}
 
     logs = run_virtual(program.mesh, program.plan.microbatches, body)

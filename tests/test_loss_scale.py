@@ -6,16 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Case
+from cases import Case, on_rank
 from models import plain_gpt
 
 import autopar
 from autopar.passes.errors import AutoparError
-from autopar.proof.ranks import local_parameters, run_all_ranks
+from autopar.proof.ranks import run_all_ranks
 from autopar.proof.reference import reference_step
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
-from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.loss_scale import INTERVAL, LossScale
 
 
@@ -53,11 +52,10 @@ def steep(gain: float) -> Case:
 def test_an_overflow_on_one_stage_is_one_on_all():
     case = steep(2.0**6)
     program = case.compile("pp=2,dp=2", 2, precision="fp16")
-    wholes = dict(case.model.named_parameters())
 
     def body(comm: Comm) -> list[tuple[float, int, bool]]:
-        held = local_parameters(program, comm, wholes)
-        executor = Executor(program, comm, held, {})
+        executor = on_rank(program, comm, case.model)
+        held = executor.parameters
         assert executor.loss_scale is not None
         seen = []
         for _ in range(8):

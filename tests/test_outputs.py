@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Case
+from cases import Case, on_rank
 from models import VOCAB, Stack, randomize, token_batch
 from processes import run_ranks
 from torch import Tensor, nn
@@ -23,10 +23,8 @@ from autopar.passes.program import Program
 from autopar.passes.read_program import read_program
 from autopar.proof.errors import VerificationFailed
 from autopar.proof.prove_program import prove_program
-from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
-from autopar.runtime.execute.executor import Executor
 
 WANTED = ("logits", "hidden.0", "guess", "seen")
 
@@ -71,9 +69,7 @@ def run(of: Case, program: Program, *wanted: str) -> list[Mapping[str, Tensor]]:
     """The step's metrics, and outputs of an evaluation, on each rank."""
 
     def body(comm: Comm) -> Mapping[str, Tensor]:
-        weights = dict(of.model.named_parameters())
-        held = local_parameters(program, comm, weights)
-        executor = Executor(program, comm, held, {})
+        executor = on_rank(program, comm, of.model)
         trained = {"loss": executor.step(of.batch), **executor.metrics}
         loss = executor.evaluate(of.batch)
         assert {"loss": loss, **executor.metrics} == trained

@@ -7,16 +7,14 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Case
+from cases import Case, on_rank
 from models import plain_gpt
 from torch import Tensor
 
 from autopar.passes.program import Program
-from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
 from autopar.runtime.comm.virtual_world import Mismatch
-from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.running_stage import Batch
 
 LEAVES = ("start_reduce_ranks_", "start_scatter")
@@ -37,8 +35,7 @@ def step(case: Case, program: Program, overlaps: bool = True) -> list[Seen]:
 
         for name in ("ready", *LEAVES):
             setattr(comm, name, partial(call, name, getattr(comm, name)))
-        held = local_parameters(program, comm, dict(case.model.named_parameters()))
-        executor = Executor(program, comm, held, dict(case.model.named_buffers()))
+        executor = on_rank(program, comm, case.model)
         executor.overlaps = overlaps
         executor.step(case.batch)
         return seen, executor.gradients.by_name
@@ -83,8 +80,7 @@ def test_parameters_come_as_they_are_read():
     program = case.compile("dp=2", 2, zero=1)
 
     def body(comm: Comm) -> list[int]:
-        held = local_parameters(program, comm, dict(case.model.named_parameters()))
-        stage = Executor(program, comm, held, {}).stages[0]
+        stage = on_rank(program, comm, case.model).stages[0]
         batch, traffic = Batch(case.batch), comm.log["all_gather", ("dp",)]
         batch.begin(stage.module["prologue"], comm, stage.tensors, stage.constants)
         started = [traffic.calls]

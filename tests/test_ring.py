@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Case
+from cases import Case, on_rank
 from models import Block, Stack, llama, plain_gpt, token_batch
 from processes import run_ranks
 from test_step import check_trajectory
@@ -20,11 +20,9 @@ from autopar.passes.errors import ShardingConflict
 from autopar.passes.mesh import Mesh, balanced, usual_split
 from autopar.passes.plan import CONTEXT_PARALLEL
 from autopar.passes.shard.layout import causal_tiles, extent, layout, within
-from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.process_groups import ProcessComm
 from autopar.runtime.comm.virtual import run_virtual
-from autopar.runtime.execute.executor import Executor
 from autopar.runtime.kernels import positions
 from examples.benchmarks.live_bytes import LiveBytes
 
@@ -297,8 +295,7 @@ def test_communication_is_what_ranks_do() -> None:
     program = case.compile("cp=4", 2, **RING)
 
     def body(comm: Comm) -> tuple[int, int]:
-        held = local_parameters(program, comm, dict(case.model.named_parameters()))
-        Executor(program, comm, held, {}).step(case.batch)
+        on_rank(program, comm, case.model).step(case.batch)
         traffic = comm.log["shift", ("cp",)]
         return traffic.calls, traffic.bytes
 
@@ -316,8 +313,8 @@ def test_what_a_forward_keeps_is_what_the_footprint_says(mesh) -> None:
     program = case.compile(mesh, **RING)
 
     def body(comm: Comm) -> int:
-        held = local_parameters(program, comm, dict(case.model.named_parameters()))
-        executor = Executor(program, comm, held, {})
+        executor = on_rank(program, comm, case.model)
+        held = executor.parameters
         stage = executor.stages[0]
         forward, kept = stage.module["forward"], []
         outside = {x.data_ptr() for x in (*held.values(), *stage.constants.values())}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -27,15 +26,6 @@ from autopar.verify import verify
 from examples.benchmarks.live_bytes import LiveBytes
 
 WINDOW, SEQ = 7, 24
-
-
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Several tiles of rows in little models."""
-    monkeypatch.setattr(layout, "LEAST_ROWS", 3)
-    window_tiles.cache_clear()
-    yield
-    window_tiles.cache_clear()
 
 
 def positions(pieces: Pieces) -> Tensor:
@@ -64,21 +54,31 @@ def test_tiles_show_each_key_once(
 
 
 class Attends(nn.Module):
-    def __init__(self, window: int | None) -> None:
+    """2 heads of keys for 4 of queries; a kind of it says what rows see."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.window = window
         self.q, self.kv, self.out = (nn.Linear(16, n) for n in (16, 16, 16))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def attend(self, x: Tensor, mask: Tensor) -> Tensor:
         samples, seq, width = x.shape
         q = self.q(x).view(samples, seq, 4, 4).transpose(1, 2)
         k, v = self.kv(x).view(samples, seq, 2, 2, 4).permute(2, 0, 3, 1, 4)
-        at = torch.arange(seq, device=x.device)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return x + self.out(y.transpose(1, 2).reshape(samples, seq, width))
+
+
+class Windowed(Attends):
+    def __init__(self, window: int | None) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1], device=x.device)
         mask = at[None] <= at[:, None]
         if self.window is not None:
             mask = mask & (at[None] > at[:, None] - self.window)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        return x + self.out(y.transpose(1, 2).reshape(samples, seq, width))
+        return self.attend(x, mask)
 
 
 class InTurn(nn.Module):
@@ -88,7 +88,7 @@ class InTurn(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(32, 16)
         windows = [window if i % 2 else None for i in range(count)]
-        self.layers = nn.ModuleList(map(Attends, windows))
+        self.layers = nn.ModuleList(map(Windowed, windows))
         self.head = nn.Linear(16, 32)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 import torch
-from cases import Case
+from cases import Case, on_rank
 from models import gpt2, llama, plain_gpt, token_batch
 from test_context_parallel import Positions, next_token
 from test_step import check_trajectory
@@ -20,10 +20,8 @@ from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import Program
 from autopar.passes.shard.parameter_sharding import split_parameter
 from autopar.passes.shard.sharding import Sharding
-from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual
-from autopar.runtime.execute.executor import Executor
 from autopar.verify import verify
 
 MODELS = {"plain": plain_gpt, "gpt2": gpt2, "llama": llama}
@@ -219,8 +217,8 @@ def test_nothing_is_whole_between_steps(zero):
     wholes = dict(case.model.named_parameters())
 
     def body(comm: Comm) -> tuple[int, int, int]:
-        held = local_parameters(program, comm, wholes)
-        executor = Executor(program, comm, held, {})
+        executor = on_rank(program, comm, case.model)
+        held = executor.parameters
         executor.step(case.batch)
         assert all(stage.batch == {} for stage in executor.stages.values())
         assert executor.stages[0].grads.keys() == executor.stages[0].tensors.keys()
@@ -239,11 +237,10 @@ def test_nothing_is_whole_between_steps(zero):
 def test_an_evaluation_gathers_too_and_keeps_nothing(zero):
     case = plain_gpt(layers=1).double()
     program = case.compile("dp=2", 2, zero=zero)
-    wholes = dict(case.model.named_parameters())
 
     def body(comm: Comm) -> tuple[float, float]:
-        held = local_parameters(program, comm, wholes)
-        executor = Executor(program, comm, held, {})
+        executor = on_rank(program, comm, case.model)
+        held = executor.parameters
         loss = executor.evaluate(case.batch)
         assert executor.stages[0].batch == {}
         assert all(p.grad is None for p in held.values())

@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 
 TRAINING, EXTRA, EMA = ("training",), ("extra",), ("ema_updates",)
 Written = tuple[list[Any], dict[str, str]]
-"""Of a rank: what DCP has to know of its files, and their checksums."""
+"""What DCP has to know of a rank's files, and their checksums."""
 LOG = logging.getLogger("autopar")
 
 

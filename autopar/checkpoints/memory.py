@@ -26,30 +26,38 @@ from torch.distributed.checkpoint.storage import (
 from torch.futures import Future
 
 
-class Memory(StorageWriter, StorageReader):
-    """Holds what ranks write; all of them have this one."""
-
-    def __init__(self) -> None:
-        self.values: dict[MetadataIndex, Tensor | bytes] = {}
-        self.metadata: Metadata | None = None
+class Reader(StorageReader):
+    """What `torch.distributed.checkpoint` reads tensors from, alike on all ranks, which
+    has no name by which torch could find it. A kind of it says what is there."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False  # it has no name by which torch could find it
-
-    # --- writing ---------------------------------------------------------------------
-
-    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        pass
+        return False
 
     def prepare_local_plan(self, plan: Any) -> Any:
         return plan
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
         return plans
+
+    def set_up_storage_reader(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class Memory(Reader, StorageWriter):
+    """Holds what ranks write; all of them have this one."""
+
+    def __init__(self) -> None:
+        self.values: dict[MetadataIndex, Tensor | bytes] = {}
+        self.metadata: Metadata | None = None
+
+    # --- writing ---------------------------------------------------------------------
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
+        pass
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
@@ -60,7 +68,7 @@ class Memory(StorageWriter, StorageReader):
             is_tensor = isinstance(data, Tensor)
             self.values[item.index] = data.clone() if is_tensor else data.getvalue()
             results.append(WriteResult(item.index, 0, None))
-        return _done(results)
+        return done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         self.metadata = metadata
@@ -70,9 +78,6 @@ class Memory(StorageWriter, StorageReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         assert self.metadata is not None, "it is written first"
         return self.metadata
-
-    def set_up_storage_reader(self, *_: Any, **__: Any) -> None:
-        pass
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
@@ -84,10 +89,11 @@ class Memory(StorageWriter, StorageReader):
             for dim, (begin, length) in enumerate(ranges):
                 value = value.narrow(dim, begin, length)
             planner.resolve_tensor(item).copy_(value)
-        return _done(None)
+        return done(None)
 
 
-def _done(value: Any) -> Any:
+def done(value: Any) -> Any:
+    """Work that is done, with what came of it."""
     future: Any = Future()
     future.set_result(value)
     return future

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from autopar.checkpoints.dcp import CheckpointError
 from autopar.checkpoints.held import model_targets, read_targets
+from autopar.checkpoints.memory import Reader, done
 from autopar.runtime.agreement.fail_together import on_all
 from autopar.runtime.agreement.validate import MOST, ModelMismatch
 
@@ -37,7 +37,7 @@ LOG = logging.getLogger("autopar")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class Pretrained(StorageReader):
+class Pretrained(Reader):
     """The weights in the safetensors of a folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -111,19 +111,6 @@ class Pretrained(StorageReader):
 
     # As a reader of `torch.distributed.checkpoint`, which names tensors as ours do.
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """It reads one folder only."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False  # it has no name by which torch could find it
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         tensors = {}
         for own, name in self.names.items():
@@ -135,9 +122,6 @@ class Pretrained(StorageReader):
         index = {MetadataIndex(name): None for name in tensors}
         return Metadata(tensors, storage_data=index)
 
-    def set_up_storage_reader(self, *_: Any, **__: Any) -> None:
-        """There is nothing to prepare."""
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[Path, list[tuple[str, ReadItem]]] = {}
         for item in plan.items:
@@ -145,9 +129,7 @@ class Pretrained(StorageReader):
             by_file.setdefault(self.tensors[name][0], []).append((name, item))
         for file, items in by_file.items():
             self._read_file(file, items, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return done(None)
 
     def _read_file(
         self, file: Path, items: list[tuple[str, ReadItem]], planner: LoadPlanner

@@ -96,7 +96,9 @@ def plan_command(arguments: argparse.Namespace) -> int:
     reach = {None: ALIKE, True: math.inf, False: -1.0}[arguments.labels]
     with Progress("plan"):
         loaded = load_model(arguments.model, seed=arguments.seed, device="meta")
-        samples, seq = _samples(loaded, arguments), arguments.seq or SEQ
+        samples, seq = read_samples(loaded, arguments), arguments.seq or SEQ
+        if samples is None:
+            raise ModelError("no --global-batch is given", fix="add --global-batch 512")
         of = capture_few_layers(loaded, request, seq)
         best = best_plan(of, loaded, request, samples, seq, arguments.seed, reach)
     found, plan = best.found, best.plan
@@ -122,16 +124,14 @@ def plan_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _samples(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
-    """Returns a step's samples: as request for, else those of a model's own batch."""
+def read_samples(loaded: LoadedModel, arguments: argparse.Namespace) -> int | None:
+    """A step's samples, as asked for, else of the model's own batch; None: neither."""
     if loaded.batch is not None and arguments.seq is not None:
         raise ModelError(f"'{loaded.spec}' brings its own batch", fix="leave out --seq")
     if arguments.global_batch is not None:
         samples: int = arguments.global_batch
         return samples
-    if loaded.batch is None:
-        raise ModelError("no --global-batch is given", fix="add --global-batch 512")
-    return samples_of(loaded.batch)
+    return None if loaded.batch is None else samples_of(loaded.batch)
 
 
 def _data(found: Found, cluster: Cluster) -> list[dict[str, Any]]:

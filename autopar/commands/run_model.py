@@ -16,10 +16,9 @@ import torch
 
 from autopar.commands.arguments import SEQ, add_batch_sizes, path
 from autopar.commands.devices import add_devices, read_devices
-from autopar.commands.plan import DECISIONS, add_decisions, read_request
+from autopar.commands.plan import DECISIONS, add_decisions, read_request, read_samples
 from autopar.machine.hardware import with_memory
 from autopar.machine.measured_cluster import named_cluster
-from autopar.models.batches import samples_of
 from autopar.models.load import LoadedModel, ModelError, load_model
 from autopar.passes.mesh import Mesh
 from autopar.passes.plan import PlanError
@@ -164,14 +163,9 @@ def _cluster(given: argparse.Namespace) -> Cluster:
 
 
 def _samples(loaded: LoadedModel, given: Any, cluster: Cluster) -> int:
-    """Of a step."""
-    if loaded.batch is not None and given.seq is not None:
-        raise ModelError(f"'{loaded.spec}' brings its own batch", fix="leave out --seq")
-    if given.global_batch is not None:
-        samples: int = given.global_batch
+    """Returns those of a step, as asked for or else as many as suit the devices."""
+    if (samples := read_samples(loaded, given)) is not None:
         return samples
-    if loaded.batch is not None:
-        return samples_of(loaded.batch)
     if starts_again():
         raise ModelError(
             "no --global-batch is given, and the number of devices may change",

@@ -55,7 +55,7 @@ class Table:
 def _widths(
     head: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool]
 ) -> list[int]:
-    """Of each column: what it needs, or less if all are wider than the terminal.
+    """Returns what each column needs, or less if all are wider than the terminal.
 
     The widest gives way first, down to its longest word, and then within words; numbers
     stay whole.

@@ -131,10 +131,10 @@ def has_learned_mask(tape: Tape, node: Node) -> bool:
 
 
 def flops(scores: int, values: int) -> Callable[[Node], int]:
-    """Of so many products as large as q k^T, and as large as scores v. The backward
+    """Counts so many products as large as q k^T, and as large as scores v. The backward
     makes the scores again (Dao 2022, arXiv:2205.14135, appendix B).
 
-    Counts all keys, or a window of them: a ring has a share of them at a time. Not
+    All keys count, or a window of them: a ring has a share of them at a time. Not
     discounted for causality, as in the published formulas, nor for documents, whose
     lengths nobody knows.
     """

@@ -148,7 +148,8 @@ def _expression(text: str) -> ast.expr:
 
 
 def _value(node: Any, names: Mapping[str, Any]) -> Any:
-    """Of what loops, their conditions and keys are written in (`write_loop.Index`)."""
+    """Evaluates what loops, their conditions and keys are written in
+    (`write_loop.Index`)."""
     match node:
         case ast.Constant():
             return node.value

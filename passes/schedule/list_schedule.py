@@ -166,7 +166,7 @@ class _Rank:
         return more and waiting > self.rule.late * stage
 
     def _deepest(self, kind: Kind, now: float) -> int | None:
-        """Of the stages that could begin it, the one nearest to the loss."""
+        """Returns the stage nearest to the loss of those that could begin it."""
         for stage in reversed(self.stages):
             done, arrived = self.done[kind, stage], self.arrivals[kind, stage]
             there = done < len(arrived) and arrived[done] <= now

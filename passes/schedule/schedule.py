@@ -162,7 +162,7 @@ class Schedule:
 
     @cached_property
     def numbers(self) -> tuple[np.ndarray, ...]:
-        """Of each rank, the numbers of its actions' kinds and stages: [2, actions]."""
+        """Numbers for each rank its actions' kinds and stages: [2, actions]."""
         return tuple(
             np.array(
                 [[KINDS[a.kind] for a in actions], [a.stage for a in actions]],
@@ -184,7 +184,7 @@ class Schedule:
 
     @cached_property
     def messages(self) -> tuple[list[tuple[int, int, bool]], ...]:
-        """Of each rank: (place in its list, the rank at the other end, if it sends)."""
+        """For each rank: (place in its list, rank at the other end, if it sends)."""
         return tuple(
             [
                 (index, peer, kind.is_send)

@@ -41,7 +41,8 @@ class Wanted:
 
 
 def plan_data(folder: Path, wanted: Wanted) -> dict[str, Any]:
-    """Of a directory that was planned, compiled, or run in. Raises: AutoparError."""
+    """Gathers what a page shows of a directory that was planned, compiled, or run in.
+    Raises: AutoparError."""
     logs = [*find_logs(folder), *wanted.logs]
     data: dict[str, Any] = {
         "name": folder.resolve().name,
@@ -135,7 +136,7 @@ def _texts(modules: Mapping[str, str]) -> dict[str, Any]:
 
 
 def tokens_of(program: Program) -> int:
-    """Of a step, as `autopar run` counts them: the elements of the batch's first
+    """Counts those of a step as `autopar run` does: the elements of the batch's first
     field."""
     shape, _ = next(iter(program.inputs.values()))
     return prod(shape)

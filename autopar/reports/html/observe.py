@@ -33,8 +33,8 @@ class Made:
 
 @dataclass
 class Seen:
-    """Of a module on one rank. made: (line, name) -> the tensor; read: the same of what
-    prologue has made, as it is read from b; given: line of a
+    """What was seen of a module on one rank. made: (line, name) -> the tensor; read:
+    the same of what prologue has made, as it is read from b; given: line of a
     collective -> bytes that the rank brings. residuals: of one microbatch, name of a
     value in forward -> (how often it is kept, its storages' bytes in all). peaks: of
     forward and backward, the line with most bytes of working tensors, and these."""

@@ -308,7 +308,7 @@ def _comment(text: str) -> tuple[tuple[Dims, ...], tuple[str, int] | None, str]:
 
 
 def _iterations(node: ast.expr) -> tuple[int, ...]:
-    """Of range(...) or reversed(range(...)), as numbers, ascending."""
+    """Returns the numbers of range(...) or reversed(range(...)), ascending."""
     assert isinstance(node, ast.Call), "loops run over ranges"
     if isinstance(node.func, ast.Name) and node.func.id == "reversed":
         return _iterations(node.args[0])

@@ -43,7 +43,7 @@ class SeveralNodes:
 
     @property
     def flags(self) -> list[str]:
-        """Of torchrun."""
+        """The flags of torchrun."""
         wait = {
             "join_timeout": round(self.seconds),
             "last_call_timeout": LAST_CALL,
@@ -61,8 +61,8 @@ class SeveralNodes:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of torchrun. Each start of the ranks meets anew: the store that torchruns
-        share by default is told to no node that comes later."""
+        """The variables of torchrun. Each start of the ranks meets anew: the store that
+        torchruns share by default is told to no node that comes later."""
         return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.elastic else {}
 
 
