@@ -114,8 +114,8 @@ def test_the_best_labels_as_by_trying_all(byte: float) -> None:
     assert least_cost(tables, sizes).cost == pytest.approx(least, rel=1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("build", [plain_gpt, llama])
+@pytest.mark.matrix(quick=0, daily=1)
+@pytest.mark.parametrize("build", [llama, plain_gpt])
 def test_a_deep_model_is_labelled_as_its_whole_graph_would_be(build) -> None:
     case = build(layers=6)
     of = capture_short(case.model, case.batch, case.loss_fn)
@@ -225,8 +225,8 @@ def test_plans_with_labels_are_right(build, mesh) -> None:
     verify(program, case.model, case.batch, case.loss_fn, seed=3).check()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("build", [plain_gpt, llama])
+@pytest.mark.matrix(quick=0, daily=1)
+@pytest.mark.parametrize("build", [llama, plain_gpt])
 def test_several_axes_are_labelled_in_turn(build) -> None:
     case = build(layers=4)
     of = capture_short(case.model, case.batch, case.loss_fn)
