@@ -69,11 +69,11 @@ def add_model(add: Any, **how: Any) -> None:
     add.add_argument("model", type=text, metavar="MODEL", help=MODEL, **how)
 
 
-def add_batch_sizes(add: Any, usual: str) -> None:
+def add_batch_sizes(add: Any, usual: str, *former: str) -> None:
     """Add flags for the samples and tokens of a step. usual: the samples that a step
-    has if nobody says how many."""
+    has if nobody says how many. former: other names of the flag of samples."""
     add.add_argument(
-        *("--global-batch", "--batch"), type=number("global_batch"), metavar="N",
+        *("--global-batch", *former), type=number("global_batch"), metavar="N",
         help=f"samples of a step (default: {usual})",
     )  # fmt: skip
     told = f"tokens of hf: models (default: {SEQ})"

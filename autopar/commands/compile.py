@@ -55,7 +55,7 @@ def add(add: Any) -> None:
     add_options(add, ["microbatches"], left_out="up to 4 for each stage")
     add_options(add, [name for name in OPTIONS if name != "microbatches"])
     usual = "of hf: models 4 a stage of each data parallel rank, at least 8"
-    add_batch_sizes(add, usual)
+    add_batch_sizes(add, usual, "--batch")
     add.add_argument(
         "--attention-mask", action="store_true", help="give hf: models one"
     )
