@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from email import message_from_bytes
 from email.message import Message
 from pathlib import Path
 
 import pytest
+import setuptools
 
 from autopar.version import VERSION
 
@@ -66,10 +69,26 @@ def test_what_the_wheel_says_of_itself(wheel: Path) -> None:
     assert {"data", "docs", "hf", "log", "test", "trainer"} == {
         *told.get_all("Provides-Extra", [])
     }
+    assert "torch<2.16,>=2.11" in told.get_all("Requires-Dist", [])
     text = told.get_payload()
     assert isinstance(text, str) and text.startswith("# autopar")
     assert "## Install and see it" in text and "Long sequences and mixtures" in text
     assert re.findall(r"\]\((?!https?:)", text) == []  # no link to a file
+
+
+@pytest.mark.parametrize(("there", "end"), [(None, "2.14"), ("2.15.0", "2.16")])
+def test_a_checkout_keeps_the_torch_that_is_there(
+    there: str | None, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if there:
+        told = tmp_path / f"torch-{there}.dist-info" / "METADATA"
+        told.parent.mkdir()
+        told.write_text(f"Name: torch\nVersion: {there}\n")
+    given: dict[str, list[str]] = {}
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(setuptools, "setup", given.update)
+    runpy.run_path(str(ROOT / "setup.py"))
+    assert given["install_requires"][0] == f"torch>=2.11,<{end}"
 
 
 def test_extras_are_those_that_errors_name() -> None:
@@ -89,6 +108,7 @@ def test_extras_are_those_that_errors_name() -> None:
 
 
 @pytest.mark.nightly  # a minute: torch is installed
+@pytest.mark.timeout(900)
 def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     python, autopar = (str(tmp_path / "venv/bin" / n) for n in ("python", "autopar"))
@@ -101,7 +121,7 @@ def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) ->
         return done.stdout
 
     run(sys.executable, "-m", "venv", str(tmp_path / "venv"))
-    run(python, "-m", "pip", "install", "--quiet", str(wheel))
+    run(python, "-m", "pip", "install", "--quiet", str(wheel), "torch==2.13.*")
     assert run(autopar, "--version") == f"autopar {VERSION}\n"
     model = "autopar.examples.gpt:demo"
     assert "proved" in run(autopar, "compile", model, "--mesh", "tp=2", "-o", "plan")
