@@ -23,7 +23,7 @@ def fused_traffic(
 
     kept: names of the values that live on after the last node.
     """
-    roots = _roots(nodes)
+    roots, alone = _roots(nodes), [not fusable(node) for node in nodes]
     producers = {v.name: i for i, n in enumerate(nodes) for v in n.results}
     readers: dict[str, list[int]] = {}
     for i, node in enumerate(nodes):
@@ -37,8 +37,7 @@ def fused_traffic(
         made = producers.get(name)
         return (
             made is not None
-            and fusable(nodes[made])
-            and fusable(nodes[reader])
+            and not (alone[made] or alone[reader])
             and readers[name][0] == reader
         )
 

@@ -23,7 +23,7 @@ from ..plan import Plan, PlanError
 from ..price.cluster import Cluster
 from ..search.least_cost import Block, Chosen, Table, least_cost, owns
 from ..search.op_sharding_costs import Amounts, Choice, OpShardingCosts
-from ..search.value_costs import Setting
+from ..search.value_costs import MEMORY, Setting
 from ..shard.insert_collectives import insert_collectives
 from ..shard.plan_shardings import OpName, fold, name_ops, sharding_text
 from ..shard.preference import RING
@@ -92,31 +92,33 @@ class Axis:
 
     def best(self, byte: float = 0.0) -> AxisShardings:
         """The op shardings that cost least, with a byte worth so many seconds."""
+        return self._labelling(self._chosen(byte))
+
+    def _chosen(self, byte: float = 0.0) -> Chosen:
         tables = [amounts.weigh(byte) for amounts in self.costs.tables]
-        chosen = least_cost([*tables, *self.ties], self.sizes, self.block)
-        return self._labelling(chosen)
+        return least_cost([*tables, *self.ties], self.sizes, self.block)
 
     def within(self, limit: float) -> AxisShardings:
         """The fastest that need no more bytes, as far as prices tell."""
-        found = self.best()
-        if found.memory <= limit:
-            return found
+        found = self._chosen()
+        if self._memory(found) <= limit:
+            return self._labelling(found)
         low, high = CHEAPEST, DEAREST
-        found = self.best(high)
-        if found.memory > limit:
+        found = self._chosen(high)
+        if (memory := self._memory(found)) > limit:
             raise ShardingsDoNotFit(
                 f"whatever '{self.axis}' splits, a rank needs "
-                f"{found.memory / 1e9:.3g} GB, and has {limit / 1e9:.3g} GB",
+                f"{memory / 1e9:.3g} GB, and has {limit / 1e9:.3g} GB",
                 fix="use more ranks, more microbatches, zero, or recompute",
             )
         for _ in range(STEPS):
             price = math.sqrt(low * high)
-            tried = self.best(price)
-            if tried.memory <= limit:
+            tried = self._chosen(price)
+            if self._memory(tried) <= limit:
                 found, high = tried, price
             else:
                 low = price
-        return found
+        return self._labelling(found)
 
     @cached_property
     def ties(self) -> list[Table]:
@@ -185,15 +187,10 @@ class Axis:
         of_graph = self._texts({**chosen.choices, **(chosen.copies or [{}])[0]})
         if block is None:
             op_shardings = of_graph
-            totals = self._total(self.costs.tables, chosen.choices)
         else:
             assert self.runs is not None
             inside = {self.names[i] for i in block.inner}
-            own = [a for a in self.costs.tables if owns(block, a.nodes)]
-            others = [a for a in self.costs.tables if not owns(block, a.nodes)]
-            totals = self._total(others, chosen.choices)
             for k, copy in enumerate(chosen.copies):
-                totals = totals + self._total(own, copy)
                 texts = self._texts(copy)
                 op_shardings |= {
                     self.shifted(n, k): t for n, t in texts.items() if n in inside
@@ -209,7 +206,7 @@ class Axis:
         order = sorted(op_shardings, key=lambda name: place[name.in_layer("*")])
         folded = fold({name: op_shardings[name] for name in order})
         texts_of_graph = {str(name): text for name, text in of_graph.items()}
-        return AxisShardings(folded, texts_of_graph, *totals.tolist())
+        return AxisShardings(folded, texts_of_graph, *self._totals(chosen).tolist())
 
     def _texts(self, choices: Mapping[int, int]) -> dict[OpName, str | None]:
         """Returns the shardings of the ops for which these are a decision."""
@@ -220,6 +217,21 @@ class Axis:
             if self.named.origins[first] & Origin.PARAM and not isinstance(label, str):
                 found[self.names[i]] = sharding_text(self.named.factors[i], label)
         return found
+
+    def _memory(self, chosen: Chosen) -> float:
+        return float(self._totals(chosen)[MEMORY])
+
+    def _totals(self, chosen: Chosen) -> torch.Tensor:
+        """Seconds and bytes of all runs, in the order of `AxisShardings`."""
+        block = self.block
+        if block is None:
+            return self._total(self.costs.tables, chosen.choices)
+        own = [a for a in self.costs.tables if owns(block, a.nodes)]
+        others = [a for a in self.costs.tables if not owns(block, a.nodes)]
+        totals = self._total(others, chosen.choices)
+        for copy in chosen.copies:
+            totals = totals + self._total(own, copy)
+        return totals
 
     def _total(
         self, tables: Sequence[Amounts], choices: Mapping[int, int]
