@@ -80,8 +80,7 @@ def compile(
     mesh: a `torch.distributed.DeviceMesh` with named dims, or text as `"pp=2,tp=2"`; or
     sizes of axes that may mean anything, as (4, 2); or what `devices` may be.
     devices: how many of this machine's, or a `Cluster` of them (`"8xA100-80GB"`): the
-    planner finds the plan that is best for the first batch. What mesh and options
-    decide stays decided.
+    planner finds the best plan for the first batch. What mesh and options decide stays.
     example_inputs: a batch to compile with now; else the first call compiles.
     plan, program: decisions or a whole program made before, instead of the options.
     plan="auto": the planner decides what mesh and options leave open.

@@ -1,0 +1,112 @@
+"""write_tables: what an executor must know of an emitted module before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+from ..graph import LAYER, Value
+from ..stage.local_stage import LocalStage
+
+
+def tables(s: LocalStage, wholes: Mapping[str, Value]) -> str:
+    """What the executor must know: local shapes of what comes in and goes out.
+
+    wholes: key in g -> gradient of what is gathered for a step.
+    """
+
+    def table(values: Iterable[Value | None]) -> str:
+        rows = [f"({v.shape}, {v.dtype})" if v else "None" for v in values]
+        return f"[{', '.join(rows)}]"
+
+    trained = [p.name for p in s.params if p.name in s.grads]
+    every = trained == [p.name for p in s.params]
+    lines = [
+        f"\nPARAMETERS = {_entries(s.params)}",
+        f"BUFFERS = {_entries(s.buffers)}",
+        f"LITERALS = {[v.name for v in s.constants]}",
+        f"TRAINED = {'[*PARAMETERS]' if every else trained}",
+        f"INPUTS = {[v.name for v in s.inputs]}",
+        f"RECEIVES = {table(s.receives)}",
+        f"SENDS = {table(s.sends)}",
+        f"D_SENDS = {table(s.d_sends)}",
+        f"D_RECEIVES = {table(s.d_receives)}",
+        f"WHOLE_GRADIENTS = {_families(wholes)}",
+        f"FLOPS = {s.flops}",
+    ]
+    return "\n".join(lines)
+
+
+def _entries(values: Sequence[Value]) -> str:
+    """A table of shapes by name: layers that are alike by one comprehension."""
+    lines: list[str] = []
+    for (prefix, numbers), own in _alike(values):
+        rows = [f'"{name}": ({v.shape}, {v.dtype}),' for name, v in own]
+        if len(numbers) < 2:
+            lines += ["    " + row for row in rows]
+            continue
+        count = f"range({numbers[0]}, {numbers[-1] + 1})" if numbers[0] else ""
+        lines += [
+            "    **{",
+            f'        f"{prefix}.+{{i}}.{{name}}": row',
+            f"        for i in {count or f'range({numbers[-1] + 1})'}",
+            "        for name, row in {",
+            *("            " + row for row in rows),
+            "        }.items()",
+            "    },",
+        ]
+    return "\n".join(["{", *lines, "}"]) if lines else "{}"
+
+
+def _families(values: Mapping[str, Value]) -> str:
+    """A table of shapes by key: those that differ in the number of a layer by one
+    comprehension, but for layers between them that are frozen."""
+    series: dict[tuple[str, str], list[int]] = {}
+    lines = []
+    for key, v in values.items():
+        stem, _, number = key.rpartition(".")
+        row = f"({v.shape}, {v.dtype})"
+        if stem:
+            series.setdefault((stem, row), []).append(int(number))
+        else:
+            lines.append(f'    "{key}": {row},')
+    for (stem, row), numbers in series.items():
+        for _, run in groupby(enumerate(sorted(numbers)), lambda at: at[1] - at[0]):
+            counted = [number for _, number in run]
+            low, high = counted[0], counted[-1] + 1
+            among = f"range({low}, {high})" if low else f"range({high})"
+            lines.append(f'    **{{f"{stem}.{{i}}": {row} for i in {among}}},')
+    return "\n".join(["{", *lines, "}"]) if lines else "{}"
+
+
+def _alike(
+    values: Sequence[Value],
+) -> list[tuple[tuple[str, list[int]], list[tuple[str, Value]]]]:
+    """((path of layers, their numbers), rows) of neighbours that have equal rows, named
+    within the layer; what is in no such layer is by itself."""
+    found: list[tuple[tuple[str, list[int]], list[tuple[str, Value]]]] = []
+    layers = groupby(values, key=lambda v: _layer(v.name))
+    for (path, number), group in layers:
+        own = list(group)
+        if number is None:
+            found.append((("", []), [(v.name, v) for v in own]))
+            continue
+        start = len(f"{path}.+{number}.")
+        rows = [(v.name[start:], v) for v in own]
+        if found and found[-1][0][0] == path and found[-1][0][1][-1] == number - 1:
+            before = [(name, v.shape, v.dtype) for name, v in found[-1][1]]
+            if before == [(name, v.shape, v.dtype) for name, v in rows]:
+                found[-1][0][1].append(number)
+                continue
+        found.append(((path, [number]), rows))
+    return [
+        (key, rows if len(key[1]) != 1 else [(v.name, v) for _, v in rows])
+        for key, rows in found
+    ]
+
+
+def _layer(name: str) -> tuple[str, int | None]:
+    match = LAYER.search(name)
+    if match is None or not match[1].startswith("+"):
+        return "", None
+    return name[: match.start() - 1], int(match[1])
