@@ -7,6 +7,7 @@
     dims       name_dims           Named     what each dim of each tensor is
     shard      split_groups        Plan      tp in two, where ranks share heads of keys
                propagate           Sharded   which axis splits which dim, of every value
+               cut_weights         Sharded   pieces, of a weight that is used in pieces
                insert_collectives  Lowered   every move between shardings is an op
     stage      split_stages        Staged    pipeline stages of balanced cost
                localize                      from global shapes to one rank's own
@@ -17,13 +18,17 @@
                reuse                         results written over what nobody reads
                emit                text      readable Python
     schedule   choose_schedule     Schedule  the one named, or one made for the costs
-    pipeline                       Program   all of these in turn, for ranks to run
+    pipeline                       Program   all of these in turn: `emit_modules` those
+                                             of each stage and kind of rank, `assemble`
+                                             what ranks need to know beside the texts
 
 What to compile is found beside it:
 
     price      price, estimate     Estimate  seconds and bytes of a plan, on paper
     search     search              Found     the best plans; what each op splits best
                choose_recompute    Staged    what is computed again, to fit into memory
+    proof      differs             Difference  of a large text from its small one, which
+                                             is run beside the model
 
 A folder imports those above it, never one below. All stand on the types that flow:
 graph, mesh, plan, program, errors; and on cost, what a node takes.

@@ -9,13 +9,7 @@ from .emit_modules import EmittedStage
 from .graph import Value
 from .mesh import TIME
 from .ops.attention import ring_of
-from .program import (
-    OutputSpec,
-    ParameterSpec,
-    Program,
-    StageSpec,
-    dtype_name,
-)
+from .program import OutputSpec, ParameterSpec, Program, StageSpec, dtype_name
 from .proof.input_ranges import InputRange
 from .schedule.footprint import communication
 from .schedule_stages import Scheduled

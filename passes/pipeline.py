@@ -16,13 +16,9 @@ from .mesh import TIME
 from .plan import Plan
 from .price.cluster import PLAIN, Cluster
 from .price.op_costs import OpCosts
-from .program import (
-    Program,
-)
+from .program import Program
 from .proof.input_ranges import find_input_ranges
-from .schedule.choose_schedule import (
-    splits_backward,
-)
+from .schedule.choose_schedule import splits_backward
 from .schedule_stages import schedule_stages
 from .search.choose_recompute import choose_recompute
 from .shard.cut_weights import cut_weights

@@ -9,16 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from statements import (
-    NUMBER,
-    Mutate,
-    Place,
-    arguments,
-    calls,
-    replaced,
-    returned,
-    walk,
-)
+from statements import NUMBER, Mutate, Place, arguments, calls, replaced, returned, walk
 
 INDEX = re.compile(r"(?<![\w.])i(?!\w)")
 

@@ -7,10 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.runtime.kernels import (
-    Factor,
-    dropout_mask,
-)
+from autopar.runtime.kernels import Factor, dropout_mask
 
 
 @pytest.fixture(autouse=True)

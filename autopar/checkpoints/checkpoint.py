@@ -27,14 +27,7 @@ from torch.optim import Optimizer
 
 from autopar.checkpoints import checkpoint_files as files
 from autopar.checkpoints.checkpoint_files import Manifest
-from autopar.checkpoints.dcp import (
-    CheckpointError,
-    Key,
-    State,
-    Write,
-    pack,
-    text,
-)
+from autopar.checkpoints.dcp import CheckpointError, Key, State, Write, pack, text
 from autopar.checkpoints.dcp import read as read_pieces
 from autopar.checkpoints.dcp import write as write_pieces
 from autopar.checkpoints.held import (

@@ -20,19 +20,9 @@ from autopar.commands.arguments import (
     path,
     text,
 )
-from autopar.commands.config_file import (
-    add_config,
-    config_text,
-    helps_of,
-    with_config,
-)
+from autopar.commands.config_file import add_config, config_text, helps_of, with_config
 from autopar.commands.parser import UsageError
-from autopar.commands.run_model import (
-    ModelToRun,
-    add_planning,
-    check_decided,
-    is_model,
-)
+from autopar.commands.run_model import ModelToRun, add_planning, check_decided, is_model
 from autopar.commands.run_nodes import add_nodes, launch_node, wants_nodes
 from autopar.passes.mesh import MeshError
 from autopar.passes.ranges import RANGES

@@ -6,13 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from autopar.proof.errors import (
-    NOISE,
-    norm_of,
-    relative_error,
-    root_mean_square,
-    worse,
-)
+from autopar.proof.errors import NOISE, norm_of, relative_error, root_mean_square, worse
 from autopar.proof.ranks import NONE, FoundStep
 from autopar.proof.update import RATE, Update
 

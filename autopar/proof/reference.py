@@ -14,11 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.passes.capture.call_model import loss_of
 from autopar.passes.capture.function_calls import through_checkpoints
-from autopar.passes.capture.mixed_precision import (
-    Lowering,
-    autocast,
-    parameters_in,
-)
+from autopar.passes.capture.mixed_precision import Lowering, autocast, parameters_in
 from autopar.passes.errors import AutoparError
 from autopar.runtime.comm.routing_replay import Choosing
 from autopar.runtime.execute.loss_scale import LossScale

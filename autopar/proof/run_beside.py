@@ -15,21 +15,11 @@ from autopar.passes.program import Program
 from autopar.passes.schedule.check_schedule import check
 from autopar.progress import tell
 from autopar.proof.again import DRAWS, default_dtype
-from autopar.proof.differences import (
-    CHOICES,
-    differences,
-    update_errors,
-    update_room,
-)
+from autopar.proof.differences import CHOICES, differences, update_errors, update_room
 from autopar.proof.drawn import is_finite
 from autopar.proof.expected import TOLERANCE, Expected, unmoved
 from autopar.proof.in_double import program_in_double, tree_in_double
-from autopar.proof.ranks import (
-    FoundStep,
-    GivenStep,
-    VerificationFailed,
-    run_steps,
-)
+from autopar.proof.ranks import FoundStep, GivenStep, VerificationFailed, run_steps
 from autopar.proof.verification import Verification
 from autopar.runtime.comm.routing_replay import RoutingReplay
 from autopar.runtime.execute.code_cache import CodeCache

@@ -17,10 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import (
-    FunctionCtx,
-    once_differentiable,
-)
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ..capture.function_calls import Apply, has_setup, through_checkpoints
 from ..capture.unseen import spelled

@@ -14,13 +14,7 @@ from torch import fx
 from ..builder import Builder
 from ..capture.inline_vmap import plain_region, regions
 from ..capture.user_frames import TORCH
-from ..capture.values_read import (
-    UNKNOWN,
-    Read,
-    Unknown,
-    has_shape,
-    refuse_unknown,
-)
+from ..capture.values_read import UNKNOWN, Read, Unknown, has_shape, refuse_unknown
 from ..errors import CaptureError
 from ..graph import Location, Node, Value, values_in
 from ..ops.arguments import arguments, call

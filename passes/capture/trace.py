@@ -22,12 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..capture.call_model import call_model, only_by_any_keyword
 from ..capture.custom_functions import Functions
 from ..capture.functionalize import functionalize
-from ..capture.mixed_precision import (
-    Lowering,
-    autocast,
-    keep_wide,
-    parameters_in,
-)
+from ..capture.mixed_precision import Lowering, autocast, keep_wide, parameters_in
 from ..capture.read_export import ExportReader
 from ..capture.unseen import Unseen, refuse_hooks
 from ..capture.values_read import capture_failed

@@ -20,11 +20,7 @@ from ..dims.origins import find_origins
 from ..graph import Node, Part, Value
 from ..ops.arguments import arguments
 from ..shard.op_sharding import OpSharding
-from ..shard.parameter_sharding import (
-    common_place,
-    parameter_sharding,
-    varying_axes,
-)
+from ..shard.parameter_sharding import common_place, parameter_sharding, varying_axes
 from ..shard.propagate import Sharded
 from ..shard.sharding import Sharding
 

@@ -18,13 +18,7 @@ from ..ops.linearity import is_jointly_linear
 from ..plan import Plan
 from ..shard.check_states import check_sharding, check_shardings
 from ..shard.hints import Pins, read_hints
-from ..shard.op_sharding import (
-    PASS,
-    Allowed,
-    OpSharding,
-    made_state,
-    needed_state,
-)
+from ..shard.op_sharding import PASS, Allowed, OpSharding, made_state, needed_state
 from ..shard.parameter_sharding import find_casts, parameter_sharding
 from ..shard.plan_shardings import planned_factor, read_plan_shardings
 from ..shard.preference import RING, ROUTED, WEIGHTS, Preference

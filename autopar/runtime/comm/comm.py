@@ -17,10 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.comm.collectives import Collectives
-from autopar.runtime.comm.work import (
-    Meeting,
-    Work,
-)
+from autopar.runtime.comm.work import Meeting, Work
 
 Outgoing = tuple[Tensor, int, int]  # a tensor, to which rank, its tag
 Incoming = tuple[Sequence[int], torch.dtype, int, int]  # its shape; from which rank

@@ -18,13 +18,7 @@ from torch import Tensor
 from autopar.passes.mesh import Mesh
 from autopar.runtime.comm.comm import Comm, CommError
 from autopar.runtime.comm.scheduler import Stopped
-from autopar.runtime.comm.virtual_world import (
-    Call,
-    Joined,
-    Message,
-    Reducing,
-    World,
-)
+from autopar.runtime.comm.virtual_world import Call, Joined, Message, Reducing, World
 from autopar.runtime.comm.work import Arrived, Work, sum_in_order
 
 T = TypeVar("T")
