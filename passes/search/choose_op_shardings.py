@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 
 import torch
 
@@ -229,8 +230,8 @@ class Axis:
         own = [a for a in self.costs.tables if owns(block, a.nodes)]
         others = [a for a in self.costs.tables if not owns(block, a.nodes)]
         totals = self._total(others, chosen.choices)
-        for copy in chosen.copies:
-            totals = totals + self._total(own, copy)
+        for copy, same in groupby(chosen.copies):
+            totals = totals + len([*same]) * self._total(own, copy)
         return totals
 
     def _total(
