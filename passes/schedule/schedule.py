@@ -60,6 +60,7 @@ _PARTNER = {
 _RECEIVES = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
 _SENDS = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
 KINDS = {kind: number for number, kind in enumerate(Kind)}
+_KIND_OF = {kind.value: kind for kind in Kind}  # Kind(text) takes ten times as long
 
 _NUMBER = r"\d{1,9}"
 _ACTION = re.compile(
@@ -90,7 +91,7 @@ class Action(NamedTuple):
                 f"{text!r} is not an action",
                 fix=f"write stage, kind and microbatch, as 2F0; kinds are {kinds}",
             )
-        return Action(int(match[1]), Kind(match[2]), int(match[3]))
+        return Action(int(match[1]), _KIND_OF[match[2]], int(match[3]))
 
     @property
     def partner(self) -> Action:
@@ -206,8 +207,12 @@ class Schedule:
     def label(self, action: Action) -> str:
         """The short name of a compute action: `F0`, or `2F0` if ranks hold several."""
         text = f"{action.kind.value}{action.microbatch}"
-        alone = len(set(self.stage_to_rank)) == self.stages
-        return text if alone else f"{action.stage}{text}"
+        return text if self._one_each else f"{action.stage}{text}"
+
+    @cached_property
+    def _one_each(self) -> bool:
+        """Whether no rank holds several stages."""
+        return len(set(self.stage_to_rank)) == self.stages
 
     def __str__(self) -> str:
         placement = " ".join(map(str, self.stage_to_rank))

@@ -9,6 +9,7 @@ import ast
 from textwrap import fill, indent
 
 from autopar.passes.errors import AutoparError
+from autopar.passes.mesh import PIPELINE
 from autopar.passes.program import Program
 
 Message = tuple[tuple[int, ...], str]  # shape and name of the dtype
@@ -21,11 +22,12 @@ class InspectionError(AutoparError):
 
 def sends_of(text: str) -> Messages:
     """What a module declares that it hands to the next stage, for one microbatch."""
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SENDS":
-            assert isinstance(node.value, ast.List), "messages are a list"
-            return tuple(map(_message, node.value.elts))
-    raise AssertionError("an emitted module declares what it sends")
+    _, declared, rest = text.partition("\nSENDS = ")
+    assert declared, "an emitted module declares what it sends"
+    table = rest.partition("\nD_SENDS = ")[0]  # a whole module takes long to parse
+    rows = ast.parse(table, mode="eval").body
+    assert isinstance(rows, ast.List), "messages are a list"
+    return tuple(map(_message, rows.elts))
 
 
 def _message(row: ast.expr) -> Message:
@@ -66,8 +68,9 @@ def listing(program: Program, rank: int | None = None, stage: int | None = None)
 def users_of(program: Program, stage: int) -> dict[str, list[int]]:
     """Key of a module -> the ranks that run it for this stage."""
     found: dict[str, list[int]] = {}
+    place = program.schedule.stage_to_rank[stage]
     for rank in range(program.mesh.size):
-        if stage in program.stages_of(rank):
+        if program.mesh.coords(rank).get(PIPELINE, 0) == place:
             found.setdefault(program.module_of(rank, stage), []).append(rank)
     return found
 
