@@ -19,6 +19,7 @@ from itertools import groupby
 
 from ..builder import Builder
 from ..graph import Location, Node, Value
+from ..ops.op import is_view
 from ..shard.parameter_sharding import GATHER, find_gathered
 from ..stage.reuse import ADD, find_owners
 from ..stage.split_backward import GRADIENT
@@ -34,6 +35,9 @@ STARTS = {
 # What leads from a scattered gradient to a parameter's: shares in one piece, unlike
 # those of rows, which a scatter of activations may have in zigzag.
 HANDS_ON = (SCATTER, "aten.reshape.default", "aten.to.dtype")
+
+# What leads from a parameter's share to what is whole of it.
+HELD = (GATHER, "comm.enter", "comm.all_to_all", "aten.to.dtype")
 
 READY = "comm.ready"
 # Where what runs once a step goes on as soon as some gradients are ready, or somebody
@@ -89,14 +93,23 @@ def gather_ahead(
 
 
 def _last_gathers(made: dict[str, Node]) -> list[Node]:
-    """The gathers that no other gather follows on."""
+    """The gathers of parameters' shares that no other such gather follows on.
+
+    What is computed of parameters, and gathered, may lie as rows do: not in one piece.
+    """
+    shares: set[str] = set()
+    for name, node in made.items():
+        x = node.operands[0].name
+        if (node.op in HELD or is_view(node)) and (x in shares or x not in made):
+            shares.add(name)
     found: dict[int, Node] = {}
     followed: set[str] = set()
     for name in reversed(made):
         node = made[name]
-        if node.op == GATHER and name not in followed:
+        gathers = node.op == GATHER and name in shares
+        if gathers and name not in followed:
             found[id(node)] = node
-        if node.op == GATHER or name in followed:
+        if gathers or name in followed:
             followed.update(v.name for v in node.operands)
     return list(found.values())[::-1]
 
