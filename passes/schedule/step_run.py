@@ -6,7 +6,7 @@ step: parameters gathered before, gradients reduced and weights updated after.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..schedule.core_contention import (
@@ -153,11 +153,12 @@ def run_step(
     end = start + timeline.total
     total = end + max(sum(w.seconds for w in rank.after) for rank in ranks)
     events: list[Event] = []
+    schedule, alone = timeline.schedule, contention == ALONE
     for rank, work in enumerate(ranks):
         events += _in_turn(rank, work.before, 0.0)
         for span in timeline.spans[rank]:
             stage = stages[span.action.stage]
-            events += _of_span(rank, span, stage, start, timeline.schedule)
+            events += _of_span(rank, span, stage, start, schedule.label, alone)
         events += _in_turn(rank, work.after, end)
     return StepRun(
         timeline,
@@ -187,24 +188,30 @@ def _in_turn(
 
 
 def _of_span(
-    rank: int, span: Span, stage: StageWork, start: float, schedule: Schedule
+    rank: int,
+    span: Span,
+    stage: StageWork,
+    start: float,
+    label: Callable[[Action], str],
+    alone: bool,
 ) -> list[Event]:
     """An action; beside it its collectives: those overlapped at its begin, the rest at
-    its end (where in between they are is not known)."""
+    its end (where in between they are is not known). alone: whether no other rank slows
+    it down."""
     action, begin = span.action, start + span.start
     if action.kind.is_recv and span.seconds > 0:
         wait = Work(f"wait for {action}", span.seconds)
         return [Event(rank, wait, begin, action, stage.layers)]
     if not action.kind.is_compute:
         return []
-    whole = Work(schedule.label(action), span.seconds, COMPUTE)
+    whole = Work(label(action), span.seconds, COMPUTE)
     events = [Event(rank, whole, begin, action, stage.layers)]
-    alone = sum(stage.seconds(part) for part in PARTS_OF[action.kind])
-    slower = span.seconds / alone if alone else 1.0  # where ranks share cores
+    usual = 0.0 if alone else sum(map(stage.seconds, PARTS_OF[action.kind]))
+    slower = span.seconds / usual if usual else 1.0
     for part in PARTS_OF[action.kind]:
-        waits = [
-            replace(w, seconds=slower * w.seconds) for w in stage.waits.get(part, ())
-        ]
+        waits: Sequence[Work] = stage.waits.get(part, ())
+        if slower != 1.0:
+            waits = [replace(w, seconds=slower * w.seconds) for w in waits]
         overlapped = [w for w in waits if w.overlapped]
         exposed = [w for w in waits if not w.overlapped]
         end = begin + slower * stage.seconds(part)
