@@ -221,11 +221,18 @@ def of_attribute(m: Body, x: Tensor) -> Tensor:
     return x * m.table
 
 
+def of_buffer_by_out(m: Body, x: Tensor) -> Tensor:
+    """As torch's spectral_norm does while it trains."""
+    F.normalize(x.detach().sum(0), dim=0, out=m.offset)
+    return x * m.offset
+
+
 @pytest.mark.parametrize(
     ("body", "what"),
     [
         (of_parameter, "'mul_' changes the model's parameter 'weight'"),
         (of_buffer_view, "'mul_' changes the model's buffer 'offset'"),
+        (of_buffer_by_out, "'div' changes the model's buffer 'offset'"),
         (of_attribute, "'add_' changes the model's constant"),
     ],
 )

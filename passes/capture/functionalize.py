@@ -47,7 +47,7 @@ def functionalize(graph: Graph, memory: Mapping[str, Hashable]) -> Graph:
         _refuse_chance(node)
         new = node.substitute(known.now)
         if _operator(node)._schema.is_mutable:
-            target = _target(node)
+            target = _target(node, known, position)
             shared = known.check(target, node, position)
             nodes += _written(known.builder, replace(new, op=_without_write(node)))
             known.write(target, node.out, shared)
@@ -236,18 +236,22 @@ class _Memory:
         return self.root.get(first, first)
 
 
-def _target(node: Node) -> Value:
+def _target(node: Node, known: _Memory, position: int) -> Value:
     """The tensor that a node writes to."""
-    first, *rest = _operator(node)._schema.arguments
-    writes_first = first.alias_info is not None and first.alias_info.is_write
-    writes_more = any(a.alias_info is not None and a.alias_info.is_write for a in rest)
-    if not writes_first or writes_more or not isinstance(node.args[0], Value):
-        raise CaptureError(
-            f"'{short(node.op)}' writes into an argument that is not its first one",
-            source=str(node.location),
-            fix="use the form of the call that returns its result (no out=)",
-        )
-    return node.args[0]
+    schema = _operator(node)._schema.arguments
+    written = [a.name for a in schema if a.alias_info and a.alias_info.is_write]
+    first = node.args[0] if node.args else None
+    if written == [schema[0].name] and isinstance(first, Value):
+        return first
+    # What the model keeps cannot be written by any form of the call.
+    for name in written:
+        if isinstance(value := node.kwargs.get(name), Value):
+            known.check(value, node, position)
+    raise CaptureError(
+        f"'{short(node.op)}' writes into an argument that is not its first one",
+        source=str(node.location),
+        fix="use the form of the call that returns its result (no out=)",
+    )
 
 
 def _without_write(node: Node) -> str:
