@@ -52,6 +52,26 @@ def test_an_axis_that_splits_nothing() -> None:
     )
 
 
+class Contrasted(nn.Module):
+    """Samples are compared with each other, in the model's own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.up = nn.Embedding(101, 32), nn.Linear(32, 64)
+        self.down = nn.Linear(64, 3)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.down(torch.tanh(self.up(self.emb(input_ids)))).mean(1)
+        return torch.logsumexp(x @ x.t(), -1).mean()
+
+
+def test_products_outside_of_modules_are_not_called_the_model() -> None:
+    """Which may be split as it should."""
+    case = Case(Contrasted(), {"input_ids": BATCH["input_ids"]})
+    (note,) = case.compile("tp=2").remarks
+    assert note.startswith("tp does not split products of the model itself (")
+
+
 class Turned(nn.Module):
     """Uses an op without a rule in each of two layers."""
 

@@ -55,7 +55,7 @@ def einsum(text: str, *operands: Value) -> Node:
 
 UNARY = (
     "relu tanh sigmoid exp log sqrt rsqrt neg abs silu gelu erf cos sin square mish "
-    "reciprocal isnan detach clone zero hardtanh softplus log1p leaky_relu"
+    "log_sigmoid reciprocal isnan detach clone zero hardtanh softplus log1p leaky_relu"
 )
 BINARY = (
     "add.Tensor sub.Tensor mul.Tensor div.Tensor eq.Tensor ne.Tensor lt.Tensor "

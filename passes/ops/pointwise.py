@@ -107,6 +107,7 @@ OPS = (
     _heeded("__xor__", "self other"),
     _heeded("square", "self"),
     _heeded("mish", "self"),
+    _heeded("log_sigmoid", "self"),
     _heeded("copy", "self src"),
     _heeded("fill", "self value"),
     _heeded("zero", "self"),

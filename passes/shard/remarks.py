@@ -157,7 +157,7 @@ def _places(nodes: Iterable[Node]) -> str:
     """`h.*.attn (gpt.py:35)`: the modules, equal layers as one, and the first line."""
     places: dict[str, str] = {}
     for node in nodes:
-        module = NUMBER.sub("*", node.location.module) or "the model"
+        module = NUMBER.sub("*", node.location.module) or "products of the model itself"
         places.setdefault(module, node.location.source)
     texts = [f"{m} ({source})" if source else m for m, source in places.items()]
     more = len(texts) - SHOWN
