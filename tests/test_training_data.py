@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,8 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from autopar.cli import main
-from autopar.local_batches import DataRank
 from autopar.models.load import ModelError, load_model
-from autopar.options import make_plan
+from autopar.rank_step import RankStep
 from autopar.training.data import open_data
 from autopar.training.fields import check_fields, fields_of
 from autopar.training.tokens import DataError
@@ -98,7 +98,8 @@ def test_the_position_of_rank_0s_loader_is_that_of_all(workers: int) -> None:
     )
 
     def made(rank: int) -> Any:
-        sampler = DataRank(make_plan("dp=2"), rank).sampler(Numbers(), seed=3)
+        step: Any = SimpleNamespace(data_ranks=2, data_rank=rank)
+        sampler = RankStep.sampler(step, Numbers(), seed=3)
         return stateful.StatefulDataLoader(
             Numbers(), 2, sampler=sampler, num_workers=workers
         )

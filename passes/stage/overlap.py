@@ -20,7 +20,7 @@ from itertools import groupby
 from ..builder import Builder
 from ..graph import Location, Node, Value
 from ..ops.op import is_view
-from ..shard.parameter_sharding import GATHER, find_gathered
+from ..shard.parameter_sharding import GATHER, MOVES, find_gathered
 from ..stage.reuse import ADD, find_owners
 from ..stage.split_backward import GRADIENT
 
@@ -36,8 +36,9 @@ STARTS = {
 # those of rows, which a scatter of activations may have in zigzag.
 HANDS_ON = (SCATTER, "aten.reshape.default", "aten.to.dtype")
 
-# What leads from a parameter's share to what is whole of it.
-HELD = (GATHER, "comm.enter", "comm.all_to_all", "aten.to.dtype")
+# What leads from a parameter's share to what is whole of it. A shard of what was whole
+# may lie as rows do.
+FROM_SHARES = frozenset(MOVES) - {"comm.shard"}
 
 READY = "comm.ready"
 # Where what runs once a step goes on as soon as some gradients are ready, or somebody
@@ -100,7 +101,7 @@ def _last_gathers(made: dict[str, Node]) -> list[Node]:
     shares: set[str] = set()
     for name, node in made.items():
         x = node.operands[0].name
-        if (node.op in HELD or is_view(node)) and (x in shares or x not in made):
+        if (node.op in FROM_SHARES or is_view(node)) and (x in shares or x not in made):
             shares.add(name)
     found: dict[int, Node] = {}
     followed: set[str] = set()
