@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -48,14 +48,14 @@ def emit_modules(staged: Staged, watch: Watch) -> tuple[EmittedStage, ...]:
     for stage in staged.stages:
         text = stage.text()
         policies = stage.policies(plan)
+        splits = find_splits(stage)
         keys: dict[str, str] = {}
         texts: dict[str, tuple[str, LocalStage]] = {}
         ranks: list[tuple[dict[str, int], str]] = []
         for place in product(*(range(n) for _, n in mesh_axes)):
             coords = {a: i for (a, _), i in zip(mesh_axes, place, strict=True)}
             full = {**dict.fromkeys(sizes, 0), **coords}
-            shapes = _shape_class(stage, sizes, full)
-            key = (text, shapes, *policies.items())
+            key = (text, shape_class(splits, sizes, full), *policies.items())
             if key not in known:
                 made = (plan.zero, halves, plan.scales_loss)
                 joint = join(stage, sizes, full, *made)
@@ -75,24 +75,32 @@ def emit_modules(staged: Staged, watch: Watch) -> tuple[EmittedStage, ...]:
     return tuple(found)
 
 
-def _shape_class(
-    stage: Stage, sizes: Mapping[str, int], coords: Mapping[str, int]
+Split = tuple[int, tuple[str, ...]]  # the extent of a dim, and the axes that split it
+
+
+def find_splits(stage: Stage) -> list[Split]:
+    return sorted(
+        {
+            (dim.size, axes)
+            for name, sharding in stage.shardings.items()
+            for dims, slots in zip(stage.dims[name], sharding.slots, strict=True)
+            for dim, axes in zip(dims, slots, strict=True)
+            if axes
+        }
+    )
+
+
+def shape_class(
+    splits: Iterable[Split], sizes: Mapping[str, int], coords: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """What a rank's shapes depend on: its extent of every dim that is split."""
-    splits = {
-        (dim.size, axes)
-        for name, sharding in stage.shardings.items()
-        for dims, slots in zip(stage.dims[name], sharding.slots, strict=True)
-        for dim, axes in zip(dims, slots, strict=True)
-        if axes
-    }
-    extents = [local_extent(n, axes, sizes, coords) for n, axes in sorted(splits)]
-    nested = any(len(axes) > 1 and n % _parts(axes, sizes) for n, axes in splits)
-    return (*extents, *(coords.values() if nested else ()))
+    """What the text of a rank depends on: its extents of what is split, and those of
+    the ranks beside it along one axis, which it hears from. These are two at most, the
+    first and the last of them, as the larger parts come first."""
 
+    def extents(n: int, axes: tuple[str, ...]) -> Iterator[int]:
+        for k, axis in enumerate(axes):
+            yield local_extent(n, axes[: k + 1], sizes, coords)
+            for end in (0, sizes[axis] - 1):
+                yield local_extent(n, axes, sizes, {**coords, axis: end})
 
-def _parts(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
-    parts = 1
-    for axis in axes:
-        parts *= sizes[axis]
-    return parts
+    return tuple(extent for split in splits for extent in extents(*split))

@@ -198,6 +198,7 @@ NORMS: dict[str, Call] = {
     "rms_norm": lambda g: F.rms_norm(g.x, (4,), g.w, 0.3),
     "group_norm": lambda g: aten.group_norm(g.x.mT, 2, g.w, g.w + 1, 0.3, False),
     "leaky_relu": lambda g: F.leaky_relu(g.x, 0.3),
+    "log_sigmoid": lambda g: F.logsigmoid(g.x),
     "silu": lambda g: F.silu(g.x) + F.mish(g.x) + g.x.square(),
     "glu": lambda g: F.glu(g.x, 1),
     "dropout": lambda g: F.dropout(g.x, 1.0) + F.dropout(g.x, 0.5, False),

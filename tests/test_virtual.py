@@ -140,14 +140,12 @@ def ones(*shape, dtype=torch.float32):
         ),
         (
             [
-                lambda comm: comm.all_to_all(ones(4, 2), "tp", 0, 1, (2, 1)),
-                lambda comm: comm.all_to_all(ones(5, 1), "tp", 0, 1, [2, 1]),
+                lambda comm: comm.all_to_all(ones(4, 2), "tp", 0, 1, 3),
+                lambda comm: comm.all_to_all(ones(5, 1), "tp", 0, 1, 3),
             ],
             [
-                "  rank 0 (tp=0)  all_to_all(f32[4,2], tp, split=0, concat=1, "
-                "sizes=(2, 1))",
-                "  rank 1 (tp=1)  all_to_all(f32[5,1], tp, split=0, concat=1, "
-                "sizes=[2, 1])",
+                "  rank 0 (tp=0)  all_to_all(f32[4,2], tp, split=0, concat=1, whole=3)",
+                "  rank 1 (tp=1)  all_to_all(f32[5,1], tp, split=0, concat=1, whole=3)",
             ],
         ),
         (

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
 from ..graph import Node, Value
-from ..mesh import Axes, as_axes, balanced, nested
+from ..mesh import Axes, as_axes
 from ..ops.op import Cotangents, Op, Place
 from ..ops.tape import Tape
 
 
+def _if_uneven(extent: int, axes: Axes, sizes: Mapping[str, int]) -> int | None:
+    """The extent of a dim of which the ranks on some axes hold unlike shares, from
+    which each knows that of all; None if they are equal."""
+    return extent if extent % prod(sizes[a] for a in as_axes(axes)) else None
+
+
 def gather_on_rank(at: Place, node: Node, local: Node) -> Node:
-    x, axes, dim = node.args
-    sizes = at.extents_along(x, dim, axes)
-    return replace(local, args=(*local.args, sizes, at.is_varying(node.out, axes)))
+    _, axes, dim = node.args
+    whole = _if_uneven(local.out.shape[dim], axes, at.sizes)
+    return replace(local, args=(*local.args, whole, at.is_varying(node.out, axes)))
 
 
 def exchange_on_rank(at: Place, node: Node, local: Node) -> Node:
-    x, axis, _, concat_dim = node.args
-    return replace(local, args=(*local.args, at.extents_along(x, concat_dim, axis)))
+    _, axis, _, concat_dim = node.args
+    whole = _if_uneven(local.out.shape[concat_dim], axis, at.sizes)
+    return replace(local, args=(*local.args, whole))
 
 
 def same(_: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
@@ -53,16 +61,14 @@ def shard(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
 def _gathered(
     tape: Tape, x: Value, node: Node, dy: Value | None, axis: Axes, dim: int
 ) -> Value:
-    shares = nested(x.shape[dim], (tape.sizes[a] for a in as_axes(axis)))
-    sizes = None if len(set(shares)) == 1 else shares
-    return tape.emit("comm.all_gather", x, node, dy, axis, dim, sizes, False)
+    whole = _if_uneven(x.shape[dim], axis, tape.sizes)
+    return tape.emit("comm.all_gather", x, node, dy, axis, dim, whole, False)
 
 
 def all_to_all(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
     x, axis, split_dim, concat_dim, _ = node.args
-    shares = balanced(x.shape[split_dim], tape.sizes[axis])
-    sizes = None if len(set(shares)) == 1 else shares
-    return [tape.emit(node.op, x, node, dys[0], axis, concat_dim, split_dim, sizes)]
+    whole = _if_uneven(x.shape[split_dim], axis, tape.sizes)
+    return [tape.emit(node.op, x, node, dys[0], axis, concat_dim, split_dim, whole)]
 
 
 # --- Memory -------------------------------------------------------------------------
@@ -94,14 +100,14 @@ OPS = (
     Op("comm.all_reduce", "x axes reduction", kind="all_reduce", derivative=same),
     Op(
         "comm.all_gather",
-        "x axes dim sizes varying",
+        "x axes dim whole varying",
         kind="all_gather",
         workspace=to_gather,
         on_rank=gather_on_rank,
         derivative=all_gather,
         called_with=4,
     ),
-    Op("comm.start_gather", "xs axes dims sizes", kind="all_gather"),
+    Op("comm.start_gather", "xs axes dims wholes", kind="all_gather"),
     Op(
         "comm.reduce_scatter",
         "x axes dim",
@@ -113,7 +119,7 @@ OPS = (
     Op("comm.shard", "x axes dim pads", derivative=shard, called_with=3),
     Op(
         "comm.all_to_all",
-        "x axis split_dim concat_dim sizes",
+        "x axis split_dim concat_dim whole",
         kind="all_to_all",
         workspace=to_exchange,
         on_rank=exchange_on_rank,

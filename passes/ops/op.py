@@ -40,9 +40,6 @@ class Place(Protocol):
     def position(self, v: Value, dim: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
         """The factors of a dim, each its global extent and the axes that split it."""
 
-    def extents_along(self, v: Value, dim: int, over: Axes) -> tuple[int, ...] | None:
-        """The extents of a split dim on the ranks of some axes; None if equal."""
-
     def is_varying(self, v: Value, axes: Axes) -> bool:
         """Whether ranks along the axes each do something else with the value."""
 

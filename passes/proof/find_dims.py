@@ -57,7 +57,7 @@ def find_dims(text: str) -> frozenset[int]:
         elif letter == "," and opened:
             opened[-1].argument += 1
             opened[-1].begin = at + 1
-        elif letter == "#" and code[at - 1] != "d" and code[at + 1 : at + 2] != "*":
+        elif letter == "#" and code[at - 1] != "d":
             number += 1
             call = next((one for one in reversed(opened) if one.callee), None)
             if call is not None and _is_dim(call, code[call.begin : at]):

@@ -25,8 +25,6 @@ TOKEN = re.compile(
       | (?P<rest>[^\w"'.-]+|.)""",
     re.VERBOSE,
 )
-# Per-rank extents in collectives: as many as there are ranks.
-EXTENTS = re.compile(r"[(\[]#(?:, #)+,?[)\]]")
 # In the name of a parameter: the number of a layer, or where a piece of one lies.
 LAYER = re.compile(r"(?:^|(?<=\.))(\+?\d+)(?=\.|$)|\[(?P<start>\d+):(?P<end>\d+)\]")
 # Numbers of these are layers', where they are of a loop over layers; but for what is
@@ -222,8 +220,6 @@ class _Reader:
         if "aten.arange.start" in code:  # a count, as of others
             first, end, *rest = numbers
             numbers = [first, replace(end, value=end.value - first.value), *rest]
-        if "c." in joined:
-            joined, numbers = _without_extents(joined, numbers)
         return Statement(joined, tuple(numbers))
 
     def _layers(self, name: str, numbers: list[Number], others: Counts) -> str:
@@ -260,18 +256,3 @@ def _remark(comment: str) -> str:
     """The line and module that a statement comes from; dims in remarks are not run."""
     parts = [p for p in comment.split("  ") if p and not p.startswith("[")]
     return f"  # {'  '.join(parts)}" if parts else ""
-
-
-def _without_extents(text: str, numbers: list[Number]) -> tuple[str, list[Number]]:
-    """Extents by rank are as many as ranks."""
-    kept, parts, at, last = [], [], 0, 0
-    for match in EXTENTS.finditer(text):
-        before = text[last : match.start()]
-        count = before.count("#")
-        kept += numbers[at : at + count]
-        at += count + match[0].count("#")
-        parts += [before, "(#*)"]
-        last = match.end()
-    rest = text[last:]
-    kept += numbers[at : at + rest.count("#")]
-    return "".join([*parts, rest]), kept

@@ -17,7 +17,6 @@ from math import prod
 
 from ..dims.name_dims import Dims
 from ..graph_text import name_text, read_name
-from ..mesh import balanced
 from ..shard.resharding import MAX, P, R, State, V
 
 Slots = tuple[tuple[tuple[str, ...], ...], ...]
@@ -180,5 +179,6 @@ def local_extent(
 ) -> int:
     """A dim's extent on a rank: split by each axis in turn, as even as can be."""
     for axis in axes:
-        extent = balanced(extent, sizes[axis])[coords[axis]]
+        least, more = divmod(extent, sizes[axis])
+        extent = least + (coords[axis] < more)  # as `balanced` has it
     return extent

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import product
 
 from ..dims.name_dims import Dims
 from ..graph import Node, Value
 from ..mesh import Axes, as_axes
 from ..ops.op import op_of
-from ..shard.sharding import Sharding, local_extent
+from ..shard.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -64,15 +63,3 @@ class Localizer:
         """The factors of a dim, each its global extent and the axes that split it."""
         factors, slots = self.dims[v.name][dim], self.shardings[v.name].slots[dim]
         return tuple((d.size, axes) for d, axes in zip(factors, slots, strict=True))
-
-    def extents_along(self, v: Value, dim: int, over: Axes) -> tuple[int, ...] | None:
-        """The extents of a split dim on the ranks of some axes; None if equal."""
-        (of,), (axes,) = self.dims[v.name][dim], self.shardings[v.name].slots[dim]
-        over = as_axes(over)
-        places = product(*(range(self.sizes[axis]) for axis in over))
-        coords = (dict(zip(over, place, strict=True)) for place in places)
-        found = tuple(
-            local_extent(of.size, axes, self.sizes, {**self.coords, **one})
-            for one in coords
-        )
-        return None if len(set(found)) == 1 else found

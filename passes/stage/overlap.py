@@ -314,7 +314,7 @@ def _messages(
         first = own[0]
         extent = sum(_whole(n).numel for n in own)
         under_way = builder.value(name, (extent,), first.operands[0].dtype)
-        # Of each the dim; of a gather also the extents on the ranks.
+        # Of each the dim; of a gather also its extent where shares are unlike.
         details = zip(*(n.args[2:4] for n in own), strict=True)
         args = (tuple(n.args[0] for n in own), axis, *details)
         where = Location(first.location.layer)

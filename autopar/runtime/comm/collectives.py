@@ -68,15 +68,15 @@ class Collectives(Routing, ABC):
         return x
 
     def all_gather(
-        self, x: Tensor, axis: Axes, dim: int, sizes: Sequence[int] | None = None
+        self, x: Tensor, axis: Axes, dim: int, whole: int | None = None
     ) -> Tensor:
         """x [..., mine, ...] -> [..., whole, ...]: the rows along dim, in order.
 
-        sizes: the extent of each rank's shard, where they are not all the same.
+        whole: given where ranks' shares of it are not all the same.
         """
-        whole = self.wait(self.start_gather([x], axis, [dim], [sizes]))[0]
+        joined = self.wait(self.start_gather([x], axis, [dim], [whole]))[0]
         dim = from_front(x, dim)
-        return by_row(whole, dim, self.layout(whole.shape[dim], axis))
+        return by_row(joined, dim, self.layout(joined.shape[dim], axis))
 
     def reduce_scatter(self, x: Tensor, axis: Axes, dim: int) -> Tensor:
         """x [..., whole, ...] -> [..., my share, ...] of the sum over the axis."""
@@ -96,25 +96,25 @@ class Collectives(Routing, ABC):
         axis: str,
         split_dim: int,
         concat_dim: int,
-        sizes: Sequence[int] | None = None,
+        whole: int | None = None,
     ) -> Tensor:
         """x, split on concat_dim, becomes split on split_dim.
 
         [..., whole (split_dim), ..., mine (concat_dim), ...] ->
         [..., my share,          ..., whole,             ...]
-        sizes: the extent of each rank's x along concat_dim, where not all the same.
+        whole: that of concat_dim, where ranks' shares of it are not all the same.
         """
-        open_dim = None if sizes is None else concat_dim
+        open_dim = None if whole is None else concat_dim
         ranks = self._enter(
             "all_to_all", (axis,), x, open_dim, split=split_dim, concat=concat_dim,
-            sizes=sizes,
+            whole=whole,
         )  # fmt: skip
         if len(ranks) == 1:
             return x.clone()
         split_dim, concat_dim = from_front(x, split_dim), from_front(x, concat_dim)
         if split_dim == concat_dim:
             raise ValueError(f"all_to_all splits and joins the same dim {split_dim}")
-        sizes = self._sizes(x, axis, concat_dim, sizes)
+        sizes = self._extents(x, axis, concat_dim, whole)
         layout = self.layout(x.shape[split_dim], axis)
         flat, sent = packed(x, split_dim, layout)
         shape = list(x.shape)
@@ -141,26 +141,25 @@ class Collectives(Routing, ABC):
         shards: Sequence[Tensor],
         axis: Axes,
         dims: Sequence[int],
-        sizes: Sequence[Sequence[int] | None],
+        wholes: Sequence[int | None],
     ) -> CoalescedWork:
         """Begin an all_gather of each, as one; they may change meanwhile. axis: of
         several the outermost first, in the order of the mesh."""
         dims = [from_front(x, dim) for x, dim in zip(shards, dims, strict=True)]
         along = [
-            self._sizes(x, axis, dim, own)
-            for x, dim, own in zip(shards, dims, sizes, strict=True)
+            self._extents(x, axis, dim, whole)
+            for x, dim, whole in zip(shards, dims, wholes, strict=True)
         ]
         layout, me = Layout.of(shards, dims, along), self.place(axis)
         rows = layout.rows_for(shards, me)
         mine = rows[me, : layout.counts[me]]
-        alike = all(own is None for own in sizes)
+        alike = all(whole is None for whole in wholes)
         others = [
             (*x.shape[:d], *x.shape[d + 1 :]) for x, d in zip(shards, dims, strict=True)
         ]
-        told = None if alike else [tuple(own) for own in along]
         ranks = self._enter(
             *("all_gather", as_axes(axis), mine, None if alike else 0),
-            dims=dims, beside=others, sizes=told,
+            dims=dims, beside=others, wholes=None if alike else wholes,
         )  # fmt: skip
         alone = len(ranks) == 1
         work = Arrived(rows) if alone else self._start_gather(rows, ranks)
@@ -323,16 +322,17 @@ class Collectives(Routing, ABC):
         traffic.bytes += x.numel() * x.element_size()
         return self.ranks(axes)
 
-    def _sizes(
-        self, x: Tensor, axis: Axes, dim: int, sizes: Sequence[int] | None
-    ) -> Sequence[int]:
+    def _extents(
+        self, x: Tensor, axis: Axes, dim: int, whole: int | None
+    ) -> tuple[int, ...]:
         """The extent along dim on each rank of the axis; mine must be that of x."""
-        n, place = len(self.ranks(axis)), self.place(axis)
-        if sizes is None:
-            return (x.shape[dim],) * n
-        if len(sizes) != n or x.shape[dim] != sizes[place]:
+        mine, place = x.shape[dim], self.place(axis)
+        if whole is None:
+            return (mine,) * len(self.ranks(axis))
+        extents = self.extents(whole, axis)
+        if mine != extents[place]:
             raise ValueError(
-                f"sizes {tuple(sizes)} do not fit {axis}={place} of {n}, "
-                f"where dim {dim} has {x.shape[dim]}"
+                f"of dim {dim}, {whole} in all, {axis}={place} holds {extents[place]}, "
+                f"where x has {mine}"
             )
-        return sizes
+        return extents
