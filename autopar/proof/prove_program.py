@@ -28,7 +28,7 @@ from autopar.passes.proof.same_specs import find_other_spec
 from autopar.passes.proof.shrink_plan import Layers, layer_number
 from autopar.passes.proof.transfer import Difference, Sizes, differs
 from autopar.progress import tell
-from autopar.proof.again import Again, Arithmetic
+from autopar.proof.again import Again, Arithmetic, default_dtype
 from autopar.proof.differences import found_by_model
 from autopar.proof.draw_values import draw_batch, draw_parameters
 from autopar.proof.expected import Expected
@@ -172,10 +172,11 @@ def expect(
     tell("proof: the captured model")
     buffers = draw_buffers(runnable.traced.graph.buffers, runnable.like, seed)
     held = tree_in_double(buffers)
-    return [
-        replace(_expect(runnable, buffers, batch, seed, number), buffers=held)
-        for number in range(STEPS)
-    ]
+    with default_dtype(torch.float64):
+        return [
+            replace(_expect(runnable, buffers, batch, seed, number), buffers=held)
+            for number in range(STEPS)
+        ]
 
 
 def run_program(
@@ -183,7 +184,8 @@ def run_program(
 ) -> Verification:
     """All ranks of a program in float64. Raises VerificationFailed."""
     try:
-        return run_beside(program_in_double(program), {}, expected, seed)
+        with default_dtype(torch.float64):
+            return run_beside(program_in_double(program), {}, expected, seed)
     except CommError as error:
         raise VerificationFailed(
             f"ranks do not get to the end of a step: {error}",

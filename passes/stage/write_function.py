@@ -60,7 +60,9 @@ class Function:
         return self.names[v.name]
 
     def fresh(self, wanted: str) -> str:
-        name = unused(re.sub(r"\W+", "_", wanted.partition("@")[0]), self.taken)
+        stem = re.sub(r"\W+", "_", wanted.partition("@")[0])
+        # "0.weight" is left of a module that is one of a list, inside a layer.
+        name = unused(stem if stem.isidentifier() else f"_{stem}", self.taken)
         self.taken.add(name)
         return name
 
