@@ -182,8 +182,19 @@ def test_rounding_that_is_not_in_the_model_is_found():
         found.check()
 
 
-def test_what_does_not_run_in_float64_is_not_excused():
-    found = checked(Case(Typed(), unit().batch))
+def test_what_takes_no_float64_is_told_by_its_operations():
+    """In float64 they are run as captured; forward is not asked."""
+    torch.manual_seed(0)
+    one = Case(Typed(999.7), cancelling().batch)
+    found = checked(one).check()
+    assert found.in_double is not None and found.errors["linear.bias"] > 3e-5
+    assert checked(one, *SCALED).worst == (
+        "linear.bias", pytest.approx(3e-5, rel=1e-3)
+    )  # fmt: skip
+
+
+def test_what_chooses_and_takes_no_float64_is_not_excused():
+    found = checked(Case(Choosy(), unit().batch))
     assert not found.passed and found.in_double is None
     with pytest.raises(VerificationFailed, match="from a fault: it wants float32"):
         found.check()
@@ -242,11 +253,17 @@ def test_proofs_tell_rounding_from_faults_too():
     assert proof.passed
 
 
-class Typed(Unit):
+class Typed(Cancelling):
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype is torch.float32, "it wants float32"
+        return super().forward(x)
+
+
+class Choosy(Unit):
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype is not torch.float32:
             raise ValueError("it wants float32")
-        return super().forward(x)
+        return super().forward(x) + x.topk(1).values.sum()
 
 
 def test_arithmetic_in_float64_whatever_the_model_says():

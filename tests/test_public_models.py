@@ -8,8 +8,6 @@ from cases import Case
 from models import VOCAB, WIDTH, randomize
 from torch import Tensor, nn
 
-from autopar.verify import verify
-
 SAMPLES, SEQ = 4, 6
 
 
@@ -35,20 +33,6 @@ class Decayed(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-class Particular(nn.Module):
-    """Looks at its own dtypes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.register_buffer("cos", torch.randn(1, SEQ, WIDTH))
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        assert self.cos.dtype == torch.float32, "rotary embeddings must be in float32"
-        x = F.dropout(self.tokens(ids), 0.1) * self.cos
-        return F.cross_entropy(self.head(x.relu()).flatten(0, 1), labels.flatten())
-
-
 def case(model: nn.Module) -> Case:
     torch.manual_seed(0)
     ids = torch.randint(VOCAB, (SAMPLES, SEQ))
@@ -57,11 +41,3 @@ def case(model: nn.Module) -> Case:
 
 def test_layers_of_listed_parts_and_numbers_of_positions_are_proved() -> None:
     case(Decayed()).proved("pp=2,tp=2", 2)
-
-
-def test_a_model_that_takes_no_float64_is_verified_by_its_operations() -> None:
-    one = case(Particular())
-    program = one.compile("dp=2,tp=2", precision="bf16")
-    proof = verify(program, one.model, one.batch).check()
-    assert proof.in_double is not None
-    assert max(proof.in_double.errors.values()) < 1e-10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, finfo, nn
 from torch.overrides import TorchFunctionMode
 
+from autopar.capture.capture_model import capture_model
 from autopar.capture.left_as_found import AsFound
 from autopar.passes.capture.call_model import loss_of
 from autopar.passes.capture.mixed_precision import Lowering, low_dtype
+from autopar.passes.capture.trace import Traced
 from autopar.passes.program import Program
 from autopar.progress import tell
 from autopar.proof.again import Again, Arithmetic
@@ -22,6 +25,7 @@ from autopar.proof.draw_values import draw_buffers
 from autopar.proof.drawn import drawn_batch, drawn_weights, is_finite, with_values
 from autopar.proof.errors import NOISE, root_mean_square
 from autopar.proof.in_double import tree_in_double
+from autopar.proof.interpret import run_graph
 from autopar.proof.ranks import FoundStep
 from autopar.proof.reference import OurDropout, reference_step
 from autopar.proof.update import Update
@@ -80,7 +84,7 @@ def expect(
     """
     tell("running the untouched model")
     as_found = AsFound.of(model, *([loss_fn] if loss_fn else []))
-    subject = Subject(program, model, loss_fn, tolerance, as_found)
+    subject = Subject(program, model, batch, loss_fn, tolerance, as_found)
     for what, gentle in ATTEMPTS if drawn else ():
         best: list[Expected] = []
         for first in range(seed, seed + TRIES * STEPS, STEPS):
@@ -99,13 +103,22 @@ def expect(
 
 @dataclass(frozen=True)
 class Subject:
-    """What is run, and the model as it was found before."""
+    """What is run, and the model as it was found before. batch: an example."""
 
     program: Program
     model: nn.Module
+    batch: Mapping[str, Any]
     loss_fn: Callable[..., Any] | None
     tolerance: float | None
     as_found: AsFound
+
+    @cached_property
+    def traced(self) -> Traced:
+        return capture_model(self.model, self.batch, self.loss_fn)
+
+    @property
+    def has_dropout(self) -> bool:
+        return any("dropout" in text for text in self.program.modules.values())
 
 
 @dataclass(frozen=True)
@@ -209,8 +222,23 @@ class _Step:
         try:
             with with_values(self.subject.model, own), arithmetic:
                 return self.told(given, precision)
+        except (AssertionError, RuntimeError, TypeError, ValueError):
+            if not arithmetic.double or self.made:
+                raise
         finally:
             self.subject.as_found.put_back()
+        return self.captured({**given, **own}, arithmetic)
+
+    def captured(self, values: Mapping[str, Any], arithmetic: Arithmetic) -> FoundStep:
+        """The same by the model's operations, as captured: forward may look at dtypes,
+        and take no float64."""
+        traced, without = self.subject.traced, None
+        values = {**values, **traced.literals}
+        with arithmetic:
+            loss, gradients, _ = run_graph(traced, values, self.key)
+            if self.subject.has_dropout:
+                without = run_graph(traced, values, None)[0]
+        return found_by_model(loss, gradients, without)
 
     def told(self, batch: Mapping[str, Any], dtype: Lowering) -> FoundStep:
         """dtype: what the model runs in."""
@@ -228,8 +256,7 @@ class _Step:
         self, batch: Mapping[str, Any], dtype: Lowering, choosing: Choosing
     ) -> Tensor | None:
         """The loss without dropout, where there is dropout."""
-        texts = self.subject.program.modules.values()
-        if dtype or not any("dropout" in text for text in texts):
+        if dtype or not self.subject.has_dropout:
             return None
         limits = _Limits(self.limits)
         with OurDropout(None), limits, choosing, torch.no_grad():
