@@ -85,6 +85,13 @@ FORMS: list[tuple[str, Callable[..., Tensor], str]] = [
         lambda m, x, y: row(x) * 2,
         "mul select add slice slice reshape cat mul",
     ),
+    ("a mask written", lambda m, x, y: masked(x, x[0] > 0), "select gt mul where"),
+    (
+        "rows of a mask written",
+        lambda m, x, y: chosen(x, torch.arange(6) % 3 > 0) * 2,
+        "arange remainder gt mul slice add cumsum sub clamp index_select reshape "
+        "where mul",
+    ),
     ("new ones", lambda m, x, y: x * x.new_ones(8), "ones mul"),
     ("full like", lambda m, x, y: x * torch.full_like(x, 3), "full mul"),
     ("mean", lambda m, x, y: x.mean(), "sum mul"),
@@ -110,6 +117,18 @@ def written(x: Tensor) -> Tensor:
 def row(x: Tensor) -> Tensor:
     h = x * 1.0
     h[:, 2] += 1
+    return h
+
+
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    h = x * 1.0
+    h[:, mask] = -1.0
+    return h
+
+
+def chosen(x: Tensor, mask: Tensor) -> Tensor:
+    h = x * 1.0
+    h[:, mask] = x[:, :4] + 1
     return h
 
 

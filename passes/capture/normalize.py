@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from ..capture.decompose_index import index
+from ..capture.decompose_index_put import index_put
 from ..capture.hoist_splits import hoist_splits
 from ..capture.loss import LOSS_RULES
 from ..capture.rewrite import Rewriter, Rule
@@ -273,6 +274,7 @@ MEANING: dict[str, Rule] = {
     "aten.bmm": looked_up_product,
     "aten.topk": choice,
     "aten.index": index,
+    "aten.index_put": index_put,
     "aten.mul": tanh_gelu,
     "aten.mean": mean,
     "aten.scaled_dot_product_attention": attention,
