@@ -215,21 +215,17 @@ def _first_ranks(program: Program, stage: int) -> dict[str, int]:
     """Key of each module of a stage -> the first rank that runs it; the others have
     shares of its shapes. Raises VerificationFailed."""
     mesh = program.mesh
-    place = program.schedule.stage_to_rank[stage]
     specs = {
-        name: program.parameters[name]
+        (spec.shape, spec.factors, spec.slots): spec
         for name in program.stages[stage].names.values()
-        if name in program.parameters
+        if (spec := program.parameters.get(name)) is not None
     }
     first: dict[str, int] = {}
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for text, key in program.stages[stage].modules.items():
-        coords = dict(part.split("=") for part in text.split(",") if part)
-        named = {axis: int(coords.get(axis, 0)) for axis, _ in mesh.axes}
-        if "pp" in named:
-            named["pp"] = place
-        own = [local_shape(spec, mesh, named) for spec in specs.values()]
-        rank = mesh.rank(named)
+        coords = _coords(program, stage, text)
+        own = [local_shape(spec, mesh, coords) for spec in specs.values()]
+        rank = mesh.rank(coords)
         if shapes.setdefault(key, own) != own:
             raise VerificationFailed(
                 f"ranks {first[key]} and {rank} run one module of stage {stage}, with "
@@ -238,6 +234,15 @@ def _first_ranks(program: Program, stage: int) -> dict[str, int]:
             )
         first.setdefault(key, rank)
     return first
+
+
+def _coords(program: Program, stage: int, text: str) -> dict[str, int]:
+    """Of a rank that runs a stage; text: those that the stage tells, without pp."""
+    told = dict(part.split("=") for part in text.split(",") if part)
+    coords = {axis: int(told.get(axis, 0)) for axis, _ in program.mesh.axes}
+    if "pp" in coords:
+        coords["pp"] = program.schedule.stage_to_rank[stage]
+    return coords
 
 
 def run_module(
@@ -307,24 +312,24 @@ def _check_meetings(
     mesh, stage = program.mesh, program.stages[index]
     if len(set(stage.modules.values())) < 2:
         return
-    place = program.schedule.stage_to_rank[index]
-    compared: set[tuple[str, str, tuple[str, ...]]] = set()
-    for rank in range(mesh.size):
-        coords = mesh.coords(rank)
-        if coords.get("pp", 0) != place:
-            continue
-        mine = stage.modules[coords_text(coords)]
-        for axes in {call.axes for call in modules[index, mine]}:
-            for other in mesh.group(rank, axes):
-                theirs = stage.modules[coords_text(mesh.coords(other))]
-                if (mine, theirs, axes) in compared:
-                    continue
-                compared.add((mine, theirs, axes))
-                left, right = (
-                    [call for call in modules[index, key] if call.axes == axes]
-                    for key in (mine, theirs)
-                )
-                _check_same(left, right, rank, other)
+    over = {call.axes for key in stage.modules.values() for call in modules[index, key]}
+    for axes in over:
+        calls = {
+            key: [call for call in modules[index, key] if call.axes == axes]
+            for key in set(stage.modules.values())
+        }
+        groups: dict[str, dict[str, int]] = {}  # -> its modules, a rank of each
+        for text, key in stage.modules.items():
+            coords = _coords(program, index, text)
+            group = coords_text({a: n for a, n in coords.items() if a not in axes})
+            groups.setdefault(group, {}).setdefault(key, mesh.rank(coords))
+        pairs = {
+            (mine, theirs): (ranks[mine], ranks[theirs])
+            for ranks in groups.values()
+            for mine, theirs in pairwise(ranks)
+        }
+        for (mine, theirs), met in pairs.items():
+            _check_same(calls[mine], calls[theirs], *met)
 
 
 def _check_same(left: list[Call], right: list[Call], rank: int, other: int) -> None:
