@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 from .errors import AutoparError
@@ -212,7 +212,8 @@ def balanced(n: int, parts: int) -> tuple[int, ...]:
     return (least + 1,) * more + (least,) * (parts - more)
 
 
-def nested(n: int, parts: Iterable[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def nested(n: int, parts: tuple[int, ...]) -> tuple[int, ...]:
     """The sizes of n things in parts of parts, outermost first, each `balanced`."""
     sizes: tuple[int, ...] = (n,)
     for count in parts:

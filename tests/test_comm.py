@@ -81,7 +81,7 @@ def check_gather_and_scatter_over_two_axes(comm):
     axes = tuple(axis for axis, _ in comm.mesh.axes)
     ranks = comm.ranks(axes)
     for extent in EXTENTS:
-        sizes = nested(extent, [comm.mesh.axis_size(axis) for axis in axes])
+        sizes = nested(extent, tuple(map(comm.mesh.axis_size, axes)))
         for dim, shape in enumerate([(extent, 3), (2, extent)]):
             x = whole(0, *shape)
             mine = x.index_select(dim, held(comm, extent, axes))

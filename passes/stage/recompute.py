@@ -48,7 +48,9 @@ def recompute(
     dropped = _dropped(forward, keep, chosen)
     producers = {v.name: n for n in forward for v in n.results}
     order = {id(n): i for i, n in enumerate(forward)}
-    wanted = {v.name for n in backward for v in n.operands if v.name in dropped}
+    wanted: dict[str, set[str]] = {}  # by each layer's backward
+    for v in (v for n in backward for v in n.operands if v.name in dropped):
+        wanted.setdefault(producers[v.name].location.layer, set()).add(v.name)
     made: set[str] = set()
     found: list[Node] = []
     for node in backward:
@@ -57,10 +59,9 @@ def recompute(
         ]
         for layer in dict.fromkeys(producers[name].location.layer for name in missing):
             # All that the layer's backward reads, at once.
-            names = {n for n in wanted if producers[n].location.layer == layer}
-            again = _closure(names - made, dropped, producers)
+            again = _closure(wanted[layer] - made, dropped, producers)
             for one in sorted(again, key=lambda n: order[id(n)]):
-                new = _only(one, dropped - made)
+                new = _only(one, {v.name for v in one.results} & dropped - made)
                 made.update(v.name for v in new.results)
                 found.append(new)
         found.append(node)

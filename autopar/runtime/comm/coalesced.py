@@ -68,7 +68,7 @@ class Layout:
     @property
     def counts(self) -> list[int]:
         """Elements of each rank's row."""
-        return [run.count for run in self.runs for _ in range(run.ranks)]
+        return [n for run in self.runs for n in [run.count] * run.ranks]
 
     def parts(self, row: Tensor, rank: int) -> list[Tensor]:
         """row [count or more] -> views of a rank's part of each tensor."""
@@ -81,7 +81,7 @@ class Layout:
 
     def rows_for(self, shards: Sequence[Tensor], rank: int) -> Tensor:
         """Room for all rows, as long as the longest [ranks, count]; mine filled in."""
-        rows = shards[0].new_empty(len(self.counts), max(self.counts))
+        rows = shards[0].new_empty(len(counts := self.counts), max(counts))
         for part, shard in zip(self.parts(rows[rank], rank), shards, strict=True):
             part.copy_(shard)
         return rows

@@ -52,7 +52,7 @@ class Placement:
     def extents(self, n: int, axes: Axes) -> tuple[int, ...]:
         """How much of a parameter's dim of n each rank on these axes holds at rest: one
         piece, after that of the rank before it."""
-        return nested(n, (self.mesh.axis_size(axis) for axis in as_axes(axes)))
+        return nested(n, tuple(map(self.mesh.axis_size, as_axes(axes))))
 
     def pieces(
         self,
