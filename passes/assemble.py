@@ -41,7 +41,7 @@ def assemble(
                 modules=one.keys,
                 flops=firsts[i].flops,
                 took=scheduled.took[i],
-                account=scheduled.accounts[i].to_data(),
+                account=scheduled.accounts[i],
             )
             for i, one in enumerate(emitted)
         ),

@@ -1,9 +1,10 @@
-"""What a node does: floating point operations and bytes, and seconds as a type."""
+"""What a node does: floating point operations and bytes; and amounts that add up."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from .graph import Node, Value
 from .ops.op import is_view, op_of
@@ -44,13 +45,69 @@ def signature(node: Node) -> str:
     return f"{node.op}({', '.join(parts)})"
 
 
+Own = TypeVar("Own", bound="Amounts")
+
+
+class Amounts:
+    """A dataclass of amounts, of other such records and of `Exchange`s, all nothing by
+    themselves: two of them add up field by field."""
+
+    def __add__(self: Own, other: Own) -> Own:
+        return self.plus(other, 1.0)
+
+    def __sub__(self: Own, other: Own) -> Own:
+        return self.plus(other, -1.0)
+
+    def __mul__(self: Own, times: float) -> Own:
+        return type(self)().plus(self, times)
+
+    def plus(self: Own, other: Own, times: float) -> Own:
+        """The record with another one's amounts so many times."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return type(self)(*[_plus(x, y, times) for x, y in pairs])
+
+
 @dataclass(frozen=True)
-class Seconds:
+class Exchange:
+    """Collectives of a kind over some axes, or messages: how many, and the bytes of
+    them all, each of its whole tensor, see `passes.price.cluster.Link`."""
+
+    kind: str
+    axes: tuple[str, ...]
+    calls: float
+    bytes: float
+
+
+Exchanges = tuple[Exchange, ...]
+
+
+def join_exchanges(exchanges: Iterable[Exchange]) -> Exchanges:
+    """One of each kind and axes, in the order in which they come."""
+    found: dict[tuple[str, tuple[str, ...]], Exchange] = {}
+    for e in exchanges:
+        key = e.kind, e.axes
+        if had := found.get(key):
+            e = Exchange(*key, had.calls + e.calls, had.bytes + e.bytes)
+        found[key] = e
+    return tuple(found.values())
+
+
+def _plus(x: Any, y: Any, times: float) -> Any:
+    if isinstance(x, Amounts):
+        return x.plus(y, times)
+    if isinstance(x, tuple):
+        more = (Exchange(e.kind, e.axes, times * e.calls, times * e.bytes) for e in y)
+        return join_exchanges((*x, *more)) if y else x
+    return x + times * y
+
+
+@dataclass(frozen=True)
+class Seconds(Amounts):
     """Seconds of one microbatch: forward, and the two halves of the backward."""
 
-    forward: float
-    input_half: float
-    weight_half: float
+    forward: float = 0.0
+    input_half: float = 0.0
+    weight_half: float = 0.0
 
     @property
     def backward(self) -> float:
@@ -60,15 +117,8 @@ class Seconds:
     def total(self) -> float:
         return self.forward + self.backward
 
-    def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(
-            self.forward + other.forward,
-            self.input_half + other.input_half,
-            self.weight_half + other.weight_half,
-        )
 
-
-NOTHING = Seconds(0.0, 0.0, 0.0)
+NOTHING = Seconds()
 
 
 def weights_of(node: Node) -> frozenset[str]:

@@ -13,6 +13,7 @@ import torch
 from .graph import Part
 from .mesh import Mesh
 from .plan import Plan
+from .price.account import Account
 from .price.stage_seconds import StageSeconds
 from .proof.input_ranges import InputRange
 from .proof.proof import Proof
@@ -20,7 +21,7 @@ from .schedule.footprint import Communication, Footprint
 from .schedule.memory import RankMemory
 from .schedule.schedule import Schedule
 
-FORMAT = 5
+FORMAT = 6
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class StageSpec:
     names: name in the text -> the model's own. modules: coordinates without pp, as
     text -> key of the emitted module. flops: of one microbatch's forward, on the first
     rank. took: by that rank, one microbatch, where it was compiled. account: what it
-    computes, moves and holds, see `passes.price.price.Account.to_data`.
+    computes, moves and holds.
     """
 
     layers: tuple[str, ...]
@@ -92,7 +93,7 @@ class StageSpec:
     modules: Mapping[str, str]
     flops: int
     took: StageSeconds
-    account: Mapping[str, float]
+    account: Account
 
     @property
     def footprint(self) -> Footprint:

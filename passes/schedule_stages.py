@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .price.account import Account
 from .price.cluster import Cluster
 from .price.compiled_cost import count_once, stage_accounts
-from .price.price import Account
 from .price.stage_seconds import StageSeconds, stage_seconds
 from .schedule.check_schedule import check
 from .schedule.choose_schedule import activation_budget, choose_schedule

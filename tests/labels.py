@@ -11,8 +11,9 @@ import torch
 from autopar.machine.hardware import cluster_of
 from autopar.options import make_plan
 from autopar.passes.plan import Plan
+from autopar.passes.price.account import Account
 from autopar.passes.price.cluster import Link
-from autopar.passes.price.price import BESIDE, PARTS, STEP, Account, price
+from autopar.passes.price.price import price
 from autopar.passes.search.op_sharding_costs import OpShardingCosts
 from autopar.passes.search.value_costs import COMMUNICATION, COMPUTE, Setting
 from autopar.passes.shard.insert_collectives import insert_collectives
@@ -74,17 +75,12 @@ def compiled(named, plan: Plan) -> Account:
 def seconds_of(account: Account, axis: str, link: Link, microbatches: int = 1) -> float:
     """Seconds of a program's collectives over an axis, and its gradients' reduction."""
     total = 0.0
-    for part in PARTS:
-        both = (*account.exchanges(part), *account.exchanges(part, BESIDE))
-        for kind, axes, calls, amount in both:
-            assert part != STEP
-            if axes == (axis,):
-                total += calls * link.seconds(kind, amount / calls)
-    pending = sum(
-        amount
-        for key, amount in account.amounts.items()
-        if key[0] == "pending" and axis in key[1:]
-    )
+    assert not (account.step.exchanges or account.step.beside)
+    for part in account.microbatch.values():
+        for e in (*part.exchanges, *part.beside):
+            if e.axes == (axis,):
+                total += e.calls * link.seconds(e.kind, e.bytes / e.calls)
+    pending = sum(e.bytes for e in account.pending if axis in e.axes)
     reduced = link.without_latency().seconds("all_reduce", pending)
     return total + reduced / microbatches
 

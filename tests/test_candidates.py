@@ -123,7 +123,7 @@ def work(precision: str, tf32: bool, part: str) -> float:
     # Attention as any other product.
     cluster = replace(cluster, device=replace(cluster.device, attention=""))
     prices = make_prices(of(precision, tf32), cluster)
-    return prices(Mesh(()), "none", False, 1).whole["work", part]
+    return prices(Mesh(()), "none", False, 1).whole.microbatch[part].work
 
 
 def test_what_was_measured_without_tf32_is_no_price_of_it() -> None:
@@ -200,7 +200,7 @@ def test_what_moves_once_a_step_goes_by_layer() -> None:
     link = cluster.link(candidate.mesh, ("dp",))
     for kind, term in (("all_gather", "parameters"), ("reduce_scatter", "gradients")):
         blocks = LAYERS + 2  # with what is before and after them
-        each = link.seconds(kind, account["memory", "read"] / blocks)
+        each = link.seconds(kind, account.held.read / blocks)
         assert once[f"{term} dp"] == pytest.approx(blocks * each)
 
 

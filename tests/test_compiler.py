@@ -115,7 +115,7 @@ def measured_parts(node: Node) -> tuple[float, ...]:
     assert local is not None
     device = replace(PLAIN.device, ops=Ops(measure(node.op, local)))
     found = compute(local, device)
-    return tuple(found["seconds", part] for part in ("forward", "backward", "weight"))
+    return tuple(part.seconds for part in found.microbatch.values())
 
 
 SOURCES = """

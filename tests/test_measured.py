@@ -28,7 +28,7 @@ from autopar.passes.price.measured import (
     between,
     fit_line,
 )
-from autopar.passes.price.price import UPDATE, node_seconds, price
+from autopar.passes.price.price import node_seconds, price
 from autopar.passes.search.search import run_on_paper
 from autopar.passes.stage.differentiate import differentiate
 from autopar.passes.stage.local_stage import LocalStage
@@ -108,10 +108,10 @@ def local_of(node: Node) -> LocalStage:
 def test_measured_ops_have_their_own_seconds_and_others_those_of_the_table() -> None:
     device = replace(CPU.device, ops=ops_of({16: 0.25}, update=((64.0, 0.5),)))
     found, table = (price(local_of(linear(16)), d) for d in (device, CPU.device))
-    assert found["seconds", "forward"] == 0.25 == found["known", "forward", MEASURED]
-    assert found["seconds", "backward"] == approx(table["seconds", "backward"])
-    assert found["flops", "forward"] == table["flops", "forward"]
-    assert found["seconds", UPDATE] == approx(0.5 * 64 * 64 * 4 / 64)
+    assert found.forward.seconds == 0.25 == found.forward.measured
+    assert found.backward.seconds == approx(table.backward.seconds)
+    assert found.forward.flops == table.forward.flops
+    assert found.update == approx(0.5 * 64 * 64 * 4 / 64)
     assert node_seconds(linear(16), device) == 0.25
 
 

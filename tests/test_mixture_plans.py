@@ -87,12 +87,13 @@ def test_ranks_with_other_experts_reduce_none_of_them() -> None:
     mesh, cluster = Mesh.parse("ep=2"), cluster_of("2xA100-80GB")
     shared = candidate("ep=2", 1)
     (account,) = accounts_of(shared, make_prices(of("mixtral"), cluster))
-    experts = account["experts", "trained"]
-    others = account["memory", "trained"] - experts
-    assert experts > others and account["pending", "ep"] == others
+    experts = account.experts.trained
+    others = account.held.trained - experts
+    assert experts > others
+    assert [e.bytes for e in account.pending if e.axes == ("ep",)] == [others]
     link = cluster.link(mesh, ("ep",))
     parts = on_paper("mixtral", "ep=2", 1).parts
-    calls = account["scattered calls", "backward"]
+    calls = account.backward.scattered.calls
     moved = calls * link.seconds("reduce_scatter", others / calls)
     assert moved / 4 < parts["gradients ep"] < moved
 

@@ -154,7 +154,7 @@ def test_megatron_comes_out_where_parameters_must_be_split() -> None:
     ).more
     assert layer is not None
     for part in ("forward", "backward"):
-        calls = {kind: n for kind, _, n, _ in layer.exchanges(part) if n}
+        calls = {e.kind: e.calls for e in layer.microbatch[part].exchanges if e.calls}
         assert calls == {"all_gather": 2, "reduce_scatter": 2}, part
 
 
@@ -177,7 +177,7 @@ def test_the_price_is_that_of_the_program(limit: float) -> None:
     assert labelling.communication == pytest.approx(
         seconds_of(account, "tp", link), rel=1e-9
     )
-    held = 4 * account["memory", "parameters"] + account["memory", "saved"]
+    held = 4 * account.held.parameters + account.saved
     assert labelling.memory == pytest.approx(held, rel=0.1)
     assert labelling.memory <= limit
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 
 import pytest
@@ -19,10 +19,10 @@ from autopar.passes.capture.trace import trace
 from autopar.passes.dims.name_dims import name_dims
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import PlanError
+from autopar.passes.price.account import Account
 from autopar.passes.price.cluster import PLAIN, Cluster
-from autopar.passes.price.price import Account, price
+from autopar.passes.price.price import price
 from autopar.passes.price.price_layers import price_layers
-from autopar.passes.price.price_memory import EVERY_PEAK, PEAK
 from autopar.passes.search.balance_layers import balance_layers
 from autopar.passes.search.candidates import Space
 from autopar.passes.shard.insert_collectives import insert_collectives
@@ -122,10 +122,22 @@ def test_accounts_of_any_depth_are_those_of_the_whole_model(
 
 
 def same(got: Account, wanted: Account) -> None:
-    for key, amount in wanted.amounts.items():
-        # Blocks of ZeRO at the ends of a piece count as those next to them.
-        rel = 0.05 if key[0] in EVERY_PEAK and key[0] != PEAK[0] else 1e-6
-        assert got[key] == pytest.approx(amount, rel=rel, abs=1e-12), key
+    found, known = amounts(asdict(got)), amounts(asdict(wanted))
+    assert len(known) > 100 and found.keys() >= known.keys()
+    for key, amount in known.items():
+        # Of a compiled stage nothing is counted as if ranks shared parameters.
+        if not {"tied", "alone"} & {*key} and not key[-1].startswith("zero_"):
+            assert found[key] == pytest.approx(amount, rel=1e-6, abs=1e-12), key
+
+
+def amounts(data: object) -> dict[tuple[str, ...], float]:
+    """Numbers of records within records, by the names on the way to them."""
+    if isinstance(data, tuple):
+        data = {f"{e['kind']} {e['axes']}": e for e in data if isinstance(e, dict)}
+    if isinstance(data, dict):
+        inner = {name: amounts(x) for name, x in data.items()}
+        return {(n, *key): x for n, found in inner.items() for key, x in found.items()}
+    return {(): data} if isinstance(data, int | float) else {}
 
 
 # --- Stages ------------------------------------------------------------------------

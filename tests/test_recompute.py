@@ -86,10 +86,13 @@ def test_selective_recompute_gathers_no_weight_once_more() -> None:
         program = case.compile("dp=2,tp=2", 2, recompute=policy, zero=3)
         (stage,) = program.stages
         calls[policy] = {
-            key: n for key, n in stage.account.items() if key.startswith("calls/")
+            (name, beside, e.kind, e.axes): e.calls
+            for name, part in stage.account.microbatch.items()
+            for beside in (False, True)
+            for e in (part.beside if beside else part.exchanges)
         }
     more = {k for k, n in calls["selective"].items() if n > calls["none"].get(k, 0)}
-    assert more == {"calls/backward/all_gather/tp"}
+    assert more == {("backward", False, "all_gather", ("tp",))}
 
 
 def count_square(program) -> int:

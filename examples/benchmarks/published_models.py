@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from autopar.models.load import load_model
-from autopar.passes.price.price import BACKWARD, FORWARD, Account
+from autopar.passes.cost import Exchange
+from autopar.passes.price.account import Account, PartCost
 from autopar.planner.planner import ShortModel, capture_short
 from examples.gpt import GPT, Config
 
@@ -93,17 +94,14 @@ def in_turn(accounts: Sequence[Account], tp: int) -> list[Account]:
     tp: how many ranks hold the same of a message: each sends a share, and they gather
     it where it arrives (Narayanan 2021, section 4.1).
     """
-    whole, last = accounts[0]["message", "sent"], len(accounts) - 1
+    whole, last = accounts[0].sent, len(accounts) - 1
     if not whole:
         return list(accounts)
-    moved = {("send", "pp"): whole / tp}
+    moved = [Exchange("send", ("pp",), 1.0, whole / tp)]
     if tp > 1:
-        moved["all_gather", "tp"] = whole
-    found = []
-    for i, account in enumerate(accounts):
-        added = {("message", "sent"): -account["message", "sent"]}
-        for part in [FORWARD] * (i < last) + [BACKWARD] * (i > 0):
-            for key, amount in moved.items():
-                added |= {("calls", part, *key): 1.0, ("bytes", part, *key): amount}
-        found.append(account + Account(added))
-    return found
+        moved.append(Exchange("all_gather", ("tp",), 1.0, whole))
+    more = PartCost(exchanges=tuple(moved))
+    return [
+        account + Account(more * (i < last), more * (i > 0), sent=-account.sent)
+        for i, account in enumerate(accounts)
+    ]

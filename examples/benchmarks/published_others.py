@@ -16,12 +16,12 @@ from functools import cache
 
 from autopar.machine.hardware import cluster_of
 from autopar.passes.mesh import Mesh
+from autopar.passes.price.account import Account, PartCost
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
-from autopar.passes.price.price import BACKWARD, Account
-from autopar.passes.price.price_memory import Key
 from autopar.passes.search.balance_layers import balance_layers
 from autopar.passes.search.search import accounts_of, layer_mesh
+from autopar.passes.stage.blocks import BlockMessages
 from autopar.planner.planner import make_prices
 from examples.benchmarks.published_models import Row, gpt, in_turn, read
 from examples.benchmarks.published_runs import (
@@ -80,15 +80,12 @@ def of_bfloat16(account: Account) -> Account:
     each microbatch's gradients are written (2 bytes of a parameter), read, and added to
     ones of 4 bytes (10), where others add to those of 2 (4); and these are all-reduced,
     with ZeRO's first stage too (`_bf16_reduce_grads` of `deepspeed.runtime.pipe`)."""
-    found: dict[Key, float] = {
-        ("moved", BACKWARD): 8 * account["memory", "trained"] / 2
-    }
-    for key, amount in account.amounts.items():
-        if key[0] == "pending":
-            found[key] = amount
-        elif key[0] == "scattered bytes":  # an all-reduce is two of these
-            found[key] = 3 * amount
-    return Account(found)
+    backward, weight = (
+        replace(PartCost(), scattered=BlockMessages(bytes=3 * part.scattered.bytes))
+        for part in (account.backward, account.weight)  # an all-reduce is two of these
+    )
+    backward = replace(backward, moved=8 * account.held.trained / 2)
+    return Account(backward=backward, weight=weight, pending=account.pending)
 
 
 def _cluster(row: Row) -> Cluster:

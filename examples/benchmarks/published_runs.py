@@ -16,10 +16,11 @@ from functools import cache
 
 from autopar.machine.hardware import cluster_of
 from autopar.passes.mesh import Mesh
+from autopar.passes.price.account import Account, Alive, PartCost
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import OPTIMIZER_TRAFFIC, step_seconds
-from autopar.passes.price.price import BACKWARD, FORWARD, STEP, Account, retimed
+from autopar.passes.price.price import retimed
 from autopar.passes.price.price_layers import LayerPrices
 from autopar.passes.price.stage_seconds import stage_seconds
 from autopar.passes.search.search import accounts_of, layer_mesh
@@ -119,22 +120,17 @@ def again(prices: LayerPrices) -> Account:
     """A layer's forward, in its backward. All of it: `passes.stage.recompute` leaves
     out what only makes the layer's result."""
     assert prices.more is not None
-    return Account(
-        {
-            tuple(BACKWARD if part == FORWARD else part for part in key): amount
-            for key, amount in prices.more.amounts.items()
-            if FORWARD in key[:2] and key[0] != "peak"
-        }
-    )
+    nothing = {"alive": Alive(), "alone": Alive()}
+    return Account(backward=replace(prices.more.forward, beside=(), **nothing))
 
 
 def in_float32(account: Account) -> Account:
     """What Megatron's optimizer moves beside what `passes.price.estimate` counts:
     gradients are copied to 4 bytes (6 bytes moved), unscaled (8) and clipped (12), Adam
     works on 4 bytes (28), and parameters are copied back (6)."""
-    counted = OPTIMIZER_TRAFFIC * account["memory", "trained"]
-    moved = (6 + 8 + 12 + 28 + 6) * account["memory", "trained"] / 2
-    return Account({("moved", STEP): moved - counted})
+    counted = OPTIMIZER_TRAFFIC * account.held.trained
+    moved = (6 + 8 + 12 + 28 + 6) * account.held.trained / 2
+    return Account(step=PartCost(moved=moved - counted))
 
 
 @dataclass(frozen=True)
@@ -181,14 +177,11 @@ def overlapped(account: Account) -> Account:
     of an input's gradient while the weight's is computed, and what is gathered again
     (half of all) while the input's is (Korthikanti 2022, section 4.2.2)."""
     exposed = {"all_reduce": 0.0, "reduce_scatter": 0.0, "all_gather": 0.5}
-    return Account(
-        {
-            key: amount * (exposed.get(key[2], 1.0) if key[1:2] == (BACKWARD,) else 1.0)
-            if key[0] in ("calls", "bytes")
-            else amount
-            for key, amount in account.amounts.items()
-        }
-    )
+    found = []
+    for e in account.backward.exchanges:
+        share = exposed.get(e.kind, 1.0)
+        found.append(replace(e, calls=share * e.calls, bytes=share * e.bytes))
+    return replace(account, backward=replace(account.backward, exchanges=tuple(found)))
 
 
 UNFITTED = Constants(1.0, 1.0, 1.0)

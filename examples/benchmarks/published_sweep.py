@@ -22,10 +22,11 @@ from statistics import mean
 
 from autopar.machine.hardware import cluster_of
 from autopar.passes.mesh import Mesh
+from autopar.passes.price.account import Account, Held, PartCost
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import step_parts
-from autopar.passes.price.price import BACKWARD, FORWARD, Account, footprint_of, retimed
+from autopar.passes.price.price import retimed
 from autopar.passes.price.price_layers import Prices
 from autopar.passes.price.share import share
 from autopar.passes.price.stage_seconds import stage_seconds
@@ -137,8 +138,8 @@ class Run:
         in_flight = min(ranks, self.candidate.microbatches)
         shares = self.candidate.data_parallel if self.candidate.zero else 1
         return max(
-            a["memory", "parameters"] / 2 * (WEIGHTS + OPTIMIZER / shares)
-            + footprint_of(a).most(max(1, in_flight - 2 * i))
+            a.held.parameters / 2 * (WEIGHTS + OPTIMIZER / shares)
+            + a.footprint.most(max(1, in_flight - 2 * i))
             for i, a in enumerate(self.accounts)
         )
 
@@ -149,7 +150,7 @@ def _in_buckets(account: Account, candidate: Candidate, cluster: Cluster) -> flo
     if candidate.mesh.axis_size("dp") == 1:
         return 0.0
     took = stage_seconds(account, candidate.mesh, cluster)
-    buckets = account["memory", "parameters"] / BUCKET
+    buckets = account.held.parameters / BUCKET
     link = cluster.link(candidate.mesh, ("dp",))
     starts = buckets * link.seconds("all_reduce", 0.0)
     reduced = step_parts(account, candidate.mesh, cluster)["gradients dp"] + starts
@@ -162,8 +163,8 @@ def _at_once(account: Account, candidate: Candidate, cluster: Cluster) -> float:
     link = cluster.link(candidate.mesh, ("dp",))
     shared = share(account, candidate, cluster.device)
     parts = step_parts(shared, candidate.mesh, cluster)
-    whole = link.seconds("reduce_scatter", account["memory", "trained"])
-    whole += link.seconds("all_gather", account["memory", "read"])
+    whole = link.seconds("reduce_scatter", account.held.trained)
+    whole += link.seconds("all_gather", account.held.read)
     return whole - parts["gradients dp"] - parts["parameters dp"]
 
 
@@ -220,15 +221,18 @@ def _prices_of(sizes: tuple[int, ...], tied: bool) -> Prices:
 def _of_nanotron(account: Account) -> Account:
     """Gradients, and what the optimizer works on, have 4 bytes; messages to other
     stages are announced."""
-    parameters = account["memory", "parameters"] / 2
-    added = {
-        ("memory", "trained"): account["memory", "trained"],
-        ("moved", BACKWARD): ADDED * parameters,
-    }
-    for part in (FORWARD, BACKWARD):
-        key = ("calls", part, "send", "pp")
-        added[key] = (MESSAGES - 1) * account[key]
-    return account + Account(added)
+    forward, backward = (
+        PartCost(
+            exchanges=tuple(
+                replace(e, calls=(MESSAGES - 1) * e.calls, bytes=0.0)
+                for e in part.exchanges
+                if e.kind == "send"
+            )
+        )
+        for part in (account.forward, account.backward)
+    )
+    backward = replace(backward, moved=ADDED * account.held.parameters / 2)
+    return account + Account(forward, backward, held=Held(trained=account.held.trained))
 
 
 # --- Fitting ----------------------------------------------------------------------

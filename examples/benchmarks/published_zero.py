@@ -14,10 +14,11 @@ from functools import cache
 
 from autopar.machine.hardware import cluster_of
 from autopar.passes.mesh import Mesh
+from autopar.passes.price.account import Account
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import step_seconds
-from autopar.passes.price.price import Account, retimed
+from autopar.passes.price.price import retimed
 from autopar.passes.price.stage_seconds import stage_seconds
 from autopar.passes.search.search import accounts_of, layer_mesh
 from autopar.planner.planner import make_prices
@@ -50,7 +51,7 @@ class ZeroRun:
         alone = stage_seconds(account, self.candidate.mesh, cluster)
         link = cluster.link(self.candidate.mesh, ("dp",))
         calls = WEIGHTS * self.candidate.layers[0]
-        each = account["memory", "read"] / calls
+        each = account.held.read / calls
         gathers = 2 * link.seconds("all_gather", each)
         moving = calls * (gathers + link.seconds("reduce_scatter", each))
         return alone.forward + alone.backward + alone.weight + moving

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..plan import AUTO, Plan
+from ..price.account import Account, Held
 from ..price.candidate import Candidate
 from ..price.cluster import Cluster
 from ..price.estimate import Estimate, memory_of, run_accounts
-from ..price.price import TIED, Account, price
-from ..price.price_memory import Key
+from ..price.price import price
 from ..price.stage_seconds import stage_seconds
 from ..program import Program
 from ..schedule.order import write_order
@@ -48,12 +48,11 @@ def count_once(
             local = locals_[i]
             (v,) = (v for v in local.params if local.stage.names[v.name] == name)
             trained = v.bytes * (v.name in local.grads)
-            more: dict[Key, float] = {(TIED, "trained"): trained} if apart else {}
+            more = Account(tied=Held(trained=trained * apart))
             if placement[i] in seen:
-                more = {("memory", "parameters"): -v.bytes}
-                more["memory", "trained"] = -trained
+                more = Account(held=Held(-v.bytes, -trained))
             seen.add(placement[i])
-            found[i] = found[i] + Account(more)
+            found[i] += more
     return found
 
 
@@ -75,7 +74,7 @@ def candidate_of(plan: Plan, schedule: Schedule, layers: Sequence[int]) -> Candi
 def estimate_program(program: Program, cluster: Cluster) -> Estimate:
     """The step of a compiled program. What its ops take is as it was when it was
     compiled; messages and updates take what they do on the cluster."""
-    accounts = [Account.from_data(stage.account) for stage in program.stages]
+    accounts = [stage.account for stage in program.stages]
     layers = [len(stage.layers) for stage in program.stages]
     candidate = candidate_of(program.plan, program.schedule, layers)
     ranks: list[list[Account]] = [[] for _ in program.schedule.ranks]

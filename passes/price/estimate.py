@@ -13,19 +13,11 @@ from functools import lru_cache
 
 from ..mesh import Mesh
 from ..plan import AUTO
+from ..price.account import Account, once_a_rank
 from ..price.candidate import Candidate
 from ..price.cluster import Cluster, Device
 from ..price.estimate_memory import rank_memory
 from ..price.made_order import make_order
-from ..price.price import (
-    BESIDE,
-    FORWARD,
-    STEP,
-    TIED,
-    UPDATE,
-    Account,
-    once_a_rank,
-)
 from ..price.share import share
 from ..price.sources import Sources, find_sources
 from ..price.stage_seconds import (
@@ -106,20 +98,20 @@ def step_parts(
     """
     crowded = 1 / min(1.0, cluster.cores_each)  # all ranks are busy
     found = defaultdict[str, float](float)
-    found["once a step"] = crowded * account["seconds", STEP]
-    blocks = account["gathered calls", FORWARD]
-    for beside in ("", BESIDE):
-        for kind, axes, calls, amount in account.exchanges(STEP, beside):
-            link = cluster.link(mesh, axes)
-            what = (BY_BLOCK[kind] if beside else kind) + f" {','.join(axes)}"
-            found[what] += calls * link.seconds(kind, amount / calls)
-            blocks = max(blocks, calls)
-    for key, amount in account.amounts.items():
-        if key[0] == "pending" and key[1:] and amount:
-            link = cluster.link(mesh, key[1:])
-            term = f"gradients {','.join(key[1:])}"
-            found[term] += link.seconds("all_reduce", amount)
-    if tied := account[TIED, "trained"]:
+    step = account.step
+    found["once a step"] = crowded * step.seconds
+    blocks = account.forward.gathered.calls
+    for names, exchanges in (({}, step.exchanges), (BY_BLOCK, step.beside)):
+        for e in exchanges:
+            link = cluster.link(mesh, e.axes)
+            what = f"{names.get(e.kind, e.kind)} {','.join(e.axes)}"
+            found[what] += e.calls * link.seconds(e.kind, e.bytes / e.calls)
+            blocks = max(blocks, e.calls)
+    for e in account.pending:
+        if e.axes and e.bytes:
+            link = cluster.link(mesh, e.axes)
+            found[f"gradients {','.join(e.axes)}"] += link.seconds(e.kind, e.bytes)
+    if tied := account.tied.trained:
         ends = replace(neighbour(cluster, mesh), ranks=2, near=None)
         found["gradients pp"] += ends.seconds("all_reduce", tied)
     if took is not None:
@@ -136,9 +128,9 @@ def step_parts(
 def update_seconds(account: Account, device: Device) -> float:
     """Seconds of the optimizer, by what was measured of it or by what it moves."""
     if device.ops.update:
-        return account["seconds", UPDATE]
+        return account.update
     speed = device.bytes_per_second * device.bandwidth_efficiency
-    return OPTIMIZER_TRAFFIC * account["memory", "trained"] / speed
+    return OPTIMIZER_TRAFFIC * account.held.trained / speed
 
 
 def estimate(
@@ -267,7 +259,7 @@ def run_accounts(
     slowest = max(
         range(len(steps)), key=lambda r: timeline.busy[r] + sum(steps[r].values())
     )
-    flops = sum(a["flops", FORWARD] for a in accounts) * 3 * m
+    flops = sum(a.forward.flops for a in accounts) * 3 * m
     return Estimate(
         candidate,
         step,

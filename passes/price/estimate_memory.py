@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..price.price import Account
+from ..price.account import Account
 from ..schedule.memory import OPTIMIZER_STATES
 
 
@@ -14,16 +14,13 @@ def rank_memory(accounts: Sequence[Account], peak: float) -> dict[str, float]:
     accounts: of its stages, see `passes.price.estimate.run_accounts`. peak: of
     activations, with messages and what is whole for a step, see `peak_bytes`.
     """
-
-    def total(term: str) -> float:
-        return sum(a["memory", term] for a in accounts)
-
-    trained, gathered = total("trained"), total("gathered")
+    trained = sum(a.held.trained for a in accounts)
+    gathered = sum(a.gathered for a in accounts)
     return {
-        "parameters": total("parameters"),
+        "parameters": sum(a.held.parameters for a in accounts),
         "gradients": trained,
         "optimizer": OPTIMIZER_STATES * trained,
-        "buffers": total("buffers"),
+        "buffers": sum(a.buffers for a in accounts),
         "gathered": gathered,
         "activations": peak - gathered,
     }

@@ -17,7 +17,7 @@ from ..graph import Node
 from ..mesh import as_axes
 from ..ops.op import is_view
 from ..price.cluster import Cluster, Device
-from ..price.price import BACKWARD, FORWARD, WEIGHT, compute, node_seconds
+from ..price.price import compute, node_seconds
 from ..price.stage_seconds import part_seconds
 from ..shard.insert_collectives import Lowered
 from ..stage.differentiate import differentiate
@@ -62,10 +62,10 @@ class OpCosts:
             backward = BACKWARD_WORK * once if trained else 0.0
             late = backward / 2 if weights_of(node) else 0.0
             return Seconds(once, backward - late, late)
-        account = compute(local, self.device)
+        parts = compute(local, self.device).microbatch
         took = (
-            part_seconds(account, part, plan.mesh, self.cluster)[0]
-            for part in (FORWARD, BACKWARD, WEIGHT)
+            part_seconds(part, name, plan.mesh, self.cluster)[0]
+            for name, part in parts.items()
         )
         return Seconds(*took)
 

@@ -15,8 +15,9 @@ from typing import Protocol
 from ..dims.name_dims import Named
 from ..mesh import Mesh
 from ..plan import Plan
+from ..price.account import Account, Held, by_itself, in_a_row
 from ..price.cluster import Device
-from ..price.price import TIED, Account, by_itself, in_a_row, price
+from ..price.price import price
 from ..shard.cut_weights import cut_weights
 from ..shard.insert_collectives import Lowered, insert_collectives
 from ..shard.propagate import propagate
@@ -70,18 +71,16 @@ class LayerPrices:
         if runs != counted and self.more is not None:
             total = total.plus(self.more, runs - counted)
         found = in_a_row(total, row)
-        return found if first == last else found + self.tied
+        return found if first == last else replace(found, tied=self.tied)
 
     @cached_property
-    def tied(self) -> Account:
+    def tied(self) -> Held:
         """What weights take that both ends of the model use, on each end's stage."""
         parts = [p for p in (self.first, self.middle, self.last) if p is not None]
-        return Account(
-            {
-                (TIED, term): max(0.0, twice - self.whole["memory", term])
-                for term in ("parameters", "trained")
-                if (twice := sum(part["memory", term] for part in parts))
-            }
+        twice, once = sum((p.held for p in parts), Held()), self.whole.held
+        return Held(
+            max(0.0, twice.parameters - once.parameters),
+            max(0.0, twice.trained - once.trained),
         )
 
     def scaled(self, other: LayerPrices, times: float) -> LayerPrices:

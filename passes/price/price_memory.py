@@ -1,4 +1,4 @@
-"""What a rank's stage holds in memory, as amounts of an account.
+"""What a rank's stage holds in memory, as amounts of its account.
 
 ZeRO shares out a parameter over the ranks that would hold the same of it. Experts that
 an axis ep splits are others on each of its ranks, so they are counted apart, as is the
@@ -7,91 +7,97 @@ most that is alive where nobody shares them.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
-from ..cost import traffic
+from ..cost import Exchange, join_exchanges, traffic
+from ..graph import Node
 from ..mesh import TIME
 from ..ops.op import op_of
 from ..ops.products import of_weight_grad
+from ..price.account import Account, Alive, Held, PartCost
 from ..schedule.footprint import footprints
 from ..shard.parameter_sharding import find_casts
 from ..stage.blocks import Beside, beside_blocks, block_messages
 from ..stage.local_stage import LocalStage
 from ..stage.reuse import ADD_EACH
 
-Key = tuple[str, ...]
-FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
-# Keys of the most bytes alive at once, by the stage of ZeRO; with 1 as without.
-PEAK = {0: "peak", 2: "peak by zero 2", 3: "peak by zero 3"}
-# The same where no rank shares experts with another one.
-PEAK_BUT_EXPERTS = {2: "peak by zero 2 but experts", 3: "peak by zero 3 but experts"}
-AMONG = (*PEAK.values(), *PEAK_BUT_EXPERTS.values())
-# With ZeRO, of a piece that is a stage by itself: nothing is gathered for neighbours.
-ALONE = {peak: f"{peak} alone" for peak in AMONG[1:]}
-EVERY_PEAK = (*AMONG, *ALONE.values())
+ZEROS = (2, 3)  # the stages of ZeRO in which something moves by block
 
 
-def held_amounts(local: LocalStage, shares: bool = True) -> dict[Key, float]:
-    """The amounts "memory", "experts", "peak" and "message" of
-    `passes.price.price.Account`, in bytes; "pending"; and messages by block. shares:
-    with what ranks that hold shares of parameters would have alive."""
-    found: Counter[Key] = Counter()
+def with_held(account: Account, local: LocalStage, shares: bool = True) -> Account:
+    """The account of what a stage computes, with the bytes that it holds. shares: with
+    what ranks that hold shares of parameters would have alive."""
     experts = _experts(local)
-    found.update(_by_block(local, experts))
     besides = _besides(local, experts) if shares else [beside_blocks(local, 0)]
     sizes, *others = footprints(local, besides)
     among, alone = others[: len(others) // 2], others[len(others) // 2 :]
     if not experts:
         among, alone = 2 * among, 2 * alone  # there is nothing to leave out
-    for peak, of in zip(EVERY_PEAK, (sizes, *among, *alone), strict=shares):
-        for part in (FORWARD, BACKWARD, WEIGHT):
-            found[peak, part] = getattr(of, f"{part}_peak")
-    for term in ("saved", "kept", "step", "edges"):
-        found["memory", term] = getattr(sizes, term)
-    for end in ("received", "sent"):
-        found["message", end] = getattr(sizes, end)
+    late = local.weight_half or ()
+    nodes = {"forward": local.forward, "backward": local.backward, "weight": late}
+    parts = [
+        replace(
+            _by_block(part, local, nodes[name], experts, grads=name != "forward"),
+            alive=Alive(*[getattr(x, f"{name}_peak") for x in (sizes, *among)]),
+            alone=Alive(*[getattr(x, f"{name}_peak") for x in (sizes, *alone)]),
+        )
+        for name, part in account.microbatch.items()
+    ]
     casts = find_casts(local.prologue, local.params)
     read = _read(local, casts)
+    held = of_experts = Held()
     for v in local.params:
-        own = {"parameters": v.bytes, "trained": 0, "cast": 0, "read": 0}
-        if v.name in local.grads:
-            own["trained"] = v.bytes
-            varying = local.stage.shardings[v.name].varying
-            pending = ("pending", *sorted(varying - {TIME}))
-            found[pending] += v.bytes
-        own["cast"] = sum(n for name, n in read.items() if casts.get(name) == v.name)
-        own["read"] = own["cast"] + read.get(v.name, 0)
-        for term, amount in own.items():
-            found["memory", term] += amount
-            if v.name in experts:
-                found["experts", term] += amount
-    found["memory", "buffers"] = sum(v.bytes for v in local.buffers)
-    return dict(found)
+        cast = sum(n for name, n in read.items() if casts.get(name) == v.name)
+        trained = v.bytes * (v.name in local.grads)
+        own = Held(v.bytes, trained, cast + read.get(v.name, 0), cast)
+        held += own
+        of_experts += own if v.name in experts else Held()
+    return replace(
+        account.with_parts(*parts),
+        held=held,
+        experts=of_experts,
+        saved=sizes.saved,
+        kept=sizes.kept,
+        whole=sizes.step,
+        edges=sizes.edges,
+        buffers=float(sum(v.bytes for v in local.buffers)),
+        received=sizes.received,
+        sent=sizes.sent,
+        pending=join_exchanges(
+            Exchange("all_reduce", _pending(v.name, local), 1, v.bytes)
+            for v in local.params
+            if v.name in local.grads
+        ),
+    )
 
 
-def _by_block(local: LocalStage, experts: Collection[str]) -> dict[Key, float]:
-    """Messages of parameters and gradients, by block, see `passes.price.share`."""
-    found: dict[Key, float] = {}
-    late = local.weight_half or ()
-    parts = {FORWARD: local.forward, BACKWARD: local.backward, WEIGHT: late}
-    for part, nodes in parts.items():
-        for what, grads in (("gathered", False), ("scattered", True)):
-            if grads and part == FORWARD:
-                continue
-            sent = block_messages(local, nodes, experts, grads)
-            found[f"{what} calls", part] = sent.calls
-            found[f"{what} bytes", part] = sent.bytes
-            found[f"{what} bytes of experts", part] = sent.of_some
-            if part == FORWARD:
-                found["memory", "block"] = sent.largest
-        # Gradients that products add to are set to 0; what is made is not added.
-        zeroed = [n for n in nodes if op_of(n).flops is of_weight_grad]
-        added = [n for n in nodes if n.op == ADD_EACH]
-        found["zeroed calls", part] = len(zeroed) - len(added)
-        zeros = sum(n.operands[0].bytes for n in zeroed)
-        found["zeroed bytes", part] = zeros - sum(map(traffic, added))
-    return found
+def _pending(name: str, local: LocalStage) -> tuple[str, ...]:
+    """The axes over which a parameter's gradient is summed, without that of time."""
+    return tuple(sorted(local.stage.shardings[name].varying - {TIME}))
+
+
+def _by_block(
+    part: PartCost,
+    local: LocalStage,
+    nodes: Sequence[Node],
+    experts: Collection[str],
+    grads: bool,
+) -> PartCost:
+    """With messages of parameters and gradients, by block, see `passes.price.share`."""
+    # Gradients that products add to are set to 0; what is made is not added.
+    zeroed = [n for n in nodes if op_of(n).flops is of_weight_grad]
+    added = [n for n in nodes if n.op == ADD_EACH]
+    zeros = sum(n.operands[0].bytes for n in zeroed)
+    found = replace(
+        part,
+        gathered=block_messages(local, nodes, experts, False),
+        zeroed_calls=len(zeroed) - len(added),
+        zeroed_bytes=zeros - sum(map(traffic, added)),
+    )
+    if not grads:
+        return found
+    return replace(found, scattered=block_messages(local, nodes, experts, True))
 
 
 def _experts(local: LocalStage) -> set[str]:
@@ -101,8 +107,8 @@ def _experts(local: LocalStage) -> set[str]:
 
 
 def _besides(local: LocalStage, experts: Collection[str]) -> list[Beside]:
-    """What is alive by block, in the order of `EVERY_PEAK`; without experts, of `PEAK`,
-    as sweeps take time."""
+    """What is alive by block, in the order of `Alive`, and again of a piece alone;
+    without experts, once, as sweeps take time."""
     some = (frozenset[str](), *([frozenset(experts)] if experts else []))
     return [
         beside_blocks(local, 0),
@@ -110,7 +116,7 @@ def _besides(local: LocalStage, experts: Collection[str]) -> list[Beside]:
             beside_blocks(local, zero, unshared, neighbours)
             for neighbours in (True, False)
             for unshared in some
-            for zero in PEAK_BUT_EXPERTS
+            for zero in ZEROS
         ),
     ]
 

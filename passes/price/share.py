@@ -9,67 +9,52 @@ gradients that leave by block (`passes.stage.overlap`), of which a rank keeps a 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from ..cost import Exchange, Exchanges, join_exchanges
+from ..price.account import Account, Alive, Held, PartCost
 from ..price.candidate import Candidate
 from ..price.cluster import Device
-from ..price.price import BESIDE, STEP, TIED, UPDATE, Account
-from ..price.price_memory import (
-    BACKWARD,
-    EVERY_PEAK,
-    FORWARD,
-    PEAK,
-    PEAK_BUT_EXPERTS,
-    WEIGHT,
-    Key,
-)
-from ..schedule.memory import OPTIMIZER_STATES
-
-PARTS = (FORWARD, BACKWARD, WEIGHT)
-HELD = ("parameters", "trained", "read", "cast")
-OTHER_PEAKS = frozenset(EVERY_PEAK[1:])
+from ..stage.blocks import BlockMessages
 
 
 def resting_bytes(account: Account, candidate: Candidate) -> float:
     """Parameters, gradients and the optimizer's state that a rank keeps a share of."""
-    mine = _Shares(account, candidate)
-    states = (1 + OPTIMIZER_STATES) * mine.kept("trained")
-    return mine.kept("parameters") + states
+    return _Shares(account, candidate).held.resting
 
 
 def share(account: Account, candidate: Candidate, device: Device) -> Account:
     """See above. Of the most alive there is what the stage of ZeRO has."""
-    zero = candidate.shares
-    found = {k: x for k, x in account.amounts.items() if k[0] not in OTHER_PEAKS}
-    peaks = PEAK if candidate.data_parallel > 1 else PEAK | PEAK_BUT_EXPERTS
-    for part in PARTS:
-        found["peak", part] = account[peaks.get(zero, PEAK[0]), part]
+    zero, among = candidate.shares, candidate.data_parallel > 1
+    account = account.with_alive(
+        Alive(p.alive.of(zero, among)) for p in account.microbatch.values()
+    )
     if not zero:
-        _sum_gradients(account, candidate, found)
-        return Account(found)
+        return replace(account, pending=_pending_over_dp(account, candidate))
     mine = _Shares(account, candidate)
-    for term in HELD:
-        found["memory", term] = mine.kept(term)
-        found["experts", term] = mine.kept_experts(term)
-    for term in ("parameters", "trained"):
-        found[TIED, term] = account[TIED, term] / candidate.alike
-    _sum_shares(account, mine, found)
-    _move_by_block(account, mine, found)
-    _add_shares(account, mine, found, device)
-    _hold_for_a_step(account, mine, found)
-    if trained := account["memory", "trained"]:
-        kept = found["memory", "trained"] / trained
-        found["seconds", UPDATE] = account["seconds", UPDATE] * kept
-    return Account(found)
+    trained = account.held.trained
+    return replace(
+        account.with_parts(*mine.parts(device)),
+        held=mine.held,
+        experts=mine.experts,
+        tied=_share_of(account.tied, candidate.alike),
+        pending=mine.pending,
+        update=account.update * (mine.held.trained / trained if trained else 1.0),
+        gathered=mine.whole,
+        whole=account.whole + mine.more_whole,
+        edges=max(account.edges, mine.edges),
+    )
 
 
-def _sum_gradients(
-    account: Account, candidate: Candidate, found: dict[Key, float]
-) -> None:
+def _pending_over_dp(account: Account, candidate: Candidate) -> Exchanges:
     """Without ZeRO: over dp, with the axes on which they are pending anyway."""
     if candidate.mesh.axis_size("dp") == 1:
-        return
-    for key in [k for k in found if k[0] == "pending"]:
-        axes = ("pending", *sorted({*key[1:], "dp"}))
-        found[axes] = found.get(axes, 0.0) + found.pop(key)
+        return account.pending
+    return join_exchanges(
+        replace(e, axes=tuple(sorted({*e.axes, "dp"}))) for e in account.pending
+    )
 
 
 class _Shares:
@@ -86,101 +71,116 @@ class _Shares:
         self.of_others = tuple(sorted(both, key=order.index))
         self.alike, self.data_parallel = candidate.alike, candidate.data_parallel
 
-    def kept_experts(self, term: str) -> float:
-        parts = self.data_parallel if self.zero else 1
-        return self.account["experts", term] / parts
+    @cached_property
+    def experts(self) -> Held:
+        return _share_of(self.account.experts, self.data_parallel if self.zero else 1)
 
-    def kept(self, term: str) -> float:
-        others = self.account["memory", term] - self.account["experts", term]
-        return others / (self.alike if self.zero else 1) + self.kept_experts(term)
+    @cached_property
+    def held(self) -> Held:
+        others = self.account.held - self.account.experts
+        return _share_of(others, self.alike if self.zero else 1) + self.experts
 
-    def shared(self, term: str) -> float:
+    @cached_property
+    def shared(self) -> Held:
         """Bytes, whole, of what is shared out."""
-        held = self.account["memory", term]
-        return held if self.data_parallel > 1 else held - self.account["experts", term]
+        held = self.account.held
+        return held if self.data_parallel > 1 else held - self.account.experts
 
-    def calls(self, what: str, part: str) -> float:
+    @cached_property
+    def pending(self) -> Exchanges:
+        """What is pending on other axes is summed of shares alone, as is what dp ranks
+        replicate of them."""
+        found = []
+        for e in self.account.pending:
+            axes = {*e.axes}.difference(self.of_others) | {*self.replicated}
+            whole = e.bytes / self.alike
+            found.append(Exchange(e.kind, tuple(sorted(axes)), e.calls, whole))
+        return join_exchanges(found)
+
+    def parts(self, device: Device) -> Iterable[PartCost]:
+        """Messages of parameters and gradients, of each microbatch or once a step; and
+        what comes of a scatter is added to the shares, block by block. Where gradients
+        leave with each microbatch, products add theirs to what is set to 0 before."""
+        found = {**self.account.microbatch, "step": self.account.step}
+        halves = {name: found[name] for name in ("backward", "weight")}
+        where = "forward" if self.zero == 3 else "step"
+        moves = self.messages("all_gather", found["forward"].gathered, True)
+        found[where] = _with(found[where], moves)
+        scattered = max(1, sum(part.scattered.bytes for part in halves.values()))
+        speed = device.bytes_per_second * device.bandwidth_efficiency
+        for name, part in halves.items():
+            again = self.messages("all_gather", part.gathered, False)
+            leave = self.messages("reduce_scatter", part.scattered, True)
+            where = name if self.zero > 1 else "step"
+            kept = self.held.trained * part.scattered.bytes / scattered
+            launches, moved = self.calls(part.scattered, True), 2 * kept
+            if self.zero > 1:
+                launches += part.zeroed_calls
+                moved += part.zeroed_bytes
+            seconds = device.launch * launches + moved / speed
+            moves = [*again, *leave] if self.zero == 3 else leave
+            found[where] = _with(found[where], moves, launches, moved, seconds)
+        return found.values()
+
+    def calls(self, sent: BlockMessages, tied_too: bool) -> float:
         """Messages of a part by block; a weight of both ends of the model is one by
         itself on the last, but what the backward gathers."""
-        account = self.account
-        calls = account[f"{what} calls", part]
-        alone = account[TIED, "trained"] and account["message", "received"]
-        again = what == "gathered" and part != FORWARD
-        return calls + bool(alone and calls and not again)
+        alone = tied_too and self.account.tied.trained and self.account.received
+        return sent.calls + bool(alone and sent.calls)
 
     def messages(
-        self, what: str, part: str
-    ) -> dict[tuple[str, ...], tuple[float, float]]:
-        """Axes -> calls, and bytes of what is whole: one message for all axes."""
-        account, calls = self.account, self.calls(what, part)
-        experts = account[f"{what} bytes of experts", part]
-        sizes = {self.of_others: account[f"{what} bytes", part] - experts}
-        sizes[self.of_experts] = sizes.get(self.of_experts, 0.0) + experts
-        return {axes: (calls, n) for axes, n in sizes.items() if axes and n > 0}
+        self, kind: str, sent: BlockMessages, tied_too: bool
+    ) -> list[Exchange]:
+        """One message for all axes that share a block out."""
+        calls = self.calls(sent, tied_too)
+        sizes = {self.of_others: sent.bytes - sent.of_some}
+        sizes[self.of_experts] = sizes.get(self.of_experts, 0.0) + sent.of_some
+        own = ((axes, size) for axes, size in sizes.items() if axes and size > 0)
+        return [Exchange(kind, axes, calls, size) for axes, size in own]
+
+    # At the begin of a step parameters are whole and in rows; at its end gradients are,
+    # beside the others' addends and the shares.
+
+    @property
+    def whole(self) -> float:
+        """Bytes that are whole for a step."""
+        shared = self.shared
+        return {1: shared.read + shared.trained, 2: shared.read}.get(self.zero, 0.0)
+
+    @property
+    def more_whole(self) -> float:
+        """What is gathered is the cast, if there is one; of shares only shares are
+        cast."""
+        casts = self.held.cast - (self.account.held.cast - self.shared.cast)
+        return self.whole - self.shared.cast + (casts if self.zero == 3 else 0.0)
+
+    @property
+    def edges(self) -> float:
+        account = self.account
+        block = account.forward.gathered.largest / max(1, account.held.read)
+        least = self.data_parallel if account.experts.trained else self.alike
+        ends = {
+            1: self.whole + (2 + 1 / max(1, least)) * self.shared.trained * block,
+            2: self.whole + self.shared.read * block,
+        }
+        return ends.get(self.zero, 0.0)
 
 
-def _sum_shares(account: Account, mine: _Shares, found: dict[Key, float]) -> None:
-    """What is pending on other axes is summed of shares alone, as is what dp ranks
-    replicate of them."""
-    for key, amount in account.amounts.items():
-        if key[0] == "pending":
-            del found[key]
-            others = {a for a in key[1:] if a not in mine.of_others}
-            axes = ("pending", *sorted({*others, *mine.replicated}))
-            found[axes] = found.get(axes, 0.0) + amount / mine.alike
+def _share_of(held: Held, ranks: int) -> Held:
+    return Held(*[size / ranks for size in vars(held).values()])
 
 
-def _move_by_block(account: Account, mine: _Shares, found: dict[Key, float]) -> None:
-    """Messages of parameters and gradients, of each microbatch or once a step."""
-
-    def add(where: str, kind: str, what: str, part: str) -> None:
-        for axes, (calls, size) in mine.messages(what, part).items():
-            for of, n in (("calls", calls), ("bytes", size)):
-                key = of, BESIDE + where, kind, *axes
-                found[key] = found.get(key, 0.0) + n
-
-    add(FORWARD if mine.zero == 3 else STEP, "all_gather", "gathered", FORWARD)
-    for part in (BACKWARD, WEIGHT):
-        if mine.zero == 3:
-            add(part, "all_gather", "gathered", part)
-        add(part if mine.zero > 1 else STEP, "reduce_scatter", "scattered", part)
-
-
-def _add_shares(
-    account: Account, mine: _Shares, found: dict[Key, float], device: Device
-) -> None:
-    """What comes of a scatter is added to the shares, block by block. Where gradients
-    leave with each microbatch, products add theirs to what is set to 0 before."""
-    scattered = {part: account["scattered bytes", part] for part in (BACKWARD, WEIGHT)}
-    for part in (BACKWARD, WEIGHT):
-        where = part if mine.zero > 1 else STEP
-        kept = mine.kept("trained") * scattered[part] / max(1, sum(scattered.values()))
-        launches, moved = mine.calls("scattered", part), 2 * kept
-        if mine.zero > 1:
-            launches += account["zeroed calls", part]
-            moved += account["zeroed bytes", part]
-        speed = device.bytes_per_second * device.bandwidth_efficiency
-        seconds = device.launch * launches + moved / speed
-        more = {"launches": launches, "moved": moved, "seconds": seconds}
-        for what, n in more.items():
-            found[what, where] = found.get((what, where), 0.0) + n
-
-
-def _hold_for_a_step(account: Account, mine: _Shares, found: dict[Key, float]) -> None:
-    """Bytes of what is whole for a step. At its begin parameters are whole and in rows;
-    at its end gradients are, beside the others' addends and the shares."""
-    trained, read, cast = map(mine.shared, ("trained", "read", "cast"))
-    whole = {1: read + trained, 2: read}.get(mine.zero, 0.0)
-    # What is gathered is the cast, if there is one; of shares only shares are cast.
-    casts = mine.kept("cast") - (account["memory", "cast"] - cast)
-    found["memory", "gathered"] = whole
-    found["memory", "step"] += whole - cast + (casts if mine.zero == 3 else 0.0)
-    block = account["memory", "block"] / max(1, account["memory", "read"])
-    least = mine.data_parallel if account["experts", "trained"] else mine.alike
-    ends = {
-        1: whole + (2 + 1 / max(1, least)) * trained * block,
-        2: whole + read * block,
-    }
-    found["memory", "edges"] = max(
-        found.get(("memory", "edges"), 0.0), ends.get(mine.zero, 0.0)
+def _with(
+    part: PartCost,
+    beside: Sequence[Exchange],
+    launches: float = 0.0,
+    moved: float = 0.0,
+    seconds: float = 0.0,
+) -> PartCost:
+    return replace(
+        part,
+        beside=join_exchanges((*part.beside, *beside)),
+        launches=part.launches + launches,
+        moved=part.moved + moved,
+        seconds=part.seconds + seconds,
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..mesh import Mesh
+from ..price.account import Account
 from ..price.cluster import Cluster
 from ..price.measured import SOURCES, TABLE
-from ..price.price import BACKWARD, FORWARD, WEIGHT, Account
 
 COMPUTE, MESSAGES = "compute", "messages"
 Sources = Mapping[str, Mapping[str, float]]
@@ -26,17 +26,17 @@ def find_sources(
         messages[how] += calls * seconds
 
     for account in accounts:
-        for part in (FORWARD, BACKWARD, WEIGHT):
-            known = {how: account["known", part, how] for how in SOURCES}
-            known[TABLE] = account["seconds", part] - sum(known.values())
+        for part in account.microbatch.values():
+            known = {how: getattr(part, how) for how in SOURCES if how != TABLE}
+            known[TABLE] = part.seconds - sum(known.values())
             for how, seconds in known.items():
                 compute[how] += max(0.0, seconds)
-            for kind, axes, calls, amount in account.exchanges(part):
-                if calls > 0:
-                    talk(axes, kind, amount / calls, calls * microbatches)
-        if sent := account["message", "sent"]:
+            for e in part.exchanges:
+                if e.calls > 0:
+                    talk(e.axes, e.kind, e.bytes / e.calls, e.calls * microbatches)
+        if sent := account.sent:
             talk(("pp",), "send", sent, 2 * microbatches)  # forth, and a gradient back
-        if trained := account["memory", "trained"]:
+        if trained := account.held.trained:
             data = tuple(a for a in ("dp", "fsdp") if mesh.axis_size(a) > 1)
             talk(data, "all_reduce", trained, 1)
     return {COMPUTE: _shares(compute), MESSAGES: _shares(messages)}

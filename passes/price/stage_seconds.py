@@ -8,21 +8,13 @@ it a little.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..cost import Seconds
+from ..cost import Exchanges, Seconds
 from ..mesh import Mesh
+from ..price.account import BACKWARD, FORWARD, WEIGHT, Account, PartCost
 from ..price.cluster import Cluster, Link
-from ..price.price import (
-    BACKWARD,
-    BESIDE,
-    FORWARD,
-    WEIGHT,
-    Account,
-    Exchange,
-    footprint_of,
-)
 from ..schedule.footprint import Footprint
 
 # What a collective beside computing takes from it, of its own seconds: an assumption,
@@ -92,44 +84,42 @@ def stage_seconds(account: Account, mesh: Mesh, cluster: Cluster) -> StageSecond
     """
     took: dict[str, float] = {}
     waits: list[Wait] = []
-    for part in (FORWARD, BACKWARD, WEIGHT):
-        took[part], own = part_seconds(account, part, mesh, cluster)
+    for name, part in account.microbatch.items():
+        took[name], own = part_seconds(part, name, mesh, cluster)
         waits += own
     share = min(1.0, cluster.cores_each)
-    send = neighbour(cluster, mesh).seconds("send", account["message", "sent"])
-    sizes = footprint_of(account)
+    send = neighbour(cluster, mesh).seconds("send", account.sent)
     parts = took[FORWARD], took[BACKWARD], took[WEIGHT]
-    return StageSeconds(*parts, share * send, tuple(waits), sizes)
+    return StageSeconds(*parts, share * send, tuple(waits), account.footprint)
 
 
 def part_seconds(
-    account: Account, part: str, mesh: Mesh, cluster: Cluster
+    part: PartCost, name: str, mesh: Mesh, cluster: Cluster
 ) -> tuple[float, list[Wait]]:
-    """Seconds of a part of one microbatch, and those of them that are waited.
+    """Seconds of a part of one microbatch, and those of them that are waited, by name.
 
     A link's seconds are with all ranks at it. Where they share cores, and so have less
     than one each, alone it takes so much less.
     """
     share = min(1.0, cluster.cores_each)
 
-    def moved(exchanges: Sequence[Exchange]) -> list[Wait]:
+    def moved(exchanges: Exchanges) -> list[Wait]:
         found = []
-        for kind, axes, calls, amount in exchanges:
-            if calls > 0:
-                once = cluster.link(mesh, axes).seconds(kind, amount / calls)
-                wait = Wait(part, kind, axes, share * calls * once, calls, amount)
-                found.append(wait)
+        for e in exchanges:
+            if e.calls > 0:
+                once = cluster.link(mesh, e.axes).seconds(e.kind, e.bytes / e.calls)
+                took = share * e.calls * once
+                found.append(Wait(name, e.kind, e.axes, took, e.calls, e.bytes))
         return found
 
-    waits = moved(account.exchanges(part))
-    computing = account["seconds", part]
-    starts = account["launches", part] + sum(w.calls for w in waits)
-    took = computing + sum(w.seconds for w in waits)
+    waits = moved(part.exchanges)
+    starts = part.launches + sum(w.calls for w in waits)
+    took = part.seconds + sum(w.seconds for w in waits)
     took = max(took, cluster.device.dispatch * starts)
-    beside = moved(account.exchanges(part, BESIDE))
+    beside = moved(part.beside)
     if (moving := sum(w.seconds for w in beside)) > 0:
         blocks = max(w.calls for w in beside)
-        waited = exposed(moving, computing, blocks, cluster)
+        waited = exposed(moving, part.seconds, blocks, cluster)
         took += waited
         slower = waited / moving
         waits += [replace(w, seconds=slower * w.seconds) for w in beside]

@@ -13,9 +13,10 @@ from dataclasses import replace
 
 from ..errors import AutoparError
 from ..plan import AUTO, RECOMPUTE, Plan
+from ..price.account import FORWARD
 from ..price.cluster import Cluster
 from ..price.compiled_cost import stage_accounts
-from ..price.price import FORWARD, compute_part, retimed
+from ..price.price import compute_part
 from ..price.stage_seconds import StageSeconds, part_seconds, stage_seconds
 from ..schedule.check_schedule import peak_in_flight
 from ..schedule.choose_schedule import (
@@ -55,8 +56,8 @@ def again_by_layer(local: LocalStage, plan: Plan, cluster: Cluster) -> dict[str,
         for v in node.results:
             # Gradients have other names.
             if v.name in forward and v.name not in gathered:
-                account = retimed(compute_part(FORWARD, [node], device), device)
-                took, _ = part_seconds(account, FORWARD, plan.mesh, cluster)
+                part = compute_part([node], device)
+                took, _ = part_seconds(part, FORWARD, plan.mesh, cluster)
                 layer = node.location.layer
                 found[layer] = found.get(layer, 0.0) + took
                 break

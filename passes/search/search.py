@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from ..mesh import Mesh
 from ..plan import AUTO
+from ..price.account import Account, once_a_rank
 from ..price.candidate import Candidate
 from ..price.cluster import Cluster
 from ..price.estimate import Estimate, estimate, estimate_within, step_parts
 from ..price.estimate_memory import rank_memory
-from ..price.price import Account, footprint_of, once_a_rank
 from ..price.price_layers import LayerPrices, Prices
 from ..price.share import resting_bytes, share
 from ..price.stage_seconds import StageSeconds, stage_seconds
@@ -216,7 +216,7 @@ def _timed(alike: Candidate, cluster: Cluster) -> Timed:
     @cache
     def whole(account: Account) -> tuple[Account, Footprint]:
         found = share(account, alike, cluster.device)
-        return found, footprint_of(found)
+        return found, found.footprint
 
     @cache
     def seconds(account: Account) -> StageSeconds:
@@ -231,7 +231,7 @@ def least_bytes(candidate: Candidate, runs: int, prices: Prices, timed: Timer) -
     states = timed(candidate).resting(whole)
     in_turn = (in_flight(candidate) - 1) / candidate.stages_per_rank
     ranks = candidate.mesh.axis_size("pp")
-    return 0.999 * (states + in_turn * whole["memory", "saved"]) / ranks
+    return 0.999 * (states + in_turn * whole.saved) / ranks
 
 
 def rough(

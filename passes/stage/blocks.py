@@ -17,6 +17,7 @@ from itertools import groupby
 
 import torch
 
+from ..cost import Amounts
 from ..graph import Node, Value
 from ..shard.parameter_sharding import find_casts
 from ..stage.local_stage import LocalStage
@@ -38,20 +39,20 @@ class _Use:
 
 
 @dataclass(frozen=True)
-class Messages:
+class BlockMessages(Amounts):
     """Parameters that a part gathers by block, or gradients that leave it: messages,
     one for each dtype of a block, bytes of them all, those of some, and those of the
     largest block."""
 
-    calls: int = 0
-    bytes: int = 0
-    of_some: int = 0
-    largest: int = 0
+    calls: float = 0.0
+    bytes: float = 0.0
+    of_some: float = 0.0
+    largest: float = 0.0
 
 
 def block_messages(
     local: LocalStage, nodes: Sequence[Node], some: Collection[str], grads: bool
-) -> Messages:
+) -> BlockMessages:
     """What `passes.stage.overlap` would send for some nodes of a stage, if ranks held
     shares of its parameters. grads: of gradients, else of parameters. some: names of
     parameters that are counted apart."""
@@ -66,7 +67,7 @@ def block_messages(
     largest = max((sum(u.bytes for u in block) for block in blocks), default=0)
     whole = sum(u.bytes for u in uses)
     calls = sum(len({u.dtype for u in block}) for block in blocks)
-    return Messages(calls, whole, sum(apart), largest)
+    return BlockMessages(calls, whole, sum(apart), largest)
 
 
 def _gathered(local: LocalStage, casts: Mapping[str, str]) -> dict[str, Value]:

@@ -1,0 +1,212 @@
+"""What a stage costs on a device: seconds, messages and bytes, each by its name.
+
+An account is counted on the nodes that a rank would run, forward and backward, with
+their own shapes. Stages of equal layers differ by whole layers, so accounts are added
+and subtracted: what a layer costs is what two cost less what one costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+from ..cost import Amounts, Exchanges
+from ..schedule.footprint import Footprint
+from ..schedule.memory import OPTIMIZER_STATES
+from ..stage.blocks import BlockMessages
+
+FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
+
+
+@dataclass(frozen=True)
+class Alive(Amounts):
+    """The most bytes alive at once: as it is run; by block with ZeRO-2 and ZeRO-3; and
+    the same where no rank shares experts with another one."""
+
+    whole: float = 0.0
+    zero_2: float = 0.0
+    zero_3: float = 0.0
+    zero_2_but_experts: float = 0.0
+    zero_3_but_experts: float = 0.0
+
+    def of(self, zero: int, shares_experts: bool) -> float:
+        if shares_experts:
+            return {2: self.zero_2, 3: self.zero_3}.get(zero, self.whole)
+        only = {2: self.zero_2_but_experts, 3: self.zero_3_but_experts}
+        return only.get(zero, self.whole)
+
+    def largest(self, other: Alive, beside: float) -> Alive:
+        """Of both, the other with something beside it."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Alive(*[max(x, beside + y) for x, y in pairs])
+
+
+@dataclass(frozen=True)
+class PartCost(Amounts):
+    """What a part of a microbatch, or of a step, computes and moves.
+
+    seconds: of computing. They come of measured, between, beyond: what nodes were
+    measured to take, see `passes.price.measured`; of the others' launches, moved bytes,
+    work in seconds of products at the device's peak, and attention in seconds: see
+    `passes.price.price.retimed`. exchanges: what is waited for; beside: of parameters
+    and their gradients, by block, while it computes. gathered, scattered, zeroed_calls,
+    zeroed_bytes: what would move by block and be set to 0 if ranks shared parameters,
+    see `passes.price.share`. alive: of a stage's part with others beside it; alone: of
+    a piece that is a stage by itself.
+    """
+
+    seconds: float = 0.0
+    measured: float = 0.0
+    between: float = 0.0
+    beyond: float = 0.0
+    launches: float = 0.0
+    moved: float = 0.0
+    work: float = 0.0
+    attention: float = 0.0
+    flops: float = 0.0
+    exchanges: Exchanges = ()
+    beside: Exchanges = ()
+    gathered: BlockMessages = field(default_factory=BlockMessages)
+    scattered: BlockMessages = field(default_factory=BlockMessages)
+    zeroed_calls: float = 0.0
+    zeroed_bytes: float = 0.0
+    alive: Alive = Alive()
+    alone: Alive = Alive()
+
+
+@dataclass(frozen=True)
+class Held(Amounts):
+    """Bytes of parameters: all, those that are trained, those that products read, and
+    of these what is cast to another precision once a step."""
+
+    parameters: float = 0.0
+    trained: float = 0.0
+    read: float = 0.0
+    cast: float = 0.0
+
+    @property
+    def resting(self) -> float:
+        """With gradients and the optimizer's state."""
+        return self.parameters + (1 + OPTIMIZER_STATES) * self.trained
+
+
+@dataclass(frozen=True)
+class Account(Amounts):
+    """What a stage's rank does and holds, in seconds and bytes.
+
+    forward, backward (its input half) and weight (its other half): each of one
+    microbatch; step: once a step. held: of all parameters; experts: of those that ep
+    splits; tied: of those that the model's other end uses as well, see `once_a_rank`.
+    saved, kept, whole (for a step), edges, received, sent: as in
+    `passes.schedule.footprint.Footprint`; gathered: of what is whole, parameters.
+    pending: gradients by the axes over which they are summed, all at once. update:
+    seconds of the optimizer, if it was measured.
+    """
+
+    forward: PartCost = PartCost()
+    backward: PartCost = PartCost()
+    weight: PartCost = PartCost()
+    step: PartCost = PartCost()
+    held: Held = Held()
+    experts: Held = Held()
+    tied: Held = Held()
+    saved: float = 0.0
+    kept: float = 0.0
+    whole: float = 0.0
+    edges: float = 0.0
+    gathered: float = 0.0
+    buffers: float = 0.0
+    received: float = 0.0
+    sent: float = 0.0
+    pending: Exchanges = ()
+    update: float = 0.0
+
+    def __hash__(self) -> int:
+        """Of some amounts, as searches ask for it often."""
+        return hash((self.forward.seconds, self.backward.seconds, self.saved))
+
+    @property
+    def microbatch(self) -> Mapping[str, PartCost]:
+        """The parts of a microbatch by name."""
+        return {FORWARD: self.forward, BACKWARD: self.backward, WEIGHT: self.weight}
+
+    @property
+    def footprint(self) -> Footprint:
+        """What it keeps in memory, in whole bytes."""
+        return Footprint(
+            saved=round(self.saved),
+            forward_peak=round(self.forward.alive.whole),
+            backward_peak=round(self.backward.alive.whole),
+            kept=round(self.kept),
+            step=round(self.whole),
+            weight_peak=round(self.weight.alive.whole),
+            edges=round(self.edges),
+            received=round(self.received),
+            sent=round(self.sent),
+        )
+
+    def with_parts(
+        self,
+        forward: PartCost,
+        backward: PartCost,
+        weight: PartCost,
+        step: PartCost | None = None,
+    ) -> Account:
+        step = step or self.step
+        return replace(
+            self, forward=forward, backward=backward, weight=weight, step=step
+        )
+
+    def with_alive(self, alive: Iterable[Alive]) -> Account:
+        """The account with this alive in the parts of a microbatch."""
+        parts = zip(self.microbatch.values(), alive, strict=True)
+        return self.with_parts(*(replace(part, alive=most) for part, most in parts))
+
+
+def by_itself(account: Account) -> Account:
+    """The account of a piece that is a stage without others beside it."""
+    return account.with_alive(part.alone for part in account.microbatch.values())
+
+
+def in_a_row(whole: Account, parts: Sequence[Account]) -> Account:
+    """The account of parts that run one after another, which add up to `whole`, but for
+    the most that they have alive (of each it is beside what those before it saved) and
+    for messages, which are those of both ends."""
+    alike = [(part, len(list(same))) for part, same in groupby(parts)]
+    most = dict.fromkeys((FORWARD, BACKWARD, WEIGHT), Alive())
+    saved = kept = 0.0
+    for part, count in alike:
+        # Of equal ones in a row the first or the last has most beside it.
+        beside = saved + max(0.0, (count - 1) * part.saved)
+        most[FORWARD] = most[FORWARD].largest(part.forward.alive, beside)
+        most[BACKWARD] = most[BACKWARD].largest(part.backward.alive, beside)
+        beside = kept + max(0.0, (count - 1) * part.kept)
+        most[WEIGHT] = most[WEIGHT].largest(part.weight.alive, beside)
+        saved, kept = saved + count * part.saved, kept + count * part.kept
+    # A weight that both ends use is whole between its uses, and so is its gradient.
+    tied = max(0.0, sum(p.held.parameters for p in parts) - whole.held.parameters)
+    if tied:
+        most[FORWARD] += Alive(0.0, 0.0, tied, 0.0, tied)
+        most[BACKWARD] += Alive(0.0, tied, tied, tied, tied)
+    found = whole.with_alive(most.values())
+    return replace(found, received=parts[0].received, sent=parts[-1].sent)
+
+
+def once_a_rank(
+    accounts: Sequence[Account], placement: Sequence[int]
+) -> list[list[Account]]:
+    """The accounts of each rank's stages. Of a rank that runs both ends of the model,
+    weights that both use rest once, and there is no gradient of them to exchange.
+
+    accounts: of each stage; placement: its rank.
+    """
+    found: list[list[Account]] = [[] for _ in range(max(placement) + 1)]
+    first, *inner = accounts
+    if inner and placement[0] == placement[-1]:
+        last = inner.pop()
+        first = replace(first, tied=first.tied - last.tied)
+        inner.append(replace(last, tied=Held(), held=last.held - last.tied))
+    for account, rank in zip((first, *inner), placement, strict=True):
+        found[rank].append(account)
+    return found
