@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from interpret import loss_of
 from torch import Tensor, nn
 
 from autopar.passes.capture import causal_masks, rewrite
@@ -67,3 +68,40 @@ def test_rows_tell_what_the_whole_mask_does(
     told = causal or window is not None
     assert (attention.args[3] is None) == attention.args[4] == told
     assert attention.kwargs == ({"window": window} if told and window else {})
+
+
+def banded(hidden: float, width: int = SEQ) -> Tensor:
+    distance = torch.arange(SEQ)[:, None] - torch.arange(SEQ)
+    return torch.where((distance >= 0) & (distance < width), 0.0, hidden)
+
+
+LEAST = torch.finfo(torch.float32).min
+# What is added to scores -> what the attention has in place of it: None is the mask.
+ADDED: dict[str, tuple[Callable[[], Tensor], dict[str, int] | None]] = {
+    "minus infinity": (lambda: torch.full((SEQ, SEQ), -torch.inf).triu(1), {}),
+    "the least number": (lambda: torch.full((SEQ, SEQ), LEAST).triu(1), {}),
+    "a window": (lambda: banded(-torch.inf, 40), {"window": 40}),
+    "not quite hidden": (lambda: banded(-1e4), None),
+    "hidden and more": (lambda: banded(-torch.inf) + torch.eye(SEQ), None),
+}
+
+
+class Added(nn.Module):
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = x.unbind()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.make()).sum()
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_numbers_that_only_hide_are_a_mask(name: str) -> None:
+    make, told = ADDED[name]
+    model, x = Added(make), torch.randn(3, 2, 2, SEQ, 4)
+    traced = normalize(trace(model, {"x": x}))
+    (attention,) = [n for n in traced.graph.nodes if n.op == "autopar.attention"]
+    assert (attention.args[3] is None) == attention.args[4] == (told is not None)
+    assert attention.kwargs == (told or {})
+    torch.testing.assert_close(loss_of(traced, model, {"x": x}), model(x))

@@ -22,12 +22,15 @@ COMPARES = frozenset(
 )
 VIEWS = frozenset({"aten.reshape", "aten.expand"})
 SMALL = 2**20  # elements of what is evaluated whole
+HIDDEN = -1e9  # a number this low, added to a score, leaves a weight of 0 in any dtype
 
 
 def causal_window(rewriter: Rewriter, mask: Value) -> int | None:
-    """How many columns up to its own number each row of a bool mask [..., rows,
-    columns] shows, at most: all rows of a causal mask, fewer of a sliding window. None
-    for another mask. Layers have one mask in common, which is looked at once."""
+    """How many columns up to its own number each row of a mask [..., rows, columns]
+    shows, at most: all rows of a causal mask, fewer of a sliding window. None for
+    another mask. Layers have one mask in common, which is looked at once.
+
+    mask: of bool, or numbers that are added to scores."""
     if mask.name not in rewriter.windows:
         rewriter.windows[mask.name] = _window(rewriter, mask)
     return rewriter.windows[mask.name]
@@ -35,17 +38,19 @@ def causal_window(rewriter: Rewriter, mask: Value) -> int | None:
 
 def _window(rewriter: Rewriter, mask: Value) -> int | None:
     rows, columns = mask.shape[-2:] if len(mask.shape) > 1 else (0, 1)
-    if mask.dtype != torch.bool or rows != columns:
+    if rows != columns:
         return None
     if (known := rewriter.constant(mask)) is not None:
         one = _of_one_sample(known)
+        if one is not None and one.dtype != torch.bool:
+            one = _shown(one)
         if one is None:
             return None
         window = int(one[-1].sum())
         shown = torch.ones_like(one).tril().triu(1 - window)
         return window if window and torch.equal(one, shown) else None
     numbers: set[int] = set()
-    if not _is_of_positions(rewriter, mask, numbers):
+    if mask.dtype != torch.bool or not _is_of_positions(rewriter, mask, numbers):
         return None
     window = rows
     for row in reversed(_telling(numbers, rows)):
@@ -58,6 +63,12 @@ def _window(rewriter: Rewriter, mask: Value) -> int | None:
         if not torch.equal(found, (apart >= 0) & (apart < window)):
             return None
     return window or None
+
+
+def _shown(added: Tensor) -> Tensor | None:
+    """What is not hidden by numbers that are added, if they do nothing else."""
+    shown = added == 0
+    return shown if bool((shown | (added <= HIDDEN)).all()) else None
 
 
 def _telling(numbers: set[int], rows: int) -> list[int]:

@@ -28,16 +28,17 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
     if (expanded := rewriter.producer(mask, "aten.expand")) is not None:
         mask = expanded.operands[0]  # it broadcasts as it is
     seen: dict[str, Any] = {}
-    if mask is not None and mask.dtype == torch.bool:
+    if mask is not None:
+        is_bool = mask.dtype == torch.bool
         known = rewriter.constant(mask)
         window = causal_window(rewriter, mask)
-        if known is not None and bool(known.all()):
+        if known is not None and bool((known == is_bool).all()):
             mask = None
         elif window == mask.shape[-1]:
             mask, is_causal = None, True
         elif window is not None and given["dropout_p"] == 0.0:
             mask, is_causal, seen = None, True, {"window": window}
-        elif known is None and (told := columns_of(rewriter, mask)) is not None:
+        elif is_bool and known is None and (told := columns_of(rewriter, mask)):
             columns = mask.shape[-1]
             shown = told.shown
 
