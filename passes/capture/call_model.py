@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capture.flex_attention import flex_as_attention
 from ..errors import CaptureError
 
 
@@ -60,6 +61,25 @@ def loss_of(
     call, also where it takes any keyword but cannot do with them. Raises: CaptureError,
     if no single scalar loss comes out.
     """
+    with _in_place(model):
+        return _loss_of(model, fields, loss_fn)
+
+
+@contextlib.contextmanager
+def _in_place(model: nn.Module) -> Iterator[None]:
+    """On CPUs flex_attention has no gradients, compiled or not."""
+    if all(p.device.type == "cpu" for p in model.parameters()):
+        with flex_as_attention(), torch.compiler.set_stance("force_eager"):
+            yield
+    else:
+        yield
+
+
+def _loss_of(
+    model: nn.Module,
+    fields: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None,
+) -> torch.Tensor:
     try:
         return call_model(model, fields, loss_fn).loss
     except TypeError:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..capture.call_model import call_model, only_by_any_keyword
 from ..capture.custom_functions import Functions
+from ..capture.flex_attention import flex_as_attention
 from ..capture.functionalize import functionalize
 from ..capture.mixed_precision import Lowering, autocast, keep_wide, parameters_in
 from ..capture.read_export import ExportReader
@@ -102,7 +103,7 @@ class _LossOf(nn.Module):
 
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         before = dict(self.model.named_buffers())
-        with self.unseen, self.functions.reading():
+        with self.unseen, self.functions.reading(), flex_as_attention():
             fields = {**batch, **self.static}
             returned = call_model(self.model, fields, self.loss_fn, self.by_name)
         _refuse_new_buffers(before, dict(self.model.named_buffers()))
