@@ -44,9 +44,10 @@ class Candidate:
         zero = f", zero {self.zero}" if self.zero else ""
         context = f", {self.context_parallel}" if self.mesh.axis_size("cp") > 1 else ""
         again = f", recompute {self.recompute}" if self.recompute != "none" else ""
+        plural = "es" if self.microbatches > 1 else ""
         return (
-            f"{str(self.mesh) or 'one device'}, {self.microbatches} microbatches of "
-            f"{self.samples}{context}{pipeline}{zero}{again}"
+            f"{str(self.mesh) or 'one device'}, {self.microbatches} microbatch{plural} "
+            f"of {self.samples}{context}{pipeline}{zero}{again}"
             f"{', labels' if self.labelled else ''}"
         )
 
