@@ -132,7 +132,7 @@ def check_who_starts_does_not_wait(comm):
     x = torch.full((3,), float(comm.rank), dtype=torch.float64)
     if i == 1:
         comm.recv((1,), torch.float32, ranks[0], 9).wait()
-    gathering = comm.start_gather([x], "tp", [0], [None])
+    gathering = comm.start_gather([x], "tp", [0])
     scattering = comm.start_scatter([x.repeat(len(ranks))], "tp", [0])
     if i == 0:
         comm.send(torch.ones(1), ranks[1], 9)
@@ -357,7 +357,7 @@ def test_one_rank_needs_no_process_group():
     assert comm.all_reduce(x, ("tp",)) is not x
     equal(comm.all_gather(x, "tp", 0), x)
     equal(comm.reduce_scatter(x, "cp", 0), x)
-    equal(comm.wait(comm.start_gather([x], "tp", [0], [None]))[0], x)
+    equal(comm.wait(comm.start_gather([x], "tp", [0]))[0], x)
     equal(comm.wait(comm.start_scatter([x], "tp", [0]))[0], x)
     equal(comm.all_to_all(x, "tp", 0, 1), x)
     assert comm.gather_object(3) == [3]

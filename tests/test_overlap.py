@@ -44,10 +44,10 @@ def test_a_block_comes_while_the_one_before_computes():
         f32[4] %u = mul(%z, %c1)
     """
     assert ahead(nodes, "a", "b", "c0") == lines("""
-        %gathering = comm.start_gather([%a, %b], 'dp', [0, 0], [None, None])
+        %gathering = comm.start_gather([%a, %b], 'dp', [0, 0])
         %a1, %b1 = comm.wait(%gathering)
         %c = view(%c0)
-        %gathering_1 = comm.start_gather([%c], 'dp', [0], [None])
+        %gathering_1 = comm.start_gather([%c], 'dp', [0])
         %y1 = mul(%x, %a1)
         %z = mul(%y1, %b1)
         %c1 = comm.wait(%gathering_1)
@@ -73,9 +73,9 @@ def test_a_parameter_split_over_two_axes_is_whole_in_two_messages():
         f32[4] %z = mul(%a2, %b2)
     """
     assert ahead(nodes, "a", "b") == lines("""
-        %gathering = comm.start_gather([%a, %b], 'cp', [0, 0], [None, None])
+        %gathering = comm.start_gather([%a, %b], 'cp', [0, 0])
         %a1, %b1 = comm.wait(%gathering)
-        %gathering_1 = comm.start_gather([%a1, %b1], 'dp', [0, 0], [None, None])
+        %gathering_1 = comm.start_gather([%a1, %b1], 'dp', [0, 0])
         %a2, %b2 = comm.wait(%gathering_1)
         %z = mul(%a2, %b2)
     """)
@@ -173,8 +173,8 @@ def test_messages_are_of_one_dtype_and_axis():
     """
     assert ahead(nodes, "a", "b", "h").startswith(
         lines("""
-        %gathering = comm.start_gather([%a], 'dp', [0], [None])
-        %gathering_1 = comm.start_gather([%b], 'tp', [0], [None])
-        %gathering_2 = comm.start_gather([%h], 'dp', [0], [None])
+        %gathering = comm.start_gather([%a], 'dp', [0])
+        %gathering_1 = comm.start_gather([%b], 'tp', [0])
+        %gathering_2 = comm.start_gather([%h], 'dp', [0])
     """)
     )

@@ -110,7 +110,7 @@ def ones(*shape, dtype=torch.float32):
         ),
         (
             [
-                lambda comm: comm.start_gather([ones(4)], "tp", [0], [None]),
+                lambda comm: comm.start_gather([ones(4)], "tp", [0]),
                 lambda comm: comm.start_scatter([ones(4)], "tp", [0]),
             ],
             [
@@ -239,7 +239,7 @@ def test_traffic_is_counted():
 
 def test_a_collective_that_nobody_waits_for():
     def body(comm):
-        comm.wait(comm.start_gather([ones(2)], "tp", [0], [None]))
+        comm.wait(comm.start_gather([ones(2)], "tp", [0]))
         comm.start_scatter([ones(4)], "tp", [0])
 
     with pytest.raises(Mismatch) as error:
@@ -253,7 +253,7 @@ def test_a_collective_that_nobody_waits_for():
 def test_who_waits_for_a_collective_is_listed():
     def body(comm):
         if comm.rank == 0:
-            comm.wait(comm.start_gather([ones(2)], "tp", [0], [None]))
+            comm.wait(comm.start_gather([ones(2)], "tp", [0]))
 
     with pytest.raises(Deadlock, match=r"rank 0 .*waits in all_gather.* for rank 1"):
         run_virtual(Mesh.parse("tp=2"), 1, body)

@@ -38,5 +38,5 @@ def arrives_in_place(start: Node) -> bool:
     """Whether what a message brings is a view of it: a whole that is gathered alone."""
     if start.op != "comm.start_gather":
         return False
-    (x, *more), dim, whole = start.args[0], start.args[2][0], start.args[3][0]
-    return not more and prod(x.shape[:dim]) == 1 and whole is None
+    (x, *more), _, (dim, *_), *wholes = start.args
+    return not more and prod(x.shape[:dim]) == 1 and not wholes

@@ -314,11 +314,11 @@ def _messages(
         first = own[0]
         extent = sum(_whole(n).numel for n in own)
         under_way = builder.value(name, (extent,), first.operands[0].dtype)
-        # Of each the dim; of a gather also its extent where shares are unlike.
-        details = zip(*(n.args[2:4] for n in own), strict=True)
-        args = (tuple(n.args[0] for n in own), axis, *details)
+        # Of each the dim; of gathers the whole extents too, if shares are unlike.
+        xs, _, *details = zip(*(n.args[:4] for n in own), strict=True)
+        details = [told for told in details if any(d is not None for d in told)]
         where = Location(first.location.layer)
-        starts.append(Node(kind, args, {}, (under_way,), where))
+        starts.append(Node(kind, (xs, axis, *details), {}, (under_way,), where))
         outs = tuple(n.out for n in own)
         waits.append(Node("comm.wait", (under_way,), {}, outs, where))
     return starts, waits

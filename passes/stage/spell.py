@@ -30,6 +30,8 @@ def spell(
         return f"yield {args[0]}"
     if kind == "comm":
         args = args[: op_of(node).called_with]
+        while args and args[-1] == "None":
+            args.pop()
         return f"c.{op}({', '.join([*args, *kwargs])})"
     if kind == "call":
         return f"{op}({', '.join(args)})"

@@ -141,10 +141,11 @@ class Collectives(Routing, ABC):
         shards: Sequence[Tensor],
         axis: Axes,
         dims: Sequence[int],
-        wholes: Sequence[int | None],
+        wholes: Sequence[int | None] | None = None,
     ) -> CoalescedWork:
         """Begin an all_gather of each, as one; they may change meanwhile. axis: of
         several the outermost first, in the order of the mesh."""
+        wholes = wholes or [None] * len(shards)
         dims = [from_front(x, dim) for x, dim in zip(shards, dims, strict=True)]
         along = [
             self._extents(x, axis, dim, whole)
@@ -226,7 +227,7 @@ class Collectives(Routing, ABC):
         scale: float | None,
         rows: ring_attention.Split,
         keys: ring_attention.Split,
-        axis: str | None,
+        axis: str | None = None,
         window: int | None = None,
         documents: Tensor | None = None,
         shown: Tensor | None = None,
@@ -252,7 +253,7 @@ class Collectives(Routing, ABC):
         scale: float | None,
         rows: ring_attention.Split,
         keys: ring_attention.Split,
-        axis: str | None,
+        axis: str | None = None,
         window: int | None = None,
         documents: Tensor | None = None,
         shown: Tensor | None = None,
