@@ -1,9 +1,10 @@
 """Batches of which each rank has loaded its own samples only.
 
 Ranks that the batch is split over load different samples, and those that differ in
-another axis alone (tp, pp, cp) the same. A step makes the global batch of them, so that
-labels are counted, and masks of dropout drawn, as if every rank had it: of tokens that
-is 16 bytes each, where a token's activations are thousands in every layer.
+another axis alone (tp, pp, cp) the same. A step computes as on the global batch of
+them: labels are counted, and masks of dropout drawn, as if every rank had it. What a
+rank does not read stays away from its device. Labels come there, to be counted: 8 bytes
+of a token, where its activations are thousands in every layer.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from torch import Tensor
 from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import TIME
 from autopar.passes.plan import Plan
+from autopar.passes.shard.layout import extent
 from autopar.runtime.agreement.roll_call import NO_MORE, RollCall, ranks_text
 from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.own_rows import Field, OwnRows
+from autopar.runtime.execute.executor import Executor
 
 Batch = TypeVar("Batch")
 LOG = logging.getLogger("autopar")
@@ -59,18 +63,52 @@ class DataRank:
                 whole[name] = torch.zeros((*rows, *x.shape[1:]), dtype=x.dtype)
         return whole
 
-    def gather(
-        self, comm: Comm, parts: Mapping[str, Tensor], inputs: Inputs = NOTHING
-    ) -> dict[str, Tensor]:
-        """The global batch, of what each rank loaded; on all ranks."""
-        whole = dict(parts)
+    def fields(
+        self, executor: Executor, batch: Mapping[str, Tensor], local: bool
+    ) -> dict[str, Field]:
+        """What the stages of this rank read of a batch, on their device. Rows of others
+        come there only of fields that are read whole, as labels are to be counted, and,
+        with microbatches, of local batches: rows of each microbatch lie on all ranks.
+
+        local: `batch` is this rank's part.
+        """
+        comm, axes = executor.comm, executor.program.plan.data_axes
+        samples = fields_of_samples(batch, executor.program.inputs) if local else ()
+        parts = self.size if self.size > 1 else 0
+        found: dict[str, Field] = {}
         # In one order, in whichever a rank names them.
-        for name in sorted(fields_of_samples(parts, inputs)) if self.size > 1 else ():
-            # As bytes: not every backend sends booleans, or integers of 16 bits.
-            sent = parts[name].contiguous().view(torch.uint8)
-            gathered = comm.all_gather(sent, self.axes, 0)
-            whole[name] = gathered.view(parts[name].dtype)
-        return whole
+        for name in sorted(executor.reads):
+            x, is_part = batch[name], parts and name in samples
+            by_rows = parts and executor.reads[name]
+            if by_rows and not is_part:
+                found[name] = own_rows(comm, x, axes)
+            elif by_rows and TIME not in axes:
+                found[name] = OwnRows((upload(x, comm.device),), axes)
+            else:
+                x = upload(x, comm.device)
+                found[name] = self.gather(comm, x) if is_part else x
+        return found
+
+    def gather(self, comm: Comm, part: Tensor) -> Tensor:
+        """A field of the global batch, of what each rank loaded; on all ranks."""
+        # As bytes: not every backend sends booleans, or integers of 16 bits.
+        sent = part.contiguous().view(torch.uint8)
+        return comm.all_gather(sent, self.axes, 0).view(part.dtype)
+
+
+def own_rows(comm: Comm, x: Tensor, axes: tuple[str, ...]) -> OwnRows:
+    """What a rank computes with of x [samples, ...], on its device; the rest stays."""
+    times = range(comm.state.microbatches if TIME in axes else 1)
+    shares = [comm.pieces(len(x), axes, {TIME: i}) for i in times]
+    rows = [x.narrow(0, *piece) for share in shares for piece in share]
+    mine = upload(torch.cat([x[:0], *rows]), comm.device)
+    return OwnRows(mine.split([extent(share) for share in shares]), axes)
+
+
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """x on a device. A GPU takes it when it comes to it: the host does not wait."""
+    ahead = device.type == "cuda" and x.device.type == "cpu"
+    return (x.pin_memory() if ahead else x).to(device, non_blocking=ahead)
 
 
 def batches(roll: RollCall, loader: Iterable[Batch]) -> Iterator[Batch]:

@@ -22,6 +22,7 @@ from autopar.passes.errors import AutoparError, BatchError
 from autopar.runtime.agreement.agreement import Agreement
 from autopar.runtime.agreement.updates import Updates
 from autopar.runtime.agreement.validate import checked_batch, checked_outputs
+from autopar.runtime.comm.own_rows import Field
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.parameters.changed import Originals, check_trained
 from autopar.runtime.parameters.gradient_norm import checked_norm, clip_
@@ -165,16 +166,15 @@ class RankStep(HeldState):
     @contextmanager
     def _begin(
         self, operation: str, batch: Mapping[str, Any], local: bool
-    ) -> Iterator[dict[str, Tensor]]:
-        """The context of an operation: with the tensors of a global batch that fits,
-        and is the same on all ranks. local: `batch` is this rank's part of it."""
+    ) -> Iterator[dict[str, Field]]:
+        """The context of an operation: with what this rank reads of a global batch that
+        fits, and is the same on all ranks. local: `batch` is this rank's part of it."""
         data = self.data
         try:
             if self._saving is not None and self._saving.done():
                 self.finish_saving()
             self._check_autocast()
-            inputs = self.program.inputs
-            like = data.whole_like(batch, inputs) if local else batch
+            like = data.whole_like(batch, self.program.inputs) if local else batch
             tensors = checked_batch(self.program, self._fixed, like)
             check_trained(self.program, self._updates.parameters)
             if self._originals is not None:
@@ -194,8 +194,7 @@ class RankStep(HeldState):
             plain,
             self._agree().on_batch(operation, own, self._updates, training, part),
         ):
-            held = {name: upload(x, self.device) for name, x in own.items()}
-            yield data.gather(self.comm, held, inputs) if local else held
+            yield data.fields(self.executor, own, local)
 
     def _check_autocast(self) -> None:
         """Raises AutoparError under an autocast that the plan knows nothing of."""
@@ -293,9 +292,3 @@ class RankStep(HeldState):
         made = WholeUpdates(program, self.comm, held, optimizer)
         self._updates.whole[optimizer] = made
         return optimizer
-
-
-def upload(x: Tensor, device: torch.device) -> Tensor:
-    """x on a device. A GPU takes it when it comes to it: the host does not wait."""
-    ahead = device.type == "cuda" and x.device.type == "cpu"
-    return (x.pin_memory() if ahead else x).to(device, non_blocking=ahead)

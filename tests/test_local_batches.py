@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case
+from cases import Case, on_rank
 from models import gpt2, plain_gpt, switch_gpt
 from processes import RankFailed, run_ranks
 from torch import Tensor
@@ -134,8 +134,8 @@ def test_a_part_has_the_rows_that_its_rank_computes_with(text):
         part = DataRank(plan, comm.rank)
         row = torch.tensor([part.index])
         short, masks = row.to(torch.int16), row[:, None].expand(1, 3) > 0
-        mine = {"rows": row, "all": torch.zeros([]), "short": short, "masks": masks}
-        whole = part.gather(comm, mine)
+        mine = {"rows": row, "short": short, "masks": masks}
+        whole = {name: part.gather(comm, x) for name, x in mine.items()}
         assert whole["short"].dtype is torch.int16 and whole["masks"].shape[1:] == (3,)
         assert whole["short"].tolist() == list(range(part.size))
         assert whole["masks"][:, 0].tolist() == [i > 0 for i in range(part.size)]
@@ -150,15 +150,50 @@ def test_positions_as_many_as_a_rank_s_samples_are_not_samples() -> None:
     mesh = autopar.Mesh.parse("dp=2")
     inputs = {"ids": ((8, 4), "int64"), "at": ((4,), "int64"), "mask": ((8, 4), "bool")}
     batch = {"ids": torch.ones(4, 4), "at": torch.arange(4), "mask": torch.ones(4, 4)}
+    part = DataRank(Plan(mesh), 0)
+    assert part.whole_like(batch)["at"].shape == (8,)
+    assert part.whole_like(batch, inputs)["at"].shape == (4,)
 
-    def check(comm):
-        part = DataRank(Plan(mesh), comm.rank)
-        assert part.whole_like(batch)["at"].shape == (8,)
-        assert part.whole_like(batch, inputs)["at"].shape == (4,)
-        whole = part.gather(comm, batch, inputs)
-        assert whole["at"] is batch["at"] and whole["ids"].shape == (8, 4)
 
-    run_virtual(mesh, 1, check)
+# --- what of a batch comes to a rank ------------------------------------------------
+
+
+# Rows that come to each rank. Of the labels all do, where they are counted.
+BOTH, FIRST_STAGE, LAST_STAGE = {"ids": 4, "labels": 8}, {"ids": 4}, {"labels": 8}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "local", "held", "gathered"),
+    [
+        ("dp=2", 2, False, [BOTH] * 2, 0),
+        ("dp=2", 1, True, [BOTH] * 2, 1),
+        # Rows of each microbatch lie on all ranks: each loaded rows of others.
+        ("dp=2", 2, True, [{"ids": 8, "labels": 8}] * 2, 2),
+        ("dp=2,ep=2", 1, True, [{"ids": 2, "labels": 8}] * 4, 1),
+        ("pp=2,dp=2", 2, False, [FIRST_STAGE] * 2 + [LAST_STAGE] * 2, 0),
+    ],
+)
+def test_what_no_rank_reads_comes_to_none(mesh, microbatches, local, held, gathered):
+    case = plain_gpt(layers=2).double()
+    program = case.compile(mesh, microbatches)
+
+    def run(comm: Comm) -> tuple[Tensor, int, dict[str, int]]:
+        executor = on_rank(program, comm, case.model)
+        data = DataRank(program.plan, comm.rank)
+        own = {n: x.chunk(data.size)[data.index] for n, x in case.batch.items()}
+        fields = data.fields(executor, own if local else case.batch, local)
+        sent = sum(traffic.bytes for traffic in comm.log.values())
+        parts = {n: getattr(x, "parts", (x,)) for n, x in fields.items()}
+        rows = {name: sum(map(len, tensors)) for name, tensors in parts.items()}
+        return executor.step(fields), sent, rows
+
+    found = run_virtual(program.mesh, microbatches, run)
+    assert [rows for _, _, rows in found] == held
+    part = 8 * 8 * 16 // DataRank(program.plan, 0).size  # bytes of a field
+    assert {sent for _, sent, _ in found} == {gathered * part}
+    want = loss_of(case, case.batch)
+    for loss, _, _ in found:
+        torch.testing.assert_close(loss, want, rtol=1e-9, atol=0)
 
 
 # --- shapes -------------------------------------------------------------------------

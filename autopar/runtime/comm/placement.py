@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autopar.passes.mesh import TIME, Axes, Mesh, as_axes, nested
 from autopar.passes.shard.layout import Pieces, extent, layout, within
+from autopar.runtime.comm.own_rows import Field, OwnRows
 from autopar.runtime.comm.step_state import StepState
 
 
@@ -69,9 +70,11 @@ class Placement:
             found = within(found, share)
         return found
 
-    def shard(self, x: Tensor, axis: str, dim: int) -> Tensor:
+    def shard(self, x: Field, axis: str, dim: int) -> Field:
         """My share of x along dim, a view if it is one piece; nothing is sent. `axis`
         may be "time"."""
+        if isinstance(x, OwnRows):
+            return x.shard(axis, self.state.microbatch)
         pieces = self.pieces(x.shape[dim], (axis,))
         if len(pieces) == 1:
             return x.narrow(dim, *pieces[0])

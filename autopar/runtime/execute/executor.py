@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 
 import torch
@@ -20,9 +20,11 @@ from autopar.passes.schedule.exchanges import Exchange, exchanges, in_turn, of_k
 from autopar.passes.schedule.messages import apart, send_completions
 from autopar.passes.schedule.schedule import Action, Kind
 from autopar.runtime.comm.comm import Comm, Incoming, Outgoing
+from autopar.runtime.comm.own_rows import Field
 from autopar.runtime.comm.step_state import StepState
 from autopar.runtime.comm.work import Work
 from autopar.runtime.execute.code_cache import CodeCache
+from autopar.runtime.execute.emitted import fields_read
 from autopar.runtime.execute.gradient_buckets import Gradients
 from autopar.runtime.execute.inductor import compile_functions
 from autopar.runtime.execute.loss_scale import LossScale
@@ -122,10 +124,15 @@ class Executor:
         self.loss_scale = other.loss_scale
         self.set_up()
 
+    @cached_property
+    def reads(self) -> Mapping[str, bool]:
+        """See `fields_read`."""
+        return fields_read(self.program, self.comm.rank)
+
     # --- one step ------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def step(self, batch: Mapping[str, Field]) -> Tensor:
         """Forward and backward of the whole batch; returns the loss, on every rank.
 
         Gradients are added to what is in `.grad`, as by `loss.backward()`. Where the
@@ -149,7 +156,7 @@ class Executor:
         return loss
 
     @torch.no_grad()
-    def evaluate(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def evaluate(self, batch: Mapping[str, Field]) -> Tensor:
         """The loss of the whole batch without dropout; nothing is kept or changed but
         `metrics` and `outputs`."""
         forward = (Kind.F, Kind.SEND_F, Kind.RECV_F)
@@ -173,7 +180,7 @@ class Executor:
                 check_data(name, p, kind_of(used))
                 tensors[own] = p.detach()
 
-    def _play(self, actions: Sequence[Action], batch: Mapping[str, Tensor]) -> None:
+    def _play(self, actions: Sequence[Action], batch: Mapping[str, Field]) -> None:
         """Run the actions in turn."""
         self.outputs.clear()
         self.comm.state = self.state  # other executors may have run meanwhile

@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.own_rows import Field
 
 
-class Batch(dict[str, Tensor]):
+class Batch(dict[str, Field]):
     """The fields of a batch, and what a prologue makes of them and of parameters.
 
     It does as much as somebody reads: what is gathered is on its way until then.
@@ -27,7 +28,7 @@ class Batch(dict[str, Tensor]):
         self.rest = prologue(*args, self) or iter(())
         next(self.rest, None)
 
-    def __missing__(self, key: str) -> Tensor:
+    def __missing__(self, key: str) -> Field:
         for _ in self.rest:
             if key in self:
                 break
