@@ -193,8 +193,12 @@ def test_what_takes_no_float64_is_told_by_its_operations():
     )  # fmt: skip
 
 
-def test_what_chooses_and_takes_no_float64_is_not_excused():
-    found = checked(Case(Choosy(), unit().batch))
+def test_what_does_not_run_in_float64_is_not_excused(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("it wants float32")
+
+    monkeypatch.setattr("autopar.proof.expected.run_graph", refuse)
+    found = checked(Case(Typed(999.7), cancelling().batch))
     assert not found.passed and found.in_double is None
     with pytest.raises(VerificationFailed, match="from a fault: it wants float32"):
         found.check()
@@ -257,13 +261,6 @@ class Typed(Cancelling):
     def forward(self, x: Tensor) -> Tensor:
         assert x.dtype is torch.float32, "it wants float32"
         return super().forward(x)
-
-
-class Choosy(Unit):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dtype is not torch.float32:
-            raise ValueError("it wants float32")
-        return super().forward(x) + x.topk(1).values.sum()
 
 
 def test_arithmetic_in_float64_whatever_the_model_says():

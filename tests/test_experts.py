@@ -170,7 +170,12 @@ def test_experts_that_loop_over_tokens_cannot_be_captured() -> None:
         mixture("mixtral", experts_implementation="eager").compile("ep=2")
 
 
-def test_experts_that_sort_all_tokens_are_right_though_not_split() -> None:
+def test_experts_that_sort_all_tokens_are_split() -> None:
     case = mixture("mixtral", experts_implementation="grouped_mm")
-    assert any("grouped_mm" in note for note in case.compile("dp=2,tp=2").remarks)
-    case.verify("dp=2,tp=2")
+    parameters = case.compile("ep=2,tp=2").parameters
+    for name, split in (
+        ("gate_up_proj", "experts/ep (2 ffn/tp) embed"),
+        ("down_proj", "experts/ep embed ffn/tp"),
+    ):
+        assert parameters[f"model.layers.0.mlp.experts.{name}"].pattern == split
+    case.verify("ep=2,tp=2")

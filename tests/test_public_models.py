@@ -8,6 +8,8 @@ from cases import Case
 from models import VOCAB, WIDTH, randomize
 from torch import Tensor, nn
 
+from autopar.verify import verify
+
 SAMPLES, SEQ = 4, 6
 
 
@@ -33,6 +35,33 @@ class Decayed(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Grouped(nn.Module):
+    """Rows go to their experts in order, by one product in bfloat16; it insists on the
+    dtypes of its router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.router = nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Parameter(torch.zeros(4, 48, WIDTH))
+        self.down = nn.Parameter(torch.zeros(4, WIDTH, 48))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(ids).flatten(0, 1)
+        scores = self.router(x).softmax(-1)
+        assert scores.dtype == torch.float32, "routers are of float32"
+        weights, chosen = scores.topk(2)
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.zeros_like(scores).scatter(-1, chosen, 1.0).sum(0)
+        ends = counts.cumsum(0).int()
+        rows = x[order // 2].bfloat16()
+        h = F.silu(torch._grouped_mm(rows, self.up.bfloat16().mT, offs=ends))
+        y = torch._grouped_mm(h, self.down.bfloat16().mT, offs=ends).type_as(x)
+        y = y * weights.flatten()[order][:, None]
+        x = x.index_add(0, order // 2, y)
+        return F.cross_entropy(self.head(x), labels.flatten())
+
+
 def case(model: nn.Module) -> Case:
     torch.manual_seed(0)
     ids = torch.randint(VOCAB, (SAMPLES, SEQ))
@@ -41,3 +70,11 @@ def case(model: nn.Module) -> Case:
 
 def test_layers_of_listed_parts_and_numbers_of_positions_are_proved() -> None:
     case(Decayed()).proved("pp=2,tp=2", 2)
+
+
+def test_rows_in_the_order_of_their_experts_are_split_by_them() -> None:
+    one = case(Grouped())
+    program = one.proved("ep=2,tp=2")
+    assert program.parameters["up"].pattern == "experts/ep ffn/tp embed"
+    proof = verify(program, one.model, one.batch, tolerance=1e-6).check()
+    assert proof.in_double is not None and proof.in_double.passed

@@ -223,7 +223,7 @@ class _Step:
             with with_values(self.subject.model, own), arithmetic:
                 return self.told(given, precision)
         except (AssertionError, RuntimeError, TypeError, ValueError):
-            if not arithmetic.double or self.made:
+            if not arithmetic.double:
                 raise
         finally:
             self.subject.as_found.put_back()
@@ -233,12 +233,14 @@ class _Step:
         """The same by the model's operations, as captured: forward may look at dtypes,
         and take no float64."""
         traced, without = self.subject.traced, None
-        values = {**values, **traced.literals}
-        with arithmetic:
+        values, replay = {**values, **traced.literals}, RoutingReplay(self.made)
+        with arithmetic, Choosing(replay):
             loss, gradients, _ = run_graph(traced, values, self.key)
-            if self.subject.has_dropout:
+        if self.subject.has_dropout:
+            with arithmetic, Choosing(RoutingReplay(self.made)):
                 without = run_graph(traced, values, None)[0]
-        return found_by_model(loss, gradients, without)
+        margin = replay.margin if replay.found else None
+        return found_by_model(loss, gradients, without, margin)
 
     def told(self, batch: Mapping[str, Any], dtype: Lowering) -> FoundStep:
         """dtype: what the model runs in."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autopar.passes.capture.trace import Traced
 from autopar.passes.graph import Node, Value, resolve
+from autopar.passes.ops.experts import expert_linear
 from autopar.proof.in_double import in_double, tree_in_double
 from autopar.proof.reference import OurDropout
 
@@ -66,12 +67,27 @@ def _run(node: Node, held: Mapping[str, Tensor], dropout: OurDropout) -> Any:
     name = node.name
     if name == "aten.dropout":
         return dropout.dropout(*args, **kwargs)
+    if name == "aten.topk":  # as a model calls it: its choices may be told
+        return torch.topk(*args, **kwargs)
+    if name == "aten._grouped_mm":  # which takes no float64
+        return _grouped(*args, **kwargs)
     if name == "aten.copy":  # of which torch knows no derivative
         return args[1].to(args[0].dtype).expand_as(args[0])
     op: Any = resolve(node.op)
     if name == "aten.scaled_dot_product_attention":
         return dropout.attention(op, *args, **kwargs)
     return op(*args, **kwargs)
+
+
+def _grouped(
+    x: Tensor, weight: Tensor, offs: Tensor | None = None, *others: Any, **named: Any
+) -> Tensor:
+    """Rows times the weights of their experts, which end at `offs`."""
+    if offs is None or x.ndim != 2 or weight.ndim != 3:
+        raise ValueError("a product of groups that no model is known to have")
+    rows = torch.arange(len(x), dtype=offs.dtype, device=offs.device)
+    expert = torch.searchsorted(offs, rows, right=True)
+    return expert_linear(x, expert, weight.mT)
 
 
 def _last_uses(traced: Traced) -> dict[int, Collection[str]]:

@@ -20,7 +20,7 @@ from ..capture.loss import LOSS_RULES
 from ..capture.rewrite import Rewriter, Rule
 from ..capture.spell_attention import attention, emit_dropout
 from ..capture.spell_composites import COMPOSITE_RULES
-from ..capture.spell_experts import choice, looked_up_product
+from ..capture.spell_experts import choice, grouped_product, looked_up_product
 from ..capture.spell_groups import repeat_interleave
 from ..capture.spell_pieces import PIECE_RULES
 from ..capture.split_products import split_products
@@ -272,6 +272,8 @@ MEANING: dict[str, Rule] = {
     "aten.reshape": collapse,
     "aten.add": add_number,
     "aten.bmm": looked_up_product,
+    "aten._grouped_mm": grouped_product,
+    "transformers.grouped_mm_fallback": grouped_product,
     "aten.topk": choice,
     "aten.index": index,
     "aten.index_put": index_put,

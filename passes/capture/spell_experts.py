@@ -12,6 +12,7 @@ import torch
 
 from ..capture.rewrite import Rewriter
 from ..graph import Node, Value
+from ..ops.arguments import arguments
 
 
 def looked_up_product(rewriter: Rewriter, node: Node) -> Value | None:
@@ -25,6 +26,20 @@ def looked_up_product(rewriter: Rewriter, node: Node) -> Value | None:
         turned = rewriter.emit("aten.transpose.int", weight, 1, 2)
         return _emit(rewriter, node, left, expert, turned)
     return None
+
+
+def grouped_product(rewriter: Rewriter, node: Node) -> Value | None:
+    """Rows in the order of their experts, `_grouped_mm(x, w, ends)` -> expert_linear.
+
+    ends: int [experts], where the rows of each end.
+    """
+    x, weight, ends, *others = arguments(node).values()
+    if len(x.shape) != 2 or ends is None or any(o is not None for o in others):
+        return None
+    rows = rewriter.emit("aten.arange.default", x.shape[0], dtype=ends.dtype)
+    expert = rewriter.emit("aten.searchsorted.Tensor", ends, rows, right=True)
+    turned = rewriter.emit("aten.transpose.int", weight, 1, 2)
+    return _emit(rewriter, node, x, expert, turned)
 
 
 def choice(rewriter: Rewriter, node: Node) -> tuple[Value, Value] | None:

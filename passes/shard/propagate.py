@@ -15,6 +15,7 @@ from ..dims.origins import Origin, find_differentiable
 from ..graph import Graph, InvalidGraph, Node, Value
 from ..mesh import TIME
 from ..ops.linearity import is_jointly_linear
+from ..ops.op import op_of
 from ..plan import Plan
 from ..shard.check_states import check_sharding, check_shardings
 from ..shard.hints import Pins, read_hints
@@ -251,7 +252,7 @@ class _Propagation:
             for which, d, i in f.operands
         )
         # As views of weights are split that meet them later, turned for a product.
-        turned = origins == {True} and node.op == "aten.transpose.int"
+        turned = origins == {True} and op_of(node).view == "order"
         return f.role == "map" and (split or turned or origins == {True, False})
 
     # --- what follows from it ------------------------------------------------------
