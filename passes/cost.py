@@ -45,6 +45,7 @@ def signature(node: Node) -> str:
     return f"{node.op}({', '.join(parts)})"
 
 
+NUMBERS = int, float
 Own = TypeVar("Own", bound="Amounts")
 
 
@@ -63,8 +64,20 @@ class Amounts:
 
     def plus(self: Own, other: Own, times: float) -> Own:
         """The record with another one's amounts so many times."""
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return type(self)(*[_plus(x, y, times) for x, y in pairs])
+        pairs = zip(vars(self).items(), vars(other).values(), strict=True)
+        return self.changed(
+            **{
+                name: x + times * y if type(x) in NUMBERS else _plus(x, y, times)
+                for (name, x), y in pairs
+            }
+        )
+
+    def changed(self: Own, **changes: Any) -> Own:
+        """As `dataclasses.replace`, but fast: a search does it some 100,000 times."""
+        found = object.__new__(type(self))
+        vars(found).update(vars(self), **changes)
+        assert len(vars(found)) == len(vars(self)), f"no such fields: {changes.keys()}"
+        return found
 
 
 @dataclass(frozen=True)
@@ -94,11 +107,9 @@ def join_exchanges(exchanges: Iterable[Exchange]) -> Exchanges:
 
 def _plus(x: Any, y: Any, times: float) -> Any:
     if isinstance(x, Amounts):
-        return x.plus(y, times)
-    if isinstance(x, tuple):
-        more = (Exchange(e.kind, e.axes, times * e.calls, times * e.bytes) for e in y)
-        return join_exchanges((*x, *more)) if y else x
-    return x + times * y
+        return x.plus(y, times) if any(vars(y).values()) else x
+    more = (Exchange(e.kind, e.axes, times * e.calls, times * e.bytes) for e in y)
+    return join_exchanges((*x, *more)) if y else x
 
 
 @dataclass(frozen=True)

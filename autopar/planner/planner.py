@@ -132,6 +132,15 @@ def make_prices(of: ShortModel, cluster: Cluster, **options: Any) -> Prices:
         of_mesh = cut(mesh, microbatches, shares, context)
         return price_cut(of_mesh, recompute, cluster.device, halves)
 
+    @cache
+    def slope(
+        mesh: Mesh, how: tuple[str, bool], microbatches: int, shares: bool, context: str
+    ) -> LayerPrices:
+        """What twice the samples of a microbatch cost more."""
+        one = at(mesh, how, microbatches, shares, context)
+        two = at(mesh, how, microbatches // 2, shares, context)
+        return two.combine(one, lambda x, y: x - y)
+
     @lru_cache(maxsize=256)  # candidates in a row split layers alike
     def prices(
         mesh: Mesh,
@@ -151,8 +160,8 @@ def make_prices(of: ShortModel, cluster: Cluster, **options: Any) -> Prices:
         one = at(mesh, how, most // low, differs, context)
         if samples == low:
             return one
-        two = at(mesh, how, most // low // 2, differs, context)
-        return one.scaled(two, samples / low - 1)
+        more = slope(mesh, how, most // low, differs, context)
+        return one.combine(more, lambda x, y: x.plus(y, samples / low - 1))
 
     return prices
 

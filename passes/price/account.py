@@ -154,14 +154,14 @@ class Account(Amounts):
         step: PartCost | None = None,
     ) -> Account:
         step = step or self.step
-        return replace(
-            self, forward=forward, backward=backward, weight=weight, step=step
+        return self.changed(
+            forward=forward, backward=backward, weight=weight, step=step
         )
 
     def with_alive(self, alive: Iterable[Alive]) -> Account:
         """The account with this alive in the parts of a microbatch."""
         parts = zip(self.microbatch.values(), alive, strict=True)
-        return self.with_parts(*(replace(part, alive=most) for part, most in parts))
+        return self.with_parts(*(part.changed(alive=most) for part, most in parts))
 
 
 def by_itself(account: Account) -> Account:
@@ -190,7 +190,7 @@ def in_a_row(whole: Account, parts: Sequence[Account]) -> Account:
         most[FORWARD] += Alive(0.0, 0.0, tied, 0.0, tied)
         most[BACKWARD] += Alive(0.0, tied, tied, tied, tied)
     found = whole.with_alive(most.values())
-    return replace(found, received=parts[0].received, sent=parts[-1].sent)
+    return found.changed(received=parts[0].received, sent=parts[-1].sent)
 
 
 def once_a_rank(

@@ -8,6 +8,7 @@ layer is compiled once, whatever the depth.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -74,24 +75,45 @@ class LayerPrices:
         return found if first == last else replace(found, tied=self.tied)
 
     @cached_property
+    def parts(self) -> list[Account]:
+        """Each run by itself, of those that there are."""
+        return [p for p in (self.first, self.middle, self.last) if p is not None]
+
+    @cached_property
+    def least_alive(self) -> Mapping[int, tuple[float, float]]:
+        """Bytes at least that the backward of a stage has alive at once; and of these,
+        beside what forwards saved. By the stage of ZeRO."""
+        found = {}
+        for zero in range(4):
+            backwards = [
+                (part, [p.of(zero, a) for p in peaks for a in (True, False)])
+                for part in self.parts or [self.whole]
+                if (peaks := (part.backward.alive, part.backward.alone))
+            ]
+            least = [(min(alive), min(alive) - part.saved) for part, alive in backwards]
+            found[zero] = max(x for x, _ in least), min(y for _, y in least)
+        return found
+
+    @cached_property
     def tied(self) -> Held:
         """What weights take that both ends of the model use, on each end's stage."""
-        parts = [p for p in (self.first, self.middle, self.last) if p is not None]
-        twice, once = sum((p.held for p in parts), Held()), self.whole.held
+        twice, once = sum((p.held for p in self.parts), Held()), self.whole.held
         return Held(
             max(0.0, twice.parameters - once.parameters),
             max(0.0, twice.trained - once.trained),
         )
 
-    def scaled(self, other: LayerPrices, times: float) -> LayerPrices:
-        """On the line from these prices (0) to other ones (1)."""
+    def combine(
+        self, other: LayerPrices, of: Callable[[Account, Account], Account]
+    ) -> LayerPrices:
+        """Prices of what two of equal form have in the same positions."""
 
-        def between(x: Account | None, y: Account | None) -> Account | None:
-            return x.plus(y - x, times) if x and y else None
+        def both(x: Account | None, y: Account | None) -> Account | None:
+            return of(x, y) if x and y else None
 
-        whole = self.whole.plus(other.whole - self.whole, times)
         parts = ((getattr(self, n), getattr(other, n)) for n in POSITIONS)
-        return LayerPrices(self.runs, whole, *(between(*pair) for pair in parts))
+        whole = of(self.whole, other.whole)
+        return LayerPrices(self.runs, whole, *(both(*pair) for pair in parts))
 
 
 class Prices(Protocol):

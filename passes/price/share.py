@@ -11,35 +11,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ..cost import Exchange, Exchanges, join_exchanges
+from ..mesh import Mesh
 from ..price.account import Account, Alive, Held, PartCost
 from ..price.candidate import Candidate
 from ..price.cluster import Device
 from ..stage.blocks import BlockMessages
 
 
-def resting_bytes(account: Account, candidate: Candidate) -> float:
-    """Parameters, gradients and the optimizer's state that a rank keeps a share of."""
-    return _Shares(account, candidate).held.resting
+def resting_bytes(account: Account, candidate: Candidate) -> tuple[float, float]:
+    """Parameters, gradients and the optimizer's state that a rank keeps a share of; and
+    what is whole for a step."""
+    mine = _Shares(account, candidate)
+    return mine.held.resting, account.whole + (mine.more_whole if mine.zero else 0.0)
 
 
 def share(account: Account, candidate: Candidate, device: Device) -> Account:
     """See above. Of the most alive there is what the stage of ZeRO has."""
-    zero, among = candidate.shares, candidate.data_parallel > 1
-    account = account.with_alive(
-        Alive(p.alive.of(zero, among)) for p in account.microbatch.values()
-    )
-    if not zero:
-        return replace(account, pending=_pending_over_dp(account, candidate))
     mine = _Shares(account, candidate)
+    if not mine.zero:
+        return account.changed(pending=_pending_over_dp(account, candidate.mesh))
     trained = account.held.trained
-    return replace(
-        account.with_parts(*mine.parts(device)),
+    return account.with_parts(*mine.parts(device)).changed(
         held=mine.held,
         experts=mine.experts,
-        tied=_share_of(account.tied, candidate.alike),
+        tied=_share_of(account.tied, mine.axes.alike),
         pending=mine.pending,
         update=account.update * (mine.held.trained / trained if trained else 1.0),
         gathered=mine.whole,
@@ -48,43 +46,59 @@ def share(account: Account, candidate: Candidate, device: Device) -> Account:
     )
 
 
-def _pending_over_dp(account: Account, candidate: Candidate) -> Exchanges:
+def _pending_over_dp(account: Account, mesh: Mesh) -> Exchanges:
     """Without ZeRO: over dp, with the axes on which they are pending anyway."""
-    if candidate.mesh.axis_size("dp") == 1:
+    if mesh.axis_size("dp") == 1:
         return account.pending
     return join_exchanges(
         replace(e, axes=tuple(sorted({*e.axes, "dp"}))) for e in account.pending
     )
 
 
-class _Shares:
-    """What ranks share out, and over which axes; of experts over fewer."""
+class _Axes:
+    """Over which axes ranks share parameters out, and those of experts; over which they
+    replicate shares; and how many ranks there are."""
 
-    def __init__(self, account: Account, candidate: Candidate) -> None:
-        self.account, self.zero = account, candidate.shares
-        sizes = {a: n for a, n in candidate.mesh.axes if n > 1}
-        own = [a for a in (candidate.sharing, "cp") if a in sizes]
+    def __init__(self, mesh: Mesh) -> None:
+        alone = Candidate(mesh, 1, 1, "", 1, 0, "", ())
+        sizes = {a: n for a, n in mesh.axes if n > 1}
+        own = [a for a in (alone.sharing, "cp") if a in sizes]
         order = list(sizes)
         self.of_experts = tuple(sorted(own, key=order.index))
         both = [*own, *(a for a in ("ep",) if a in sizes)]
         self.replicated = tuple(a for a in ("dp",) if a in sizes and a not in own)
         self.of_others = tuple(sorted(both, key=order.index))
-        self.alike, self.data_parallel = candidate.alike, candidate.data_parallel
+        self.alike, self.data_parallel = alone.alike, alone.data_parallel
+
+
+_axes = lru_cache(maxsize=64)(_Axes)  # candidates of a mesh come in a row
+
+
+class _Shares:
+    """What ranks share out, of one account."""
+
+    def __init__(self, account: Account, candidate: Candidate) -> None:
+        self.account, self.axes = account, _axes(candidate.mesh)
+        self.zero = candidate.zero if self.axes.alike > 1 else 0
 
     @cached_property
     def experts(self) -> Held:
-        return _share_of(self.account.experts, self.data_parallel if self.zero else 1)
+        parts = self.axes.data_parallel if self.zero else 1
+        return _share_of(self.account.experts, parts)
 
     @cached_property
     def held(self) -> Held:
+        parts = self.axes.alike if self.zero else 1
+        if not self.account.experts.parameters:
+            return _share_of(self.account.held, parts)
         others = self.account.held - self.account.experts
-        return _share_of(others, self.alike if self.zero else 1) + self.experts
+        return _share_of(others, parts) + self.experts
 
     @cached_property
     def shared(self) -> Held:
         """Bytes, whole, of what is shared out."""
         held = self.account.held
-        return held if self.data_parallel > 1 else held - self.account.experts
+        return held if self.axes.data_parallel > 1 else held - self.account.experts
 
     @cached_property
     def pending(self) -> Exchanges:
@@ -92,8 +106,8 @@ class _Shares:
         replicate of them."""
         found = []
         for e in self.account.pending:
-            axes = {*e.axes}.difference(self.of_others) | {*self.replicated}
-            whole = e.bytes / self.alike
+            axes = {*e.axes}.difference(self.axes.of_others) | {*self.axes.replicated}
+            whole = e.bytes / self.axes.alike
             found.append(Exchange(e.kind, tuple(sorted(axes)), e.calls, whole))
         return join_exchanges(found)
 
@@ -101,24 +115,28 @@ class _Shares:
         """Messages of parameters and gradients, of each microbatch or once a step; and
         what comes of a scatter is added to the shares, block by block. Where gradients
         leave with each microbatch, products add theirs to what is set to 0 before."""
-        found = {**self.account.microbatch, "step": self.account.step}
-        halves = {name: found[name] for name in ("backward", "weight")}
-        where = "forward" if self.zero == 3 else "step"
-        moves = self.messages("all_gather", found["forward"].gathered, True)
+        zero, account = self.zero, self.account
+        found = {**account.microbatch, "step": account.step}
+        among = self.axes.data_parallel > 1
+        for name, part in account.microbatch.items() if zero > 1 else ():
+            found[name] = part.changed(alive=Alive(part.alive.of(zero, among)))
+        where = "forward" if zero == 3 else "step"
+        moves = self.messages("all_gather", account.forward.gathered, True)
         found[where] = _with(found[where], moves)
+        halves = {"backward": account.backward, "weight": account.weight}
         scattered = max(1, sum(part.scattered.bytes for part in halves.values()))
         speed = device.bytes_per_second * device.bandwidth_efficiency
         for name, part in halves.items():
-            again = self.messages("all_gather", part.gathered, False)
-            leave = self.messages("reduce_scatter", part.scattered, True)
-            where = name if self.zero > 1 else "step"
+            moves = self.messages("reduce_scatter", part.scattered, True)
+            if zero == 3:
+                moves = [*self.messages("all_gather", part.gathered, False), *moves]
             kept = self.held.trained * part.scattered.bytes / scattered
             launches, moved = self.calls(part.scattered, True), 2 * kept
-            if self.zero > 1:
+            if zero > 1:
                 launches += part.zeroed_calls
                 moved += part.zeroed_bytes
+            where = name if zero > 1 else "step"
             seconds = device.launch * launches + moved / speed
-            moves = [*again, *leave] if self.zero == 3 else leave
             found[where] = _with(found[where], moves, launches, moved, seconds)
         return found.values()
 
@@ -132,11 +150,12 @@ class _Shares:
         self, kind: str, sent: BlockMessages, tied_too: bool
     ) -> list[Exchange]:
         """One message for all axes that share a block out."""
+        sizes = {self.axes.of_others: sent.bytes - sent.of_some}
+        own = self.axes.of_experts
+        sizes[own] = sizes.get(own, 0.0) + sent.of_some
         calls = self.calls(sent, tied_too)
-        sizes = {self.of_others: sent.bytes - sent.of_some}
-        sizes[self.of_experts] = sizes.get(self.of_experts, 0.0) + sent.of_some
-        own = ((axes, size) for axes, size in sizes.items() if axes and size > 0)
-        return [Exchange(kind, axes, calls, size) for axes, size in own]
+        found = ((axes, size) for axes, size in sizes.items() if axes and size > 0)
+        return [Exchange(kind, axes, calls, size) for axes, size in found]
 
     # At the begin of a step parameters are whole and in rows; at its end gradients are,
     # beside the others' addends and the shares.
@@ -158,7 +177,7 @@ class _Shares:
     def edges(self) -> float:
         account = self.account
         block = account.forward.gathered.largest / max(1, account.held.read)
-        least = self.data_parallel if account.experts.trained else self.alike
+        least = self.axes.data_parallel if account.experts.trained else self.axes.alike
         ends = {
             1: self.whole + (2 + 1 / max(1, least)) * self.shared.trained * block,
             2: self.whole + self.shared.read * block,
@@ -177,9 +196,9 @@ def _with(
     moved: float = 0.0,
     seconds: float = 0.0,
 ) -> PartCost:
-    return replace(
-        part,
-        beside=join_exchanges((*part.beside, *beside)),
+    both = (*part.beside, *beside)
+    return part.changed(
+        beside=join_exchanges(both) if part.beside else both,
         launches=part.launches + launches,
         moved=part.moved + moved,
         seconds=part.seconds + seconds,

@@ -69,11 +69,11 @@ Watch = Callable[[int, int], None]
 class Timed:
     """What a stage's account is, for candidates that have its mesh and ZeRO in common:
     whole: that of a rank of the whole mesh, and what it keeps; seconds: of it; resting:
-    bytes that a rank keeps a share of."""
+    see `resting_bytes`."""
 
     whole: Callable[[Account], tuple[Account, Footprint]]
     seconds: Callable[[Account], StageSeconds]
-    resting: Callable[[Account], float]
+    resting: Callable[[Account], tuple[float, float]]
 
 
 Timer = Callable[[Candidate], Timed]
@@ -226,12 +226,16 @@ def _timed(alike: Candidate, cluster: Cluster) -> Timed:
 
 
 def least_bytes(candidate: Candidate, runs: int, prices: Prices, timed: Timer) -> float:
-    """No more than `rough` finds: what ranks hold of all layers, on average."""
-    whole = _prices_of(candidate, prices).stage(True, runs, True)
-    states = timed(candidate).resting(whole)
-    in_turn = (in_flight(candidate) - 1) / candidate.stages_per_rank
-    ranks = candidate.mesh.axis_size("pp")
-    return 0.999 * (states + in_turn * whole.saved) / ranks
+    """No more than `rough` finds: what ranks hold of all layers, on average, and what
+    the backward of a layer has alive beside that; or what it has alive anyway."""
+    costs = _prices_of(candidate, prices)
+    whole = costs.stage(True, runs, True)
+    most, working = costs.least_alive[candidate.shares]
+    ranks, v = candidate.mesh.axis_size("pp"), candidate.stages_per_rank
+    others = (in_flight(candidate) - 1) * max(whole.saved, whole.kept)
+    states, step = timed(candidate).resting(whole)
+    average = (states + (step + whole.saved + others) / v) / ranks + working
+    return 0.999 * max(average, most / v)
 
 
 def rough(
