@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
-from ..graph import LAYER, Value
+from ..graph import LAYER, Node, Value
 from ..stage.local_stage import LocalStage
 
 
@@ -26,7 +26,7 @@ def tables(s: LocalStage, wholes: Mapping[str, Value]) -> str:
         f"BUFFERS = {_entries(s.buffers)}",
         f"LITERALS = {[v.name for v in s.constants]}",
         f"TRAINED = {'[*PARAMETERS]' if every else trained}",
-        f"INPUTS = {[v.name for v in s.inputs]}",
+        f"INPUTS = { ({v.name: _split_over(v, s) for v in s.inputs}) }",
         f"RECEIVES = {table(s.receives)}",
         f"SENDS = {table(s.sends)}",
         f"D_SENDS = {table(s.d_sends)}",
@@ -35,6 +35,24 @@ def tables(s: LocalStage, wholes: Mapping[str, Value]) -> str:
         f"FLOPS = {s.flops}",
     ]
     return "\n".join(lines)
+
+
+def _split_over(field: Value, s: LocalStage) -> tuple[str, ...]:
+    """The axes that split the first dim of a field of the batch, outermost first,
+    before a rank does anything else with it."""
+    axes: list[str] = []
+    names = {field.name}
+    while True:
+        readers = [n for n in s.nodes if names & {v.name for v in n.operands}]
+        over = {n.args[1] for n in readers if _splits_rows(n)}
+        if len(over) != 1 or not all(map(_splits_rows, readers)):
+            return tuple(axes)
+        axes += over
+        names = {v.name for n in readers for v in n.results}
+
+
+def _splits_rows(node: Node) -> bool:
+    return node.op == "comm.shard" and node.args[2] == 0
 
 
 def _entries(values: Sequence[Value]) -> str:

@@ -23,7 +23,7 @@ class OwnRows:
 
     def shard(self, axis: str, microbatch: int) -> Tensor | OwnRows:
         """What is left of it on an axis; the rows themselves on the last one."""
-        assert axis == self.axes[0], "the code was read: it asks for all axes in turn"
+        assert axis == self.axes[0], "INPUTS tells: it asks for all axes in turn"
         parts = (self.parts[microbatch],) if axis == TIME else self.parts
         return OwnRows(parts, self.axes[1:]) if self.axes[1:] else parts[0]
 

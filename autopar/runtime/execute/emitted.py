@@ -6,9 +6,6 @@ Nothing here runs a module.
 from __future__ import annotations
 
 import ast
-import re
-from collections.abc import Sequence
-from functools import lru_cache
 from textwrap import fill, indent
 
 from autopar.passes.errors import AutoparError
@@ -39,43 +36,12 @@ def fields_read(program: Program, rank: int) -> dict[str, bool]:
     axes, found = program.plan.data_axes, dict[str, bool]()
     ranks = program.mesh.group(rank, tuple(a for a in axes if a != TIME))
     for stage in program.stages_of(rank):
-        texts = {program.modules[program.module_of(r, stage)] for r in ranks}
-        for text in texts:
+        for text in {program.modules[program.module_of(r, stage)] for r in ranks}:
             _, _, table = text.partition("\nINPUTS = ")
-            for name in ast.literal_eval(table.partition("\n")[0]):
-                alone = is_read_by_rows(text, name, axes)
+            for name, split in ast.literal_eval(table.partition("\n")[0]).items():
+                alone = bool(axes) and split[: len(axes)] == axes
                 found[name] = found.get(name, True) and alone
     return found
-
-
-@lru_cache(maxsize=1024)
-def is_read_by_rows(text: str, field: str, axes: Sequence[str]) -> bool:
-    """Whether a module reads of a field of the batch its own rows alone: all that it
-    does with it is `c.shard` along dim 0, over one of these axes after the other."""
-    return bool(axes) and all(
-        _sharded(body, field, axes) for body in text.split("\ndef ") if field in body
-    )
-
-
-def _sharded(body: str, field: str, axes: Sequence[str]) -> bool:
-    """The same of one function, whose statements are a line each."""
-    statements = [line.partition("  # ")[0].strip() for line in body.splitlines()]
-    read = {f'b["{field}"]'}
-    for axis in axes:
-        shares: set[str] = set()
-        for x in read:
-            name = re.escape(x)
-            share = re.compile(rf"(\S+) = c\.shard\({name}, '{axis}', 0\)")
-            users = [s for s in statements if re.search(rf"(?<![\w.]){name}(?!\w)", s)]
-            users = [s for s in users if not s.startswith((f"{x} = c.shard(", "del "))]
-            made = {found[1] for s in users if (found := share.fullmatch(s))}
-            if len(made) != len(users):
-                return False
-            shares |= made
-        if axis != axes[-1] and any(x.startswith("b[") for x in shares):
-            return False  # read by another function
-        read = shares
-    return True
 
 
 def _message(row: ast.expr) -> Message:
