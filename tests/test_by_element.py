@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from autopar.runtime.parameters.by_element import KNOWN, Reach, Undecided, reach_of
+from autopar.runtime.parameters.by_element import (
+    KNOWN,
+    Reach,
+    Undecided,
+    exchanges,
+    reach_of,
+)
 
 
 class Scaled(torch.optim.Optimizer):
@@ -115,3 +122,25 @@ def test_one_that_cannot_be_tried_may_be_declared() -> None:
         assert reach_of(Locked(ps), ps) is Reach.ELEMENT
     finally:
         del KNOWN[Locked]
+
+
+class Sharing(Averaged):
+    """Averages gradients over ranks before, as one for data parallel ranks does."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+        super().step()
+
+
+def test_one_that_moves_tensors_between_ranks_is_told() -> None:
+    ps = [nn.Parameter(torch.randn(6, 4))]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = [exchanges(make(ps), ps) for make in (Averaged, Sharing)]
+        assert found == [False, True]
+        assert reach_of(Sharing(ps), ps) is Reach.ELEMENT
+    finally:
+        dist.destroy_process_group()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import Case
 from models import cut_gpt, plain_gpt
 from processes import run_ranks
@@ -172,6 +173,34 @@ def parts_apart(program: Program) -> str:
         optimizer.step()
     assert isinstance(step, Step)
     return f"{error.value} {other.value}"
+
+
+class Sharing(torch.optim.SGD):
+    """Averages gradients over all ranks by itself."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+        super().step()
+
+
+def shared_out(program: Program) -> str:
+    case = build("cut")
+    step = autopar.compile(case.model, program.mesh, program=program)
+    step.build(**case.batch)
+    optimizer = Sharing(step.parameters(), lr=0.1)
+    step(**case.batch)
+    with pytest.raises(AutoparError, match="by itself, as if all had the same") as told:
+        optimizer.step()
+    return str(told.value)
+
+
+@pytest.mark.slow
+def test_an_optimizer_of_data_parallel_ranks_is_refused_elsewhere() -> None:
+    for said in run_ranks(shared_out, 2, build("cut").proved("pp=2")):
+        assert "use its form for one device" in said
 
 
 @pytest.mark.slow

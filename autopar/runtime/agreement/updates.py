@@ -16,7 +16,12 @@ from autopar.passes.errors import AutoparError
 from autopar.passes.program import Program
 from autopar.runtime.agreement.digest import digest_of_text
 from autopar.runtime.agreement.roll_call import Facts
-from autopar.runtime.parameters.by_element import Reach, Undecided, reach_of
+from autopar.runtime.parameters.by_element import (
+    Reach,
+    Undecided,
+    exchanges,
+    reach_of,
+)
 from autopar.runtime.parameters.shard_gradient import ShardGradient
 from autopar.runtime.parameters.whole_updates import WholeUpdates, is_cut
 
@@ -50,8 +55,8 @@ class Updates:
         self._part = ", ".join(f"{coords[a]} of {a}={n}" for a, n in parts)
         self._specs = program.parameters
         self._cut = {name for name in program.parameters if is_cut(program, name)}
-        pipelined = program.mesh.axis_size("pp") > 1
-        self.partial = pipelined or any(
+        self.pipelined = program.mesh.axis_size("pp") > 1
+        self.partial = self.pipelined or any(
             program.mesh.axis_size(axis) > 1
             for spec in program.parameters.values()
             for axis in spec.split_axes
@@ -163,8 +168,9 @@ class Updates:
             "use an optimizer that updates each element by itself, as AdamW, or a mesh "
             "that leaves parameters whole: dp, without zero"
         )
+        mine = [self.parameters[n] for n in cut or names]
         try:
-            reach = reach_of(optimizer, [self.parameters[n] for n in cut or names])
+            reach, talks = reach_of(optimizer, mine), exchanges(optimizer, mine)
         except Undecided as error:
             raise OptimizerError(
                 f"it could not be found out whether {kind} updates each element of a "
@@ -183,6 +189,13 @@ class Updates:
                 f"{list(part.shape)} this rank has {local}",
                 fix="let it have whole parameters while it updates them: "
                 f"step.gather_for(optimizer); or {fix}",
+            )
+        if talks and (self.pipelined or (cut and optimizer not in self.whole)):
+            raise OptimizerError(
+                f"{kind} moves tensors between ranks by itself, as if all had the same "
+                "parameters, but they have different ones",
+                fix="use its form for one device: gradients are summed over ranks "
+                "before; or a mesh that leaves parameters whole: dp, without zero",
             )
 
     # --- what ranks must have alike ------------------------------------------------

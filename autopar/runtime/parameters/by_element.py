@@ -11,13 +11,14 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Kind = TypeVar("Kind", bound=type[Optimizer])
 
@@ -75,19 +76,51 @@ def reach_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Reach:
     """
     if type(optimizer) in KNOWN:
         return KNOWN[type(optimizer)]
+    found = _tried(optimizer, parameters, _Trial.reach)
+    return max([Reach.ELEMENT, *found], key=list(Reach).index)
+
+
+def exchanges(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
+    """Whether it moves tensors between ranks by itself, as one that was written for
+    data parallel ranks does; tried as `reach_of` does. Raises: Undecided."""
+    if type(optimizer) in KNOWN:
+        return False
+    with _Exchanges() as seen:
+        _tried(optimizer, parameters, _Trial.run)
+    return seen.any
+
+
+class _Exchanges(TorchDispatchMode):
+    """Notes collectives, whatever function of torch called them."""
+
+    any = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.any |= func.namespace in ("c10d", "_c10d_functional")
+        return func(*args, **(kwargs or {}))
+
+
+T = TypeVar("T")
+
+
+def _tried(
+    optimizer: Optimizer, parameters: Sequence[Tensor], of: Callable[[_Trial], T]
+) -> list[T]:
+    """Of each group, and number of dims, while chance is left as it was."""
     mine = {id(p) for p in parameters}
-    found = Reach.ELEMENT
+    found = []
     for group in optimizer.param_groups:
         ranks = {p.ndim: p for p in group["params"] if id(p) in mine and p.ndim}
         for like in ranks.values():
             try:
                 with torch.random.fork_rng(_devices(like)):
-                    reach = _Trial(optimizer, group, like).reach()
+                    found.append(of(_Trial(optimizer, group, like)))
             except Undecided:
                 raise
             except Exception as error:
                 raise Undecided(f"{type(error).__name__}: {error}") from error
-            found = max(found, reach, key=list(Reach).index)
     return found
 
 
@@ -111,6 +144,9 @@ class _Trial:
             for _ in range(3)
         )
         self.slope = self.slope.abs() + 0.1
+
+    def run(self) -> None:
+        self.train((self.start, self.target, self.slope))
 
     def reach(self) -> Reach:
         whole = (self.start, self.target, self.slope)
