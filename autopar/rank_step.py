@@ -7,7 +7,7 @@ virtual mesh.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar, overload
@@ -28,6 +28,7 @@ from autopar.runtime.parameters.changed import Originals, check_trained
 from autopar.runtime.parameters.gradient_norm import checked_norm, clip_
 from autopar.runtime.parameters.offload import Host
 from autopar.runtime.parameters.whole_updates import WholeUpdates, beside
+from autopar.unlike_module import StepLoss
 
 LOG = logging.getLogger("autopar")
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
@@ -46,6 +47,7 @@ class RankStep(HeldState):
         super().__init__(device)
         self._fixed = NO_FIELDS
         self._originals: Originals | None = None
+        self._eager = torch.compiler.disable(_call, reason="a step is compiled already")
 
     def start(
         self,
@@ -88,6 +90,9 @@ class RankStep(HeldState):
                 "a step takes the fields of a batch by their names",
                 fix="step(**batch), or step(ids=..., labels=...) as forward names them",
             )
+        return self._eager(self._step, batch, local)
+
+    def _step(self, batch: Mapping[str, Any], local: bool) -> Tensor:
         batch = self._fit(batch, local)
         executor = self.executor  # raises if there is nothing to run yet
         if self._updates.left_gradients() and self.comm.rank == 0:
@@ -104,7 +109,7 @@ class RankStep(HeldState):
                 self._host.download()
             self._updates.show()
         self._originals = None  # the model may be trained beside, from now on
-        return loss
+        return loss.as_subclass(StepLoss)
 
     @overload
     def evaluate(
@@ -133,6 +138,11 @@ class RankStep(HeldState):
         vocabulary elements there. Each set of names takes a program of its own.
         Raises: CaptureError, for a name that the model does not return.
         """
+        return self._eager(self._evaluate, batch, local, outputs)
+
+    def _evaluate(
+        self, batch: Mapping[str, Any], local: bool, outputs: Sequence[str] | None
+    ) -> Tensor | dict[str, Tensor]:
         assert self.executor is not None, "it raises if there is nothing to evaluate"
         names = checked_outputs(outputs)
         batch = self._fit(batch, local, names)
@@ -292,3 +302,7 @@ class RankStep(HeldState):
         made = WholeUpdates(program, self.comm, held, optimizer)
         self._updates.whole[optimizer] = made
         return optimizer
+
+
+def _call(operation: Callable[..., Any], *args: Any) -> Any:
+    return operation(*args)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from autopar.passes.errors import AutoparError
 
@@ -23,7 +24,8 @@ MODES = (
 MODULES = (
     "a step is a program without modules",
     "step.named_parameters() and step.state_dict() have the names of the model; batch "
-    "norm's statistics are frozen by .eval() before compiling",
+    "norm's statistics are frozen by .eval() before compiling; nothing wraps a step, "
+    "which sums gradients itself",
 )
 PLACES = (
     "a step's device and precision are decided",
@@ -34,6 +36,7 @@ OUTPUT = (
     "load what step.save_pretrained(folder) or step.state_dict() gives into the model; "
     'or take logits: step.evaluate(outputs=("logits",), **batch)',
 )
+GRADIENTS_ARE_THERE = "leave the backward out: they are in .grad after step(**batch)"
 # name -> (why it is not there, what is instead)
 LACKS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -51,7 +54,7 @@ LACKS: Mapping[str, tuple[str, str]] = MappingProxyType(
             (
                 *("modules", "named_modules", "children", "named_children", "apply"),
                 *("get_submodule", "get_parameter", "module", "buffers"),
-                *("named_buffers", "get_buffer"),
+                *("named_buffers", "get_buffer", "_modules"),
             ),
             MODULES,
         ),
@@ -69,7 +72,7 @@ LACKS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "backward": (
             "a step computes gradients with its loss",
-            "leave the backward out: they are in .grad after step(**batch)",
+            GRADIENTS_ARE_THERE,
         ),
     }
 )
@@ -97,6 +100,35 @@ def check_model_given(model: object) -> None:
         )
     if kind in WRAPPERS and type(model).__module__.startswith("torch."):
         raise AutoparError(f"the model is wrapped: {kind}", fix=WRAPPERS[kind])
+
+
+class StepLoss(Tensor):
+    """The loss that a step returns, [], of which whoever calls `backward` is told that
+    the step did. What is computed of it is a plain tensor; a multiple, as loops have it
+    that accumulate gradients, is told too."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise AutoparError(
+            "the step that returned this loss has computed its gradients already",
+            fix=GRADIENTS_ARE_THERE,
+        )
+
+    def __mul__(self, other: Any) -> Tensor:
+        return Tensor.__mul__(self, other).as_subclass(StepLoss)
+
+    def __truediv__(self, other: Any) -> Tensor:
+        return Tensor.__truediv__(self, other).as_subclass(StepLoss)
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return repr(self.as_subclass(Tensor))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.as_subclass(Tensor).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 class NotOfAStep(AutoparError, AttributeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 from typing import Any, cast
@@ -170,6 +171,44 @@ def test_gradients_that_were_used_and_not_zeroed_are_told(
     of.model.zero_grad()
     step(**of.batch)
     assert "call optimizer.zero_grad() or step.zero_grad()" in caplog.text
+
+
+def test_a_second_backward_is_told(step: Step) -> None:
+    loss = step(**case().batch)
+    assert type(loss * 1 + 0) is torch.Tensor and repr(loss).startswith("tensor(")
+    for made in (loss, loss / 4, torch.amp.GradScaler("cpu").scale(loss)):
+        with pytest.raises(AutoparError, match=r"already\n  fix  leave the back"):
+            made.backward()
+    # What others keep of it needs no class of ours.
+    copies = [copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))]
+    assert {type(x) for x in copies} == {torch.Tensor} and copies[0] == copies[
+        1
+    ] == loss
+
+
+def test_clipping_the_model_in_place_of_the_step_is_an_error() -> None:
+    of = case()
+    step = of.step()
+    step(**of.batch)
+    with pytest.raises(AutoparError, match=r"fix  step\.clip_grad_norm_\(max_norm\)"):
+        nn.utils.clip_grad_norm_(of.model.parameters(), 1.0)
+    with pytest.raises(AutoparError, match="the model's"):
+        nn.utils.clip_grad_norm_(next(of.model.parameters()), 1.0)
+    want = step.clip_grad_norm_(float("inf"))
+    assert nn.utils.clip_grad_norm_(step.parameters(), 1.0) == pytest.approx(want)
+    of.model(**of.batch)[1].backward()  # it may be trained beside
+    assert nn.utils.clip_grad_norm_(of.model.parameters(), 1.0) == pytest.approx(want)
+
+
+def test_a_step_runs_within_what_dynamo_compiles(step: Step) -> None:
+    batch = case().batch
+    step.zero_grad()
+    loss = step(**batch)
+    want = [p.grad.clone() for p in step.parameters() if p.grad is not None]
+    step.zero_grad()
+    assert torch.compile(lambda: step(**batch) * 2, backend="eager")() == loss * 2
+    assert want and all(map(torch.equal, want, [p.grad for p in step.parameters()]))
+    assert torch.compile(step.evaluate, backend="eager")(**batch) == loss
 
 
 def test_what_a_step_cannot_do_is_said(step: Step) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, wraps
 from typing import Any
-from weakref import WeakKeyDictionary, finalize, ref
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
+import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -85,6 +87,8 @@ class Updates:
                 updates.before(optimizer)
 
         finalize(self, register_optimizer_step_pre_hook(hook).remove)
+        _watch_clipping()
+        WATCHING.add(self)
 
     def show(self) -> None:
         """After a step: the gradients that users see."""
@@ -100,7 +104,10 @@ class Updates:
         params = [p for group in groups for p in group]
         names = [self._names.get(id(p)) for p in params]
         if not any(names):
-            self._check_originals(optimizer, params)
+            holder = f"{type(optimizer).__name__} holds"
+            self.check_originals(
+                holder, params, "make the optimizer of step.parameters()"
+            )
             return
         self._check_state(optimizer)
         if self._known.get(optimizer) != held:
@@ -127,18 +134,17 @@ class Updates:
 
     # --- what is refused -----------------------------------------------------------
 
-    def _check_originals(self, optimizer: Optimizer, params: list[Tensor]) -> None:
-        """Whether it holds the model's parameters, and nobody computed gradients."""
+    def check_originals(self, whose: str, params: list[Tensor], fix: str) -> None:
+        """Whether they are the model's parameters, and nobody computed gradients."""
         if any(p.grad is not None for p in params):
             return
         for p in params:
             original, name = self._originals.get(id(p), (None, ""))
             if original is not None and original() is p:
-                kind = type(optimizer).__name__
                 raise OptimizerError(
-                    f"{kind} holds the model's '{name}', of which the step has a copy: "
+                    f"{whose} the model's '{name}', of which the step has a copy: "
                     "it would change nothing",
-                    fix="make the optimizer of step.parameters()",
+                    fix=fix,
                 )
 
     def _check_state(self, optimizer: Optimizer) -> None:
@@ -222,6 +228,33 @@ class Updates:
         trained = sorted(n for n in self._plain if self.parameters[n].requires_grad)
         groups["trained", ""] = digest_of_text(str(trained))
         return {("optimizers", ""): made if trained else None}, groups
+
+
+# All that watch updates.
+WATCHING: WeakSet[Updates] = WeakSet()
+
+
+@cache
+def _watch_clipping() -> None:
+    """From now on, in this process, refuse to clip gradients of a model that a step was
+    compiled of: it has none, and torch's function would find nothing to clip. There is
+    no hook for it, so that it is put in the function's place."""
+    clip = torch.nn.utils.clip_grad_norm_
+
+    @wraps(clip)
+    def clip_grad_norm_(
+        parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any
+    ) -> Tensor:
+        one = isinstance(parameters, Tensor)
+        params = [parameters] if one else [*parameters]
+        for updates in [*WATCHING]:
+            updates.check_originals(
+                "clip_grad_norm_ was given", params, "step.clip_grad_norm_(max_norm)"
+            )
+        return clip(params, *args, **kwargs)
+
+    torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
+    torch.nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_
 
 
 def _note_part(part: str) -> Callable[[Optimizer, dict[str, Any]], None]:
