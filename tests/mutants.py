@@ -253,10 +253,10 @@ def _layer_norm_backward(dy, x, shape, mean, rstd, weight, bias, mask):
 
 
 def _guarded(call):
-    def checked(dy, q, k, v, out, lse, *rest):
+    def checked(dy, q, k, v, out, lse, *rest, **named):
         assert dy.shape == out.shape == (*q.shape[:3], v.shape[3])
         assert lse.shape == q.shape[:3] and k.shape[:3] == v.shape[:3]
-        return call(dy, q, k, v, out, lse, *rest)
+        return call(dy, q, k, v, out, lse, *rest, **named)
 
     return checked
 """
