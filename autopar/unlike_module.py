@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ OUTPUT = (
     'or take logits: step.evaluate(outputs=("logits",), **batch)',
 )
 GRADIENTS_ARE_THERE = "leave the backward out: they are in .grad after step(**batch)"
+RETURNED = (
+    'loss = step(**batch); other outputs: step.evaluate(outputs=("logits",), **batch)'
+)
 # name -> (why it is not there, what is instead)
 LACKS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -65,6 +68,18 @@ LACKS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "requires_grad_": (
             "what is trained is decided when a step is compiled",
             "call requires_grad_ on the model before",
+        ),
+        "config": (
+            "a step is a program, without a configuration",
+            "read it from the model that was compiled",
+        ),
+        "gradient_checkpointing_enable": (
+            "what is recomputed is decided by the plan",
+            'compile with recompute="full", or devices=..., which finds what must be',
+        ),
+        "compile": (
+            "a step is compiled already",
+            'compile with backend="inductor", which fuses what a rank computes',
         ),
         "no_sync": (
             "gradients of several batches add up until zero_grad()",
@@ -102,6 +117,10 @@ def check_model_given(model: object) -> None:
         raise AutoparError(f"the model is wrapped: {kind}", fix=WRAPPERS[kind])
 
 
+class NotOfAStep(AutoparError, AttributeError):
+    """An attribute that modules have, and steps have not."""
+
+
 class StepLoss(Tensor):
     """The loss that a step returns, [], of which whoever calls `backward` is told that
     the step did. What is computed of it is a plain tensor; a multiple, as loops have it
@@ -114,6 +133,18 @@ class StepLoss(Tensor):
             "the step that returned this loss has computed its gradients already",
             fix=GRADIENTS_ARE_THERE,
         )
+
+    def __iter__(self) -> NoReturn:
+        raise AutoparError("a step returns the loss alone", fix=RETURNED)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in ("loss", "logits"):
+                raise NotOfAStep(
+                    f"'{name}': a step returns the loss alone", fix=RETURNED
+                )
+            raise AttributeError(f"'Tensor' object has no attribute '{name}'")
 
     def __mul__(self, other: Any) -> Tensor:
         return Tensor.__mul__(self, other).as_subclass(StepLoss)
@@ -129,10 +160,6 @@ class StepLoss(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
-
-
-class NotOfAStep(AutoparError, AttributeError):
-    """An attribute that modules have, and steps have not."""
 
 
 def refuse_attribute(owner: object, name: str) -> NoReturn:

@@ -12,8 +12,9 @@ from autopar.models.configurations import CONFIGS, find_configuration, shipped
 from autopar.models.factories import ModelError
 from autopar.models.load import load_model
 
-# Parameters in billions, and the dtype, as model cards and files of weights have them;
-# of models with images, those of the text part.
+# Parameters in billions, and the dtype, as model cards and files of weights have them
+# (the 8 files of gemma-2-9b have 34.4 GiB, 4 bytes a parameter; its -it has 2); of
+# models with images, those of the text part.
 PUBLISHED = {
     "Qwen/Qwen2.5-72B": (72.7, "bfloat16"),
     "Qwen/Qwen2.5-7B": (7.62, "bfloat16"),

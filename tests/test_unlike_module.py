@@ -186,6 +186,20 @@ def test_a_second_backward_is_told(step: Step) -> None:
     ] == loss
 
 
+def test_a_loss_is_not_taken_for_an_output(step: Step) -> None:
+    loss: Any = step(**case().batch)
+    takes: list[Callable[[], Any]] = [
+        lambda: loss.loss,
+        lambda: loss.logits,
+        lambda: [*loss],
+    ]
+    for take in takes:
+        with pytest.raises(AutoparError, match=r"the loss alone\n  fix  loss = step\("):
+            take()
+    with pytest.raises(AttributeError, match="'Tensor' object has no attribute 'los'"):
+        getattr(loss, "los")  # noqa: B009
+
+
 def test_clipping_the_model_in_place_of_the_step_is_an_error() -> None:
     of = case()
     step = of.step()
@@ -194,6 +208,8 @@ def test_clipping_the_model_in_place_of_the_step_is_an_error() -> None:
         nn.utils.clip_grad_norm_(of.model.parameters(), 1.0)
     with pytest.raises(AutoparError, match="the model's"):
         nn.utils.clip_grad_norm_(next(of.model.parameters()), 1.0)
+    with pytest.raises(AutoparError, match=r"fix  clip_grad_value_\(step.parameters"):
+        nn.utils.clip_grad_value_(of.model.parameters(), 1.0)
     want = step.clip_grad_norm_(float("inf"))
     assert nn.utils.clip_grad_norm_(step.parameters(), 1.0) == pytest.approx(want)
     of.model(**of.batch)[1].backward()  # it may be trained beside

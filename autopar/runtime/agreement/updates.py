@@ -237,24 +237,29 @@ WATCHING: WeakSet[Updates] = WeakSet()
 @cache
 def _watch_clipping() -> None:
     """From now on, in this process, refuse to clip gradients of a model that a step was
-    compiled of: it has none, and torch's function would find nothing to clip. There is
-    no hook for it, so that it is put in the function's place."""
-    clip = torch.nn.utils.clip_grad_norm_
+    compiled of: it has none, and torch's functions would find nothing to clip. There is
+    no hook for it, so that others are put in their places."""
+    for name, fix in (
+        ("clip_grad_norm_", "step.clip_grad_norm_(max_norm)"),
+        ("clip_grad_value_", "clip_grad_value_(step.parameters(), value)"),
+    ):
+        watched = _watched(getattr(torch.nn.utils, name), fix)
+        setattr(torch.nn.utils, name, watched)
+        setattr(torch.nn.utils.clip_grad, name, watched)
 
+
+def _watched(clip: Callable[..., Any], fix: str) -> Callable[..., Any]:
     @wraps(clip)
-    def clip_grad_norm_(
+    def checked(
         parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any
-    ) -> Tensor:
+    ) -> Any:
         one = isinstance(parameters, Tensor)
         params = [parameters] if one else [*parameters]
         for updates in [*WATCHING]:
-            updates.check_originals(
-                "clip_grad_norm_ was given", params, "step.clip_grad_norm_(max_norm)"
-            )
+            updates.check_originals(f"{clip.__name__} was given", params, fix)
         return clip(params, *args, **kwargs)
 
-    torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
-    torch.nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_
+    return checked
 
 
 def _note_part(part: str) -> Callable[[Optimizer, dict[str, Any]], None]:
