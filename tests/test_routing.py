@@ -164,7 +164,7 @@ def test_no_stage_ends_where_rows_are_with_their_experts() -> None:
         for i in range(1, len(chain.nodes))
         if any(lowered.shardings[v.name].route for v in chain.crossing(i))
     ]
-    assert away and not any(map(chain.is_narrow, away))
+    assert away and not any(map(chain.is_place, away))
     only_experts().double().verify("pp=2,ep=2", 2)
 
 

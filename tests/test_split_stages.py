@@ -71,6 +71,26 @@ class Skips(Stack):
         return self.head(x)
 
 
+class Blended(Stack):
+    """Each block reads what the first one does, so that two values cross."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = first = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(0.9 * x + 0.2 * first)
+        return self.head(x)
+
+
+def test_layers_that_read_the_first_input_too_are_cut_between() -> None:
+    case = Case(randomize(Blended()), tokens(), cross_entropy).double()
+    balanced = case.compile("pp=2,dp=2", 2)
+    for cuts in ((), ("blocks.2",), balanced.plan.cuts):
+        first, last = case.compile("pp=2,dp=2", 2, cuts=cuts).stages
+        assert first.layers == ("", "blocks.0", "blocks.1")
+        assert last.layers == ("blocks.2", "", "blocks.3")
+    case.verify("pp=4", 2)
+
+
 class Shared(Stack):
     """The same two blocks, three times over."""
 

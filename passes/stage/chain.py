@@ -93,18 +93,27 @@ class Chain:
         return self._crossings[position]
 
     def main_value(self, position: int) -> Value:
-        """The largest of what crosses: a cut goes by its name."""
-        return max(self.crossing(position), key=lambda v: v.bytes)
+        """The largest of what crosses, of equals the last: a cut goes by its name."""
+        return max(reversed(self.crossing(position)), key=lambda v: v.bytes)
 
-    def is_narrow(self, position: int) -> bool:
-        """Whether one value crosses here, complete, and little beside it."""
+    def is_place(self, position: int) -> bool:
+        """Whether a cut may be here: where one value crosses, complete, and little
+        beside it, or between layers, be it several (what all layers read of the first,
+        encoded inputs): then all complete, as none of them is small."""
         if self.nodes[position - 1].op in IDENTITIES:
             return False  # the same as one position before
-        main, lie = self.main_value(position), self.lowered.shardings
-        if any(lie[v.name].route for v in self.crossing(position)):
+        crossing, lie = self.crossing(position), self.lowered.shardings
+        if any(lie[v.name].route for v in crossing):
             return False  # how many rows are where depends on the data
-        beside = sum(v.bytes for v in self.crossing(position)) - main.bytes
-        return not lie[main.name].pending and 2 * beside <= main.bytes
+        main = self.main_value(position)
+        if 2 * (sum(v.bytes for v in crossing) - main.bytes) <= main.bytes:
+            return not lie[main.name].pending
+        complete = not any(lie[v.name].pending for v in crossing)
+        return complete and self._is_border(position)
+
+    def _is_border(self, position: int) -> bool:
+        here, before = (self.nodes[i].location.layer for i in (position, position - 1))
+        return here != before
 
     def begins(self, position: int, layer: str) -> bool:
         """Whether a layer, by its module path, begins here."""
@@ -112,13 +121,9 @@ class Chain:
         return here == layer != before
 
     def candidates(self, stages: int) -> list[int]:
-        narrow = [i for i in range(1, len(self.nodes)) if self.is_narrow(i)]
-        borders = [
-            i
-            for i in narrow
-            if self.nodes[i].location.layer != self.nodes[i - 1].location.layer
-        ]
-        return borders if len(borders) >= stages - 1 else narrow
+        places = [i for i in range(1, len(self.nodes)) if self.is_place(i)]
+        borders = [i for i in places if self._is_border(i)]
+        return borders if len(borders) >= stages - 1 else places
 
     def balance(self, stages: int, costs: NodeCosts) -> list[int]:
         """The ends of the stages, the slowest stage being as fast as can be.
@@ -180,7 +185,7 @@ class Chain:
             found = [
                 i
                 for i in range(1, len(self.nodes))
-                if self.is_narrow(i)
+                if self.is_place(i)
                 and (self.main_value(i).name == name or self.begins(i, name))
             ]
             found = found if name else found[-1:]
