@@ -68,6 +68,8 @@ def test_the_seed_decides_the_weights() -> None:
         ("hf:gpt2?n_layers=2", "no 'n_layers'\n.*did you mean n_layer "),
         ("hf:gpt2?n_layer", "is not key=value"),
         ("hf:nothing/config.json", "no configuration 'nothing/config.json'"),
+        ("hf:examples", "the folder 'examples' has no config.json\n  fix  give one"),
+        ("hf:/no/such", "the folder '/no/such' is not there"),
         ("hf:t5", "not a causal language model"),
     ],
 )

@@ -46,6 +46,12 @@ def find_configuration(name: str, types: Collection[str]) -> Path | None:
             return path
     if "/" in name and (cached := _in_cache(name)) is not None:
         return cached
+    if Path(name).is_dir() or Path(name).is_absolute():
+        what = "has no config.json" if Path(name).is_dir() else "is not there"
+        raise ModelError(
+            f"the folder '{name}' {what}",
+            fix="give one that save_pretrained wrote, or a name as hf:gpt2",
+        )
     short = (full.rpartition("/")[2] for full in shipped())
     fix = near(name, sorted({*types, *shipped(), *short}))
     if "/" in name:
