@@ -81,6 +81,17 @@ class Part:
     start: tuple[int, ...]
 
 
+@cache
+def layer_of(module: str) -> str:
+    match = LAYER.search(module)
+    return module[: match.end()] if match else ""
+
+
+@cache
+def without_overload(op: str) -> str:
+    return op.rpartition(".")[0] if op.count(".") > 1 else op
+
+
 @dataclass(frozen=True, slots=True)
 class Location:
     """Where a node comes from: module path and line of the user's source."""
@@ -91,8 +102,7 @@ class Location:
     @property
     def layer(self) -> str:
         """`transformer.h.3` of `transformer.h.3.attn.c_proj`; "" outside of layers."""
-        match = LAYER.search(self.module)
-        return self.module[: match.end()] if match else ""
+        return layer_of(self.module)
 
     @classmethod
     def parse(cls, comment: str) -> Location:
@@ -119,10 +129,10 @@ class Node:
     outs: tuple[Value | None, ...]
     location: Location = Location()
 
-    @cached_property
+    @property
     def name(self) -> str:
         """The op without its overload: `aten.add` of `aten.add.Tensor`."""
-        return self.op.rpartition(".")[0] if self.op.count(".") > 1 else self.op
+        return without_overload(self.op)
 
     def arg(self, name: str) -> Any:
         """An argument by its name in torch's schema: as it is given, else its default

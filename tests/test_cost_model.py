@@ -102,6 +102,11 @@ def same_by_all(
             for kept in ("saved", "kept", "sent", "received"):
                 found = getattr(stage.footprint, kept)
                 assert found == getattr(planned.footprint, kept), told
+    for stage, took in zip(program.stages, compiled.stages, strict=True):
+        assert stage.account.footprint == took.footprint == stage.footprint, told
+    held = sum(stage.account.held.resting for stage in program.stages)
+    rests = (m.parameters + m.gradients + m.optimizer for m in program.memory)
+    assert held == pytest.approx(sum(rests)), told
     # What is told of one record is that record, to rounding.
     for estimated, run in (
         (e, simulate_estimate(e, contention)),
@@ -118,6 +123,7 @@ def same_by_all(
     for row, stage in zip(inspected["stages"], compiled.stages, strict=True):
         assert row["seconds"] == pytest.approx(stage.total, rel=1e-9), told
     read = read_program(program.to_json(), program.plan, program.modules)
+    assert read.stages == program.stages, told
     assert estimate_program(read, devices) == compiled, told
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pytest
 import torch
 from graphs import nodes_of
 from plans import small_model
@@ -12,9 +13,10 @@ from pytest import approx
 
 from autopar.machine.hardware import cluster_of
 from autopar.machine.measured_cluster import how_priced
-from autopar.passes.cost import flops, signature, traffic
+from autopar.passes.cost import Exchange, flops, signature, traffic
 from autopar.passes.graph import Node
 from autopar.passes.mesh import Mesh
+from autopar.passes.price.account import Account, Held, PartCost
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.estimate import Estimate
 from autopar.passes.price.measured import (
@@ -167,3 +169,26 @@ def test_measured_ops_are_priced_at_the_size_of_the_microbatch() -> None:
     of_one, of_four = (estimated(ops, Messages(), batch, n) for n in (1, 4))
     more = of_four.parts["compute"] - of_one.parts["compute"]
     assert more > 6 * 2 * 2  # in two layers, and two microbatches
+
+
+# --- accounts ----------------------------------------------------------------------
+
+
+def test_accounts_add_up_field_by_field() -> None:
+    sent, gathered = (
+        Exchange("send", ("cp",), 1, 8.0),
+        Exchange("send", ("tp",), 2, 6.0),
+    )
+    one = Account(PartCost(seconds=2.0, exchanges=(sent,)), held=Held(4.0), saved=1.0)
+    other = Account(PartCost(flops=3.0, exchanges=(gathered, sent)), pending=(sent,))
+    both = one.plus(other, 2.0)
+    assert both.forward.seconds == 2.0 and both.forward.flops == 6.0
+    assert both.forward.exchanges == (
+        Exchange("send", ("cp",), 3.0, 24.0),
+        Exchange("send", ("tp",), 4.0, 12.0),
+    )
+    assert both.held == Held(4.0) and both.saved == 1.0 and both.pending[0].calls == 2.0
+    assert one + one == one * 2 and (one - one).forward.seconds == 0.0
+    assert hash(one + one) == hash(one * 2)
+    with pytest.raises(AssertionError, match="no such fields"):
+        one.changed(seconds=1.0)

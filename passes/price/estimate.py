@@ -13,10 +13,9 @@ from functools import lru_cache
 
 from ..mesh import Mesh
 from ..plan import AUTO
-from ..price.account import Account, once_a_rank
+from ..price.account import Account, once_a_rank, rank_memory
 from ..price.candidate import Candidate
 from ..price.cluster import Cluster, Device
-from ..price.estimate_memory import rank_memory
 from ..price.made_order import make_order
 from ..price.share import share
 from ..price.sources import Sources, find_sources

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..price.account import Account, once_a_rank
+from ..price.account import Account, once_a_rank, rank_memory
 from ..price.candidate import Candidate
-from ..price.estimate_memory import rank_memory
 from ..price.stage_seconds import StageSeconds
 from ..schedule.fit_schedule import fit_schedule
 from ..schedule.order import write_order

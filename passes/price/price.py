@@ -118,7 +118,7 @@ def _moves(
     nodes: Sequence[Node], kept: Collection[str], device: Device
 ) -> list[tuple[int, bool]]:
     """Returns each node's bytes, and whether a kernel begins there."""
-    if device.fused and not device.ops.timed:
+    if device.fused and not device.ops.timed and len(nodes) > 1:
         return fused_traffic(nodes, kept)
     return [(moved := traffic(node), moved > 0) for node in nodes]
 

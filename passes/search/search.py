@@ -17,11 +17,10 @@ from typing import NamedTuple
 
 from ..mesh import Mesh
 from ..plan import AUTO
-from ..price.account import Account, once_a_rank
+from ..price.account import Account, once_a_rank, rank_memory
 from ..price.candidate import Candidate
 from ..price.cluster import Cluster
 from ..price.estimate import Estimate, estimate, estimate_within, step_parts
-from ..price.estimate_memory import rank_memory
 from ..price.price_layers import LayerPrices, Prices
 from ..price.share import resting_bytes, share
 from ..price.stage_seconds import StageSeconds, stage_seconds

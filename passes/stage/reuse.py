@@ -22,6 +22,7 @@ from ..shard.collectives import arrives_in_place
 ADD, ADD_EACH = "autopar.add_", "autopar.add_each_"
 # Ops that have a form that writes over the first operand -> that form.
 IN_PLACE = {op.op: f"{op.name}_.{op.form}" for op in OPS.values() if op.in_place}
+WRITTEN_IN_PLACE = frozenset(IN_PLACE.values())
 
 
 def reuse(nodes: Sequence[Node], keep: Collection[str]) -> list[Node]:
@@ -108,7 +109,7 @@ def _spread(nodes: Sequence[Node]) -> set[str]:
 
 def is_in_place(node: Node) -> bool:
     """Whether `reuse` has put the node's result into its first operand's memory."""
-    return node.op in IN_PLACE.values() or bool(node.kwargs.get("inplace"))
+    return node.op in WRITTEN_IN_PLACE or bool(node.kwargs.get("inplace"))
 
 
 def may_alias(node: Node) -> bool:
