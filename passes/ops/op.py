@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from torch import Tensor
 
 from ..atoms import Atoms
-from ..graph import OWN, Node, Value, without_overload
+from ..graph import OWN, Node, Value
 from ..mesh import Axes
 
 if TYPE_CHECKING:
@@ -158,19 +158,18 @@ def declare(*ops: Op) -> None:
         OPS[op.name] = op
         if not op.name.startswith("aten."):
             OWN[op.name] = {a: (i, None) for i, a in enumerate(op.heeds.split())}
-    declaration.cache_clear()
+    unknown.cache_clear()
 
 
 def op_of(node: Node) -> Op:
     """The declaration of a node's op."""
-    return declaration(node.op)
+    return OPS.get(node.name) or unknown(node.name)
 
 
 @cache
-def declaration(op: str) -> Op:
-    """The declaration of an op, also of one that has none."""
-    name = without_overload(op)
-    return OPS.get(name) or Op(name=name)
+def unknown(name: str) -> Op:
+    """The declaration of an op that has none."""
+    return Op(name=name)
 
 
 def is_usual(node: Node) -> bool:
