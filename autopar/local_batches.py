@@ -67,12 +67,13 @@ class DataRank:
         self, executor: Executor, batch: Mapping[str, Tensor], local: bool
     ) -> dict[str, Field]:
         """What the stages of this rank read of a batch, on their device. Rows of others
-        come there only of fields that are read whole, as labels are to be counted, and,
-        with microbatches, of local batches: rows of each microbatch lie on all ranks.
+        come there only of fields that are read whole, as labels are to be counted, and
+        of local batches where `exchange` does not do.
 
         local: `batch` is this rank's part.
         """
         comm, axes = executor.comm, executor.program.plan.data_axes
+        comm.state = executor.state  # another executor may have run before
         samples = fields_of_samples(batch, executor.program.inputs) if local else ()
         parts = self.size if self.size > 1 else 0
         found: dict[str, Field] = {}
@@ -82,12 +83,28 @@ class DataRank:
             by_rows = parts and executor.reads[name]
             if by_rows and not is_part:
                 found[name] = own_rows(comm, x, axes)
-            elif by_rows and TIME not in axes:
-                found[name] = OwnRows((upload(x, comm.device),), axes)
+            elif by_rows and self._exchanges(comm.state.microbatches):
+                found[name] = self.exchange(comm, upload(x, comm.device), axes)
             else:
                 x = upload(x, comm.device)
                 found[name] = self.gather(comm, x) if is_part else x
         return found
+
+    def _exchanges(self, microbatches: int) -> bool:
+        """Whether each rank has loaded as many rows of every other one."""
+        alike = len(self.axes) == 1 and microbatches % self.size == 0
+        return alike or microbatches == 1
+
+    def exchange(self, comm: Comm, part: Tensor, axes: tuple[str, ...]) -> OwnRows:
+        """My rows of what each rank loaded. A microbatch is a run of rows of the global
+        batch, of which every rank computes a part, so that rows are exchanged."""
+        times = comm.state.microbatches
+        if times > 1:
+            rows = part.contiguous().view(torch.uint8)  # as in `gather`
+            rows = rows.view(times // self.size, self.size, -1).transpose(0, 1)
+            rows = comm.all_to_all(rows, self.axes[0], 0, 1)
+            part = rows.view(-1).view(part.dtype).view(part.shape)
+        return OwnRows(part.chunk(times), axes)
 
     def gather(self, comm: Comm, part: Tensor) -> Tensor:
         """A field of the global batch, of what each rank loaded; on all ranks."""

@@ -167,8 +167,10 @@ BOTH, FIRST_STAGE, LAST_STAGE = {"ids": 4, "labels": 8}, {"ids": 4}, {"labels": 
     [
         ("dp=2", 2, False, [BOTH] * 2, 0),
         ("dp=2", 1, True, [BOTH] * 2, 1),
-        # Rows of each microbatch lie on all ranks: each loaded rows of others.
-        ("dp=2", 2, True, [{"ids": 8, "labels": 8}] * 2, 2),
+        # Rows of each microbatch lie on all ranks: each loaded half of its own.
+        ("dp=2", 2, True, [BOTH] * 2, 2),
+        ("dp=2,tp=2", 4, True, [BOTH] * 4, 2),
+        ("dp=2,ep=2", 2, True, [{"ids": 8, "labels": 8}] * 4, 2),
         ("dp=2,ep=2", 1, True, [{"ids": 2, "labels": 8}] * 4, 1),
         ("pp=2,dp=2", 2, False, [FIRST_STAGE] * 2 + [LAST_STAGE] * 2, 0),
     ],
