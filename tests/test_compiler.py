@@ -1,5 +1,6 @@
 """Compiling offline: the dump of passes, and costs that are measured."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -77,6 +78,13 @@ def test_costs_are_measured_once(own_cache, measured) -> None:
     measured.clear()
     compile_small()
     assert measured == []
+
+
+def test_measuring_ends_when_its_seconds_are_spent(measured, monkeypatch) -> None:
+    monkeypatch.setattr("autopar.measure.stage_costs.OF_ALL", 0.0)
+    program = compile_small()
+    assert len(measured) <= 1
+    assert all(0 < stage.took.total < math.inf for stage in program.stages)
 
 
 def test_where_they_decide_nothing_costs_are_estimated(measured) -> None:

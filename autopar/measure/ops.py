@@ -10,6 +10,7 @@ want the same core do not count. On a GPU each statement is waited for.
 from __future__ import annotations
 
 import ast
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -150,17 +151,23 @@ class Running:
 
 
 @torch.no_grad()
-def run_job(job: Job, device: torch.device, repeats: int) -> JobTimes:
-    """Time each statement, each by the median of its runs, and the whole as well."""
+def run_job(
+    job: Job, device: torch.device, repeats: int, seconds: float = math.inf
+) -> JobTimes:
+    """Time each statement, each by the median of its runs, and the whole as well.
+
+    repeats: runs, but once they have taken more than `seconds` no further one begins.
+    """
     running, clock = Running(job, device), clock_of(device)
     overhead = _overhead(clock)
     marks: list[float] = []
     timed = load_module(marked(job.text), "autopar.measured.marked")
     timed[MARK] = lambda: marks.append(clock())
+    start = clock()
     running.microbatch(running.plain)  # what is allocated once
     rows: list[list[float]] = []
-    wholes = []
-    for _ in range(repeats):
+    wholes: list[float] = []
+    while not rows or (len(rows) < repeats and clock() - start < seconds):
         marks.clear()
         running.microbatch(timed)
         rows.append(marks[:])

@@ -3,13 +3,15 @@
 Ops of the emitted code are measured: each op of the model by itself, with both halves
 of its backward (the gradients of activations, and of weights), as a stage of its own,
 see `autopar.measure.ops`, on one thread, as torchrun starts its ranks. Results are kept
-in this machine's profile. What is too large to run here is read off from what ran.
+in this machine's profile. What is too large to run here, or comes when the seconds for
+it are spent, is read off from what ran.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
@@ -18,7 +20,7 @@ import torch
 from autopar.machine.measured_cluster import known_cluster
 from autopar.machine.profile_file import Profile, read_profile, save_profile
 from autopar.measure.ops import make_job, run_job
-from autopar.passes.cost import signature, traffic
+from autopar.passes.cost import flops, signature, traffic
 from autopar.passes.dims.origins import find_differentiable
 from autopar.passes.dims.probe import REFUSALS
 from autopar.passes.errors import CaptureError
@@ -37,6 +39,8 @@ from autopar.runtime.launch.join import default_device
 # An op that touches more than this many bytes is not run, but estimated.
 LARGEST = 1 << 28
 REPEATS = 3
+# Seconds: of one op's runs, and of all of them, the smallest op first.
+OF_ONE, OF_ALL = 0.5, 10.0
 
 LOG = logging.getLogger(__name__)
 
@@ -52,7 +56,10 @@ def this_machine(lowered: Lowered) -> Cluster:
     new: dict[str, Timed] = {}
     nodes = _distinct(lowered, flows)
     with _one_thread():
-        for number, node in enumerate(nodes.values()):
+        start = time.monotonic()
+        for number, node in enumerate(sorted(nodes.values(), key=flops)):
+            if time.monotonic() - start > OF_ALL:
+                break
             tell("timing ops", number, len(nodes))
             local = alone_stage(node, flows)
             if local is None or {*ops.timed, *alone} >= _signatures(local):
@@ -84,7 +91,7 @@ def measure(name: str, local: LocalStage) -> Mapping[str, Timed]:
     """What a stage's ops take; nothing for what does not run on weights and numbers
     drawn at random."""
     try:
-        return run_job(make_job(name, local), default_device(), REPEATS).timed
+        return run_job(make_job(name, local), default_device(), REPEATS, OF_ONE).timed
     except (*REFUSALS, CaptureError) as error:
         LOG.debug("%s is not measured: %s", name, error)
         return {}
