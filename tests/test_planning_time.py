@@ -10,10 +10,11 @@ from models import plain_gpt
 from autopar.gc_paused import gc_paused
 from autopar.machine.hardware import cluster_of
 from autopar.options import make_plan
+from autopar.passes.mesh import Mesh
 from autopar.passes.price import price_layers
 from autopar.passes.price.price_layers import cut_layers
 from autopar.passes.search.candidates import Space, candidates
-from autopar.passes.search.search import least_bytes, make_timer, rough
+from autopar.passes.search.search import least_bytes, make_timer, rough, run_on_paper
 from autopar.passes.stage.differentiate import differentiate, finish, join
 from autopar.passes.stage.local_stage import LocalStage
 from autopar.planner.planner import capture_short, find_plans, make_prices
@@ -35,6 +36,23 @@ def test_candidates_that_share_their_timing_are_ranked_as_each_by_itself() -> No
     least = {c: least_bytes(c, space.runs, prices, timed) for c in peaks}
     assert all(least[c] <= peak for c, peak in peaks.items())
     assert sum(least[c] > 0.5 * peak for c, peak in peaks.items()) > len(peaks) / 4
+
+
+def test_memory_by_formula_is_that_of_a_schedule() -> None:
+    """Also of what several stages of a rank make for a whole step."""
+    case = plain_gpt(layers=8, heads=32, seq=8)
+    cluster = cluster_of("8xA100-80GB")
+    of = capture_short(case.model, case.batch, case.loss_fn, precision="bf16")
+    prices, timed = make_prices(of, cluster), make_timer(cluster)
+    mesh = Mesh.parse("pp=2,dp=4")
+    space = Space(cluster, 32, 8, tp=(1,), mesh=mesh, recompute=("full",))
+    several = 0
+    for candidate in candidates(space):
+        _, peak, complete = rough(candidate, space, prices, timed)
+        exact = run_on_paper(complete, prices, cluster).peak
+        assert 0.9 * exact < peak < 1.1 * exact, complete
+        several += complete.stages_per_rank > 2
+    assert several > 8
 
 
 @pytest.fixture

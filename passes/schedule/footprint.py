@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
+from statistics import fmean
 
 import numpy as np
 
@@ -84,6 +85,17 @@ class Footprint:
         """Bytes at most, with this many microbatches between forward and backward."""
         most = max(self.forward_peak, self.backward_peak, self.weight_peak)
         return max((in_flight - 1) * self.each + most + self.step, self.edges)
+
+
+def rough_peak(own: Sequence[Footprint], in_flight: int) -> float:
+    """`peak_bytes` of a rank, without its schedule. own: of its stages; in_flight:
+    microbatches at most, on all of them together.
+
+    Microbatches are spread over the stages; what is made for a whole step is there for
+    each of them.
+    """
+    spread = fmean(of.most(in_flight) - of.step for of in own)
+    return max(spread + sum(of.step for of in own), sum(of.edges for of in own))
 
 
 def peak_bytes(

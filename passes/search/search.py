@@ -11,8 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from itertools import islice
-from statistics import fmean
 from typing import NamedTuple
 
 from ..mesh import Mesh
@@ -24,7 +22,7 @@ from ..price.estimate import Estimate, estimate, estimate_within, step_parts
 from ..price.price_layers import LayerPrices, Prices
 from ..price.share import resting_bytes, share
 from ..price.stage_seconds import StageSeconds, stage_seconds
-from ..schedule.footprint import Footprint
+from ..schedule.footprint import Footprint, rough_peak
 from ..schedule.make_schedule import SCHEDULES
 from ..search.balance_layers import balance_ranks
 from ..search.candidates import ALIKE, Space, candidates
@@ -118,8 +116,11 @@ def search(
         return estimate_within(limit, accounts, candidate, space.cluster)
 
     fitting = sorted(r for r in ranked if r[1] <= limit)
-    tried = (fit(candidate) for *_, candidate in fitting[: 3 * SHORTLIST])
-    best = [*islice((e for e in tried if e is not None), SHORTLIST)]
+    best: list[Estimate] = []
+    for tried, (*_, candidate) in enumerate(fitting):
+        if len(best) == SHORTLIST or (best and tried >= 3 * SHORTLIST):
+            break
+        best += filter(None, [fit(candidate)])
     best += other_contexts(best, space, fit)
     best = best_cuts(best, fit)
     if len(space.schedules) > 1:
@@ -233,7 +234,7 @@ def least_bytes(candidate: Candidate, runs: int, prices: Prices, timed: Timer) -
     ranks, v = candidate.mesh.axis_size("pp"), candidate.stages_per_rank
     others = (in_flight(candidate) - 1) * max(whole.saved, whole.kept)
     states, step = timed(candidate).resting(whole)
-    average = (states + (step + whole.saved + others) / v) / ranks + working
+    average = (states + step + (whole.saved + others) / v) / ranks + working
     return 0.999 * max(average, most / v)
 
 
@@ -261,7 +262,7 @@ def rough(
         kinds[:1] = once_a_rank(kinds[0], [0] * len(kinds[0]))
     most, peak = in_flight(candidate), 0.0
     for accounts, own in zip(kinds, both, strict=True):
-        alive = fmean(footprint.most(most) for _, footprint in own)
+        alive = rough_peak([footprint for _, footprint in own], most)
         peak = max(peak, sum(rank_memory(accounts, alive).values()))
     if peak > limit:
         return math.inf, peak, candidate
