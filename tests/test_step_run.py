@@ -200,6 +200,12 @@ def test_simulate_prints_and_writes_a_trace(tmp_path: Path, capsys) -> None:
     fast = json.loads(capsys.readouterr().out)
     assert main(["simulate", plan, "--devices", "4xCPU", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["seconds"] > fast["seconds"]
+    # What was compiled for other devices is simulated on them.
+    save_plan(small_program(), plan, spec, cluster=cluster_of("4xA100-80GB"))
+    assert main(["simulate", plan, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == fast
+    assert main(["simulate", plan]) == 0
+    assert "priced for 4xA100-80GB" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

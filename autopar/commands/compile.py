@@ -95,7 +95,7 @@ def compile_command(arguments: argparse.Namespace) -> int:
     with Progress("compile"):
         program, record, others, on_meta = _compile(arguments)
         where = save_plan(
-            program, arguments.output, arguments.model, arguments.seed, record
+            program, arguments.output, arguments.model, arguments.seed, record, others
         )
     if arguments.json:
         print(json.dumps(report_data(program), indent=1))

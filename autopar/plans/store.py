@@ -25,9 +25,11 @@ from typing import Any
 
 import torch
 
+from autopar.machine.cluster_file import cluster_data, cluster_from
 from autopar.passes.decode import decode, parse_json
 from autopar.passes.errors import AutoparError
 from autopar.passes.plan import Plan
+from autopar.passes.price.cluster import Cluster
 from autopar.passes.program import Program
 from autopar.passes.proof.proof import Proof
 from autopar.passes.read_program import read_program
@@ -52,7 +54,7 @@ class PlanDirectoryError(AutoparError):
 @dataclass(frozen=True)
 class Manifest:
     """manifest.json: of which versions and model a plan is, its proof, and the checksum
-    of each file."""
+    of each file. cluster: of `StoredPlan`, as a cluster file."""
 
     format: int
     autopar: str
@@ -61,6 +63,7 @@ class Manifest:
     seed: int
     proof: Proof | None
     files: Mapping[str, str]
+    cluster: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ class StoredPlan:
     """A program and what it was compiled from.
 
     model_spec: as `load_model` reads it. seed: of the model's weights and dropout.
-    warnings: lines that the user should see.
+    warnings: lines that the user should see. cluster: by whose prices stages were cut;
+    None: this machine's.
     """
 
     program: Program
@@ -76,6 +80,7 @@ class StoredPlan:
     seed: int
     directory: Path
     warnings: tuple[str, ...] = ()
+    cluster: Cluster | None = None
 
 
 def save_plan(
@@ -84,10 +89,11 @@ def save_plan(
     model_spec: str,
     seed: int = 0,
     record: PlanRecord | None = None,
+    cluster: Cluster | None = None,
 ) -> Path:
     """Write the directory, all of it or nothing; a plan that is there is replaced.
 
-    record: of the search that made the plan, if one did.
+    record: of the search that made the plan, if one did. cluster: see `StoredPlan`.
     Returns the directory's real path. Raises PlanDirectoryError when something that is
     no plan is in the way.
     """
@@ -107,6 +113,7 @@ def save_plan(
         seed,
         program.proof,
         {name: checksum(text) for name, text in sorted(files.items())},
+        cluster_data(cluster) if cluster else None,
     )
     files[MANIFEST] = json.dumps(asdict(manifest), indent=2) + "\n"
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -146,6 +153,7 @@ def load_plan(directory: str | Path) -> StoredPlan:
         manifest.seed,
         folder,
         tuple(_torch_warning(folder, manifest.torch)),
+        cluster_from(manifest.cluster) if manifest.cluster else None,
     )
 
 

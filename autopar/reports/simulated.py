@@ -45,14 +45,19 @@ def simulated(
         return Simulated(run, title, record.cluster, True)
     stored = stored or load_plan(folder)
     size = stored.program.mesh.size
-    links = cluster or measured_cluster(size)
+    links = cluster or stored.cluster or measured_cluster(size)
     if links.devices < size:
         raise ClusterError(
             f"the plan is for {size} devices, but {links} has fewer",
             fix=f"give --devices {size}x{links.device.name}",
         )
+    priced = (
+        f"priced for {stored.cluster}"
+        if stored.cluster
+        else "compiling measured it here"
+    )
     title = (
-        f"{stored.model_spec}: computing as compiling measured it here, messages and "
-        f"updates as on {links}"
+        f"{stored.model_spec}: computing as {priced}, messages and updates as "
+        f"on {links}"
     )
     return Simulated(simulate_program(stored.program, links), title, links, False)

@@ -59,7 +59,7 @@ def simulate_estimate(
                 rest=sum(n for term, n in held.items() if term not in ALIVE),
             )
         )
-    return run_step(schedule_of(chosen), stages, ranks, contention)
+    return run_step(schedule_of(chosen), stages, ranks, contention, proved=True)
 
 
 def _waits(stage: StageSeconds) -> dict[str, tuple[Work, ...]]:

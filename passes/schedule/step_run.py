@@ -138,8 +138,10 @@ def run_step(
     stages: Sequence[StageWork],
     ranks: Sequence[RankWork],
     contention: CoreContention = ALONE,
+    proved: bool = False,
 ) -> StepRun:
-    """Run a step. stages, ranks: of the schedule's. Raises: ScheduleError."""
+    """Run a step. stages, ranks: of the schedule's. proved: see `simulate`.
+    Raises: ScheduleError."""
     halves = [stage.seconds(WEIGHT) for stage in stages]
     timeline = simulate_contention(
         schedule,
@@ -148,6 +150,7 @@ def run_step(
         halves,
         max((stage.send for stage in stages), default=0.0),
         contention,
+        proved,
     )
     start = max(sum(w.seconds for w in rank.before) for rank in ranks)
     end = start + timeline.total
