@@ -76,19 +76,19 @@ class DataRank:
         comm.state = executor.state  # another executor may have run before
         samples = fields_of_samples(batch, executor.program.inputs) if local else ()
         parts = self.size if self.size > 1 else 0
-        found: dict[str, Field] = {}
+        fields: dict[str, Field] = {}
         # In one order, in whichever a rank names them.
         for name in sorted(executor.reads):
             x, is_part = batch[name], parts and name in samples
             by_rows = parts and executor.reads[name]
             if by_rows and not is_part:
-                found[name] = own_rows(comm, x, axes)
+                fields[name] = own_rows(comm, x, axes)
             elif by_rows and self._exchanges(comm.state.microbatches):
-                found[name] = self.exchange(comm, upload(x, comm.device), axes)
+                fields[name] = self.exchange(comm, upload(x, comm.device), axes)
             else:
                 x = upload(x, comm.device)
-                found[name] = self.gather(comm, x) if is_part else x
-        return found
+                fields[name] = self.gather(comm, x) if is_part else x
+        return fields
 
     def _exchanges(self, microbatches: int) -> bool:
         """Whether each rank has loaded as many rows of every other one."""
@@ -146,10 +146,10 @@ def batches(roll: RollCall, loader: Iterable[Batch]) -> Iterator[Batch]:
             max(known),
             fewest,
         )
-    found = islice(loader, fewest)
+    shared = islice(loader, fewest)
     while True:
         try:
-            batch = next(found)
+            batch = next(shared)
         except StopIteration:
             break
         except Exception as error:  # of a dataset: the others must not wait for it

@@ -290,15 +290,15 @@ def read_bytes(size: int | str) -> int:
     """A number of bytes, or text as `16GiB` or `800MB`. Raises PlanError."""
     if isinstance(size, str):
         try:
-            found = number("memory", size)
+            count = number("memory", size)
         except ClusterError:
-            found = math.nan
-        if not RANGES["memory"].least <= found <= RANGES["memory"].most:
+            count = math.nan
+        if not RANGES["memory"].least <= count <= RANGES["memory"].most:
             raise PlanError(
                 f"memory={shown(size)} is no size",
                 fix=f"write 16GiB or 800MB: {RANGES['memory']} of bytes",
             )
-        size = int(found)
+        size = int(count)
     check_range("memory", size, PlanError)
     return size
 

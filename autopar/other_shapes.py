@@ -316,7 +316,7 @@ def without_padding(
     dims, samples = _padded_dims(now, wanted), fields_of_samples(whole, program.inputs)
     sizes = {(wanted[name][0], now[name][0]) for name in samples}
     only_rows = dims <= {(name, 0) for name in samples} and len(sizes) == 1
-    found = {}
+    cut = {}
     for name, x in outputs.items():
         place = _dim_of_samples(program, name, samples) if only_rows else None
         if x.ndim and place is None:
@@ -325,13 +325,13 @@ def without_padding(
                 fix="leave the batch out, as DataLoader(drop_last=True) does, or ask "
                 "for outputs in which the samples are a dim",
             )
-        found[name] = x
+        cut[name] = x
         if place is not None:
             [(rows, own)] = sizes
             x = x.unflatten(place, (parts, rows // parts, -1))
             x = x.narrow(place + 1, 0, own // parts)
-            found[name] = x.flatten(place, place + 2)
-    return found
+            cut[name] = x.flatten(place, place + 2)
+    return cut
 
 
 def _dim_of_samples(program: Program, name: str, samples: list[str]) -> int | None:

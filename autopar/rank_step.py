@@ -153,8 +153,8 @@ class RankStep(HeldState):
             loss = executor.evaluate(tensors)
             if outputs is None:
                 return loss
-            found = self._without_padding(executor.outputs.wholes(names))
-            return {"loss": loss, **found}
+            wholes = self._without_padding(executor.outputs.wholes(names))
+            return {"loss": loss, **wholes}
 
     def _fit(
         self, batch: Mapping[str, Any], local: bool, outputs: Sequence[str] = ()

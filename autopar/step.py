@@ -184,9 +184,9 @@ class Step(RankStep):
         like = self.data.whole_like(batch, inputs) if local else batch
         if not self._shapes.fits(self.program, like):
             return dict(batch)  # whoever begins with it says why
-        current, found = self.executor, self._shapes.find(like, outputs)
-        if found is not current or local != self._local:
-            self._change(batch, like, local, outputs, found)
+        current, fitting = self.executor, self._shapes.find(like, outputs)
+        if fitting is not current or local != self._local:
+            self._change(batch, like, local, outputs, fitting)
         is_padded = shapes_of(like) != shapes_of(self.program)
         self._unpadded = like if is_padded else None
         return self._shapes.padded(batch, like, self.program)
@@ -203,7 +203,7 @@ class Step(RankStep):
         like: Mapping[str, Any],
         local: bool,
         outputs: Sequence[str],
-        found: Executor | None,
+        fitting: Executor | None,
     ) -> None:
         """Compute with another program from now on, the one found or a new one."""
         current = self.executor
@@ -213,7 +213,7 @@ class Step(RankStep):
         arguments = {("argument", "local"): local, ("argument", "outputs"): [*outputs]}
         self._agree()(ANOTHER_SHAPE, {**arguments, **facts})
         self._local = local
-        executor = found or self._shapes.make(current, like, outputs)
+        executor = fitting or self._shapes.make(current, like, outputs)
         if executor is not current:
             executor.go_on_from(current)
             self._executor = executor

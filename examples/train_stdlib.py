@@ -110,13 +110,13 @@ def children(process: int) -> dict[int, int]:
 def rank_of(process: int, rank: int) -> tuple[int, int] | None:
     """The process of a rank that descends from a process, and that of its torchrun;
     None if it is gone."""
-    for found, parent in children(process).items():
+    for process_id, parent in children(process).items():
         try:
-            variables = (Path("/proc") / str(found) / "environ").read_bytes()
+            variables = (Path("/proc") / str(process_id) / "environ").read_bytes()
         except OSError:
             continue
         if f"RANK={rank}".encode() in variables.split(b"\0"):
-            return found, parent
+            return process_id, parent
     return None
 
 
@@ -125,10 +125,10 @@ def run_and_kill(line: list[str], log: Path, at: int, torchrun: bool) -> None:
     with subprocess.Popen(line) as process:
         while process.poll() is None and max(losses_of(log), default=0) < at:
             time.sleep(0.2)
-        found = rank_of(process.pid, KILLED)
-        assert found is not None, "the run ended before it could be killed"
-        ranks = [*children(found[1])]
-        os.kill(found[1] if torchrun else found[0], signal.SIGKILL)
+        killed = rank_of(process.pid, KILLED)
+        assert killed is not None, "the run ended before it could be killed"
+        ranks = [*children(killed[1])]
+        os.kill(killed[1] if torchrun else killed[0], signal.SIGKILL)
         assert process.wait(120) != 0
     until = time.monotonic() + 60
     while any((Path("/proc") / str(rank)).exists() for rank in ranks):
@@ -184,11 +184,11 @@ def main() -> None:
     said = [*autopar, "sample", trained, "--prompt", "def ", "--temperature", "0.7"]
     subprocess.run([*said, "--tokens", "120", "--ema"], check=True)
     options = RunOptions(data=("stdlib",), eval_every=1, **trained_with(steps))
-    began, found = time.perf_counter(), losses_of(log)
+    began, losses = time.perf_counter(), losses_of(log)
     expected = plain_losses(name, options, reverse=False)
     alone = time.perf_counter() - began
-    assert sorted(found) == list(range(1, steps + 1))
-    ours = [found[i + 1] for i in range(steps)]
+    assert sorted(losses) == list(range(1, steps + 1))
+    ours = [losses[i + 1] for i in range(steps)]
     print(
         f"{steps} steps: loss {ours[0]:.4f} to {ours[-1]:.4f}, of one device "
         f"{expected[-1]:.4f}; {apart(ours, expected)}\n"

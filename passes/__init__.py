@@ -25,7 +25,7 @@
 What to compile is found beside it:
 
     price      price, estimate     Estimate  seconds and bytes of a plan, on paper
-    search     search              Found     the best plans; what each op splits best
+    search     search              Ranking   the best plans; what each op splits best
                choose_recompute    Staged    what is computed again, to fit into memory
     proof      differs             Difference  of a large text from its small one, which
                                              is run beside the model

@@ -70,7 +70,7 @@ def assemble(
 def _outputs(staged: Staged) -> dict[str, OutputSpec]:
     """Where each output beside the loss is made, and how it lies."""
     lowered = staged.lowered
-    found = {}
+    specs = {}
     for name, v in zip(lowered.traced.outputs, lowered.graph.outputs[1:], strict=True):
         sharding, dims = lowered.shardings[v.name], lowered.dims[v.name]
         (stage, place) = next(
@@ -78,7 +78,7 @@ def _outputs(staged: Staged) -> dict[str, OutputSpec]:
             for stage in staged.stages
             if v.name in stage.output_names
         )
-        found[name] = OutputSpec(
+        specs[name] = OutputSpec(
             shape=v.shape,
             dtype=dtype_name(v.dtype),
             factors=tuple(tuple(d.size for d in dim) for dim in dims),
@@ -87,7 +87,7 @@ def _outputs(staged: Staged) -> dict[str, OutputSpec]:
             stage=stage,
             place=place,
         )
-    return found
+    return specs
 
 
 def _specs(staged: Staged, values: tuple[Value, ...]) -> dict[str, ParameterSpec]:
@@ -102,13 +102,13 @@ def _specs(staged: Staged, values: tuple[Value, ...]) -> dict[str, ParameterSpec
     sources: dict[str, list[int]] = {}
     for v in values:
         sources.setdefault(traced.part(v).source, []).extend(holders.get(v.name, ()))
-    found = {}
+    specs = {}
     for v in values:
         part = traced.part(v)
         sharding, dims = lowered.shardings[v.name], lowered.dims[v.name]
         trainable = v.name in lowered.traced.trainable
         pending = [a for a in staged.plan.axes if a in sharding.varying and a != TIME]
-        found[v.name] = ParameterSpec(
+        specs[v.name] = ParameterSpec(
             shape=v.shape,
             dtype=dtype_name(v.dtype),
             factors=tuple(tuple(d.size for d in dim) for dim in dims),
@@ -121,12 +121,12 @@ def _specs(staged: Staged, values: tuple[Value, ...]) -> dict[str, ParameterSpec
             trainable=trainable,
             part=part,
         )
-    return found
+    return specs
 
 
 def _groups(locals_: list[LocalStage]) -> tuple[tuple[str, ...], ...]:
     """The sets of axes that collectives run over, each once, in a fixed order."""
     nodes = [node for local in locals_ for node in local.nodes]
-    sent = {found[1] for node in nodes if (found := collective(node))}
+    sent = {moved[1] for node in nodes if (moved := collective(node))}
     rings = {(ring,) for node in nodes if (ring := ring_of(node)) is not None}
     return tuple(sorted(sent | rings))

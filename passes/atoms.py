@@ -29,14 +29,14 @@ class Atoms:
 
     def leaves(self, atoms: Iterable[int]) -> list[int]:
         """The product written out in dims that are not split further."""
-        found: list[int] = []
+        leaves: list[int] = []
         for atom in atoms:
             atom = self.root(atom)
             if atom in self.parts:
-                found += self.leaves(self.parts[atom])
+                leaves += self.leaves(self.parts[atom])
             else:
-                found.append(atom)
-        return found
+                leaves.append(atom)
+        return leaves
 
     def unify(self, left: Iterable[int], right: Iterable[int]) -> None:
         """Make two products of equal extent the same, as far as their sizes allow."""

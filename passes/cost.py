@@ -74,10 +74,10 @@ class Amounts:
 
     def changed(self: Own, **changes: Any) -> Own:
         """As `dataclasses.replace`, but fast: a search does it some 100,000 times."""
-        found = object.__new__(type(self))
-        vars(found).update(vars(self), **changes)
-        assert len(vars(found)) == len(vars(self)), f"no such fields: {changes.keys()}"
-        return found
+        copy = object.__new__(type(self))
+        vars(copy).update(vars(self), **changes)
+        assert len(vars(copy)) == len(vars(self)), f"no such fields: {changes.keys()}"
+        return copy
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,13 @@ Exchanges = tuple[Exchange, ...]
 
 def join_exchanges(exchanges: Iterable[Exchange]) -> Exchanges:
     """One of each kind and axes, in the order in which they come."""
-    found: dict[tuple[str, tuple[str, ...]], Exchange] = {}
+    joined: dict[tuple[str, tuple[str, ...]], Exchange] = {}
     for e in exchanges:
         key = e.kind, e.axes
-        if had := found.get(key):
+        if had := joined.get(key):
             e = Exchange(*key, had.calls + e.calls, had.bytes + e.bytes)
-        found[key] = e
-    return tuple(found.values())
+        joined[key] = e
+    return tuple(joined.values())
 
 
 def _plus(x: Any, y: Any, times: float) -> Any:

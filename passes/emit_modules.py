@@ -44,7 +44,7 @@ def emit_modules(staged: Staged, watch: Watch) -> tuple[EmittedStage, ...]:
     sizes = {axis: plan.size(axis) for axis in plan.axes}
     mesh_axes = [(a, n) for a, n in plan.mesh.axes if a != "pp"]
     known: dict[object, tuple[str, str, LocalStage]] = {}
-    found = []
+    emitted = []
     for stage in staged.stages:
         text = stage.text()
         policies = stage.policies(plan)
@@ -71,8 +71,8 @@ def emit_modules(staged: Staged, watch: Watch) -> tuple[EmittedStage, ...]:
             texts[digest] = (module, local)
             ranks.append((coords, digest))
         check_alike(ranks, {key: local for key, (_, local) in texts.items()})
-        found.append(EmittedStage(stage, keys, texts))
-    return tuple(found)
+        emitted.append(EmittedStage(stage, keys, texts))
+    return tuple(emitted)
 
 
 Split = tuple[int, tuple[str, ...]]  # the extent of a dim, and the axes that split it

@@ -163,10 +163,10 @@ class Node:
     @cached_property
     def operands(self) -> tuple[Value, ...]:
         """The values among the arguments, in order, repeats included."""
-        found: list[Value] = []
-        _collect(self.args, found)
-        _collect(tuple(self.kwargs.values()), found)
-        return tuple(found)
+        operands: list[Value] = []
+        _collect(self.args, operands)
+        _collect(tuple(self.kwargs.values()), operands)
+        return tuple(operands)
 
     @cached_property
     def results(self) -> tuple[Value, ...]:
@@ -312,26 +312,26 @@ class Graph:
             except (KeyError, SyntaxError, ValueError, StopIteration) as error:
                 raise InvalidGraph(f"{line!r} cannot be read: {error!r}") from error
         inputs, params, buffers, constants = map(tuple, sources.values())
-        found = cls(inputs, params, buffers, constants, tuple(nodes), outputs)
-        return found.verify(), notes
+        graph = cls(inputs, params, buffers, constants, tuple(nodes), outputs)
+        return graph.verify(), notes
 
 
 def values_in(tree: Any) -> Iterator[Value]:
     """The values of nested tuples and dicts, in order."""
-    found: list[Value] = []
-    _collect((tree,), found)
-    return iter(found)
+    values: list[Value] = []
+    _collect((tree,), values)
+    return iter(values)
 
 
-def _collect(items: Iterable[Any], found: list[Value]) -> None:
+def _collect(items: Iterable[Any], values: list[Value]) -> None:
     """Add the values in each item. Passes spend more time here than anywhere else."""
     for item in items:
         if isinstance(item, Value):
-            found.append(item)
+            values.append(item)
         elif isinstance(item, (tuple, list)):
-            _collect(item, found)
+            _collect(item, values)
         elif isinstance(item, dict):
-            _collect(item.values(), found)
+            _collect(item.values(), values)
 
 
 def map_values(change: Callable[[Value], Any], tree: Any) -> Any:
@@ -371,9 +371,9 @@ def parameters(op: str) -> Mapping[str, tuple[int | None, Any]]:
     default (None if it has none)."""
     if op in OWN:
         return OWN[op]
-    found: dict[str, tuple[int | None, Any]] = {}
+    defaults: dict[str, tuple[int | None, Any]] = {}
     for place, a in enumerate(resolve(op)._schema.arguments):
         default = a.default_value
         plain = tuple(default) if isinstance(default, list) else default
-        found[a.name] = (None if a.kwarg_only else place, plain)
-    return found
+        defaults[a.name] = (None if a.kwarg_only else place, plain)
+    return defaults

@@ -199,10 +199,10 @@ _Extent = tuple[str, int, int]
 
 def _places(extents: Iterable[_Extent]) -> list[int]:
     """The ranks that are 0 on all axes but these, in ascending order."""
-    found = [0]
+    places = [0]
     for _, size, stride in extents:
-        found = [at + i * stride for at in found for i in range(size)]
-    return found
+        places = [at + i * stride for at in places for i in range(size)]
+    return places
 
 
 def balanced(n: int, parts: int) -> tuple[int, ...]:

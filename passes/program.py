@@ -144,11 +144,11 @@ class Program:
     def sources(self) -> dict[str, list[str]]:
         """The model's own parameters that stages compute with -> what they are here:
         the same, or several parts of it."""
-        found: dict[str, list[str]] = {}
+        names: dict[str, list[str]] = {}
         for name, spec in self.parameters.items():
             if spec.stages:
-                found.setdefault(spec.part.source, []).append(name)
-        return found
+                names.setdefault(spec.part.source, []).append(name)
+        return names
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -191,13 +191,13 @@ class Program:
             for spec in self.parameters.values()
             if spec.trainable and spec.stages
         }
-        found = {
+        groups = {
             tuple(r for r in group if place[r] in held_by)
             for axes, held_by in kinds
             for group in self.mesh.groups(axes)
         }
-        found.add(tuple(range(self.mesh.size)))
-        return sorted(group for group in found if len(group) > 1)
+        groups.add(tuple(range(self.mesh.size)))
+        return sorted(group for group in groups if len(group) > 1)
 
     @property
     def batch_extent(self) -> int:

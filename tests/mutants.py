@@ -39,8 +39,8 @@ from autopar.proof.expected import TOLERANCE, Expected, expect
 from autopar.proof.full_size import check_full_size
 from autopar.proof.in_double import program_in_double
 from autopar.proof.ranks import (
-    FoundStep,
     GivenStep,
+    StepResult,
     relative_error,
     root_mean_square,
     run_steps,
@@ -73,7 +73,7 @@ class Subject:
 
     program: Program
     prove: Callable[[Program], object]
-    run: Callable[[Program, int], Sequence[FoundStep]]
+    run: Callable[[Program, int], Sequence[StepResult]]
     same: float = SAME
 
 
@@ -133,12 +133,12 @@ WAYS: dict[str, Callable[[Planned], Subject]] = {
 
 def in_float64(
     runnable: Runnable, case: Case
-) -> Callable[[Program, int], list[FoundStep]]:
+) -> Callable[[Program, int], list[StepResult]]:
     @lru_cache
     def drawn(seed: int) -> list[Expected]:
         return prover.expect(runnable, case.batch, seed)
 
-    def run(program: Program, seed: int) -> list[FoundStep]:
+    def run(program: Program, seed: int) -> list[StepResult]:
         program, steps = program_in_double(guarded(program)), drawn(seed)
         return run_steps(program, copied(steps[0].buffers), given(steps), seed)
 
@@ -305,7 +305,7 @@ def _same(subject: Subject, mutant: Program, seed: int) -> bool:
     return all(_equal(a, b, subject.same) for a, b in zip(one, other, strict=True))
 
 
-def _equal(one: FoundStep, other: FoundStep, same: float) -> bool:
+def _equal(one: StepResult, other: StepResult, same: float) -> bool:
     pairs = [(one.loss, other.loss)]
     pairs += [(g, other.gradients[n]) for n, g in one.gradients.items()]
     typical = root_mean_square(other.gradients.values())

@@ -16,7 +16,7 @@ from autopar.proof.again import SELECTING, Arithmetic, default_dtype
 from autopar.proof.differences import differences, update_errors
 from autopar.proof.expected import TOLERANCE
 from autopar.proof.prove_program import prove_program
-from autopar.proof.ranks import FoundStep, VerificationFailed
+from autopar.proof.ranks import StepResult, VerificationFailed
 from autopar.proof.update import Update, Updated
 from autopar.proof.verification import Verification
 from autopar.reports.proof import verification_data, verification_table
@@ -147,9 +147,9 @@ def test_a_model_that_lost_a_gradient_to_rounding_is_no_measure_of_size():
     # Of what cancels, autocast left the model a hundredth; the program has it right.
     weight = torch.arange(1.0, 9.0)
 
-    def step(share: float) -> FoundStep:
+    def step(share: float) -> StepResult:
         grads = {"weight": share * weight, "bias": weight}
-        return FoundStep(torch.tensor(1.0), grads, grads["bias"].norm().item())
+        return StepResult(torch.tensor(1.0), grads, grads["bias"].norm().item())
 
     exact, lost, right = step(1.0), step(0.01), step(1.01)
     errors = differences(right, lost, exact)
@@ -221,7 +221,7 @@ def test_what_other_rounding_makes_infinite_is_not_excused():
 
 def test_a_rank_without_numbers_is_not_hidden_by_the_next():
     ranks = tuple(Updated({"w": error}, 1.0, 0) for error in (0.1, math.nan, 0.1))
-    found = FoundStep(torch.ones(()), {}, 1.0, updated=ranks)
+    found = StepResult(torch.ones(()), {}, 1.0, updated=ranks)
     errors = update_errors(found, Update(1.0, 1.0, 1.0, {}))
     assert math.isnan(errors["w after an update"])
 

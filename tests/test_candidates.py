@@ -23,7 +23,7 @@ from autopar.passes.price.measured import Ops, Timed
 from autopar.passes.price.share import share
 from autopar.passes.program import Program
 from autopar.passes.search.candidates import candidates, meshes, searched
-from autopar.passes.search.search import Found, accounts_of, run_on_paper
+from autopar.passes.search.search import Ranking, accounts_of, run_on_paper
 from autopar.planner.planner import (
     ShortModel,
     capture_short,
@@ -358,5 +358,5 @@ def test_a_price_that_no_published_run_bears_out_is_called_so(
     shared = Candidate(Mesh((("dp", ranks),)), 1, 1, "1f1b", 1, zero, "full", (1,))
     estimate = Estimate(shared, 1.0, ({"parameters": 1.0},), {}, 0.0, 1.0)
     cluster = cluster_of(f"{ranks}xH100")
-    notes = plans_table(Found((estimate,), 1, None), cluster, "").notes
+    notes = plans_table(Ranking((estimate,), 1, None), cluster, "").notes
     assert sum("published runs" in note for note in notes) == says

@@ -228,6 +228,19 @@ def test_tables_of_ops_are_declarations() -> None:
     assert [p for p in sources("autopar") if names_of_ops(parse(p)) > 2] == []
 
 
+def test_names_say_what_they_are_of() -> None:
+    """`found` is no name: what was found has one."""
+    named = {
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for folder in ("passes", "autopar", "examples")
+        for path in sources(folder)
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Name | ast.arg | ast.Attribute)
+        and "found" in (getattr(node, field, "") for field in ("id", "arg", "attr"))
+    }
+    assert named == set()
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [

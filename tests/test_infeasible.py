@@ -13,7 +13,7 @@ from autopar.machine.hardware import cluster_of, with_memory
 from autopar.passes.mesh import Mesh
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.search.candidates import candidates, searched
-from autopar.passes.search.search import Found, rough, run_on_paper
+from autopar.passes.search.search import Ranking, rough, run_on_paper
 from autopar.planner.infeasible import Infeasible, gigabytes, with_devices
 from autopar.planner.planner import (
     ShortModel,
@@ -33,7 +33,7 @@ def of() -> ShortModel:
     return capture_short(case.model, case.batch)
 
 
-def plans(cluster: Cluster, **decided: Any) -> Found:
+def plans(cluster: Cluster, **decided: Any) -> Ranking:
     return find_plans(of(), cluster, BATCH, **{**PLAIN, **decided})
 
 

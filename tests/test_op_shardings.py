@@ -173,7 +173,7 @@ def test_the_price_is_that_of_the_program(limit: float) -> None:
         of.named, found.of_graph, of.starts, CLUSTER.device, False
     ).stage(True, 24, True)
     link = CLUSTER.link(plan.mesh, ("tp",))
-    labelling = found.found["tp"]
+    labelling = found.by_axis["tp"]
     assert labelling.communication == pytest.approx(
         seconds_of(account, "tp", link), rel=1e-9
     )
@@ -186,7 +186,7 @@ def test_the_price_is_that_of_the_program(limit: float) -> None:
 def test_less_memory_takes_longer_until_nothing_fits() -> None:
     limits = (80e9, 9.9e9, 9e9, 7e9)
     took = [
-        label_plan(large(), tp(8), CLUSTER, memory=limit).found["tp"].seconds
+        label_plan(large(), tp(8), CLUSTER, memory=limit).by_axis["tp"].seconds
         for limit in limits
     ]
     assert took == sorted(took) and took[0] < took[-1]

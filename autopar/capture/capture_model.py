@@ -62,7 +62,7 @@ def capture_model(
 
 
 @contextlib.contextmanager
-def first_changes(model: nn.Module, found: AsFound) -> Iterator[list[Change]]:
+def first_changes(model: nn.Module, before: AsFound) -> Iterator[list[Change]]:
     """Counters that the first forward within has changed; torch.export runs more than
     one, and puts some of them back."""
     changed: list[Change] = []
@@ -72,7 +72,7 @@ def first_changes(model: nn.Module, found: AsFound) -> Iterator[list[Change]]:
         nonlocal calls
         calls += 1
         if calls == 1:
-            changed.extend(counters(found.changes()))
+            changed.extend(counters(before.changes()))
 
     handle = model.register_forward_hook(note)
     try:

@@ -122,15 +122,15 @@ class Chance:
 def find_line(which: Generator, run: Callable[[], object]) -> str:
     """`file:line` of the first line of a user after which a generator has moved; "" if
     it is not found."""
-    state, last, found = which.place(), "", ""
+    state, last, line = which.place(), "", ""
 
     def look(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal last, found
+        nonlocal last, line
         file = frame.f_code.co_filename
-        if found or not _is_model(file):
+        if line or not _is_model(file):
             return None
         if last and which.place() != state:
-            found = last
+            line = last
             return None
         if event != "call":
             last = f"{os.path.basename(file)}:{frame.f_lineno}"
@@ -142,7 +142,7 @@ def find_line(which: Generator, run: Callable[[], object]) -> str:
         run()
     finally:
         sys.settrace(tracing)
-    return found
+    return line
 
 
 def _is_model(file: str) -> bool:

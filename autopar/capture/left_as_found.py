@@ -46,7 +46,7 @@ class Change:
 
 
 @dataclass
-class Found:
+class Container:
     """What was in one container: a dict's entries, a list's or a set's members."""
 
     where: str
@@ -92,7 +92,7 @@ class Found:
 class AsFound:
     """All that is within reach of a model, as it was when this was made."""
 
-    containers: list[Found] = field(default_factory=list)
+    containers: list[Container] = field(default_factory=list)
     classes: list[tuple[type, dict[str, Any]]] = field(default_factory=list)
     cached: list[tuple[Any, int]] = field(default_factory=list)
     tensors: list[tuple[Tensor, bool]] = field(default_factory=list)
@@ -140,12 +140,12 @@ class AsFound:
             self.cached.append((thing, thing.cache_info().misses))
         elif isinstance(thing, dict):
             entries = dict(dict.items(thing))  # a class of its own may do it otherwise
-            self.containers.append(Found(where, thing, entries))
+            self.containers.append(Container(where, thing, entries))
             for key, value in entries.items():
                 yield f"{where}.{key}".lstrip("."), value
         elif isinstance(thing, (*LISTS, set)):
             members = set(thing) if isinstance(thing, set) else list(thing)
-            self.containers.append(Found(where, thing, members))
+            self.containers.append(Container(where, thing, members))
             for i, value in enumerate(members):
                 yield f"{where}.{i}", value
         elif isinstance(thing, tuple):
@@ -186,7 +186,7 @@ class AsFound:
     def visit_file(self, file: ModuleType) -> None:
         """Note the globals of a file, and what they hold."""
         entries = {k: v for k, v in vars(file).items() if not k.startswith("__")}
-        self.containers.append(Found(file.__name__, vars(file), entries))
+        self.containers.append(Container(file.__name__, vars(file), entries))
         for name, value in entries.items():
             if not isinstance(value, type):
                 self.visit(f"{file.__name__}.{name}", value)
@@ -195,14 +195,16 @@ class AsFound:
 
     def changes(self) -> list[Change]:
         """Entries of containers that are not what they were."""
-        return [change for found in self.containers for change in found.changes()]
+        return [
+            change for container in self.containers for change in container.changes()
+        ]
 
     def put_back(self) -> None:
         """Make everything what it was. A function's cache that has grown is emptied: it
         fills again."""
-        for found in self.containers:
-            if found.changes():
-                found.put_back()
+        for container in self.containers:
+            if container.changes():
+                container.put_back()
         for type_, before in self.classes:
             now = dict(vars(type_))
             for name in {**before, **now}:

@@ -41,16 +41,16 @@ def shortened(model: nn.Module) -> Iterator[Layers | None]:
     """Within, the model has only `KEPT` repeats of its layers; the model itself is as
     before afterwards. Gives None, and the whole model, if it has no list of layers that
     repeats as often."""
-    found = find_layers(model)
-    if found is None:
+    run = find_layers(model)
+    if run is None:
         yield None
         return
-    layers = model.get_submodule(found.path)
+    layers = model.get_submodule(run.path)
     before = dict(layers._modules)
     try:
-        for name in list(before)[found.kept :]:
+        for name in list(before)[run.kept :]:
             del layers._modules[name]
-        yield found
+        yield run
     finally:
         layers._modules.clear()
         layers._modules.update(before)

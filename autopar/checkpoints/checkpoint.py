@@ -321,7 +321,7 @@ def _check_model(step: HeldState, saved: Saved) -> None:
 
 
 @torch.no_grad()
-def _set_model(step: HeldState, found: Mapping[Key, Any]) -> None:
+def _set_model(step: HeldState, read: Mapping[Key, Any]) -> None:
     for name, p in step.named_parameters():
-        p.copy_(found["model", name])
-    step.set_whole({n: found["model", n] for n in step.unused})
+        p.copy_(read["model", name])
+    step.set_whole({n: read["model", n] for n in step.unused})

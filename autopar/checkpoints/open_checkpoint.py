@@ -84,8 +84,8 @@ def saved_groups(folder: Path, plain: Mapping[Key, Any]) -> list[Group]:
     for key, value in plain.items():
         if key[0] == "optimizer":
             options.setdefault(int(key[2]), {})[str(key[3])] = value
-    if not all(isinstance(found.get("params"), list) for found in options.values()):
+    if not all(isinstance(group.get("params"), list) for group in options.values()):
         raise files.damaged(folder, "its optimizer has groups of no parameters")
     return [
-        Group(tuple(found.pop("params")), found) for _, found in sorted(options.items())
+        Group(tuple(group.pop("params")), group) for _, group in sorted(options.items())
     ]

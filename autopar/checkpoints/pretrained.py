@@ -175,8 +175,8 @@ def load_pretrained(step: HeldState, folder: str | Path, strict: bool = True) ->
         for key, piece in targets.items()
         if _source(step, str(key[1])) in sources.names
     }
-    found = read_targets(step, sources, wanted)
-    values = {str(key[1]): value for key, value in found.items()}
+    read = read_targets(step, sources, wanted)
+    values = {str(key[1]): value for key, value in read.items()}
     with torch.no_grad():
         for name, p in step.named_parameters():
             if name in values:

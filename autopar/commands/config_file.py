@@ -112,7 +112,9 @@ def _read(
     """The values of a file, by the names of arguments."""
     what = f"write one with all options: {parser.prog} --print-config"
     table = parse_toml(read_text(file, ConfigError, what), f"'{file}'", ConfigError)
-    known = {action.dest: action for _, found in _groups(parser) for action in found}
+    known = {
+        action.dest: action for _, actions in _groups(parser) for action in actions
+    }
     values = {}
     for key, value in table.items():
         if key not in known:

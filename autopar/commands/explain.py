@@ -43,14 +43,16 @@ def explain_command(arguments: argparse.Namespace) -> int:
             record = reprice(
                 record, cluster or as_priced(record.cluster, arguments.profile)
             )
-        found = formulas(record) if arguments.formulas else {}
+        spelled = formulas(record) if arguments.formulas else {}
     if arguments.json:
-        data = {**explanation_data(record), "formulas": found}
+        data = {**explanation_data(record), "formulas": spelled}
         print(json.dumps(data, indent=1))
         return 0
     print(explanation(record))
     if record.best[0].candidate.labelled:
         print(f"\n{label_table(read_decided(arguments.plan).plan)}")
-    if found:
-        print(f"\n{Table('in named dims', ('what', 'formula'), tuple(found.items()))}")
+    if spelled:
+        print(
+            f"\n{Table('in named dims', ('what', 'formula'), tuple(spelled.items()))}"
+        )
     return 0

@@ -25,7 +25,7 @@ from autopar.options import OF_ALL, SEARCHED, options_of
 from autopar.passes.mesh import Mesh
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.search.candidates import ALIKE
-from autopar.passes.search.search import Found
+from autopar.passes.search.search import Ranking
 from autopar.planner.best_plan import best_plan, capture_few_layers
 from autopar.planner.planned import save_record
 from autopar.planner.request import PlanRequest, read_shape
@@ -101,14 +101,14 @@ def plan_command(arguments: argparse.Namespace) -> int:
             raise ModelError("no --global-batch is given", fix="add --global-batch 512")
         of = capture_few_layers(loaded, request, seq)
         best = best_plan(of, loaded, request, samples, seq, arguments.seed, reach)
-    found, plan = best.found, best.plan
+    plans, plan = best.plans, best.plan
     if arguments.output:
         save_record(best.record, plan, arguments.output)
     if arguments.json:
-        print(json.dumps(_data(found, cluster), indent=1))
+        print(json.dumps(_data(plans, cluster), indent=1))
         return 0
     title = f"{arguments.model} on {cluster}"
-    print(plans_table(found, cluster, title, precision_notes(of, cluster)))
+    print(plans_table(plans, cluster, title, precision_notes(of, cluster)))
     if plan.op_shardings:
         print(f"\n{label_table(plan)}")
     print(f"\n{time.perf_counter() - began:.1f} s", end="")
@@ -134,7 +134,7 @@ def read_samples(loaded: LoadedModel, arguments: argparse.Namespace) -> int | No
     return None if loaded.batch is None else samples_of(loaded.batch)
 
 
-def _data(found: Found, cluster: Cluster) -> list[dict[str, Any]]:
+def _data(plans: Ranking, cluster: Cluster) -> list[dict[str, Any]]:
     """Estimates as values for JSON, the chosen one first."""
     return [
         {
@@ -143,5 +143,5 @@ def _data(found: Found, cluster: Cluster) -> list[dict[str, Any]]:
             "peak": e.peak,
             "mfu": e.utilisation(cluster),
         }
-        for e in found.best
+        for e in plans.best
     ]

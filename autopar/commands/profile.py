@@ -98,10 +98,10 @@ def profile_command(arguments: argparse.Namespace) -> int:
     if not arguments.show:
         if "RANK" in os.environ:
             return _as_rank(arguments)
-        found = launches(arguments)
+        launched = launches(arguments)
         if arguments.model:  # what is wrong with it is told here, not by ranks
             load_model(arguments.model, seed=arguments.seed, device="meta")
-        for ranks, model in found:
+        for ranks, model in launched:
             if ranks == 1:
                 torch.set_num_threads(rank_threads())
                 load = replace(_workload(arguments), model=model)
@@ -127,10 +127,10 @@ def launches(arguments: argparse.Namespace) -> list[tuple[int, str]]:
             "there are no processes to measure: no --ranks",
             fix="say how many a plan will have: --ranks 2,4",
         )
-    found = sorted(set(arguments.ranks))
-    most = {busy(n): n for n in found}
+    counts = sorted(set(arguments.ranks))
+    most = {busy(n): n for n in counts}
     model = arguments.model or ""
-    return [(n, model if n in most.values() else "") for n in found]
+    return [(n, model if n in most.values() else "") for n in counts]
 
 
 def _launch(ranks: int, command: Sequence[str]) -> int:
@@ -173,9 +173,9 @@ def _as_rank(arguments: argparse.Namespace) -> int:
     first = dist.get_rank() == 0
     with Progress("profile") if first else nullcontext():
         told = _tell if first else lambda line: None
-        found = measure_here(_workload(arguments), told)
+        profile = measure_here(_workload(arguments), told)
     if first:
-        _tell(f"wrote {save_profile(found, arguments.output)}")
+        _tell(f"wrote {save_profile(profile, arguments.output)}")
     dist.barrier()
     dist.destroy_process_group()
     return 0

@@ -34,14 +34,14 @@ def add(add: Any) -> None:
 
 def simulate_command(arguments: argparse.Namespace) -> int:
     with Progress("simulate"):
-        found = simulated(arguments.plan, read_devices(arguments), arguments.compiled)
-    run = found.run
+        step = simulated(arguments.plan, read_devices(arguments), arguments.compiled)
+    run = step.run
     if arguments.trace:
         write_trace(run, arguments.trace)
     if arguments.json:
         print(json.dumps(run_data(run), indent=1))
         return 0
-    print(found.title, run_text(run), sep="\n\n")
+    print(step.title, run_text(run), sep="\n\n")
     if arguments.trace:
         print(f"\nwrote {arguments.trace}: open it in https://ui.perfetto.dev")
     return 0

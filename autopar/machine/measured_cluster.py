@@ -65,9 +65,9 @@ def measured_cluster(devices: int, path: Path | None = None) -> Cluster:
 
 def known_cluster(devices: int, path: Path | None = None) -> Cluster:
     """The same without a warning."""
-    found, cluster = read_profile(path), this_cluster(devices)
-    ops = found.ops.get(busy(devices), Ops())
-    messages = found.messages.get(devices, Messages())
+    profile, cluster = read_profile(path), this_cluster(devices)
+    ops = profile.ops.get(busy(devices), Ops())
+    messages = profile.messages.get(devices, Messages())
     if not (ops.timed or ops.update or messages.points):
         return cluster
     device = replace(cluster.device, ops=ops, flops=_peaks(cluster.device, ops))

@@ -176,10 +176,10 @@ def _profile(data: Any) -> Profile:
     """Reads `profile_data`. Raises: ValueError, TypeError, KeyError, AttributeError."""
     ops = {
         int(busy): Ops(
-            {key: Timed(*_numbers(row, 3)) for key, row in found["timed"].items()},
-            _points(found["update"]) if found["update"] else (),
+            {key: Timed(*_numbers(row, 3)) for key, row in entry["timed"].items()},
+            _points(entry["update"]) if entry["update"] else (),
         )
-        for busy, found in data["ops"].items()
+        for busy, entry in data["ops"].items()
     }
     messages = {
         int(ranks): Messages(
@@ -190,10 +190,10 @@ def _profile(data: Any) -> Profile:
         )
         for ranks, rows in data["messages"].items()
     }
-    found = data.get("alone", {})  # profiles of before have other seconds
-    alone = {key: Timed(*_numbers(row, 3)) for key, row in found.items()}
-    found = data.get("backends", {})  # profiles of before have none
-    backends = {str(kind): _two(row) for kind, row in found.items()}
+    entry = data.get("alone", {})  # profiles of before have other seconds
+    alone = {key: Timed(*_numbers(row, 3)) for key, row in entry.items()}
+    entry = data.get("backends", {})  # profiles of before have none
+    backends = {str(kind): _two(row) for kind, row in entry.items()}
     return Profile(ops, messages, alone, backends)
 
 

@@ -32,7 +32,7 @@ def measure_compiled(
         compile_functions(compiled, job.text, kept)
         took: dict[str, list[float]] = {"eager": [], "inductor": []}
         for number in range(repeats + 1):
-            for module, found in zip(
+            for module, samples in zip(
                 (running.plain, compiled), took.values(), strict=True
             ):
                 begin = clock()
@@ -40,7 +40,7 @@ def measure_compiled(
                 if kept.late:
                     return None
                 if number:  # the first run compiles
-                    found.append(clock() - begin)
+                    samples.append(clock() - begin)
     return median(took["eager"]), median(took["inductor"])
 
 

@@ -46,14 +46,14 @@ def measure_messages(
     times: list[list[float]] = [[] for _ in runs]
     began, rounds = time.perf_counter(), 0
     while rounds < LEAST_ROUNDS or _go_on(runs[0][0], began, budget, rounds):
-        for found, (_, place, bytes, run) in zip(times, runs, strict=True):
+        for samples, (_, place, bytes, run) in zip(times, runs, strict=True):
             took = _timed(device, computing, run, 8 if bytes < ENOUGH else 2)
-            found.append(took / (2 if place[0] == "send" else 1))
+            samples.append(took / (2 if place[0] == "send" else 1))
         rounds += 1
     points: dict[Place, list[Point]] = {}
-    for found, (comm, place, bytes, _) in zip(times, runs, strict=True):
+    for samples, (comm, place, bytes, _) in zip(times, runs, strict=True):
         # A rank that came late waited for less: what the ranks took on average.
-        took = mean(comm.gather_object(median(found)))
+        took = mean(comm.gather_object(median(samples)))
         points.setdefault(place, []).append((float(bytes), took))
     return Messages({place: tuple(row) for place, row in points.items()})
 

@@ -285,7 +285,7 @@ def _read_config(transformers: Any, spec: str) -> tuple[Any, dict[str, str], boo
 
 def _read_query(spec: str, query: str) -> dict[str, Any]:
     """`a=1,b=x` -> {"a": 1, "b": "x"}; `&` separates too."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for piece in query.replace("&", ",").split(",") if query else ():
         key, equals, text = (part.strip() for part in piece.partition("="))
         if not (key and equals and text):
@@ -295,13 +295,13 @@ def _read_query(spec: str, query: str) -> dict[str, Any]:
             )
         words = {"true": True, "false": False, "none": None}
         if text.lower() in words:
-            found[key] = words[text.lower()]
+            values[key] = words[text.lower()]
             continue
         try:
-            found[key] = ast.literal_eval(text)
+            values[key] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
-            found[key] = text
-    return found
+            values[key] = text
+    return values
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from functools import partial
 from autopar.models.load import LoadedModel
 from autopar.passes.plan import Plan
 from autopar.passes.price.candidate import Candidate
-from autopar.passes.search.search import Found
+from autopar.passes.search.search import Ranking
 from autopar.planner.choose import SAMPLES
-from autopar.planner.label_found import label_found, open_to_labels
+from autopar.planner.label_best import label_best, open_to_labels
 from autopar.planner.planned import batch_for
 from autopar.planner.planner import ShortModel, capture_short, find_plans, plan_of
 from autopar.planner.request import PlanRequest
@@ -22,10 +22,10 @@ from autopar.progress import tell
 
 @dataclass(frozen=True)
 class BestPlan:
-    """of: the model as it was captured. found: the best plans, the chosen one first."""
+    """of: the model as it was captured. plans: the best plans, the chosen one first."""
 
     of: ShortModel
-    found: Found
+    plans: Ranking
     plan: Plan
     record: PlanRecord
 
@@ -57,14 +57,14 @@ def best_plan(
     """
     cluster = request.cluster
     priced = partial(tell, "pricing candidates")
-    found = find_plans(of, cluster, samples, watch=priced, **request.space)
+    plans = find_plans(of, cluster, samples, watch=priced, **request.space)
     labels: Mapping[Candidate, Plan] = {}
-    if open_to_labels(found, reach):
+    if open_to_labels(plans, reach):
         whole = capture_short(
             loaded.model, batch_for(loaded, samples, seq), **request.of_all
         )
-        found, labels = label_found(found, whole, cluster, reach)
-    chosen = found.best[0].candidate
+        plans, labels = label_best(plans, whole, cluster, reach)
+    chosen = plans.best[0].candidate
     plan = labels.get(chosen) or plan_of(chosen, of)
     record = PlanRecord(
         plan=checksum(plan.to_json()),
@@ -75,9 +75,9 @@ def best_plan(
         runs=of.runs,
         parameters=sum(p.numel() for p in loaded.model.parameters()),
         cluster=cluster,
-        best=found.best,
-        tried=found.tried,
+        best=plans.best,
+        tried=plans.tried,
         options=request.of_all,
-        priced=priced_near(found),
+        priced=priced_near(plans),
     )
-    return BestPlan(of, found, plan, record)
+    return BestPlan(of, plans, plan, record)

@@ -13,7 +13,7 @@ from autopar.models.batches import samples_of, with_samples
 from autopar.passes.plan import Plan
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.search.candidates import ALIKE
-from autopar.planner.label_found import label_found, open_to_labels
+from autopar.planner.label_best import label_best, open_to_labels
 from autopar.planner.planner import capture_short, find_plans, plan_of
 from autopar.planner.request import PlanRequest
 
@@ -31,11 +31,11 @@ def choose_plan(
 ) -> Plan:
     """The best plan for steps on such batches. Raises: Infeasible, PlanError."""
     of = capture_short(model, with_samples(batch, SAMPLES), loss_fn, **request.of_all)
-    found = find_plans(of, request.limited, samples_of(batch), **request.space)
+    plans = find_plans(of, request.limited, samples_of(batch), **request.space)
     labels: Mapping[Candidate, Plan] = {}
-    if open_to_labels(found, ALIKE):
+    if open_to_labels(plans, ALIKE):
         whole = capture_short(model, batch, loss_fn, **request.of_all)
-        found, labels = label_found(found, whole, request.limited, ALIKE)
-    best = found.best[0]
+        plans, labels = label_best(plans, whole, request.limited, ALIKE)
+    best = plans.best[0]
     LOG.info("%s: %s", best.candidate, how_priced(best, request.cluster))
     return labels.get(best.candidate) or plan_of(best.candidate, of)

@@ -12,7 +12,7 @@ from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import Estimate
 from autopar.passes.price.price_layers import Prices
 from autopar.passes.search.candidates import Space, candidates, meshes, sample_ranks
-from autopar.passes.search.search import Found, rough, run_on_paper
+from autopar.passes.search.search import Ranking, rough, run_on_paper
 
 TIMES = (2, 4, 8, 16, 32, 64)  # as many devices are tried
 TRIED = 3  # of the most frugal candidates
@@ -29,7 +29,7 @@ class NothingToChoose(PlanError):
 
 
 def infeasible(
-    found: Found,
+    plans: Ranking,
     prices: Prices,
     space: Space,
     wishes: Mapping[str, object],
@@ -40,14 +40,14 @@ def infeasible(
     wishes: fields of the space that were decided. space_of: a cluster and wishes ->
     what there is to choose from.
     """
-    nearest, cluster = found.nearest, space.cluster
+    nearest, cluster = plans.nearest, space.cluster
     assert nearest is not None, "candidates were tried"
     terms = max(nearest.memory, key=lambda terms: sum(terms.values()))
     term = max(terms, key=lambda name: terms[name])
     peak, limit = nearest.peak, cluster.device.memory
     shown = ", ".join(f"{gigabytes(v)} {k}" for k, v in terms.items() if v)
     return Infeasible(
-        f"no plan fits into {cluster}: the most frugal of {found.tried}, "
+        f"no plan fits into {cluster}: the most frugal of {plans.tried}, "
         f"{nearest.candidate}, needs {gigabytes(peak - limit)} more than the "
         f"{gigabytes(limit)} of a device\n  {shown}; most are {term}",
         fix=_way_out(peak, cluster, prices, wishes, space_of),
@@ -89,9 +89,9 @@ def frugal(space: Space, prices: Prices) -> Estimate | None:
     limit = space.cluster.device.memory
     ranked = [r for c in candidates(space) if (r := rough(c, space, prices))]
     for _, _, candidate in sorted(ranked, key=lambda r: r[1])[:TRIED]:
-        found = run_on_paper(candidate, prices, space.cluster)
-        if found.peak <= limit:
-            return found
+        estimate = run_on_paper(candidate, prices, space.cluster)
+        if estimate.peak <= limit:
+            return estimate
     return None
 
 

@@ -38,7 +38,7 @@ from autopar.passes.search.choose_op_shardings import (
     Runs,
     choose_op_shardings,
 )
-from autopar.passes.search.search import Found, Watch, search
+from autopar.passes.search.search import Ranking, Watch, search
 from autopar.passes.shard.query_groups import divides_groups, find_groups, split_groups
 from autopar.passes.stage.recompute import squares
 from autopar.planner.infeasible import infeasible, nothing_to_choose
@@ -80,14 +80,14 @@ class ShortModel:
 
     def extents(self, *names: str) -> tuple[int, ...]:
         """Sizes of the dims of these names."""
-        found = {
+        sizes = {
             dim.size
             for dims in self.named.dims.values()
             for factors in dims
             for dim in factors
             if dim.name in names
         }
-        return tuple(sorted(found))
+        return tuple(sorted(sizes))
 
 
 @gc_paused()
@@ -174,7 +174,7 @@ def find_plans(
     mesh: Mesh | None = None,
     watch: Watch = lambda done, total: None,
     **decided: Any,
-) -> Found:
+) -> Ranking:
     """The best plans for a global batch of so many samples.
 
     mesh: axes whose sizes are given. watch: see `passes.search.search.search`. decided:
@@ -189,12 +189,12 @@ def find_plans(
         return make_space(of, cluster, batch, **wishes)
 
     space, prices = space_of(cluster, wishes), make_prices(of, cluster)
-    found = search(space, prices, watch)
-    if not found.tried:
+    plans = search(space, prices, watch)
+    if not plans.tried:
         raise nothing_to_choose(space)
-    if not found.best:
-        raise infeasible(found, prices, space, wishes, space_of)
-    return found
+    if not plans.best:
+        raise infeasible(plans, prices, space, wishes, space_of)
+    return plans
 
 
 def make_space(of: ShortModel, cluster: Cluster, batch: int, **decided: Any) -> Space:
@@ -261,7 +261,7 @@ def label_plan(
     parameters and what is kept for the backward; None: the plan's, else a device's.
     Raises: ShardingsDoNotFit, PlanError.
     """
-    found = of.layers
-    runs = Runs(found.path, found.period, found.repeats) if found else None
+    layers = of.layers
+    runs = Runs(layers.path, layers.period, layers.repeats) if layers else None
     named = of.shared if plan.zero else of.named
     return choose_op_shardings(named, split_groups(named, plan), cluster, runs, memory)

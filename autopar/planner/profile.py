@@ -112,25 +112,25 @@ def alone(load: Workload) -> Job:
 
 def measure_ops(load: Workload, device: torch.device, told: Watch) -> dict[str, Timed]:
     """Ops of all jobs, signature -> the mean of the ranks that compute at once."""
-    found: dict[str, list[Timed]] = defaultdict(list)
+    samples: dict[str, list[Timed]] = defaultdict(list)
     source = jobs(load, _world()) if load.model and _rank() == 0 else iter(())
     while job := _from_first(next(source, None)):
         tell(f"ops of {job.name}")
         times = run_job(job, device, REPEATS) if _computes() else None
         for ran in _from_all(times):
             for key, timed in ran.timed.items() if ran else ():
-                found[key].append(timed)
+                samples[key].append(timed)
         if times:
             told(f"{job.name}: {times}")
     return {
         key: replace(rows[0], seconds=mean(t.seconds for t in rows))
-        for key, rows in found.items()
+        for key, rows in samples.items()
     }
 
 
 def _measure_update(device: torch.device) -> tuple[Point, ...]:
-    found = _from_all(measure_update(device) if _computes() else None)
-    by_size = zip(*(points for points in found if points), strict=True)
+    measured = _from_all(measure_update(device) if _computes() else None)
+    by_size = zip(*(points for points in measured if points), strict=True)
     return tuple((same[0][0], mean(s for _, s in same)) for same in by_size)
 
 

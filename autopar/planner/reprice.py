@@ -41,13 +41,13 @@ def as_priced(cluster: Cluster, profile: Path | None) -> Cluster:
     """
     if not cluster.profile:
         return cluster
-    found = measured_cluster(cluster.devices, profile)
-    if found.profile != cluster.profile:
+    measured = measured_cluster(cluster.devices, profile)
+    if measured.profile != cluster.profile:
         raise ClusterError(
             f"the plan was priced by a profile of {cluster.profile}, which is not here",
             fix=f"measure again, or give --devices {cluster}",
         )
-    return with_memory(found, cluster.device.memory)
+    return with_memory(measured, cluster.device.memory)
 
 
 def reprice(record: PlanRecord, cluster: Cluster) -> PlanRecord:

@@ -88,11 +88,11 @@ class PlanRequest:
     @property
     def space(self) -> dict[str, Any]:
         """Fields of a `Space` that are decided."""
-        found: dict[str, Any] = {"mesh": self.mesh, "shape": self.shape}
+        fields: dict[str, Any] = {"mesh": self.mesh, "shape": self.shape}
         for name, value in self.decided.items():
             choices = (value,) if name in ONE_OF else value
-            found[ONE_OF.get(name, name)] = choices
-        return found
+            fields[ONE_OF.get(name, name)] = choices
+        return fields
 
 
 def plan_request(

@@ -24,7 +24,7 @@ from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import Estimate
 from autopar.passes.ranges import check_range, shown
 from autopar.passes.schedule.make_schedule import SCHEDULES
-from autopar.passes.search.search import Found
+from autopar.passes.search.search import Ranking
 from autopar.read_file import read_text
 from autopar.terminal import command
 from autopar.version import VERSION
@@ -97,11 +97,11 @@ class PlanRecord:
         return cls(**{**read, "cluster": cluster, "best": best})
 
 
-def priced_near(found: Found) -> tuple[tuple[str, float, float], ...]:
+def priced_near(plans: Ranking) -> tuple[tuple[str, float, float], ...]:
     """Candidates, their seconds and bytes by the formula alone, fastest first: those
     that are not far slower than the best, and no more than a page can show."""
-    limit = SLOWER * found.best[0].seconds
-    near = [row for row in found.priced if row.seconds <= limit][:SHOWN]
+    limit = SLOWER * plans.best[0].seconds
+    near = [row for row in plans.priced if row.seconds <= limit][:SHOWN]
     return tuple((name, float(f"{s:.4g}"), round(peak)) for name, s, peak in near)
 
 

@@ -244,14 +244,14 @@ def _decode_manifest(folder: Path, manifest: Mapping[str, Any]) -> Manifest:
             fix=again,
         )
     where = f"{MANIFEST} of the damaged plan '{folder}'"
-    found: Manifest = decode(Manifest, manifest, where, PlanDirectoryError, AGAIN)
+    decoded: Manifest = decode(Manifest, manifest, where, PlanDirectoryError, AGAIN)
     for name in (PLAN, PROGRAM):
-        if name not in found.files:
+        if name not in decoded.files:
             raise _damaged(folder, f"{MANIFEST} does not list {name}")
-    for name in found.files:
+    for name in decoded.files:
         if name not in LISTED and not MODULE.fullmatch(name):
             raise _damaged(folder, f"{MANIFEST} lists '{name}', which no plan has")
-    return found
+    return decoded
 
 
 def _read_checked(folder: Path, name: str, wanted: str) -> str:

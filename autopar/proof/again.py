@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from autopar.proof.chance import generator_of, uniform
 from autopar.proof.differences import differences
 from autopar.proof.in_double import in_double, tree_in_double
-from autopar.proof.ranks import FoundStep
+from autopar.proof.ranks import StepResult
 
 # Of roundings; more of them where fewer explain too little: a unit of ReLU that is 0
 # but for rounding has a gradient or none, and some draws must have seen either.
@@ -46,12 +46,12 @@ class Again:
     """Runs of one step. run: of the model, by an arithmetic; in double: given float64
     alone."""
 
-    def __init__(self, run: Callable[[Arithmetic], FoundStep]) -> None:
+    def __init__(self, run: Callable[[Arithmetic], StepResult]) -> None:
         self._run = run
         self._drawn: dict[bool, list[dict[str, float]]] = {False: [], True: []}
 
     @cached_property
-    def exact(self) -> FoundStep:
+    def exact(self) -> StepResult:
         """In float64."""
         with default_dtype(torch.float64):
             return self._run(Arithmetic(double=True))
@@ -62,18 +62,18 @@ class Again:
 
         Raises ValueError where they are no finite numbers: nothing is known then.
         """
-        found = self._drawn[double]
-        while len(found) < draws:
+        drawn = self._drawn[double]
+        while len(drawn) < draws:
             dtype = torch.float64 if double else torch.get_default_dtype()
             with default_dtype(dtype):
-                moved = self._run(Arithmetic(double, len(found)))
+                moved = self._run(Arithmetic(double, len(drawn)))
             errors = differences(moved, self.exact)
             if not all(map(isfinite, errors.values())):
                 raise ValueError("rounded otherwise, the model gives no finite numbers")
-            found.append(errors)
+            drawn.append(errors)
         return {
-            name: self._luck(name) * max(one[name] for one in found)
-            for name in found[0]
+            name: self._luck(name) * max(one[name] for one in drawn)
+            for name in drawn[0]
         }
 
     def _luck(self, name: str) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from autopar.proof.errors import NOISE, norm_of, relative_error, root_mean_square, worse
-from autopar.proof.ranks import NONE, FoundStep
+from autopar.proof.ranks import NONE, StepResult
 from autopar.proof.update import RATE, Update
 
 # The name of the margin by which routers preferred others than they were told.
@@ -21,7 +21,7 @@ Gradients = tuple[Tensor, Mapping[str, Tensor]]
 
 
 def differences(
-    found: FoundStep, want: FoundStep, exact: FoundStep | None = None
+    ours: StepResult, want: StepResult, exact: StepResult | None = None
 ) -> dict[str, float]:
     """Relative errors of all that both have: losses, every gradient, the norm of them,
     and the margin of choices, which is a share already.
@@ -31,30 +31,30 @@ def differences(
     """
     size = exact or want
     errors = find_errors(
-        (found.loss, found.gradients),
+        (ours.loss, ours.gradients),
         (want.loss, want.gradients),
         (size.loss, size.gradients),
     )
-    errors[NORM] = abs(found.norm - want.norm) / (size.norm or 1.0)
-    if found.evaluated is not None and want.evaluated is not None:
+    errors[NORM] = abs(ours.norm - want.norm) / (size.norm or 1.0)
+    if ours.evaluated is not None and want.evaluated is not None:
         errors[EVALUATED] = relative_error(
-            found.evaluated, want.evaluated, size=size.evaluated
+            ours.evaluated, want.evaluated, size=size.evaluated
         )
-    for name, x in found.outputs.items():
+    for name, x in ours.outputs.items():
         if x.is_floating_point() and name in want.outputs:
             output, scale = want.outputs[name], size.outputs.get(name)
             errors[f"output '{name}'"] = relative_error(x, output, size=scale)
-    if found.margin is not None:
-        errors[CHOICES] = abs(found.margin - (want.margin or 0.0))
+    if ours.margin is not None:
+        errors[CHOICES] = abs(ours.margin - (want.margin or 0.0))
     return errors
 
 
 def find_errors(
-    found: Gradients, want: Gradients, size: Gradients | None = None
+    ours: Gradients, want: Gradients, size: Gradients | None = None
 ) -> dict[str, float]:
     """By name, of the loss and of every gradient; 1 for one that should be there.
     size: what errors are relative to; the second, if None."""
-    loss, grads = found
+    loss, grads = ours
     size = size or want
     noise = NOISE * root_mean_square(size[1].values())
     errors = {"loss": relative_error(loss, want[0], size=size[0])}
@@ -68,25 +68,25 @@ def find_errors(
     return errors
 
 
-def found_by_model(
+def result_of_model(
     loss: Tensor,
     gradients: Mapping[str, Tensor],
     evaluated: Tensor | None = None,
     margin: float | None = None,
     outputs: Mapping[str, Tensor] = NONE,
-) -> FoundStep:
+) -> StepResult:
     norm = norm_of(gradients)
-    return FoundStep(loss, gradients, norm, evaluated, (), margin, outputs)
+    return StepResult(loss, gradients, norm, evaluated, (), margin, outputs)
 
 
-def update_errors(found: FoundStep, want: Update | None) -> dict[str, float]:
+def update_errors(ours: StepResult, want: Update | None) -> dict[str, float]:
     """Returns errors of the norm for clipping, of the weights of each rank, and of
     what a checkpoint holds."""
     if want is None:
         return {}
-    norm = found.updated[0].norm
+    norm = ours.updated[0].norm
     errors = {CLIPPING: abs(norm - want.norm) / (want.norm or 1.0)}
-    for rank in found.updated:
+    for rank in ours.updated:
         for name, error in rank.errors.items():
             after = f"{name} after an update"
             errors[after] = worse(errors.get(after, 0.0), error)
@@ -95,7 +95,7 @@ def update_errors(found: FoundStep, want: Update | None) -> dict[str, float]:
 
 
 def update_room(
-    moved: Mapping[str, float], exact: FoundStep, update: Update | None
+    moved: Mapping[str, float], exact: StepResult, update: Update | None
 ) -> dict[str, float]:
     """What errors of an update may be, where gradients may be moved: AdamW's first step
     is of RATE g / (|g| + eps), so at most RATE / eps times as far."""

@@ -53,14 +53,14 @@ def draw_parameters(
 def draw_buffers(given: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     """Draws those buffers that are 0 everywhere, or 1: statistics, biases of routers.
     Others hold what the model needs (tables, masks) and stay."""
-    found = {}
+    buffers = {}
     for name, x in given.items():
         if x.is_meta or not x.is_floating_point() or x.numel() < 2:
             continue
         if bool((x == 0).all()) or bool((x == 1).all()):
             drawn = draw_near(x.detach().cpu(), generator_of(seed, name))
-            found[name] = drawn.to(x)
-    return found
+            buffers[name] = drawn.to(x)
+    return buffers
 
 
 def draw_tensor(

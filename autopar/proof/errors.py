@@ -22,9 +22,9 @@ class VerificationFailed(AutoparError):
 
 def root_mean_square(tensors: Iterable[Tensor]) -> float:
     """Over the elements of all tensors."""
-    found = [(x.double().square().sum().item(), x.numel()) for x in tensors]
-    count = sum(n for _, n in found)
-    return (sum(squares for squares, _ in found) / max(count, 1)) ** 0.5
+    sums = [(x.double().square().sum().item(), x.numel()) for x in tensors]
+    count = sum(n for _, n in sums)
+    return (sum(squares for squares, _ in sums) / max(count, 1)) ** 0.5
 
 
 def norm_of(gradients: Mapping[str, Tensor]) -> float:

@@ -20,13 +20,13 @@ from autopar.passes.capture.trace import Traced
 from autopar.passes.program import Program
 from autopar.progress import tell
 from autopar.proof.again import Again, Arithmetic
-from autopar.proof.differences import found_by_model
+from autopar.proof.differences import result_of_model
 from autopar.proof.draw_values import draw_buffers
 from autopar.proof.drawn import drawn_batch, drawn_weights, is_finite, with_values
 from autopar.proof.errors import NOISE, root_mean_square
 from autopar.proof.in_double import tree_in_double
 from autopar.proof.interpret import run_graph
-from autopar.proof.ranks import FoundStep
+from autopar.proof.ranks import StepResult
 from autopar.proof.reference import OurDropout, reference_step
 from autopar.proof.update import Update
 from autopar.runtime.comm.routing_replay import Choosing, RoutingReplay
@@ -50,7 +50,7 @@ STEPS = 2  # of what is drawn: what one step leaves behind must not show in the 
 class Expected:
     """One step of the untouched model, to compare programs with.
 
-    found: what it computes; in mixed precision under autocast. made: what its routers
+    result: what it computes; in mixed precision under autocast. made: what its routers
     chose. exact: of the model in its own precision, told so, where that is mixed.
     again: tells rounding from faults. drawn: of weights and batch. buffers: those that
     were drawn, too. update: what follows the gradients, if that is compared too.
@@ -58,11 +58,11 @@ class Expected:
 
     weights: Mapping[str, Tensor]
     batch: Mapping[str, Tensor]
-    found: FoundStep
+    result: StepResult
     tolerance: float
     again: Again
     made: tuple[Tensor, ...] = ()
-    exact: FoundStep | None = None
+    exact: StepResult | None = None
     drawn: tuple[str, ...] = ()
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     update: Update | None = None
@@ -156,7 +156,7 @@ def unmoved(steps: Sequence[Expected]) -> tuple[str, ...]:
     and no error would show: mostly 0."""
     dead: set[str] | None = None
     for step in steps:
-        gradients = step.found.gradients
+        gradients = step.result.gradients
         least = step.tolerance * NOISE * root_mean_square(gradients.values())
         still = {
             name
@@ -191,7 +191,7 @@ def _expect(
     return Expected(
         weights,
         {k: v for k, v in batch.items() if isinstance(v, Tensor)},
-        found_by_model(*want, step.evaluated(batch, precision, Choosing())),
+        result_of_model(*want, step.evaluated(batch, precision, Choosing())),
         rounding(model, precision, seen.narrowest) if allowed is None else allowed,
         Again(step.run),
         made,
@@ -212,7 +212,7 @@ class _Step:
     made: tuple[Tensor, ...]
     limits: tuple[finfo, ...]
 
-    def run(self, arithmetic: Arithmetic) -> FoundStep:
+    def run(self, arithmetic: Arithmetic) -> StepResult:
         """By an arithmetic; in float64 without autocast."""
         given, own = dict(self.batch), dict(self.values)
         precision = self.subject.program.plan.lowering
@@ -229,7 +229,7 @@ class _Step:
             self.subject.as_found.put_back()
         return self.captured({**given, **own}, arithmetic)
 
-    def captured(self, values: Mapping[str, Any], arithmetic: Arithmetic) -> FoundStep:
+    def captured(self, values: Mapping[str, Any], arithmetic: Arithmetic) -> StepResult:
         """The same by the model's operations, as captured: forward may look at dtypes,
         and take no float64."""
         traced, without = self.subject.traced, None
@@ -239,20 +239,20 @@ class _Step:
         if self.subject.has_dropout:
             with arithmetic, Choosing(RoutingReplay(self.made)):
                 without = run_graph(traced, values, None)[0]
-        margin = replay.margin if replay.found else None
-        return found_by_model(loss, gradients, without, margin)
+        margin = replay.margin if replay.differing else None
+        return result_of_model(loss, gradients, without, margin)
 
-    def told(self, batch: Mapping[str, Any], dtype: Lowering) -> FoundStep:
+    def told(self, batch: Mapping[str, Any], dtype: Lowering) -> StepResult:
         """dtype: what the model runs in."""
         subject, replay = self.subject, RoutingReplay(self.made)
         model, loss_fn = subject.model, subject.loss_fn
         with _Limits(self.limits):
-            found = reference_step(
+            step = reference_step(
                 model, batch, loss_fn, self.key, dtype, Choosing(replay)
             )
-        margin = replay.margin if replay.found else None
+        margin = replay.margin if replay.differing else None
         without = self.evaluated(batch, dtype, Choosing(RoutingReplay(self.made)))
-        return found_by_model(*found, without, margin)
+        return result_of_model(*step, without, margin)
 
     def evaluated(
         self, batch: Mapping[str, Any], dtype: Lowering, choosing: Choosing

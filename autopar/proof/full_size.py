@@ -178,7 +178,7 @@ def check_full_size(program: Program) -> tuple[CutShort, ...]:
     check(program.schedule)
     modules: dict[tuple[int, str], list[Call]] = {}
     declared: dict[tuple[int, str], Mapping[str, Any]] = {}
-    found: list[CutShort] = []
+    cut: list[CutShort] = []
     masks: int | None = 0
     shapes = Shapes()
     for index, stage in enumerate(program.stages):
@@ -187,13 +187,13 @@ def check_full_size(program: Program) -> tuple[CutShort, ...]:
             ran = run_module(program, index, rank, shapes)
             comm, declared[index, key], cut_short = ran
             modules[index, key] = comm.calls
-            found += cut_short
+            cut += cut_short
             masks = _check_masks(comm.masks, index, first)
             masks = None if cut_short else masks
         _check_meetings(program, index, modules)
         assert stage.modules, "a stage runs on some ranks"
     _check_messages(program, declared)
-    return tuple(found)
+    return tuple(cut)
 
 
 def _check_masks(
@@ -207,7 +207,7 @@ def _check_masks(
     new = own if first is None else [n for n in own if n >= first]
     start = new[0] if first is None and new else first or 0
     told = new == [*range(start, start + len(new))]
-    again = [n for name, found in drawn.items() if name != "forward" for n in found]
+    again = [n for name, nodes in drawn.items() if name != "forward" for n in nodes]
     if not told or len({*again}) < len(again) or not {*again} <= {*own}:
         raise VerificationFailed(
             f"stage {stage} draws masks {own} of dropout, and again {again}, which are "

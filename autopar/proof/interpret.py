@@ -51,12 +51,12 @@ def run_graph(
         loss = held[graph.outputs[0].name]
         leaves = [held[name] for name in wanted]
         grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-    found_grads = {
+    gradients_of = {
         name: torch.zeros_like(x) if g is None else g
         for name, x, g in zip(wanted, leaves, grads, strict=True)
     }
     outputs = {n: held[v.name].detach() for n, v in traced.named_outputs.items()}
-    return loss.detach(), found_grads, outputs
+    return loss.detach(), gradients_of, outputs
 
 
 def _run(node: Node, held: Mapping[str, Tensor], dropout: OurDropout) -> Any:

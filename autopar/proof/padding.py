@@ -91,16 +91,16 @@ def find_fills(
         raise BatchError("what it computes with depends on the batch's shape", fix=FIX)
     ranges, problem = find_input_ranges(longer.graph), NOTHING_LEFT_OUT
     for fills in _candidates(longer, ranges):
-        found = _first_difference(short, longer, ranges, held, fills)
-        if found is None:
+        difference = _first_difference(short, longer, ranges, held, fills)
+        if difference is None:
             return fills
         names = ", ".join(f"'{name}' of {value:g}" for name, value in fills.items())
-        problem = f"with {names} in what is padded, {found}"
+        problem = f"with {names} in what is padded, {difference}"
     for twice, own in repeated:
-        found = _first_difference(short, twice, ranges, own, None)
-        if found is None:
+        difference = _first_difference(short, twice, ranges, own, None)
+        if difference is None:
             return None
-        problem += f"; with each sample repeated, {found}"
+        problem += f"; with each sample repeated, {difference}"
     raise BatchError(problem, fix=FIX)
 
 
@@ -136,8 +136,8 @@ def _small(
     size = max((prod(v.shape) for v in graph.inputs), default=1)
     if size * sum(prod(v.shape) for v in graph.params) > LITTLE:
         extents = find_extents(traced)
-        found = (extents.sizes, extents.sums, extents.fixed)
-        shrinker = Shrinker(extents, choose_sizes(*found, {}, {}, {}))
+        constraints = (extents.sizes, extents.sums, extents.fixed)
+        shrinker = Shrinker(extents, choose_sizes(*constraints, {}, {}, {}))
         traced = shrinker.graph(traced)
         known = {v.name for v in graph.buffers}
         like = {n: shrinker.tensor(n, x) for n, x in like.items() if n in known}
@@ -147,9 +147,9 @@ def _small(
 def _candidates(traced: Traced, ranges: Mapping[str, InputRange]) -> Iterator[LeftOut]:
     """What a loss may leave samples out by: all labels, or one mask."""
     labels = {
-        name: found.holes[0]
-        for name, found in ranges.items()
-        if found.role == LABEL and found.holes
+        name: field.holes[0]
+        for name, field in ranges.items()
+        if field.role == LABEL and field.holes
     }
     if labels:
         yield labels
@@ -177,21 +177,21 @@ def _first_difference(
         given = {**batch, **weights, **buffers, **short.literals}
         try:
             loss, grads, others = run_graph(short, given, None)
-            found = run_graph(longer, {**padded, **longer.literals}, None)
+            results = run_graph(longer, {**padded, **longer.literals}, None)
         except (IndexError, RuntimeError, ValueError) as error:
             return str(error).partition("\n")[0]
         if not bool(loss.isfinite()):
             return "the loss is not finite"
         least = max(float(g.abs().max()) for g in grads.values()) * TOLERANCE
         for name, want in {"the loss": loss, **others}.items():
-            have = found[0] if name == "the loss" else found[2][name]
+            have = results[0] if name == "the loss" else results[2][name]
             if not _same(have, want, TOLERANCE * float(want.abs().max())):
                 return f"{name} is another one"
         for name, want in grads.items():
-            if not _same(found[1][name], want, least):
+            if not _same(results[1][name], want, least):
                 return f"the gradient of '{name}' is another one"
     return None
 
 
-def _same(found: Tensor, want: Tensor, least: float) -> bool:
-    return torch.allclose(found.double(), want.double(), rtol=TOLERANCE, atol=least)
+def _same(have: Tensor, want: Tensor, least: float) -> bool:
+    return torch.allclose(have.double(), want.double(), rtol=TOLERANCE, atol=least)

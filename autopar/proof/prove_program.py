@@ -29,13 +29,13 @@ from autopar.passes.proof.shrink_plan import Layers, layer_number
 from autopar.passes.proof.transfer import Difference, Sizes, differs
 from autopar.progress import tell
 from autopar.proof.again import Again, Arithmetic, default_dtype
-from autopar.proof.differences import found_by_model
+from autopar.proof.differences import result_of_model
 from autopar.proof.draw_values import draw_batch, draw_parameters
 from autopar.proof.expected import Expected
 from autopar.proof.full_size import check_full_size
 from autopar.proof.in_double import program_in_double, tree_in_double
 from autopar.proof.interpret import run_graph
-from autopar.proof.ranks import FoundStep, VerificationFailed
+from autopar.proof.ranks import StepResult, VerificationFailed
 from autopar.proof.run_beside import prove as run_beside
 from autopar.proof.small import Runnable, make_small, whole
 from autopar.proof.update import update_whole
@@ -227,7 +227,7 @@ def _expect(
         return Expected(
             own,
             tree_in_double(inputs),
-            found_by_model(
+            result_of_model(
                 *results[:2], _evaluated(runnable, values), outputs=results[2]
             ),
             TOLERANCE,
@@ -250,12 +250,12 @@ def _run_again(
     values: Mapping[str, Tensor],
     key: int,
     arithmetic: Arithmetic,
-) -> FoundStep:
+) -> StepResult:
     """As `Again` wants it: in float64, be it asked for or not."""
     with arithmetic:
         results = run_graph(runnable.traced, values, key)
         evaluated = _evaluated(runnable, values)
-        return found_by_model(*results[:2], evaluated, outputs=results[2])
+        return result_of_model(*results[:2], evaluated, outputs=results[2])
 
 
 Named = dict[str, Tensor]
@@ -321,7 +321,7 @@ def check_transfer(program: Program, small: Runnable) -> None:
             for key in small.program.stages[i].modules.values()
         }
         for key in set(stage.modules.values()):
-            found = None
+            difference = None
             for other, layers in sorted(texts, key=str):
                 if (key, other, layers) not in known:
                     known[key, other, layers] = differs(
@@ -330,12 +330,12 @@ def check_transfer(program: Program, small: Runnable) -> None:
                         sizes,
                         layers,
                     )
-                found = known[key, other, layers]
-                if found is None:
+                difference = known[key, other, layers]
+                if difference is None:
                     break
-            if found is not None or not texts:
+            if difference is not None or not texts:
                 raise NotProved(
-                    f"stage {number} is not what it is with small sizes, {found}",
+                    f"stage {number} is not what it is with small sizes, {difference}",
                 )
     odd = find_other_spec(program, small.program, small.sizes, small.factors)
     if odd is not None:

@@ -46,7 +46,7 @@ class GivenStep:
 
 
 @dataclass(frozen=True)
-class FoundStep:
+class StepResult:
     """loss: of all samples. gradients: whole, by name. norm: of all of them, as ranks
     compute it to clip them. evaluated: the loss without dropout, where asked for.
     updated: of each rank what became of an update, where asked for. margin: by how much
@@ -79,7 +79,7 @@ def run_steps(
     seed: int = 0,
     evaluate: bool = False,
     compiled: CodeCache | None = None,
-) -> list[FoundStep]:
+) -> list[StepResult]:
     """Runs steps of one executor on each rank, with weights of each step's own.
 
     What a step leaves behind must not show in the next: gradients, residuals, what was
@@ -108,8 +108,8 @@ def run_steps(
     joined = [_join(program, ranks) for ranks in zip(*by_rank, strict=True)]
     told = [given.replay for given in steps]
     return [
-        replace(found, margin=c.margin) if c is not None and c.found else found
-        for found, c in zip(joined, told, strict=True)
+        replace(one, margin=c.margin) if c is not None and c.differing else one
+        for one, c in zip(joined, told, strict=True)
     ]
 
 
@@ -251,7 +251,7 @@ def _set_weights(step: RankStep, wholes: Mapping[str, Tensor]) -> None:
 # --- what ranks found, joined -------------------------------------------------------
 
 
-def _join(program: Program, ranks: Sequence[_OfRank]) -> FoundStep:
+def _join(program: Program, ranks: Sequence[_OfRank]) -> StepResult:
     """The whole, from what each rank has of one step."""
     _agree("the loss", [one.loss.item() for one in ranks])
     _agree("the norm of gradients", [one.norm for one in ranks])
@@ -268,7 +268,7 @@ def _join(program: Program, ranks: Sequence[_OfRank]) -> FoundStep:
             shards = [one.shards.get(name) for one in ranks]
             source = spec.part.source
             whole[source] = assemble(program, name, shards, noise, whole.get(source))
-    return FoundStep(
+    return StepResult(
         first.loss, whole, first.norm, first.evaluated, updated, None, first.outputs
     )
 

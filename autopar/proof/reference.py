@@ -141,11 +141,11 @@ def reference_step(
                 "they have dropout within",
                 fix="verify without torch.utils.checkpoint; programs do not use it",
             ) from error
-    found = {
+    gradients = {
         n: torch.zeros_like(p) if g is None else g.to(p.dtype)
         for (n, p), g in zip(wanted.items(), grads, strict=True)
     }
-    return loss.detach(), found
+    return loss.detach(), gradients
 
 
 def _gradients(
@@ -153,10 +153,10 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     scale = LossScale().scale if precision is torch.float16 else 1.0
     while True:
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             loss * scale, wanted, allow_unused=True, retain_graph=scale > 1.0
         )
-        held = [g for g in found if g is not None]
+        held = [g for g in gradients if g is not None]
         if scale <= 1.0 or all(bool(g.isfinite().all()) for g in held):
-            return tuple(None if g is None else g / scale for g in found)
+            return tuple(None if g is None else g / scale for g in gradients)
         scale /= 2.0

@@ -19,7 +19,7 @@ from autopar.proof.differences import CHOICES, differences, update_errors, updat
 from autopar.proof.drawn import is_finite
 from autopar.proof.expected import TOLERANCE, Expected, unmoved
 from autopar.proof.in_double import program_in_double, tree_in_double
-from autopar.proof.ranks import FoundStep, GivenStep, VerificationFailed, run_steps
+from autopar.proof.ranks import GivenStep, StepResult, VerificationFailed, run_steps
 from autopar.proof.verification import Verification
 from autopar.runtime.comm.routing_replay import RoutingReplay
 from autopar.runtime.execute.code_cache import CodeCache
@@ -59,33 +59,33 @@ def _run(
     told: Sequence[RoutingReplay | None],
     seed: int,
     compiled: CodeCache | None,
-) -> list[FoundStep]:
+) -> list[StepResult]:
     steps = [
         GivenStep(e.weights, e.batch, replay, e.update)
         for e, replay in zip(expected, told, strict=True)
     ]
-    evaluate = all(e.found.evaluated is not None for e in expected)
+    evaluate = all(e.result.evaluated is not None for e in expected)
     return run_steps(program, buffers, steps, seed, evaluate, compiled)
 
 
 def _compare(
-    found: FoundStep, expected: Expected, told: RoutingReplay | None
+    ours: StepResult, expected: Expected, told: RoutingReplay | None
 ) -> Verification:
     """One step of all ranks, beside the model's."""
-    want, exact = expected.found, expected.exact
+    want, exact = expected.result, expected.exact
     proof = Verification(
-        found.loss.item(),
+        ours.loss.item(),
         want.loss.item(),
-        {**differences(found, want, exact), **update_errors(found, expected.update)},
+        {**differences(ours, want, exact), **update_errors(ours, expected.update)},
         expected.tolerance,
         drawn=expected.drawn,
-        restored=sum(rank.restored for rank in found.updated),
+        restored=sum(rank.restored for rank in ours.updated),
     )
     if told is None or exact is None:
         return proof
-    away, reference_away = differences(found, exact), differences(want, exact)
-    if found.margin is not None:
-        away[CHOICES], reference_away[CHOICES] = found.margin, exact.margin or 0.0
+    away, reference_away = differences(ours, exact), differences(want, exact)
+    if ours.margin is not None:
+        away[CHOICES], reference_away[CHOICES] = ours.margin, exact.margin or 0.0
     return replace(proof, away=away, reference_away=reference_away, rerouted=told.share)
 
 
@@ -137,21 +137,21 @@ def _in_double(expected: Expected) -> Expected:
         expected,
         weights=tree_in_double(dict(expected.weights)),
         batch=tree_in_double(dict(expected.batch)),
-        found=exact,
+        result=exact,
         tolerance=TOLERANCE[torch.float64],
     )
 
 
-def _compare_in_double(found: FoundStep, wide: Expected) -> Verification:
+def _compare_in_double(ours: StepResult, wide: Expected) -> Verification:
     moved = wide.again.scatter(double=True)
-    room = {**moved, **update_room(moved, wide.found, wide.update)}
-    return replace(_compare(found, wide, None), reference_away=room, rounded=True)
+    room = {**moved, **update_room(moved, wide.result, wide.update)}
+    return replace(_compare(ours, wide, None), reference_away=room, rounded=True)
 
 
 def _compare_rounded(
-    found: FoundStep, expected: Expected, told: RoutingReplay, draws: int
+    ours: StepResult, expected: Expected, told: RoutingReplay, draws: int
 ) -> Verification:
-    proof = _compare(found, replace(expected, exact=expected.again.exact), told)
+    proof = _compare(ours, replace(expected, exact=expected.again.exact), told)
     moved = expected.again.scatter(double=False, draws=draws)
     known = proof.reference_away
     room = {name: max(error, moved.get(name, 0.0)) for name, error in known.items()}

@@ -55,14 +55,14 @@ def checkpoint_table(directory: str | Path) -> Table:
     rows = tuple(
         (
             name,
-            "x".join(map(str, found["shape"])),
-            found["dtype"],
-            found["parts"],
-            " ".join(found["optimizer"]),
+            "x".join(map(str, stored["shape"])),
+            stored["dtype"],
+            stored["parts"],
+            " ".join(stored["optimizer"]),
         )
-        for name, found in data["tensors"].items()
+        for name, stored in data["tensors"].items()
     )
-    elements = sum(prod(found["shape"]) for found in data["tensors"].values())
+    elements = sum(prod(stored["shape"]) for stored in data["tensors"].values())
     written = data["bytes"]
     return Table(
         f"{data['path']}: step {data['step']}, saved on mesh '{data['mesh']}' by "

@@ -66,8 +66,8 @@ def seconds_table(record: PlanRecord) -> Table:
 def memory_table(record: PlanRecord) -> Table:
     """Where the bytes of each pipeline rank go; equal ranks in one row."""
     best = record.best[0]
-    found = dict.fromkeys((*TERMS, *(term for x in best.memory for term in x)))
-    terms = [t for t in found if any(x.get(t) for x in best.memory)]
+    known = dict.fromkeys((*TERMS, *(term for x in best.memory for term in x)))
+    terms = [t for t in known if any(x.get(t) for x in best.memory)]
     ranks: dict[tuple[str, ...], list[int]] = {}
     for rank, held in enumerate(best.memory):
         row = [_bytes(held.get(t, 0.0)) for t in terms]

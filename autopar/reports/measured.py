@@ -44,11 +44,13 @@ def _ops_table(at_once: int, profile: Profile) -> Table:
         kinds[kind_of(key)].append(timed)
     ordered = sorted(kinds.items(), key=lambda item: -max(t.seconds for t in item[1]))
     rows = []
-    for op, found in ordered[:SHOWN]:
-        quickest, slowest = (f(t.seconds for t in found) for f in (min, max))
-        speed = max(t.flops / t.seconds for t in found if t.seconds) / 1e9
-        moved = max(t.bytes / t.seconds for t in found if t.seconds) / 1e9
-        rows.append((op, len(found), seconds(quickest), seconds(slowest), speed, moved))
+    for op, samples in ordered[:SHOWN]:
+        quickest, slowest = (f(t.seconds for t in samples) for f in (min, max))
+        speed = max(t.flops / t.seconds for t in samples if t.seconds) / 1e9
+        moved = max(t.bytes / t.seconds for t in samples if t.seconds) / 1e9
+        rows.append(
+            (op, len(samples), seconds(quickest), seconds(slowest), speed, moved)
+        )
     notes = [f"{len(ops.timed)} ops of {len(kinds)} kinds, as emitted"]
     if ops.update:
         told = ", ".join(f"{size(b)} {seconds(s)}" for b, s in ops.update)

@@ -8,7 +8,7 @@ from autopar.machine.measured_cluster import how_priced
 from autopar.passes.plan import AUTO
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import TF32, Cluster
-from autopar.passes.search.search import Found
+from autopar.passes.search.search import Ranking
 from autopar.planner.infeasible import gigabytes
 from autopar.planner.planner import ShortModel
 from autopar.reports.tables import Table
@@ -40,12 +40,12 @@ def precision_notes(of: ShortModel, cluster: Cluster) -> tuple[str, ...]:
 
 
 def plans_table(
-    found: Found, cluster: Cluster, title: str, notes: tuple[str, ...] = ()
+    plans: Ranking, cluster: Cluster, title: str, notes: tuple[str, ...] = ()
 ) -> Table:
     """The best plan and its runners-up."""
     head = ("plan", "s/step", "memory", "idle", "communication", "MFU")
     rows = []
-    for e in found.best:
+    for e in plans.best:
         rows.append(
             (
                 str(e.candidate),
@@ -56,9 +56,9 @@ def plans_table(
                 f"{e.utilisation(cluster):.1%}",
             )
         )
-    best = f"the best of {found.tried} candidates"
-    priced = how_priced(found.best[0], cluster)
-    beyond = _beyond_what_is_known(found.best[0].candidate)
+    best = f"the best of {plans.tried} candidates"
+    priced = how_priced(plans.best[0], cluster)
+    beyond = _beyond_what_is_known(plans.best[0].candidate)
     return Table(title, head, tuple(rows), (best, priced, *beyond, *notes))
 
 

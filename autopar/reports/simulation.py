@@ -64,10 +64,10 @@ def simulate_estimate(
 
 def _waits(stage: StageSeconds) -> dict[str, tuple[Work, ...]]:
     """Part -> what it waits for."""
-    found: dict[str, list[Work]] = defaultdict(list)
+    waits: dict[str, list[Work]] = defaultdict(list)
     for w in stage.waits:
-        found[w.part].append(Work(w.what, w.seconds, calls=w.calls, bytes=w.bytes))
-    return {part: tuple(works) for part, works in found.items()}
+        waits[w.part].append(Work(w.what, w.seconds, calls=w.calls, bytes=w.bytes))
+    return {part: tuple(works) for part, works in waits.items()}
 
 
 def simulate_program(program: Program, cluster: Cluster) -> StepRun:

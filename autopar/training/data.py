@@ -242,18 +242,18 @@ def open_data(
     """
     if vocab < 1:
         raise DataError(f"a vocabulary of {vocab} tokens", fix="give at least 1")
-    read, found, weights = opener or open_tokens, list[Data](), list[float | None]()
+    read, sources, weights = opener or open_tokens, list[Data](), list[float | None]()
     for spec in (specs,) if isinstance(specs, str) else specs:
         name, weight = weighted(spec)
         data: Data = Synthetic(vocab, seed)
         if name != data.name:
             data = Corpus(name, read(name), seed, vocab)
-        found.append(data)
+        sources.append(data)
         weights.append(weight)
-    if len(found) == 1:
-        return found[0]
-    shares = _shares(found, weights)
-    return Mixture([data.apart(i + 1) for i, data in enumerate(found)], shares, seed)
+    if len(sources) == 1:
+        return sources[0]
+    shares = _shares(sources, weights)
+    return Mixture([data.apart(i + 1) for i, data in enumerate(sources)], shares, seed)
 
 
 def weighted(spec: str) -> tuple[str, float | None]:
@@ -272,15 +272,15 @@ def weighted(spec: str) -> tuple[str, float | None]:
     return name, weight
 
 
-def _shares(found: Sequence[Data], weights: Sequence[float | None]) -> list[float]:
+def _shares(sources: Sequence[Data], weights: Sequence[float | None]) -> list[float]:
     """Of the sum of weights; without any, of the tokens. Raises: DataError."""
     given = [weight for weight in weights if weight is not None]
-    if not given and all(isinstance(data, Corpus) for data in found):
-        given = [float(len(d.tokens)) for d in found if isinstance(d, Corpus)]
-    if len(given) != len(found):
-        without = found[weights.index(None)].name
+    if not given and all(isinstance(data, Corpus) for data in sources):
+        given = [float(len(d.tokens)) for d in sources if isinstance(d, Corpus)]
+    if len(given) != len(sources):
+        without = sources[weights.index(None)].name
         raise DataError(
-            f"'{without}' has no weight, among {len(found)} that are mixed",
+            f"'{without}' has no weight, among {len(sources)} that are mixed",
             fix=f"give one to each: --data {without}:0.5",
         )
     return [weight / math.fsum(given) for weight in given]

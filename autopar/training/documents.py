@@ -75,14 +75,14 @@ def text_of(path: Path, files: Sequence[Path], how: Reading) -> list[Piece]:
 def _choose(path: Path, names: Sequence[str], how: Reading) -> str:
     usual = reversed(COLUMNS) if how.tokenizer else COLUMNS
     wanted = [how.column] if how.column else list(usual)
-    found = [name for name in wanted if name in names]
-    if not found:
+    names_there = [name for name in wanted if name in names]
+    if not names_there:
         raise DataError(
             f"{path} has no column {' or '.join(map(repr, wanted))}: it has "
             f"{', '.join(map(repr, names))}",
             fix="name one of these: --column NAME",
         )
-    return found[0]
+    return names_there[0]
 
 
 def _from_disk(path: Path) -> Any:
@@ -133,7 +133,7 @@ class _theirs:
 
 def _ids(path: Path, column: str, chunks: Sequence[Any]) -> list[Piece]:
     """Lists of ids lie one after another in an Arrow file: they are read there."""
-    found, at = [], 0
+    pieces, at = [], 0
     for chunk in chunks:
         values = chunk.flatten()  # without copying
         if values.null_count:
@@ -143,13 +143,13 @@ def _ids(path: Path, column: str, chunks: Sequence[Any]) -> list[Piece]:
             )
         if len(values):
             tokens = np.asarray(values.to_numpy(zero_copy_only=True))
-            found.append(Piece(f"column '{column}' of {path}", tokens, at))
+            pieces.append(Piece(f"column '{column}' of {path}", tokens, at))
         at += len(values)
-    if not found:
+    if not pieces:
         raise DataError(
             f"column '{column}' of {path} has no ids", fix="give rows that have some"
         )
-    return found
+    return pieces
 
 
 def _texts(path: Path, dataset: Any, column: str) -> Iterator[Part]:

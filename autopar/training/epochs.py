@@ -26,10 +26,10 @@ def shuffled(numbers: np.ndarray, count: int, *key: int) -> np.ndarray:
     range(count) for each key."""
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
-    found = _crypt(numbers.astype(U64), half, keys)
-    while (outside := found >= U64(count)).any():  # at most 3 of 4 are
-        found[outside] = _crypt(found[outside], half, keys)
-    return found.astype(np.int64)
+    places = _crypt(numbers.astype(U64), half, keys)
+    while (outside := places >= U64(count)).any():  # at most 3 of 4 are
+        places[outside] = _crypt(places[outside], half, keys)
+    return places.astype(np.int64)
 
 
 def _crypt(numbers: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:

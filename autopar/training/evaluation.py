@@ -60,11 +60,11 @@ class Evaluation:
     def losses(self, step: Step) -> dict[str, float]:
         """Returns the loss, without dropout, its perplexity, and `Step.metrics`; and
         those of averaged weights, if the run has some. All ranks must call it."""
-        found = self._row(step, "eval")
+        row = self._row(step, "eval")
         if step.has_ema:
             with step.ema.applied():
-                found |= self._row(step, "ema_eval")
-        return found
+                row |= self._row(step, "ema_eval")
+        return row
 
     def _row(self, step: Step, name: str) -> dict[str, float]:
         """The means over all samples, none of which overlaps with another."""
@@ -75,9 +75,9 @@ class Evaluation:
             counts.append(count)
         shares = torch.tensor(counts, dtype=torch.float64) / sum(counts)
         loss, *others = (shares @ torch.stack(scalars).cpu()).tolist()
-        found = {f"{name}_loss": loss, f"{name}_perplexity": perplexity(loss)}
+        row = {f"{name}_loss": loss, f"{name}_perplexity": perplexity(loss)}
         metrics = zip(step.metrics, others, strict=True)
-        return found | {f"{name}_{METRIC}{key}": value for key, value in metrics}
+        return row | {f"{name}_{METRIC}{key}": value for key, value in metrics}
 
     def _batches(self, step: Step) -> Iterator[tuple[Mapping[str, Tensor], int]]:
         """What is evaluated, and of how many samples."""

@@ -165,16 +165,16 @@ def vocab_of(program: Program) -> int:
     """The extent of the dim named vocab, without what pads it; some parameter may have
     that too. Positions that are given are looked up as tokens are, in a table that has
     fewer. Raises ModelError if no parameter has it."""
-    found = [
+    vocabularies = [
         size
         for spec in program.parameters.values()
         for names, sizes in zip(spec.dims, spec.factors, strict=True)
         for name, size in zip(names, sizes, strict=True)
         if name == "vocab"
     ]
-    if found:
+    if vocabularies:
         looked_up = {*POSITIONS, *DOCUMENTS} & program.inputs.keys()
-        return max(found) if looked_up else min(found)
+        return max(vocabularies) if looked_up else min(vocabularies)
     raise ModelError(
         "no parameter of the model has a dim that is its vocabulary",
         fix="write the training loop yourself, with autopar.compile",

@@ -79,10 +79,10 @@ def fields_of(
 def begins(ids: Tensor, end: int | None) -> Tensor:
     """Whether a token is the first of another document than that before it, bool
     [samples, seq]."""
-    found = torch.zeros_like(ids, dtype=torch.bool)
+    first = torch.zeros_like(ids, dtype=torch.bool)
     if end is not None:
-        found[:, 1:] = ids[:, :-1] == end
-    return found
+        first[:, 1:] = ids[:, :-1] == end
+    return first
 
 
 def documents_of(ids: Tensor, end: int | None) -> Tensor:

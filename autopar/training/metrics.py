@@ -77,9 +77,9 @@ def peak_flops(program: Program, device: torch.device) -> float | None:
     """FLOP/s of a GPU of the table in what the program computes in; else None."""
     if device.type != "cuda":
         return None
-    found = torch.cuda.get_device_properties(device)
+    device_of = torch.cuda.get_device_properties(device)
     try:
-        known = named_by_torch(found.name, found.total_memory)
+        known = named_by_torch(device_of.name, device_of.total_memory)
     except ClusterError:
         return None
     flops = known.running(program.plan.tf32, program.plan.backend).flops

@@ -52,10 +52,10 @@ class Report:
                     row["reference_loss"] = reference
                 writer.write(row)
 
-    def evaluation(self, done: int, found: Row) -> None:
-        """found: losses and perplexities, by name."""
+    def evaluation(self, done: int, losses: Row) -> None:
+        """losses: losses and perplexities, by name."""
         for writer in self.writers:
-            writer.write({"step": done, **found})
+            writer.write({"step": done, **losses})
 
     def close(self) -> None:
         for writer in self.writers:

@@ -124,20 +124,20 @@ def resume(
     if options.save is None:
         return 0
     directory = options.save
-    found = on_first(step.comm, lambda: latest(directory))
-    if found is None:
+    checkpoint = on_first(step.comm, lambda: latest(directory))
+    if checkpoint is None:
         return 0
     if not options.resume:
         raise CheckpointError(
-            f"there is a checkpoint already: '{found}'",
+            f"there is a checkpoint already: '{checkpoint}'",
             fix="add --resume to go on from it, or give another --save directory",
         )
     wanted = trained_by(options, step)
     extra = load(
-        found,
+        checkpoint,
         step,
         optimizer,
-        lambda extra: check_before(found, wanted, data, options.other_data, extra),
+        lambda extra: check_before(checkpoint, wanted, data, options.other_data, extra),
     )
     return int(extra["done"])
 
@@ -152,7 +152,7 @@ def trained_by(options: RunOptions, step: Step) -> dict[str, Any]:
 
 
 def check_before(
-    found: Path,
+    checkpoint: Path,
     wanted: Mapping[str, Any],
     data: Mapping[str, str],
     other_data: bool,
@@ -162,26 +162,27 @@ def check_before(
     data, which may lie elsewhere. wanted: see `trained_by`."""
     if not isinstance(extra, dict) or not {"options", "done", "data"} <= set(extra):
         raise CheckpointError(
-            f"checkpoint '{found}' is not one of `autopar run`, or of an earlier one",
+            f"checkpoint '{checkpoint}' is not one of `autopar run`, or of an "
+            "earlier one",
             fix="give the --save directory of an earlier run",
         )
     for name, now in wanted.items():
         flag = f"--{name.replace('_', '-')}"
         if name not in extra["options"]:
             raise CheckpointError(
-                f"the run in '{found}' is of an earlier version, without {flag}",
+                f"the run in '{checkpoint}' is of an earlier version, without {flag}",
                 fix="start anew with another --save",
             )
         before = extra["options"][name]
         if before != now:
             raise CheckpointError(
-                f"the run in '{found}' had {flag} {before}, but this has {now}",
+                f"the run in '{checkpoint}' had {flag} {before}, but this has {now}",
                 fix=f"go on with {flag} {before}, or start anew with another --save",
             )
     if not other_data and extra["data"]["digest"] != data["digest"]:
         raise CheckpointError(
-            f"the run in '{found}' was trained on {extra['data']['name']}, and the "
-            f"tokens of {data['name']} are others",
+            f"the run in '{checkpoint}' was trained on {extra['data']['name']}, and "
+            f"the tokens of {data['name']} are others",
             fix="give the same data, start anew with another --save, or go on with "
             "this: --other-data",
         )

@@ -224,9 +224,9 @@ class Training:
         if self.options.ema:
             self.step.ema.update()
         if self.profile is not None:
-            found = self.profile.end(i + 1)
-            if found is not None and self.first:
-                print(found, file=sys.stderr)
+            profiled = self.profile.end(i + 1)
+            if profiled is not None and self.first:
+                print(profiled, file=sys.stderr)
         return loss, norm, rate
 
     def _look(self, done: int, loss: Tensor, norm: Tensor) -> None:
@@ -260,11 +260,11 @@ class Training:
 def writers(step: Step, done: int, options: RunOptions) -> list[Writer]:
     """Who is told, on rank 0; nobody on others. Raises AutoparError on all ranks for a
     log that cannot be written."""
-    found: list[Writer] = [Progress(options, done)]
+    writers: list[Writer] = [Progress(options, done)]
     if options.log_file is not None:
         log = Log(options.log_file, options.log_every, options.steps, Clock(done))
         on_first(step.comm, log.open)
-        found.append(log)
+        writers.append(log)
     trackers: list[TensorBoard | WandB] = []
     if options.tensorboard is not None:
         trackers.append(TensorBoard(options, done))
@@ -272,7 +272,7 @@ def writers(step: Step, done: int, options: RunOptions) -> list[Writer]:
         trackers.append(WandB(options, done))
     for tracker in trackers:
         on_first(step.comm, tracker.open)
-    return [*found, *trackers] if step.comm.rank == 0 else []
+    return [*writers, *trackers] if step.comm.rank == 0 else []
 
 
 def train_step(

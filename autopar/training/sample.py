@@ -177,8 +177,8 @@ def logits_of(model: nn.Module, origin: Origin, ids: Tensor) -> Tensor:
         held = [output.logits]
     elif isinstance(output, Mapping):
         held = output.values()
-    found = [output] if isinstance(output, Tensor) else [*held]
-    for x in found:
+    tensors = [output] if isinstance(output, Tensor) else [*held]
+    for x in tensors:
         if isinstance(x, Tensor) and x.ndim == 3 and len(x) == 1:
             return x
     raise SampleError(

@@ -95,8 +95,8 @@ def _from_json(file: Path, end: str | None) -> Tokenizer:
         end = _eos_token(file.with_name(CONFIG))
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
-        found = made.encode_batch(list(texts), add_special_tokens=False)
-        return [one.ids for one in found]
+        encoded = made.encode_batch(list(texts), add_special_tokens=False)
+        return [one.ids for one in encoded]
 
     vocab = made.get_vocab(with_added_tokens=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -118,14 +118,14 @@ def _from_folder(folder: Path, end: str | None) -> Tokenizer:
         ) from None
 
     def encode(texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        found: Any = made(list(texts), add_special_tokens=False)["input_ids"]
-        return found
+        ids: Any = made(list(texts), add_special_tokens=False)["input_ids"]
+        return ids
 
-    found = hashlib.sha256()
+    ids = hashlib.sha256()
     for file in sorted(f for f in folder.iterdir() if f.is_file()):
-        found.update(file.name.encode() + file.read_bytes())
+        ids.update(file.name.encode() + file.read_bytes())
     end = made.eos_token if end is None else end
-    return _made(str(folder), encode, made.get_vocab(), end, found.hexdigest()[:16])
+    return _made(str(folder), encode, made.get_vocab(), end, ids.hexdigest()[:16])
 
 
 def _made(

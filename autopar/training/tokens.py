@@ -62,17 +62,17 @@ class Tokens:
     def part(self, start: int, count: int) -> Tokens:
         """So many tokens from there on, not read."""
         assert 0 <= start <= start + count <= len(self), "a part of what is there"
-        found, stop = [], start + count
+        pieces, stop = [], start + count
         i = int(np.searchsorted(self.ends, start, side="right"))
         while start < stop:
             piece, end = self.pieces[i], int(self.ends[i])
             first = start - (end - len(piece.tokens))
             last = min(stop, end) - (end - len(piece.tokens))
-            found.append(
+            pieces.append(
                 replace(piece, tokens=piece.tokens[first:last], at=piece.at + first)
             )
             start, i = min(stop, end), i + 1
-        return Tokens(tuple(found) or (Piece("nothing", np.empty(0, np.int64)),))
+        return Tokens(tuple(pieces) or (Piece("nothing", np.empty(0, np.int64)),))
 
     def place(self, position: int) -> str:
         """Where a token is, for people: `position 12 of shard.bin`."""
@@ -82,8 +82,8 @@ class Tokens:
     def digest(self) -> str:
         """What tells data apart, wherever it lies and however wide its integers are:
         its length, and stretches from all over it."""
-        found = hashlib.sha256(str(len(self)).encode())
+        digest = hashlib.sha256(str(len(self)).encode())
         count = min(LENGTH, len(self))
         for start in np.linspace(0, len(self) - count, STRETCHES).astype(int):
-            found.update(self.read(int(start), count).astype("<i8").tobytes())
-        return found.hexdigest()[:16]
+            digest.update(self.read(int(start), count).astype("<i8").tobytes())
+        return digest.hexdigest()[:16]

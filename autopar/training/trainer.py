@@ -224,10 +224,10 @@ class Trainer(transformers.Trainer):
         self.step.build(**batch)
         if prediction_loss_only:
             return self.step.evaluate(**batch), None, None
-        found = self.step.evaluate(outputs=("logits",), **batch)
+        outputs = self.step.evaluate(outputs=("logits",), **batch)
         labels = [batch[name] for name in self.label_names if name in batch]
         alone = labels[0] if len(labels) == 1 else tuple(labels) or None
-        return found["loss"], found["logits"], alone
+        return outputs["loss"], outputs["logits"], alone
 
     def save_model(
         self, output_dir: str | None = None, _internal_call: bool = False

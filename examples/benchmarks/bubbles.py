@@ -161,13 +161,13 @@ def memory(row: Row, schedule: Schedule) -> Sequence[float]:
     Left out is what the embeddings take, as the paper does not state the vocabulary.
     """
     own, layers = footprints(row), layers_of(row)
-    found = []
+    peaks = []
     schedule = add_communication(schedule)
     for rank in range(row.ranks):
         held = sum(layers[s] for s, r in enumerate(schedule.stage_to_rank) if r == rank)
         states = STATE * 12 * row.width**2 * held
-        found.append(states + peak_bytes(schedule, rank, own))
-    return found
+        peaks.append(states + peak_bytes(schedule, rank, own))
+    return peaks
 
 
 def table(rows: Sequence[Row]) -> str:

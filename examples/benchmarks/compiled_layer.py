@@ -75,13 +75,13 @@ class _Outside(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ not in FREE:
             made_of = [] if func.overloadpacket.__name__ in SHAPED else [args, kwargs]
-            tensors = _tensors([made_of, found])
+            tensors = _tensors([made_of, result])
             self.count.kernels += 1
             self.count.bytes += sum(x.nbytes for x in tensors)
-        return found
+        return result
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
@@ -99,17 +99,17 @@ def counted_graphs() -> Iterator[list[Count]]:
     """Counts each graph that Inductor compiles meanwhile, in their order."""
     lowering = import_module("torch._inductor.graph").GraphLowering
     before: Callable[[Any], Any] = lowering.compile_to_module
-    found: list[Count] = []
+    counts: list[Count] = []
 
     def compile_to_module(graph: Any) -> Any:
         module = before(graph)
         nodes = [n for n in graph.scheduler.nodes if "Nop" not in type(n).__name__]
-        found.append(Count(len(nodes), int(graph.count_bytes()[0])))
+        counts.append(Count(len(nodes), int(graph.count_bytes()[0])))
         return module
 
     lowering.compile_to_module = compile_to_module
     try:
-        yield found
+        yield counts
     finally:
         lowering.compile_to_module = before
 
@@ -158,10 +158,10 @@ def ours(config: Config, batch: Mapping[str, Tensor], kept: Counting) -> Count:
         executor.step(batch)
         return outside.count + kept.count
 
-    (found,) = run_virtual(program.mesh, 1, body)
+    (counted,) = run_virtual(program.mesh, 1, body)
     if kept.refused:
         raise RuntimeError("\n".join(kept.refused))
-    return found
+    return counted
 
 
 def theirs(config: Config, samples: int) -> tuple[Count, Count]:

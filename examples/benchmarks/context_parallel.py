@@ -102,9 +102,9 @@ def run_rank(rank: int, port: int, sizes: argparse.Namespace) -> None:
     )
     rows = []
     for method, layout in VARIANTS:
-        found: list[Any] = [None] * sizes.ranks
-        dist.all_gather_object(found, measure(method, layout, sizes))
-        walls, attention, peaks = zip(*found, strict=True)
+        measured: list[Any] = [None] * sizes.ranks
+        dist.all_gather_object(measured, measure(method, layout, sizes))
+        walls, attention, peaks = zip(*measured, strict=True)
         least, most = min(attention), max(attention)
         ratio = most / least
         size = max(peaks) / 2**20

@@ -63,10 +63,10 @@ def measure(spec: str, layers: int, plan: Plan, samples: int, seq: int) -> list[
     assert loaded.vocab is not None, "configurations of experts have a vocabulary"
     batch = example_batch(loaded.vocab, samples * ranks, seq)
     program = compile_offline(loaded.model, batch, plan, cluster=PLAIN)
-    found = [c for c in program.communication if c.axes == ("ep",)]
+    exchanges = [c for c in program.communication if c.axes == ("ep",)]
     parts = ("forward", "backward")
-    moved = [sum(sent(c, ranks) for c in found if c.part == part) for part in parts]
-    return [*moved, sum(c.calls for c in found if c.part in parts)]
+    moved = [sum(sent(c, ranks) for c in exchanges if c.part == part) for part in parts]
+    return [*moved, sum(c.calls for c in exchanges if c.part in parts)]
 
 
 def products(
@@ -111,14 +111,14 @@ def compare(run: Callable[[], None], device: torch.device, rounds: int) -> list[
 @torch.no_grad()
 def compare_products(rows: int, rounds: int) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = []
+    table = []
     for experts in (8, 64):
         for width in (256, 1024):
             run = products(rows, experts, width, torch.bfloat16, device)
-            found.append([experts, width, *compare(run, device, rounds)])
+            table.append([experts, width, *compare(run, device, rounds)])
     print(f"{rows} rows in bfloat16, on {device.type}\n")
     head = ("experts", "width", "ms one by one", "ms at once", "ratio")
-    print(tabulate(found, head, floatfmt=("", "", ".2f", ".2f", ".2f")))
+    print(tabulate(table, head, floatfmt=("", "", ".2f", ".2f", ".2f")))
 
 
 def main() -> None:

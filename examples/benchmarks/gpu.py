@@ -68,15 +68,15 @@ class Done:
 
 def jobs(tiny: bool, ways: list[str]) -> dict[str, Job]:
     """By name, what matters most first."""
-    found = {f"{n} ranks": Job(("ranks", tiny), 60, n) for n in PLANS}
+    named = {f"{n} ranks": Job(("ranks", tiny), 60, n) for n in PLANS}
     for name in SIZES:
-        found[name] = Job(("speed", name, tiny, ways), 170)
-    return found
+        named[name] = Job(("speed", name, tiny, ways), 170)
+    return named
 
 
 def run(job: Job, seconds: float) -> Done:
     """Run a job for at most so many seconds, and give what it has said by then."""
-    until, found = time.monotonic() + seconds, Done()
+    until, done = time.monotonic() + seconds, Done()
     readers: list[Connection] = []
     processes = []
     for own in environments(job.ranks):
@@ -86,10 +86,10 @@ def run(job: Job, seconds: float) -> Done:
         writer.close()  # so that our end sees when the process is gone
         readers.append(reader)
         processes.append(process)
-    while readers and not found.why:
+    while readers and not done.why:
         ready = wait(readers, max(0.0, until - time.monotonic()))
         if not ready:
-            found.why = f"no time: it was given {seconds:.0f} s"
+            done.why = f"no time: it was given {seconds:.0f} s"
         for reader in ready:
             try:
                 row = reader.recv()
@@ -98,16 +98,16 @@ def run(job: Job, seconds: float) -> Done:
                 continue
             print(row, file=sys.stderr, flush=True)
             if "failed" in row:
-                found.why = f"it failed: {row['failed']}"
+                done.why = f"it failed: {row['failed']}"
             else:
-                found.rows.append(row)
+                done.rows.append(row)
     for process in processes:
-        if found.why:
+        if done.why:
             process.kill()
         process.join()
-        if process.exitcode and not found.why:
-            found.why = f"it failed: a process ended with {process.exitcode}"
-    return found
+        if process.exitcode and not done.why:
+            done.why = f"it failed: a process ended with {process.exitcode}"
+    return done
 
 
 def run_kernels(tiny: bool) -> Done:
@@ -145,11 +145,11 @@ def speed_rows(done: Done, config: Any) -> list[dict[str, Any]]:
     name, paper = done.rows[0]["model"], done.rows[0]["predicted"]
     tokens = paper["samples"] * config.context
     compiled = [r["seconds"] for w, r in measured.items() if w.startswith("compile")]
-    found = []
+    rows = []
     for way, row in measured.items():
         expected = paper["seconds"].get(way)
         mine, peak = way.startswith("ours"), paper["peak flops"]
-        found.append(
+        rows.append(
             {
                 "model": name,
                 "way": way,
@@ -166,25 +166,25 @@ def speed_rows(done: Done, config: Any) -> list[dict[str, Any]]:
                 else None,
             }
         )
-    return found
+    return rows
 
 
 def skipped(done: Mapping[str, Done], ways: Sequence[str]) -> list[str]:
     """Lines on what was not measured, and what is wrong."""
-    found = []
+    reasons = []
     for name, job in done.items():
         told = [row["way"] for row in job.rows if "way" in row]
         late = [way for way in ways if way not in told] if name in SIZES else []
         if job.why:
-            found.append(
+            reasons.append(
                 f"{name}: {job.why}{', before ' * bool(late)}{', '.join(late)}"
             )
         for row in job.rows:
             if "skipped" in row:
-                found.append(f"{name}, {row['way']}: {row['skipped']}")
+                reasons.append(f"{name}, {row['way']}: {row['skipped']}")
             if not row.get("equal", True):
-                found.append(f"WRONG: {row['plan']} is not the single process")
-    return found
+                reasons.append(f"WRONG: {row['plan']} is not the single process")
+    return reasons
 
 
 def device_here() -> str:

@@ -215,11 +215,11 @@ def speed(say: Say, name: str, tiny: bool, ways: Sequence[str]) -> None:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         try:
-            found: dict[str, Any] = trained(model, batch, way)
+            measured: dict[str, Any] = trained(model, batch, way)
         except Exception as error:  # what has no memory or no compiler is told
             line = (str(error).strip().splitlines() or [""])[0]
-            found = {"skipped": f"{type(error).__name__}: {line}"}
-        say({"model": name, "way": way, **found})
+            measured = {"skipped": f"{type(error).__name__}: {line}"}
+        say({"model": name, "way": way, **measured})
 
 
 def trained(model: nn.Module, batch: dict[str, Tensor], way: str) -> dict[str, float]:

@@ -215,14 +215,14 @@ def ours(model: GPT, kept: Path, **options: object) -> Step:
     from autopar.plans.store import load_plan, save_plan
 
     plan = kept / "plan"
-    found = {"program": load_plan(plan).program} if plan.exists() else options
+    source = {"program": load_plan(plan).program} if plan.exists() else options
     example = dict(zip(("ids", "labels"), batch(model.config, 0), strict=True))
     compiled = autopar.compile(
         model,
         options.pop("mesh"),
         example_inputs=example,
         cache_dir=kept / "compiled",
-        **found,
+        **source,
     )
     if compiled.comm.rank == 0 and not plan.exists():
         save_plan(compiled.program, plan, "examples/gpt.py")
@@ -252,19 +252,19 @@ def both(mesh: str, **options: object) -> dict[str, Build]:
 
 def pipelines(ranks: int) -> dict[str, Build]:
     """The last two schedules have two stages a rank."""
-    found = torchs(pipelining, name="1F1B", tensor_ranks=1)
-    found |= both(f"pp={ranks}", microbatches=MICROBATCHES)
+    stacks = torchs(pipelining, name="1F1B", tensor_ranks=1)
+    stacks |= both(f"pp={ranks}", microbatches=MICROBATCHES)
     for name, theirs, our in (
         ("interleaved", "Interleaved1F1B", "interleaved"),
         ("zero-bubble", "InterleavedZeroBubble", "zb-v"),
     ):
-        (found[f"torch-{name}"], _) = torchs(
+        (stacks[f"torch-{name}"], _) = torchs(
             pipelining, name=theirs, tensor_ranks=1
         ).values()
-        (found[f"ours-{name}"], _) = both(
+        (stacks[f"ours-{name}"], _) = both(
             f"pp={ranks}", microbatches=MICROBATCHES, schedule=our, stages_per_rank=2
         ).values()
-    return found
+    return stacks
 
 
 def on_ranks(n: int) -> dict[str, Row]:
@@ -317,20 +317,20 @@ def build(name: str, config: Config, kept: Path) -> Step:
 def answer(word: str, step: Step, number: int, config: Config) -> dict:
     """Seconds from when all ranks are there until the last is done, CPU seconds of this
     one, threads included, and the loss."""
-    given, found = batch(config, number), {}
+    given, result = batch(config, number), {}
 
     def run() -> None:
-        found["loss"] = step(*given)
+        result["loss"] = step(*given)
 
     barrier()
     began, worked = time.perf_counter(), time.process_time()
     if word == "peak":
-        found["peak"] = peak_allocated(run)
+        result["peak"] = peak_allocated(run)
     else:
         run()
-    found["cpu"] = time.process_time() - worked
+    result["cpu"] = time.process_time() - worked
     barrier()
-    return found | {"wall": time.perf_counter() - began}
+    return result | {"wall": time.perf_counter() - began}
 
 
 def barrier() -> None:
@@ -350,8 +350,8 @@ def main() -> None:
     config = CONFIGS[options.config]
     step = build(options.run, config, options.kept)
     for number, line in enumerate(sys.stdin):
-        found = answer(line.strip(), step, number, config)
-        print(json.dumps(found), flush=True)
+        result = answer(line.strip(), step, number, config)
+        print(json.dumps(result), flush=True)
     barrier()
     # A gloo thread that lets go of a tensor while Python shuts down aborts the process,
     # about once in ten runs: leave without the shutdown.

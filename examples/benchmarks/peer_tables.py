@@ -69,7 +69,7 @@ def run_table(runs: Runs) -> str:
 
 def bests(runs: Runs, config: str) -> list[Best]:
     """Returns the best of both sides in each row that has both."""
-    found = []
+    fastest = []
     for row, own in rows_of(runs):
         sides = [
             min(names, key=lambda name: median(runs[name]["wall"]))
@@ -89,8 +89,8 @@ def bests(runs: Runs, config: str) -> list[Best]:
             runs[theirs]["warm"] / runs[ours]["warm"],
             ROWS[row].goal.get(config),
         )
-        found.append(best)
-    return found
+        fastest.append(best)
+    return fastest
 
 
 def best_table(runs: Runs, config: str) -> str:
@@ -113,10 +113,10 @@ def best_table(runs: Runs, config: str) -> str:
 
 def drawing(runs: Runs, config: str) -> str:
     """Speed-ups as bars of an SVG, each with a tick where its goal is."""
-    found = bests(runs, config)
-    scale = 300 / max([2.0, *(best.speed for best in found)])
+    rows = bests(runs, config)
+    scale = 300 / max([2.0, *(best.speed for best in rows)])
     lines = []
-    for i, best in enumerate(found):
+    for i, best in enumerate(rows):
         y, long = 24 * i + 30, scale * best.speed
         told = f"{best.speed:.2f}x  {best.ours} / {best.theirs}"
         lines += [
@@ -127,7 +127,7 @@ def drawing(runs: Runs, config: str) -> str:
         if best.goal:
             x = 100 + scale * best.goal
             lines.append(f'<path d="M{x:.1f} {y}v18" stroke="#c33"/>')
-    high, one = 24 * len(found) + 40, 100 + scale
+    high, one = 24 * len(rows) + 40, 100 + scale
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="660" height="{high}" '

@@ -100,17 +100,17 @@ class Run:
         late = threading.Timer(TIMEOUT, self._kill)
         late.start()
         try:
-            found = [json.loads(self._line(p.stdout)) for p in self.processes]
+            ranks = [json.loads(self._line(p.stdout)) for p in self.processes]
         finally:
             late.cancel()
-        (loss, *_) = (rank["loss"] for rank in found if rank["loss"] is not None)
+        (loss, *_) = (rank["loss"] for rank in ranks if rank["loss"] is not None)
         self.losses.append(loss)
         if not self.off() < TOLERANCE:  # nor nan
             raise RuntimeError(
                 f"{self.name} computes something else: its losses are {self.losses}, "
                 f"a single process's {self.expected}"
             )
-        return found
+        return ranks
 
     def off(self) -> float:
         """How far losses are from those expected, at most."""
@@ -139,8 +139,8 @@ def measure(
             reference("step")
     for row in dict.fromkeys(name.split("/")[0] for name in names):
         own = [name for name in names if name.startswith(f"{row}/")]
-        found = measure_row(own, config, rounds, folder, reference.losses)
-        yield {name: asdict(result) for name, result in found.items()}
+        results = measure_row(own, config, rounds, folder, reference.losses)
+        yield {name: asdict(result) for name, result in results.items()}
 
 
 def measure_row(
@@ -152,22 +152,24 @@ def measure_row(
 ) -> dict[str, Result]:
     """The runs, started and then in turn; who begins changes with the round."""
     runs = {name: Run(name, config, folder / name, losses) for name in names}
-    found: dict[str, Result] = {}
+    results: dict[str, Result] = {}
     with ExitStack() as stack:
         for name, run in runs.items():
-            found[name] = Result(*launch(run, stack))
-            say(name, f"first steps {found[name].cold:.1f} {found[name].warm:.1f} s")
+            results[name] = Result(*launch(run, stack))
+            say(
+                name, f"first steps {results[name].cold:.1f} {results[name].warm:.1f} s"
+            )
         for number in range(-WARM, rounds):
             for name in list(names)[:: 1 if number % 2 else -1]:
                 ranks = runs[name]("step")
                 if number >= 0:
-                    found[name].wall.append(ranks[0]["wall"])
-                    found[name].cpu.append(sum(rank["cpu"] for rank in ranks))
+                    results[name].wall.append(ranks[0]["wall"])
+                    results[name].cpu.append(sum(rank["cpu"] for rank in ranks))
         for name, run in runs.items():
-            found[name].peak = max(rank["peak"] for rank in run("peak"))
-            found[name].off = run.off()
-            say(name, f"{median(found[name].wall):.3f} s a step")
-    return found
+            results[name].peak = max(rank["peak"] for rank in run("peak"))
+            results[name].off = run.off()
+            say(name, f"{median(results[name].wall):.3f} s a step")
+    return results
 
 
 def launch(run: Run, stack: ExitStack) -> tuple[float, float]:
@@ -219,8 +221,8 @@ def main() -> None:
 
 def known(file: Path | None, config: str) -> dict[str, dict]:
     """What a file has of runs measured before."""
-    found = json.loads(file.read_text()) if file and file.exists() else {}
-    return found["runs"] if found.get("config") == config else {}
+    data = json.loads(file.read_text()) if file and file.exists() else {}
+    return data["runs"] if data.get("config") == config else {}
 
 
 def report(runs: dict[str, dict], config: str) -> str:

@@ -118,8 +118,8 @@ class Planner:
 
     def pick(self) -> Planned:
         """What it would choose itself, of all that there is."""
-        found = find_plans(self.of, self.cluster, self.samples)
-        return replace(self._planned(found.best[0].candidate), pick=True)
+        plans = find_plans(self.of, self.cluster, self.samples)
+        return replace(self._planned(plans.best[0].candidate), pick=True)
 
     def _planned(self, candidate: Candidate) -> Planned:
         estimate = run_on_paper(candidate, self.prices, self.cluster)
@@ -138,15 +138,15 @@ def predict(profile: Path | None, choices: Sequence[Choice]) -> Iterator[Planned
         for ranks in RANKS:
             own = [c for c in choices if c.ranks == ranks]
             planner = Planner(of, measured_cluster(ranks, profile), workload)
-            found = [planner.choice(choice) for choice in own]
+            predicted = [planner.choice(choice) for choice in own]
             pick = planner.pick()
-            known = [p.plan for p in found]
+            known = [p.plan for p in predicted]
             if own and pick.plan in known:
                 place = known.index(pick.plan)
-                found[place] = replace(found[place], pick=True)
+                predicted[place] = replace(predicted[place], pick=True)
             elif own:
-                found.append(pick)
-            yield from found
+                predicted.append(pick)
+            yield from predicted
 
 
 # --- measuring ----------------------------------------------------------------------
@@ -172,8 +172,8 @@ def measure_plans(plans: Sequence[Planned], rounds: int, folder: Path) -> list[R
         command += ["--nproc-per-node", str(ranks), "-m"]
         command += ["examples.benchmarks.predicted_runs", str(source), str(target)]
         run([*command, str(rounds)], TIMEOUT)
-        found = [Measured(**entry) for entry in json.loads(target.read_text())]
-        rows += [Row(p, m) for p, m in zip(own, found, strict=True)]
+        measured = [Measured(**entry) for entry in json.loads(target.read_text())]
+        rows += [Row(p, m) for p, m in zip(own, measured, strict=True)]
     return rows
 
 

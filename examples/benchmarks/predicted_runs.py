@@ -99,18 +99,18 @@ def measure(jobs: list[Job], rounds: int) -> list[Measured]:
         dist.all_gather_object(everyone, peak)
         peaks.append(everyone)
     table = [[timed(trainer) for trainer in trainers] for _ in range(rounds)]
-    found = []
+    measured = []
     for i, peak in enumerate(peaks):
         column = [row[i] for row in table]
-        found.append(Measured([s for s, _ in column], peak, column[-1][1]))
-    check_losses(jobs, found)
-    return found
+        measured.append(Measured([s for s, _ in column], peak, column[-1][1]))
+    check_losses(jobs, measured)
+    return measured
 
 
-def check_losses(jobs: list[Job], found: list[Measured]) -> None:
+def check_losses(jobs: list[Job], results: list[Measured]) -> None:
     """All plans of a model train alike. Raises RuntimeError."""
     by_model: dict[str, list[float]] = {}
-    for job, measured in zip(jobs, found, strict=True):
+    for job, measured in zip(jobs, results, strict=True):
         by_model.setdefault(job.model, []).append(measured.loss)
     for model, losses in by_model.items():
         if not max(losses) - min(losses) < TOLERANCE:
@@ -123,9 +123,9 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=WAIT)
     jobs = [Job(**entry) for entry in json.loads(source.read_text())]
-    found = measure(jobs, rounds)
+    results = measure(jobs, rounds)
     if dist.get_rank() == 0:
-        target.write_text(json.dumps([asdict(m) for m in found]))
+        target.write_text(json.dumps([asdict(m) for m in results]))
     dist.barrier()
     # A gloo thread that lets go of a tensor while Python shuts down aborts the process,
     # about once in ten runs: leave without the shutdown.

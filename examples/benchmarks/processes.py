@@ -35,8 +35,8 @@ def start(
     variables: more of its environment. options: of `subprocess.Popen`.
     """
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    found = {"PYTHONPATH": os.pathsep.join(paths)}
-    env = {**os.environ, **ENVIRONMENT, **found, **variables}
+    modules = {"PYTHONPATH": os.pathsep.join(paths)}
+    env = {**os.environ, **ENVIRONMENT, **modules, **variables}
     return running(command, cwd=ROOT, env=env, text=True, **options)
 
 

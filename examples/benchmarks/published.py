@@ -41,7 +41,7 @@ def show_formulas() -> None:
     show(
         "Formulas of the traced graph",
         [
-            {"what": f.what, "graph": f.found, "less published": f.difference}
+            {"what": f.what, "graph": f.derived, "less published": f.difference}
             for f in formulas.formulas()
         ],
     )
@@ -51,15 +51,15 @@ def show_formulas() -> None:
             {
                 "model": row["model"],
                 "what": row["quantity"],
-                "graph": f"{found:.4g}",
+                "graph": f"{computed:.4g}",
                 "published": row["published"],
                 "unit": row["unit"],
             }
-            for row, found in formulas.memory_rows()
+            for row, computed in formulas.memory_rows()
         ],
     )
     rows = formulas.zero_rows()
-    off = [abs(found / float(row["formula_gb"]) - 1) for row, found in rows]
+    off = [abs(computed / float(row["formula_gb"]) - 1) for row, computed in rows]
     print(f"\nZeRO: {len(rows)} rows of table 1, largest difference {max(off):.2%}")
 
 
@@ -85,23 +85,23 @@ def show_runs() -> None:
 
 def step_line(run: megatron.Run, constants: megatron.Constants) -> dict[str, object]:
     """Seconds of a step, predicted beside published."""
-    found = run.predict(constants)
+    predicted = run.predict(constants)
     return {
         "model": run.name,
         "plan": str(run.candidate),
-        "s": f"{found:.2f}",
+        "s": f"{predicted:.2f}",
         "published": f"{run.seconds:.2f}",
-        "error": f"{found / run.seconds - 1:+.1%}",
+        "error": f"{predicted / run.seconds - 1:+.1%}",
         "by the table": f"{run.by_the_table() / run.seconds - 1:+.1%}",
     }
 
 
 def show_pipelines() -> None:
     def line(run: tuple[Row, Estimate], got: float, known: float) -> dict[str, object]:
-        row, found = run
+        row, estimate = run
         return {
             "model": row["model"],
-            "plan": str(found.candidate),
+            "plan": str(estimate.candidate),
             "found": f"{got:.3g}",
             "published": f"{known:.3g}",
             "error": f"{got / known - 1:+.1%}",
@@ -134,12 +134,12 @@ def show_others(table: str) -> None:
         {
             "source": source,
             "device": device,
-            "runs": len(found),
-            "mean error": f"{mean(found):+.1%}",
-            "mean size of it": f"{mean(map(abs, found)):.1%}",
-            "largest": f"{max(map(abs, found)):.1%}",
+            "runs": len(off_by),
+            "mean error": f"{mean(off_by):+.1%}",
+            "mean size of it": f"{mean(map(abs, off_by)):.1%}",
+            "largest": f"{max(map(abs, off_by)):.1%}",
         }
-        for (source, device), found in off.items()
+        for (source, device), off_by in off.items()
     ]
     show(f"Errors of {table}", errors)
 
@@ -149,15 +149,15 @@ def show_zero() -> None:
     constants = megatron.fitted()
     lines: list[dict[str, object]] = []
     for run in zero.zero_runs():
-        found, blocks = run.predict(constants), replace(run, blocks=True)
+        predicted, blocks = run.predict(constants), replace(run, blocks=True)
         lines.append(
             {
                 "source": run.source,
                 "model": run.name,
                 "plan": str(run.candidate),
-                "s": f"{found:.1f}",
+                "s": f"{predicted:.1f}",
                 "published": f"{run.seconds:.1f}",
-                "error": f"{found / run.seconds - 1:+.1%}",
+                "error": f"{predicted / run.seconds - 1:+.1%}",
                 "in blocks, s": f"{blocks.predict(constants):.1f}",
             }
         )
@@ -170,11 +170,11 @@ def show_choices() -> None:
     for table in choices.TABLES:
         lines: list[dict[str, object]] = []
         for task, plans in choices.tasks(table).items():
-            found = choices.choose(task, plans)
-            ours, ran = found.picked, found.ran
+            choice = choices.choose(task, plans)
+            ours, ran = choice.picked, choice.ran
             line: dict[str, object] = {"model": str(task), "ours": str(ours.candidate)}
             line |= {"GB": f"{ours.peak / 1e9:.1f}", "s": f"{ours.seconds:.3g}"}
-            line["fastest, s"] = f"{found.fastest.seconds:.3g}"
+            line["fastest, s"] = f"{choice.fastest.seconds:.3g}"
             line["theirs, s"] = f"{ran.seconds:.3g}" if ran else "does not fit"
             line["theirs"] = str(ran.candidate) if ran else ""
             lines.append(line)
@@ -191,8 +191,8 @@ def show_sweep() -> None:
     everything = []
     for known, other in ((first, second), (second, first)):
         constants = sweep.fitted(known)
-        found = picked(other, constants)
-        everything += found
+        picks = picked(other, constants)
+        everything += picks
         print(f"\nfitted to {known}: {constants}")
         show(
             f"Plans picked for {other}, of those measured",
@@ -206,10 +206,10 @@ def show_sweep() -> None:
                     "rank correlation": f"{p.correlation:.2f}",
                     "of the faster": f"{p.faster:.2f}",
                 }
-                for p in found
+                for p in picks
             ],
         )
-        show_regrets([p.regret for p in found])
+        show_regrets([p.regret for p in picks])
         calm = picked(other, replace(constants, stall=0.0))
         print("if nothing stalled, ", end="")
         show_regrets([p.regret for p in calm])

@@ -35,10 +35,10 @@ class Task:
 
     @property
     def cluster(self) -> Cluster:
-        found = cluster_of(self.devices)
-        inside, *outside = found.levels
+        cluster = cluster_of(self.devices)
+        inside, *outside = cluster.levels
         levels = [replace(level, bytes_per_second=self.network) for level in outside]
-        return replace(found, levels=(inside, *levels))
+        return replace(cluster, levels=(inside, *levels))
 
     def __str__(self) -> str:
         tokens = f"{self.batch} x {self.sizes[-1]} tokens"
@@ -58,10 +58,10 @@ class Choice:
 
 def tasks(table: str) -> dict[Task, list[Candidate]]:
     """What ran, as which plans. table: of `TABLES`."""
-    found: dict[Task, list[Candidate]] = {}
+    candidates: dict[Task, list[Candidate]] = {}
     for task, candidate in map(_task, _rows(table)):
-        found.setdefault(task, []).append(candidate)
-    return found
+        candidates.setdefault(task, []).append(candidate)
+    return candidates
 
 
 def choose(task: Task, plans: Sequence[Candidate]) -> Choice:

@@ -38,5 +38,5 @@ def descend(
             chosen = tries[errors.index(least)]
         else:
             step /= 2
-    found: T = chosen
-    return found
+    fitted: T = chosen
+    return fitted

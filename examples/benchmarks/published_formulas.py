@@ -66,25 +66,25 @@ class Compared:
     """A formula of the graph beside the published one."""
 
     what: str
-    found: Expr
+    derived: Expr
     published: Expr
 
     @property
     def difference(self) -> Expr:
-        return expand(self.found - self.published)
+        return expand(self.derived - self.published)
 
 
 def formulas() -> list[Compared]:
     of = gpt(hidden=1024, heads=16)
-    found = [
+    compared = [
         Compared("parameters", megatron(parameters(of)), PARAMETERS),
         Compared("FLOPs again", megatron(step_flops(of, "full")), FLOPS_AGAIN),
         Compared("FLOPs", megatron(step_flops(of)), FLOPS),
     ]
     for (sequence, recompute), published in ACTIVATIONS.items():
         name = f"activations, tp{' + sp' * sequence}, recompute {recompute}"
-        found.append(Compared(name, _activations(sequence, recompute), published))
-    return found
+        compared.append(Compared(name, _activations(sequence, recompute), published))
+    return compared
 
 
 @cache
@@ -102,10 +102,10 @@ def memory_row(row: Row) -> float:
         ranks = int(row["tp"]) * int(row["pp"])
         total = matrices * L * PER_PARAMETER / ranks
         return float(total.subs(_sizes(row))) / GIB
-    found = _activations(*KINDS[kind]).subs(_sizes(row))
+    bytes_of = _activations(*KINDS[kind]).subs(_sizes(row))
     if row["unit"] == "% of none":
-        return 100 * float(found / _activations(False, "none").subs(_sizes(row)))
-    return float(found * _layers_in_flight(row)) / GIB
+        return 100 * float(bytes_of / _activations(False, "none").subs(_sizes(row)))
+    return float(bytes_of * _layers_in_flight(row)) / GIB
 
 
 def _sizes(row: Row) -> dict[Expr, Integer]:
@@ -129,8 +129,8 @@ def _in_flight(ranks: int, chunks: int) -> int:
 def zero_row(row: Row) -> float:
     """Gigabytes on a device, for a row of `zero_table1.csv`."""
     count = Rational(row["params_b"])
-    found = state_bytes(count, int(row["zero_stage"]))
-    return float(found.subs(size("dp"), int(row["dp"])))
+    states = state_bytes(count, int(row["zero_stage"]))
+    return float(states.subs(size("dp"), int(row["dp"])))
 
 
 def memory_rows() -> list[tuple[Row, float]]:

@@ -28,7 +28,7 @@ class Picked:
 
 
 def picked(model: str, constants: Constants) -> list[Picked]:
-    found = []
+    picks = []
     for nodes in sorted({run.nodes for run in runs(model)}):
         own = [run for run in runs(model) if run.nodes == nodes]
         predicted = [run.predict(constants) for run in own]
@@ -37,7 +37,7 @@ def picked(model: str, constants: Constants) -> list[Picked]:
         both = zip(predicted, measured, strict=True)
         half = [(x, y) for x, y in both if y > max(measured) / 2]
         fastest = own[measured.index(max(measured))]
-        found.append(
+        picks.append(
             Picked(
                 model,
                 nodes,
@@ -49,7 +49,7 @@ def picked(model: str, constants: Constants) -> list[Picked]:
                 rank_correlation(*zip(*half, strict=True)),
             )
         )
-    return found
+    return picks
 
 
 def _pick(own: Sequence[Run], predicted: Sequence[float]) -> Run:

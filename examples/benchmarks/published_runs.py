@@ -103,9 +103,9 @@ def _run(row: Row) -> Run:
     )
     of = gpt(sizes["hidden"], sizes["heads"], sizes["layers"])
     prices = make_prices(of, cluster, sequence_parallel=False)
-    found = prices(layer_mesh(candidate.mesh), "none", False, candidate.samples)
+    layer = prices(layer_mesh(candidate.mesh), "none", False, candidate.samples)
     accounts = [
-        account + again(found) * runs
+        account + again(layer) * runs
         for account, runs in zip(
             accounts_of(candidate, prices), candidate.layers, strict=True
         )
@@ -152,7 +152,7 @@ class LayerRun:
 
 @cache
 def layer_runs() -> tuple[LayerRun, ...]:
-    found = []
+    runs = []
     for row in read("korthikanti_table4"):
         mesh = Mesh.parse(f"tp={row['tp']}")
         samples, policy = int(row["mbs"]), row["recompute"]
@@ -163,13 +163,13 @@ def layer_runs() -> tuple[LayerRun, ...]:
             sequence_parallel=row["sp"] == "1",
         )
         full = policy == "full"
-        found_prices = prices(mesh, "none" if full else policy, False, samples)
-        account = overlapped(found_prices.stage(False, 1, False))
+        layer_prices = prices(mesh, "none" if full else policy, False, samples)
+        account = overlapped(layer_prices.stage(False, 1, False))
         if full:
-            account = account + again(found_prices)
+            account = account + again(layer_prices)
         forward, backward = float(row["fwd_ms"]) / 1e3, float(row["bwd_ms"]) / 1e3
-        found.append(LayerRun(row["experiment"], forward, backward, candidate, account))
-    return tuple(found)
+        runs.append(LayerRun(row["experiment"], forward, backward, candidate, account))
+    return tuple(runs)
 
 
 def overlapped(account: Account) -> Account:
@@ -177,11 +177,13 @@ def overlapped(account: Account) -> Account:
     of an input's gradient while the weight's is computed, and what is gathered again
     (half of all) while the input's is (Korthikanti 2022, section 4.2.2)."""
     exposed = {"all_reduce": 0.0, "reduce_scatter": 0.0, "all_gather": 0.5}
-    found = []
+    exchanges = []
     for e in account.backward.exchanges:
         share = exposed.get(e.kind, 1.0)
-        found.append(replace(e, calls=share * e.calls, bytes=share * e.bytes))
-    return replace(account, backward=replace(account.backward, exchanges=tuple(found)))
+        exchanges.append(replace(e, calls=share * e.calls, bytes=share * e.bytes))
+    return replace(
+        account, backward=replace(account.backward, exchanges=tuple(exchanges))
+    )
 
 
 UNFITTED = Constants(1.0, 1.0, 1.0)

@@ -180,7 +180,7 @@ def runs(model: str) -> tuple[Run, ...]:
         if row["model"] == model:
             candidate = _candidate(row)
             repeats.setdefault((int(row["nodes"]), str(candidate)), []).append(row)
-    found = []
+    measured = []
     for (nodes, _), rows in repeats.items():
         throughput = mean(float(row["tok_s_gpu"]) for row in rows)
         cluster = Constants(Links()).of(_cluster(nodes))
@@ -194,8 +194,8 @@ def runs(model: str) -> tuple[Run, ...]:
         kinds = [*stages[:2], *stages[2:][-1:]]
         accounts = tuple(map(_of_nanotron, in_turn(kinds, tp=1)))
         memory = max(float(row["mem_gb"]) for row in rows)
-        found.append(Run(nodes, candidate, throughput, memory, accounts))
-    return tuple(found)
+        measured.append(Run(nodes, candidate, throughput, memory, accounts))
+    return tuple(measured)
 
 
 def _candidate(row: Row) -> Candidate:
@@ -244,8 +244,8 @@ def links() -> Links:
     of all-reduces of many nodes is several times slower than the same runs were."""
 
     def error(tried: Links) -> float:
-        found = (collectives(kind, tried) for kind in ("all_gather", "reduce_scatter"))
-        return sum(abs(math.log(got / known)) for got, known in chain(*found))
+        pairs = (collectives(kind, tried) for kind in ("all_gather", "reduce_scatter"))
+        return sum(abs(math.log(got / known)) for got, known in chain(*pairs))
 
     most = {"inside": 1.0, "network": 1.0, "step": math.inf}
     return descend(Links(), error, most, until=0.005)
@@ -253,7 +253,7 @@ def links() -> Links:
 
 def collectives(kind: str, tried: Links) -> list[tuple[float, float]]:
     """Lists seconds of each measured collective of a kind, predicted and measured."""
-    found = []
+    pairs = []
     for row in read("ultrascale_collectives"):
         if row["kind"] != kind:
             continue
@@ -263,8 +263,8 @@ def collectives(kind: str, tried: Links) -> list[tuple[float, float]]:
         # What is plotted is what each rank sends in a ring.
         sent = whole * (n - 1) / n * (2 if row["kind"] == "all_reduce" else 1)
         took = sent / (float(row["gb_per_second"]) * 1e9)
-        found.append((link.seconds(row["kind"], whole), took))
-    return found
+        pairs.append((link.seconds(row["kind"], whole), took))
+    return pairs
 
 
 @cache

@@ -57,7 +57,7 @@ class Runner:
 def build(
     config: Config, batch: dict[str, torch.Tensor], microbatches: int
 ) -> list[Runner]:
-    found = []
+    runners = []
     for schedule, stages_per_rank in RUNS:
         torch.manual_seed(0)
         step = autopar.compile(
@@ -72,8 +72,8 @@ def build(
         name = schedule + (f", {stages_per_rank} stages" if stages_per_rank > 1 else "")
         if schedule == "auto":
             name += f" ({step.program.schedule.name})"
-        found.append(Runner(name, step, expected.total, expected.bubble))
-    return found
+        runners.append(Runner(name, step, expected.total, expected.bubble))
+    return runners
 
 
 def timed(runner: Runner, batch: dict[str, torch.Tensor]) -> tuple[float, float]:
@@ -91,15 +91,15 @@ def rounds(
     runners: list[Runner], batch: dict[str, torch.Tensor], count: int
 ) -> list[list[float]]:
     """Seconds, [rounds, runners], after one round to warm up; losses must agree."""
-    found = []
+    walls = []
     for number in range(count + 1):
         results = [timed(runner, batch) for runner in runners]
         losses = [loss for _, loss in results]
         if max(losses) - min(losses) > TOLERANCE:
             raise RuntimeError(f"schedules disagree about the loss: {losses}")
         if number:
-            found.append([seconds for seconds, _ in results])
-    return found
+            walls.append([seconds for seconds, _ in results])
+    return walls
 
 
 def table(runners: list[Runner], seconds: list[list[float]]) -> str:

@@ -66,9 +66,9 @@ class Slow(Work):
         self.work, self.there = work, there
 
     def wait(self) -> Tensor:
-        found = self.work.wait()
+        result = self.work.wait()
         time.sleep(max(0.0, self.there - time.perf_counter()))
-        return found
+        return result
 
 
 class Wire:

@@ -54,13 +54,13 @@ def _window(rewriter: Rewriter, mask: Value) -> int | None:
         return None
     window = rows
     for row in reversed(_telling(numbers, rows)):
-        found = _row(rewriter, mask, row, rows)
-        if found is None:
+        seen = _row(rewriter, mask, row, rows)
+        if seen is None:
             return None
         if row == rows - 1:
-            window = int(found.sum())
+            window = int(seen.sum())
         apart = row - torch.arange(columns)
-        if not torch.equal(found, (apart >= 0) & (apart < window)):
+        if not torch.equal(seen, (apart >= 0) & (apart < window)):
             return None
     return window or None
 
@@ -132,9 +132,9 @@ def _row(rewriter: Rewriter, x: Value, row: int, rows: int) -> Tensor | None:
         inner = node.operands[0]
         same = name == "aten.expand" or inner.shape[-2:] == x.shape[-2:]
         return _row(rewriter, inner, row, rows) if same else None
-    found = {v.name: _row(rewriter, v, row, rows) for v in node.operands}
-    if any(part is None for part in found.values()):
+    rows_of = {v.name: _row(rewriter, v, row, rows) for v in node.operands}
+    if any(part is None for part in rows_of.values()):
         return None
-    node = node.substitute(lambda v: found[v.name])
+    node = node.substitute(lambda v: rows_of[v.name])
     made: Tensor = resolve(node.op)(*node.args, **node.kwargs)
     return made

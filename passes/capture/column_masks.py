@@ -70,11 +70,11 @@ def columns_of(rewriter: Rewriter, mask: Value) -> Columns | None:
                 return None
             ids = same
             continue
-        found = _order(rewriter, node, rows)
-        if found is None or ordered not in (None, found[0]):
+        order = _order(rewriter, node, rows)
+        if order is None or ordered not in (None, order[0]):
             return None
-        ordered, nearest = found[0], min(nearest, found[1] or rows)
-        causal = causal or not found[1]
+        ordered, nearest = order[0], min(nearest, order[1] or rows)
+        causal = causal or not order[1]
     if ordered and (ids is None or not _counts_starts(rewriter, ids, ordered)):
         return None
     window = rows if causal and not places else _window(rewriter, places)

@@ -112,9 +112,9 @@ class Functions:
         """
         kinds = {call.kind: call for call in self.calls.values()}
         others = {kind for kind, call in kinds.items() if _has_another(call)}
-        found = {place for place, call in self.calls.items() if call.kind in others}
-        known = found <= self.own
-        self.own |= found
+        places = {place for place, call in self.calls.items() if call.kind in others}
+        known = places <= self.own
+        self.own |= places
         return known
 
 
@@ -177,12 +177,12 @@ def _with_backward(cls: Apply, *args: Any) -> Any:
         if pairs:
             with spelled():
                 zs = torch.autograd.grad(*given, create_graph=True, allow_unused=True)
-        found, left = [], iter(zs)
+        outs, left = [], iter(zs)
         for y, flow in zip(ys, flows, strict=True):
             z = next(left) if flow else None
             y = y.detach() if isinstance(y, Tensor) else y
-            found.append(y if z is None else y + (z - z.detach()))
-    return tuple(found) if isinstance(made, tuple) else found[0]
+            outs.append(y if z is None else y + (z - z.detach()))
+    return tuple(outs) if isinstance(made, tuple) else outs[0]
 
 
 def _depends(dx: Any) -> bool:
@@ -248,14 +248,14 @@ def _is_derivative(call: Call, run: Callable[..., Any], short: bool) -> bool:
     for spread in SPREADS:
         for draw in (torch.randn, torch.rand):
             args = _draw(call.args, short, draw, spread)
-            wanted, found = _both_gradients(call, run, args)
+            wanted, gradients = _both_gradients(call, run, args)
             if all(bool(x.isfinite().all()) for x in wanted):
                 break
         else:
             if spread == SPREADS[0]:
                 raise ValueError("its gradient is infinite or not a number")
             continue
-        for a, b in zip(wanted, found, strict=True):
+        for a, b in zip(wanted, gradients, strict=True):
             if not bool((a - b).norm() <= CLOSE * max(1e-6, float(a.norm()))):
                 return False
     return True
@@ -272,10 +272,10 @@ def _both_gradients(
 
     both: tuple[list[Tensor], list[Tensor]] = ([], [])
     for scale in SCALES:
-        for apply, found in zip((call.function.apply, run), both, strict=True):
+        for apply, gradients in zip((call.function.apply, run), both, strict=True):
             with torch.enable_grad(), torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(0)
-                found += _gradients(apply(*given()), xs, scale)
+                gradients += _gradients(apply(*given()), xs, scale)
     return both
 
 
@@ -303,11 +303,11 @@ def _draw(args: tuple[Any, ...], short: bool, draw: Any, spread: float) -> list[
     extents = sorted({n for a in shapes for n in a.shape if n > SHORT}, reverse=True)
     to = {n: SHORT - i % 8 for i, n in enumerate(extents)} if short else {}
     drawn = torch.Generator().manual_seed(0)
-    found: list[Any] = []
+    drawn_args: list[Any] = []
     room = MOST
     for a in args:
         if not isinstance(a, Shape):
-            found.append(a)
+            drawn_args.append(a)
             continue
         shape = [to.get(n, n) for n in a.shape]
         room -= torch.Size(shape).numel()
@@ -316,7 +316,7 @@ def _draw(args: tuple[Any, ...], short: bool, draw: Any, spread: float) -> list[
         if a.dtype.is_floating_point or a.dtype.is_complex:
             dtype = torch.float64 if a.dtype.is_floating_point else torch.complex128
             x = spread * draw(shape, generator=drawn, dtype=dtype)
-            found.append(x.requires_grad_(a.wants_gradient))
+            drawn_args.append(x.requires_grad_(a.wants_gradient))
         else:
-            found.append(torch.randint(2, shape, generator=drawn).to(a.dtype))
-    return found
+            drawn_args.append(torch.randint(2, shape, generator=drawn).to(a.dtype))
+    return drawn_args

@@ -67,8 +67,8 @@ def _each_in_its_own(rewriter: Rewriter, node: Node) -> Value | None:
     shape = (*lead[:along], math.prod(lead[along:]))
     index = rewriter.reshape(index, (*shape, *(1 for _ in rest)))
     index = rewriter.expand(index, (*shape, *rest))
-    found = rewriter.emit("aten.gather.default", x, along, index)
-    return rewriter.reshape(found, node.out.shape)
+    looked_up = rewriter.emit("aten.gather.default", x, along, index)
+    return rewriter.reshape(looked_up, node.out.shape)
 
 
 def _counts(

@@ -35,6 +35,6 @@ def _in_places(rewriter: Rewriter, mask: Value, values: Value, along: int) -> Va
     number = rewriter.emit("aten.cumsum.default", chosen, 0)
     number = rewriter.emit("aten.sub.Tensor", number, 1)
     number = rewriter.emit("aten.clamp.default", number, 0, values.shape[along] - 1)
-    found = rewriter.emit("aten.index_select.default", values, along, number)
+    placed = rewriter.emit("aten.index_select.default", values, along, number)
     shape = values.shape
-    return rewriter.reshape(found, (*shape[:along], *mask.shape, *shape[along + 1 :]))
+    return rewriter.reshape(placed, (*shape[:along], *mask.shape, *shape[along + 1 :]))

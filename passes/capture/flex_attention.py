@@ -62,14 +62,14 @@ def attend(
         scores = scores.masked_fill(~mask, -math.inf)
     nothing = scores.amax(-1, keepdim=True) == -math.inf
     weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
-    found = weights.to(value.dtype) @ value
+    attended = weights.to(value.dtype) @ value
     if return_lse:
-        return found, scores.logsumexp(-1)
+        return attended, scores.logsumexp(-1)
     if return_aux is None:
-        return found
+        return attended
     wanted = {"lse": torch.logsumexp, "max_scores": torch.amax}
     asked = {n: f(scores, -1) for n, f in wanted.items() if getattr(return_aux, n)}
-    return found, flex.AuxOutput(**asked)
+    return attended, flex.AuxOutput(**asked)
 
 
 OURS = "_autopar"  # in torch's module

@@ -37,18 +37,18 @@ def hoist_splits(rewriter: Rewriter) -> Graph:
     producers = graph.producers()
     uses = {name: len(nodes) for name, nodes in graph.consumers().items()}
     uses.update(dict.fromkeys((v.name for v in graph.outputs), 2))
-    found = {}
+    hoists = {}
     for node in graph.nodes:
         if node.name in CUTS and all(node.outs):
             hoist = _find(node, producers, uses)
             if hoist is not None:
-                found[node.results[0].name] = hoist
+                hoists[node.results[0].name] = hoist
 
-    if not found:
+    if not hoists:
         return graph
 
     def split(rewriter: Rewriter, node: Node) -> tuple[Value | None, ...] | None:
-        hoist = found.get(node.results[0].name)
+        hoist = hoists.get(node.results[0].name)
         return None if hoist is None else _hoist(rewriter, node, hoist)
 
     rules: dict[str, Rule] = dict.fromkeys(CUTS, split)
@@ -160,7 +160,7 @@ def _each(
         else:
             cut = (now,) * len(sizes)
         shares[v.name] = cut
-    found = []
+    outs = []
     for i, size in enumerate(sizes):
         shape = (*node.out.shape[:dim], size, *node.out.shape[dim + 1 :])
 
@@ -172,5 +172,5 @@ def _each(
         made = sizes_of(made) if sizes_of else made
         rewriter.builder.nodes.append(made)
         rewriter.made[out.name] = made
-        found.append(out)
-    return tuple(found)
+        outs.append(out)
+    return tuple(outs)

@@ -162,9 +162,9 @@ def _weigh(rewriter: Rewriter, nll: Value, given: dict[str, Any]) -> Value:
     # No gradient goes to weights of classes.
     weight = emit("aten.detach.default", weight)
     table = rewriter.reshape(weight, (*weight.shape, 1))
-    found = emit("aten.embedding.default", table, inside)
-    found = rewriter.reshape(found, nll.shape)
-    given["weights"] = emit(where, kept, found, 0.0)
+    weights = emit("aten.embedding.default", table, inside)
+    weights = rewriter.reshape(weights, nll.shape)
+    given["weights"] = emit(where, kept, weights, 0.0)
     return emit("aten.mul.Tensor", nll, given["weights"], name="weighed_nll")
 
 

@@ -170,8 +170,10 @@ def mean(rewriter: Rewriter, node: Node) -> Value | None:
         keep = bool(given.get("keepdim", False))
         total = rewriter.emit("aten.sum.dim_IntList", x, dims, keep)
     share = 1.0 / max(1, math.prod(x.shape[d] for d in dims))
-    found = rewriter.emit("aten.mul.Tensor", total, share, name="mean")
-    return rewriter.like(node, "aten.to.dtype", found, out.dtype) if half else found
+    averaged = rewriter.emit("aten.mul.Tensor", total, share, name="mean")
+    return (
+        rewriter.like(node, "aten.to.dtype", averaged, out.dtype) if half else averaged
+    )
 
 
 def dropout(rewriter: Rewriter, node: Node) -> Value:

@@ -104,13 +104,13 @@ def _heads_apart(
     """The samples and heads that leading dims stand for."""
     if len(common) != 1:
         return (math.prod(common[:-1]), common[-1]) if common else (1, 1)
-    found = set()
+    leads = set()
     for x in qkv:
         view = rewriter.producer(x, "aten.reshape")
         before = view.operands[0].shape if view is not None else ()
         apart = len(before) == 4 and before[2:] == x.shape[1:]
-        found.add(before[:2] if apart else None)
-    (lead,) = found if len(found) == 1 else {None}
+        leads.add(before[:2] if apart else None)
+    (lead,) = leads if len(leads) == 1 else {None}
     return (lead[0], lead[1]) if lead is not None else (common[0], 1)
 
 

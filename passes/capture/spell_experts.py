@@ -18,11 +18,11 @@ from ..ops.arguments import arguments
 def looked_up_product(rewriter: Rewriter, node: Node) -> Value | None:
     """bmm(w[expert], x[..., None]) or bmm(x[:, None], w[expert]) -> expert_linear."""
     left, right = node.operands
-    if right.shape[2] == 1 and (found := _looked_up(rewriter, left)):
-        weight, expert = found
+    if right.shape[2] == 1 and (lookup := _looked_up(rewriter, left)):
+        weight, expert = lookup
         return _emit(rewriter, node, right, expert, weight)
-    if left.shape[1] == 1 and (found := _looked_up(rewriter, right)):
-        weight, expert = found
+    if left.shape[1] == 1 and (lookup := _looked_up(rewriter, right)):
+        weight, expert = lookup
         turned = rewriter.emit("aten.transpose.int", weight, 1, 2)
         return _emit(rewriter, node, left, expert, turned)
     return None

@@ -29,14 +29,14 @@ def slice_(rewriter: Rewriter, node: Node) -> Value | None:
     along = joined.arg("dim")
     if along % len(x.shape) != dim:
         return None
-    place, found = 0, []
+    place, inside = 0, []
     for piece in joined.operands:
         if start <= place and place + piece.shape[dim] <= end:
-            found.append(piece)
+            inside.append(piece)
         place += piece.shape[dim]
-    if sum(piece.shape[dim] for piece in found) != end - start:
+    if sum(piece.shape[dim] for piece in inside) != end - start:
         return None
-    return join(rewriter, found, dim)
+    return join(rewriter, inside, dim)
 
 
 def narrow(rewriter: Rewriter, node: Node) -> Value:

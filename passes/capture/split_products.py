@@ -58,8 +58,8 @@ def split_products(rewriter: Rewriter) -> Graph:
             return None
         if node.results[0].name not in made:
             take = _even_pieces if cut.even else _products
-            found = zip(cut.pieces, take(rewriter, cut), strict=True)
-            made.update((v.name, piece) for v, piece in found if v and piece)
+            pieces = zip(cut.pieces, take(rewriter, cut), strict=True)
+            made.update((v.name, piece) for v, piece in pieces if v and piece)
         return tuple(made[v.name] if v else None for v in node.outs)
 
     def joined(rewriter: Rewriter, node: Node) -> Value | None:
@@ -76,10 +76,10 @@ def find_cuts(graph: Graph) -> Iterator[Cut]:
     """What is cut into pieces, and nothing else, as soon as a product made it."""
     producers, consumers = graph.producers(), graph.consumers()
     for name, readers in consumers.items():
-        found = _pieces(readers)
-        if found is None or any(v.name == name for v in graph.outputs):
+        split = _pieces(readers)
+        if split is None or any(v.name == name for v in graph.outputs):
             continue
-        x, dim, sizes, pieces = found
+        x, dim, sizes, pieces = split
         source, inner = x, math.prod(x.shape[dim:])
         bias: Value | None = None
         while len(consumers[source.name]) == 1 or source is x:
@@ -138,18 +138,18 @@ def _pieces(
     if len(dims) != 1:
         return None
     (dim,) = dims
-    found: list[tuple[int, Value | None]] = []
+    ordered: list[tuple[int, Value | None]] = []
     place = 0
     for (_, start, end, step), _, piece in cuts:
         if start < place or end <= start or step != 1:
             return None
         if start > place:
-            found.append((start - place, None))
-        found.append((end - start, piece))
+            ordered.append((start - place, None))
+        ordered.append((end - start, piece))
         place = end
     if place < x.shape[dim]:
-        found.append((x.shape[dim] - place, None))
-    return x, dim, tuple(n for n, _ in found), tuple(v for _, v in found)
+        ordered.append((x.shape[dim] - place, None))
+    return x, dim, tuple(n for n, _ in ordered), tuple(v for _, v in ordered)
 
 
 def _even_pieces(rewriter: Rewriter, cut: Cut) -> tuple[Value, ...]:
@@ -167,17 +167,17 @@ def _products(rewriter: Rewriter, cut: Cut) -> tuple[Value | None, ...]:
     if cut.bias is not None:
         bias = rewriter.replaced.get(cut.bias.name, cut.bias)
         biases = emit_split(rewriter, bias, sizes, 0)
-    found: list[Value | None] = []
+    products: list[Value | None] = []
     for piece, weight, share in zip(cut.pieces, weights, biases, strict=True):
         if piece is None:
-            found.append(None)
+            products.append(None)
             continue
         place = cut.product.location
         y = rewriter.emit(op, x, weight, where=place)
         if share is not None:
             y = rewriter.emit(ADD, y, share, where=place)
-        found.append(rewriter.reshape(y, piece.shape))
-    return tuple(found)
+        products.append(rewriter.reshape(y, piece.shape))
+    return tuple(products)
 
 
 def _sum_of_products(rewriter: Rewriter, node: Node, cat: Node) -> Value | None:

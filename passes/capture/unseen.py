@@ -64,8 +64,8 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 def _names(hooks: Any) -> str:
-    found = (getattr(h, "__qualname__", type(h).__name__) for h in hooks.values())
-    return ", ".join(found)
+    names = (getattr(h, "__qualname__", type(h).__name__) for h in hooks.values())
+    return ", ".join(names)
 
 
 @contextmanager
@@ -108,9 +108,9 @@ class Unseen(TorchFunctionMode):
                 "needs it out of the loss",
             )
         try:
-            found = func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
         except Exception as error:
             self.read = tried_by(func, args, error) or self.read
             raise
-        self.read = read_by(func, args, found) or self.read
-        return found
+        self.read = read_by(func, args, result) or self.read
+        return result

@@ -19,14 +19,14 @@ def is_users(file: str) -> bool:
 
 def raised_at(error: BaseException) -> str:
     """`file:line` of the innermost frame of a user in a traceback, or ""."""
-    found: str = ""
+    line: str = ""
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if is_users(file):
-            found = f"{file}:{trace.tb_lineno}"
+            line = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return found
+    return line
 
 
 def at_work() -> str:

@@ -104,21 +104,21 @@ class Read:
         return CaptureError(what, source=source or self.source, fix=fix)
 
 
-def read_by(func: Any, args: Any, found: Any) -> Read | None:
+def read_by(func: Any, args: Any, result: Any) -> Read | None:
     """The read that a call was, by its result; None of one that is known before, or as
     little as its arguments."""
-    read = _read_of(func, found)
+    read = _read_of(func, result)
     return None if read is None or _is_unknown(args) else read
 
 
-def _read_of(func: Any, found: Any) -> Read | None:
+def _read_of(func: Any, result: Any) -> Read | None:
     name = getattr(func, "__name__", str(func))
-    if isinstance(found, UNKNOWN):
+    if isinstance(result, UNKNOWN):
         return _read_here(name, rows=False)
-    if isinstance(found, Tensor):
-        return None if has_shape(found) else _read_here(name, rows=True)
-    if isinstance(found, list | tuple):
-        reads = (_read_of(func, x) for x in found[:8])
+    if isinstance(result, Tensor):
+        return None if has_shape(result) else _read_here(name, rows=True)
+    if isinstance(result, list | tuple):
+        reads = (_read_of(func, x) for x in result[:8])
         return next((r for r in reads if r is not None), None)
     return None
 

@@ -73,10 +73,10 @@ def holds(node: Node, rule: Equation, letter: str, role: Role, seed: int) -> boo
     partials = []
     for part in _two_parts(extents[letter], seed):
         start = part[0] if role in ("lookup", "rows") else None
-        found = _on_shard(node, rule, operands, whole, {letter: part}, start)
-        if found is None:
+        results = _on_shard(node, rule, operands, whole, {letter: part}, start)
+        if results is None:
             return False
-        got, wanted = found
+        got, wanted = results
         if role in ("map", "rows") and not all(map(_same, got, wanted)):
             return False
         partials.append(got)
@@ -276,8 +276,8 @@ def _candidates(node: Node) -> Iterator[tuple[int | None, ...]]:
             ]
             is_operand = i < len(node.operands)
             choices.append([*fits, None] if is_operand or v is None else fits)
-        found = itertools.product(*choices)
-        yield from sorted(found, key=lambda places: places.count(None))
+        mappings = itertools.product(*choices)
+        yield from sorted(mappings, key=lambda places: places.count(None))
 
 
 def _with_letter(rule: Equation, places: tuple[int | None, ...]) -> Equation | None:
@@ -307,7 +307,7 @@ def _all_map(node: Node, rule: Equation) -> bool:
                 return False
             operands = random_operands(node, seed)
             parts = {a: _two_parts(extents[a], seed)[1] for a in rule.roles}
-            found = _on_shard(node, rule, operands, evaluate(node, operands), parts)
-            if found is None or not all(map(_same, *found)):
+            results = _on_shard(node, rule, operands, evaluate(node, operands), parts)
+            if results is None or not all(map(_same, *results)):
                 return False
     return True

@@ -166,12 +166,12 @@ def passed_round(node: Node) -> list[tuple[torch.dtype, int, int]]:
     """
     ranks = node.args[-1]
     k, v = _keys_and_values(node)
-    found = [(k.dtype, ranks - 1, (ranks - 1) * (k.bytes + v.bytes))]
+    messages = [(k.dtype, ranks - 1, (ranks - 1) * (k.bytes + v.bytes))]
     if node.op == ATTENTION_BACKWARD:
         wide = torch.promote_types(k.dtype, torch.float32)
         size = ranks * wide.itemsize * (k.numel + v.numel)
-        found.append((wide, ranks, size))
-    return found
+        messages.append((wide, ranks, size))
+    return messages
 
 
 def workspace(node: Node) -> int:

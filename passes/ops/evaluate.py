@@ -32,19 +32,19 @@ def evaluate(
     if start is not None:
         on_shard = op_of(node).on_shard
         assert on_shard is not None, f"{node.op} does not know where a shard begins"
-        found: Any = on_shard(start, *node.args, **node.kwargs)
+        result: Any = on_shard(start, *node.args, **node.kwargs)
     else:
-        found = function_of(node.op)(*node.args, **node.kwargs)
-    if isinstance(found, Tensor):
-        return (found,)
-    return tuple(x if isinstance(x, Tensor) else None for x in found)
+        result = function_of(node.op)(*node.args, **node.kwargs)
+    if isinstance(result, Tensor):
+        return (result,)
+    return tuple(x if isinstance(x, Tensor) else None for x in result)
 
 
 def function_of(op: str) -> Callable[..., Any]:
     """torch's operator, or the formula of an op of our own."""
     own = OPS.get(op)
-    found: Callable[..., Any] = own.formula if own and own.formula else resolve(op)
-    return found
+    function: Callable[..., Any] = own.formula if own and own.formula else resolve(op)
+    return function
 
 
 def results_like(
@@ -62,8 +62,8 @@ def _results_like(op: str, *args: Any, **kwargs: Any) -> tuple[Value | None, ...
         args, kwargs = map_values(
             lambda v: torch.empty(v.shape, dtype=v.dtype), (args, kwargs)
         )
-        found = function_of(op)(*args, **kwargs)
+        result = function_of(op)(*args, **kwargs)
     return tuple(
         Value("", tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None
-        for x in (found if isinstance(found, tuple | list) else (found,))
+        for x in (result if isinstance(result, tuple | list) else (result,))
     )

@@ -193,26 +193,26 @@ class Tape:
 
     def add_in_place(self, v: Value, op: str, node: Node, *args: Any) -> None:
         """A contribution written into the sum of the others: `op(sum, *args)`."""
-        found = self._collected.setdefault(v.name, _Collected())
-        found.adders.append((op, args, node))
+        collected = self._collected.setdefault(v.name, _Collected())
+        collected.adders.append((op, args, node))
 
     def take(self, v: Value, node: Node) -> Value | None:
         """The whole cotangent of `v`: all contributions added; None without any."""
-        found = self._collected.pop(v.name, None)
-        if found is None:
+        collected = self._collected.pop(v.name, None)
+        if collected is None:
             return None
-        values = list(found.values)
+        values = list(collected.values)
         own = self._pop_own(values)
-        if own is None and found.adders and not values:
+        if own is None and collected.adders and not values:
             own = self.zeros(v, node)
-        if own is None and len(values) == 1 and not found.adders:
+        if own is None and len(values) == 1 and not collected.adders:
             return values[0]
         if own is None:
             first, *values = values
             second = values.pop(0) if values else self.zeros(v, node)
             own = self.emit("aten.add.Tensor", v, node, first, second)
         self._add_to(own, values)
-        for op, args, at in found.adders:
+        for op, args, at in collected.adders:
             self.append(Node(op, (own, *args), {}, (), at.location))
         return own
 

@@ -189,8 +189,8 @@ def in_a_row(whole: Account, parts: Sequence[Account]) -> Account:
     if tied:
         most[FORWARD] += Alive(0.0, 0.0, tied, 0.0, tied)
         most[BACKWARD] += Alive(0.0, tied, tied, tied, tied)
-    found = whole.with_alive(most.values())
-    return found.changed(received=parts[0].received, sent=parts[-1].sent)
+    account = whole.with_alive(most.values())
+    return account.changed(received=parts[0].received, sent=parts[-1].sent)
 
 
 def once_a_rank(
@@ -201,15 +201,15 @@ def once_a_rank(
 
     accounts: of each stage; placement: its rank.
     """
-    found: list[list[Account]] = [[] for _ in range(max(placement) + 1)]
+    by_rank: list[list[Account]] = [[] for _ in range(max(placement) + 1)]
     first, *inner = accounts
     if inner and placement[0] == placement[-1]:
         last = inner.pop()
         first = replace(first, tied=first.tied - last.tied)
         inner.append(replace(last, tied=Held(), held=last.held - last.tied))
     for account, rank in zip((first, *inner), placement, strict=True):
-        found[rank].append(account)
-    return found
+        by_rank[rank].append(account)
+    return by_rank
 
 
 def rank_memory(accounts: Sequence[Account], peak: float) -> dict[str, float]:

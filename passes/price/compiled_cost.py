@@ -40,7 +40,7 @@ def count_once(
     for i, local in enumerate(locals_):
         for v in local.params:
             held.setdefault(local.stage.names[v.name], []).append(i)
-    found = list(accounts)
+    counted = list(accounts)
     for name, stages in held.items():
         seen: set[int] = set()
         apart = len({placement[i] for i in stages}) > 1
@@ -52,8 +52,8 @@ def count_once(
             if placement[i] in seen:
                 more = Account(held=Held(-v.bytes, -trained))
             seen.add(placement[i])
-            found[i] += more
-    return found
+            counted[i] += more
+    return counted
 
 
 def candidate_of(plan: Plan, schedule: Schedule, layers: Sequence[int]) -> Candidate:

@@ -96,32 +96,32 @@ def step_parts(
     backwards have `halves`; None: before and after.
     """
     crowded = 1 / min(1.0, cluster.cores_each)  # all ranks are busy
-    found = defaultdict[str, float](float)
+    terms = defaultdict[str, float](float)
     step = account.step
-    found["once a step"] = crowded * step.seconds
+    terms["once a step"] = crowded * step.seconds
     blocks = account.forward.gathered.calls
     for names, exchanges in (({}, step.exchanges), (BY_BLOCK, step.beside)):
         for e in exchanges:
             link = cluster.link(mesh, e.axes)
             what = f"{names.get(e.kind, e.kind)} {','.join(e.axes)}"
-            found[what] += e.calls * link.seconds(e.kind, e.bytes / e.calls)
+            terms[what] += e.calls * link.seconds(e.kind, e.bytes / e.calls)
             blocks = max(blocks, e.calls)
     for e in account.pending:
         if e.axes and e.bytes:
             link = cluster.link(mesh, e.axes)
-            found[f"gradients {','.join(e.axes)}"] += link.seconds(e.kind, e.bytes)
+            terms[f"gradients {','.join(e.axes)}"] += link.seconds(e.kind, e.bytes)
     if tied := account.tied.trained:
         ends = replace(neighbour(cluster, mesh), ranks=2, near=None)
-        found["gradients pp"] += ends.seconds("all_reduce", tied)
+        terms["gradients pp"] += ends.seconds("all_reduce", tied)
     if took is not None:
         backward = took.weight if halves else took.backward + took.weight
         for what, spent in (("gradients", backward), ("parameters", took.forward)):
-            own = {t: s for t, s in found.items() if moves_beside(t) == what}
+            own = {t: s for t, s in terms.items() if moves_beside(t) == what}
             if moving := sum(own.values()):
                 waited = exposed(moving, spent, max(1.0, blocks), cluster)
-                found.update({t: s * waited / moving for t, s in own.items()})
-    found["optimizer"] = crowded * update_seconds(account, cluster.device)
-    return dict(found)
+                terms.update({t: s * waited / moving for t, s in own.items()})
+    terms["optimizer"] = crowded * update_seconds(account, cluster.device)
+    return dict(terms)
 
 
 def update_seconds(account: Account, device: Device) -> float:
@@ -136,9 +136,9 @@ def estimate(
     accounts: Sequence[Account], candidate: Candidate, cluster: Cluster
 ) -> Estimate:
     """The same, whatever memory it takes."""
-    found = estimate_within(math.inf, accounts, candidate, cluster)
-    assert found is not None, "all fits"
-    return found
+    estimated = estimate_within(math.inf, accounts, candidate, cluster)
+    assert estimated is not None, "all fits"
+    return estimated
 
 
 def estimate_within(

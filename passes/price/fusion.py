@@ -41,10 +41,10 @@ def fused_traffic(
             and readers[name][0] == reader
         )
 
-    found = []
+    traffic_of = []
     for i, node in enumerate(nodes):
         if not traffic(node):
-            found.append((0, False))
+            traffic_of.append((0, False))
             continue
         read = {v.name: v for v in node.operands}.values()
         moved = sum(v.bytes for v in read if not handed(roots[v.name], i))
@@ -53,8 +53,8 @@ def fused_traffic(
             inside = len(later) == 1 and handed(v.name, later[0])
             if not inside or v.name in stays:
                 moved += v.bytes
-        found.append((moved, not any(handed(roots[v.name], i) for v in read)))
-    return found
+        traffic_of.append((moved, not any(handed(roots[v.name], i) for v in read)))
+    return traffic_of
 
 
 def fusable(node: Node) -> bool:
@@ -63,13 +63,13 @@ def fusable(node: Node) -> bool:
 
 def _roots(nodes: Sequence[Node]) -> dict[str, str]:
     """Value -> what it is a view of, or itself."""
-    found: dict[str, str] = {}
+    roots: dict[str, str] = {}
 
     def root(v: Value) -> str:
-        return found.setdefault(v.name, v.name)
+        return roots.setdefault(v.name, v.name)
 
     for node in nodes:
         operands = [root(v) for v in node.operands]
         for v in node.results:
-            found[v.name] = operands[0] if is_view(node) else v.name
-    return found
+            roots[v.name] = operands[0] if is_view(node) else v.name
+    return roots

@@ -88,10 +88,10 @@ class Ops:
 
     @cached_property
     def _points(self) -> dict[str, list[Timed]]:
-        found: dict[str, list[Timed]] = {}
+        points: dict[str, list[Timed]] = {}
         for key, timed in self.timed.items():
-            found.setdefault(kind_of(key), []).append(timed)
-        return found
+            points.setdefault(kind_of(key), []).append(timed)
+        return points
 
     @cached_property
     def _lines(self) -> dict[str, Line]:
@@ -100,17 +100,17 @@ class Ops:
 
 def kind_of(signature: str) -> str:
     """`aten.add.Tensor f32`: the op, and its first floating type if it has one."""
-    found = FLOATS.search(signature)
-    return f"{signature.partition('(')[0]} {found[1] if found else ''}".rstrip()
+    dtype = FLOATS.search(signature)
+    return f"{signature.partition('(')[0]} {dtype[1] if dtype else ''}".rstrip()
 
 
 def without_products(timed: Mapping[str, Timed], floats: str) -> dict[str, Timed]:
     """What was measured, but for products of floats of a type, as `f32`: what does more
     operations than it moves bytes."""
     return {
-        key: found
-        for key, found in timed.items()
-        if found.flops <= found.bytes or not kind_of(key).endswith(f" {floats}")
+        key: timed_op
+        for key, timed_op in timed.items()
+        if timed_op.flops <= timed_op.bytes or not kind_of(key).endswith(f" {floats}")
     }
 
 
@@ -127,12 +127,12 @@ def fit_line(points: Sequence[Timed]) -> Line:
         for chosen in combinations(range(3), size):
             columns = terms[:, chosen]
             scale = np.maximum(np.abs(columns).max(axis=0), 1e-300)
-            found, *_ = np.linalg.lstsq(columns / scale, np.ones(len(points)))
-            found = found / scale
-            error = float(((columns @ found - 1) ** 2).sum())
-            if (found >= 0).all() and error < least * (1 - 1e-9):
+            line, *_ = np.linalg.lstsq(columns / scale, np.ones(len(points)))
+            line = line / scale
+            error = float(((columns @ line - 1) ** 2).sum())
+            if (line >= 0).all() and error < least * (1 - 1e-9):
                 best, least = np.zeros(3), error
-                best[list(chosen)] = found
+                best[list(chosen)] = line
     return Line(*map(float, best))
 
 

@@ -54,9 +54,9 @@ def compute_part(
     beside: list[Exchange] = []
     moves = _moves(nodes, kept, device)
     for node, (moved, begins) in zip(nodes, moves, strict=True):
-        if found_kind := collective(node):
+        if collective_kind := collective(node):
             there = beside if node.op in UNDER_WAY else exchanges
-            there.append(Exchange(*found_kind, 1.0, float(_whole(node))))
+            there.append(Exchange(*collective_kind, 1.0, float(_whole(node))))
         elif node.op not in SPEAKS:
             seconds, how = device.ops.seconds(node)
             operations += flops(node)
@@ -74,7 +74,7 @@ def compute_part(
             for _, calls, passed in passed_round(node):
                 sent = Exchange("send", (ring,), float(calls), float(passed))
                 exchanges.append(sent)
-    found = PartCost(
+    cost = PartCost(
         measured=known[MEASURED],
         between=known[BETWEEN],
         beyond=known[BEYOND],
@@ -86,7 +86,7 @@ def compute_part(
         exchanges=join_exchanges(exchanges),
         beside=join_exchanges(beside),
     )
-    return retimed_part(found, device)
+    return retimed_part(cost, device)
 
 
 def retimed(account: Account, device: Device) -> Account:

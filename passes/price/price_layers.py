@@ -71,8 +71,8 @@ class LayerPrices:
             total, counted = self.whole, self.runs
         if runs != counted and self.more is not None:
             total = total.plus(self.more, runs - counted)
-        found = in_a_row(total, row)
-        return found if first == last else replace(found, tied=self.tied)
+        account = in_a_row(total, row)
+        return account if first == last else replace(account, tied=self.tied)
 
     @cached_property
     def parts(self) -> list[Account]:
@@ -83,7 +83,7 @@ class LayerPrices:
     def least_alive(self) -> Mapping[int, tuple[float, float]]:
         """Bytes at least that the backward of a stage has alive at once; and of these,
         beside what forwards saved. By the stage of ZeRO."""
-        found = {}
+        least_of = {}
         for zero in range(4):
             backwards = [
                 (part, [p.of(zero, a) for p in peaks for a in (True, False)])
@@ -91,8 +91,8 @@ class LayerPrices:
                 if (peaks := (part.backward.alive, part.backward.alone))
             ]
             least = [(min(alive), min(alive) - part.saved) for part, alive in backwards]
-            found[zero] = max(x for x, _ in least), min(y for _, y in least)
-        return found
+            least_of[zero] = max(x for x, _ in least), min(y for _, y in least)
+        return least_of
 
     @cached_property
     def tied(self) -> Held:

@@ -89,15 +89,15 @@ def _by_block(
     zeroed = [n for n in nodes if op_of(n).flops is of_weight_grad]
     added = [n for n in nodes if n.op == ADD_EACH]
     zeros = sum(n.operands[0].bytes for n in zeroed)
-    found = replace(
+    moved = replace(
         part,
         gathered=block_messages(local, nodes, experts, False),
         zeroed_calls=len(zeroed) - len(added),
         zeroed_bytes=zeros - sum(map(traffic, added)),
     )
     if not grads:
-        return found
-    return replace(found, scattered=block_messages(local, nodes, experts, True))
+        return moved
+    return replace(moved, scattered=block_messages(local, nodes, experts, True))
 
 
 def _experts(local: LocalStage) -> set[str]:
@@ -125,6 +125,6 @@ def _read(local: LocalStage, casts: Mapping[str, str]) -> dict[str, int]:
     """Bytes of parameters and of casts that are computed with, by name."""
     readers = (n for n in local.nodes if not {v.name for v in n.results} & casts.keys())
     read = {v.name for n in readers for v in n.operands}
-    found = {v.name: v.bytes for v in local.params if v.name in read}
+    read_bytes = {v.name: v.bytes for v in local.params if v.name in read}
     made = (v for n in local.prologue for v in n.results)
-    return found | {v.name: v.bytes for v in made if v.name in casts}
+    return read_bytes | {v.name: v.bytes for v in made if v.name in casts}

@@ -104,25 +104,25 @@ class _Shares:
     def pending(self) -> Exchanges:
         """What is pending on other axes is summed of shares alone, as is what dp ranks
         replicate of them."""
-        found = []
+        exchanges = []
         for e in self.account.pending:
             axes = {*e.axes}.difference(self.axes.of_others) | {*self.axes.replicated}
             whole = e.bytes / self.axes.alike
-            found.append(Exchange(e.kind, tuple(sorted(axes)), e.calls, whole))
-        return join_exchanges(found)
+            exchanges.append(Exchange(e.kind, tuple(sorted(axes)), e.calls, whole))
+        return join_exchanges(exchanges)
 
     def parts(self, device: Device) -> Iterable[PartCost]:
         """Messages of parameters and gradients, of each microbatch or once a step; and
         what comes of a scatter is added to the shares, block by block. Where gradients
         leave with each microbatch, products add theirs to what is set to 0 before."""
         zero, account = self.zero, self.account
-        found = {**account.microbatch, "step": account.step}
+        parts = {**account.microbatch, "step": account.step}
         among = self.axes.data_parallel > 1
         for name, part in account.microbatch.items() if zero > 1 else ():
-            found[name] = part.changed(alive=Alive(part.alive.of(zero, among)))
+            parts[name] = part.changed(alive=Alive(part.alive.of(zero, among)))
         where = "forward" if zero == 3 else "step"
         moves = self.messages("all_gather", account.forward.gathered, True)
-        found[where] = _with(found[where], moves)
+        parts[where] = _with(parts[where], moves)
         halves = {"backward": account.backward, "weight": account.weight}
         scattered = max(1, sum(part.scattered.bytes for part in halves.values()))
         speed = device.bytes_per_second * device.bandwidth_efficiency
@@ -137,8 +137,8 @@ class _Shares:
                 moved += part.zeroed_bytes
             where = name if zero > 1 else "step"
             seconds = device.launch * launches + moved / speed
-            found[where] = _with(found[where], moves, launches, moved, seconds)
-        return found.values()
+            parts[where] = _with(parts[where], moves, launches, moved, seconds)
+        return parts.values()
 
     def calls(self, sent: BlockMessages, tied_too: bool) -> float:
         """Messages of a part by block; a weight of both ends of the model is one by
@@ -154,8 +154,8 @@ class _Shares:
         own = self.axes.of_experts
         sizes[own] = sizes.get(own, 0.0) + sent.of_some
         calls = self.calls(sent, tied_too)
-        found = ((axes, size) for axes, size in sizes.items() if axes and size > 0)
-        return [Exchange(kind, axes, calls, size) for axes, size in found]
+        moved = ((axes, size) for axes, size in sizes.items() if axes and size > 0)
+        return [Exchange(kind, axes, calls, size) for axes, size in moved]
 
     # At the begin of a step parameters are whole and in rows; at its end gradients are,
     # beside the others' addends and the shares.

@@ -104,13 +104,13 @@ def part_seconds(
     share = min(1.0, cluster.cores_each)
 
     def moved(exchanges: Exchanges) -> list[Wait]:
-        found = []
+        each_wait = []
         for e in exchanges:
             if e.calls > 0:
                 once = cluster.link(mesh, e.axes).seconds(e.kind, e.bytes / e.calls)
                 took = share * e.calls * once
-                found.append(Wait(name, e.kind, e.axes, took, e.calls, e.bytes))
-        return found
+                each_wait.append(Wait(name, e.kind, e.axes, took, e.calls, e.bytes))
+        return each_wait
 
     waits = moved(part.exchanges)
     starts = part.launches + sum(w.calls for w in waits)
@@ -132,11 +132,11 @@ def exposed(moving: float, computing: float, blocks: float, cluster: Cluster) ->
     moving, computing: seconds of each by itself.
     """
     # They move while another block computes; nothing else does for one of them.
-    found = max(moving - computing, moving / blocks)
+    waited = max(moving - computing, moving / blocks)
     # Copies that a core has to make need one beside that which computes.
     both = (computing + moving) / max(1.0, cluster.cores_each)
-    found = max(found, both - computing)
-    return found + SLOWED * (moving - found)
+    waited = max(waited, both - computing)
+    return waited + SLOWED * (moving - waited)
 
 
 def neighbour(cluster: Cluster, mesh: Mesh) -> Link:

@@ -153,12 +153,12 @@ def activation_bytes(short: ShortModel, plan: Plan | None = None) -> Expr:
     named, symbols = short.named, Symbols(short.named)
     states = propagate(named, plan).states if plan else {}
     policy = plan.recompute if plan else "none"
-    found = Integer(0)
+    total = Integer(0)
     for v, itemsize in _kept(short, policy):
         dims = named.dims[v.name]
         if not (policy == "selective" and _has_square(dims)):
-            found += itemsize * symbols.value(v, dims, states.get(v.name)).numel
-    return expand(found)
+            total += itemsize * symbols.value(v, dims, states.get(v.name)).numel
+    return expand(total)
 
 
 def state_bytes(count: Expr, zero: int, weights: int = 2, optimizer: int = 12) -> Expr:
@@ -181,12 +181,12 @@ def _kept(short: ShortModel, policy: str) -> list[tuple[Value, int]]:
     entering = {v.name: v for n in nodes for v in n.operands if v.name not in made}
     owners = find_owners(nodes, {name: name for name in entering})
     values = made | entering
-    found: dict[str, tuple[Value, int]] = {}
+    kept: dict[str, tuple[Value, int]] = {}
 
     def keep(v: Value) -> None:
         if named.origins[v.name] is Origin.BOTH:
             root = values[owners.get(v.name, v.name)]
-            found[root.name] = root, root.dtype.itemsize
+            kept[root.name] = root, root.dtype.itemsize
 
     for node in nodes:
         keeps = op_of(node).keeps
@@ -194,13 +194,13 @@ def _kept(short: ShortModel, policy: str) -> list[tuple[Value, int]]:
             if policy == "full" or (keeps == (0, 1) and not _bilinear(node)):
                 continue
             if what == MASK:
-                found[f"mask of {node.out.name}"] = node.out, MASK_BYTES
+                kept[f"mask of {node.out.name}"] = node.out, MASK_BYTES
             else:
                 keep(node.out if what == RESULT else node.operands[cast("int", what)])
     if policy == "full":
         for v in entering.values():
             keep(v)
-    return list(found.values())
+    return list(kept.values())
 
 
 def _bilinear(node: Node) -> bool:
@@ -239,13 +239,13 @@ def _flops(
     short: ShortModel, run: int | None, times: int, again: Callable[[Dims], bool]
 ) -> Expr:
     """Counts a run's products; twice those that make what is not kept."""
-    found = Integer(0)
+    total = Integer(0)
     named, symbols = short.named, Symbols(short.named)
     for node in named.graph.nodes:
         if op_of(node).is_product and _run(short, node.location.module) == run:
             redone = again(named.dims[node.out.name])
-            found += (times + redone) * flops(symbols.node(node))
-    return found
+            total += (times + redone) * flops(symbols.node(node))
+    return total
 
 
 def _nothing(_: Dims) -> bool:

@@ -60,9 +60,9 @@ def choose_sizes(
     whole = {p: Candidates(prod(p), splits[prod(p)], large, small) for p in products}
     # Extents of one size may mean different things, and want what no order allows.
     for ordered in (True, False):
-        found = _Solver(list(sizes), sums, allowed, whole, ordered).solve()
-        if found is not None:
-            return found
+        solution = _Solver(list(sizes), sums, allowed, whole, ordered).solve()
+        if solution is not None:
+            return solution
     raise NotShrunk(
         f"no small sizes stand for {', '.join(map(str, sizes))} together",
         fix="prove the plan of a smaller model of the kind, which is run as it is",
@@ -149,9 +149,9 @@ class _Solver:
         if free is None:
             return known
         for candidate in self._candidates(free, known):
-            found = self._extend({**known, free: candidate})
-            if found is not None or self.tries > TRIES:
-                return found
+            solution = self._extend({**known, free: candidate})
+            if solution is not None or self.tries > TRIES:
+                return solution
         return None
 
     def _candidates(self, size: int, known: Mapping[int, int]) -> list[int]:
@@ -182,10 +182,10 @@ class _Solver:
                         return False
                     continue
                 (n,) = unknown
-                found = self._solve(one, n, known)
-                if found is None or found not in self.allowed[n]:
+                size = self._solve(one, n, known)
+                if size is None or size not in self.allowed[n]:
                     return False
-                known[n], changed = found, True
+                known[n], changed = size, True
         return True
 
     @staticmethod

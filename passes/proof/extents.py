@@ -113,12 +113,12 @@ class _Search:
             for v in node.operands:
                 self._cut(v)
             self._unite(node)
-        return self._found()
+        return self._extents()
 
     def _declare(self, v: Value) -> None:
         self.tensors[v.name] = [self.atoms.fresh(n) for n in v.shape]
 
-    def _found(self) -> Extents:
+    def _extents(self) -> Extents:
         def product(own: Iterable[int]) -> Product:
             return tuple(self.atoms.size[a] for a in self.atoms.leaves(own))
 
@@ -134,8 +134,10 @@ class _Search:
             ),
             fixed=frozenset(n for atom in self.fixed for n in product([atom])),
             segments={
-                place: {at: tuple(map(product, parts)) for at, parts in found.items()}
-                for place, found in self.segments.items()
+                place: {
+                    at: tuple(map(product, parts)) for at, parts in alternatives.items()
+                }
+                for place, alternatives in self.segments.items()
             },
         )
 

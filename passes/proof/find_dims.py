@@ -45,7 +45,7 @@ def find_dims(text: str) -> frozenset[int]:
     """Places among a statement's numbers, see `passes.proof.read_text.Statement`."""
     code = text.partition("  # ")[0]
     opened: list[_Call] = []
-    found, number = set(), -1
+    numbers, number = set(), -1
     for at, letter in enumerate(code):
         if letter in "([":
             match = CALLEE.search(code[:at]) if letter == "(" else None
@@ -61,8 +61,8 @@ def find_dims(text: str) -> frozenset[int]:
             number += 1
             call = next((one for one in reversed(opened) if one.callee), None)
             if call is not None and _is_dim(call, code[call.begin : at]):
-                found.add(number)
-    return frozenset(found)
+                numbers.add(number)
+    return frozenset(numbers)
 
 
 def _is_dim(call: _Call, argument: str) -> bool:

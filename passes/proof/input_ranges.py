@@ -119,11 +119,11 @@ def find_input_ranges(graph: Graph) -> dict[str, InputRange]:
         if not any(v.name in origins for v in node.operands):
             continue
         _note_uses(node, origins, uses)
-        found = set(_moved(node, origins))
+        moved = set(_moved(node, origins))
         for out in node.results:
-            if found and not out.dtype.is_floating_point:
-                origins[out.name] = found
-    return {name: found.range() for name, found in uses.items()}
+            if moved and not out.dtype.is_floating_point:
+                origins[out.name] = moved
+    return {name: moved.range() for name, moved in uses.items()}
 
 
 def _name(node: Node) -> str:

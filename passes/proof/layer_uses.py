@@ -63,10 +63,10 @@ def find_out_of_turn(large: str, small: str, path: str) -> OutOfTurn | None:
     big, few = find_uses(large, path), find_uses(small, path)
     for function, kinds in few.functions.items():
         for kind, numbers in kinds.items():
-            found = big.functions[function].get(kind, ())  # if names are not the same
-            turns = _turns(numbers, few.of(kind)) if found else None
-            if turns and list(found) != list(_in_turn(big.of(kind), *turns)):
-                return OutOfTurn(function, f'{kind[0]}["{kind[1]}"]', found, numbers)
+            uses = big.functions[function].get(kind, ())  # if names are not the same
+            turns = _turns(numbers, few.of(kind)) if uses else None
+            if turns and list(uses) != list(_in_turn(big.of(kind), *turns)):
+                return OutOfTurn(function, f'{kind[0]}["{kind[1]}"]', uses, numbers)
     return None
 
 

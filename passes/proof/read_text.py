@@ -181,8 +181,8 @@ class _Reader:
 
     def statement(self, code: str, depth: int) -> Statement:
         numbers: list[Number] = []
-        found = OF_PARTS.search(code)
-        parts_from = found.start("operands") if found else len(code)
+        comment = OF_PARTS.search(code)
+        parts_from = comment.start("operands") if comment else len(code)
         counted = COUNTED.match(code)
         counts = Counts.SIZE
         if counted is not None:

@@ -110,9 +110,9 @@ class Shrinker:
         return low + (n - below) * (high - low) // (above - below)
 
     def _cut(self, node: Node, new: Node) -> Node:
-        found = part_of(node)
-        assert found is not None
-        x, dim, start, end = found
+        slice_ = part_of(node)
+        assert slice_ is not None
+        x, dim, start, end = slice_
         segments = self.extents.segments[x.name, dim]
 
         def position(at: int) -> int:

@@ -128,7 +128,7 @@ def _fit(
     axes = list(least)
     large = {axis: plan.size(axis) for axis in axes}
     waiting = [(prod(least.values()), *least.values())]
-    known, found = {*waiting}, False
+    known, fitted = {*waiting}, False
     splitting = {axis for own in splits.values() for split in own for axis in split}
     for _ in range(TRIES):
         if not waiting:
@@ -139,7 +139,7 @@ def _fit(
             None,
         )
         if odd is None:
-            found = True
+            fitted = True
             yield sizes
         more_of = {a for s in splits[odd] for a in s} if odd is not None else splitting
         for axis in more_of:
@@ -148,7 +148,7 @@ def _fit(
             if more[axis] <= large[axis] and one not in known:
                 known.add(one)
                 heappush(waiting, one)
-    if not found:
+    if not fitted:
         yield least
 
 
@@ -181,7 +181,7 @@ def find_splits(sharded: Sharded) -> dict[int, frozenset[Split]]:
     """Extent of a named dim -> the axes that split it in some value, or that could have
     done so: how it divides decides whether they do."""
     named, plan = sharded.named, sharded.plan
-    found: dict[int, set[Split]] = {}
+    splits_of: dict[int, set[Split]] = {}
     lies = [(n.name, sharded.states[n.name]) for n in named.graph.sources]
     for node, needs in zip(named.graph.nodes, sharded.needs, strict=True):
         lies += [(v.name, sharded.states[v.name]) for v in node.results]
@@ -194,13 +194,13 @@ def find_splits(sharded: Sharded) -> dict[int, frozenset[Split]]:
     for name, sharding in lies:
         for dim, slots in zip(named.dims[name], sharding.slots, strict=True):
             for d, axes in zip(dim, slots, strict=True):
-                own = found.setdefault(d.size, set())
+                own = splits_of.setdefault(d.size, set())
                 own.add(axes)
                 own |= {(axis,) for axis in plan.axes if d.name in wanted[axis]}
                 if name in held:  # see `split_parameter`
                     rest = [a for a in plan.parameter_axes if a not in axes]
                     own |= {(*axes, axis) for axis in rest}
-    return {n: frozenset(s for s in splits if s) for n, splits in found.items()}
+    return {n: frozenset(s for s in splits if s) for n, splits in splits_of.items()}
 
 
 def shrink_plan(plan: Plan, few: FewLayers, sizes: Mapping[str, int]) -> Plan:
@@ -259,9 +259,9 @@ def choose_layers(
     flat = [n for own in by_stage for n in own]
     if flat != list(range(len(kinds))) or not all(by_stage[1:-1]):
         return every
-    found = [thin([kinds[n] for n in own], keep) for own in by_stage]
+    thinned = [thin([kinds[n] for n in own], keep) for own in by_stage]
     kept = [
-        tuple(own[i] for i in few) for own, few in zip(by_stage, found, strict=True)
+        tuple(own[i] for i in few) for own, few in zip(by_stage, thinned, strict=True)
     ]
     chosen = _choose_stages([[kinds[n] for n in own] for own in kept], plan)
     return FewLayers(path, tuple(chosen), tuple(kept[s] for s in chosen))

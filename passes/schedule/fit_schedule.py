@@ -107,7 +107,7 @@ def fit_schedule(
 
 
 def _listed(job: Pipeline) -> list[Listed]:
-    return [found for rule in RULES if (found := list_schedule(job, rule))]
+    return [order for rule in RULES if (order := list_schedule(job, rule))]
 
 
 def named_schedules(

@@ -33,7 +33,7 @@ def completed(schedule: Schedule, rank: int) -> list[tuple[int, int]]:
     receives: dict[int, list[int]] = defaultdict(list)
     for index, peer, is_send in schedule.messages[rank]:
         (sends if is_send else receives)[peer].append(index)
-    found = []
+    pairs = []
     for peer, own in sends.items():
         # Messages of a pair arrive in order: what the peer has by its next answer.
         got = known = answers = 0
@@ -42,11 +42,11 @@ def completed(schedule: Schedule, rank: int) -> list[tuple[int, int]]:
                 continue
             if is_send:
                 recv = receives[peer][answers]
-                found += [(send, recv) for send in own[known:got]]
+                pairs += [(send, recv) for send in own[known:got]]
                 known, answers = got, answers + 1
             else:
                 got += 1
-    return sorted(found, key=itemgetter(1, 0))
+    return sorted(pairs, key=itemgetter(1, 0))
 
 
 def apart(

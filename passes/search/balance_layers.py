@@ -43,15 +43,15 @@ def balance_ranks(
     totals = _balance(layers, tuple(whole), layer, stages // ranks)
     if stages == ranks:
         return tuple(totals[rank] for rank in placement)
-    found = [0] * stages
+    of_stage = [0] * stages
     stages_of: list[list[int]] = [[] for _ in range(ranks)]
     for stage, rank in enumerate(placement):
         stages_of[rank].append(stage)
     for own, total in zip(stages_of, totals, strict=True):
         parts = _balance(total, tuple(beside[stage] for stage in own), layer, 1)
         for stage, count in zip(own, parts, strict=True):
-            found[stage] = count
-    return tuple(found)
+            of_stage[stage] = count
+    return tuple(of_stage)
 
 
 @lru_cache(maxsize=4096)  # most ranks are alike
@@ -108,9 +108,9 @@ def _limits(
     leaves over; or a part has the least layers, and more beside than others take.
     """
     kinds, average = set(extra), (layers * layer + sum(extra)) / len(extra)
-    found = {least * layer + x for x in kinds}
+    limits = {least * layer + x for x in kinds}
     for x in kinds if layer > 0 else ():
         near = math.floor((average - x) / layer)
         counts = range(max(least, near - 1), min(layers, near + 3) + 1)
-        found |= {k * layer + x for k in counts}
-    return sorted(found)
+        limits |= {k * layer + x for k in counts}
+    return sorted(limits)

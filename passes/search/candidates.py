@@ -69,11 +69,11 @@ def candidates(space: Space) -> Iterator[Candidate]:
                 space.recompute,
             )
             for (schedule, per_rank), context, zero, recompute in choices:
-                found = Candidate(
+                candidate = Candidate(
                     *decided, schedule, per_rank, zero, recompute, (), context
                 )
-                if zero == found.shares and (zero or found.sharing != "fsdp"):
-                    yield found
+                if zero == candidate.shares and (zero or candidate.sharing != "fsdp"):
+                    yield candidate
 
 
 def contexts(space: Space, mesh: Mesh) -> tuple[str, ...]:
@@ -118,9 +118,16 @@ def _meshes(space: Space) -> Iterator[Mesh]:
         for pp in () if left else _divisors(rest):
             for fsdp in _sharing(space, pp, rest // pp, tp * cp * ep, fixed):
                 dp = rest // pp // fsdp
-                found = {"pp": pp, "dp": dp, "fsdp": fsdp, "cp": cp, "ep": ep, "tp": tp}
-                if pp <= space.runs and all(found[a] == n for a, n in fixed.items()):
-                    yield Mesh(tuple((a, n) for a, n in found.items() if n > 1))
+                sizes_of = {
+                    "pp": pp,
+                    "dp": dp,
+                    "fsdp": fsdp,
+                    "cp": cp,
+                    "ep": ep,
+                    "tp": tp,
+                }
+                if pp <= space.runs and all(sizes_of[a] == n for a, n in fixed.items()):
+                    yield Mesh(tuple((a, n) for a, n in sizes_of.items() if n > 1))
 
 
 def _sharing(
@@ -150,7 +157,7 @@ def _sizes(space: Space, axis: str, fixed: dict[str, int]) -> tuple[int, ...]:
 
 def _meanings(space: Space) -> Iterator[Mesh]:
     """Each axis of a shape as one of ours; neighbours that mean the same are one."""
-    found: dict[Mesh, None] = {}
+    distinct: dict[Mesh, None] = {}
     if prod(space.shape) != space.cluster.devices:
         return
     for names in product(ORDER, repeat=len(space.shape)):
@@ -161,8 +168,8 @@ def _meanings(space: Space) -> Iterator[Mesh]:
         mesh = Mesh(tuple((a, n) for a, n in axes if n > 1))
         inner = all(mesh.axis_size(a) in getattr(space, a) for a in ("tp", "cp", "ep"))
         if inner and mesh.axis_size("pp") <= space.runs:
-            found[mesh] = None
-    yield from found
+            distinct[mesh] = None
+    yield from distinct
 
 
 def _pipelines(

@@ -101,12 +101,12 @@ class Axis:
 
     def within(self, limit: float) -> AxisShardings:
         """The fastest that need no more bytes, as far as prices tell."""
-        found = self._chosen()
-        if self._memory(found) <= limit:
-            return self._labelling(found)
+        choices = self._chosen()
+        if self._memory(choices) <= limit:
+            return self._labelling(choices)
         low, high = CHEAPEST, DEAREST
-        found = self._chosen(high)
-        if (memory := self._memory(found)) > limit:
+        choices = self._chosen(high)
+        if (memory := self._memory(choices)) > limit:
             raise ShardingsDoNotFit(
                 f"whatever '{self.axis}' splits, a rank needs "
                 f"{memory / 1e9:.3g} GB, and has {limit / 1e9:.3g} GB",
@@ -116,20 +116,20 @@ class Axis:
             price = math.sqrt(low * high)
             tried = self._chosen(price)
             if self._memory(tried) <= limit:
-                found, high = tried, price
+                choices, high = tried, price
             else:
                 low = price
-        return self._labelling(found)
+        return self._labelling(choices)
 
     @cached_property
     def ties(self) -> list[Table]:
         order = self.costs.plan.split.get(self.axis, ())
-        found = []
+        tables = []
         for i, own in enumerate(self.costs.choices):
             ranks = [self._rank(order, choice) for choice in own]
             costs = TIE * torch.tensor(ranks, dtype=torch.float64)
-            found.append(Table((i,), costs))
-        return found
+            tables.append(Table((i,), costs))
+        return tables
 
     @staticmethod
     def _rank(order: Sequence[str], choice: Choice) -> int:
@@ -211,13 +211,13 @@ class Axis:
 
     def _texts(self, choices: Mapping[int, int]) -> dict[OpName, str | None]:
         """Returns the shardings of the ops for which these are a decision."""
-        found = {}
+        texts = {}
         for i, spot in choices.items():
             first = self.costs.nodes[i].results[0].name
             label = self.costs.choices[i][spot].op_sharding
             if self.named.origins[first] & Origin.PARAM and not isinstance(label, str):
-                found[self.names[i]] = sharding_text(self.named.factors[i], label)
-        return found
+                texts[self.names[i]] = sharding_text(self.named.factors[i], label)
+        return texts
 
     def _memory(self, chosen: Chosen) -> float:
         return float(self._totals(chosen)[MEMORY])
@@ -247,11 +247,11 @@ class Axis:
 @dataclass(frozen=True)
 class ChosenShardings:
     """plan: with op shardings of the whole model; of_graph: of the graph alone.
-    found: axis -> its labelling, once those of the others were decided."""
+    by_axis: axis -> its labelling, once those of the others were decided."""
 
     plan: Plan
     of_graph: Plan
-    found: Mapping[str, AxisShardings]
+    by_axis: Mapping[str, AxisShardings]
 
 
 def choose_op_shardings(
@@ -276,7 +276,7 @@ def choose_op_shardings(
     own = plan.memory or cluster.device.memory
     whole = ranks * (own if limit is None else limit)
     saved = find_saved(named, plan)
-    found: dict[str, AxisShardings] = {}
+    chosen: dict[str, AxisShardings] = {}
     done: list[Mapping[str, AxisShardings]] = []
     here = there = replace(plan, op_shardings={})
     axes = [a for a in plan.axes if a not in (TIME, *plan.data_axes)]
@@ -291,13 +291,13 @@ def choose_op_shardings(
                 saved,
                 min(plan.microbatches, ranks),
             )
-            found[axis] = Axis(setting, runs).within(whole)
-            here = _with(here, axis, found[axis].of_graph)
-            there = _with(there, axis, found[axis].op_shardings)
-        if found in done or len(axes) < 2:
+            chosen[axis] = Axis(setting, runs).within(whole)
+            here = _with(here, axis, chosen[axis].of_graph)
+            there = _with(there, axis, chosen[axis].op_shardings)
+        if chosen in done or len(axes) < 2:
             break
-        done.append(dict(found))
-    return ChosenShardings(there, here, found)
+        done.append(dict(chosen))
+    return ChosenShardings(there, here, chosen)
 
 
 def _with(plan: Plan, axis: str, own: Mapping[str, str | None]) -> Plan:

@@ -51,7 +51,7 @@ def again_by_layer(local: LocalStage, plan: Plan, cluster: Cluster) -> dict[str,
     device = cluster.device.running(plan.tf32, plan.backend)
     given = (*local.params, *local.buffers, *local.stage.constants)
     gathered = find_gathered(local.backward, {v.name for v in given})
-    found: dict[str, float] = {}
+    seconds_of: dict[str, float] = {}
     for node in local.backward:
         for v in node.results:
             # Gradients have other names.
@@ -59,9 +59,9 @@ def again_by_layer(local: LocalStage, plan: Plan, cluster: Cluster) -> dict[str,
                 part = compute_part([node], device)
                 took, _ = part_seconds(part, FORWARD, plan.mesh, cluster)
                 layer = node.location.layer
-                found[layer] = found.get(layer, 0.0) + took
+                seconds_of[layer] = seconds_of.get(layer, 0.0) + took
                 break
-    return found
+    return seconds_of
 
 
 def choose_recompute(staged: Staged, cluster: Cluster) -> Staged:
@@ -75,16 +75,16 @@ def choose_recompute(staged: Staged, cluster: Cluster) -> Staged:
     if plan.recompute != AUTO or layers <= set(plan.recompute_layers):
         return staged
     search = _Search(staged, cluster)
-    found: list[tuple[float, Choice]] = []
+    solved: list[tuple[float, Choice]] = []
     problems: list[AutoparError] = []
     for schedule in search.schedules(problems):
         try:
-            found.append(search.solve(schedule))
+            solved.append(search.solve(schedule))
         except OutOfMemory as error:
             problems.append(error)
-    if not found:
+    if not solved:
         raise problems[-1]
-    _, choice = min(found, key=lambda option: option[0])
+    _, choice = min(solved, key=lambda option: option[0])
     complete = {**choice, **plan.recompute_layers}
     return replace(staged, plan=replace(plan, recompute_layers=complete))
 

@@ -68,10 +68,10 @@ class Reduced:
 
     def complete(self, chosen: Mapping[int, int]) -> dict[int, int]:
         """The best choices of all variables, given those of the kept."""
-        found = {v: chosen[v] for v in self.table.variables}
+        complete = {v: chosen[v] for v in self.table.variables}
         for variable, others, best in self.steps:
-            found[variable] = int(best[tuple(found[v] for v in others)])
-        return found
+            complete[variable] = int(best[tuple(complete[v] for v in others)])
+        return complete
 
     def solve(self) -> tuple[float, dict[int, int]]:
         """The least cost, and choices that have it."""
@@ -217,10 +217,10 @@ class _Chain:
     def _flat(
         choices: Mapping[int, int], variables: Collection[int], shape: Sequence[int]
     ) -> int:
-        found = 0
+        place = 0
         for v, size in zip(variables, shape, strict=True):
-            found = found * size + choices[v]
-        return found
+            place = place * size + choices[v]
+        return place
 
     def _apart(self, flat: int) -> tuple[int, ...]:
         spots = []

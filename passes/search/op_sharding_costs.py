@@ -91,14 +91,14 @@ class OpShardingCosts:
         if pinned is not None:
             return [Choice(pinned)]
         others = {a: op_sharding for a, op_sharding in given.items() if a != axis}
-        found = [Choice(None)]
+        choices = [Choice(None)]
         if self._may_vary(origin) and len(node.results) == 1:
-            found.append(Choice(None, varying=True))
+            choices.append(Choice(None, varying=True))
         options = splittable(self.named, self.allowed, axis, i, others)
-        found += [Choice(f) for f in options]
+        choices += [Choice(f) for f in options]
         if all(v.numel == 1 for v in node.results):
-            found.append(Choice(PASS))
-        return found
+            choices.append(Choice(PASS))
+        return choices
 
     def _may_vary(self, origin: Origin) -> bool:
         return origin is Origin.PARAM or self.axis in self.plan.data_axes

@@ -48,7 +48,7 @@ class Priced(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
+class Ranking:
     """best: estimates, fastest first. tried: candidates. nearest: if none fits, the
     one that is short of the least memory. priced: all whose seconds were found by the
     formula, fastest first, of which the best were run on paper then."""
@@ -78,7 +78,7 @@ Timer = Callable[[Candidate], Timed]
 
 def search(
     space: Space, prices: Prices, watch: Watch = lambda done, total: None
-) -> Found:
+) -> Ranking:
     """The fastest plans that fit into the devices' memory.
 
     watch: called after each candidate with how many are done, and how many there are.
@@ -131,7 +131,7 @@ def search(
         closest = min(ranked, key=lambda r: (r[1], r[0]))[-1]
         nearest = run_on_paper(closest, prices, space.cluster)
     priced = (Priced(str(c), seconds, peak) for seconds, peak, _, c in sorted(ranked))
-    return Found(tuple(best), len(every) - needless, nearest, tuple(priced))
+    return Ranking(tuple(best), len(every) - needless, nearest, tuple(priced))
 
 
 def simplest_first(estimates: list[Estimate]) -> list[Estimate]:
@@ -215,8 +215,8 @@ def make_timer(cluster: Cluster) -> Timer:
 def _timed(alike: Candidate, cluster: Cluster) -> Timed:
     @cache
     def whole(account: Account) -> tuple[Account, Footprint]:
-        found = share(account, alike, cluster.device)
-        return found, found.footprint
+        whole_account = share(account, alike, cluster.device)
+        return whole_account, whole_account.footprint
 
     @cache
     def seconds(account: Account) -> StageSeconds:

@@ -28,7 +28,7 @@ Fit = Callable[[Candidate], Estimate | None]
 
 def other_contexts(best: Sequence[Estimate], space: Space, fit: Fit) -> list[Estimate]:
     """The best plans with attention on cp working otherwise."""
-    found = []
+    estimates = []
     for e in best:
         for context in contexts(space, e.candidate.mesh)[1:]:
             try:
@@ -36,8 +36,8 @@ def other_contexts(best: Sequence[Estimate], space: Space, fit: Fit) -> list[Est
             except ShardingConflict:
                 continue  # a ring is not for every attention
             if tried is not None:
-                found.append(tried)
-    return found
+                estimates.append(tried)
+    return estimates
 
 
 def best_cuts(best: Sequence[Estimate], fit: Fit) -> list[Estimate]:
@@ -77,12 +77,12 @@ def made_schedules(best: Sequence[Estimate], fit: Fit) -> list[Estimate]:
         actions = 3 * c.microbatches * len(c.layers)
         if c.mesh.axis_size("pp") > 1 and actions <= ACTIONS:
             open_to.setdefault(replace(c, schedule=AUTO), e)
-    found = []
+    estimates = []
     for candidate, e in list(open_to.items())[:MOST]:
         try:
             made = fit(candidate)
         except ScheduleError:
             continue  # in halves not even one microbatch at a time fits
         if made is not None and made.seconds < e.seconds * (1 - FOR_MORE):
-            found.append(made)
-    return found
+            estimates.append(made)
+    return estimates

@@ -106,7 +106,7 @@ class ValueCosts:
         elif can_vary and (have == V) != partial:
             return NEVER  # see `passes.shard.settle_varying`
         try:
-            found = dict.fromkeys(  # each once, in an order that does not change
+            moves = dict.fromkeys(  # each once, in an order that does not change
                 sent
                 for need in needs
                 for step in transition(have, need.of(have))
@@ -114,7 +114,7 @@ class ValueCosts:
             )
         except Impossible:
             return NEVER
-        seconds = sum(self._seconds(kind, have, to) for _, kind, to in found)
+        seconds = sum(self._seconds(kind, have, to) for _, kind, to in moves)
         if not self.rests:
             return 0.0, seconds, self._saved(have, uses)
         update, reduction, resting = self._at_rest(have)

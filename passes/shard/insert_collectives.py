@@ -181,7 +181,7 @@ class _Lowering(ReshardEmitter):
             return None
         views: list[tuple[Node, Sharding]] = []
         x, lies, held = v, need, self.shardings[v.name]
-        least, found = self.local_bytes(v, held), None
+        least, earlier = self.local_bytes(v, held), None
         while x.name in self.views:
             node, factors = self.views[x.name]
             views.append((node, lies))
@@ -192,10 +192,10 @@ class _Lowering(ReshardEmitter):
                 break
             lies, held = before_lies, before_held
             if (size := self.local_bytes(x, held)) < least:
-                least, found = size, (x, lies, len(views))
-        if found is None:
+                least, earlier = size, (x, lies, len(views))
+        if earlier is None:
             return None
-        x, lies, count = found
+        x, lies, count = earlier
         x = self.convert(x, lies, where)
         for node, lies in reversed(views[:count]):
             shape, dims = node.out.shape, self.dims[node.out.name]

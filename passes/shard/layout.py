@@ -144,13 +144,13 @@ def _index_of(pieces: Pieces, position: int) -> int:
     return sum(min(max(position - begin, 0), length) for begin, length in pieces)
 
 
-def _append_full(found: list[Tile], tile: Tile) -> None:
+def _append_full(tiles: list[Tile], tile: Tile) -> None:
     """Add a full tile, as one with the neighbour that the same rows see."""
     if not tile.rows:
         return
-    for i, other in enumerate(found):
+    for i, other in enumerate(tiles):
         same = (other.row, other.rows, other.causal) == (tile.row, tile.rows, False)
         if same and other.key + other.keys == tile.key:
-            found[i] = Tile(tile.row, tile.rows, other.key, other.keys + tile.keys)
+            tiles[i] = Tile(tile.row, tile.rows, other.key, other.keys + tile.keys)
             return
-    found.append(tile)
+    tiles.append(tile)

@@ -190,12 +190,12 @@ def gather_again(
 def gathered_axes(graph: Graph) -> dict[str, tuple[str, ...]]:
     """Parameter -> the axes over which it is gathered for its uses, in order."""
     origin = {v.name: v.name for v in graph.params}
-    found: dict[str, list[str]] = {}
+    axes_of: dict[str, list[str]] = {}
     for node in graph.nodes:
         name = origin.get(node.operands[0].name) if node.operands else None
         if name is None or node.op not in (GATHER, CAST, "aten.reshape.default"):
             continue
         origin[node.out.name] = name
         if node.op == GATHER:
-            found.setdefault(name, []).extend(as_axes(node.args[1])[::-1])
-    return {name: tuple(dict.fromkeys(axes)) for name, axes in found.items()}
+            axes_of.setdefault(name, []).extend(as_axes(node.args[1])[::-1])
+    return {name: tuple(dict.fromkeys(axes)) for name, axes in axes_of.items()}

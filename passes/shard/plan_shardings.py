@@ -70,11 +70,11 @@ def splittable(
 ) -> list[Factor]:
     """What the axis may split of node i, one for each text. others: of other axes."""
     node, factors = named.graph.nodes[i], named.factors[i]
-    found: dict[str | None, Factor] = {}
+    by_text: dict[str | None, Factor] = {}
     for f in factors:
         if allowed.may_split(f, node) and allowed.divides(axis, f.dim, others):
-            found.setdefault(sharding_text(factors, f), f)
-    return list(found.values())
+            by_text.setdefault(sharding_text(factors, f), f)
+    return list(by_text.values())
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def read_plan_shardings(
 
     Raises: PlanError for a name that no op has.
     """
-    found: dict[tuple[str, str], PlanSharding] = {}
+    read: dict[tuple[str, str], PlanSharding] = {}
     names = name_ops(named.graph) if plan.op_shardings else ()
     for axis, wanted in plan.op_shardings.items():
         texts = {OpName.parse(text): text for text in wanted}
@@ -104,7 +104,7 @@ def read_plan_shardings(
             own = texts.get(name) or texts.get(name.in_layer("*"))
             if own is not None:
                 used.add(own)
-                found[first, axis] = PlanSharding(own, wanted[own])
+                read[first, axis] = PlanSharding(own, wanted[own])
         if unused := sorted(set(wanted) - used):
             like = names[-1].in_layer("*")
             raise PlanError(
@@ -112,7 +112,7 @@ def read_plan_shardings(
                 "parameters or what is made of them has this name",
                 fix=f"names look like '{like}'; drop this label",
             )
-    return found
+    return read
 
 
 def planned_factor(

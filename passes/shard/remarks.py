@@ -99,7 +99,7 @@ def _held_whole(sharded: Sharded, axis: str) -> list[str]:
     graph = sharded.graph
     casts = find_casts(graph.nodes, graph.params)
     cut_from: dict[str, Value] = {}
-    found: dict[str, None] = {}
+    names_of: dict[str, None] = {}
     for node, op_shardings in zip(graph.nodes, sharded.op_shardings, strict=True):
         if node.op == "aten.split_with_sizes.default":
             whole = node.operands[0]
@@ -113,11 +113,11 @@ def _held_whole(sharded: Sharded, axis: str) -> list[str]:
         for which in {which for which, _, _ in op_sharding.operands}:
             weight = cut_from.get(node.operands[which].name)
             if weight is not None and len(weight.shape) > 1:
-                found[NUMBER.sub("*", casts.get(weight.name, weight.name))] = None
-    if not found:
+                names_of[NUMBER.sub("*", casts.get(weight.name, weight.name))] = None
+    if not names_of:
         return []
-    names = ", ".join(list(found)[:SHOWN])
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    names = ", ".join(list(names_of)[:SHOWN])
+    more = f" and {len(names_of) - SHOWN} more" if len(names_of) > SHOWN else ""
     return [
         f"{axis} splits the work of {names}{more}, but its ranks all hold the weights, "
         "which the model cuts unevenly: a weight for each piece would save memory"

@@ -76,17 +76,17 @@ class Ways:
         self, builder: Builder, dims: dict[str, Dims], shardings: dict[str, Sharding]
     ) -> None:
         self.builder, self.dims, self.shardings = builder, dims, shardings
-        self._found: dict[tuple[Route, Slots], Way] = {}
+        self._ways: dict[tuple[Route, Slots], Way] = {}
 
     def known(self, route: Route, rows: Slots) -> Way | None:
         """rows: how axes split them, at home. See `make`."""
-        return self._found.get((route, rows))
+        return self._ways.get((route, rows))
 
     def make(self, route: Route, home: Value, ranks: int, where: Location) -> Way:
         """home: the experts of rows, where the samples are -> the same at the experts;
         the order in which rows leave; how many go to each of the ranks, and come."""
         lies = self.shardings[home.name]
-        number = Dim(-1 - len(self._found), "ranks", 2 * ranks)
+        number = Dim(-1 - len(self._ways), "ranks", 2 * ranks)
         there = self.builder.value("routed", home.shape, home.dtype)
         order = self.builder.value("order", home.shape, home.dtype)
         counts = self.builder.value("counts", (number.size,), home.dtype)
@@ -97,5 +97,5 @@ class Ways:
         args = (home, route.axis, route.experts)
         way = there, order, counts
         self.builder.nodes.append(Node(ROUTE, args, {}, way, where))
-        self._found[route, lies.slots] = way
+        self._ways[route, lies.slots] = way
         return way

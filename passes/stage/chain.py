@@ -50,44 +50,44 @@ class Chain:
         several stages."""
         behind = self._behind()
         done: set[tuple[str, str]] = set()
-        found: list[list[Seconds]] = []
+        gathers: list[list[Seconds]] = []
         for reader in self.nodes:
-            found.append([])
+            gathers.append([])
             for v in reader.operands:
                 for name, node in behind.get(v.name, {}).items():
                     if (name, reader.location.module) not in done:
                         done.add((name, reader.location.module))
-                        found[-1].append(costs.gather(self.local.node(node)))
-        return found
+                        gathers[-1].append(costs.gather(self.local.node(node)))
+        return gathers
 
     def _behind(self) -> dict[str, dict[str, Node]]:
         """What is made beside the chain -> the gathers of parameters that lead to it,
         by name."""
         plan, own = self.lowered.plan, {id(node) for node in self.nodes}
-        found: dict[str, dict[str, Node]] = {}
+        behind: dict[str, dict[str, Node]] = {}
         for node in self.lowered.graph.nodes if plan.zero else ():
             if id(node) in own:
                 continue
             gathers: dict[str, Node] = {}
             for v in node.operands:
-                gathers |= found.get(v.name, {})
+                gathers |= behind.get(v.name, {})
             axes = as_axes(node.args[1]) if node.op == GATHER else ()
             if set(axes) & set(plan.parameter_axes):
                 gathers[node.out.name] = node
-            found |= {v.name: gathers for v in node.results}
-        return found
+            behind |= {v.name: gathers for v in node.results}
+        return behind
 
     def _find_crossings(self) -> list[tuple[Value, ...]]:
         """For each position, the values made before it that are read at or after it."""
         alive: dict[str, Value] = {}
-        found: list[tuple[Value, ...]] = []
+        crossings: list[tuple[Value, ...]] = []
         for i, node in enumerate(self.nodes):
             for name in [n for n in alive if self.last_use.get(n, -1) < i]:
                 del alive[name]
-            found.append(tuple(alive.values()))
+            crossings.append(tuple(alive.values()))
             if node.op not in IDENTITIES:
                 alive.update((v.name, v) for v in node.results)
-        return [*found, ()]
+        return [*crossings, ()]
 
     def crossing(self, position: int) -> tuple[Value, ...]:
         return self._crossings[position]
@@ -182,14 +182,14 @@ class Chain:
             )
         ends: list[int] = []
         for name in cuts:
-            found = [
+            places = [
                 i
                 for i in range(1, len(self.nodes))
                 if self.is_place(i)
                 and (self.main_value(i).name == name or self.begins(i, name))
             ]
-            found = found if name else found[-1:]
-            if not found or (ends and found[0] <= ends[-1]):
+            places = places if name else places[-1:]
+            if not places or (ends and places[0] <= ends[-1]):
                 known = dict.fromkeys(
                     self.main_value(i).name for i in self.candidates(len(self.nodes))
                 )
@@ -198,5 +198,5 @@ class Chain:
                     fix=f"cut at some of {', '.join(known)}, in this order",
                 )
             # Later positions leave more of the views behind the value to the sender.
-            ends.append(found[0])
+            ends.append(places[0])
         return [*ends, len(self.nodes)]

@@ -45,10 +45,10 @@ def check_alike(
 
 
 def _calls(local: LocalStage, part: str) -> list[Call]:
-    found: list[Call] = []
+    calls: list[Call] = []
     for node in local.parts[part]:
         if (sent := collective(node)) is not None:
-            found.append(sent)
+            calls.append(sent)
         elif (axis := ring_of(node)) is not None:
-            found.append((node.op, (axis,)))
-    return found
+            calls.append((node.op, (axis,)))
+    return calls

@@ -27,7 +27,7 @@ def part_graphs(
     wanted = {v.name for v in ends}
     read = {name: values_in([n.operands for n in own]) for name, own in parts.items()}
     by_part = {name: {v.name: v for v in values} for name, values in read.items()}
-    found = []
+    graphs = []
     for name, nodes in parts.items():
         made = {v.name: v for n in nodes for v in n.results}
         outer = [v for v in by_part[name].values() if v.name not in made]
@@ -41,8 +41,8 @@ def part_graphs(
                 tuple(nodes),
                 tuple(v for n, v in made.items() if n in others),
             )
-            found.append((name, graph))
-    return found
+            graphs.append((name, graph))
+    return graphs
 
 
 def check_parts(

@@ -184,9 +184,9 @@ class _Emitter:
 
     def stem(self, name: str) -> str:
         """What keys begin with that differ in the number of a layer."""
-        found = unused(re.sub(r"(_\d+)+$", "", name), self.stems)
-        self.stems.add(found)
-        return found
+        stem = unused(re.sub(r"(_\d+)+$", "", name), self.stems)
+        self.stems.add(stem)
+        return stem
 
     def once(
         self, head: str, table: str, nodes: Sequence[Node], later: set[str]
@@ -265,12 +265,12 @@ class _Emitter:
             kept = [] if last else handed[i + 1]
             kept = [v for v in kept if v.name in parts[i + 1].read]
             lines += function.body(part.items, [*part.results, *kept])
-            found = as_tuple(function.name(v) for v in part.results)
+            returned = as_tuple(function.name(v) for v in part.results)
             if not last:
                 rows = between.kept(i, i + 1)
                 own = [*map(function.name, kept), *map(function.rows_name, rows)]
-                found += f", [{', '.join(own)}]"
-            lines.append(f"return {found}")
+                returned += f", [{', '.join(own)}]"
+            lines.append(f"return {returned}")
             texts.append(_function(f"{name}({', '.join(given)})", lines))
         return texts
 
@@ -284,8 +284,8 @@ class _Emitter:
         writer.device = f"{writer.name(one.args[0])}.device"
         given = [*map(writer.name, one.args), *(n.name for n in one.numbers)]
         lines = writer.body(one.nodes, (*one.results, *one.args))
-        found = ", ".join(map(writer.name, one.results))
-        lines += [f"return {found}"] if found else []
+        returned = ", ".join(map(writer.name, one.results))
+        lines += [f"return {returned}"] if returned else []
         return _function(f"{one.name}({', '.join(given)})", lines)
 
 

@@ -29,10 +29,10 @@ def even_ranks(
         ]
         if not tried:
             return best
-        (found, slow), moved = min(tried)
-        if found >= score:
+        (lowest, slow), moved = min(tried)
+        if lowest >= score:
             return best
-        best, score, slowest = moved, found, slow
+        best, score, slowest = moved, lowest, slow
 
 
 def _moves(

@@ -45,7 +45,7 @@ def spell_masks(nodes: list[Node]) -> list[Node]:
     dropout -> a mask, and a scaled product with it. Causal attention of some of the
     rows, where these are a product of dims -> attention with the mask of these rows.
     """
-    found: list[Node] = []
+    spelled: list[Node] = []
     args: tuple[Any, ...]
     for node in nodes:
         if node.op == "comm.dropout":
@@ -65,10 +65,10 @@ def spell_masks(nodes: list[Node]) -> list[Node]:
             args = (q, k, v, mask, False, scale)
             used = replace(node, op="autopar.attention", args=args, kwargs={})
         else:
-            found.append(node)
+            spelled.append(node)
             continue
-        found += [replace(drawn, location=node.location), used]
-    return found
+        spelled += [replace(drawn, location=node.location), used]
+    return spelled
 
 
 def fuse_bias(nodes: list[Node]) -> list[Node]:
@@ -78,12 +78,12 @@ def fuse_bias(nodes: list[Node]) -> list[Node]:
         for v in node.operands:
             readers[v.name] = readers.get(v.name, 0) + 1
     made = {v.name: i for i, n in enumerate(nodes) for v in n.results}
-    found: list[Node | None] = list(nodes)
+    fused: list[Node | None] = list(nodes)
     for i, node in enumerate(nodes):
         if node.op != "aten.add.Tensor" or len(node.operands) != 2 or node.kwargs:
             continue
         y, b = node.args
-        product = found[made[y.name]] if y.name in made else None
+        product = fused[made[y.name]] if y.name in made else None
         if product is None or readers[y.name] != 1 or len(b.shape) != 1:
             continue
         x_rank = len(product.operands[0].shape)
@@ -96,15 +96,15 @@ def fuse_bias(nodes: list[Node]) -> list[Node]:
         if not b.dtype == y.dtype == node.out.dtype:
             continue
         op = product.op if is_linear else "autopar.affine"
-        found[made[y.name]] = None
-        found[i] = replace(node, op=op, args=(*product.operands, b))
-    return [n for n in found if n is not None]
+        fused[made[y.name]] = None
+        fused[i] = replace(node, op=op, args=(*product.operands, b))
+    return [n for n in fused if n is not None]
 
 
 def add_together(nodes: Sequence[Node]) -> list[Node]:
     """Neighbours that add to gradients of a layer's parameters -> one node, which is a
     few kernels on a GPU for all of them."""
-    found: list[Node] = []
+    added: list[Node] = []
     adds: dict[str, Node] = {}  # by what they add to
 
     def end() -> None:
@@ -113,18 +113,18 @@ def add_together(nodes: Sequence[Node]) -> list[Node]:
             sums, terms = zip(*(n.args for n in own), strict=True)
             where = Location(own[0].location.layer)
             own = [Node(ADD_EACH, (sums, terms), {}, (), where)]
-        found.extend(own)
+        added.extend(own)
         adds.clear()
 
     for node in nodes:
         layers = {n.location.layer for n in adds.values()}
         if node.op != ADD or not is_sum(node):
             end()
-            found.append(node)
+            added.append(node)
             continue
         into = node.operands[0].name
         if into in adds or layers - {node.location.layer}:
             end()
         adds[into] = node
     end()
-    return found
+    return added

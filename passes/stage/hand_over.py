@@ -76,18 +76,18 @@ class Part:
 def split_readers(parts: Sequence[Sequence[Item]]) -> list[Sequence[Item]]:
     """The parts, with loops only of iterations that read what iterations of earlier
     loops made: the first and last ones often read what was made outside of these."""
-    found: list[Sequence[Item]] = []
+    groups: list[Sequence[Item]] = []
     for items in parts:
         own: list[Item] = []
-        before = [*map(Part, found)]
+        before = [*map(Part, groups)]
         for item in items:
             if isinstance(item, Loop):
                 ends = _reading_rows(item, [*before, Part(own)])
                 own += without_ends(item, *ends)
             else:
                 own.append(item)
-        found.append(own)
-    return found
+        groups.append(own)
+    return groups
 
 
 def _reading_rows(loop: Loop, before: Sequence[Part]) -> tuple[int, int]:
@@ -119,11 +119,11 @@ def _entering(loop: Loop, one: Carried) -> list[Value | None]:
         for j, v in enumerate(node.outs)
         if v == one.next
     )
-    found = [one.first]
+    entering = [one.first]
     for row in loop.rows[:-1]:
         node = row[at[0]]
-        found.append(node.outs[at[1]] if node is not None else None)
-    return found
+        entering.append(node.outs[at[1]] if node is not None else None)
+    return entering
 
 
 class HandOver:
@@ -142,7 +142,7 @@ class HandOver:
         self.parts, self.tables, self.same = parts, tables, same
         self.rows: list[Rows] = []
         # (part, id of a loop, name of what is given) -> where it is found.
-        self.found: dict[tuple[int, int, str], tuple[Rows, Value]] = {}
+        self.rows_of: dict[tuple[int, int, str], tuple[Rows, Value]] = {}
         # (part, name of a value) -> where a straight reader finds it.
         self.singles: dict[tuple[int, str], tuple[Rows, Value, int]] = {}
         for number, part in enumerate(parts):
@@ -162,8 +162,8 @@ class HandOver:
             return before + name[layer.end() + 1 :]
         own = name.removeprefix(before)
         for part in self.parts:
-            if (found := part.instances.get(own)) is not None:
-                return before + found[1].name
+            if (instance := part.instances.get(own)) is not None:
+                return before + instance[1].name
         return before + self.same.get(own, own)
 
     def kept(self, source: int, reader: int) -> list[Rows]:
@@ -192,7 +192,7 @@ class HandOver:
                 for v in given.values:
                     self._read(number, v)
             else:
-                self.found[number, id(loop), given.value.name] = where
+                self.rows_of[number, id(loop), given.value.name] = where
 
     def _read(self, number: int, v: Value) -> None:
         """Read by name: of what a loop makes, the last iteration's still has one."""

@@ -100,10 +100,10 @@ class LocalStage:
     def texts(self) -> dict[str, str]:
         """Value name -> its named dims; a cotangent lies as its value does."""
         stage = self.stage
-        found = {name: stage.shardings[name].text(d) for name, d in stage.dims.items()}
-        for name, text in list(found.items()):
-            found[f"d_{name}"] = text.partition("] ")[0].rstrip("]") + "]"
-        return found
+        texts = {name: stage.shardings[name].text(d) for name, d in stage.dims.items()}
+        for name, text in list(texts.items()):
+            texts[f"d_{name}"] = text.partition("] ")[0].rstrip("]") + "]"
+        return texts
 
     @property
     def nodes(self) -> tuple[Node, ...]:

@@ -110,14 +110,14 @@ def numbered(names: Sequence[str]) -> list[str | tuple[int, int]] | None:
     split = [NUMBER.split(name) for name in names]
     if len({len(parts) for parts in split}) > 1:
         return None
-    found: list[str | tuple[int, int]] = []
+    row: list[str | tuple[int, int]] = []
     for column in zip(*split, strict=True):
         if len(set(column)) == 1:
-            found.append(column[0])
+            row.append(column[0])
             continue
         if not all(part.isdigit() and str(int(part)) == part for part in column):
             return None
         if (one := series([int(part) for part in column])) is None:
             return None
-        found.append(one)
-    return found
+        row.append(one)
+    return row

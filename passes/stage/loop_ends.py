@@ -35,9 +35,9 @@ def with_ends(
 ) -> Ends:
     """The loop, with the layers just before and after it if they are like its own.
     tables: see `loop_of_all`."""
-    found = Ends(loop)
+    ends = Ends(loop)
     for last in (True, False):
-        end = _aligned(found.loop, after if last else before, last)
+        end = _aligned(ends.loop, after if last else before, last)
         if end is None:
             continue
         rows, taken = end
@@ -45,8 +45,8 @@ def with_ends(
         if longer is None or not _is_numbered(longer):
             continue
         taken_before, taken_after = (0, taken) if last else (taken, 0)
-        found = Ends(longer, found.before + taken_before, found.after + taken_after)
-    return found
+        ends = Ends(longer, ends.before + taken_before, ends.after + taken_after)
+    return ends
 
 
 def kind_of(node: Node) -> Any:

@@ -115,10 +115,10 @@ class _Body:
         """(first, step) of the numbers of layers: of nodes that all rows have."""
         whole = [o for o in range(len(self.rows[0])) if all(r[o] for r in self.rows)]
         numbers = [number(row[o] for o in whole) for row in self.rows]
-        found = series(numbers)
-        if found is None:
+        line = series(numbers)
+        if line is None:
             raise _Unfit
-        return found
+        return line
 
     def node(self, o: int) -> Node:
         own = [(t, node) for t, row in enumerate(self.rows) if (node := row[o])]

@@ -23,7 +23,7 @@ from ..stage.loop_rows import fitting, held, loop_of, loop_of_all
 def find_loops(nodes: Sequence[Node], tables: Collection[str] = ()) -> list[Item]:
     """The nodes in order, with those that repeat by layer as loops. tables: names of
     what is made before, and kept by the number of a layer."""
-    found: list[Item] = []
+    items: list[Item] = []
     start = 0
     stretches = [*_stretches(nodes), (len(nodes), 0, 0)]
     for (first, period, end), (border, _, _) in pairwise(stretches):
@@ -36,9 +36,9 @@ def find_loops(nodes: Sequence[Node], tables: Collection[str] = ()) -> list[Item
                 continue
             after = begin + loop.count * period
             ends = with_ends(nodes[start:begin], loop, nodes[after:border], tables)
-            found += [*nodes[start : begin - ends.before], ends.loop]
+            items += [*nodes[start : begin - ends.before], ends.loop]
             start = begin = after + ends.after
-    return [*found, *nodes[start:]]
+    return [*items, *nodes[start:]]
 
 
 def without_ends(loop: Loop, first: int, last: int) -> list[Item]:
@@ -61,7 +61,7 @@ def _stretches(nodes: Sequence[Node]) -> list[tuple[int, int, int]]:
     most is chosen first."""
     kinds: dict[Any, int] = {}
     keys = [kinds.setdefault(kind_of(n), len(kinds)) for n in nodes]
-    found: list[tuple[int, int, int]] = []
+    stretches: list[tuple[int, int, int]] = []
     waiting = [(0, len(nodes))]
     while waiting:
         first, last = waiting.pop()
@@ -69,9 +69,9 @@ def _stretches(nodes: Sequence[Node]) -> list[tuple[int, int, int]]:
         if best is None:
             continue
         begin, period, end = best
-        found.append(best)
+        stretches.append(best)
         waiting += [(first, begin), (begin + (end - begin) // period * period, last)]
-    return sorted(found)
+    return sorted(stretches)
 
 
 def _longest(

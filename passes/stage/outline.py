@@ -57,13 +57,13 @@ def gather_runs(nodes: Sequence[Node]) -> list[Node]:
     their first operand.
     """
     owners = find_owners(nodes)
-    found: list[Node] = []
+    gathered: list[Node] = []
     before: list[Node] = []
     run: list[Node] = []
     after: list[Node] = []
 
     def end() -> None:
-        found.extend([*before, *run, *after])
+        gathered.extend([*before, *run, *after])
         for part in (before, run, after):
             part.clear()
 
@@ -76,7 +76,7 @@ def gather_runs(nodes: Sequence[Node]) -> list[Node]:
         own = node.location.layer
         if not drawn and not is_sum(node) and not is_pure(node):
             end()
-            found.append(node)
+            gathered.append(node)
             continue
         if own != layer:
             end()
@@ -93,7 +93,7 @@ def gather_runs(nodes: Sequence[Node]) -> list[Node]:
                 end()
             run.append(node)
     end()
-    return found
+    return gathered
 
 
 def is_sum(node: Node) -> bool:
@@ -130,11 +130,11 @@ def find_runs(
 def find_all_runs(parts: Iterable[Sequence[Node]]) -> list[list[tuple[int, int]]]:
     """The runs of each part, in the order in which they run."""
     made: set[str] = set()
-    found = []
+    runs = []
     for nodes in parts:
-        found.append(list(find_runs(nodes, made)))
+        runs.append(list(find_runs(nodes, made)))
         made.update(v.name for n in nodes for v in n.results)
-    return found
+    return runs
 
 
 @dataclass(frozen=True)
@@ -188,16 +188,16 @@ def outline(parts: Sequence[tuple[Sequence[Node], Collection[str]]]) -> Outline:
             same |= {n: first[at] for n, at in made.items() if isinstance(at, tuple)}
         for run, call in zip(group, nodes_of, strict=True):
             calls[run.part, run.first] = run, call
-    found = []
+    outlined = []
     for number, (nodes, _) in enumerate(parts):
         out, i = [], 0
         while i < len(nodes):
             called = calls.get((number, i))
             out.append(called[1] if called else nodes[i])
             i += len(called[0].nodes) if called else 1
-        found.append(out)
+        outlined.append(out)
     stand = {id(call): run.nodes for run, call in calls.values()}
-    return Outline(found, functions, stand, same)
+    return Outline(outlined, functions, stand, same)
 
 
 # --- equal runs ---------------------------------------------------------------------
@@ -300,11 +300,11 @@ def _function(group: Sequence[_Run], names: set[str]) -> tuple[Outlined, list[No
 def _given(nodes: Sequence[Node]) -> list[Value]:
     """What nodes read but do not make, in order."""
     made: set[str] = set()
-    found: dict[str, Value] = {}
+    operands: dict[str, Value] = {}
     for node in nodes:
-        found.update((v.name, v) for v in node.operands if v.name not in made)
+        operands.update((v.name, v) for v in node.operands if v.name not in made)
         made.update(v.name for v in node.results)
-    return list(found.values())
+    return list(operands.values())
 
 
 def _nodes(
@@ -322,7 +322,7 @@ def _nodes(
             return {k: tell(tree[k]) for k in sorted(tree)}
         return told.get(next(count), tree) if _is_number(tree) else tree
 
-    found = []
+    nodes = []
     for o, node in enumerate(run.nodes):
         outs = list(node.outs)
         for other in group:
@@ -332,8 +332,8 @@ def _nodes(
         args, kwargs = tell([node.args, dict(node.kwargs)])
         module = LAYER.sub("*", node.location.module)
         where = Location(module, node.location.source)
-        found.append(Node(node.op, args, kwargs, tuple(outs), where))
-    return tuple(found)
+        nodes.append(Node(node.op, args, kwargs, tuple(outs), where))
+    return tuple(nodes)
 
 
 def _name(run: _Run, names: set[str]) -> str:

@@ -69,28 +69,28 @@ def gather_ahead(
     ahead = [_leading(part, made) for part in parts]
     moved = {id(n) for part in (*parts, *ahead) for n in part}
     known = {*given, *made}
-    found: list[Node] = []
+    placed: list[Node] = []
     done: set[int] = set()
     waits: list[Node] = []
 
     def start(part: Sequence[Node], before: Sequence[Node]) -> None:
         new = [n for n in before if id(n) not in done]
         done.update(map(id, new))
-        found.extend(gather_ahead(new, known, _at_once, builder))
+        placed.extend(gather_ahead(new, known, _at_once, builder))
         starts, waits[:] = _messages(part, builder)
-        found.extend(starts)
+        placed.extend(starts)
 
     coming = zip(parts, ahead, strict=True)
     first = {id(part[0]) for part in parts}
     start(*next(coming))
     for node in nodes:
         if id(node) in first:
-            found += waits
+            placed += waits
             if following := next(coming, None):
                 start(*following)
         if id(node) not in moved:
-            found.append(node)
-    return found
+            placed.append(node)
+    return placed
 
 
 def _last_gathers(made: dict[str, Node]) -> list[Node]:
@@ -103,27 +103,27 @@ def _last_gathers(made: dict[str, Node]) -> list[Node]:
         x = node.operands[0].name
         if (node.op in FROM_SHARES or is_view(node)) and (x in shares or x not in made):
             shares.add(name)
-    found: dict[int, Node] = {}
+    last: dict[int, Node] = {}
     followed: set[str] = set()
     for name in reversed(made):
         node = made[name]
         gathers = node.op == GATHER and name in shares
         if gathers and name not in followed:
-            found[id(node)] = node
+            last[id(node)] = node
         if gathers or name in followed:
             followed.update(v.name for v in node.operands)
-    return list(found.values())[::-1]
+    return list(last.values())[::-1]
 
 
 def _leading(part: Sequence[Node], made: dict[str, Node]) -> list[Node]:
     """What some gathers' operands are made by, in order."""
     needed = {v.name for n in part for v in n.operands}
-    found: dict[int, Node] = {}
+    leading: dict[int, Node] = {}
     for name in reversed(made):
         if name in needed:
-            found[id(made[name])] = made[name]
+            leading[id(made[name])] = made[name]
             needed.update(v.name for v in made[name].operands)
-    return list(found.values())[::-1]
+    return list(leading.values())[::-1]
 
 
 def scatter_behind(
@@ -141,18 +141,18 @@ def scatter_behind(
     moved = {id(n) for own in tails for n in own}
     ends = {id(part[-1]) for part in blocks(first)}
     owners = find_owners(nodes)
-    found: list[Node] = []
+    placed: list[Node] = []
     waiting: list[Node] = []  # scatters, for the others of their block
     behind: list[Node] = []  # what is left to do when the block under way is there
 
     def land() -> None:
-        found.extend(behind)
+        placed.extend(behind)
         behind.clear()
 
     def launch() -> None:
         land()
         starts, waits = _messages(waiting, builder)
-        found.extend(starts)
+        placed.extend(starts)
         rest = [n for scatter in waiting for n in after[id(scatter)]]
         behind.extend([*waits, *scatter_behind(rest, keep, _at_once, builder)])
         waiting.clear()
@@ -165,10 +165,10 @@ def scatter_behind(
         elif id(node) not in moved:
             if _writes_over(node, waiting, owners):
                 launch()
-            found.append(node)
+            placed.append(node)
     launch()
     land()
-    return found
+    return placed
 
 
 def _first_scatters(
@@ -220,10 +220,10 @@ def tell_ready(
         values = tuple(gradients[name] for name, _ in own)
         at = own[-1][1][0]
         told.setdefault(at, []).append(Node(READY, (values,), {}, (), Location(layer)))
-    found = told.get(-1, [])
+    placed = told.get(-1, [])
     for i, node in enumerate(nodes):
-        found += [node, *told.get(i, ())]
-    return found
+        placed += [node, *told.get(i, ())]
+    return placed
 
 
 def await_gradients(nodes: Sequence[Node], gradients: Collection[str]) -> list[Node]:
@@ -234,7 +234,7 @@ def await_gradients(nodes: Sequence[Node], gradients: Collection[str]) -> list[N
     """
     blocks = _split_after(nodes, STARTS[SCATTER][0])
     awaited: set[str] = set()
-    found: list[Node] = []
+    placed: list[Node] = []
     for number, block in enumerate(blocks):
         reads = [[v for v in n.operands if v.name in gradients] for n in block]
         new = {v.name: v for own in reads for v in own if v.name not in awaited}
@@ -244,35 +244,35 @@ def await_gradients(nodes: Sequence[Node], gradients: Collection[str]) -> list[N
             where = Location(block[first].location.layer)
             pause = Node(PAUSE, (tuple(new.values()),), {}, (), where)
             block = [*block[:first], pause, *block[first:]]
-        found += block
-    return found
+        placed += block
+    return placed
 
 
 def pause_before_waits(nodes: Sequence[Node]) -> list[Node]:
     """What is gathered once a step, with a pause before what is waited for: it goes on
     when somebody reads what comes after."""
-    found: list[Node] = []
+    placed: list[Node] = []
     for node in nodes:
-        first = not found or found[-1].op != "comm.wait"
+        first = not placed or placed[-1].op != "comm.wait"
         if node.op == "comm.wait" and first:
-            found.append(Node(PAUSE, ((),), {}, (), Location(node.location.layer)))
-        found.append(node)
-    return found
+            placed.append(Node(PAUSE, ((),), {}, (), Location(node.location.layer)))
+        placed.append(node)
+    return placed
 
 
 def _split_after(nodes: Sequence[Node], op: str) -> list[list[Node]]:
     """Parts of which each but the last ends with such a node."""
-    found: list[list[Node]] = [[]]
+    pieces: list[list[Node]] = [[]]
     for node in nodes:
-        found[-1].append(node)
+        pieces[-1].append(node)
         if node.op == op:
-            found.append([])
-    return found
+            pieces.append([])
+    return pieces
 
 
 def _final(nodes: Sequence[Node], keep: Collection[str]) -> set[int]:
     """Ids of the nodes that only hand on gradients of parameters."""
-    found: set[int] = set()
+    last: set[int] = set()
     wanted = set(keep)
     for node in reversed(nodes):
         if node.results:
@@ -282,10 +282,10 @@ def _final(nodes: Sequence[Node], keep: Collection[str]) -> set[int]:
             into_gradient = node.operands[0].name.startswith(GRADIENT)
             final = into_gradient and node.op == ADD
         if final:
-            found.add(id(node))
+            last.add(id(node))
         else:
             wanted.update(v.name for v in node.operands)
-    return found
+    return last
 
 
 def _writes_over(

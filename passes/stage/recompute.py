@@ -52,7 +52,7 @@ def recompute(
     for v in (v for n in backward for v in n.operands if v.name in dropped):
         wanted.setdefault(producers[v.name].location.layer, set()).add(v.name)
     made: set[str] = set()
-    found: list[Node] = []
+    placed: list[Node] = []
     for node in backward:
         missing = [
             v.name for v in node.operands if v.name in dropped and v.name not in made
@@ -63,9 +63,9 @@ def recompute(
             for one in sorted(again, key=lambda n: order[id(n)]):
                 new = _only(one, {v.name for v in one.results} & dropped - made)
                 made.update(v.name for v in new.results)
-                found.append(new)
-        found.append(node)
-    return found
+                placed.append(new)
+        placed.append(node)
+    return placed
 
 
 def _only(node: Node, names: Collection[str]) -> Node:
@@ -126,19 +126,19 @@ def add_unnamed(
 ) -> set[str]:
     """Those names, and of the values without named dims, which a rank's nodes make for
     their backward or for dropout, the ones that are made or read with these."""
-    found = set(large)
+    added = set(large)
     waiting = True
     while waiting:
         new = {
             v.name
             for n in nodes
-            if any(v.name in found for v in (*n.operands, *n.results))
+            if any(v.name in added for v in (*n.operands, *n.results))
             for v in (*n.operands, *n.results)
             if v.name not in dims
         }
-        waiting = not new <= found
-        found |= new
-    return found
+        waiting = not new <= added
+        added |= new
+    return added
 
 
 def none(*_: object) -> set[str]:

@@ -40,21 +40,21 @@ def reuse(nodes: Sequence[Node], keep: Collection[str]) -> list[Node]:
             if v.name in owner:
                 root = owner[v.name]
                 last_read[root] = max(last_read.get(root, i), i)
-    found = []
+    written = []
     for i, node in enumerate(nodes):
         place = _free_operand(node, i, owner, last_read, spread)
         if place is None:
-            found.append(node)
+            written.append(node)
             continue
         node = _in_place(node, place)
-        found.append(node)
+        written.append(node)
         # The result lives in the operand's memory now: they are one.
         taken, root = owner[node.operands[0].name], owner[node.out.name]
         joining = sharing.pop(root)
         owner.update(dict.fromkeys(joining, taken))
         sharing[taken] += joining
         last_read[taken] = max(last_read[taken], last_read.pop(root, i))
-    return found
+    return written
 
 
 def find_owners(
@@ -98,13 +98,13 @@ def _copies(node: Node, expands: Mapping[str, Node]) -> bool:
 
 def _spread(nodes: Sequence[Node]) -> set[str]:
     """Views in which one place in memory stands for several elements."""
-    found: set[str] = set()
+    aliases: set[str] = set()
     for node in nodes:
         if op_of(node).view == "copies" or (
-            may_alias(node) and any(v.name in found for v in node.operands)
+            may_alias(node) and any(v.name in aliases for v in node.operands)
         ):
-            found.update(v.name for v in node.results)
-    return found
+            aliases.update(v.name for v in node.results)
+    return aliases
 
 
 def is_in_place(node: Node) -> bool:

@@ -88,8 +88,8 @@ def constant(value: Any) -> str:
 
 
 def as_tuple(items: Iterable[str]) -> str:
-    found = list(items)
-    return f"({found[0]},)" if len(found) == 1 else f"({', '.join(found)})"
+    texts = list(items)
+    return f"({texts[0]},)" if len(texts) == 1 else f"({', '.join(texts)})"
 
 
 def _returns_list(node: Node) -> bool:

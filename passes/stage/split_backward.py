@@ -53,8 +53,8 @@ def split_backward(
 
 def find_dependent(sources: Iterable[Value], nodes: Iterable[Node]) -> set[str]:
     """Names of the sources, and of all that depends on one of them."""
-    found = {v.name for v in sources}
+    dependent = {v.name for v in sources}
     for node in nodes:
-        if any(v.name in found for v in node.operands):
-            found.update(v.name for v in node.results)
-    return found
+        if any(v.name in dependent for v in node.operands):
+            dependent.update(v.name for v in node.results)
+    return dependent

@@ -209,9 +209,9 @@ class _Cutter:
         """What a stage's own nodes make of them; the last one, what no stage's do."""
         there = {v.name for n in own for v in n.results}
         chain = {v.name for n in self.chain.nodes for v in n.results}
-        found = dict.fromkeys(self.lowered.graph.outputs[1:])
+        outputs = dict.fromkeys(self.lowered.graph.outputs[1:])
         return tuple(
-            v for v in found if v.name in there or (last and v.name not in chain)
+            v for v in outputs if v.name in there or (last and v.name not in chain)
         )
 
     def _close(self, own: list[Node], received: set[str]) -> list[Node]:

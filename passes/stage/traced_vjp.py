@@ -195,7 +195,7 @@ class _Call:
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    found: Any
+    result: Any
 
 
 class _Calls(TorchDispatchMode):
@@ -208,9 +208,9 @@ class _Calls(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.made.append(_Call(func, args, kwargs or {}, found))
-        return found
+        result = func(*args, **(kwargs or {}))
+        self.made.append(_Call(func, args, kwargs or {}, result))
+        return result
 
 
 def _again(
@@ -226,8 +226,8 @@ def _again(
         return tree_map_only(Tensor, lambda x: values[id(x)], tree)
 
     for one in calls:
-        found = one.function(*now(one.args), **now(one.kwargs))
-        before, after = _tensors(one.found), _tensors(found)
+        result = one.function(*now(one.args), **now(one.kwargs))
+        before, after = _tensors(one.result), _tensors(result)
         values.update(zip(map(id, before), after, strict=True))
     return now(results)
 
@@ -302,11 +302,11 @@ def _read_call(call: _Call, values: dict[int, Value], builder: Builder) -> None:
     def read(tree: Any) -> Any:
         return tree_map_only(Tensor, lambda x: values[id(x)], tree)
 
-    op, found = str(call.function), _tensors(call.found)
-    if not any(isinstance(x, Tensor) for x in found):
+    op, results = str(call.function), _tensors(call.result)
+    if not any(isinstance(x, Tensor) for x in results):
         return  # it only checks what the op found
     if op in ("aten.detach.default", "aten.alias.default"):
-        values[id(call.found)] = read(call.args[0])
+        values[id(call.result)] = read(call.args[0])
         return
     if op in ("aten.view.default", "aten._unsafe_view.default"):
         # A cotangent need not be contiguous as the traced one was.
@@ -316,13 +316,13 @@ def _read_call(call: _Call, values: dict[int, Value], builder: Builder) -> None:
         builder.value(call.function.overloadpacket.__name__, x.shape, x.dtype)
         if isinstance(x, Tensor)
         else None
-        for x in found
+        for x in results
     )
     plain = map_values(lambda v: v, read(call.args))
     builder.nodes.append(Node(op, plain, read(left), outs))
-    values |= {id(x): v for x, v in zip(found, outs, strict=True) if v is not None}
+    values |= {id(x): v for x, v in zip(results, outs, strict=True) if v is not None}
 
 
-def _tensors(found: Any) -> tuple[Any, ...]:
+def _tensors(result: Any) -> tuple[Any, ...]:
     """What an op found, as a tuple."""
-    return tuple(found) if isinstance(found, tuple | list) else (found,)
+    return tuple(result) if isinstance(result, tuple | list) else (result,)

@@ -99,12 +99,12 @@ class Writer:
         self._transpose(self.through)
         # A stage may only look at what it hands on: a maximum of the logits.
         at = (self.through or self.forward)[0]
-        found = [
+        gradients = [
             tape.take(v, at) or tape.zeros(v, at) if tape.wanted(v) else None
             for v in receives
         ]
         self.backward, tape.nodes = tape.nodes, []
-        return tuple(found)
+        return tuple(gradients)
 
     def run_epilogue(self) -> None:
         """From the gradients of what is gathered for the whole step to the parameters'.
@@ -129,8 +129,8 @@ class Writer:
                     self.cotangents[v.name] = dy
             if not any(dys):
                 continue
-            found = (self._derivative(node) or traced)(tape, node, dys)
-            for v, dy in zip(node.operands, found, strict=True):
+            gradients = (self._derivative(node) or traced)(tape, node, dys)
+            for v, dy in zip(node.operands, gradients, strict=True):
                 if dy is None or not tape.wanted(v):
                     continue
                 if tape.is_param(v):
@@ -161,13 +161,13 @@ class Writer:
         constant of an op's derivative, a weight seen another way."""
         makers = {v.name: n for n in self.forward for v in n.results}
         waiting = [v.name for n in self.epilogue for v in n.operands]
-        found: set[str] = set()
+        read: set[str] = set()
         while waiting:
             name = waiting.pop()
-            if name in makers and name not in found:
-                found.add(name)
+            if name in makers and name not in read:
+                read.add(name)
                 waiting += [v.name for v in makers[name].operands]
-        return found
+        return read
 
     def _take_out(self, made: Collection[str]) -> list[Node]:
         """Remove from the forward the nodes that make these values."""

@@ -140,22 +140,22 @@ class Function:
         own = {v.name for node in item.body for v in node.results}
         own |= {c.value.name for c in item.carried}
         own |= {g.value.name for g in item.given}
-        found = {v.name: v for node in item.body for v in node.operands}
-        found = {name: v for name, v in found.items() if name not in own}
-        found |= {c.first.name: c.first for c in item.carried if c.first}
+        reads = {v.name: v for node in item.body for v in node.operands}
+        reads = {name: v for name, v in reads.items() if name not in own}
+        reads |= {c.first.name: c.first for c in item.carried if c.first}
         for given in item.given:
             if self.kind(item, given) == "listed":
-                found |= {v.name: v for v in given.values}
-        return found
+                reads |= {v.name: v for v in given.values}
+        return reads
 
     def _take_singles(self, read: Iterable[Value], local: set[str]) -> list[str]:
         """Take what is read for the first time of one iteration of a loop."""
         lines = []
         for v in read:
-            found = self.between.single(self.number, v)
-            if found is None or v.name in self.names:
+            single = self.between.single(self.number, v)
+            if single is None or v.name in self.names:
                 continue
-            rows, _, t = found
+            rows, _, t = single
             values = {
                 inner.name: name
                 for name, inner, at in rows.loop.instances()
@@ -188,7 +188,7 @@ class Function:
 
     def kind(self, loop: Loop, given: Given) -> str:
         """How the values that a loop is given are read."""
-        if (self.number, id(loop), given.value.name) in self.between.found:
+        if (self.number, id(loop), given.value.name) in self.between.rows_of:
             return "rows"
         texts = [self.tables.get(v.name) for v in given.values]
         return "listed" if None in texts else "table"
@@ -208,7 +208,7 @@ def _links(items: Sequence[Item], keep: Collection[str]) -> set[int]:
         if isinstance(item, Node)
         for name in (v.name for v in item.operands)
     )
-    found: set[int] = set()
+    links: set[int] = set()
     # Of the chain that ends here: what last made a tensor, and whether it is turned.
     maker: int | None = None
     turned = False
@@ -226,14 +226,14 @@ def _links(items: Sequence[Item], keep: Collection[str]) -> set[int]:
         alone = v == following.operands[0] and readers[v.name] == 1
         if not alone or v.name in keep:
             continue
-        if i - 1 not in found:
+        if i - 1 not in links:
             maker, turned = None if may_alias(node) else i, False
-        found.add(i)
+        links.add(i)
         reshapes = following.op == "aten.reshape.default"
         if casts or (turned and reshapes):
             if maker is not None:
-                found.discard(maker)
+                links.discard(maker)
             maker, turned = i + 1, False
         else:
             turned |= not reshapes
-    return found
+    return links

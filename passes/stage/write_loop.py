@@ -54,9 +54,11 @@ class Index:
 
     def choose(self, varying: Varying) -> str:
         """A constant in its iteration."""
-        found = series(varying.values)
-        if found:
-            return self.of(found[0] - found[1] * varying.start, found[1])
+        progression = series(varying.values)
+        if progression:
+            return self.of(
+                progression[0] - progression[1] * varying.start, progression[1]
+            )
         return self._one_of(map(constant, varying.values), varying.start)
 
     def text(self, texts: Sequence[str], start: int = 0) -> str:
@@ -69,8 +71,8 @@ class Index:
             p if isinstance(p, str) else f"{{{self.of(p[0] - p[1] * start, p[1])}}}"
             for p in parts
         )
-        found = "".join(own)
-        return found.replace('["', '[f"') if found != texts[0] else found
+        text = "".join(own)
+        return text.replace('["', '[f"') if text != texts[0] else text
 
     def _one_of(self, texts: Iterable[str], start: int) -> str:
         pairs = zip(self.keys[start:], texts, strict=False)
@@ -184,7 +186,7 @@ class LoopWriter:
             elif kind == "listed":
                 listed.append(given)
             else:
-                rows, inner = function.between.found[
+                rows, inner = function.between.rows_of[
                     function.number, id(loop), given.value.name
                 ]
                 _, own = taken.setdefault(id(rows), (rows, {}))
@@ -246,11 +248,11 @@ class LoopWriter:
         when they begin (what is carried) or once they have made it."""
         loop, every = self.loop, set(range(self.loop.count))
         made = {v.name: o for o, node in enumerate(loop.body) for v in node.results}
-        found = {name: set(loop.times(o)) for name, o in made.items()}
+        turns = {name: set(loop.times(o)) for name, o in made.items()}
         for one in loop.carried:
-            own = {t + 1 for t in found[one.next.name]} | ({0} if one.first else set())
-            found[one.value.name] = own & every
-        return {name: own for name, own in found.items() if own != every}
+            own = {t + 1 for t in turns[one.next.name]} | ({0} if one.first else set())
+            turns[one.value.name] = own & every
+        return {name: own for name, own in turns.items() if own != every}
 
     # --- what it does --------------------------------------------------------------
 
@@ -371,5 +373,5 @@ class Statements:
 
 def delete(names: Iterable[str]) -> list[str]:
     """A statement that lets go of those that are names of locals."""
-    found = [name for name in dict.fromkeys(names) if name.isidentifier()]
-    return [f"del {', '.join(found)}"] if found else []
+    deleted = [name for name in dict.fromkeys(names) if name.isidentifier()]
+    return [f"del {', '.join(deleted)}"] if deleted else []

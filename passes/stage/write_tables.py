@@ -102,24 +102,24 @@ def _alike(
 ) -> list[tuple[tuple[str, list[int]], list[tuple[str, Value]]]]:
     """((path of layers, their numbers), rows) of neighbours that have equal rows, named
     within the layer; what is in no such layer is by itself."""
-    found: list[tuple[tuple[str, list[int]], list[tuple[str, Value]]]] = []
+    groups: list[tuple[tuple[str, list[int]], list[tuple[str, Value]]]] = []
     layers = groupby(values, key=lambda v: _layer(v.name))
     for (path, number), group in layers:
         own = list(group)
         if number is None:
-            found.append((("", []), [(v.name, v) for v in own]))
+            groups.append((("", []), [(v.name, v) for v in own]))
             continue
         start = len(f"{path}.+{number}.")
         rows = [(v.name[start:], v) for v in own]
-        if found and found[-1][0][0] == path and found[-1][0][1][-1] == number - 1:
-            before = [(name, v.shape, v.dtype) for name, v in found[-1][1]]
+        if groups and groups[-1][0][0] == path and groups[-1][0][1][-1] == number - 1:
+            before = [(name, v.shape, v.dtype) for name, v in groups[-1][1]]
             if before == [(name, v.shape, v.dtype) for name, v in rows]:
-                found[-1][0][1].append(number)
+                groups[-1][0][1].append(number)
                 continue
-        found.append(((path, [number]), rows))
+        groups.append(((path, [number]), rows))
     return [
         (key, rows if len(key[1]) != 1 else [(v.name, v) for _, v in rows])
-        for key, rows in found
+        for key, rows in groups
     ]
 
 

@@ -183,10 +183,10 @@ class _Grid:
     def whole(self, dims: tuple[Dims, ...], made: Made) -> list[int] | None:
         """The shape without splits: of named dims, or as many times as there are
         ranks; None where nothing names the dims."""
-        found = self.fitting(dims, made)
-        if found is None:
+        dims_of = self.fitting(dims, made)
+        if dims_of is None:
             return None
-        pairs = zip(found.parts, made.shape, strict=True)
+        pairs = zip(dims_of.parts, made.shape, strict=True)
         return [self.extent(part, n)[0] for part, n in pairs]
 
     def extent(self, part: str, local: int) -> tuple[int, bool]:

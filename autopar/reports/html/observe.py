@@ -63,7 +63,7 @@ class _Watch:
     def __init__(self, module: Module) -> None:
         self.seen = Seen()
         self.statements: dict[int, Statement] = {
-            s.line: s for found in module.functions.values() for s in found
+            s.line: s for statements in module.functions.values() for s in statements
         }
         self.reshapes = {n for n, s in self.statements.items() if s.base}
         self.before: dict[FrameType, int] = {}
@@ -112,7 +112,7 @@ class _Watch:
 
     def _alive(self, frame: FrameType) -> None:
         """Names of what a function and its callers hold, each storage once."""
-        top, names, seen, found = frame, list[tuple[str, int]](), set[int](), 0
+        top, names, seen, total = frame, list[tuple[str, int]](), set[int](), 0
         while top.f_code.co_filename.startswith(EMITTED):
             for name, value in top.f_locals.items():
                 if not isinstance(value, Tensor):
@@ -122,13 +122,13 @@ class _Watch:
                     seen.add(key)
                     size = value.untyped_storage().nbytes()
                     names.append((name, size))
-                    found += size
+                    total += size
             part, back = top.f_code.co_name, top.f_back
             if back is None:
                 break
             top = back
         _, before = self.seen.peaks.get(part, (0, []))
-        if found > sum(n for _, n in before):
+        if total > sum(n for _, n in before):
             self.seen.peaks[part] = frame.f_lineno, names
 
     def _results(self, frame: FrameType, statement: Statement) -> None:

@@ -153,11 +153,11 @@ def read_module(text: str) -> Module:
         if isinstance(node, ast.FunctionDef):
             reader = _Reader(node.name, lines, defined, loops)
             functions[node.name] = [*reader.read(node.body, None)]
-    found = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
-    returns = {name: _returned(node) for name, node in found.items()}
-    kept = dict(_rows(found["forward"])) if "forward" in found else {}
-    arguments = {n: tuple(a.arg for a in f.args.args) for n, f in found.items()}
-    own = found.get("prologue")
+    by_name = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+    returns = {name: _returned(node) for name, node in by_name.items()}
+    kept = dict(_rows(by_name["forward"])) if "forward" in by_name else {}
+    arguments = {n: tuple(a.arg for a in f.args.args) for n, f in by_name.items()}
+    own = by_name.get("prologue")
     above = lines[own.lineno : own.end_lineno] if own else []
     gathered = tuple(
         d for line in above for d in _comment(line.partition("  # ")[2])[0]
@@ -203,9 +203,9 @@ class _Reader:
             elif isinstance(node, ast.If):
                 yield from self.read([*node.body, *node.orelse], loop)
             elif isinstance(node, ast.Assign | ast.Expr):
-                found = self.statement(node, loop)
-                if found is not None:
-                    yield found
+                read = self.statement(node, loop)
+                if read is not None:
+                    yield read
 
     def statement(
         self, node: ast.Assign | ast.Expr, loop: int | None
@@ -221,22 +221,22 @@ class _Reader:
         ops = tuple(_op(call) for call in chain)
         if ops[0] in ("clear", "pop", "ready", "rows") or ops == ("wait",):
             return None
-        found = Statement(
+        read = Statement(
             self.function, node.lineno, code.strip(), targets, ops, dims, source,
             module, loop, reads=tuple(_reads(node.value)),
         )  # fmt: skip
-        if found.is_view and targets:
+        if read.is_view and targets:
             inner = head.func.value if isinstance(head.func, ast.Attribute) else head
-            found = replace(found, base=ast.unparse(inner))
+            read = replace(read, base=ast.unparse(inner))
         if isinstance(head.func, ast.Name) and head.func.id in self.defined:
-            return replace(found, calls=head.func.id)
+            return replace(read, calls=head.func.id)
         kind = _kind(head)
         if kind:
             given, over = head.args[0], head.args[1]
             axes = ast.literal_eval(over)
             axes = (axes,) if isinstance(axes, str) else tuple(axes)
-            found = replace(found, kind=kind, axes=axes, operand=ast.unparse(given))
-        return found
+            read = replace(read, kind=kind, axes=axes, operand=ast.unparse(given))
+        return read
 
 
 def _reads(node: ast.expr) -> Iterator[str]:

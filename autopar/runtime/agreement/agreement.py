@@ -117,10 +117,10 @@ class Agreement(RollCall):
     def _weights(self, _: str, values: Mapping[int, Any]) -> AutoparError | None:
         """Whether ranks have the same values of what they have the same part of."""
         program, seen = self._program, dict[tuple[Any, ...], tuple[int, int]]()
-        for rank, found in values.items():
+        for rank, digests in values.items():
             coords, stages = program.mesh.coords(rank), set(program.stages_of(rank))
             held = [n for n, s in program.parameters.items() if stages & set(s.stages)]
-            for name, value in zip(held, found, strict=True):
+            for name, value in zip(held, digests, strict=True):
                 axes = program.parameters[name].split_axes
                 place = (name, *(coords[axis] for axis in axes))
                 first, expected = seen.setdefault(place, (rank, value))
@@ -231,7 +231,9 @@ def _options(name: str, values: Mapping[int, Any]) -> AutoparError:
         o for o in {**pair[first], **pair[rank]}
         if pair[first].get(o) != pair[rank].get(o)
     )  # fmt: skip
-    return _option(option, name, {r: found.get(option) for r, found in pair.items()})
+    return _option(
+        option, name, {r: options.get(option) for r, options in pair.items()}
+    )
 
 
 def _option(option: str, whose: str, pair: Mapping[int, Any]) -> AutoparError:

@@ -38,5 +38,5 @@ def digest(x: Tensor) -> int:
 
 def digest_of_text(text: str) -> int:
     """The same of a text; in all processes alike, as `hash` is not."""
-    found = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(found, "big", signed=True)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)

@@ -129,7 +129,7 @@ class RollCall:
         error: AutoparError | None = None,
     ) -> _Call:
         number = list(OPERATIONS).index(operation)
-        digests = [digest_of_text(repr(dict(found))) for found in (facts, of_stage)]
+        digests = [digest_of_text(repr(dict(own))) for own in (facts, of_stage)]
         meeting = self.comm.start_meet([number, state, *digests], operation)
         told = (operation, dict(facts), dict(of_stage), error)
         return _Call(self, meeting, state, told)
@@ -195,8 +195,8 @@ class _Call:
         names = dict.fromkeys(key for facts in by_rank.values() for key in facts)
         for kind, name in names:
             values = {r: facts.get((kind, name)) for r, facts in by_rank.items()}
-            if others(values) and (found := self.roll.judges[kind](name, values)):
-                raise found
+            if others(values) and (error := self.roll.judges[kind](name, values)):
+                raise error
 
 
 def judge_rows(rows: Sequence[Sequence[int]]) -> None:

@@ -153,12 +153,12 @@ class Updates:
         if self._part and optimizer not in self._known:
             optimizer.register_state_dict_post_hook(_note_part(self._part))
         for group in optimizer.param_groups:
-            found = group.get(PART, self._part)
-            if found != self._part:
+            part = group.get(PART, self._part)
+            if part != self._part:
                 kind = type(optimizer).__name__
                 raise OptimizerError(
                     f"the state of {kind} was taken on another rank: it is of part "
-                    f"{found}, but this rank has {self._part or 'whole parameters'}",
+                    f"{part}, but this rank has {self._part or 'whole parameters'}",
                     fix="let step.save(folder, optimizer) write it, and "
                     "step.load(folder, optimizer) read it, on any mesh",
                 )
@@ -290,12 +290,12 @@ def _check_scaler() -> None:
 
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options that can be compared: numbers, text, and tensors as numbers."""
-    found = {}
+    values = {}
     for key, value in sorted(options.items()):
         if key in ("params", "param_names", PART):
             continue
         if isinstance(value, Tensor):
             value = value.tolist()
         known = isinstance(value, int | float | str | tuple | list | None)
-        found[key] = value if known else type(value).__name__
-    return found
+        values[key] = value if known else type(value).__name__
+    return values

@@ -133,10 +133,10 @@ def checked_batch(
                 fix=f"pass {', '.join(program.inputs)} by keyword",
             )
         x = tensors[name]
-        found = dtype_name(x.dtype)
-        if tuple(x.shape) != shape or found != dtype:
+        told = dtype_name(x.dtype)
+        if tuple(x.shape) != shape or told != dtype:
             raise BatchError(
-                f"'{name}' is {found}{list(x.shape)}, but the step was compiled "
+                f"'{name}' is {told}{list(x.shape)}, but the step was compiled "
                 f"for {dtype}{list(shape)}",
                 fix="pad the batch to that shape, or compile another step for it",
             )

@@ -29,12 +29,12 @@ class Run:
 
     def parts(self, rows: Tensor) -> list[Tensor]:
         """rows [ranks, count or more] -> of each tensor its parts [ranks, *shape]."""
-        found, start = [], 0
+        parts, start = [], 0
         for shape in self.shapes:
             row = rows[:, start : start + prod(shape)]
-            found.append(row.view(self.ranks, *shape))
+            parts.append(row.view(self.ranks, *shape))
             start += prod(shape)
-        return found
+        return parts
 
 
 @dataclass(frozen=True)

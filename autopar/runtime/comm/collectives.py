@@ -261,9 +261,9 @@ class Collectives(Routing, ABC):
         """dy [B,H,S,V] -> the gradients of q, k and v; none for the mask."""
         told = window, documents, shown
         scoring = ring_attention.Scoring(mask, is_causal, scale, *told)
-        found = (out, lse)
+        outputs = (out, lse)
         return ring_attention.backward(
-            self, dy, (q, k, v), found, scoring, rows, keys, axis
+            self, dy, (q, k, v), outputs, scoring, rows, keys, axis
         )
 
     # What an engine provides. Tensors are contiguous, groups have two ranks or more.

@@ -58,12 +58,12 @@ def by_row(x: Tensor, dim: int, layout: Sequence[Pieces]) -> Tensor:
 
 def joined(shards: Sequence[Tensor], dim: int, layout: Sequence[Pieces]) -> Tensor:
     """The transpose of `packed`: the rows of all shares, in their order in the dim."""
-    found = []
+    placed = []
     for share, shard in zip(layout, shards, strict=True):
         lengths = [length for _, length in share]
         parts = shard.split(lengths, dim) if lengths else ()
-        found += [(begin, part) for (begin, _), part in zip(share, parts, strict=True)]
-    return torch.cat([part for _, part in sorted(found, key=lambda p: p[0])], dim)
+        placed += [(begin, part) for (begin, _), part in zip(share, parts, strict=True)]
+    return torch.cat([part for _, part in sorted(placed, key=lambda p: p[0])], dim)
 
 
 def in_order(layout: Sequence[Pieces]) -> bool:

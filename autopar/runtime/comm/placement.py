@@ -63,12 +63,12 @@ class Placement:
     ) -> Pieces:
         """What I hold of a dim of n rows that is split by `axes`, outermost first;
         "time" may be one of them. coords: those of another rank, where they differ."""
-        found: Pieces = ((0, n),)
+        pieces: Pieces = ((0, n),)
         here = {TIME: self.state.microbatch, **self.coords, **coords}
         for axis in axes:
-            share = self.layout(extent(found), axis)[here.get(axis, 0)]
-            found = within(found, share)
-        return found
+            share = self.layout(extent(pieces), axis)[here.get(axis, 0)]
+            pieces = within(pieces, share)
+        return pieces
 
     def shard(self, x: Field, axis: str, dim: int) -> Field:
         """My share of x along dim, a view if it is one piece; nothing is sent. `axis`

@@ -142,7 +142,7 @@ def _add_gradients(
     of all rows."""
     at, to = slice(tile.row, tile.row + tile.rows), _keys(tile)
     dy, q, out, lse = (x[of, :, at] for x in mine)
-    found = attention_backward(
+    gradients = attention_backward(
         dy,
         q,
         visit.k[of, :, to],
@@ -154,7 +154,7 @@ def _add_gradients(
         scoring.scale,
         partial=True,
     )
-    for total, place, part in zip(sums, (at, to, to), found, strict=True):
+    for total, place, part in zip(sums, (at, to, to), gradients, strict=True):
         total[of, :, place] += part
 
 
@@ -258,13 +258,13 @@ def _runs(ids: Tensor) -> list[tuple[Run, ...]]:
     if ids.is_meta:
         return [((0, ids.shape[1], 1),)]
     if ids not in RUNS:
-        found = []
+        runs = []
         for own in ids.cpu():
             values, counts = own.unique_consecutive(return_counts=True)
             ends = counts.cumsum(0)
             rows = zip(ends - counts, counts, values, strict=True)
-            found.append(tuple((int(a), int(n), int(i)) for a, n, i in rows))
-        RUNS[ids] = found
+            runs.append(tuple((int(a), int(n), int(i)) for a, n, i in rows))
+        RUNS[ids] = runs
     return RUNS[ids]
 
 

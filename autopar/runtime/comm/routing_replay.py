@@ -20,13 +20,15 @@ from autopar.passes.errors import AutoparError
 
 @dataclass
 class RoutingReplay:
-    """told: of each `topk` of a model, in order: int64 [..., k]. found: (which, and of
-    which rank and microbatch) -> rows that were told otherwise than they would have
+    """told: of each `topk` of a model, in order: int64 [..., k]. differing: (which, and
+    of which rank and microbatch) -> rows that were told otherwise than they would have
     chosen, all rows, and the margin: the most that a row's scores of what it was told
     fall short of what it preferred, as a share of its largest score."""
 
     told: Sequence[Tensor]
-    found: dict[tuple[int, ...], tuple[int, int, float]] = field(default_factory=dict)
+    differing: dict[tuple[int, ...], tuple[int, int, float]] = field(
+        default_factory=dict
+    )
 
     def take(
         self, scores: Tensor, own: Tensor, rows: Tensor, which: tuple[int, ...]
@@ -43,18 +45,18 @@ class RoutingReplay:
         short = torch.where(high == low, 0.0, high - low).sum(-1)  # -inf: ruled out
         scale = scores.double().where(scores.isfinite(), 0.0).abs().amax(-1)
         margin = (short / scale.clamp_min(1e-30)).max().item() if short.numel() else 0.0
-        self.found[which] = int(otherwise.sum()), otherwise.numel(), margin
+        self.differing[which] = int(otherwise.sum()), otherwise.numel(), margin
         return rows
 
     @property
     def share(self) -> float:
         """Returns the share of rows told otherwise than they would have chosen."""
-        otherwise, rows = (sum(n[i] for n in self.found.values()) for i in (0, 1))
+        otherwise, rows = (sum(n[i] for n in self.differing.values()) for i in (0, 1))
         return otherwise / max(1, rows)
 
     @property
     def margin(self) -> float:
-        return max((m for _, _, m in self.found.values()), default=0.0)
+        return max((m for _, _, m in self.differing.values()), default=0.0)
 
 
 class Choosing(TorchFunctionMode):
@@ -69,10 +71,10 @@ class Choosing(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if func not in (torch.topk, Tensor.topk) or not _is_choice(*args, **kwargs):
-            return found
-        x, own = args[0] if args else kwargs["input"], found.indices
+            return result
+        x, own = args[0] if args else kwargs["input"], result.indices
         if self.replay is not None:
             number = len(self.made)
             if number >= len(self.replay.told):
@@ -81,9 +83,9 @@ class Choosing(TorchFunctionMode):
                     fix="verify it in float64",
                 )
             own = self.replay.take(x, own, self.replay.told[number], (number,))
-            found = torch.return_types.topk((x.gather(-1, own), own))
+            result = torch.return_types.topk((x.gather(-1, own), own))
         self.made.append(own.detach())
-        return found
+        return result
 
 
 def _is_choice(

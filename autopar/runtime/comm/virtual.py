@@ -133,10 +133,10 @@ class VirtualComm(Comm):
         def shift(rows: list[Tensor]) -> list[Tensor]:
             return [row.clone() for row in (rows[-1], *rows[:-1])]
 
-        found = self._meet(ranks, x, shift)
-        if found.numel() != numel:
-            raise CommError(f"a shift brings {found.numel()} elements, not {numel}")
-        return Arrived(found)
+        arrived = self._meet(ranks, x, shift)
+        if arrived.numel() != numel:
+            raise CommError(f"a shift brings {arrived.numel()} elements, not {numel}")
+        return Arrived(arrived)
 
     def _send(self, x: Tensor, to_rank: int, tag: int) -> Work:
         self._sends = [sent for sent in self._sends if not sent.done]

@@ -27,16 +27,16 @@ class Traffic:
 class Meeting:
     """Integers of all ranks, by rank; here already."""
 
-    def __init__(self, found: list[list[int]]) -> None:
-        self._found = found
+    def __init__(self, result: list[list[int]]) -> None:
+        self._result = result
 
     def rows(self) -> list[list[int]]:
         """Wait for them. Raises: CommError if a rank is gone."""
-        return self._found
+        return self._result
 
     def rows_soon(self) -> list[list[int]] | None:
         """The same, unless they are not there in a second; raises nothing."""
-        return self._found
+        return self._result
 
 
 @dataclass(frozen=True)

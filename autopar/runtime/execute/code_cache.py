@@ -109,9 +109,9 @@ class CodeCache:
             return False
         with _inductor(folder, device) as inductor:
             for key in keys:
-                found = _in_memory.get(key) or self._load(inductor, folder / key)
-                if found is not None:
-                    _in_memory[key] = found
+                artifact = _in_memory.get(key) or self._load(inductor, folder / key)
+                if artifact is not None:
+                    _in_memory[key] = artifact
         return True
 
     def remember(self, text: str, device: torch.device) -> None:

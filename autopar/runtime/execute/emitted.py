@@ -33,15 +33,15 @@ def sends_of(text: str) -> Messages:
 def fields_read(program: Program, rank: int) -> dict[str, bool]:
     """Field of a batch that a rank's stages read -> whether they read its own rows
     alone; alike on ranks that differ in the axes alone that split the batch."""
-    axes, found = program.plan.data_axes, dict[str, bool]()
+    axes, fields = program.plan.data_axes, dict[str, bool]()
     ranks = program.mesh.group(rank, tuple(a for a in axes if a != TIME))
     for stage in program.stages_of(rank):
         for text in {program.modules[program.module_of(r, stage)] for r in ranks}:
             _, _, table = text.partition("\nINPUTS = ")
             for name, split in ast.literal_eval(table.partition("\n")[0]).items():
                 alone = bool(axes) and split[: len(axes)] == axes
-                found[name] = found.get(name, True) and alone
-    return found
+                fields[name] = fields.get(name, True) and alone
+    return fields
 
 
 def _message(row: ast.expr) -> Message:
@@ -81,12 +81,12 @@ def listing(program: Program, rank: int | None = None, stage: int | None = None)
 
 def users_of(program: Program, stage: int) -> dict[str, list[int]]:
     """Key of a module -> the ranks that run it for this stage."""
-    found: dict[str, list[int]] = {}
+    users: dict[str, list[int]] = {}
     place = program.schedule.stage_to_rank[stage]
     for rank in range(program.mesh.size):
         if program.mesh.coords(rank).get(PIPELINE, 0) == place:
-            found.setdefault(program.module_of(rank, stage), []).append(rank)
-    return found
+            users.setdefault(program.module_of(rank, stage), []).append(rank)
+    return users
 
 
 def _heading(program: Program, stage: int, ranks: list[int]) -> str:

@@ -82,18 +82,18 @@ class Gradients:
 
     def _parts(self, names: Sequence[str]) -> Iterator[list[str]]:
         """Neighbours of some size each, the same on all ranks of a stage."""
-        found: list[str] = []
+        bucket: list[str] = []
         size = 0
         for name in names:
             spec = self.program.parameters[name]
             parts = prod(self.program.mesh.axis_size(a) for a in spec.split_axes)
-            found.append(name)
+            bucket.append(name)
             size += prod(spec.shape) * self.parameters[name].itemsize // parts
             if size >= BUCKET:
-                yield found
-                found, size = [], 0
-        if found:
-            yield found
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket
 
     def _bucket(
         self, ranks: tuple[int, ...], names: list[str], stages: Sequence[int]

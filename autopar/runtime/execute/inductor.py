@@ -39,12 +39,12 @@ def compile_functions(module: dict[str, Any], text: str, kept: CodeCache) -> Non
 
     module: names that its text made. kept: where compiled code is kept.
     """
-    found = [
+    functions = [
         node
         for node in ast.parse(text).body
         if isinstance(node, ast.FunctionDef) and node.name not in ENTRIES
     ]
-    for node in found:
+    for node in functions:
         end = node.body[-1]
         if isinstance(end, ast.Return):
             place = PLACE.search(ast.get_source_segment(text, node) or "")
@@ -91,8 +91,8 @@ class CompiledFunction:
                 "memory with another one, and runs as it is written"
             )
             return self.plain(*args)
-        found = compiled.run(*tensors)
-        return found[0] if self.single else found
+        results = compiled.run(*tensors)
+        return results[0] if self.single else results
 
     def _prepare(self, signature: Signature, args: tuple[Any, ...]) -> None:
         if any(_differ(known, signature) for known in self.ready):
@@ -123,8 +123,8 @@ class CompiledFunction:
         def on_tensors(*tensors: Tensor) -> Any:
             given = iter(tensors)
             every = [next(given) if isinstance(a, Tensor) else a for a in args]
-            found = plain(*every)
-            return (found,) if self.single else found
+            results = plain(*every)
+            return (results,) if self.single else results
 
         # Tensors of their own for all arguments: that some are views of one tensor in
         # the call at hand says nothing of the next.

@@ -45,15 +45,15 @@ class Outputs:
 
     def wholes(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Global tensors, on all ranks, which must all ask for the same."""
-        found = {}
+        outputs = {}
         for name in names:
             spec = self.program.outputs[name]
             dtype = getattr(torch, spec.dtype)
             summed = torch.uint8 if dtype == torch.bool else dtype
             whole = self._sum(spec, summed)
             self.comm.reduce_ranks_(whole, tuple(range(self.program.mesh.size)))
-            found[name] = whole.to(dtype)
-        return found
+            outputs[name] = whole.to(dtype)
+        return outputs
 
     def clear(self) -> None:
         self._parts.clear()

@@ -86,12 +86,12 @@ class RunningStage:
 
 def load_module(text: str, name: str) -> dict[str, Any]:
     """Run an emitted module's text; returns its names."""
-    found: dict[str, Any] = {"__name__": name}
+    module: dict[str, Any] = {"__name__": name}
     file = f"<{name}>"
     # Tracebacks show the line, and with it where in the model that is.
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
-    exec(_compiled(text, file), found)
-    return found
+    exec(_compiled(text, file), module)
+    return module
 
 
 @lru_cache(maxsize=64)

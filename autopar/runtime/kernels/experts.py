@@ -37,10 +37,10 @@ def expert_weight_grad_(grad: Tensor, dy: Tensor, x: Tensor, expert: Tensor) -> 
     order, ends = _by_expert(expert, len(grad))
     dy, x = dy[order], x[order]
     if len(grad) <= MOST and _fit(dy, x):
-        found = F.grouped_mm(dy.mT, x, offs=ends)
+        products = F.grouped_mm(dy.mT, x, offs=ends)
         # An expert without rows may get anything: pytorch/pytorch issue 172439.
         empty = ends.diff(prepend=ends.new_zeros(1)) == 0
-        return grad.add_(found.masked_fill_(empty[:, None, None], 0))
+        return grad.add_(products.masked_fill_(empty[:, None, None], 0))
     for one, group in zip(grad, _groups(ends), strict=True):
         if group.start < group.stop:
             linear_weight_grad_(one, dy[group], x[group])
@@ -99,5 +99,5 @@ def _by_expert(expert: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 def _groups(ends: Tensor) -> list[slice]:
     """Returns each expert's rows, in their order; waits for the device."""
-    found = ends.tolist()
-    return [slice(a, b) for a, b in zip([0, *found[:-1]], found, strict=True)]
+    places = ends.tolist()
+    return [slice(a, b) for a, b in zip([0, *places[:-1]], places, strict=True)]

@@ -103,16 +103,16 @@ def read_device(device: Any) -> torch.device:
         numbers = range(torch.accelerator.device_count())
         there += [kind.type, *(f"{kind.type}:{i}" for i in numbers)] if numbers else []
     try:
-        found = torch.device(device)
+        chosen = torch.device(device)
     except (RuntimeError, TypeError, AssertionError):
-        found = None
-    if found is None or (found.type != "meta" and str(found) not in there):
+        chosen = None
+    if chosen is None or (chosen.type != "meta" and str(chosen) not in there):
         raise MeshError(
             f"device={shown(device)}, but this process has {', '.join(there)}",
             fix="give one of these, or none: then it is this process's GPU, if there "
             "is one",
         )
-    return found
+    return chosen
 
 
 def default_device() -> torch.device:

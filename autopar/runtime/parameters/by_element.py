@@ -76,8 +76,8 @@ def reach_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Reach:
     """
     if type(optimizer) in KNOWN:
         return KNOWN[type(optimizer)]
-    found = _tried(optimizer, parameters, _Trial.reach)
-    return max([Reach.ELEMENT, *found], key=list(Reach).index)
+    reaches = _tried(optimizer, parameters, _Trial.reach)
+    return max([Reach.ELEMENT, *reaches], key=list(Reach).index)
 
 
 def exchanges(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
@@ -110,18 +110,18 @@ def _tried(
 ) -> list[T]:
     """Of each group, and number of dims, while chance is left as it was."""
     mine = {id(p) for p in parameters}
-    found = []
+    results = []
     for group in optimizer.param_groups:
         ranks = {p.ndim: p for p in group["params"] if id(p) in mine and p.ndim}
         for like in ranks.values():
             try:
                 with torch.random.fork_rng(_devices(like)):
-                    found.append(of(_Trial(optimizer, group, like)))
+                    results.append(of(_Trial(optimizer, group, like)))
             except Undecided:
                 raise
             except Exception as error:
                 raise Undecided(f"{type(error).__name__}: {error}") from error
-    return found
+    return results
 
 
 def _devices(like: Tensor) -> list[torch.device]:

@@ -131,11 +131,11 @@ def _initialized(
     if lost and not hasattr(alone, "reset_parameters"):
         _refuse(path, lost, module)
     both: Mapping[str, Tensor | None] = {**alone._parameters, **alone._buffers}
-    found = {k: t for k, t in both.items() if k in names and t is not None}
-    for name, tensor in found.items():
+    drawn = {k: t for k, t in both.items() if k in names and t is not None}
+    for name, tensor in drawn.items():
         if tensor.is_floating_point() and bool(tensor.isnan().all()):
             _refuse(path, [name], module)
-    return found
+    return drawn
 
 
 def _empty(like: Tensor) -> Tensor:

@@ -72,5 +72,5 @@ class ShardGradient(Tensor):
                 "norm of the part: p.grad.as_subclass(torch.Tensor).norm()",
             )
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **given)
-            return found.as_subclass(cls) if func in STEPS else found
+            result = func(*args, **given)
+            return result.as_subclass(cls) if func in STEPS else result

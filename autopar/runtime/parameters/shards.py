@@ -21,7 +21,7 @@ def spans(
     spec: ParameterSpec, mesh: Mesh, coords: Mapping[str, int]
 ) -> list[tuple[int, int]]:
     """(start, length) of each factor of each dim on the rank at `coords`."""
-    found = []
+    runs = []
     for factors, slots in zip(spec.factors, spec.slots, strict=True):
         for extent, axes in zip(factors, slots, strict=True):
             begin, length = 0, extent
@@ -29,8 +29,8 @@ def spans(
                 parts, here = mesh.axis_size(axis), coords[axis]
                 begin += start(length, parts, here)
                 length = balanced(length, parts)[here]
-            found.append((begin, length))
-    return found
+            runs.append((begin, length))
+    return runs
 
 
 def shard_view(
@@ -142,10 +142,10 @@ def boxes(
         ]
         for begin, factors in zip(spec.part.start, spec.factors, strict=True)
     ]
-    found = []
+    every = []
     for combination in product(*by_dim):
-        found.append(Box(*(tuple(run[i] for run in combination) for i in range(3))))
-    return tuple(box for box in found if 0 not in box.size)
+        every.append(Box(*(tuple(run[i] for run in combination) for i in range(3))))
+    return tuple(box for box in every if 0 not in box.size)
 
 
 def _runs(
@@ -163,8 +163,8 @@ def _runs(
             rows = range(begin, begin + length)
             runs = [(row * unit + first, size) for row in rows for first, size in runs]
         unit *= extent
-    found, inside = [], 0
+    pieces, inside = [], 0
     for first, size in runs:
-        found.append((first, inside, size))
+        pieces.append((first, inside, size))
         inside += size
-    return found
+    return pieces

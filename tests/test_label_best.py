@@ -15,7 +15,7 @@ from autopar.machine.hardware import cluster_of, with_memory
 from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
 from autopar.passes.price.cluster import PLAIN
-from autopar.planner.label_found import label_found, open_to_labels
+from autopar.planner.label_best import label_best, open_to_labels
 from autopar.planner.planner import capture_short, find_plans, plan_of
 from autopar.verify import verify
 
@@ -38,7 +38,7 @@ def test_labelled_plans_are_faster_and_fit_and_are_right(
     cluster = with_memory(cluster_of(f"{where.size}xA100-80GB"), memory)
     of = capture_short(case.model, case.batch, precision=precision)
     plain = find_plans(of, cluster, SAMPLES, where, recompute=("none",))
-    found, plans = label_found(plain, of, cluster)
+    found, plans = label_best(plain, of, cluster)
     assert plans and {e.candidate for e in found.best if e.candidate.labelled} == {
         *plans
     }
@@ -61,7 +61,7 @@ def test_plans_without_an_axis_to_label_stay() -> None:
     case = plain_gpt(batch=SAMPLES)
     of, cluster = capture_short(case.model, case.batch), cluster_of("2xA100-80GB")
     plain = find_plans(of, cluster, SAMPLES, Mesh.parse("dp=2"))
-    found, plans = label_found(plain, of, cluster)
+    found, plans = label_best(plain, of, cluster)
     assert found.best == plain.best and not plans
 
 

@@ -18,7 +18,12 @@ from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import Estimate, estimate
 from autopar.passes.price.price_layers import cut_layers, price_cut
 from autopar.passes.search.choose_op_shardings import ChosenShardings, ShardingsDoNotFit
-from autopar.passes.search.search import Found, layer_mesh, simplest_first, stages_of
+from autopar.passes.search.search import (
+    Ranking,
+    layer_mesh,
+    simplest_first,
+    stages_of,
+)
 from autopar.passes.shard.query_groups import PAIR
 from autopar.planner.planner import ShortModel, label_plan, plan_of
 from autopar.progress import tell
@@ -28,37 +33,37 @@ TRIES = 2  # to leave room for what labels do not count
 GAIN = 1e-3  # of a step: what a plan must gain to have labels
 
 
-def open_to_labels(found: Found, reach: float = math.inf) -> list[Estimate]:
+def open_to_labels(plans: Ranking, reach: float = math.inf) -> list[Estimate]:
     """The best of the plans whose axes leave something to decide.
 
     reach: share of the fastest plan's seconds by which these may be slower.
     """
     open_to: dict[Candidate, Estimate] = {}
-    limit = (1 + reach) * min(e.seconds for e in found.best)
-    for e in found.best:
+    limit = (1 + reach) * min(e.seconds for e in plans.best)
+    for e in plans.best:
         if _inner(e.candidate) and e.seconds <= limit:
             open_to.setdefault(replace(e.candidate, zero=0), e)
     return list(open_to.values())[:MOST]
 
 
-def label_found(
-    found: Found, whole: ShortModel, cluster: Cluster, reach: float = math.inf
-) -> tuple[Found, Mapping[Candidate, Plan]]:
+def label_best(
+    searched: Ranking, whole: ShortModel, cluster: Cluster, reach: float = math.inf
+) -> tuple[Ranking, Mapping[Candidate, Plan]]:
     """What was found, with labelled plans among the best; and these plans.
 
     whole: the model captured with all samples of a step. reach: see `open_to_labels`.
     """
     plans: dict[Candidate, Plan] = {}
     better: list[Estimate] = []
-    open_to = open_to_labels(found, reach)
+    open_to = open_to_labels(searched, reach)
     for number, e in enumerate(open_to):
         tell(f"choosing labels of {e.candidate}", number, len(open_to))
         tried = _labelled(e, whole, cluster)
         if tried and tried[0].seconds < e.seconds * (1 - GAIN):
             better.append(tried[0])
             plans[tried[0].candidate] = tried[1]
-    best = simplest_first([*found.best, *better])
-    return replace(found, best=tuple(best)), plans
+    best = simplest_first([*searched.best, *better])
+    return replace(searched, best=tuple(best)), plans
 
 
 def _inner(candidate: Candidate) -> bool:
@@ -76,12 +81,12 @@ def _labelled(
     memory = limit
     for _ in range(TRIES):
         try:
-            found = label_plan(whole, plan, cluster, memory)
+            chosen = label_plan(whole, plan, cluster, memory)
         except ShardingsDoNotFit:
             return None
-        labelled = _priced(e.candidate, found, whole, cluster)
+        labelled = _priced(e.candidate, chosen, whole, cluster)
         if labelled.peak <= limit:
-            return labelled, found.plan
+            return labelled, chosen.plan
         memory -= labelled.peak - limit
         if memory <= 0:
             return None
