@@ -71,6 +71,7 @@ def compile_program(
     scheduled = schedule_stages(staged, [one.first for one in emitted], cluster)
     watch("schedule_stages", scheduled)
     remarks = (*group_remark(named, asked, plan), *find_remarks(sharded))
+    remarks = (*traced.remarks, *remarks)
     return assemble(staged, emitted, scheduled, ranges, remarks)
 
 

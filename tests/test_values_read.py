@@ -20,6 +20,7 @@ from autopar.passes.errors import CaptureError
 
 NUMBERS = "forward reads numbers out of a tensor by "
 ROWS = "how many rows "
+CHOSEN = "which rows there are depends on the values .* and "
 
 
 def counted(m: Any, x: Tensor, ids: Tensor) -> Tensor:
@@ -66,6 +67,21 @@ def looped(m: Any, x: Tensor, ids: Tensor) -> Tensor:
     return y.view_as(x)
 
 
+def used(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    _, which = chosen(m, x)
+    for e in which.unique():
+        x = x + m.experts[int(e)](x) * (which == e).any(-1, keepdim=True)
+    return x
+
+
+def unless_none(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    rows = x.flatten(0, 1)
+    for e, expert in enumerate(m.experts):
+        if len(row := torch.where(chosen(m, rows)[1] == e)[0]):
+            rows = rows.index_add(0, row, expert(rows[row]))
+    return rows.view_as(x)
+
+
 def asked(m: Any, x: Tensor, ids: Tensor) -> Tensor:
     _, which = chosen(m, x)
     for e, expert in enumerate(m.experts):
@@ -103,12 +119,14 @@ WRONG: dict[str, tuple[Callable[..., Tensor], str]] = {
     "branch": (branch, rf"{NUMBERS}if"),
     "lengths": (lengths, rf"{NUMBERS}\.item|{ROWS}x"),
     "ones": (lambda m, x, ids: x * torch.ones(ids.max().item()).sum(), NUMBERS),
-    "mask": (lambda m, x, ids: x + x[ids > 3].sum(), rf"{ROWS}x\[\.\.\.\]"),
-    "experts": (looped, rf"{ROWS}(?s:.*)give no expert rows of its own"),
-    "used experts": (asked, rf"{NUMBERS}if(?s:.*)give no expert rows of its own"),
+    "mask": (lambda m, x, ids: x + x[ids > 3].std(), rf"{CHOSEN}'std'"),
+    "two masks": (lambda m, x, ids: x + (x[ids > 3] + x[ids < 4]).sum(), CHOSEN),
+    "experts": (used, rf"{ROWS}\.unique(?s:.*)go over all experts"),
+    "no rows": (unless_none, "(?s:.*)go over all experts"),
+    "used experts": (asked, rf"{NUMBERS}if(?s:.*)go over all experts"),
     "nonzero": (
-        lambda m, x, ids: x + x.flatten(0, 1)[ids.flatten().nonzero()[:, 0]].mean(),
-        rf"{ROWS}\.nonzero",
+        lambda m, x, ids: x + x.flatten(0, 1)[ids.flatten().nonzero()[:, 0]].sort(0)[0],
+        rf"{CHOSEN}'sort",
     ),
     "counted": (counted, r"'add_' changes the model's buffer 'count'"),
     "in place": (in_place, r"'mul_' writes in place under no_grad"),
@@ -141,6 +159,7 @@ FIXED: dict[str, Callable[..., Tensor]] = {
     "item": lambda m, x, ids: x * ids[:, :1, None],
     "branch": lambda m, x, ids: torch.where((ids > 3)[..., None], x, 2 * x),
     "mask": masked,
+    "experts of their rows": looped,
     "experts of all rows": all_rows,
     "experts that are looked up": looked_up,
     "in place": lambda m, x, ids: x + (2 * x - x).detach(),

@@ -12,9 +12,10 @@ import torch
 from torch import fx
 
 from ..builder import Builder
+from ..capture.choose_rows import ChosenRows
 from ..capture.inline_vmap import plain_region, regions
 from ..capture.user_frames import TORCH
-from ..capture.values_read import UNKNOWN, Read, Unknown, has_shape, refuse_unknown
+from ..capture.values_read import UNKNOWN, Read, Unknown, refuse_unknown
 from ..errors import CaptureError
 from ..graph import Location, Node, Value, values_in
 from ..ops.arguments import arguments, call
@@ -42,6 +43,7 @@ class ExportReader:
         self.place = ""  # the source line of what it reads
         self.wheres: dict[tuple[str, str], Location] = {}
         self.memory: dict[str, int] = {}  # value -> where it lies
+        self.rows = ChosenRows(self.builder)
 
     def source(self, node: fx.Node, name: str) -> Value:
         fake = node.meta["val"]
@@ -49,7 +51,9 @@ class ExportReader:
         return self.values[node]
 
     def made(self, name: str, fake: torch.Tensor) -> Value:
-        value = self.builder.value(name, fake.shape, fake.dtype)
+        shape = self.rows.shape(fake)
+        assert shape is not None, f"{name} has no shape"
+        value = self.builder.value(name, shape, fake.dtype)
         # Of a tensor without data there is no other name for its storage.
         self.memory[value.name] = fake.untyped_storage()._cdata
         return value
@@ -82,6 +86,14 @@ class ExportReader:
         if str(target) == "wrap_with_autocast":
             device, dtype, enabled, _, body, *operands = args
             return self.inline_autocast(device, dtype, enabled, body, operands)
+        if not isinstance(target, torch._ops.OpOverload) and isinstance(
+            node.meta.get("val"), UNKNOWN
+        ):
+            return Unknown(str(getattr(target, "__name__", target)))
+        if str(target) == "aten._assert_scalar.default":
+            return None
+        if (made := self.rows.choose(node, args, self.where(node))) is not None:
+            return made
         if not isinstance(target, torch._ops.HigherOrderOperator):
             source = self.where(node).source
             refuse_unknown((args, kwargs), self.values_read, source)
@@ -93,7 +105,7 @@ class ExportReader:
             )
         fakes = node.meta.get("val")
         for fake in fakes if isinstance(fakes, tuple | list) else (fakes,):
-            if isinstance(fake, torch.Tensor) and not has_shape(fake):
+            if isinstance(fake, torch.Tensor) and self.rows.shape(fake) is None:
                 read = self.values_read or Read(str(target), self.where(node).source)
                 raise read.error()
         if isinstance(fakes, UNKNOWN):

@@ -20,6 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..capture.call_model import call_model, only_by_any_keyword
+from ..capture.chosen_rows import find_loops, keep_all_rows
 from ..capture.custom_functions import Functions
 from ..capture.flex_attention import flex_as_attention
 from ..capture.functionalize import functionalize
@@ -42,7 +43,8 @@ class Traced:
     of values made outside of autocast, nothing.
     parts: of parameters that are not the model's own, but parts of them. outputs: names
     of the graph's other outputs, which nothing is trained on. metrics: how many of
-    these, the first, are the scalars of a dict of losses.
+    these, the first, are the scalars of a dict of losses. remarks: what the user should
+    know of how it was read.
     """
 
     graph: Graph
@@ -53,6 +55,7 @@ class Traced:
     parts: Mapping[str, Part] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
     metrics: int = 0
+    remarks: tuple[str, ...] = ()
 
     @property
     def named_outputs(self) -> dict[str, Value]:
@@ -356,8 +359,10 @@ def _read(
         reader.outputs,
     )
     graph = functionalize(graph.verify(), reader.memory)
+    remarks, graph = find_loops(graph), keep_all_rows(graph)
     trainable -= _without_gradient(graph)
-    return Traced(graph, aliases, literals, frozenset(trainable), reader.autocast)
+    found = frozenset(trainable)
+    return Traced(graph, aliases, literals, found, reader.autocast, remarks=remarks)
 
 
 def _without_gradient(graph: Graph) -> set[str]:

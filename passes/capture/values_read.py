@@ -49,9 +49,10 @@ WITHOUT_ROWS = (
 )
 
 OF_EXPERTS = (
-    "give no expert rows of its own: in a loop over all, y = y + expert(x) * (weight * "
-    "(chosen == e)).sum(-1, keepdim=True) counts those by 0 that did not choose e, for "
-    "weight and chosen of topk; or look their weights up, which an axis ep can split: "
+    "go over all experts, and do not ask which or how many rows chose one, as no rows "
+    "add nothing: for e in range(experts): rows, place = torch.where(chosen == e); "
+    "y[rows] += weight[rows, place, None] * expert[e](x[rows]), for weight and chosen "
+    "of topk; or look their weights up, which an axis ep can split: "
     "torch.bmm(w[chosen.flatten()], x.repeat_interleave(k, 0)[..., None]), where w is "
     "one parameter [experts, out, in], x [rows, in], and k are chosen of each row"
 )

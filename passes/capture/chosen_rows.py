@@ -1,0 +1,365 @@
+"""Rows that the data choose, as of one expert by `torch.where(chosen == e)`, computed
+with the rows that were not chosen, which then count for nothing.
+
+How many are chosen is known only when a program runs, but its shapes are fixed. What
+is done row by row can be done to all: what is written back of a row that was not chosen
+is what stood there, and in a sum it is 0. All else is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..capture.distinct import CASTS, MOVED, dim_after, one_at_most
+from ..capture.rewrite import Rewriter
+from ..capture.values_read import WITHOUT_ROWS
+from ..errors import CaptureError
+from ..graph import Graph, Node, Value, resolve, short
+from ..ops.arguments import arguments
+from ..ops.captured import RESHAPES
+from ..ops.rules import equation, is_pointwise
+
+CHOOSES = "aten.where.default"
+SEEDED = torch.Tag.nondeterministic_seeded
+ADDING = ("aten.index_add", "aten.scatter_add")
+LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss_nd")
+# Of the shape of their operand, of which each element is by itself, or not read.
+ALIKE = {
+    *(f"aten.{name}" for name in ("alias", "clone", "contiguous", "detach", "float")),
+    *(f"aten.{name}" for name in ("to", "_to_copy", "type_as", "dropout")),
+    *(f"aten.{name}_like" for name in ("zeros", "ones", "empty", "full")),
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that a mask chooses. chosen: bool [rows], which. mask: what chooses them, or
+    the values made of it. dim: which dim of a value goes along them. factor: of what
+    counts them, which dim of `extents`, whose product they are; else None."""
+
+    chosen: Value
+    mask: str
+    source: str
+    extents: tuple[int, ...]
+    dim: int = 0
+    factor: int | None = None
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.extents)
+
+
+def slot_of(mask: Value, made: Mapping[str, Node]) -> int | None:
+    """The dim of a mask along which one at most is chosen, if there is one: each place
+    in the others is one row. Else each element is."""
+    dims = one_at_most(mask, made) if len(mask.shape) > 1 else ()
+    return max(dims) if dims else None
+
+
+def rows_of(mask: Value, made: Mapping[str, Node]) -> int:
+    """How many rows stand for those that a mask chooses."""
+    slot = slot_of(mask, made)
+    return math.prod(n for d, n in enumerate(mask.shape) if d != slot)
+
+
+def keep_all_rows(graph: Graph) -> Graph:
+    """Returns the graph without ops that choose rows. Raises: CaptureError on what is
+    not done row by row."""
+    if not any(node.op == CHOOSES for node in graph.nodes):
+        return graph
+    keeper = _Keeper(graph)
+    graph = keeper.rewriter.run({node.op: keeper.visit for node in graph.nodes})
+    for v in graph.outputs:
+        if rows := keeper.of(v):
+            raise refusal("what comes out", rows)
+    return graph
+
+
+def find_loops(graph: Graph) -> tuple[str, ...]:
+    """A line for the user on what computes all rows several times, such as each expert
+    of a loop."""
+    found = Counter(n.location.source for n in graph.nodes if n.op == CHOOSES)
+    lines = [source for source, times in found.items() if times > 1]
+    if not lines:
+        return ()
+    return (
+        f"each turn of the loop at {', '.join(lines[:3])} computes all rows, of which "
+        "those that it does not choose count for nothing; where the weights of experts "
+        "are one parameter, w[chosen] in torch.bmm computes the chosen alone",
+    )
+
+
+def refusal(what: str, rows: Rows, source: str = "") -> CaptureError:
+    return CaptureError(
+        f"which rows there are depends on the values of tensors ({rows.source}), and "
+        f"{what} does more than work on each row by itself",
+        source=source or rows.source,
+        fix=WITHOUT_ROWS,
+    )
+
+
+class _Keeper:
+    """rows: value name -> what its rows are, of those that have chosen ones."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.rewriter = Rewriter(graph, {})
+        self.rows: dict[str, Rows] = {}
+        self.computed: dict[Hashable, str] = {}  # what a value is made by -> its name
+
+    def first_name(self, mask: Value, deep: int = 4) -> str:
+        """The first value that was made as this one: a mask may be written twice. deep:
+        how far its making is looked into."""
+        node = self.rewriter.made.get(mask.name)
+        if node is None or not deep or SEEDED in resolve(node.op).tags:
+            return mask.name
+        known = node.substitute(lambda v: self.first_name(v, deep - 1))
+        key = node.op, known.args, str(known.kwargs), node.outs.index(mask)
+        return self.computed.setdefault(key, mask.name)
+
+    def of(self, v: Any) -> Rows | None:
+        return self.rows.get(v.name) if isinstance(v, Value) else None
+
+    def noted(self, v: Value, rows: Rows, dim: int) -> Value:
+        self.rows[v.name] = replace(rows, dim=dim, factor=None)
+        return v
+
+    def visit(self, _: Rewriter, node: Node) -> Any:
+        if node.op == CHOOSES:
+            return self.choose(node)
+        found = [r for v in node.operands if (r := self.of(v))]
+        if not found:
+            return None
+        rows = found[0]
+        handlers = {
+            "aten.index": self.index,
+            "aten.index_select": self.index_select,
+            "aten.index_put": self.index_put,
+            **dict.fromkeys(ADDING, self.add),
+            **dict.fromkeys(LOSSES, self.loss),
+            "aten.sum": self.total,
+            "aten.mean": self.total,
+        }
+        made: Any = None
+        if not node.results:  # an assertion
+            return self.rewriter.keep(node)
+        if all(r.mask == rows.mask for r in found):
+            made = handlers.get(node.name, self.follow)(node, rows)
+        if made is None:
+            raise refusal(f"'{short(node.op)}'", rows, str(node.location))
+        return made
+
+    def choose(self, node: Node) -> tuple[Value, ...]:
+        """`torch.where(mask)`: which row it is along each dim of the mask."""
+        emit, (mask,) = self.rewriter.emit, node.args
+        slot, name = slot_of(mask, self.rewriter.made), self.first_name(mask)
+        if mask.dtype != torch.bool:
+            mask = emit("aten.ne.Scalar", mask, 0)
+        extents = tuple(n for d, n in enumerate(mask.shape) if d != slot)
+        chosen = mask if slot is None else emit("aten.any.dim", mask, slot)
+        chosen = self.rewriter.reshape(chosen, (math.prod(extents),))
+        rows = Rows(chosen, name, str(node.location), extents)
+        outs, factor = [], 0
+        for dim, n in enumerate(mask.shape):
+            shape = [n if d == dim else 1 for d in range(len(mask.shape))]
+            counted = self.rewriter.reshape(emit("aten.arange.default", n), shape)
+            if dim == slot:
+                counted = emit("aten.mul.Tensor", mask, counted)
+                counted = emit("aten.sum.dim_IntList", counted, (dim,))
+            else:
+                shape = [n if d != slot else 1 for d, n in enumerate(mask.shape)]
+                counted = self.rewriter.expand(counted, shape)
+            out = self.rewriter.reshape(counted, (rows.count,))
+            self.rows[out.name] = replace(rows, factor=None if dim == slot else factor)
+            factor += dim != slot
+            outs.append(out)
+        return tuple(outs)
+
+    def follow(self, node: Node, rows: Rows) -> tuple[Value | None, ...] | None:
+        """What is done row by row is done to all of them."""
+        dim = along(node, self.of)
+        if dim is None:
+            return None
+        fresh = self.rewriter.keep(node)
+        same = node.name in {*MOVED, *CASTS, *RESHAPES, "aten.expand"}
+        first = self.of(node.operands[0])
+        for v in fresh:
+            if v is None:
+                continue
+            if v.shape[dim] != rows.count:
+                return None
+            factor = first.factor if first and same else None
+            self.rows[v.name] = replace(rows, dim=dim, factor=factor)
+        return fresh
+
+    def counts(self, indices: Sequence[Any], shape: tuple[int, ...]) -> bool:
+        """Whether indices count the rows, along dims of this shape."""
+        found = [self.of(i) for i in indices]
+        return all(
+            r is not None and r.factor == d and r.extents == shape
+            for d, r in enumerate(found)
+        ) and len(found) == len(shape)
+
+    def index(self, node: Node, rows: Rows) -> Value | tuple | None:
+        """`x[rows]`: all rows of x; `x[rows, place]`: the one at a place of each."""
+        x, indices = node.args
+        given = [i for i in indices if i is not None]
+        first = indices.index(given[0])
+        last = first + len(given)
+        if self.of(x) or any(not self.of(i) or len(i.shape) != 1 for i in given):
+            return None
+        if any(i is None for i in indices[first:last]):
+            return None
+        emit, reshape = self.rewriter.emit, self.rewriter.reshape
+        if self.counts(given, x.shape[first:last]):
+            shape = (*x.shape[:first], rows.count, *x.shape[last:])
+            seen = emit("aten.reshape.default", x, shape)
+            return self.noted(seen, rows, first)
+        if len(given) == 1:
+            (out,) = self.rewriter.keep(node)
+            return None if out is None else self.noted(out, rows, first)
+        if first or len(given) != 2:
+            return None
+        if self.counts(given[1:], x.shape[1:2]):
+            given, x = given[::-1], emit("aten.transpose.int", x, 0, 1)
+        if not self.counts(given[:1], x.shape[:1]):
+            return None
+        rest = x.shape[2:]
+        place = reshape(given[1], (rows.count, 1, *(1 for _ in rest)))
+        place = self.rewriter.expand(place, (rows.count, 1, *rest))
+        found = emit("aten.gather.default", x, 1, place)
+        return self.noted(reshape(found, (rows.count, *rest)), rows, 0)
+
+    def index_select(self, node: Node, rows: Rows) -> Value | tuple | None:
+        x, dim, index = arguments(node).values()
+        indices = (*[None] * (dim % len(x.shape)), index)
+        return self.index(
+            replace(node, op="aten.index.Tensor", args=(x, indices)), rows
+        )
+
+    def masked(self, x: Value, rows: Rows, dim: int) -> Value:
+        """What counts of x: 0 in rows that were not chosen."""
+        shape = [rows.count if d == dim else 1 for d in range(len(x.shape))]
+        chosen = self.rewriter.reshape(rows.chosen, shape)
+        return self.rewriter.emit("aten.where.ScalarOther", chosen, x, 0)
+
+    def index_put(self, node: Node, rows: Rows) -> Value | None:
+        """`y[rows] = values`, or with `+=`, where values may be of all rows alike."""
+        y, indices, values, *accumulate = node.args
+        lead = rows.extents
+        if self.of(y) or y.shape[: len(lead)] != lead:
+            return None
+        by_mask = [self.first_name(i) for i in indices if i is not None] == [rows.mask]
+        if not (by_mask or self.counts(indices, lead)):
+            return None
+        if any(len(i.shape) != 1 for i in indices) and not by_mask:
+            return None
+        rest, found = y.shape[len(lead) :], self.of(values)
+        if found:
+            if found.dim or len(values.shape) != len(rest) + 1:
+                return None
+            values = self.rewriter.reshape(values, (*lead, *values.shape[1:]))
+        elif len(values.shape) > len(rest):
+            return None
+        shape = (*lead, *(1 for _ in rest))
+        chosen = self.rewriter.reshape(rows.chosen, shape)
+        emit = self.rewriter.emit
+        if any(accumulate):
+            values = emit("aten.where.ScalarOther", chosen, values, 0)
+            return emit("aten.add.Tensor", y, values)
+        return emit("aten.where.self", chosen, values, y)
+
+    def add(self, node: Node, rows: Rows) -> Value | tuple | None:
+        """`y.index_add(0, rows, values)`: those of rows that were not chosen are 0."""
+        given = arguments(node)
+        y, dim, index, values = list(given.values())[:4]
+        found, dim = self.of(values), dim % len(y.shape)
+        place = self.of(index)
+        if self.of(y) or not found or not place or found.dim != dim:
+            return None
+        if place.dim != (dim if len(index.shape) > 1 else 0):
+            return None
+        values = self.masked(values, rows, dim)
+        alpha = given.get("alpha", 1)
+        whole = values.shape == y.shape and index.shape in (y.shape, (rows.count,))
+        if whole and self.counts([index], y.shape[dim : dim + 1]):
+            return self.rewriter.emit("aten.add.Tensor", y, values, alpha=alpha)
+        args = (y, dim, index, values, *node.args[4:])
+        return self.rewriter.keep(replace(node, args=args))
+
+    def total(self, node: Node, rows: Rows) -> Value | tuple | None:
+        """A sum or mean over the rows."""
+        given, emit = arguments(node), self.rewriter.emit
+        x, found = given["self"], self.of(given["self"])
+        rank = len(x.shape)
+        dims = tuple(d % rank for d in given.get("dim") or range(rank))
+        if found is None or found.dim not in dims:
+            return self.follow(node, rows)
+        counted = self.masked(x, rows, found.dim)
+        if node.name == "aten.sum":
+            return self.rewriter.keep(replace(node, args=(counted, *node.args[1:])))
+        kind = given.get("dtype") or x.dtype
+        keep = bool(given.get("keepdim", False))
+        summed = emit("aten.sum.dim_IntList", counted, dims, keep, dtype=kind)
+        others = math.prod(x.shape[d] for d in dims if d != found.dim)
+        count = emit("aten.sum.default", rows.chosen)
+        count = emit("aten.mul.Tensor", emit("aten.to.dtype", count, kind), others)
+        return emit("aten.div.Tensor", summed, count)
+
+    def loss(self, node: Node, rows: Rows) -> tuple[Value | None, ...] | None:
+        """A loss over the rows ignores those that were not chosen."""
+        given = arguments(node)
+        target = given["target"]
+        both = [self.of(given["self"]), self.of(target)]
+        if not all(r and not r.dim for r in both) or len(target.shape) != 1:
+            return None
+        if given["reduction"] == 0 or target.dtype != torch.int64:
+            return None
+        ignored = given["ignore_index"]
+        target = self.rewriter.emit(
+            "aten.where.ScalarOther", rows.chosen, target, ignored
+        )
+        return self.rewriter.keep(node.with_args(target=target))
+
+
+def along(node: Node, of: Callable[[Value], Rows | None]) -> int | None:
+    """The dim of the results that goes along the rows, of what is done row by row."""
+    x, out = node.operands[0], next(v for v in node.outs if v is not None)
+    rows = of(x)
+    if node.name in RESHAPES or node.name == "aten.reshape":
+        place = dim_after(x.shape, out.shape, rows.dim) if rows else -1
+        return None if place < 0 else place
+    if node.name in ALIKE:
+        return rows.dim if rows and out.shape == x.shape else None
+    found = {v.name: r.dim - len(v.shape) for v in node.operands if (r := of(v))}
+    if is_pointwise(node) or node.name == "aten.floor_divide":
+        (back, *more) = set(found.values())
+        others = [v for v in node.operands if v.name not in found]
+        if more or any(len(v.shape) >= -back and v.shape[back] != 1 for v in others):
+            return None
+        return back + len(out.shape)
+    if node.name == "aten.linear":
+        node = replace(node, args=node.args[:2], kwargs={})
+    rule = equation(node)
+    if rule is None:
+        return None
+    pairs = list(zip(node.operands, rule.operands, strict=True))
+    names = {dims[found[v.name]] for v, dims in pairs if v.name in found}
+    if len(names) != 1:
+        return None
+    (letters,) = names
+    if len(letters) != 1 or rule.roles[letters[0]] != "map":
+        return None
+    for v, dims in pairs:
+        if v.name not in found and any(
+            letters[0] in names and n != 1
+            for names, n in zip(dims, v.shape, strict=True)
+        ):
+            return None
+    places = {dims.index(letters) if letters in dims else -1 for dims in rule.outs}
+    return places.pop() if len(places) == 1 and -1 not in places else None

@@ -1,0 +1,93 @@
+"""Masks of which one element at most is chosen along a dim, as the experts that one
+token chose differ: compared with a number, no more than one of them is equal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from ..graph import Node, Value
+from ..ops.captured import RESHAPES
+
+SORTED = {"aten.topk", "aten.sort", "aten.argsort"}
+# One element of the result for each of the operand.
+MOVED = {f"aten.{name}" for name in ("alias", "clone", "contiguous", "detach")}
+CASTS = {f"aten.{name}" for name in ("bool", "long", "to", "_to_copy")}
+WIDE = (torch.int16, torch.int32, torch.int64)
+
+
+def one_at_most(v: Value, made: Mapping[str, Node]) -> frozenset[int]:
+    """The dims of a mask, or of integers, along which one at most is not 0.
+
+    made: value name -> what made it.
+    """
+    node = made.get(v.name)
+    if node is None or not node.operands:
+        return frozenset()
+    x = node.operands[0]
+    if node.name in MOVED | CASTS:
+        return one_at_most(x, made)
+    if node.name in ("aten.ne", "aten.gt") and node.args[1:] == (0,):
+        return one_at_most(x, made)
+    if node.name == "aten.one_hot":
+        return _distinct(x, made)
+    if node.name == "aten.eq":
+        return frozenset(d for o in node.operands for d in _compared(node, o, made))
+    return frozenset(_after(node, d) for d in one_at_most(x, made)) - {-1}
+
+
+def _distinct(v: Value, made: Mapping[str, Node]) -> frozenset[int]:
+    """The dims of integers along which no two are equal."""
+    node = made.get(v.name)
+    if node is None or not node.operands or v.dtype not in WIDE:
+        return frozenset()
+    if node.name in SORTED:
+        rank = len(v.shape)
+        return frozenset(
+            {node.arg("dim") % rank} if v == node.outs[-1] and rank else ()
+        )
+    dims = _distinct(node.operands[0], made)
+    if node.name in MOVED | CASTS:
+        return dims
+    return frozenset(_after(node, d) for d in dims) - {-1}
+
+
+def _compared(node: Node, v: Value, made: Mapping[str, Node]) -> set[int]:
+    """The dims of a comparison along which one operand differs, and none other is more
+    than one number."""
+    rank = len(node.out.shape)
+    back = {d - len(v.shape) for d in _distinct(v, made)}
+    for o in node.operands:
+        if o is not v:
+            back = {d for d in back if -d > len(o.shape) or o.shape[d] == 1}
+    return {d + rank for d in back}
+
+
+def _after(node: Node, dim: int) -> int:
+    """Where a dim of its operand is in what a view shows; -1 if it is no dim of it."""
+    old, rank = node.operands[0].shape, len(node.outs[0].shape if node.outs[0] else ())
+    if node.name in RESHAPES:
+        return dim_after(old, node.out.shape, dim)
+    if node.name in ("aten.select", "aten.unbind"):
+        gone = node.arg("dim") % len(old)
+        return -1 if dim == gone else dim - (dim > gone)
+    if node.name == "aten.permute":
+        return [d % rank for d in node.arg("dims")].index(dim)
+    if node.name == "aten.transpose":
+        a, b = node.arg("dim0") % rank, node.arg("dim1") % rank
+        return {a: b, b: a}.get(dim, dim)
+    return -1
+
+
+def dim_after(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int:
+    """Where a dim of a tensor is after a reshape; -1 if it is no dim any more."""
+    return next(
+        (
+            d
+            for d, n in enumerate(new)
+            if n == old[dim] and math.prod(new[:d]) == math.prod(old[:dim])
+        ),
+        -1,
+    )

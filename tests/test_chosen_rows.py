@@ -1,0 +1,160 @@
+"""Rows that the data choose, in the words of public mixtures of experts and losses:
+what is computed with all rows is what their own are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import Case
+from models import VOCAB, WIDTH, randomize, token_batch
+from torch import Tensor, nn
+
+EXPERTS, CHOSEN = 4, 2
+
+
+class Experts(nn.Module):
+    """add: what experts add to x [rows, 32], given the experts that rows chose, and
+    their weights [rows, 2]."""
+
+    def __init__(self, add: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 48), nn.SiLU()).append(
+                nn.Linear(48, WIDTH)
+            )
+            for _ in range(EXPERTS)
+        )
+        self.add, self.name = add, add.__name__
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weight, chosen = self.router(rows).topk(CHOSEN)
+        return x + self.add(self, rows, weight.softmax(-1), chosen).view_as(x)
+
+
+def in_place(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    masks = (chosen[..., None] == torch.arange(EXPERTS)).permute(2, 0, 1)
+    for mask, expert in zip(masks, m.experts, strict=True):
+        row, place = torch.where(mask)
+        y[row] += weight[row, place, None] * expert(x[row])
+    return y
+
+
+def one_hot(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    masks = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+    for e, expert in enumerate(m.experts):
+        place, row = torch.where(masks[e])
+        mine = expert(x[None, row].reshape(-1, WIDTH)) * weight[row, place, None]
+        y.index_add_(0, row, mine)
+    return y
+
+
+def copies(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    x, flat = x.repeat_interleave(CHOSEN, 0), chosen.flatten()
+    y = torch.empty_like(x)
+    for e, expert in enumerate(m.experts):
+        y[flat == e] = expert(x[flat == e])
+    return (y.view(*weight.shape, -1) * weight[..., None]).sum(1)
+
+
+def of_samples(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    x, y = x.unflatten(0, (4, -1)), torch.zeros_like(x).unflatten(0, (4, -1))
+    for e, expert in enumerate(m.experts):
+        mask = (chosen == e).any(-1).unflatten(0, (4, -1))
+        share = (weight * (chosen == e)).sum(-1).unflatten(0, (4, -1))
+        y[mask] += expert(x[mask]) * share[mask][:, None]
+    return y
+
+
+def scattered(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        row = (chosen == e).any(-1).nonzero().squeeze(-1)
+        share = (weight * (chosen == e)).sum(-1).index_select(0, row)
+        mine = expert(x.index_select(0, row)) * share[:, None]
+        y = y.scatter_add(0, row[:, None].expand(-1, WIDTH), mine)
+    return y
+
+
+def of_one_mask(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """A mask that is written to is another one."""
+    y, mask = torch.zeros_like(x), chosen[:, 0] == 0
+    y[mask] += m.experts[0](x[mask])
+    mask |= chosen[:, 1] == 1
+    y[mask] += m.experts[1](x[mask])
+    return y
+
+
+def several(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Of one row several elements may be chosen."""
+    row, place = torch.where(chosen > 0)
+    return torch.zeros_like(x).index_add(0, row, x[row] * weight[row, place, None])
+
+
+class Chosen(nn.Module):
+    """Layers of experts, and a loss over chosen tokens."""
+
+    def __init__(
+        self, loss: Callable[..., Tensor], *adds: Callable[..., Tensor]
+    ) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.layers = nn.ModuleList(Experts(add) for add in adds)
+        self.loss, self.name = loss, loss.__name__
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.loss(self.head(x), labels)
+
+
+def of_all(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def of_chosen(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits[labels > 9], labels[labels > 9])
+
+
+def mean_of_chosen(logits: Tensor, labels: Tensor) -> Tensor:
+    each = F.cross_entropy(logits.mT, labels, reduction="none")
+    return each[labels > 9].mean() + logits[labels > 9].square().sum() / 1000
+
+
+def case(loss: Callable[..., Tensor], *adds: Callable[..., Tensor]) -> Case:
+    torch.manual_seed(0)
+    model = randomize(Chosen(loss, *adds))
+    return Case(model, token_batch(4, 8, ignored="none")).double()
+
+
+ADDS = (in_place, one_hot, copies, of_samples, scattered, of_one_mask)
+
+
+def test_experts_in_all_words_are_proved() -> None:
+    program = case(of_all, *ADDS).proved("dp=2,tp=2")
+    assert "test_chosen_rows.py" in program.remarks[0]
+    assert program.parameters["layers.0.experts.0.1.weight"].pattern == "ffn/tp embed"
+
+
+def test_of_one_row_several_may_be_chosen() -> None:
+    case(of_all, several).verify("dp=2", 1)
+
+
+@pytest.mark.parametrize("loss", [of_chosen, mean_of_chosen])
+def test_a_loss_over_chosen_tokens_is_that_of_all_microbatches(loss: Any) -> None:
+    case(loss).verify("dp=2", 2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("add", ADDS)
+@pytest.mark.parametrize("mesh", ["pp=2,tp=2", "cp=2", "dp=2"])
+def test_experts(add: Callable[..., Tensor], mesh: str) -> None:
+    case(of_all, add, add).verify(mesh, 2)
