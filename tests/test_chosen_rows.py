@@ -13,6 +13,9 @@ from cases import Case
 from models import VOCAB, WIDTH, randomize, token_batch
 from torch import Tensor, nn
 
+from autopar.passes.capture.trace import trace
+from autopar.passes.errors import CaptureError
+
 EXPERTS, CHOSEN = 4, 2
 
 
@@ -98,6 +101,66 @@ def several(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return torch.zeros_like(x).index_add(0, row, x[row] * weight[row, place, None])
 
 
+def if_any(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        mask = (chosen == e).any(-1)
+        if mask.any():
+            y[mask] += expert(x[mask]) * (weight * (chosen == e)).sum(-1)[mask][:, None]
+    return y
+
+
+def if_not_none(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        if not (mask := chosen == e).any():
+            continue
+        row = mask.any(-1).nonzero(as_tuple=False).squeeze(-1)
+        if row.numel() == 0:
+            continue
+        place = mask[row].int().argmax(-1, keepdim=True)
+        share = weight.index_select(0, row).gather(-1, place)
+        y.index_add_(0, row, expert(x.index_select(0, row)) * share)
+    return y
+
+
+def if_counted(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    y = x
+    for e, expert in enumerate(m.experts):
+        if (chosen == e).sum() > 0:
+            y = y + expert(x) * (weight * (chosen == e)).sum(-1, keepdim=True)
+    return y
+
+
+def themselves(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+    x[mask] += m.experts[0](x[mask])
+    return x
+
+
+def more(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+    x[mask] += m.experts[0](x[mask])
+    return x + 1e-3
+
+
+def others(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+    x[~mask] += m.experts[0](x[~mask])
+    return x
+
+
+def summed(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return x + x[mask].mean(0)
+
+
+def guarded(change: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """What is done if there are rows is more than to change these."""
+
+    def add(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+        x, mask = x.clone(), chosen[:, 0] == 1
+        return change(m, x, mask) if mask.any() else x
+
+    return add
+
+
 class Chosen(nn.Module):
     """Layers of experts, and a loss over chosen tokens."""
 
@@ -137,6 +200,8 @@ def case(loss: Callable[..., Tensor], *adds: Callable[..., Tensor]) -> Case:
 
 ADDS = (in_place, one_hot, copies, of_samples, scattered, of_one_mask)
 
+GUARDED = (if_any, if_not_none, if_counted)
+
 
 def test_experts_in_all_words_are_proved() -> None:
     program = case(of_all, *ADDS).proved("dp=2,tp=2")
@@ -153,8 +218,21 @@ def test_a_loss_over_chosen_tokens_is_that_of_all_microbatches(loss: Any) -> Non
     case(loss).verify("dp=2", 2)
 
 
+def test_whether_there_are_rows_may_be_asked() -> None:
+    case(of_all, *GUARDED).verify("dp=2,tp=2", 1)
+
+
+@pytest.mark.parametrize("change", [more, others, summed])
+def test_what_is_done_if_there_are_rows_is_to_them_alone(change: Any) -> None:
+    one = case(of_all, guarded(themselves))
+    trace(one.model, one.batch)
+    one = case(of_all, guarded(change))
+    with pytest.raises(CaptureError, match=r"by if, while or bool\(\)(?s:.*)\n  fix "):
+        trace(one.model, one.batch)
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("add", ADDS)
+@pytest.mark.parametrize("add", (*ADDS, *GUARDED))
 @pytest.mark.parametrize("mesh", ["pp=2,tp=2", "cp=2", "dp=2"])
 def test_experts(add: Callable[..., Tensor], mesh: str) -> None:
     case(of_all, add, add).verify(mesh, 2)

@@ -86,7 +86,7 @@ def asked(m: Any, x: Tensor, ids: Tensor) -> Tensor:
     _, which = chosen(m, x)
     for e, expert in enumerate(m.experts):
         if (mask := (which == e).any(-1)).any():
-            x = x + expert(x) * mask[..., None]
+            x = 2 * x + expert(x) * mask[..., None]
     return x
 
 

@@ -29,6 +29,8 @@ CHOOSES = "aten.where.default"
 SEEDED = torch.Tag.nondeterministic_seeded
 ADDING = ("aten.index_add", "aten.scatter_add")
 LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss_nd")
+# Along one dim.
+ALONG = {f"aten.{name}" for name in ("all", "any", "argmax", "argmin")}
 # Of the shape of their operand, of which each element is by itself, or not read.
 ALIKE = {
     *(f"aten.{name}" for name in ("alias", "clone", "contiguous", "detach", "float")),
@@ -161,7 +163,10 @@ class _Keeper:
         if mask.dtype != torch.bool:
             mask = emit("aten.ne.Scalar", mask, 0)
         extents = tuple(n for d, n in enumerate(mask.shape) if d != slot)
-        chosen = mask if slot is None else emit("aten.any.dim", mask, slot)
+        chosen = mask
+        if slot is not None:
+            count = emit("aten.sum.dim_IntList", mask, (slot,))
+            chosen = emit("aten.gt.Scalar", count, 0)
         chosen = self.rewriter.reshape(chosen, (math.prod(extents),))
         rows = Rows(chosen, name, str(node.location), extents)
         outs, factor = [], 0
@@ -337,6 +342,12 @@ def along(node: Node, of: Callable[[Value], Rows | None]) -> int | None:
     if node.name in ALIKE:
         return rows.dim if rows and out.shape == x.shape else None
     found = {v.name: r.dim - len(v.shape) for v in node.operands if (r := of(v))}
+    if node.name in ALONG:
+        dim = node.arg("dim")
+        if rows is None or dim is None or dim % len(x.shape) == rows.dim:
+            return None
+        gone = len(out.shape) < len(x.shape) and dim % len(x.shape) < rows.dim
+        return rows.dim - gone
     if is_pointwise(node) or node.name == "aten.floor_divide":
         (back, *more) = set(found.values())
         others = [v for v in node.operands if v.name not in found]

@@ -13,6 +13,7 @@ from torch import fx
 
 from ..builder import Builder
 from ..capture.choose_rows import ChosenRows
+from ..capture.guards import MARK
 from ..capture.inline_vmap import plain_region, regions
 from ..capture.user_frames import TORCH
 from ..capture.values_read import UNKNOWN, Read, Unknown, refuse_unknown
@@ -44,6 +45,7 @@ class ExportReader:
         self.wheres: dict[tuple[str, str], Location] = {}
         self.memory: dict[str, int] = {}  # value -> where it lies
         self.rows = ChosenRows(self.builder)
+        self.asked: list[Value] = []  # see `passes.capture.guards`
 
     def source(self, node: fx.Node, name: str) -> Value:
         fake = node.meta["val"]
@@ -90,6 +92,9 @@ class ExportReader:
             node.meta.get("val"), UNKNOWN
         ):
             return Unknown(str(getattr(target, "__name__", target)))
+        if target is MARK and args[1:] == () and not kwargs:
+            self.asked.append(args[0])
+            return None
         if str(target) == "aten._assert_scalar.default":
             return None
         if (made := self.rows.choose(node, args, self.where(node))) is not None:

@@ -24,6 +24,7 @@ from ..capture.chosen_rows import find_loops, keep_all_rows
 from ..capture.custom_functions import Functions
 from ..capture.flex_attention import flex_as_attention
 from ..capture.functionalize import functionalize
+from ..capture.guards import are_same
 from ..capture.mixed_precision import Lowering, autocast, keep_wide, parameters_in
 from ..capture.read_export import ExportReader
 from ..capture.unseen import Unseen, refuse_hooks
@@ -44,7 +45,7 @@ class Traced:
     parts: of parameters that are not the model's own, but parts of them. outputs: names
     of the graph's other outputs, which nothing is trained on. metrics: how many of
     these, the first, are the scalars of a dict of losses. remarks: what the user should
-    know of how it was read.
+    know of how it was read. asked: of what the model asked whether there is any.
     """
 
     graph: Graph
@@ -56,6 +57,7 @@ class Traced:
     outputs: tuple[str, ...] = ()
     metrics: int = 0
     remarks: tuple[str, ...] = ()
+    asked: tuple[Value, ...] = ()
 
     @property
     def named_outputs(self) -> dict[str, Value]:
@@ -155,8 +157,29 @@ def trace(
         )
     refuse_hooks(model)
     wrapper = _LossOf(model, loss_fn, static, outputs, metrics)
+    traced = _capture(wrapper, tensors, precision)
+    if guard := wrapper.unseen.guards.read:
+        wrapper.unseen.guards.some = False
+        try:
+            other = _capture(wrapper, tensors, precision)
+        except CaptureError:
+            raise guard.error() from None
+        if not are_same(traced, other):
+            raise guard.error()
+    names, count = wrapper.beside.names, wrapper.beside.metrics
+    graph, remarks = keep_all_rows(traced.graph), find_loops(traced.graph)
+    _refuse_sources(graph, names)
+    graph = keep_wide(graph, {name: p.dtype for name, p in model.named_parameters()})
+    found = replace(traced, graph=graph, outputs=names, metrics=count)
+    return replace(found, remarks=remarks)
+
+
+def _capture(
+    wrapper: _LossOf, tensors: Mapping[str, torch.Tensor], precision: Lowering
+) -> Traced:
+    """What the model computes, without writes in place."""
+    model = wrapper.model
     device = _device(model)
-    wide = {name: p.dtype for name, p in model.named_parameters()}
     while True:
         with (
             parameters_in(model, precision),
@@ -166,13 +189,10 @@ def trace(
             exported = _export(wrapper, examples)
         if wrapper.functions.are_known():
             break
-    reader = ExportReader(_place_of(loss_fn or model.forward), device.type, dtype)
+    place = _place_of(wrapper.loss_fn or model.forward)
+    reader = ExportReader(place, device.type, dtype)
     reader.values_read = wrapper.unseen.read
-    traced = _read(exported, model, list(tensors), reader)
-    beside = wrapper.beside
-    _refuse_sources(traced.graph, beside.names)
-    graph = keep_wide(traced.graph, wide)
-    return replace(traced, graph=graph, outputs=beside.names, metrics=beside.metrics)
+    return _read(exported, model, list(tensors), reader)
 
 
 def _refuse_sources(graph: Graph, names: Sequence[str]) -> None:
@@ -359,10 +379,9 @@ def _read(
         reader.outputs,
     )
     graph = functionalize(graph.verify(), reader.memory)
-    remarks, graph = find_loops(graph), keep_all_rows(graph)
     trainable -= _without_gradient(graph)
-    found = frozenset(trainable)
-    return Traced(graph, aliases, literals, found, reader.autocast, remarks=remarks)
+    traced = Traced(graph, aliases, literals, frozenset(trainable), reader.autocast)
+    return replace(traced, asked=tuple(reader.asked))
 
 
 def _without_gradient(graph: Graph) -> set[str]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..capture.guards import Guards, is_unknown
 from ..capture.user_frames import at_work
 from ..capture.values_read import Read, read_by, tried_by
 from ..errors import CaptureError
@@ -85,6 +86,7 @@ class Unseen(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.read: Read | None = None
+        self.guards = Guards()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -107,10 +109,12 @@ class Unseen(TorchFunctionMode):
                 fix="write the derivative out by tensor operations, or leave what "
                 "needs it out of the loss",
             )
+        if func is Tensor.__bool__ and is_unknown(args[0]):
+            return self.guards.answer(args[0])
         try:
             result = func(*args, **(kwargs or {}))
         except Exception as error:
             self.read = tried_by(func, args, error) or self.read
             raise
         self.read = read_by(func, args, result) or self.read
-        return result
+        return self.guards.counted(func, args, result)

@@ -115,9 +115,9 @@ def read_by(func: Any, args: Any, result: Any) -> Read | None:
 def _read_of(func: Any, result: Any) -> Read | None:
     name = getattr(func, "__name__", str(func))
     if isinstance(result, UNKNOWN):
-        return _read_here(name, rows=False)
+        return read_here(name, rows=False)
     if isinstance(result, Tensor):
-        return None if has_shape(result) else _read_here(name, rows=True)
+        return None if has_shape(result) else read_here(name, rows=True)
     if isinstance(result, list | tuple):
         reads = (_read_of(func, x) for x in result[:8])
         return next((r for r in reads if r is not None), None)
@@ -141,10 +141,10 @@ def tried_by(func: Any, args: Any, error: Exception) -> Read | None:
     if not reads_values(error) or _is_unknown(args):
         return None
     name = getattr(func, "__name__", str(func))
-    return _read_here(name, rows="shape" in type(error).__name__.lower())
+    return read_here(name, rows="shape" in type(error).__name__.lower())
 
 
-def _read_here(name: str, rows: bool) -> Read:
+def read_here(name: str, rows: bool) -> Read:
     """The read by the line that is at work."""
     experts = any("expert" in word.lower() for word in words_at_work())
     return Read(name, at_work(), rows, experts)

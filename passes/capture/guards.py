@@ -1,0 +1,210 @@
+"""`if mask.any():` around what is done with the rows that a mask chooses.
+
+Whether there are such rows is known only when a program runs. But where the rows of
+`keep_all_rows` are none, nothing is added; so the model is read as if there were some.
+That it is the same without them is proved: it is read a second time as if there were
+none, and must be, operation by operation, what is left of the first reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence, Set
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..capture.chosen_rows import ADDING, CHOOSES, LOSSES
+from ..capture.distinct import CASTS, MOVED
+from ..capture.values_read import UNKNOWN, Read, read_here
+from ..graph import Graph, Node, Value, map_values
+from ..ops.captured import RESHAPES
+
+# Marks the tensor that was asked about in a capture, if it asserts nothing of it.
+MARK = torch.ops.aten._assert_tensor_metadata.default
+# 0 throughout where their first operand is.
+STAY = {*MOVED, *CASTS, *RESHAPES, "aten.any", "aten.select", "aten.sum", "aten.expand"}
+EMPTY = -1  # the key of rows of which there are none
+
+
+def is_unknown(x: Tensor) -> bool:
+    """Whether what is in a tensor is not known in a capture."""
+    return isinstance(x, FakeTensor) and x.constant is None
+
+
+class Guards:
+    """Answers to whether there are rows, while a model is captured. some: the answer.
+    read: what was asked last, as an error would say it."""
+
+    def __init__(self) -> None:
+        self.some = True
+        self.read: Read | None = None
+
+    def answer(self, x: Tensor, rows: bool = False) -> bool:
+        """x: a number, whether it is other than 0; or rows, whether there are any."""
+        MARK(x)
+        self.read = read_here("numel" if rows else "__bool__", rows)
+        return self.some
+
+    def counted(self, func: Any, args: Sequence[Any], found: Any) -> Any:
+        """What a call found, or of a number of rows what can be asked about it."""
+        if func is Tensor.numel and isinstance(found, UNKNOWN):
+            return RowCount(self, args[0], found)
+        return found
+
+
+class RowCount:
+    """The number of elements of a tensor whose rows the data choose: it may be compared
+    with 0, or be an unknown number."""
+
+    def __init__(self, guards: Guards, x: Tensor, unknown: Any) -> None:
+        self.guards, self.x, self.unknown = guards, x, unknown
+
+    def __bool__(self) -> bool:
+        return self.guards.answer(self.x, rows=True)
+
+    def __gt__(self, other: Any) -> Any:
+        return bool(self) if other == 0 else self.unknown > other
+
+    def __ge__(self, other: Any) -> Any:
+        return bool(self) if other == 1 else self.unknown >= other
+
+    def __eq__(self, other: object) -> Any:
+        return not self if other == 0 else self.unknown == other
+
+    def __ne__(self, other: object) -> Any:
+        return bool(self) if other == 0 else self.unknown != other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unknown, name)
+
+    def __mul__(self, other: Any) -> Any:
+        return self.unknown * other
+
+    def __rmul__(self, other: Any) -> Any:
+        return other * self.unknown
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return other / self.unknown
+
+
+class Keys:
+    """Numbers for what graphs compute, the same for what is made alike."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Hashable, int] = {}
+
+    def number(self, made: Hashable) -> int:
+        return self.numbers.setdefault(made, len(self.numbers))
+
+    def of(
+        self,
+        graph: Graph,
+        literals: Mapping[str, Tensor],
+        zeros: Set[str] = frozenset(),
+    ) -> dict[str, int]:
+        """Value name -> the key of what it is where the values of these names are 0, as
+        are rows that they choose."""
+        keys = {v.name: self.number(v.name) for v in graph.sources}
+        keys |= {name: self.number(_content(x)) for name, x in literals.items()}
+        zeros = set(zeros)
+        for node in graph.nodes:
+            args, kwargs = map_values(
+                lambda v: ("value", keys[v.name]), (node.args, {**node.kwargs})
+            )
+            made = node.op, args, tuple(sorted(kwargs.items(), key=str))
+            found = [keys[v.name] for v in node.operands]
+            fresh = [
+                None if v is None else self.number((*made, place))
+                for place, v in enumerate(node.outs)
+            ]
+            if EMPTY in found:
+                fresh = [_without(node, found)] * len(fresh)
+            elif zeros.intersection(v.name for v in node.operands):
+                if node.op == CHOOSES:
+                    fresh = [EMPTY] * len(fresh)
+                elif _stays(node, zeros):
+                    zeros.update(v.name for v in node.results)
+                elif (rest := _added(node, zeros)) is not None:
+                    fresh = [keys[rest.name]]
+            for v, key in zip(node.outs, fresh, strict=True):
+                if v is not None:
+                    keys[v.name] = self.number(v) if key is None else key
+        return keys
+
+
+def _stays(node: Node, zeros: Set[str]) -> bool:
+    """Whether what a node makes of values that are 0 is 0."""
+    if node.name == "aten.mul":
+        return True
+    return node.name in STAY and node.operands[0].name in zeros
+
+
+def _added(node: Node, zeros: Set[str]) -> Value | None:
+    """What a sum is, if the other operand is 0."""
+    if node.name != "aten.add" or len(node.operands) != 2:
+        return None
+    rest = [v for v in node.operands if v.name not in zeros]
+    return rest[0] if rest and rest[0].shape == node.out.shape else None
+
+
+def _without(node: Node, found: list[int]) -> int | None:
+    """The key of what a node makes of no rows; None if it is a matter of its own."""
+    if node.name in ("aten.index_put", *ADDING):
+        return found[0]
+    alone = node.name in ("aten.sum", "aten.mean", *LOSSES)
+    return None if alone else EMPTY
+
+
+def _content(x: Tensor) -> Hashable:
+    return str(x.dtype), tuple(x.shape), str(x.tolist())
+
+
+class Reading(Protocol):
+    """A captured model: `passes.capture.trace.Traced`."""
+
+    @property
+    def graph(self) -> Graph: ...
+
+    @property
+    def literals(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def asked(self) -> Sequence[Value]: ...
+
+
+def are_same(some: Reading, none: Reading) -> bool:
+    """Whether a model computes the same where there are no rows as it does if it is
+    read as if there were some."""
+    keys, outputs = Keys(), []
+    for one in (some, none):
+        graph, literals = one.graph, one.literals
+        plain, made = keys.of(graph, literals), graph.producers()
+        zero_keys = {plain[name] for v in one.asked for name in _zeros(v, made)}
+        zeros = {name for name, key in plain.items() if key in zero_keys}
+        left = keys.of(graph, literals, zeros)
+        outputs.append([left[v.name] for v in graph.outputs])
+    return outputs[0] == outputs[1]
+
+
+def _zeros(v: Value, made: Mapping[str, Node]) -> list[str]:
+    """Values that are 0 throughout where v is, or has no elements."""
+    node = made.get(v.name)
+    if node is None or not node.operands:
+        return [v.name]
+    x = node.operands[0]
+    if node.op == CHOOSES:
+        return _zeros(x, made)
+    if node.name == "aten.index" and len(node.operands) > 1 and v.shape:
+        return _zeros(node.operands[1], made)
+    if node.name in ("aten.gt", "aten.ne") and node.args[1:] == (0,):
+        summed = made.get(x.name)
+        counts = summed is not None and summed.name == "aten.sum"
+        return [v.name, *(_zeros(x, made) if counts else [])]
+    if node.name == "aten.sum" and x.dtype != torch.bool:
+        return [v.name]
+    return [v.name, *(_zeros(x, made) if node.name in STAY else [])]
