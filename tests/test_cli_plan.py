@@ -18,7 +18,8 @@ from autopar.machine.hardware import cluster_of
 from autopar.models.batches import with_samples
 from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import Mesh
-from autopar.planner.planned import compiled_once, mesh_of, read_decided
+from autopar.planner.compile_planned import compiled_once
+from autopar.planner.planned import mesh_of, read_decided
 from autopar.planner.planner import capture_short, find_plans
 from autopar.plans.plan_record import PlanRecord, read_record
 from autopar.plans.store import load_plan

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.cli import main
 from autopar.models.load import load_model
-from autopar.planner.planned import compiled
+from autopar.planner.compile_planned import compiled
 from autopar.training import metrics
 from autopar.training import run as training
 from autopar.training.data import open_data

@@ -19,6 +19,7 @@ from autopar.commands.arguments import (
     text,
 )
 from autopar.commands.devices import add_devices, read_devices
+from autopar.gc_paused import gc_paused
 from autopar.models.batches import samples_of
 from autopar.models.load import LoadedModel, ModelError, load_model
 from autopar.options import OF_ALL, SEARCHED, options_of
@@ -88,6 +89,7 @@ def read_request(arguments: argparse.Namespace, cluster: Cluster) -> PlanRequest
     return PlanRequest(cluster, mesh, shape, options)
 
 
+@gc_paused()
 def plan_command(arguments: argparse.Namespace) -> int:
     began = time.perf_counter()
     cluster = read_devices(arguments)

@@ -25,9 +25,10 @@ from autopar.passes.plan import PlanError
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.search.candidates import ALIKE
 from autopar.planner.best_plan import best_plan, capture_few_layers
+from autopar.planner.compile_planned import compiled
 from autopar.planner.infeasible import NothingToChoose
 from autopar.planner.plan_folder import plan_folder
-from autopar.planner.planned import compiled, save_record
+from autopar.planner.planned import save_record
 from autopar.planner.request import read_shape
 from autopar.plans.plan_record import ESTIMATE, read_record
 from autopar.progress import Progress

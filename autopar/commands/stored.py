@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from autopar.planner.planned import compiled
+from autopar.planner.compile_planned import compiled
 from autopar.plans.store import StoredPlan
 
 

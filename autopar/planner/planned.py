@@ -1,26 +1,22 @@
-"""Directories that `autopar plan -o` writes, and what compiling one of them takes.
+"""Directories that `autopar plan -o` writes, and the batch that they were planned for.
 
     plan/plan.json        the decisions of the best plan
     plan/estimate.json    what was asked, and the best estimates: `autopar explain`
 
-Compiled into the same directory, it becomes one of `autopar.plans.store`, estimate
-included.
+Compiled into the same directory (`autopar.planner.compile_planned`), it becomes one of
+`autopar.plans.store`, estimate included.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import Tensor
 
-from autopar.compiler import compile_offline
 from autopar.models.batches import with_samples
-from autopar.models.load import LoadedModel, ModelError, example_batch, load_model
+from autopar.models.load import LoadedModel, ModelError, example_batch
 from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan, PlanError
@@ -28,18 +24,11 @@ from autopar.plans.plan_record import ESTIMATE, PlanRecord, read_record
 from autopar.plans.store import (
     MANIFEST,
     PLAN,
-    StoredPlan,
     checksum,
     load_plan,
     refuse_to_replace,
-    save_plan,
 )
-from autopar.progress import Progress
 from autopar.read_file import read_text
-
-WAIT = timedelta(minutes=30)  # for rank 0 to compile
-# Keys of a run's store.
-READ, COMPILED, MADE = "autopar/read", "autopar/compiled", "autopar/made"
 
 
 @dataclass(frozen=True)
@@ -96,53 +85,6 @@ def mesh_of(directory: Path) -> Mesh:
     if is_planned(directory):
         return read_decided(directory).plan.mesh
     return load_plan(directory).program.mesh
-
-
-def compiled(directory: Path, prove: bool = True) -> StoredPlan:
-    """What is compiled there; what is only planned is compiled first, and proved."""
-    if is_planned(directory):
-        _compile(directory, prove)
-    return load_plan(directory)
-
-
-def compiled_once(
-    directory: Path, store: dist.Store, rank: int, world: int, prove: bool = True
-) -> StoredPlan:
-    """The same on ranks of one run, which share a disk: rank 0 compiles for all, when
-    all have read what was planned.
-
-    It tells by the store that it is done; if it fails, the run's watchdog ends the
-    others.
-    """
-    if store.add(READ, 1) == world:
-        store.set(f"{READ}/all", "")
-    store.wait([f"{READ}/all"], WAIT)
-    if rank == 0:
-        stored = compiled(directory, prove)
-        store.set(COMPILED, "")
-        return stored
-    store.wait([COMPILED], WAIT)
-    return load_plan(directory)
-
-
-def made_once(make: Callable[[], Path], store: dist.Store, rank: int) -> Path:
-    """The directory of a plan that rank 0 makes, on a disk that ranks share."""
-    if rank == 0:
-        directory = make().absolute()
-        store.set(MADE, str(directory))
-        return directory
-    store.wait([MADE], WAIT)
-    return Path(store.get(MADE).decode())
-
-
-def _compile(directory: Path, prove: bool) -> None:
-    record = read_record(directory)
-    decided = read_decided(directory)
-    with Progress("compile"):
-        loaded = load_model(record.model, seed=record.seed)
-        batch = batch_for(loaded, record.samples, record.seq)
-        program = compile_offline(loaded.model, batch, decided.plan, prove=prove)
-    save_plan(program, directory, record.model, record.seed, decided.record)
 
 
 def batch_for(loaded: LoadedModel, samples: int, seq: int | None) -> dict[str, Tensor]:

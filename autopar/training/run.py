@@ -21,7 +21,8 @@ from autopar import progress
 from autopar.models.load import LoadedModel, load_model
 from autopar.passes.mesh import MeshError
 from autopar.passes.plan import PlanError
-from autopar.planner.planned import compiled, compiled_once, made_once, mesh_of
+from autopar.planner.compile_planned import compiled, compiled_once, made_once
+from autopar.planner.planned import mesh_of
 from autopar.plans.store import COMPILED, StoredPlan
 from autopar.runtime.agreement.fail_together import on_first
 from autopar.runtime.launch.first_then_all import first_then_all

@@ -198,7 +198,7 @@ def schedule_of(candidate: Candidate) -> Schedule:
 
 
 # Candidates that differ in what they shard or recompute share a schedule.
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def _named(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     return add_communication(make_schedule(name, ranks, microbatches, stages_per_rank))
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from ..schedule.schedule import Action, Kind, Schedule, add_communication
 from ..schedule.simulate_schedule import (
-    Span,
     Timeline,
     kind_seconds,
     simulate,
@@ -59,8 +58,7 @@ def simulate_contention(
     if not schedule.has_communication:
         schedule = add_communication(schedule)
     kinds = kind_seconds(schedule, forward, backward, weight)
-    run = _Run(schedule, kinds, send, contention)
-    return Timeline(schedule, run.spans())
+    return _Run(schedule, kinds, send, contention).timeline()
 
 
 class _Run:
@@ -81,10 +79,10 @@ class _Run:
         self.now = 0.0
         self.left: dict[int | Action, float] = {}
         self.arrived: set[Action] = set()
-        self.begun = [0.0] * len(schedule.ranks)  # the actions that ranks are at
-        self.done: list[list[Span]] = [[] for _ in schedule.ranks]
+        # What each rank has done ended then, and began when what was before it ended.
+        self.done: list[list[float]] = [[] for _ in schedule.ranks]
 
-    def spans(self) -> tuple[tuple[Span, ...], ...]:
+    def timeline(self) -> Timeline:
         """Run to the end."""
         while True:
             while self._go_on():
@@ -102,7 +100,8 @@ class _Run:
             len(done) == len(actions)
             for done, actions in zip(self.done, self.schedule.ranks, strict=True)
         ), "a schedule that was checked runs to its end"
-        return tuple(map(tuple, self.done))
+        starts = tuple([0.0, *done][:-1] for done in self.done)
+        return Timeline(self.schedule, starts, tuple(self.done))
 
     def _go_on(self) -> bool:
         """Let ranks do what takes no time, and begin what does; whether any did."""
@@ -141,6 +140,4 @@ class _Run:
 
     def _finish(self, rank: int) -> None:
         """The action that a rank is at ends now."""
-        action = self.schedule.ranks[rank][len(self.done[rank])]
-        self.done[rank].append(Span(action, self.begun[rank], self.now))
-        self.begun[rank] = self.now
+        self.done[rank].append(self.now)

@@ -17,7 +17,7 @@ import numpy as np
 from ..graph import Node
 from ..graph_text import DTYPES
 from ..ops.attention import passed_round, ring_of
-from ..schedule.messages import AHEAD, completed
+from ..schedule.messages import AHEAD
 from ..schedule.schedule import KINDS, Kind, Schedule
 from ..shard.collectives import collective, contributed_bytes
 from ..shard.parameter_sharding import find_made
@@ -140,7 +140,7 @@ def bytes_alive(
     posted = np.concatenate([np.zeros(AHEAD, dtype=np.int64), receives + 1])
     moved = size[kinds, stages]
     np.add.at(coming, posted[: len(receives)], moved[receives])
-    for send, recv in completed(schedule, rank):
+    for send, recv in schedule.completed[rank]:
         freed[recv] += moved[send]
     change = after - before - freed
     now = first + np.cumsum(coming) + np.cumsum(change) - change

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -23,30 +23,8 @@ def send_completions(schedule: Schedule, rank: int) -> dict[Action, list[Action]
     actions = schedule.ranks[rank]
     return {
         actions[recv]: [actions[send] for send, _ in sends]
-        for recv, sends in groupby(completed(schedule, rank), key=itemgetter(1))
+        for recv, sends in groupby(schedule.completed[rank], key=itemgetter(1))
     }
-
-
-def completed(schedule: Schedule, rank: int) -> list[tuple[int, int]]:
-    """The same by places in the rank's list, (SEND, RECV), in the order of the RECV."""
-    sends: dict[int, list[int]] = defaultdict(list)
-    receives: dict[int, list[int]] = defaultdict(list)
-    for index, peer, is_send in schedule.messages[rank]:
-        (sends if is_send else receives)[peer].append(index)
-    pairs = []
-    for peer, own in sends.items():
-        # Messages of a pair arrive in order: what the peer has by its next answer.
-        got = known = answers = 0
-        for _, back, is_send in schedule.messages[peer]:
-            if back != rank:
-                continue
-            if is_send:
-                recv = receives[peer][answers]
-                pairs += [(send, recv) for send in own[known:got]]
-                known, answers = got, answers + 1
-            else:
-                got += 1
-    return sorted(pairs, key=itemgetter(1, 0))
 
 
 def apart(

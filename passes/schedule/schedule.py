@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -194,6 +195,32 @@ class Schedule:
             ]
             for actions in self.ranks
         )
+
+    @cached_property
+    def completed(self) -> tuple[list[tuple[int, int]], ...]:
+        """What `passes.schedule.messages.send_completions` says, by places in each
+        rank's list: (SEND, RECV), in the order of the RECV."""
+        return tuple(map(self._completed, range(len(self.ranks))))
+
+    def _completed(self, rank: int) -> list[tuple[int, int]]:
+        sends: dict[int, list[int]] = defaultdict(list)
+        receives: dict[int, list[int]] = defaultdict(list)
+        for index, peer, is_send in self.messages[rank]:
+            (sends if is_send else receives)[peer].append(index)
+        pairs = []
+        for peer, own in sends.items():
+            # Messages of a pair arrive in order: what the peer has by its next answer.
+            got = known = answers = 0
+            for _, back, is_send in self.messages[peer]:
+                if back != rank:
+                    continue
+                if is_send:
+                    recv = receives[peer][answers]
+                    pairs += [(send, recv) for send in own[known:got]]
+                    known, answers = got, answers + 1
+                else:
+                    got += 1
+        return sorted(pairs, key=itemgetter(1, 0))
 
     def crosses(self, message: Action) -> bool:
         """Whether a message's other end exists and lives on another rank."""

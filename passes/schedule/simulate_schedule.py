@@ -31,10 +31,18 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each rank does what. spans[r] follow schedule.ranks[r], action by action."""
+    """When each rank does what: starts[r] and ends[r] are the seconds of
+    schedule.ranks[r], action by action."""
 
     schedule: Schedule
-    spans: tuple[tuple[Span, ...], ...]
+    starts: tuple[Sequence[float], ...]
+    ends: tuple[Sequence[float], ...]
+
+    @cached_property
+    def spans(self) -> tuple[tuple[Span, ...], ...]:
+        """The same as records, rank by rank."""
+        rows = zip(self.schedule.ranks, self.starts, self.ends, strict=True)
+        return tuple(tuple(map(Span, *row)) for row in rows)
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
@@ -44,7 +52,7 @@ class Timeline:
     @property
     def total(self) -> float:
         """Seconds from the first start to the last end."""
-        return max(spans[-1].end for spans in self.spans if spans)
+        return max(ends[-1] for ends in self.ends if ends)
 
     @cached_property
     def compute(self) -> tuple[tuple[Span, ...], ...]:
@@ -57,7 +65,11 @@ class Timeline:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Seconds that each rank computes."""
-        return tuple(sum(span.seconds for span in spans) for spans in self.compute)
+        rows = zip(self.schedule.ranks, self.starts, self.ends, strict=True)
+        return tuple(
+            sum(e - s for a, s, e in zip(*row, strict=True) if a.kind.is_compute)
+            for row in rows
+        )
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
@@ -110,24 +122,25 @@ def simulate(
     seconds = kind_seconds(schedule, forward, backward, weight)
     if not (math.isfinite(send) and send >= 0):
         raise ValueError(f"send must be finite seconds >= 0, got {send}")
-    return Timeline(schedule, _run(schedule, seconds, send))
+    return _run(schedule, seconds, send)
 
 
 def _run(
     schedule: Schedule, seconds: Mapping[Kind, Sequence[float]], send: float
-) -> tuple[tuple[Span, ...], ...]:
+) -> Timeline:
     """Run each rank as far as what has been sent to it lets it, until all are done."""
-    spans: list[list[Span]] = [[] for _ in schedule.ranks]
+    starts: list[list[float]] = [[] for _ in schedule.ranks]
+    ends: list[list[float]] = [[] for _ in schedule.ranks]
     peers = schedule.peers
     # (sender, receiver) -> when messages arrive, which is in the order sent
     under_way: dict[tuple[int, int], deque[float]] = defaultdict(deque)
     ready = deque(range(len(schedule.ranks)))
     while ready:
         rank = ready.popleft()
-        actions, done = schedule.ranks[rank], spans[rank]
-        now = done[-1].end if done else 0.0
+        actions, begun, done = schedule.ranks[rank], starts[rank], ends[rank]
+        now = done[-1] if done else 0.0
         while len(done) < len(actions):
-            stage, kind, _ = action = actions[len(done)]
+            stage, kind, _ = actions[len(done)]
             start = now
             if kind.is_compute:
                 now = start + seconds[kind][stage]
@@ -141,10 +154,11 @@ def _run(
                 if not arrivals:
                     break
                 now = max(start, arrivals.popleft())
-            done.append(Span(action, start, now))
-    pairs = zip(spans, schedule.ranks, strict=True)
+            begun.append(start)
+            done.append(now)
+    pairs = zip(ends, schedule.ranks, strict=True)
     assert all(len(own) == len(actions) for own, actions in pairs), "it cannot run"
-    return tuple(map(tuple, spans))
+    return Timeline(schedule, tuple(starts), tuple(ends))
 
 
 def grid(source: Schedule | Timeline, width: int = WIDTH) -> str:

@@ -1,0 +1,67 @@
+"""What `autopar plan -o` wrote is compiled where it lies, once for a run's ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from autopar.compiler import compile_offline
+from autopar.models.load import load_model
+from autopar.planner.planned import batch_for, is_planned, read_decided
+from autopar.plans.plan_record import read_record
+from autopar.plans.store import StoredPlan, load_plan, save_plan
+from autopar.progress import Progress
+
+WAIT = timedelta(minutes=30)  # for rank 0 to compile
+# Keys of a run's store.
+READ, COMPILED, MADE = "autopar/read", "autopar/compiled", "autopar/made"
+
+
+def compiled(directory: Path, prove: bool = True) -> StoredPlan:
+    """What is compiled there; what is only planned is compiled first, and proved."""
+    if is_planned(directory):
+        _compile(directory, prove)
+    return load_plan(directory)
+
+
+def compiled_once(
+    directory: Path, store: dist.Store, rank: int, world: int, prove: bool = True
+) -> StoredPlan:
+    """The same on ranks of one run, which share a disk: rank 0 compiles for all, when
+    all have read what was planned.
+
+    It tells by the store that it is done; if it fails, the run's watchdog ends the
+    others.
+    """
+    if store.add(READ, 1) == world:
+        store.set(f"{READ}/all", "")
+    store.wait([f"{READ}/all"], WAIT)
+    if rank == 0:
+        stored = compiled(directory, prove)
+        store.set(COMPILED, "")
+        return stored
+    store.wait([COMPILED], WAIT)
+    return load_plan(directory)
+
+
+def made_once(make: Callable[[], Path], store: dist.Store, rank: int) -> Path:
+    """The directory of a plan that rank 0 makes, on a disk that ranks share."""
+    if rank == 0:
+        directory = make().absolute()
+        store.set(MADE, str(directory))
+        return directory
+    store.wait([MADE], WAIT)
+    return Path(store.get(MADE).decode())
+
+
+def _compile(directory: Path, prove: bool) -> None:
+    record = read_record(directory)
+    decided = read_decided(directory)
+    with Progress("compile"):
+        loaded = load_model(record.model, seed=record.seed)
+        batch = batch_for(loaded, record.samples, record.seq)
+        program = compile_offline(loaded.model, batch, decided.plan, prove=prove)
+    save_plan(program, directory, record.model, record.seed, decided.record)
