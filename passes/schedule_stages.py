@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .price.account import Account
+from .price.account import Account, by_rank, memory_of
 from .price.cluster import Cluster
-from .price.compiled_cost import count_once, stage_accounts
+from .price.compiled_cost import activation_budget, count_once, stage_accounts
 from .price.stage_seconds import StageSeconds, stage_seconds
 from .schedule.check_schedule import check
-from .schedule.choose_schedule import activation_budget, choose_schedule
-from .schedule.memory import RankMemory, check_memory, rank_memory
+from .schedule.choose_schedule import choose_schedule
+from .schedule.memory import RankMemory, check_memory
 from .schedule.schedule import Schedule
 from .stage.local_stage import LocalStage
 from .stage.split_stages import Staged
@@ -43,14 +43,15 @@ def schedule_stages(
 
     Raises: ScheduleError, OutOfMemory.
     """
-    plan, trainable = staged.plan, staged.lowered.traced.trainable
+    plan = staged.plan
     accounts = stage_accounts(locals, plan, cluster)
     took = tuple(stage_seconds(a, plan.mesh, cluster) for a in accounts)
-    limits = activation_budget(plan, locals, trainable)
+    limits = activation_budget(accounts, locals, plan.memory)
     seconds, footprints = [t.halves for t in took], [t.footprint for t in took]
     send = max((t.send for t in took[:-1]), default=0.0)
     schedule = choose_schedule(plan, seconds, footprints, limits, send)
-    memory = rank_memory(schedule, locals, footprints, trainable, plan.offload)
-    check_memory(memory, plan.memory)
     counted = count_once(accounts, locals, schedule.stage_to_rank)
+    ranks = by_rank(counted, schedule.stage_to_rank)
+    memory = tuple(map(RankMemory.of, memory_of(ranks, footprints, schedule)))
+    check_memory(memory, plan.memory)
     return Scheduled(schedule, tuple(counted), took, memory)

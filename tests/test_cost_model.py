@@ -9,6 +9,7 @@ from cases import Case
 from models import plain_gpt
 
 from autopar.machine.hardware import cluster_of
+from autopar.options import make_plan
 from autopar.passes.mesh import Mesh
 from autopar.passes.pipeline import compile_program
 from autopar.passes.price.candidate import Candidate
@@ -138,6 +139,22 @@ def test_all_views_of_shares_that_are_replicated_say_the_same(zero: int) -> None
     mesh = Mesh.parse("dp=2,fsdp=2")
     candidate = Candidate(mesh, 1, 4, "1f1b", 1, zero, "none", (LAYERS,))
     same_by_all(True, "model", cluster_of("4xA100-80GB"), candidate)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_no_view_has_what_the_optimizer_holds_elsewhere(offload: bool) -> None:
+    """Also of a weight that both stages of a rank use, which is there once."""
+    how = {"microbatches": 4, "schedule": "zb-v", "stages_per_rank": 2}
+    plan = make_plan("pp=2", **how, offload=offload)
+    devices = cluster_of("4xA100-80GB")
+    program = compile_program(model(True).trace(plan.lowering), plan, devices)
+    estimated = estimate_program(program, devices)
+    for mine, told in zip(estimated.memory, program.memory, strict=True):
+        assert mine["optimizer"] == told.optimizer
+        assert told.optimizer == (0 if offload else 2 * told.gradients)
+        assert sum(mine.values()) == told.total
+    held = sum(told.parameters for told in program.memory)
+    assert held == sum(p.nbytes for p in model(True).model.parameters())
 
 
 @pytest.mark.nightly

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from ..cost import Amounts, Exchanges
-from ..schedule.footprint import Footprint
-from ..schedule.memory import OPTIMIZER_STATES
+from ..schedule.footprint import Footprint, peak_bytes
+from ..schedule.schedule import Schedule
 from ..stage.blocks import BlockMessages
 
 FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
+# AdamW keeps two values for each one that it trains, in the parameter's own type.
+OPTIMIZER_STATES = 2
 
 
 @dataclass(frozen=True)
@@ -77,18 +79,25 @@ class PartCost(Amounts):
 
 @dataclass(frozen=True)
 class Held(Amounts):
-    """Bytes of parameters: all, those that are trained, those that products read, and
-    of these what is cast to another precision once a step."""
+    """Bytes of parameters: all, those that are trained, those that products read, of
+    these what is cast to another precision once a step, and those that are updated
+    elsewhere, so that the optimizer's state is not on the device."""
 
     parameters: float = 0.0
     trained: float = 0.0
     read: float = 0.0
     cast: float = 0.0
+    offloaded: float = 0.0
+
+    @property
+    def optimizer(self) -> float:
+        """Bytes of the optimizer's state."""
+        return OPTIMIZER_STATES * (self.trained - self.offloaded)
 
     @property
     def resting(self) -> float:
         """With gradients and the optimizer's state."""
-        return self.parameters + (1 + OPTIMIZER_STATES) * self.trained
+        return self.parameters + self.trained + self.optimizer
 
 
 @dataclass(frozen=True)
@@ -201,29 +210,48 @@ def once_a_rank(
 
     accounts: of each stage; placement: its rank.
     """
-    by_rank: list[list[Account]] = [[] for _ in range(max(placement) + 1)]
     first, *inner = accounts
     if inner and placement[0] == placement[-1]:
         last = inner.pop()
         first = replace(first, tied=first.tied - last.tied)
         inner.append(replace(last, tied=Held(), held=last.held - last.tied))
-    for account, rank in zip((first, *inner), placement, strict=True):
-        by_rank[rank].append(account)
-    return by_rank
+    return by_rank((first, *inner), placement)
 
 
-def rank_memory(accounts: Sequence[Account], peak: float) -> dict[str, float]:
+def by_rank(
+    accounts: Sequence[Account], placement: Sequence[int]
+) -> list[list[Account]]:
+    """The accounts of each rank's stages."""
+    ranks: list[list[Account]] = [[] for _ in range(max(placement) + 1)]
+    for account, rank in zip(accounts, placement, strict=True):
+        ranks[rank].append(account)
+    return ranks
+
+
+def memory_of(
+    ranks: Sequence[Sequence[Account]],
+    footprints: Sequence[Footprint],
+    schedule: Schedule,
+) -> list[dict[str, float]]:
+    """Bytes of each rank, term -> bytes, see `rank_memory`. footprints: of each
+    stage."""
+    return [
+        rank_memory(own, peak_bytes(schedule, rank, footprints))
+        for rank, own in enumerate(ranks)
+    ]
+
+
+def rank_memory(accounts: Sequence[Account], peak: float = 0) -> dict[str, float]:
     """Bytes on a rank, term -> bytes (Rajbhandari 2020, section 5).
 
     accounts: of its stages, see `passes.price.estimate.run_accounts`. peak: of
     activations, with messages and what is whole for a step, see `peak_bytes`.
     """
-    trained = sum(a.held.trained for a in accounts)
     gathered = sum(a.gathered for a in accounts)
     return {
         "parameters": sum(a.held.parameters for a in accounts),
-        "gradients": trained,
-        "optimizer": OPTIMIZER_STATES * trained,
+        "gradients": sum(a.held.trained for a in accounts),
+        "optimizer": sum(a.held.optimizer for a in accounts),
         "buffers": sum(a.buffers for a in accounts),
         "gathered": gathered,
         "activations": peak - gathered,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ..plan import AUTO, Plan
-from ..price.account import Account, Held
+from ..price.account import Account, Held, by_rank, memory_of, rank_memory
 from ..price.candidate import Candidate
 from ..price.cluster import Cluster
-from ..price.estimate import Estimate, memory_of, run_accounts
+from ..price.estimate import Estimate, run_accounts
 from ..price.price import price
 from ..price.stage_seconds import stage_seconds
 from ..program import Program
+from ..schedule.fit_schedule import Limits
 from ..schedule.order import write_order
 from ..schedule.schedule import Schedule
 from ..stage.local_stage import LocalStage
@@ -25,7 +27,7 @@ def stage_accounts(
     known: dict[int, Account] = {}  # stages of equal text have the same nodes
     for local in locals_:
         if id(local.forward) not in known:
-            known[id(local.forward)] = price(local, device)
+            known[id(local.forward)] = price(local, device, offload=plan.offload)
     return [known[id(local.forward)] for local in locals_]
 
 
@@ -34,11 +36,11 @@ def count_once(
     locals_: Sequence[LocalStage],
     placement: Sequence[int],
 ) -> list[Account]:
-    """The accounts, in which of a weight that several stages use each rank counts one;
-    between ranks its gradient is exchanged."""
+    """The accounts, in which of what several stages use each rank counts one; of a
+    weight's gradient what is between ranks is exchanged."""
     held: dict[str, list[int]] = {}
     for i, local in enumerate(locals_):
-        for v in local.params:
+        for v in (*local.params, *local.buffers):
             held.setdefault(local.stage.names[v.name], []).append(i)
     counted = list(accounts)
     for name, stages in held.items():
@@ -46,14 +48,31 @@ def count_once(
         apart = len({placement[i] for i in stages}) > 1
         for i in stages if len(stages) > 1 else ():
             local = locals_[i]
-            (v,) = (v for v in local.params if local.stage.names[v.name] == name)
+            both = (*local.params, *local.buffers)
+            (v,) = (v for v in both if local.stage.names[v.name] == name)
             trained = v.bytes * (v.name in local.grads)
             more = Account(tied=Held(trained=trained * apart))
-            if placement[i] in seen:
-                more = Account(held=Held(-v.bytes, -trained))
+            if placement[i] in seen and v in local.buffers:
+                more = Account(buffers=-v.bytes)
+            elif placement[i] in seen:
+                offloaded = trained if accounts[i].held.offloaded else 0
+                more = Account(held=Held(-v.bytes, -trained, offloaded=-offloaded))
             seen.add(placement[i])
             counted[i] += more
     return counted
+
+
+def activation_budget(
+    accounts: Sequence[Account], locals_: Sequence[LocalStage], memory: float
+) -> Limits:
+    """What so many bytes of a device (0: no limit) leave for activations beside what
+    rests on each rank. accounts: of each stage, see `stage_accounts`."""
+
+    def limits(placement: Sequence[int]) -> list[float]:
+        ranks = by_rank(count_once(accounts, locals_, placement), placement)
+        return [(memory or math.inf) - sum(rank_memory(a).values()) for a in ranks]
+
+    return limits
 
 
 def candidate_of(plan: Plan, schedule: Schedule, layers: Sequence[int]) -> Candidate:
@@ -74,12 +93,10 @@ def candidate_of(plan: Plan, schedule: Schedule, layers: Sequence[int]) -> Candi
 def estimate_program(program: Program, cluster: Cluster) -> Estimate:
     """The step of a compiled program. What its ops take is as it was when it was
     compiled; messages and updates take what they do on the cluster."""
-    accounts = [stage.account for stage in program.stages]
+    accounts, schedule = [stage.account for stage in program.stages], program.schedule
     layers = [len(stage.layers) for stage in program.stages]
-    candidate = candidate_of(program.plan, program.schedule, layers)
-    ranks: list[list[Account]] = [[] for _ in program.schedule.ranks]
-    for account, rank in zip(accounts, program.schedule.stage_to_rank, strict=True):
-        ranks[rank].append(account)
+    candidate = candidate_of(program.plan, schedule, layers)
+    ranks = by_rank(accounts, schedule.stage_to_rank)
     took = [stage_seconds(a, program.mesh, cluster) for a in accounts]
-    memory = memory_of(ranks, took, candidate)
+    memory = memory_of(ranks, [t.footprint for t in took], schedule)
     return run_accounts(accounts, ranks, took, memory, candidate, cluster)

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from ..mesh import Mesh
 from ..plan import AUTO
-from ..price.account import Account, once_a_rank, rank_memory
+from ..price.account import Account, memory_of, once_a_rank
 from ..price.candidate import Candidate
 from ..price.cluster import Cluster, Device
 from ..price.made_order import make_order
@@ -26,7 +26,6 @@ from ..price.stage_seconds import (
     stage_seconds,
 )
 from ..schedule.core_contention import ALONE, CoreContention, simulate_contention
-from ..schedule.footprint import peak_bytes
 from ..schedule.make_schedule import make_schedule
 from ..schedule.order import expand_order
 from ..schedule.schedule import Schedule, add_communication
@@ -155,23 +154,11 @@ def estimate_within(
     if candidate.schedule == AUTO and not candidate.order:
         candidate = make_order(shared, took, candidate, cluster.device.memory)
     ranks = once_a_rank(shared, candidate.placement)
-    memory = memory_of(ranks, took, candidate)
+    footprints = [t.footprint for t in took]
+    memory = memory_of(ranks, footprints, schedule_of(candidate))
     if max(sum(terms.values()) for terms in memory) > limit:
         return None
     return run_accounts(shared, ranks, took, memory, candidate, cluster)
-
-
-def memory_of(
-    ranks: Sequence[Sequence[Account]],
-    took: Sequence[StageSeconds],
-    candidate: Candidate,
-) -> list[dict[str, float]]:
-    """Bytes of each pipeline rank, term -> bytes, see `run_accounts`."""
-    schedule, footprints = schedule_of(candidate), [t.footprint for t in took]
-    return [
-        rank_memory(own, peak_bytes(schedule, rank, footprints))
-        for rank, own in enumerate(ranks)
-    ]
 
 
 def step_seconds(

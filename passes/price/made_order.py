@@ -27,7 +27,7 @@ def make_order(
 
     def left(placement: Sequence[int]) -> list[float]:
         ranks = once_a_rank(accounts, placement)
-        return [memory - sum(rank_memory(a, 0).values()) for a in ranks]
+        return [memory - sum(rank_memory(a).values()) for a in ranks]
 
     fitted = fit_schedule(
         candidate.microbatches,

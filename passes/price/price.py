@@ -20,10 +20,13 @@ from ..shard.collectives import SPEAKS, UNDER_WAY, collective, contributed_bytes
 from ..stage.local_stage import LocalStage
 
 
-def price(local: LocalStage, device: Device, shares: bool = False) -> Account:
+def price(
+    local: LocalStage, device: Device, shares: bool = False, offload: bool = False
+) -> Account:
     """The account of one rank's stage. shares: with what it would have alive if ranks
-    of dp held shares of it, see `passes.price.share`."""
-    return with_held(compute(local, device), local, shares)
+    of dp held shares of it, see `passes.price.share`. offload: the optimizer's state
+    is not on the device."""
+    return with_held(compute(local, device), local, shares, offload)
 
 
 def compute(local: LocalStage, device: Device) -> Account:

@@ -25,9 +25,12 @@ from ..stage.reuse import ADD_EACH
 ZEROS = (2, 3)  # the stages of ZeRO in which something moves by block
 
 
-def with_held(account: Account, local: LocalStage, shares: bool = True) -> Account:
+def with_held(
+    account: Account, local: LocalStage, shares: bool, offload: bool
+) -> Account:
     """The account of what a stage computes, with the bytes that it holds. shares: with
-    what ranks that hold shares of parameters would have alive."""
+    what ranks that hold shares of parameters would have alive. offload: the optimizer's
+    state is not on the device."""
     experts = _experts(local)
     besides = _besides(local, experts) if shares else [beside_blocks(local, 0)]
     sizes, *others = footprints(local, besides)
@@ -50,7 +53,8 @@ def with_held(account: Account, local: LocalStage, shares: bool = True) -> Accou
     for v in local.params:
         cast = sum(n for name, n in read.items() if casts.get(name) == v.name)
         trained = v.bytes * (v.name in local.grads)
-        own = Held(v.bytes, trained, cast + read.get(v.name, 0), cast)
+        of_read = cast + read.get(v.name, 0)
+        own = Held(v.bytes, trained, of_read, cast, trained * offload)
         held += own
         of_experts += own if v.name in experts else Held()
     return replace(

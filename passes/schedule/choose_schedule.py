@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from ..cost import Seconds
 from ..plan import AUTO, Plan
 from ..schedule.fit_schedule import Limits, fit_schedule
 from ..schedule.footprint import Footprint
 from ..schedule.make_schedule import make_schedule
-from ..schedule.memory import resting
 from ..schedule.order import read_order
 from ..schedule.schedule import Schedule, add_communication
-from ..stage.local_stage import LocalStage
 
 
 def choose_schedule(
@@ -32,22 +29,6 @@ def choose_schedule(
         return decided_schedule(plan)
     args = plan.microbatches, plan.mesh.axis_size("pp"), plan.stages_per_rank
     return fit_schedule(*args, seconds, footprints, limits, send).schedule
-
-
-def activation_budget(
-    plan: Plan, locals_: Sequence[LocalStage], trainable: Collection[str]
-) -> Limits:
-    """What the plan's memory leaves for activations beside what rests on each rank."""
-
-    def limits(placement: Sequence[int]) -> list[float]:
-        limits_of_ranks = []
-        for rank in range(plan.mesh.axis_size("pp")):
-            own = [x for x, r in zip(locals_, placement, strict=True) if r == rank]
-            rest = resting(own, trainable, plan.offload).total
-            limits_of_ranks.append((plan.memory or math.inf) - rest)
-        return limits_of_ranks
-
-    return limits
 
 
 def decided_schedule(plan: Plan) -> Schedule:

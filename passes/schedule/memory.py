@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 from ..errors import AutoparError
-from ..schedule.footprint import Footprint, peak_bytes
-from ..schedule.schedule import Schedule
-from ..stage.local_stage import LocalStage
-
-# AdamW keeps two values for each one that it trains, in the parameter's own type.
-OPTIMIZER_STATES = 2
 
 
 class OutOfMemory(AutoparError):
@@ -33,6 +27,11 @@ class RankMemory:
     buffers: int = 0
     activations: int = 0
 
+    @classmethod
+    def of(cls, terms: Mapping[str, float]) -> RankMemory:
+        """terms: see `passes.price.account.rank_memory`, of a rank that runs."""
+        return cls(**{f.name: round(terms[f.name]) for f in fields(cls)})
+
     @property
     def total(self) -> int:
         return sum(getattr(self, f.name) for f in fields(self))
@@ -40,44 +39,6 @@ class RankMemory:
     def __str__(self) -> str:
         terms = [f"{getattr(self, f.name):,} {f.name}" for f in fields(self)]
         return f"{self.total:,} = {' + '.join(terms)}"
-
-
-def resting(
-    locals_: Sequence[LocalStage], trainable: Collection[str], offload: bool
-) -> RankMemory:
-    """Returns what a rank's stages hold between steps; a weight of several rests once.
-
-    offload: the optimizer's state is not on the device.
-    """
-    held: dict[str, int] = {}
-    buffers: dict[str, int] = {}
-    for local in locals_:
-        names = local.stage.names
-        held |= {names[v.name]: v.bytes for v in local.params}
-        buffers |= {names[v.name]: v.bytes for v in local.buffers}
-    trained = sum(size for name, size in held.items() if name in trainable)
-    return RankMemory(
-        parameters=sum(held.values()),
-        gradients=trained,
-        optimizer=0 if offload else OPTIMIZER_STATES * trained,
-        buffers=sum(buffers.values()),
-    )
-
-
-def rank_memory(
-    schedule: Schedule,
-    locals_: Sequence[LocalStage],
-    footprints: Sequence[Footprint],
-    trainable: Collection[str],
-    offload: bool = False,
-) -> tuple[RankMemory, ...]:
-    """Returns the memory of each pipeline rank. locals_, footprints: of each stage."""
-    memory = []
-    for rank in range(len(schedule.ranks)):
-        own = [locals_[s] for s, r in enumerate(schedule.stage_to_rank) if r == rank]
-        rest = resting(own, trainable, offload)
-        memory.append(replace(rest, activations=peak_bytes(schedule, rank, footprints)))
-    return tuple(memory)
 
 
 def check_memory(memory: Sequence[RankMemory], limit: int) -> None:

@@ -13,26 +13,20 @@ from dataclasses import replace
 
 from ..errors import AutoparError
 from ..plan import AUTO, RECOMPUTE, Plan
-from ..price.account import FORWARD
+from ..price.account import FORWARD, Account, by_rank, rank_memory
 from ..price.cluster import Cluster
-from ..price.compiled_cost import stage_accounts
+from ..price.compiled_cost import activation_budget, count_once, stage_accounts
 from ..price.price import compute_part
 from ..price.stage_seconds import StageSeconds, part_seconds, stage_seconds
 from ..schedule.check_schedule import peak_in_flight
 from ..schedule.choose_schedule import (
-    activation_budget,
     choose_schedule,
     decided_schedule,
     splits_backward,
 )
 from ..schedule.fit_schedule import on_paper
 from ..schedule.footprint import footprint, peak_bytes, saved_by_layer
-from ..schedule.memory import (
-    OutOfMemory,
-    RankMemory,
-    out_of_memory,
-    resting,
-)
+from ..schedule.memory import OutOfMemory, RankMemory, out_of_memory
 from ..schedule.pareto_front import Option, pareto_front
 from ..schedule.schedule import Schedule, ScheduleError
 from ..shard.parameter_sharding import find_gathered
@@ -95,7 +89,6 @@ class _Search:
     def __init__(self, staged: Staged, cluster: Cluster) -> None:
         self.cluster = cluster
         self.stages, self.plan = staged.stages, staged.plan
-        self.trainable = staged.lowered.traced.trainable
         self.known: dict[object, LocalStage] = {}
 
     def local(self, stage: Stage, choice: Mapping[str, str]) -> LocalStage:
@@ -114,9 +107,19 @@ class _Search:
     def uniform(self, stage: Stage, policy: str) -> LocalStage:
         return self.local(stage, dict.fromkeys(stage.layers.values(), policy))
 
-    def timed(self, locals_: Sequence[LocalStage]) -> list[StageSeconds]:
-        accounts = stage_accounts(locals_, self.plan, self.cluster)
+    def accounts(self, locals_: Sequence[LocalStage]) -> list[Account]:
+        return stage_accounts(locals_, self.plan, self.cluster)
+
+    def timed(self, accounts: Sequence[Account]) -> list[StageSeconds]:
         return [stage_seconds(a, self.plan.mesh, self.cluster) for a in accounts]
+
+    def resting(self, schedule: Schedule) -> list[RankMemory]:
+        """What rests on each rank, whatever is computed again."""
+        locals_ = [self.uniform(stage, RECOMPUTE[0]) for stage in self.stages]
+        placement = schedule.stage_to_rank
+        counted = count_once(self.accounts(locals_), locals_, placement)
+        ranks = by_rank(counted, placement)
+        return [RankMemory.of(rank_memory(own)) for own in ranks]
 
     def schedules(self, problems: list[AutoparError]) -> Iterator[Schedule]:
         """The plan's; one that is to be made as it would be if all layers were alike.
@@ -128,9 +131,10 @@ class _Search:
             return
         for policy in RECOMPUTE:
             locals_ = [self.uniform(stage, policy) for stage in self.stages]
-            limits = activation_budget(self.plan, locals_, self.trainable)
+            accounts = self.accounts(locals_)
+            limits = activation_budget(accounts, locals_, self.plan.memory)
             try:
-                took = self.timed(locals_)
+                took = self.timed(accounts)
                 seconds = [t.halves for t in took]
                 footprints = [t.footprint for t in took]
                 yield choose_schedule(self.plan, seconds, footprints, limits, 0.0)
@@ -140,14 +144,14 @@ class _Search:
     def solve(self, schedule: Schedule) -> tuple[float, Choice]:
         """Seconds of a step and the choice. Raises OutOfMemory."""
         choice: Choice = {}
-        for rank in range(len(schedule.ranks)):
-            choice |= self.solve_rank(schedule, rank)
+        for rank, rest in enumerate(self.resting(schedule)):
+            choice |= self.solve_rank(schedule, rank, rest)
         locals_ = [self.local(stage, choice) for stage in self.stages]
-        seconds = [took.halves for took in self.timed(locals_)]
+        seconds = [took.halves for took in self.timed(self.accounts(locals_))]
         return on_paper(schedule, seconds, 0.0).total, choice
 
-    def solve_rank(self, schedule: Schedule, rank: int) -> Choice:
-        """The choice for the layers of one rank's stages."""
+    def solve_rank(self, schedule: Schedule, rank: int, rest: RankMemory) -> Choice:
+        """The choice for the layers of one rank's stages. rest: what rests there."""
         placed = zip(self.stages, schedule.stage_to_rank, strict=True)
         own = [stage for stage, there in placed if there == rank]
         layers = [layer for stage in own for layer in stage.layers.values()]
@@ -156,7 +160,8 @@ class _Search:
         for trade in pareto_front(things):
             picked = [RECOMPUTE[index] for index in trade.picked]
             choice = dict(zip(layers, picked, strict=True))
-            need = self.memory(schedule, rank, own, choice)
+            peak = self.peak(schedule, rank, own, choice)
+            need = replace(rest, activations=peak)
             if need.total <= self.plan.memory:
                 return choice
         raise out_of_memory(rank, need, need.total - self.plan.memory)
@@ -176,12 +181,10 @@ class _Search:
             for layer in stage.layers
         ]
 
-    def memory(
+    def peak(
         self, schedule: Schedule, rank: int, own: Sequence[Stage], choice: Choice
-    ) -> RankMemory:
-        """Returns the peak of a rank's memory, exactly, in bytes."""
+    ) -> int:
+        """Bytes of a rank's activations at their peak, exactly."""
         locals_ = [self.local(stage, choice) for stage in own]
         footprints = {x.stage.index: footprint(x) for x in locals_}
-        activations = peak_bytes(schedule, rank, footprints)
-        rest = resting(locals_, self.trainable, self.plan.offload)
-        return replace(rest, activations=activations)
+        return peak_bytes(schedule, rank, footprints)

@@ -13,9 +13,9 @@ from functools import cached_property
 
 from ..dims.origins import find_differentiable
 from ..graph import Value
+from ..price.account import OPTIMIZER_STATES
 from ..price.cluster import Device, Link
 from ..price.estimate import OPTIMIZER_TRAFFIC
-from ..schedule.memory import OPTIMIZER_STATES
 from ..shard.propagate import Sharded
 from ..shard.resharding import Impossible, Need, R, State, V, transition
 from ..shard.sharding import Sharding
