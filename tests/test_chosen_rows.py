@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autopar.passes.capture.trace import trace
 from autopar.passes.errors import CaptureError
 
-EXPERTS, CHOSEN = 4, 2
+EXPERTS, CHOSEN = 3, 2
 
 
 class Experts(nn.Module):
@@ -132,6 +132,48 @@ def if_counted(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return y
 
 
+def if_in(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    for number in torch.unique(chosen.flatten()):
+        e = int(number.item())
+        row, place = torch.where(chosen == e)
+        y[row] += m.experts[e](x[row]) * weight[row, place, None]
+    return y
+
+
+def if_in_counts(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    counts = torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()
+    for e, count in enumerate(counts):
+        if count == 0:
+            continue
+        row, place = torch.where(chosen == e)
+        y[row] += m.experts[e](x[row]) * weight[row, place, None]
+    return y
+
+
+def different(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    return x / len(torch.unique(chosen))
+
+
+def of_each(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    for number in chosen.unique():
+        x = x + number
+    return x
+
+
+def moved(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    chosen += 1
+    for number in chosen.unique():
+        x = x + (chosen == number).any(-1, keepdim=True) * m.experts[int(number) - 1](x)
+    return x
+
+
+def split(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    counts = torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()
+    return torch.cat([rows for rows in x.repeat(CHOSEN, 1).split(counts)])[: len(x)]
+
+
 def themselves(m: Any, x: Tensor, mask: Tensor) -> Tensor:
     x[mask] += m.experts[0](x[mask])
     return x
@@ -200,7 +242,7 @@ def case(loss: Callable[..., Tensor], *adds: Callable[..., Tensor]) -> Case:
 
 ADDS = (in_place, one_hot, copies, of_samples, scattered, of_one_mask)
 
-GUARDED = (if_any, if_not_none, if_counted)
+GUARDED = (if_any, if_not_none, if_counted, if_in, if_in_counts)
 
 
 def test_experts_in_all_words_are_proved() -> None:
@@ -228,6 +270,13 @@ def test_what_is_done_if_there_are_rows_is_to_them_alone(change: Any) -> None:
     trace(one.model, one.batch)
     one = case(of_all, guarded(change))
     with pytest.raises(CaptureError, match=r"by if, while or bool\(\)(?s:.*)\n  fix "):
+        trace(one.model, one.batch)
+
+
+@pytest.mark.parametrize("add", [different, of_each, moved, split])
+def test_what_else_depends_on_how_many_were_chosen_is_refused(add: Any) -> None:
+    one = case(of_all, add)
+    with pytest.raises(CaptureError, match=r"depends on the values|by \.split"):
         trace(one.model, one.batch)
 
 

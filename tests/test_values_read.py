@@ -74,6 +74,12 @@ def used(m: Any, x: Tensor, ids: Tensor) -> Tensor:
     return x
 
 
+def used_anywhere(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    for e in chosen(m, x)[1].unique():
+        x = x + m.experts[int(e)](x)
+    return x
+
+
 def unless_none(m: Any, x: Tensor, ids: Tensor) -> Tensor:
     rows = x.flatten(0, 1)
     for e, expert in enumerate(m.experts):
@@ -121,7 +127,7 @@ WRONG: dict[str, tuple[Callable[..., Tensor], str]] = {
     "ones": (lambda m, x, ids: x * torch.ones(ids.max().item()).sum(), NUMBERS),
     "mask": (lambda m, x, ids: x + x[ids > 3].std(), rf"{CHOSEN}'std'"),
     "two masks": (lambda m, x, ids: x + (x[ids > 3] + x[ids < 4]).sum(), CHOSEN),
-    "experts": (used, rf"{ROWS}\.unique(?s:.*)go over all experts"),
+    "experts": (used_anywhere, rf"{ROWS}\.unique(?s:.*)go over all experts"),
     "no rows": (unless_none, "(?s:.*)go over all experts"),
     "used experts": (asked, rf"{NUMBERS}if(?s:.*)go over all experts"),
     "nonzero": (
@@ -160,6 +166,7 @@ FIXED: dict[str, Callable[..., Tensor]] = {
     "branch": lambda m, x, ids: torch.where((ids > 3)[..., None], x, 2 * x),
     "mask": masked,
     "experts of their rows": looped,
+    "experts that are used": used,
     "experts of all rows": all_rows,
     "experts that are looked up": looked_up,
     "in place": lambda m, x, ids: x + (2 * x - x).detach(),

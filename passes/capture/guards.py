@@ -12,17 +12,27 @@ from collections.abc import Hashable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.chosen_rows import ADDING, CHOOSES, LOSSES
 from ..capture.distinct import CASTS, MOVED
+from ..capture.functionalize import LITERAL
 from ..capture.values_read import UNKNOWN, Read, read_here
 from ..graph import Graph, Node, Value, map_values
 from ..ops.captured import RESHAPES
 
 # Marks the tensor that was asked about in a capture, if it asserts nothing of it.
 MARK = torch.ops.aten._assert_tensor_metadata.default
+TOPK = (torch.topk, Tensor.topk)
+UNIQUE = (torch.unique, Tensor.unique)
+BINCOUNT = (torch.bincount, Tensor.bincount)
+# The same numbers, in another shape or place.
+SEEN = (
+    *(torch.flatten, torch.reshape, Tensor.contiguous, Tensor.detach, Tensor.flatten),
+    *(Tensor.long, Tensor.ravel, Tensor.reshape, Tensor.view),
+)
 # 0 throughout where their first operand is.
 STAY = {*MOVED, *CASTS, *RESHAPES, "aten.any", "aten.select", "aten.sum", "aten.expand"}
 EMPTY = -1  # the key of rows of which there are none
@@ -40,6 +50,45 @@ class Guards:
     def __init__(self) -> None:
         self.some = True
         self.read: Read | None = None
+        # Tensors by their id. Of what topk chose: from how many, and as of which write;
+        # of what `bincount` counts: what it counts.
+        self.chosen: dict[int, tuple[Tensor, int, int]] = {}
+        self.counted: dict[int, tuple[Tensor, Tensor]] = {}
+        self.numbers: dict[int, tuple[Tensor, Tensor]] = {}  # each, and if it is not 0
+
+    def instead(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a call gives that torch cannot answer; None of others."""
+        if func is Tensor.__bool__ and is_unknown(args[0]):
+            return self.answer(args[0])
+        x = args[0] if args and isinstance(args[0], Tensor) else kwargs.get("input")
+        count = self._count(x)
+        if count and func in UNIQUE and len(args) < 2 and not kwargs.get("dim"):
+            if any(kwargs.get(f"return_{what}") for what in ("inverse", "counts")):
+                return None
+            return self._different(x, count)
+        if count and func in BINCOUNT and kwargs.keys() <= {"minlength"}:
+            counts = F.one_hot(x, max(count, kwargs.get("minlength", 0))).sum(0)
+            self.counted[id(counts)] = counts, x
+            return counts
+        if func is Tensor.unbind and id(x) in self.counted:  # as of tolist
+            counts, given = self.counted[id(x)]
+            found = counts.unbind()
+            for number, n in enumerate(found):
+                self.numbers[id(n)] = n, (given == number).any()
+            return found
+        if func is Tensor.item and id(x) in self.numbers:
+            n, any_row = self.numbers[id(x)]
+            return RowCount(self, any_row, n)
+        return None
+
+    def _different(self, x: Tensor, count: int) -> Choices:
+        """What there is in `x`, of numbers below `count`."""
+        if self.some:
+            for number in range(count):
+                MARK((x == number).any())
+        self.read = read_here("unique", rows=True)
+        found = [torch.tensor(number) for number in range(count)]
+        return Choices(found if self.some else ())
 
     def answer(self, x: Tensor, rows: bool = False) -> bool:
         """x: a number, whether it is other than 0; or rows, whether there are any."""
@@ -47,16 +96,36 @@ class Guards:
         self.read = read_here("numel" if rows else "__bool__", rows)
         return self.some
 
-    def counted(self, func: Any, args: Sequence[Any], found: Any) -> Any:
+    def note(self, func: Any, args: Sequence[Any], kwargs: Any, found: Any) -> Any:
         """What a call found, or of a number of rows what can be asked about it."""
         if func is Tensor.numel and isinstance(found, UNKNOWN):
             return RowCount(self, args[0], found)
+        if func in TOPK and is_unknown(found.indices):
+            x, dim = args[0], kwargs.get("dim", (*args, -1, -1, -1)[2])
+            self._choose(found.indices, x.shape[dim])
+        elif func in SEEN and (count := self._count(args[0])):
+            self._choose(found, count)
         return found
+
+    def _choose(self, x: Tensor, count: int) -> None:
+        self.chosen[id(x)] = x, count, x._version
+
+    def _count(self, x: Any) -> int:
+        """From how many topk chose what is in a tensor; 0 of others."""
+        _, count, written = self.chosen.get(id(x), (x, 0, 0))
+        return count if count and x._version == written else 0
+
+
+class Choices(tuple[Tensor, ...]):
+    """What topk chose at all: it may be gone through, and no more."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise read_here(name, rows=True).error()
 
 
 class RowCount:
-    """The number of elements of a tensor whose rows the data choose: it may be compared
-    with 0, or be an unknown number."""
+    """The number of rows that the data choose: it may be compared with 0, or be an
+    unknown number. x: rows, or whether there are any."""
 
     def __init__(self, guards: Guards, x: Tensor, unknown: Any) -> None:
         self.guards, self.x, self.unknown = guards, x, unknown
@@ -69,6 +138,12 @@ class RowCount:
 
     def __ge__(self, other: Any) -> Any:
         return bool(self) if other == 1 else self.unknown >= other
+
+    def __lt__(self, other: Any) -> Any:
+        return not self if other == 1 else self.unknown < other
+
+    def __le__(self, other: Any) -> Any:
+        return not self if other == 0 else self.unknown <= other
 
     def __eq__(self, other: object) -> Any:
         return not self if other == 0 else self.unknown == other
@@ -177,6 +252,31 @@ class Reading(Protocol):
     def asked(self) -> Sequence[Value]: ...
 
 
+def _compared_alike(one: Reading, keys: Mapping[str, int], zeros: Set[str]) -> set[str]:
+    """Comparisons of the same numbers as those that are 0, seen in other shapes."""
+    made = one.graph.producers()
+
+    def source(v: Value) -> Value:
+        while (node := made.get(v.name)) and node.name in {LITERAL, *MOVED, *RESHAPES}:
+            v = node.operands[0]
+        return v
+
+    alike: dict[tuple[int, Any], set[str]] = {}
+    for node in one.graph.nodes:
+        if node.name == "aten.eq":
+            x, number = source(node.operands[0]), node.args[1]
+            if isinstance(number, Value):
+                literal = one.literals.get(source(number).name)
+                number = None if literal is None or literal.ndim else literal.item()
+            alike.setdefault((keys[x.name], number), set()).add(node.out.name)
+    return {
+        name
+        for (_, number), names in alike.items()
+        if number is not None and names & zeros
+        for name in names
+    }
+
+
 def are_same(some: Reading, none: Reading) -> bool:
     """Whether a model computes the same where there are no rows as it does if it is
     read as if there were some."""
@@ -186,6 +286,7 @@ def are_same(some: Reading, none: Reading) -> bool:
         plain, made = keys.of(graph, literals), graph.producers()
         zero_keys = {plain[name] for v in one.asked for name in _zeros(v, made)}
         zeros = {name for name, key in plain.items() if key in zero_keys}
+        zeros |= _compared_alike(one, plain, zeros)
         left = keys.of(graph, literals, zeros)
         outputs.append([left[v.name] for v in graph.outputs])
     return outputs[0] == outputs[1]

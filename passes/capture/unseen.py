@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..capture.guards import Guards, is_unknown
+from ..capture.guards import Guards
 from ..capture.user_frames import at_work
 from ..capture.values_read import Read, read_by, tried_by
 from ..errors import CaptureError
@@ -109,12 +109,13 @@ class Unseen(TorchFunctionMode):
                 fix="write the derivative out by tensor operations, or leave what "
                 "needs it out of the loss",
             )
-        if func is Tensor.__bool__ and is_unknown(args[0]):
-            return self.guards.answer(args[0])
+        answer = self.guards.instead(func, args, kwargs or {})
+        if answer is not None:
+            return answer
         try:
             result = func(*args, **(kwargs or {}))
         except Exception as error:
             self.read = tried_by(func, args, error) or self.read
             raise
         self.read = read_by(func, args, result) or self.read
-        return self.guards.counted(func, args, result)
+        return self.guards.note(func, args, kwargs or {}, result)

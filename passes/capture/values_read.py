@@ -25,6 +25,7 @@ VALUES_READ = (
     "symint",
     "symfloat",
     ".numpy() is not supported",
+    "rowcount",  # see `passes.capture.guards`
 )
 UNKNOWN = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Python's names for what a user writes otherwise.
