@@ -94,3 +94,7 @@ def _fill(name: str, command: Parser) -> Sequence[str]:
     module.add(command)
     examples: Sequence[str] = module.EXAMPLES
     return examples
+
+
+if __name__ == "__main__":
+    sys.exit(main())

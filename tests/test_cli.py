@@ -348,7 +348,7 @@ def test_ranks_stop_when_their_launcher_is_killed(plan: str) -> None:
         first_step(process)
         process.kill()
         _, said = process.communicate()  # to the end: of all ranks, which hold it too
-    assert "autopar: torchrun is gone, and so its ranks stop" in said
+    assert "autopar: torchrun is gone or out of reach, and so its ranks stop" in said
 
 
 @pytest.mark.slow

@@ -52,7 +52,9 @@ def test_a_lost_node_ends_the_run_by_name(
     """Until then the losses are those of a single device."""
     two.agents[1].kill()
     texts = gone(two)
-    said = re.compile(r"torchrun on node \d \(host .*\) is gone, and so its ranks stop")
+    said = re.compile(
+        r"torchrun on node \d \(host .*\) is gone or out of reach, and so its ranks"
+    )
     named = {found[0] for text in texts if (found := said.search(text))}
     assert len(named) == 1 and all(said.search(text) for text in texts)
     found = losses(two.said(0)[0]) | losses(two.said(1)[0])

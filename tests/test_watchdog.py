@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
@@ -144,20 +145,55 @@ class LostStore:
         raise dist.DistNetworkError("Connection reset by peer")
 
 
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The processes that were sent a signal."""
+    found: list[int] = []
+    monkeypatch.setattr("os.kill", lambda process, number: found.append(process))
+    return found
+
+
 def test_who_kept_the_store_is_told(
     watchdogs: list[Watchdog],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    ended: list[int],
 ) -> None:
+    """torchrun is ended, which would wait for it too."""
+
     def body() -> None:
         watchdogs[0].store = LostStore()
         raise RuntimeError("Connection closed by peer")
 
     assert guarded(watchdogs[0], body) == EXIT
     assert capsys.readouterr().err == f"\nautopar: {NO_STORE}\n"
+    assert ended == []
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert guarded(watchdogs[0], body) == EXIT
     assert capsys.readouterr().err == f"\nautopar: {NO_LAUNCHER.format('')}\n"
+    assert ended == [os.getppid()]
+
+
+class Silent:
+    """A store beyond a network that is cut."""
+
+    def __init__(self) -> None:
+        self.cut = threading.Event()
+
+    def add(self, key: str, amount: int) -> int:
+        self.cut.wait(60)
+        return 0
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(
+    store: dist.Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left, silent = SimpleQueue[int](), Silent()
+    with Watchdog(store, 0, 2, patience=0.1, grace=0.1, leave=left.put) as watchdog:
+        watchdog.store = silent
+        assert left.get(timeout=30) == EXIT
+        silent.cut.set()
+    assert capsys.readouterr().err == f"\nautopar: {NO_STORE}\n"
 
 
 @pytest.fixture
@@ -197,19 +233,11 @@ def test_ranks_whose_torchrun_is_gone_stop(
     """They are in sessions of their own; the store lives, on another node."""
     clock.sleep(BEAT)
     assert two_nodes[0].reason() is None
-    said = "torchrun on node 1 (host b) is gone, and so its ranks stop"
+    said = "torchrun on node 1 (host b) is gone or out of reach, and so its ranks stop"
     with monkeypatch.context() as patch:
         patch.setattr("os.getppid", lambda: 1)
         assert two_nodes[2]._beat() == said
     assert two_nodes[0].reason() == said
-
-
-@pytest.fixture
-def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The processes that were sent SIGTERM."""
-    found: list[int] = []
-    monkeypatch.setattr("os.kill", lambda process, number: found.append(process))
-    return found
 
 
 @pytest.mark.parametrize("restarts", ["0", "3"])

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -26,7 +27,7 @@ from autopar.runtime.launch.nodes import Node, starts_again, this_node
 
 BEAT = 0.5  # seconds between signs of life
 FAILURE = "autopar/failure"
-NO_LAUNCHER = "torchrun{} is gone, and so its ranks stop"
+NO_LAUNCHER = "torchrun{} is gone or out of reach, and so its ranks stop"
 TOLD = "torchrun ends this run"
 FINAL = "autopar/final"  # whether a failure would come again
 ENDED = "autopar/ended"  # ranks that were told to end, in order
@@ -38,8 +39,10 @@ class Watchdog:
 
     silence: seconds without a sign of life that tell, after a failure, who is gone.
     patience: seconds after which the next rank, once alive and silent since, is taken
-    for dead though nothing failed yet. grace: seconds after a failure elsewhere, until
-    a rank stuck in a call that does not return is ended, by `leave`.
+    for dead though nothing failed yet; and the store for gone that does not answer: of
+    a machine without power, or beyond a network that is cut, no connection ever breaks.
+    grace: seconds after a failure elsewhere, until a rank stuck in a call that does not
+    return is ended, by `leave`.
     """
 
     def __init__(
@@ -65,17 +68,29 @@ class Watchdog:
         # Gets a byte for each signal, also where the main thread is in a long call.
         self.signals: socket.socket | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._answered = time.monotonic()  # when the store last did
+        self._failure: str | None = None
+        # One is in the store, which may never answer; the other is not.
+        self._threads = [
+            threading.Thread(target=target, daemon=True)
+            for target in (self._ask, self._watch)
+        ]
 
     def __enter__(self) -> Watchdog:
         self.tell_node()
-        self._thread.start()
+        self._answered = time.monotonic()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        # Without a limit: a thread that is in the store when Python ends aborts it.
-        self._thread.join()
+        # Not without it: a thread that is in the store when Python ends aborts it.
+        asking, watching = self._threads
+        watching.join()
+        asking.join(self.patience)
+        if asking.is_alive():
+            self._end(self._no_store())
 
     def publish(self, what: str) -> None:
         """Tell the others that this rank failed; the first to fail is kept."""
@@ -87,10 +102,14 @@ class Watchdog:
             self.store.set(FINAL, "")
 
     def end_launcher(self) -> None:
-        """End this node's torchrun, which would start ranks again that gave up."""
+        """End this node's torchrun, which would start ranks again that gave up; or
+        would wait for a store that does not answer, and not even hear SIGTERM."""
+        if os.getppid() != self._parent:
+            return
+        if self.store is GONE and of_agent() and not starts_again():
+            os.kill(self._parent, signal.SIGKILL)
         with suppress(RuntimeError):
-            alive = os.getppid() == self._parent
-            if starts_again() and alive and self.store.check([FINAL]):
+            if starts_again() and self.store.check([FINAL]):
                 os.kill(self._parent, signal.SIGTERM)
 
     def agree(self, what: str) -> str:
@@ -195,27 +214,39 @@ class Watchdog:
         return f"{self._named(ranks)} {verb} not answer (killed or hung?)"
 
     def _no_store(self) -> str:
-        """After the store is gone: who had it."""
+        """After the store is gone: who had it. It is not asked again."""
+        self.store = GONE
         host = os.environ.get("MASTER_ADDR", "")
         on = f" on host {host}" if self.node.nodes > 1 else ""
         if os.getppid() == self._parent and not of_agent():
             return f"rank 0{on} does not answer (killed or hung?)"
         return NO_LAUNCHER.format(on)
 
-    # --- the thread ----------------------------------------------------------------
+    # --- the threads ---------------------------------------------------------------
+
+    def _ask(self) -> None:
+        """Beat until there is a failure."""
+        while self._failure is None and not self._stop.wait(BEAT):
+            try:
+                self._failure = self._beat()
+            except RuntimeError:
+                self._failure = self._no_store()
+            self._answered = time.monotonic()
 
     def _watch(self) -> None:
-        said = None
-        while said is None and not self._stop.wait(BEAT):
-            try:
-                said = self._beat()
-            except RuntimeError:  # the store is gone
-                said = self._no_store()
+        """End this rank if it does not end by itself, after a failure or without word
+        of the store."""
+        while self._failure is None and not self._stop.wait(BEAT):
+            if time.monotonic() - self._answered > self.patience:
+                self._failure = self._no_store()
         # The main thread has time to fail by itself, or to end if all is over.
-        if said is not None and not self._stop.wait(self.grace):
-            self.complain(said)
-            self.end_launcher()
-            self._leave(EXIT)
+        if self._failure is not None and not self._stop.wait(self.grace):
+            self._end(self._failure)
+
+    def _end(self, said: str) -> None:
+        self.complain(said)
+        self.end_launcher()
+        self._leave(EXIT)
 
     def _beat(self) -> str | None:
         """Give a sign of life, and look for one of the next rank: a ring, which does
@@ -234,6 +265,16 @@ class Watchdog:
         elif now - self._since > self.patience:
             return self.agree(self._no_answer([neighbour]))
         return self._said()
+
+
+class _Gone:
+    """In place of a store that does not answer."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError("the store is gone")
+
+
+GONE: Any = _Gone()
 
 
 class Terminated(BaseException):
