@@ -25,9 +25,9 @@ class ChosenRows:
 
     def shape(self, fake: torch.Tensor) -> tuple[int, ...] | None:
         """The shape of a tensor; None if its rows are not those of a mask."""
-        found = [n if type(n) is int else self.sizes.get(str(n)) for n in fake.shape]
-        known = tuple(n for n in found if n is not None)
-        return known if len(known) == len(found) else None
+        extents = [n if type(n) is int else self.sizes.get(str(n)) for n in fake.shape]
+        known = tuple(n for n in extents if n is not None)
+        return known if len(known) == len(extents) else None
 
     def choose(self, node: fx.Node, args: tuple, where: Location) -> Any:
         """The results of a call that chooses rows by a mask; None of another."""

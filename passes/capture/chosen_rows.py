@@ -86,8 +86,8 @@ def keep_all_rows(graph: Graph) -> Graph:
 def find_loops(graph: Graph) -> tuple[str, ...]:
     """A line for the user on what computes all rows several times, such as each expert
     of a loop."""
-    found = Counter(n.location.source for n in graph.nodes if n.op == CHOOSES)
-    lines = [source for source, times in found.items() if times > 1]
+    turns = Counter(n.location.source for n in graph.nodes if n.op == CHOOSES)
+    lines = [source for source, times in turns.items() if times > 1]
     if not lines:
         return ()
     return (
@@ -134,10 +134,10 @@ class _Keeper:
     def visit(self, _: Rewriter, node: Node) -> Any:
         if node.op == CHOOSES:
             return self.choose(node)
-        found = [r for v in node.operands if (r := self.of(v))]
-        if not found:
+        chosen = [r for v in node.operands if (r := self.of(v))]
+        if not chosen:
             return None
-        rows = found[0]
+        rows = chosen[0]
         handlers = {
             "aten.index": self.index,
             "aten.index_select": self.index_select,
@@ -150,7 +150,7 @@ class _Keeper:
         made: Any = None
         if not node.results:  # an assertion
             return self.rewriter.keep(node)
-        if all(r.mask == rows.mask for r in found):
+        if all(r.mask == rows.mask for r in chosen):
             made = handlers.get(node.name, self.follow)(node, rows)
         if made is None:
             raise refusal(f"'{short(node.op)}'", rows, str(node.location))
@@ -204,11 +204,11 @@ class _Keeper:
 
     def counts(self, indices: Sequence[Any], shape: tuple[int, ...]) -> bool:
         """Whether indices count the rows, along dims of this shape."""
-        found = [self.of(i) for i in indices]
+        counted = [self.of(i) for i in indices]
         return all(
             r is not None and r.factor == d and r.extents == shape
-            for d, r in enumerate(found)
-        ) and len(found) == len(shape)
+            for d, r in enumerate(counted)
+        ) and len(counted) == len(shape)
 
     def index(self, node: Node, rows: Rows) -> Value | tuple | None:
         """`x[rows]`: all rows of x; `x[rows, place]`: the one at a place of each."""
@@ -237,8 +237,8 @@ class _Keeper:
         rest = x.shape[2:]
         place = reshape(given[1], (rows.count, 1, *(1 for _ in rest)))
         place = self.rewriter.expand(place, (rows.count, 1, *rest))
-        found = emit("aten.gather.default", x, 1, place)
-        return self.noted(reshape(found, (rows.count, *rest)), rows, 0)
+        picked = emit("aten.gather.default", x, 1, place)
+        return self.noted(reshape(picked, (rows.count, *rest)), rows, 0)
 
     def index_select(self, node: Node, rows: Rows) -> Value | tuple | None:
         x, dim, index = arguments(node).values()
@@ -264,9 +264,9 @@ class _Keeper:
             return None
         if any(len(i.shape) != 1 for i in indices) and not by_mask:
             return None
-        rest, found = y.shape[len(lead) :], self.of(values)
-        if found:
-            if found.dim or len(values.shape) != len(rest) + 1:
+        rest, written = y.shape[len(lead) :], self.of(values)
+        if written:
+            if written.dim or len(values.shape) != len(rest) + 1:
                 return None
             values = self.rewriter.reshape(values, (*lead, *values.shape[1:]))
         elif len(values.shape) > len(rest):
@@ -283,9 +283,9 @@ class _Keeper:
         """`y.index_add(0, rows, values)`: those of rows that were not chosen are 0."""
         given = arguments(node)
         y, dim, index, values = list(given.values())[:4]
-        found, dim = self.of(values), dim % len(y.shape)
+        added, dim = self.of(values), dim % len(y.shape)
         place = self.of(index)
-        if self.of(y) or not found or not place or found.dim != dim:
+        if self.of(y) or not added or not place or added.dim != dim:
             return None
         if place.dim != (dim if len(index.shape) > 1 else 0):
             return None
@@ -300,18 +300,18 @@ class _Keeper:
     def total(self, node: Node, rows: Rows) -> Value | tuple | None:
         """A sum or mean over the rows."""
         given, emit = arguments(node), self.rewriter.emit
-        x, found = given["self"], self.of(given["self"])
+        x, along_rows = given["self"], self.of(given["self"])
         rank = len(x.shape)
         dims = tuple(d % rank for d in given.get("dim") or range(rank))
-        if found is None or found.dim not in dims:
+        if along_rows is None or along_rows.dim not in dims:
             return self.follow(node, rows)
-        counted = self.masked(x, rows, found.dim)
+        counted = self.masked(x, rows, along_rows.dim)
         if node.name == "aten.sum":
             return self.rewriter.keep(replace(node, args=(counted, *node.args[1:])))
         kind = given.get("dtype") or x.dtype
         keep = bool(given.get("keepdim", False))
         summed = emit("aten.sum.dim_IntList", counted, dims, keep, dtype=kind)
-        others = math.prod(x.shape[d] for d in dims if d != found.dim)
+        others = math.prod(x.shape[d] for d in dims if d != along_rows.dim)
         count = emit("aten.sum.default", rows.chosen)
         count = emit("aten.mul.Tensor", emit("aten.to.dtype", count, kind), others)
         return emit("aten.div.Tensor", summed, count)
@@ -341,7 +341,7 @@ def along(node: Node, of: Callable[[Value], Rows | None]) -> int | None:
         return None if place < 0 else place
     if node.name in ALIKE:
         return rows.dim if rows and out.shape == x.shape else None
-    found = {v.name: r.dim - len(v.shape) for v in node.operands if (r := of(v))}
+    row_dims = {v.name: r.dim - len(v.shape) for v in node.operands if (r := of(v))}
     if node.name in ALONG:
         dim = node.arg("dim")
         if rows is None or dim is None or dim % len(x.shape) == rows.dim:
@@ -349,8 +349,8 @@ def along(node: Node, of: Callable[[Value], Rows | None]) -> int | None:
         gone = len(out.shape) < len(x.shape) and dim % len(x.shape) < rows.dim
         return rows.dim - gone
     if is_pointwise(node) or node.name == "aten.floor_divide":
-        (back, *more) = set(found.values())
-        others = [v for v in node.operands if v.name not in found]
+        (back, *more) = set(row_dims.values())
+        others = [v for v in node.operands if v.name not in row_dims]
         if more or any(len(v.shape) >= -back and v.shape[back] != 1 for v in others):
             return None
         return back + len(out.shape)
@@ -360,14 +360,14 @@ def along(node: Node, of: Callable[[Value], Rows | None]) -> int | None:
     if rule is None:
         return None
     pairs = list(zip(node.operands, rule.operands, strict=True))
-    names = {dims[found[v.name]] for v, dims in pairs if v.name in found}
+    names = {dims[row_dims[v.name]] for v, dims in pairs if v.name in row_dims}
     if len(names) != 1:
         return None
     (letters,) = names
     if len(letters) != 1 or rule.roles[letters[0]] != "map":
         return None
     for v, dims in pairs:
-        if v.name not in found and any(
+        if v.name not in row_dims and any(
             letters[0] in names and n != 1
             for names, n in zip(dims, v.shape, strict=True)
         ):

@@ -72,10 +72,10 @@ class Guards:
             return counts
         if func is Tensor.unbind and id(x) in self.counted:  # as of tolist
             counts, given = self.counted[id(x)]
-            found = counts.unbind()
-            for number, n in enumerate(found):
+            by_number = counts.unbind()
+            for number, n in enumerate(by_number):
                 self.numbers[id(n)] = n, (given == number).any()
-            return found
+            return by_number
         if func is Tensor.item and id(x) in self.numbers:
             n, any_row = self.numbers[id(x)]
             return RowCount(self, any_row, n)
@@ -87,8 +87,8 @@ class Guards:
             for number in range(count):
                 MARK((x == number).any())
         self.read = read_here("unique", rows=True)
-        found = [torch.tensor(number) for number in range(count)]
-        return Choices(found if self.some else ())
+        choices = [torch.tensor(number) for number in range(count)]
+        return Choices(choices if self.some else ())
 
     def answer(self, x: Tensor, rows: bool = False) -> bool:
         """x: a number, whether it is other than 0; or rows, whether there are any."""
@@ -96,16 +96,16 @@ class Guards:
         self.read = read_here("numel" if rows else "__bool__", rows)
         return self.some
 
-    def note(self, func: Any, args: Sequence[Any], kwargs: Any, found: Any) -> Any:
-        """What a call found, or of a number of rows what can be asked about it."""
-        if func is Tensor.numel and isinstance(found, UNKNOWN):
-            return RowCount(self, args[0], found)
-        if func in TOPK and is_unknown(found.indices):
+    def note(self, func: Any, args: Sequence[Any], kwargs: Any, result: Any) -> Any:
+        """Its result, or of a number of rows what can be asked about it."""
+        if func is Tensor.numel and isinstance(result, UNKNOWN):
+            return RowCount(self, args[0], result)
+        if func in TOPK and is_unknown(result.indices):
             x, dim = args[0], kwargs.get("dim", (*args, -1, -1, -1)[2])
-            self._choose(found.indices, x.shape[dim])
+            self._choose(result.indices, x.shape[dim])
         elif func in SEEN and (count := self._count(args[0])):
-            self._choose(found, count)
-        return found
+            self._choose(result, count)
+        return result
 
     def _choose(self, x: Tensor, count: int) -> None:
         self.chosen[id(x)] = x, count, x._version
@@ -192,13 +192,13 @@ class Keys:
                 lambda v: ("value", keys[v.name]), (node.args, {**node.kwargs})
             )
             made = node.op, args, tuple(sorted(kwargs.items(), key=str))
-            found = [keys[v.name] for v in node.operands]
+            read = [keys[v.name] for v in node.operands]
             fresh = [
                 None if v is None else self.number((*made, place))
                 for place, v in enumerate(node.outs)
             ]
-            if EMPTY in found:
-                fresh = [_without(node, found)] * len(fresh)
+            if EMPTY in read:
+                fresh = [_without(node, read)] * len(fresh)
             elif zeros.intersection(v.name for v in node.operands):
                 if node.op == CHOOSES:
                     fresh = [EMPTY] * len(fresh)
@@ -227,10 +227,11 @@ def _added(node: Node, zeros: Set[str]) -> Value | None:
     return rest[0] if rest and rest[0].shape == node.out.shape else None
 
 
-def _without(node: Node, found: list[int]) -> int | None:
-    """The key of what a node makes of no rows; None if it is a matter of its own."""
+def _without(node: Node, keys: list[int]) -> int | None:
+    """The key of what a node makes of no rows; None if it is a matter of its own.
+    keys: of its operands."""
     if node.name in ("aten.index_put", *ADDING):
-        return found[0]
+        return keys[0]
     alone = node.name in ("aten.sum", "aten.mean", *LOSSES)
     return None if alone else EMPTY
 

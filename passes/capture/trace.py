@@ -170,8 +170,7 @@ def trace(
     graph, remarks = keep_all_rows(traced.graph), find_loops(traced.graph)
     _refuse_sources(graph, names)
     graph = keep_wide(graph, {name: p.dtype for name, p in model.named_parameters()})
-    found = replace(traced, graph=graph, outputs=names, metrics=count)
-    return replace(found, remarks=remarks)
+    return replace(traced, graph=graph, outputs=names, metrics=count, remarks=remarks)
 
 
 def _capture(
