@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,22 @@ def test_a_module_may_be_named(tmp_path: Path) -> None:
     loaded = load_model("plans:small_model")
     assert loaded.batch is None
     assert sum(p.numel() for p in loaded.model.parameters()) > 0
+
+
+@pytest.mark.parametrize("spec", ["ours/gpt.py:f", "ours.gpt:f"])
+def test_what_lies_where_we_are_can_be_imported(
+    spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command `autopar` does not have that folder on its path by itself."""
+    package = tmp_path / "ours"
+    package.mkdir()
+    model_file(package)
+    (package / "gpt.py").write_text("from ours.model import small as f")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    for name in ("ours", "ours.gpt", "ours.model"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert load_model(spec).batch is not None
 
 
 def test_a_file_imports_what_lies_beside_it(tmp_path: Path) -> None:

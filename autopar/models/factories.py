@@ -48,7 +48,8 @@ def find_factory(spec: str) -> Callable[[], Any]:
 
 
 def _from_file(path: Path) -> Any:
-    """Import a file under a name of its own; what lies beside it can be imported."""
+    """Import a file under a name of its own; what lies beside it, or where we are, can
+    be imported."""
     if not path.is_file():
         raise ModelError(
             f"there is no file '{path}' (looked in {Path.cwd()})",
@@ -60,12 +61,15 @@ def _from_file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickling look a class's module up there.
     sys.modules[name] = module
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
+    _can_import_from(path.resolve().parent, Path.cwd())
     with their_errors(str(path)):
         spec.loader.exec_module(module)
     return module
+
+
+def _can_import_from(*folders: Path) -> None:
+    """Behind all others: `python -m autopar` can, the command `autopar` could not."""
+    sys.path += [f for f in dict.fromkeys(map(str, folders)) if f not in sys.path]
 
 
 def check_takes_nothing(spec: str, factory: Callable[[], Any]) -> None:
@@ -90,6 +94,7 @@ def _by_name(name: str) -> Any:
     )
     if not all(map(str.isidentifier, name.split("."))):
         raise missing
+    _can_import_from(Path.cwd())
     with their_errors(name):
         try:
             return importlib.import_module(name)
