@@ -23,7 +23,7 @@ from autopar.passes.price.measured import Ops, Timed
 from autopar.passes.price.share import share
 from autopar.passes.program import Program
 from autopar.passes.search.candidates import candidates, meshes, searched
-from autopar.passes.search.search import Ranking, accounts_of, run_on_paper
+from autopar.passes.search.search import Ranking, accounts_of, run_on_paper, search
 from autopar.planner.planner import (
     ShortModel,
     capture_short,
@@ -261,6 +261,19 @@ def test_parameters_may_be_shared_within_nodes_and_replicated_between_them() -> 
         of_wish = meshes(space(16, mesh=Mesh.parse(wish)))
         ranks = [m.axis_size("dp") * m.axis_size("fsdp") for m in of_wish]
         assert max(ranks) == whole
+
+
+def test_pipelines_may_share_parameters_within_nodes() -> None:
+    """It is found out of the best plans, whose ranks of dp are on several nodes."""
+
+    def best(wish: str) -> set[str]:
+        cluster, mesh = cluster_of("32xA100-80GB"), Mesh.parse(wish)
+        of_wish = make_space(of(), cluster, 64, mesh=mesh, tp=(1,), zero=(3,))
+        return {str(e.candidate.mesh) for e in search(of_wish, prices).best}
+
+    prices = make_prices(of(), cluster_of("32xA100-80GB"))
+    assert best("pp=2") == {"pp=2,dp=16", "pp=2,dp=2,fsdp=8"}
+    assert best("pp=2,dp=16") == {"pp=2,dp=16"}
 
 
 def test_shares_that_nodes_replicate_are_gathered_inside_of_them() -> None:

@@ -211,6 +211,7 @@ def test_a_ring_holds_the_keys_of_few_ranks() -> None:
     [
         {"mesh": "dp=2,cp=2", "zero": 3},
         {"mesh": "cp=4", "recompute": "full"},
+        {"mesh": "cp=2,tp=2", "recompute": "selective"},
         pytest.param({"mesh": "dp=2,cp=2", "zero": 1}, marks=pytest.mark.slow),
         pytest.param(
             {"mesh": "pp=2,cp=2", "schedule": "zb-h1"}, marks=pytest.mark.slow

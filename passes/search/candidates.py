@@ -134,8 +134,8 @@ def _sharing(
     space: Space, pp: int, ranks: int, inner: int, fixed: dict[str, int]
 ) -> Iterator[int]:
     """Sizes of fsdp: 1, and what shares within nodes and replicates between them (Zhao
-    2023, section 3.2.2). It saves messages between nodes where all of a model's layers
-    are on each rank: with pipelines a wish alone has it.
+    2023, section 3.2.2). It saves messages between nodes most where all of a model's
+    layers are on each rank: with pipelines it is tried for the best, see `hybrids`.
 
     ranks: of dp and fsdp together; inner: inside of both.
     """
@@ -143,11 +143,30 @@ def _sharing(
         yield from (n for n in (fixed["fsdp"],) if ranks % n == 0)
         return
     yield 1
-    if pp > 1 or ranks == 1 or "dp" in fixed:
-        return
-    near, left = divmod(space.cluster.levels[0].devices, inner)
+    if pp == 1 and "dp" not in fixed:
+        yield from _near(space, ranks, inner)
+
+
+def _near(space: Space, ranks: int, inner: int) -> Iterator[int]:
+    """Of so many ranks those on a node, if there are several on each of several."""
+    near, left = divmod(space.cluster.levels[0].devices if ranks > 1 else 1, inner)
     if not left and 1 < near < ranks and ranks % near == 0:
         yield near
+
+
+def hybrids(space: Space, mesh: Mesh) -> Iterator[Mesh]:
+    """A mesh with pipelines, with dp as what shares within nodes and what replicates
+    between them, unless dp or fsdp is decided."""
+    wished = space.shape or (
+        space.mesh and {"dp", "fsdp"} & dict(space.mesh.axes).keys()
+    )
+    sizes = dict(mesh.axes)
+    if wished or "fsdp" in sizes or not {"pp", "dp"} <= sizes.keys():
+        return
+    dp = sizes["dp"]
+    for near in _near(space, dp, mesh.size // sizes["pp"] // dp):
+        parts = {"dp": (("dp", dp // near), ("fsdp", near))}
+        yield Mesh(tuple(x for a, n in mesh.axes for x in parts.get(a, ((a, n),))))
 
 
 def _sizes(space: Space, axis: str, fixed: dict[str, int]) -> tuple[int, ...]:

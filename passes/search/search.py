@@ -29,7 +29,7 @@ from ..search.candidates import ALIKE, Space, candidates
 from ..search.top_candidates import (
     best_cuts,
     made_schedules,
-    other_contexts,
+    other_ways,
 )
 from ..shard.query_groups import PAIR
 
@@ -121,7 +121,7 @@ def search(
         if len(best) == SHORTLIST or (best and tried >= 3 * SHORTLIST):
             break
         best += filter(None, [fit(candidate)])
-    best += other_contexts(best, space, fit)
+    best += other_ways(best, space, fit)
     best = best_cuts(best, fit)
     if len(space.schedules) > 1:
         best += made_schedules(best, fit)

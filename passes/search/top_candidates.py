@@ -1,8 +1,8 @@
 """top_candidates: what no formula can rank is tried on paper, for the best plans.
 
-Attention that works otherwise, stages of a rank that are cut otherwise, and schedules
-made for what stages take: of a pipeline's ends the formula of `passes.search.search`
-has but the length.
+Attention that works otherwise, pipelines whose parameters are shared within nodes,
+stages of a rank that are cut otherwise, and schedules made for what stages take: of a
+pipeline's ends the formula of `passes.search.search` has but the length.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..price.candidate import Candidate
 from ..price.estimate import Estimate
 from ..schedule.schedule import ScheduleError
 from ..search.balance_layers import balance_layers
-from ..search.candidates import Space, contexts
+from ..search.candidates import Space, contexts, hybrids
 
 MOST = 3  # of the best plans get a schedule of their own
 ACTIONS = 6_000  # of a step, at most: to make a schedule takes time by them
@@ -26,13 +26,16 @@ FOR_MORE = 1e-3  # of a step: what a plan must gain to be one of the best
 Fit = Callable[[Candidate], Estimate | None]
 
 
-def other_contexts(best: Sequence[Estimate], space: Space, fit: Fit) -> list[Estimate]:
-    """The best plans with attention on cp working otherwise."""
+def other_ways(best: Sequence[Estimate], space: Space, fit: Fit) -> list[Estimate]:
+    """The best plans with attention on cp working otherwise; and of pipelines, with
+    parameters shared within nodes."""
     estimates = []
-    for e in best:
-        for context in contexts(space, e.candidate.mesh)[1:]:
+    for c in (e.candidate for e in best):
+        ways = [replace(c, context_parallel=x) for x in contexts(space, c.mesh)[1:]]
+        ways += [replace(c, mesh=x) for x in hybrids(space, c.mesh) if c.zero]
+        for way in ways:
             try:
-                tried = fit(replace(e.candidate, context_parallel=context))
+                tried = fit(way)
             except ShardingConflict:
                 continue  # a ring is not for every attention
             if tried is not None:
