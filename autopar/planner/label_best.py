@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from autopar.passes.errors import LossNotSeparable
 from autopar.passes.plan import Plan
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
@@ -76,15 +77,16 @@ def _inner(candidate: Candidate) -> bool:
 def _labelled(
     e: Estimate, whole: ShortModel, cluster: Cluster
 ) -> tuple[Estimate, Plan] | None:
-    """The estimate and plan with labels; None: none of them fit."""
+    """The estimate and plan with labels; None: none of them fit, or samples are taken
+    together, so that what one costs cannot be told."""
     plan, limit = plan_of(e.candidate, whole), cluster.device.memory
     memory = limit
     for _ in range(TRIES):
         try:
             chosen = label_plan(whole, plan, cluster, memory)
-        except ShardingsDoNotFit:
+            labelled = _priced(e.candidate, chosen, whole, cluster)
+        except (ShardingsDoNotFit, LossNotSeparable):
             return None
-        labelled = _priced(e.candidate, chosen, whole, cluster)
         if labelled.peak <= limit:
             return labelled, chosen.plan
         memory -= labelled.peak - limit

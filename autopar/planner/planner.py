@@ -17,10 +17,12 @@ from torch import nn
 from autopar.capture.capture_model import capture_model
 from autopar.capture.shorten import Layers, shortened
 from autopar.gc_paused import gc_paused
+from autopar.models.batches import with_samples
 from autopar.options import make_plan
 from autopar.passes.capture.lower_precision import lower_precision
 from autopar.passes.capture.normalize import normalize
 from autopar.passes.dims.name_dims import Named, name_dims
+from autopar.passes.errors import LossNotSeparable
 from autopar.passes.mesh import Mesh
 from autopar.passes.plan import RECOMPUTE, Plan, PlanError
 from autopar.passes.price.candidate import Candidate
@@ -52,13 +54,15 @@ class ShortModel:
     """A model with few of its layers, its dims named. batch: samples it was traced
     with. starts: where each run of its layers begins. shared: the model as ranks
     compute it that hold shares of its parameters, see `passes.capture.lower_precision`.
-    options: of `autopar.options.Options`, for all plans."""
+    options: of `autopar.options.Options`, for all plans. with_batch: captures it with
+    so many samples."""
 
     named: Named
     layers: Layers | None
     batch: int
     shared: Named
     options: Mapping[str, Any] = field(default_factory=dict)
+    with_batch: Callable[[int], ShortModel] | None = None
 
     @property
     def runs(self) -> int:
@@ -108,21 +112,33 @@ def capture_short(
     if traced.autocast:
         shared = name_dims(normalize(lower_precision(traced, tables=True)))
     samples = max(v.shape[0] for v in named.graph.inputs if v.shape)
-    return ShortModel(named, layers, samples, shared, options)
+
+    @cache
+    def with_batch(samples: int) -> ShortModel:
+        return capture_short(model, with_samples(batch, samples), loss_fn, **options)
+
+    return ShortModel(named, layers, samples, shared, options, with_batch)
 
 
-def make_prices(of: ShortModel, cluster: Cluster, **options: Any) -> Prices:
+def make_prices(
+    of: ShortModel, cluster: Cluster, at_once: bool = False, **options: Any
+) -> Prices:
     """Prices of layers on a cluster's devices, each way of splitting them once.
 
-    options: more of them than the short model has, for all plans.
+    at_once: for a model that takes samples together, so that no microbatches share them
+    out: it is captured with as few as are priced. options: more of them than the short
+    model has, for all plans.
     """
     usual = {**of.options, **options}
 
     @lru_cache(maxsize=4)  # candidates in a row have the same, in shares or whole
     def cut(mesh: Mesh, microbatches: int, shares: bool, context: str) -> Cut:
         how = {**usual, "context_parallel": context}
+        priced = of
+        if at_once and of.with_batch and microbatches > 1:
+            priced, microbatches = of.with_batch(of.batch // microbatches), 1
         plan = make_plan(mesh, **how, microbatches=microbatches)
-        return cut_layers(of.shared if shares else of.named, plan, of.starts)
+        return cut_layers(priced.shared if shares else priced.named, plan, of.starts)
 
     @cache
     def at(
@@ -179,7 +195,8 @@ def find_plans(
 
     mesh: axes whose sizes are given. watch: see `passes.search.search.search`. decided:
     more fields of `passes.search.candidates.Space`.
-    Raises: Infeasible, PlanError.
+    A model that takes samples together has plans of one microbatch.
+    Raises: Infeasible, PlanError, LossNotSeparable.
     """
     if batch < 1:
         raise PlanError(f"a global batch of {batch}", fix="give at least 1 sample")
@@ -189,7 +206,16 @@ def find_plans(
         return make_space(of, cluster, batch, **wishes)
 
     space, prices = space_of(cluster, wishes), make_prices(of, cluster)
-    plans = search(space, prices, watch)
+    try:
+        plans = search(space, prices, watch)
+    except LossNotSeparable:
+        if wishes.setdefault("microbatches", 1) != 1:
+            raise
+        space, prices = (
+            space_of(cluster, wishes),
+            make_prices(of, cluster, at_once=True),
+        )
+        plans = search(space, prices, watch)
     if not plans.tried:
         raise nothing_to_choose(space)
     if not plans.best:

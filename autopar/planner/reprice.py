@@ -8,7 +8,9 @@ from pathlib import Path
 from autopar.machine.hardware import with_memory
 from autopar.machine.measured_cluster import measured_cluster
 from autopar.models.load import load_model
+from autopar.passes.errors import LossNotSeparable
 from autopar.passes.price.cluster import Cluster, ClusterError
+from autopar.passes.price.estimate import Estimate
 from autopar.passes.price.symbolic import activation_bytes, parameters, step_flops
 from autopar.passes.search.search import run_on_paper
 from autopar.planner.choose import SAMPLES
@@ -69,6 +71,14 @@ def reprice(record: PlanRecord, cluster: Cluster) -> PlanRecord:
             fix=f"plan anew: autopar plan {model} --labels --devices ...",
         )
     plain = [e.candidate for e in record.best if not e.candidate.labelled]
-    prices = make_prices(_short_model(record), cluster)
-    best = tuple(run_on_paper(candidate, prices, cluster) for candidate in plain)
+    of = _short_model(record)
+
+    def priced(at_once: bool) -> tuple[Estimate, ...]:
+        prices = make_prices(of, cluster, at_once)
+        return tuple(run_on_paper(candidate, prices, cluster) for candidate in plain)
+
+    try:
+        best = priced(at_once=False)
+    except LossNotSeparable:
+        best = priced(at_once=True)
     return replace(record, cluster=cluster, best=best, priced=())
