@@ -139,7 +139,7 @@ def run_and_kill(line: list[str], log: Path, at: int, torchrun: bool) -> None:
 
 
 def plain_losses(name: str, options: RunOptions, reverse: bool) -> list[float]:
-    """Of the untouched model, on one device, with the same batches; reverse: with their
+    """Trains the untouched model on one device, with the same batches; reverse: their
     samples in reverse order, which is the same but for rounding."""
     loaded = load_model(spec_of(name), seed=options.seed, device="cpu")
     model = loaded.model

@@ -46,7 +46,7 @@ def start(g: Given) -> Tensor:
 
 
 def weights(g: Given, gates: int) -> list[Tensor]:
-    """Of both directions: those of inputs, of states, and two biases."""
+    """Weights of both directions: those of inputs, of states, and two biases."""
     whole, bias = g.w.outer(g.w).repeat(gates, 1), g.w.repeat(gates)
     return [whole, 0.5 * whole, bias, -bias] * 2
 

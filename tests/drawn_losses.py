@@ -127,7 +127,7 @@ def last(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def pairs(logits: Tensor, batch: Batch) -> Tensor:
-    """Of two samples the first should have the greater reward."""
+    """A loss by which the first of two samples should have the greater reward."""
     reward = logits[:, -1, 0]
     return -F.logsigmoid(reward[0::2] - reward[1::2]).mean()
 

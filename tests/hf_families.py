@@ -122,7 +122,7 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 def names() -> list[str]:
-    """Of all families that have a causal language model."""
+    """Names all families that have a causal language model."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as families,
     )

@@ -65,7 +65,7 @@ def communication_of(costs: OpShardingCosts, choices: Mapping[int, int]) -> floa
 
 
 def compiled(named, plan: Plan) -> Account:
-    """Of the program of the whole graph as one stage."""
+    """Prices the program of the whole graph as one stage."""
     staged = split_stages(insert_collectives(propagate(named, plan)))
     sizes = {axis: plan.size(axis) for axis in plan.axes}
     at_zero = dict.fromkeys(sizes, 0)

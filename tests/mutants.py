@@ -174,7 +174,7 @@ class Mutant:
 
 
 def mutants(plan: Planned, program: Program, each: int = EACH) -> Iterator[Mutant]:
-    """Of each kind so many, drawn by chance, but always the same."""
+    """Yields so many of each kind, drawn by chance, but always the same."""
     for kind, found in [*_of_text(program), *_of_program(program)]:
         chance = random.Random(f"{plan} {kind}")
         for what, changed in chance.sample(found, min(each, len(found))):

@@ -129,7 +129,7 @@ class _Reader:
         return Place(statement, line, function, self.axes, *known)
 
     def learn(self, function: str, statement: ast.stmt) -> None:
-        """Of what dims its results are, and those of other functions."""
+        """What dims its results are of, and those of other functions."""
         if isinstance(statement, ast.Delete):
             for gone in statement.targets:
                 self.dims.pop(ast.unparse(gone), None)

@@ -92,7 +92,7 @@ def advantages() -> Case:
 def checked(
     case: Case, old: str = "", new: str = "", tolerance: float | None = None
 ) -> Verification:
-    """Of the case on two ranks, with another text in the program."""
+    """Verifies the case on two ranks, with another text in the program."""
     program = case.compile("dp=2")
     texts = {k: text.replace(old, new) for k, text in program.modules.items()}
     assert not old or texts != program.modules

@@ -36,7 +36,7 @@ def special() -> set[str]:
 
 
 def schemas(name: str) -> Iterator[tuple[str, torch.FunctionSchema]]:
-    """Of an op, by overload, those of functions of tensors."""
+    """An op's schemas by overload, of those that are functions of tensors."""
     packet = getattr(aten, name)
     for overload in packet.overloads():
         schema = getattr(packet, overload)._schema

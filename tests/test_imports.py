@@ -140,7 +140,7 @@ def test_the_compiler_stands_without_the_rest() -> None:
 
 
 def folders_imported(path: Path) -> set[str]:
-    """Of `passes`, by a file of it."""
+    """Folders of `passes` that a file of it imports."""
     names = {name for _, name in used(parse(path))}
     return {f for f in FOLDERS if any(within(n, {f"{COMPILER}.{f}"}) for n in names)}
 
@@ -241,6 +241,22 @@ def test_names_say_what_they_are_of() -> None:
         and "found" in (getattr(node, field, "") for field in ("id", "arg", "attr"))
     }
     assert named == set()
+
+
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def test_docstrings_begin_with_a_subject_or_a_verb() -> None:
+    """ "Of a rank, exactly." is a riddle."""
+    without = [
+        (path, node)
+        for folder in ("passes", "autopar", "examples")
+        for path in sources(folder)
+        for node in ast.walk(parse(path))
+        if isinstance(node, DOCUMENTED)
+        and (ast.get_docstring(node) or "").startswith("Of ")
+    ]
+    assert without == []
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -79,6 +80,24 @@ def ahead_of_a_layer(count: int) -> list[Node]:
     return nodes
 
 
+def written(
+    items: list[Node | Loop], nodes: list[Node], weights: Mapping[str, Tensor]
+) -> list[str]:
+    """Writes a function of `x` and a table of weights, that returns `out`."""
+    tables = {name: f'p["{name}"]' for name in weights}
+    part = Part(items, [value("out")])
+    alive = Alive(Storages(nodes, ["out"]))
+    writer = Function({}, tables, HandOver([part], tables), 0, alive)
+    head = writer.arrive([value("x")], (), ())
+    return ["def run(x, p):", *head, *writer.body(items, part.results), "return out"]
+
+
+def run(lines: list[str], x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    scope: dict[str, Any] = {}
+    exec("\n    ".join(lines), {"torch": torch, "aten": torch.ops.aten}, scope)
+    return scope["run"](x.clone(), weights)
+
+
 @pytest.mark.parametrize("count", [4, 7])
 def test_a_last_layer_that_is_without_some_is_of_the_loop(count: int) -> None:
     nodes = ahead_of_a_layer(count)
@@ -89,21 +108,14 @@ def test_a_last_layer_that_is_without_some_is_of_the_loop(count: int) -> None:
     assert loop.count - 1 in without and len(items) < 16
     weights = {f"blocks.+{i}.w": torch.randn(2, 3) for i in range(count)}
     weights["after.w"] = torch.randn(2, 3)
-    tables = {name: f'p["{name}"]' for name in weights}
-    part = Part(items, [value("out")])
-    alive = Alive(Storages(nodes, ["out"]))
-    writer = Function({}, tables, HandOver([part], tables), 0, alive)
-    head = writer.arrive([value("x")], (), ())
-    lines = ["def run(x, p):", *head, *writer.body(items, part.results), "return out"]
-    scope: dict[str, Any] = {}
-    exec("\n    ".join(lines), {"torch": torch, "aten": torch.ops.aten}, scope)
+    lines = written(items, nodes, weights)
     x = torch.randn(2, 3)
     found: dict[str, Tensor] = {"x": x, **weights}
     for node in nodes:
         read = [found[v.name] for v in node.operands]
         name = node.op.removeprefix("aten.").partition(".")[0]
         found[node.out.name] = getattr(torch, name)(*read)
-    assert torch.equal(scope["run"](x.clone(), weights), found["out"])
+    assert torch.equal(run(lines, x, weights), found["out"])
     assert sum("sin" in line for line in lines) < 20
 
 
@@ -119,30 +131,23 @@ def test_what_reads_further_back_than_the_row_before_is_no_loop() -> None:
 def test_a_view_that_a_loop_reads_too_is_a_statement() -> None:
     """Written into the next view alone it would be gone before the loop begins."""
     xs = [value(f"x_{i}") for i in range(5)]
-    start, twice = value("start"), value("twice")
+    start, twice = value("x"), value("twice")
     nodes = [
         Node("aten.reshape.default", (start, [2, 3]), {}, (xs[0],)),
         Node("aten.reshape.default", (xs[0], [2, 3]), {}, (twice,)),
         *(n for i in range(4) for n in layer(i, xs[i], xs[i + 1])),
         Node("aten.sub.Tensor", (xs[4], twice), {}, (value("out"),)),
     ]
-    part = Part(find_loops(nodes), [value("out")])
-    tables = {f"blocks.+{i}.w": f'p["{i}"]' for i in range(4)}
-    alive = Alive(Storages(nodes, ["out"]))
-    writer = Function({}, tables, HandOver([part], tables), 0, alive)
-    head = writer.arrive([start], (), ())
-    body = [*head, *writer.body(part.items, part.results), "return out"]
-    scope: dict[str, Any] = {}
-    exec("\n    ".join(["def run(start, p):", *body]), {"torch": torch}, scope)
-    given = torch.randn(2, 3), {str(i): torch.randn(2, 3) for i in range(4)}
-    x = given[0]
-    for w in given[1].values():
+    weights = {f"blocks.+{i}.w": torch.randn(2, 3) for i in range(4)}
+    x = start = torch.randn(2, 3)
+    for w in weights.values():
         x = x * w + 2
-    assert torch.equal(scope["run"](given[0].clone(), given[1]), x - given[0])
+    lines = written(find_loops(nodes), nodes, weights)
+    assert torch.equal(run(lines, start, weights), x - start)
 
 
 def statements(graph: Graph) -> list[str]:
-    """Of a function that is given the graph's inputs."""
+    """Writes the body of a function that is given the graph's inputs."""
     nodes, (out,) = list(graph.nodes), graph.outputs
     given = {v.name: v.bytes for v in graph.inputs}
     alive = Alive(Storages(nodes, [out.name], given))

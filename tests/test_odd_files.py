@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def places(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Of every value: the keys that lead to it. Of lists the first and last item."""
+    """Yields the keys that lead to each value; of lists the first and last item."""
     yield at
     items = data.items() if isinstance(data, dict) else ()
     if isinstance(data, list):

@@ -18,7 +18,7 @@ from autopar.proof.ranks import run_all_ranks
 
 
 def lines(program: Program) -> int:
-    """Of the longest text."""
+    """Counts those of the longest text."""
     return max(len(text.splitlines()) for text in program.modules.values())
 
 

@@ -20,6 +20,7 @@ from autopar.passes.capture.call_model import loss_of
 from autopar.passes.errors import BatchError
 from autopar.proof import padding
 from autopar.proof.padding import Fills, find_fills, pad
+from autopar.step import Step
 
 Batch = dict[str, Tensor]
 
@@ -155,21 +156,28 @@ def test_after_the_last_program_batches_are_padded(
 # --- several ranks -------------------------------------------------------------------
 
 
+def last_samples(of: Case, step: Step, rows: int) -> tuple[Batch, Tensor]:
+    """A batch of the last samples, and its loss, which is the model's, as the norm of
+    the gradients is."""
+    batch = {name: x[-rows:] for name, x in of.batch.items()}
+    step.zero_grad()
+    loss, want = step(**batch), step_of(of, batch)
+    torch.testing.assert_close(loss, want[0], rtol=1e-9, atol=0)
+    norm = step.clip_grad_norm_(1e9)
+    total = torch.stack([g.norm() for g in want[1:]]).norm()
+    torch.testing.assert_close(norm, total, rtol=1e-9, atol=0)
+    return batch, loss
+
+
 def repeated_batches() -> list[str]:
-    """Of 3 samples and 5 over two ranks, whose loss is a mean over samples; and what is
-    said of those that do not go."""
+    """Trains on 3 samples and 5 over two ranks, whose loss is a mean over samples; the
+    shape that was taken, and the error of those that do not go."""
     of = stack(of_samples)
     step = autopar.compile(
         of.model, "dp=2", loss_fn=of.loss_fn, example_inputs=of.batch
     )
     for rows in (8, 3):
-        batch = {name: x[-rows:] for name, x in of.batch.items()}
-        step.zero_grad()
-        loss, want = step(**batch), step_of(of, batch)
-        torch.testing.assert_close(loss, want[0], rtol=1e-9, atol=0)
-        norm = step.clip_grad_norm_(1e9)
-        total = torch.stack([g.norm() for g in want[1:]]).norm()
-        torch.testing.assert_close(norm, total, rtol=1e-9, atol=0)
+        last_samples(of, step, rows)
     said = [str(step.program.inputs["labels"][0])]
     with pytest.raises(BatchError) as told:
         step(**{name: x[:5] for name, x in of.batch.items()})
@@ -184,19 +192,13 @@ def test_samples_are_repeated_where_the_loss_is_their_mean() -> None:
 
 
 def short_batches() -> list[int]:
-    """Of 5 samples and 3 over two ranks, beside the model; and logits of them."""
+    """Trains on 5 samples and 3 over two ranks, and evaluates; logits of them, too."""
     of = plain_gpt(layers=1).double()
     step = autopar.compile(
         of.model, "dp=2", microbatches=2, zero=1, example_inputs=of.batch
     )
     for rows in (8, 5, 8, 3):
-        batch = {name: x[-rows:] for name, x in of.batch.items()}
-        step.zero_grad()
-        loss, want = step(**batch), step_of(of, batch)
-        torch.testing.assert_close(loss, want[0], rtol=1e-9, atol=0)
-        norm = step.clip_grad_norm_(1e9)
-        total = torch.stack([g.norm() for g in want[1:]]).norm()
-        torch.testing.assert_close(norm, total, rtol=1e-9, atol=0)
+        batch, loss = last_samples(of, step, rows)
         assert step.evaluate(**batch) == pytest.approx(loss.item(), rel=1e-9)
     found = step.evaluate(outputs=("0",), **batch)
     torch.testing.assert_close(found["0"], of.model(**batch)[0].detach())

@@ -44,7 +44,7 @@ def made(program: Program | None = None) -> tuple[autopar.Step, torch.optim.Opti
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Of the files of values; DCP's metadata have a number of their own each time."""
+    """Reads the files of values; DCP's metadata have another number each time."""
     return {path.name: path.read_bytes() for path in folder.glob("*.distcp")}
 
 

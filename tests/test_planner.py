@@ -83,7 +83,7 @@ def test_the_model_is_as_before() -> None:
 
 
 def of_whole_model(case, mesh: str, cuts: tuple[str, ...], **options) -> list[Account]:
-    """Of each stage of the whole model, compiled as it is."""
+    """Accounts for each stage of the whole model, compiled as it is."""
     plan = replace(make_plan(f"pp={len(cuts) + 1},{mesh}", **options), cuts=cuts)
     named = name_dims(normalize(trace(case.model, case.batch, case.loss_fn)))
     staged = split_stages(insert_collectives(propagate(named, plan)), PLAIN)

@@ -22,8 +22,8 @@ Seen = tuple[list[str], dict[str, Tensor]]
 
 
 def step(case: Case, program: Program, overlaps: bool = True) -> list[Seen]:
-    """Of each rank what it calls from its last backward to the reduction of the loss,
-    and the gradients."""
+    """Each rank's calls from its last backward to the reduction of the loss, and the
+    gradients."""
 
     def body(comm: Comm) -> Seen:
         seen: list[str] = []

@@ -87,7 +87,7 @@ def check(one: Draw, results: Sequence[Result]) -> None:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, list[Result]]:
-    """Of each trial, what each rank found: processes start once for all."""
+    """Each trial's result on each rank: processes start once for all."""
     by_rank = run_ranks(on_ranks, RANKS, list(TRIALS.values()))
     return dict(zip(TRIALS, map(list, zip(*by_rank, strict=True)), strict=True))
 

@@ -31,12 +31,32 @@ def evaluations(capsys: pytest.CaptureFixture[str]) -> list[dict[str, float]]:
     return [row for row in rows(capsys.readouterr().out) if "eval_loss" in row]
 
 
+def drawn_text(folder: Path, tokens: int) -> np.ndarray:
+    """Draws the tokens of `a.bin`."""
+    text = np.random.default_rng(0).integers(0, 64, tokens).astype(np.uint16)
+    text.tofile(folder / "a.bin")
+    return text
+
+
+def on_all(folder: Path) -> list[str]:
+    """Evaluates on all of the last tenth of `a.bin`, after each step."""
+    given = ["--data", str(folder / "a.bin"), "--eval-batches", "0", "--lr", "0"]
+    return [*given, "--eval-fraction", "0.1", "--eval-every", "1"]
+
+
+def plain_loss(folder: Path, text: np.ndarray) -> object:
+    """Is equal to the model's loss of all sequences of 16, as one batch."""
+    tokens = torch.from_numpy(text.astype(np.int64))
+    model = load_model(spec(folder)).model.eval()
+    with torch.no_grad():
+        loss = model(tokens[:-1].view(-1, 16), tokens[1:].view(-1, 16))[1]
+    return pytest.approx(loss.item(), rel=1e-6)
+
+
 def test_it_is_the_loss_of_the_model_on_the_end_of_the_data(
     plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rng = np.random.default_rng(0)
-    text = rng.integers(0, 64, 1000).astype(np.uint16)
-    text.tofile(tmp_path / "a.bin")
+    text = drawn_text(tmp_path, 1000)
     given = ["--lr", "0", "--data", str(tmp_path / "a.bin"), "--eval-batches", "3"]
     given += ["--eval-fraction", "0.2", "--steps", "5", "--eval-every", "2"]
     capsys.readouterr()
@@ -60,20 +80,12 @@ def test_it_is_the_loss_of_the_model_on_the_end_of_the_data(
 def test_all_that_is_held_out_is_seen_once_the_short_last_batch_too(
     plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rng = np.random.default_rng(0)
-    text = rng.integers(0, 64, 1000).astype(np.uint16)
-    text.tofile(tmp_path / "a.bin")
-    given = ["--data", str(tmp_path / "a.bin"), "--eval-batches", "0", "--steps", "3"]
-    given += ["--eval-fraction", "0.1", "--eval-every", "1", "--lr", "0"]
+    text = drawn_text(tmp_path, 1000)
     capsys.readouterr()
-    assert main(["run", plan, "--json", *given]) == 0
-    found = [row["eval_loss"] for row in evaluations(capsys)]
+    assert main(["run", plan, "--json", "--steps", "3", *on_all(tmp_path)]) == 0
+    losses = [row["eval_loss"] for row in evaluations(capsys)]
     # Six sequences of 16 with a token after each: a batch of four, and two.
-    tokens = torch.from_numpy(text[900:997].astype(np.int64))
-    model = load_model(spec(tmp_path)).model.eval()
-    with torch.no_grad():
-        want = model(tokens[:-1].view(6, 16), tokens[1:].view(6, 16))[1].item()
-    assert found == [pytest.approx(want, rel=1e-6)] * 3
+    assert losses == [plain_loss(tmp_path, text[900:997])] * 3
     assert main(["run", plan, "--eval-every", "1", "--eval-batches", "0"]) == 2
     assert "synthetic data has no end" in capsys.readouterr().err
 
@@ -86,18 +98,11 @@ def test_ranks_evaluate_a_rest_that_they_cannot_share(
     where = str(tmp_path / "plan")
     line = ["compile", tiny_file(tmp_path), "--mesh", "dp=2", "--zero", "2"]
     assert main([*line, "-o", where]) == 0
-    text = np.random.default_rng(0).integers(0, 64, 1130).astype(np.uint16)
-    text.tofile(tmp_path / "a.bin")
-    given = ["--data", str(tmp_path / "a.bin"), "--eval-batches", "0", "--steps", "2"]
-    given += ["--eval-fraction", "0.1", "--eval-every", "1", "--lr", "0"]
+    text = drawn_text(tmp_path, 1130)
     capfd.readouterr()
-    assert main(["run", where, "--json", *given]) == 0
-    found = [row["eval_loss"] for row in evaluations(capfd)]
-    tokens = torch.from_numpy(text[1017:1130].astype(np.int64))
-    model = load_model(spec(tmp_path)).model.eval()
-    with torch.no_grad():
-        want = model(tokens[:-1].view(7, 16), tokens[1:].view(7, 16))[1].item()
-    assert found == [pytest.approx(want, rel=1e-6)] * 2
+    assert main(["run", where, "--json", "--steps", "2", *on_all(tmp_path)]) == 0
+    losses = [row["eval_loss"] for row in evaluations(capfd)]
+    assert losses == [plain_loss(tmp_path, text[1017:1130])] * 2
 
 
 def test_a_rest_that_ranks_cannot_share_is_run_one_by_one() -> None:

@@ -37,7 +37,7 @@ class Square(torch.autograd.Function):
 
 
 class Gated(torch.autograd.Function):
-    """Of several operands, in the newer form, with a result that has no gradient."""
+    """Takes several operands, in the newer form; a result has no gradient."""
 
     @staticmethod
     def forward(x: Tensor, gate: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -39,8 +39,8 @@ def deleted(text: str) -> list[str]:
 
 
 def blocks_at_once(text: str, kind: str) -> int:
-    """Of how many messages, at most, something is there at the same time: what a
-    scatter sends, what is under way, or what a gather brought."""
+    """Counts the messages, at most, of which something is there at the same time:
+    what a scatter sends, what is under way, or what a gather brought."""
     block_of = {}
     for name, (given, got) in messages(text, kind).items():
         parts = got if kind == "gather" else given

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from autopar.machine.hardware import cluster_of, read_devices, this_cluster
 from autopar.machine.machine import busy, machine_text
-from autopar.machine.profile_file import ProfileError, machines_of, read_profile
+from autopar.machine.profile_file import ProfileError, measured_machines, read_profile
 from autopar.passes.price.cluster import Cluster, Device
 from autopar.passes.price.estimate import Estimate
 from autopar.passes.price.measured import (
@@ -87,7 +87,7 @@ def _peaks(device: Device, ops: Ops) -> Mapping[str, float]:
 
 
 def _not_measured(devices: int) -> str:
-    others = [m for m in machines_of() if m != machine_text()]
+    others = [m for m in measured_machines() if m != machine_text()]
     text = f"{devices} devices of this machine, {machine_text()}, were not measured"
     text += f" (but these were: {'; '.join(others)})" if others else ""
     return (

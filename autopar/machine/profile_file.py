@@ -106,10 +106,10 @@ def read_profile(path: Path | None = None) -> Profile:
     return profiles[here]
 
 
-def machines_of(path: Path | None = None) -> tuple[str, ...]:
-    """The machines whose ops or messages a readable file has; None: the cache."""
+def measured_machines() -> tuple[str, ...]:
+    """The machines whose ops or messages are in the cache, if it can be read."""
     try:
-        profiles = _profiles(path or usual_path())
+        profiles = _profiles(usual_path())
     except (OSError, ProfileError):
         return ()
     return tuple(name for name, p in profiles.items() if p.ops or p.messages)

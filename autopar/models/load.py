@@ -122,7 +122,6 @@ def example_batch(
     seq: int,
     attention_mask: bool = False,
     packed: bool = False,
-    seed: int = 0,
 ) -> dict[str, Tensor]:
     """Random tokens, int64 [batch, seq], as Hugging Face's causal models take them.
 
@@ -136,7 +135,7 @@ def example_batch(
         shapes["attention_mask"] = ((batch, seq), "int64")
     if packed:
         shapes[POSITIONS] = ((batch, seq), "int64")
-    return random_batch(shapes, vocab, seed)
+    return random_batch(shapes, vocab)
 
 
 def random_batch(

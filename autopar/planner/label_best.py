@@ -50,7 +50,7 @@ def open_to_labels(plans: Ranking, reach: float = math.inf) -> list[Estimate]:
 def label_best(
     searched: Ranking, whole: ShortModel, cluster: Cluster, reach: float = math.inf
 ) -> tuple[Ranking, Mapping[Candidate, Plan]]:
-    """What was found, with labelled plans among the best; and these plans.
+    """Returns the ranking with labelled plans among the best; and these plans.
 
     whole: the model captured with all samples of a step. reach: see `open_to_labels`.
     """

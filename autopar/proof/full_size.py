@@ -243,7 +243,7 @@ def _first_ranks(program: Program, stage: int) -> dict[str, int]:
 
 
 def _coords(program: Program, stage: int, text: str) -> dict[str, int]:
-    """Of a rank that runs a stage; text: those that the stage tells, without pp."""
+    """A rank that runs a stage; text: coordinates that the stage tells, without pp."""
     told = dict(part.split("=") for part in text.split(",") if part)
     coords = {axis: int(told.get(axis, 0)) for axis, _ in program.mesh.axes}
     if "pp" in coords:

@@ -167,7 +167,7 @@ class Synthetic:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """Of each sample chance decides, by weight, which source it comes from.
+    """Samples of which chance decides, by weight, what source each comes from.
 
     weights: shares, of which the sum is 1.
     """
@@ -195,7 +195,7 @@ class Mixture:
         return ids, labels
 
     def count(self, seq: int) -> int:
-        """Of all sources, whatever their weights."""
+        """Counts the samples of all sources, whatever their weights."""
         return sum(source.count(seq) for source in self.sources)
 
     def samples(self, numbers: np.ndarray, seq: int) -> Batch:
@@ -273,7 +273,7 @@ def weighted(spec: str) -> tuple[str, float | None]:
 
 
 def _shares(sources: Sequence[Data], weights: Sequence[float | None]) -> list[float]:
-    """Of the sum of weights; without any, of the tokens. Raises: DataError."""
+    """Divides by the sum of weights; without any, of tokens. Raises: DataError."""
     given = [weight for weight in weights if weight is not None]
     if not given and all(isinstance(data, Corpus) for data in sources):
         given = [float(len(d.tokens)) for d in sources if isinstance(d, Corpus)]

@@ -19,7 +19,7 @@ class Text:
 
 
 def open_text(tokenizer: str) -> Text:
-    """Of a tokenizer's folder or file; bytes for "". Raises: DataError."""
+    """Opens a tokenizer's folder or file; bytes for "". Raises: DataError."""
     if not tokenizer:
         return Text(lambda text: BYTES.encode([text])[0], _from_bytes, BYTES.size)
     path = Path(tokenizer)

@@ -81,7 +81,7 @@ class Epochs:
         return self.data.samples(numbers, seq)
 
     def steps(self, epochs: int, batch_size: int, seq: int) -> int:
-        """Of so many epochs, without a last batch that is not full."""
+        """Counts the steps of epochs, without a last batch that is not full."""
         return epochs * self.count(seq) // batch_size
 
     def count(self, seq: int) -> int:

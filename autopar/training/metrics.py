@@ -63,7 +63,7 @@ class Meter:
     def row(
         self, done: int, loss: Tensor, norm: Tensor, lr: float, clock: Clock
     ) -> dict[str, float]:
-        """Of the step before which `done` - 1 were made. Reading it waits for a GPU."""
+        """Returns a step's metrics; `done` counts it too. Reading waits for a GPU."""
         row = {"step": done, "loss": loss.item(), "grad_norm": norm.item(), "lr": lr}
         speed = clock.read(done)
         row["tokens_per_second"] = self.tokens * speed

@@ -26,7 +26,7 @@ class ProfileStepsError(AutoparError):
 
 
 def read_steps(text: str, steps: int) -> range:
-    """Of `A:B`, both included. steps: of the run. Raises: ProfileStepsError."""
+    """Reads `A:B`, both included. steps: of the run. Raises: ProfileStepsError."""
     match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text)
     first, last = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= first <= last <= steps:
@@ -105,7 +105,7 @@ class Profile:
 
 
 def predicted_seconds(stored: StoredPlan) -> float | None:
-    """Of a step, by the planner that made the plan, if one did."""
+    """Returns a step's, by the planner that made the plan, if one did."""
     record = read_decided(Path(stored.directory)).record
     return None if record is None else record.best[0].seconds
 

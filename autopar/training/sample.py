@@ -71,7 +71,7 @@ class Origin:
 
     @classmethod
     def read(cls, checkpoint: Path) -> Origin:
-        """Of a checkpoint. Raises: CheckpointError."""
+        """Reads what a checkpoint was made of. Raises: CheckpointError."""
         extra = read_alone(checkpoint, {EXTRA: b""}).get(EXTRA)
         data = extra.get("origin") if isinstance(extra, dict) else None
         if not isinstance(data, dict):

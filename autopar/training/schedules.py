@@ -44,7 +44,7 @@ def decay_steps(options: RunOptions) -> int:
 
 
 def learning_rate(step: int, options: RunOptions) -> float:
-    """Of a step, counted from 0."""
+    """Returns that of a step, counted from 0."""
     if step < options.warmup:
         return options.lr * (step + 1) / options.warmup
     decaying = decay_steps(options)

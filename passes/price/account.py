@@ -39,7 +39,7 @@ class Alive(Amounts):
         return only.get(zero, self.whole)
 
     def largest(self, other: Alive, beside: float) -> Alive:
-        """Of both, the other with something beside it."""
+        """Returns the larger of each amount; the other's with `beside` added."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Alive(*[max(x, beside + y) for x, y in pairs])
 
@@ -132,7 +132,7 @@ class Account(Amounts):
     update: float = 0.0
 
     def __hash__(self) -> int:
-        """Of some amounts, as searches ask for it often."""
+        """Hashes a few of the amounts, as searches ask for it often."""
         return hash((self.forward.seconds, self.backward.seconds, self.saved))
 
     @property

@@ -120,8 +120,8 @@ class Layout:
         return tuple(shape)
 
     def _cuts(self, wholes: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Of each run, its ranks' parts of the wholes, [ranks, *shape]: a copy for each
-        of these, not for each rank."""
+        """Yields each run's parts of the wholes, [ranks, *shape]: a copy for each of
+        these, not for each rank."""
         begins = [0] * len(wholes)
         for run in self.runs:
             cuts = []

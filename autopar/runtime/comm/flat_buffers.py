@@ -41,16 +41,8 @@ def packed(x: Tensor, dim: int, layout: Sequence[Pieces]) -> tuple[Tensor, list[
     return flat, counts
 
 
-def by_share(x: Tensor, dim: int, layout: Sequence[Pieces]) -> Tensor:
-    """x with the rows of each share together, one share after the other."""
-    if in_order(layout):
-        return x
-    pieces = [piece for share in layout for piece in share]
-    return torch.cat([x.narrow(dim, *piece) for piece in pieces], dim)
-
-
 def by_row(x: Tensor, dim: int, layout: Sequence[Pieces]) -> Tensor:
-    """The transpose of `by_share`: the rows in their order in the dim."""
+    """x, one share after the other, with its rows in their order in the dim."""
     if in_order(layout):
         return x
     return joined(x.split([extent(share) for share in layout], dim), dim, layout)

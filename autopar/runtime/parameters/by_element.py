@@ -108,7 +108,7 @@ T = TypeVar("T")
 def _tried(
     optimizer: Optimizer, parameters: Sequence[Tensor], of: Callable[[_Trial], T]
 ) -> list[T]:
-    """Of each group, and number of dims, while chance is left as it was."""
+    """Asks of each group and number of dims; chance is left as it was."""
     mine = {id(p) for p in parameters}
     results = []
     for group in optimizer.param_groups:
