@@ -1,4 +1,4 @@
-"""pareto_front: the best trades of time for memory, of options for many things."""
+"""pareto_front: the best trades of time for memory, over many decisions."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from typing import NamedTuple
 
 
 class Option(NamedTuple):
-    """What a choice for one thing takes."""
+    """What one way to decide takes."""
 
     seconds: float
     bytes: int
 
 
 class Trade(NamedTuple):
-    """One option of each thing: the sums, and which (by index)."""
+    """One option of each decision: the sums, and which (by index)."""
 
     seconds: float
     bytes: int
     picked: tuple[int, ...]
 
 
-def pareto_front(things: Sequence[Sequence[Option]]) -> Iterator[Trade]:
+def pareto_front(decisions: Sequence[Sequence[Option]]) -> Iterator[Trade]:
     """All trades that no other beats in both, the least seconds first.
 
-    Exact, by dynamic programming over the things. An option that gains nothing over
+    Exact, by dynamic programming over the decisions. An option that gains nothing over
     one before it is not picked; of equal trades, the first picks later options for
-    earlier things.
+    earlier decisions.
     """
     # Whole picoseconds, so that sums in another order are equal.
     best: list[tuple[int, int, int]] = [(0, 0, 0)]
-    for options in things:
+    for options in decisions:
         reached = sorted(
             (
                 time + round(option.seconds * 1e12),
                 size + option.bytes,
-                # The picks as a number, a digit for each thing, later options smaller.
+                # The picks as a number, a digit a decision, later options smaller.
                 picks * len(options) + len(options) - 1 - index,
             )
             for time, size, picks in best
@@ -48,7 +48,7 @@ def pareto_front(things: Sequence[Sequence[Option]]) -> Iterator[Trade]:
                 best.append(state)
     for time, size, picks in best:
         picked = []
-        for options in reversed(things):
+        for options in reversed(decisions):
             picks, digit = divmod(picks, len(options))
             picked.append(len(options) - 1 - digit)
         yield Trade(time / 1e12, size, tuple(reversed(picked)))

@@ -148,7 +148,7 @@ def _sharing(
 
 
 def _near(space: Space, ranks: int, inner: int) -> Iterator[int]:
-    """Of so many ranks those on a node, if there are several on each of several."""
+    """Yields how many of the ranks are on a node, if several are on each of several."""
     near, left = divmod(space.cluster.levels[0].devices if ranks > 1 else 1, inner)
     if not left and 1 < near < ranks and ranks % near == 0:
         yield near

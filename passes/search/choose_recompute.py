@@ -155,9 +155,9 @@ class _Search:
         placed = zip(self.stages, schedule.stage_to_rank, strict=True)
         own = [stage for stage, there in placed if there == rank]
         layers = [layer for stage in own for layer in stage.layers.values()]
-        things = [thing for stage in own for thing in self.options(stage, schedule)]
+        policies = [each for stage in own for each in self.options(stage, schedule)]
         need = RankMemory()
-        for trade in pareto_front(things):
+        for trade in pareto_front(policies):
             picked = [RECOMPUTE[index] for index in trade.picked]
             choice = dict(zip(layers, picked, strict=True))
             peak = self.peak(schedule, rank, own, choice)
