@@ -269,10 +269,17 @@ class HeldState:
         All ranks must call it; each reads its own parts alone. Names may have another
         prefix, as those of a base model have; values are converted to the model's
         dtypes. strict: each parameter is there; else those that are not stay. Nothing
-        is changed if it fails. Raises: CheckpointError, ModelMismatch on all ranks.
+        is changed if it fails, so a rank needs room for its share once more; not so
+        `autopar.compile(..., pretrained=folder)`. Raises: CheckpointError,
+        ModelMismatch on all ranks.
         """
+        self._load_pretrained(folder, strict, empty=False)
+
+    def _load_pretrained(
+        self, folder: str | os.PathLike[str], strict: bool, *, empty: bool
+    ) -> None:
         self._agree()("load_pretrained", {("argument", "strict"): strict})
-        load_pretrained(self, Path(folder), strict)
+        load_pretrained(self, Path(folder), strict, empty=empty)
 
     def save_pretrained(
         self,

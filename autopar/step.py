@@ -91,7 +91,8 @@ def compile(
     cache_dir: where code that Inductor compiled is kept; if not given, in a directory
     for temporary files.
     pretrained: a folder of safetensors that has the weights, for a model that is made
-    in `autopar.on_meta()`: no rank ever has all of them. See `Step.load_pretrained`.
+    in `autopar.on_meta()`: no rank ever has all of them, nor
+    its share twice. See `Step.load_pretrained`.
     options: `microbatches=4`, `zero=3` ...: see `autopar.options.Options`.
 
     Raises: AutoparError.
@@ -270,7 +271,7 @@ class Step(RankStep):
         self.start(executor, names, unused, dict(self._model.named_parameters()), fixed)
         self.configs = configs_of(self._model)
         if self._pretrained is not None:
-            self.load_pretrained(self._pretrained)
+            self._load_pretrained(self._pretrained, strict=True, empty=True)
         self._shapes = OtherShapes(
             executor, self._model, fixed, self._loss_fn, self._prove
         )

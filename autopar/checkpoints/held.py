@@ -81,10 +81,12 @@ Targets = dict[Key, Piece | bytes]
 nothing for what is no tensor."""
 
 
-def model_targets(step: HeldState) -> Targets:
+def model_targets(step: HeldState, in_place: bool = False) -> Targets:
+    """in_place: what lies on the CPU is read into itself, and lost where that fails."""
     targets: Targets = {}
     for name, p in step.named_parameters():
-        shard = torch.empty_like(p, device="cpu")
+        own = in_place and p.device.type == "cpu"
+        shard = p.detach() if own else torch.empty_like(p, device="cpu")
         targets["model", name] = _piece(step, name, shard, False)
     for name, value in step.unused.items():
         targets["model", name] = Piece.whole(torch.empty_like(value))

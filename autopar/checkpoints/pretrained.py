@@ -5,6 +5,7 @@ Each rank reads its own boxes of the files, and no rank ever has a whole weight.
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -158,11 +159,16 @@ DTYPES = {
 }
 
 
-def load_pretrained(step: HeldState, folder: str | Path, strict: bool = True) -> None:
-    """Take weights from a folder of safetensors; see `HeldState.load_pretrained`."""
+def load_pretrained(
+    step: HeldState, folder: Path, strict: bool = True, *, empty: bool = False
+) -> None:
+    """Take weights from a folder of safetensors; see `HeldState.load_pretrained`.
+
+    empty: parameters have no values to keep, so none are held twice.
+    """
     need_safetensors()
-    sources = Pretrained(Path(folder))
-    targets = model_targets(step)
+    sources = Pretrained(folder)
+    targets = model_targets(step, in_place=empty)
     matched: list[tuple[dict[str, str], list[str]]] = []
 
     def match() -> None:
@@ -230,6 +236,8 @@ def _matched(
         extra = sorted(files.tensors.keys() - set(names.values()))
         if extra:
             problems.append(f"  not of the model: {_some(extra)}")
+            if near := _nearest(missing[:MOST], extra, shapes, files):
+                problems.append(f"  nearest of their shape: {_some(near)}")
     wrong = [
         f"{name}: {list(files.tensors[stored][1])} instead of {list(shapes[name])}"
         for name, stored in names.items()
@@ -244,6 +252,21 @@ def _matched(
             "stay as they are: load_pretrained(folder, strict=False)",
         )
     return names, missing
+
+
+def _nearest(
+    missing: list[str],
+    extra: list[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    files: Pretrained,
+) -> list[str]:
+    """Which tensors of the files missing ones may be, by shape and name."""
+    near = []
+    for name in missing:
+        same = [n for n in extra if files.tensors[n][1] == tuple(shapes[name])]
+        for stored in difflib.get_close_matches(name, same, n=1, cutoff=0.7):
+            near.append(f"{name} may be {stored}")
+    return near
 
 
 def _renamings(own: list[str], stored: list[str]) -> Iterator[Callable[[str], str]]:
