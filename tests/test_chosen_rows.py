@@ -231,7 +231,9 @@ def of_chosen(logits: Tensor, labels: Tensor) -> Tensor:
 
 def mean_of_chosen(logits: Tensor, labels: Tensor) -> Tensor:
     each = F.cross_entropy(logits.mT, labels, reduction="none")
-    return each[labels > 9].mean() + logits[labels > 9].square().sum() / 1000
+    return (
+        each.masked_select(labels > 9).mean() + logits[labels > 9].square().sum() / 1000
+    )
 
 
 def case(loss: Callable[..., Tensor], *adds: Callable[..., Tensor]) -> Case:

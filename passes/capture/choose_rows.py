@@ -45,6 +45,8 @@ class ChosenRows:
             return self.builder.emit(
                 "aten.cat.default", (tuple(columns), 1), shape, torch.int64, where
             )
+        if name == "aten.masked_select.default" and args[0].shape == args[1].shape:
+            args, name = (args[0], (args[1],)), "aten.index.Tensor"
         if name == "aten.index.Tensor" and not has_shape(fake):
             return self._by_mask(node, args, where)
         return None

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..capture.chosen_rows import ADDING, CHOOSES, LOSSES
 from ..capture.distinct import CASTS, MOVED
 from ..capture.functionalize import LITERAL
+from ..capture.user_frames import asked_by_user
 from ..capture.values_read import UNKNOWN, Read, read_here
 from ..graph import Graph, Node, Value, map_values
 from ..ops.captured import RESHAPES
@@ -58,7 +59,7 @@ class Guards:
 
     def instead(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a call gives that torch cannot answer; None of others."""
-        if func is Tensor.__bool__ and is_unknown(args[0]):
+        if func is Tensor.__bool__ and is_unknown(args[0]) and asked_by_user():
             return self.answer(args[0])
         x = args[0] if args and isinstance(args[0], Tensor) else kwargs.get("input")
         count = self._count(x)

@@ -17,6 +17,15 @@ def is_users(file: str) -> bool:
     return not file.startswith((TORCH, OURS, "<"))
 
 
+def asked_by_user() -> bool:
+    """Whether a call that a mode of this project handles is of a user's own code, not
+    of torch's."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(OURS):
+        frame = frame.f_back
+    return frame is not None and is_users(frame.f_code.co_filename)
+
+
 def raised_at(error: BaseException) -> str:
     """`file:line` of the innermost frame of a user in a traceback, or ""."""
     line: str = ""
