@@ -283,7 +283,7 @@ def test_what_else_depends_on_how_many_were_chosen_is_refused(add: Any) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("add", (*ADDS, *GUARDED))
+@pytest.mark.parametrize("add", (*ADDS[:-1], *GUARDED))  # torch cannot run the last
 @pytest.mark.parametrize("mesh", ["pp=2,tp=2", "cp=2", "dp=2"])
 def test_experts(add: Callable[..., Tensor], mesh: str) -> None:
     case(of_all, add, add).verify(mesh, 2)
