@@ -286,7 +286,7 @@ class HeldState:
         folder: str | os.PathLike[str],
         tokenizer: Any = None,
         *,
-        shard_bytes: int = 5 << 30,
+        shard_bytes: int = 1 << 30,
     ) -> Path:
         """Write what Hugging Face's `from_pretrained` reads, to a new folder.
 

@@ -14,6 +14,7 @@ from models import VOCAB, WIDTH, Stack, randomize, token_batch
 from torch import Tensor, nn
 
 from autopar.passes.capture.loss import LOSS_RULES
+from examples.gpt import GPT, Config
 
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 
@@ -246,3 +247,33 @@ def test_each_operator_that_reduces_is_known() -> None:
     }
     inner = {name for name in found if name.endswith(("_backward", "_forward"))}
     assert found - inner - LOSS_RULES.keys() == {"aten.ctc_loss", "aten.nll_loss2d"}
+
+
+class Distilled(nn.Module):
+    """A student that learns from a frozen teacher, which is a part of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.teacher = GPT(Config(2, WIDTH, 4, SEQ, VOCAB)).requires_grad_(False).eval()
+        self.student = GPT(Config(2, WIDTH, 4, SEQ, VOCAB))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(ids)[0].softmax(-1)
+        logits, loss = self.student(ids, labels)
+        assert loss is not None
+        apart = F.kl_div(logits.log_softmax(-1), wanted, reduction="none")
+        return loss + 2.0 * apart.sum(-1).mean()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [("dp=2,tp=2", {"zero": 3}), ("pp=2,tp=2", {}), ("dp=2", {"recompute": "full"})],
+)
+def test_a_teacher_within_a_model_stays_frozen(mesh: str, options: dict) -> None:
+    case = Case(Distilled(), token_batch(BATCH, SEQ))
+    case.verify(mesh, 2, **options)
+    program = case.compile(mesh, 2, **options)
+    trained = {n.partition(".")[0] for n, s in program.parameters.items() if s.trainable}
+    assert trained == {"student"}

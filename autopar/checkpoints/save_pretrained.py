@@ -27,7 +27,7 @@ def save_pretrained(
     step: HeldState,
     folder: str | Path,
     tokenizer: Any = None,
-    shard_bytes: int = 5 << 30,
+    shard_bytes: int = 1 << 30,
 ) -> Path:
     """Write a folder of safetensors; see `HeldState.save_pretrained`."""
     need_safetensors()
