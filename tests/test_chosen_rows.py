@@ -174,6 +174,12 @@ def split(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return torch.cat([rows for rows in x.repeat(CHOSEN, 1).split(counts)])[: len(x)]
 
 
+def weighed(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    for e, amount in enumerate(torch.bincount(chosen.flatten(), weight.flatten())):
+        x = x + amount * m.experts[e](x)
+    return x
+
+
 def themselves(m: Any, x: Tensor, mask: Tensor) -> Tensor:
     x[mask] += m.experts[0](x[mask])
     return x
@@ -275,7 +281,7 @@ def test_what_is_done_if_there_are_rows_is_to_them_alone(change: Any) -> None:
         trace(one.model, one.batch)
 
 
-@pytest.mark.parametrize("add", [different, of_each, moved, split])
+@pytest.mark.parametrize("add", [different, of_each, moved, split, weighed])
 def test_what_else_depends_on_how_many_were_chosen_is_refused(add: Any) -> None:
     one = case(of_all, add)
     with pytest.raises(CaptureError, match=r"depends on the values|by \.split"):

@@ -258,10 +258,10 @@ class Distilled(nn.Module):
         self.teacher = GPT(Config(2, WIDTH, 4, SEQ, VOCAB)).requires_grad_(False).eval()
         self.student = GPT(Config(2, WIDTH, 4, SEQ, VOCAB))
 
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         with torch.no_grad():
-            wanted = self.teacher(ids)[0].softmax(-1)
-        logits, loss = self.student(ids, labels)
+            wanted = self.teacher(input_ids)[0].softmax(-1)
+        logits, loss = self.student(input_ids, labels)
         assert loss is not None
         apart = F.kl_div(logits.log_softmax(-1), wanted, reduction="none")
         return loss + 2.0 * apart.sum(-1).mean()
@@ -275,5 +275,5 @@ def test_a_teacher_within_a_model_stays_frozen(mesh: str, options: dict) -> None
     case = Case(Distilled(), token_batch(BATCH, SEQ))
     case.verify(mesh, 2, **options)
     program = case.compile(mesh, 2, **options)
-    trained = {n.partition(".")[0] for n, s in program.parameters.items() if s.trainable}
-    assert trained == {"student"}
+    trained = {name for name, spec in program.parameters.items() if spec.trainable}
+    assert {name.partition(".")[0] for name in trained} == {"student"}

@@ -61,13 +61,18 @@ class Guards:
         """What a call gives that torch cannot answer; None of others."""
         if func is Tensor.__bool__ and is_unknown(args[0]) and asked_by_user():
             return self.answer(args[0])
-        x = args[0] if args and isinstance(args[0], Tensor) else kwargs.get("input")
+        x = _first(args, kwargs)
         count = self._count(x)
         if count and func in UNIQUE and len(args) < 2 and not kwargs.get("dim"):
             if any(kwargs.get(f"return_{what}") for what in ("inverse", "counts")):
                 return None
             return self._different(x, count)
-        if count and func in BINCOUNT and kwargs.keys() <= {"minlength"}:
+        if (
+            count
+            and func in BINCOUNT
+            and len(args) == 1
+            and not kwargs.keys() - {"minlength"}
+        ):
             counts = F.one_hot(x, max(count, kwargs.get("minlength", 0))).sum(0)
             self.counted[id(counts)] = counts, x
             return counts
@@ -99,12 +104,13 @@ class Guards:
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Any, result: Any) -> Any:
         """Its result, or of a number of rows what can be asked about it."""
+        x = _first(args, kwargs)
         if func is Tensor.numel and isinstance(result, UNKNOWN):
-            return RowCount(self, args[0], result)
-        if func in TOPK and is_unknown(result.indices):
-            x, dim = args[0], kwargs.get("dim", (*args, -1, -1, -1)[2])
+            return RowCount(self, x, result)
+        if func in TOPK and x.ndim and is_unknown(result.indices):
+            dim = kwargs.get("dim", (*args, -1, -1, -1)[2])
             self._choose(result.indices, x.shape[dim])
-        elif func in SEEN and (count := self._count(args[0])):
+        elif func in SEEN and (count := self._count(x)):
             self._choose(result, count)
         return result
 
@@ -115,6 +121,11 @@ class Guards:
         """From how many topk chose what is in a tensor; 0 of others."""
         _, count, written = self.chosen.get(id(x), (x, 0, 0))
         return count if count and x._version == written else 0
+
+
+def _first(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call works on, which may be given by name."""
+    return args[0] if args else kwargs.get("input")
 
 
 class Choices(tuple[Tensor, ...]):
