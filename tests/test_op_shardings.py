@@ -178,7 +178,7 @@ def test_the_price_is_that_of_the_program(limit: float) -> None:
         seconds_of(account, "tp", link), rel=1e-9
     )
     held = 4 * account.held.parameters + account.saved
-    assert labelling.memory == pytest.approx(held, rel=0.1)
+    assert labelling.memory == pytest.approx(held, rel=0.01)
     assert labelling.memory <= limit
 
 

@@ -63,7 +63,9 @@ def best_plan(
         whole = capture_short(
             loaded.model, batch_for(loaded, samples, seq), **request.of_all
         )
-        plans, labels = label_best(plans, whole, cluster, reach)
+        plans, labels = label_best(
+            plans, whole, cluster, reach, request.fixes_attention
+        )
     chosen = plans.best[0].candidate
     plan = labels.get(chosen) or plan_of(chosen, of)
     record = PlanRecord(

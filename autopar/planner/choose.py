@@ -35,7 +35,9 @@ def choose_plan(
     labels: Mapping[Candidate, Plan] = {}
     if open_to_labels(plans, ALIKE):
         whole = capture_short(model, batch, loss_fn, **request.of_all)
-        plans, labels = label_best(plans, whole, request.limited, ALIKE)
+        plans, labels = label_best(
+            plans, whole, request.limited, ALIKE, request.fixes_attention
+        )
     best = plans.best[0]
     LOG.info("%s: %s", best.candidate, how_priced(best, request.cluster))
     return labels.get(best.candidate) or plan_of(best.candidate, of)

@@ -48,18 +48,23 @@ def open_to_labels(plans: Ranking, reach: float = math.inf) -> list[Estimate]:
 
 
 def label_best(
-    searched: Ranking, whole: ShortModel, cluster: Cluster, reach: float = math.inf
+    searched: Ranking,
+    whole: ShortModel,
+    cluster: Cluster,
+    reach: float = math.inf,
+    decided: bool = False,
 ) -> tuple[Ranking, Mapping[Candidate, Plan]]:
     """Returns the ranking with labelled plans among the best; and these plans.
 
     whole: the model captured with all samples of a step. reach: see `open_to_labels`.
+    decided: see `autopar.planner.planner.label_plan`.
     """
     plans: dict[Candidate, Plan] = {}
     better: list[Estimate] = []
     open_to = open_to_labels(searched, reach)
     for number, e in enumerate(open_to):
         tell(f"choosing labels of {e.candidate}", number, len(open_to))
-        tried = _labelled(e, whole, cluster)
+        tried = _labelled(e, whole, cluster, decided)
         if tried and tried[0].seconds < e.seconds * (1 - GAIN):
             better.append(tried[0])
             plans[tried[0].candidate] = tried[1]
@@ -69,13 +74,11 @@ def label_best(
 
 def _inner(candidate: Candidate) -> bool:
     """Whether it has an axis of which labels decide what it splits."""
-    ring = candidate.context_parallel == "ring"
-    sizes = {axis: candidate.mesh.axis_size(axis) for axis in ("cp", *PAIR)}
-    return any(sizes[axis] > 1 for axis in PAIR) or (sizes["cp"] > 1 and not ring)
+    return any(candidate.mesh.axis_size(axis) > 1 for axis in ("cp", *PAIR))
 
 
 def _labelled(
-    e: Estimate, whole: ShortModel, cluster: Cluster
+    e: Estimate, whole: ShortModel, cluster: Cluster, decided: bool
 ) -> tuple[Estimate, Plan] | None:
     """The estimate and plan with labels; None: none of them fit, or samples are taken
     together, so that what one costs cannot be told."""
@@ -83,7 +86,7 @@ def _labelled(
     memory = limit
     for _ in range(TRIES):
         try:
-            chosen = label_plan(whole, plan, cluster, memory)
+            chosen = label_plan(whole, plan, cluster, memory, decided)
             labelled = _priced(e.candidate, chosen, whole, cluster)
         except (ShardingsDoNotFit, LossNotSeparable):
             return None

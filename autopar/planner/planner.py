@@ -279,15 +279,21 @@ def plan_of(candidate: Candidate, of: ShortModel) -> Plan:
 
 
 def label_plan(
-    of: ShortModel, plan: Plan, cluster: Cluster, memory: float | None = None
+    of: ShortModel,
+    plan: Plan,
+    cluster: Cluster,
+    memory: float | None = None,
+    decided: bool = False,
 ) -> ChosenShardings:
     """Decide for each op what the axes of a plan split of it.
 
     of: captured with the whole batch of a step. memory: bytes that a rank may use for
     parameters and what is kept for the backward; None: the plan's, else a device's.
+    decided: whether attention works on cp as the plan says, and as no label does.
     Raises: ShardingsDoNotFit, PlanError.
     """
     layers = of.layers
     runs = Runs(layers.path, layers.period, layers.repeats) if layers else None
     named = of.shared if plan.zero else of.named
-    return choose_op_shardings(named, split_groups(named, plan), cluster, runs, memory)
+    split = split_groups(named, plan)
+    return choose_op_shardings(named, split, cluster, runs, memory, decided)

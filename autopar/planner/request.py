@@ -80,6 +80,11 @@ class PlanRequest:
         return {k: v for k, v in given.items() if v != AUTO}
 
     @property
+    def fixes_attention(self) -> bool:
+        """Whether how attention works on cp is decided."""
+        return "context_parallel" in self.decided
+
+    @property
     def limited(self) -> Cluster:
         """The cluster, with as much memory as plans may use."""
         memory = read_bytes(self.options.get("memory", 0))

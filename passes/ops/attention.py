@@ -14,9 +14,12 @@ from torch import Tensor
 
 from ..graph import Node, Value
 from ..ops import extents
-from ..ops.op import Cotangents, Op, Place
+from ..ops.notation import Role
+from ..ops.op import Alternative, Cotangents, Op, Place
 from ..ops.tape import Tape
 
+RING: Role = "ring"
+Q, K, V, MASK = range(4)  # operands
 ATTENTION, ATTENTION_BACKWARD = "comm.attention", "comm.attention_backward"
 
 
@@ -110,6 +113,14 @@ def on_rank(at: Place, node: Node, local: Node) -> Node:
     return replace(local, op=ATTENTION, args=(*local.args, rows, keys, ring, ranks))
 
 
+def on_ring(node: Node, local: Node, axis: str, ranks: int) -> Node:
+    """What a rank runs where keys are passed round on an axis."""
+    rows, keys = ((node.arg(name).shape[2], (axis,)) for name in ("q", "k"))
+    return replace(
+        local, op=ATTENTION, args=(*local.args, (rows,), (keys,), axis, ranks)
+    )
+
+
 def forward(tape: Tape, node: Node) -> Node:
     """The backward reads the logarithm of each row's sum."""
     q, out = node.operands[0], node.out
@@ -158,8 +169,11 @@ def ring_of(node: Node) -> str | None:
     return node.args[-2] if node.op in (ATTENTION, ATTENTION_BACKWARD) else None
 
 
-def passed_round(node: Node) -> list[tuple[torch.dtype, int, int]]:
-    """What a ring sends: by dtype the calls and bytes, shares being alike.
+def passed_round(
+    node: Node, backward: bool | None = None
+) -> list[tuple[torch.dtype, int, int]]:
+    """What a ring sends: by dtype the calls and bytes, shares being alike. backward: if
+    not as the node, then in which of both.
 
     Forward: keys and values of every rank but the next go on. Backward: these again,
     and their gradients, in float32 or wider, which all come home.
@@ -167,7 +181,7 @@ def passed_round(node: Node) -> list[tuple[torch.dtype, int, int]]:
     ranks = node.args[-1]
     k, v = _keys_and_values(node)
     messages = [(k.dtype, ranks - 1, (ranks - 1) * (k.bytes + v.bytes))]
-    if node.op == ATTENTION_BACKWARD:
+    if node.op == ATTENTION_BACKWARD if backward is None else backward:
         wide = torch.promote_types(k.dtype, torch.float32)
         size = ranks * wide.itemsize * (k.numel + v.numel)
         messages.append((wide, ranks, size))
@@ -226,6 +240,11 @@ OPS = (
             "documents=ints(a, b)); "
             "(x(a, 2, b, 3), x(a, 2, b, 3), x(a, 2, b, 5), None, True, 0.6, "
             "documents=ints(a, b), shown=bools(a, b))"
+        ),
+        alternatives=(
+            Alternative(
+                RING, (Q, 2), ((K, 2), (V, 2)), constant=(MASK,), on_rank=on_ring
+            ),
         ),
         is_product=True,
         flops=flops(1, 1),

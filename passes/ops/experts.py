@@ -9,12 +9,13 @@ from torch import Tensor
 
 from ..graph import Node, Value
 from ..ops.lookups import local
-from ..ops.op import Cotangents, Op, Place
+from ..ops.op import Alternative, Cotangents, Op, Place
 from ..ops.products import by_columns, of_weight_grad
 from ..ops.tape import Tape
 
 ROUTE, DISPATCH, COMBINE = "comm.route", "comm.dispatch", "comm.combine"
 ROUTED = (ROUTE, DISPATCH, COMBINE)
+ROWS, EXPERT, WEIGHT = range(3)  # operands of expert_linear
 
 
 def expert_linear(x: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
@@ -63,6 +64,7 @@ OPS = (
         "x expert weight",
         "s k+, s, e@ n k+ -> s n",
         "(x(b, c), ints(b), x(a, d, c))",
+        (Alternative("routed", (ROWS, 0), ((WEIGHT, 0),), "batch"),),
         is_product=True,
         flops=by_columns,
         weights="weight",

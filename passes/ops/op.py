@@ -17,6 +17,7 @@ from torch import Tensor
 from ..atoms import Atoms
 from ..graph import OWN, Node, Value
 from ..mesh import Axes
+from ..ops.notation import Role
 
 if TYPE_CHECKING:
     from ..ops.tape import Tape
@@ -69,6 +70,27 @@ class Unite(Protocol):
 
 
 @dataclass(frozen=True)
+class Alternative:
+    """Another way to split an op than its rule has: an axis splits two dims at once,
+    and its ranks exchange what they lack in place of gathering it.
+
+    name: `ring`, as plans write it: `ring:seq`. along: an operand, by number, and its
+    dim, which is split as the rule has it. named: which of its factors that is; "": it
+    is one and the same as what is split beside it. beside: operands and dims that are
+    split with it. constant: operands that no gradient may flow through.
+    on_rank: what a rank of an axis runs, of the node in global shapes, in the rank's,
+    the axis and its ranks; with it a search can weigh the alternative. None: it cannot.
+    """
+
+    name: Role
+    along: tuple[int, int]
+    beside: tuple[tuple[int, int], ...]
+    named: str = ""
+    constant: tuple[int, ...] = ()
+    on_rank: Callable[[Node, Node, str, int], Node] | None = None
+
+
+@dataclass(frozen=True)
 class Op:
     """One operation. What is left out is as of an op that nobody knows.
 
@@ -79,7 +101,7 @@ class Op:
     with whatever it is given). Of our own ops all arguments, in order.
     rule: which letters flow through it, see `passes.ops.notation`; by node, where it
     depends on arguments. examples: calls of extents a < b < c < d that prove the rule,
-    where x(a, b) is a tensor: `overload(arguments); ...`.
+    where x(a, b) is a tensor: `overload(arguments); ...`. alternatives: to the rule.
     linear: what sums may pass it, see `passes.ops.linearity`.
     view: what it shows of its operand without a copy: all of it in another "shape", in
     another "order", as it is ("same"), "copies" of it, or a "part".
@@ -114,6 +136,7 @@ class Op:
     heeds: str = ""
     rule: str | Callable[[Node], str | None] | None = None
     examples: str = ""
+    alternatives: tuple[Alternative, ...] = ()
     form: str = "default"
     linear: Linear = ""
     view: Literal["", "shape", "order", "same", "copies", "part"] = ""

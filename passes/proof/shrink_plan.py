@@ -14,8 +14,8 @@ from ..graph import LAYER
 from ..mesh import TIME, Mesh
 from ..plan import Plan
 from ..proof.choose_sizes import Candidates, Split
-from ..shard.preference import RING
 from ..shard.propagate import Sharded
+from ..shard.ring import has_rings
 
 T = TypeVar("T")
 
@@ -116,8 +116,8 @@ def small_sizes(
 
 def _few(plan: Plan, axis: str) -> int:
     size = plan.mesh.axis_size(axis)
-    is_ring = any(wanted.only == RING for wanted in plan.preferences(axis))
-    return size if size <= CHAIN else CHAIN if axis == "pp" or is_ring else FEW
+    chained = axis == "pp" or has_rings(plan, axis)
+    return size if size <= CHAIN else CHAIN if chained else FEW
 
 
 def _fit(

@@ -20,6 +20,7 @@ from ..dims.name_dims import Factor, Named
 from ..dims.origins import Origin
 from ..errors import AutoparError
 from ..mesh import TIME, Mesh
+from ..ops.op import is_view
 from ..plan import Plan, PlanError
 from ..price.cluster import Cluster
 from ..search.least_cost import Block, Chosen, Table, least_cost, owns
@@ -27,7 +28,6 @@ from ..search.op_sharding_costs import Amounts, Choice, OpShardingCosts
 from ..search.value_costs import MEMORY, Setting
 from ..shard.insert_collectives import insert_collectives
 from ..shard.plan_shardings import OpName, fold, name_ops, sharding_text
-from ..shard.preference import RING
 from ..shard.propagate import propagate
 from ..stage.differentiate import differentiate
 from ..stage.reuse import find_owners
@@ -260,10 +260,12 @@ def choose_op_shardings(
     cluster: Cluster,
     runs: Runs | None = None,
     limit: float | None = None,
+    decided: bool = False,
 ) -> ChosenShardings:
-    """Choose for the axes of a plan that do not split the batch, or attention in rings.
+    """Choose for the axes of a plan that do not split the batch.
 
     limit: bytes that a rank may use; None: the plan's memory, else that of a device.
+    decided: see `passes.search.value_costs.Setting`.
     Raises: ShardingsDoNotFit, TooEntangled, PlanError.
     """
     if plan.mesh.size > cluster.devices:
@@ -280,7 +282,6 @@ def choose_op_shardings(
     done: list[Mapping[str, AxisShardings]] = []
     here = there = replace(plan, op_shardings={})
     axes = [a for a in plan.axes if a not in (TIME, *plan.data_axes)]
-    axes = [a for a in axes if not any(p.only == RING for p in plan.preferences(a))]
     for _ in range(ROUNDS):
         for axis in axes:
             setting = Setting(
@@ -290,6 +291,7 @@ def choose_op_shardings(
                 cluster.link(plan.mesh, (axis,)),
                 saved,
                 min(plan.microbatches, ranks),
+                decided,
             )
             chosen[axis] = Axis(setting, runs).within(whole)
             here = _with(here, axis, chosen[axis].of_graph)
@@ -304,20 +306,26 @@ def _with(plan: Plan, axis: str, own: Mapping[str, str | None]) -> Plan:
     return replace(plan, op_shardings={**plan.op_shardings, axis: dict(own)})
 
 
-def find_saved(named: Named, plan: Plan) -> frozenset[str]:
-    """What one device would keep from forward to backward; of the views of a storage
-    only the first."""
+def find_saved(named: Named, plan: Plan) -> dict[str, str]:
+    """What one device would keep from forward to backward: each value, and what
+    it is a view of, with that whose storage these show."""
     # What `auto` computes again is decided later, for what op shardings leave.
     policy = "none" if plan.recompute == "auto" else plan.recompute
     alone = Plan(Mesh(()), recompute=policy)
     lowered = insert_collectives(propagate(named, alone))
     (stage,) = split_stages(lowered).stages
     local = differentiate(stage, {}, {}, stage.policies(alone))
-    names = {v.name for v in local.residuals}
+    origins = lowered.origins
+    own = [n for n in lowered.graph.nodes if origins[n.results[0].name] & Origin.PARAM]
+    residuals = {v.name for v in local.residuals}
+    names = {  # a stage gives names of its own
+        v.name
+        for node, renamed in zip(own, stage.forward, strict=True)
+        for v, new in zip(node.results, renamed.results, strict=True)
+        if new.name in residuals
+    }
+    for node in reversed(named.graph.nodes):
+        if is_view(node) and any(v.name in names for v in node.results):
+            names.add(node.operands[0].name)
     owners = find_owners(named.graph.nodes)
-    first: dict[str, str] = {}
-    for node in named.graph.nodes:
-        for v in node.results:
-            if v.name in names:
-                first.setdefault(owners.get(v.name, v.name), v.name)
-    return frozenset(first.values())
+    return {name: owners.get(name, name) for name in names}

@@ -20,10 +20,12 @@ from ..cost import BACKWARD_WORK
 from ..dims.name_dims import Factor, Place
 from ..dims.origins import Origin
 from ..graph import Node, Value
-from ..ops.op import op_of
+from ..ops.attention import passed_round, ring_of
+from ..ops.op import is_view, op_of
 from ..price.price import node_seconds
 from ..search.least_cost import Table
 from ..search.value_costs import NEVER, Amount, Setting, ValueCosts
+from ..shard.alternatives import alternative_of
 from ..shard.hints import read_hints
 from ..shard.op_sharding import (
     PASS,
@@ -85,7 +87,7 @@ class OpShardingCosts:
         node, axis = self.nodes[i], self.axis
         origin = self.named.origins[node.results[0].name]
         given = self.setting.sharded.op_shardings[i]
-        if not origin & Origin.PARAM:
+        if not origin & Origin.PARAM or self._is_decided(node):
             return [Choice(given[axis])]
         pinned = self.pins.factor(axis, node, self.named.factors[i])
         if pinned is not None:
@@ -94,11 +96,19 @@ class OpShardingCosts:
         choices = [Choice(None)]
         if self._may_vary(origin) and len(node.results) == 1:
             choices.append(Choice(None, varying=True))
-        options = splittable(self.named, self.allowed, axis, i, others)
-        choices += [Choice(f) for f in options]
+        for f in splittable(self.named, self.allowed, axis, i, others):
+            way = alternative_of(node, f)
+            if way is None or way.on_rank is not None:
+                choices.append(Choice(f))
         if all(v.numel == 1 for v in node.results):
             choices.append(Choice(PASS))
         return choices
+
+    def _is_decided(self, node: Node) -> bool:
+        """Whether the plan says which of its ways an op takes."""
+        ways = {way.name for way in op_of(node).alternatives if way.on_rank}
+        wanted = {preference.only for preference in self.plan.preferences(self.axis)}
+        return bool(ways) and (self.setting.decided or not ways.isdisjoint(wanted))
 
     def _may_vary(self, origin: Origin) -> bool:
         return origin is Origin.PARAM or self.axis in self.plan.data_axes
@@ -127,14 +137,31 @@ class OpShardingCosts:
                 continue
             trained = any(v.name in self.flows for v in node.results)
             times = 1 + BACKWARD_WORK if trained else 1.0
+            parts = [self._part(i, choice) for choice in self.choices[i]]
             rows = [
-                (times * self._seconds(i, choice), 0.0, 0.0)
-                for choice in self.choices[i]
+                (
+                    times * node_seconds(part, self.setting.device),
+                    self._exchange_seconds(part, trained),
+                    0.0,
+                )
+                for part in parts
             ]
             yield Amounts((i,), torch.tensor(rows, dtype=torch.float64))
 
-    def _seconds(self, i: int, choice: Choice) -> float:
-        """Returns the seconds of what the axis's first rank computes of an op."""
+    def _exchange_seconds(self, part: Node, trained: bool) -> float:
+        """Returns the seconds of what ranks exchange while an op runs."""
+        if ring_of(part) != self.axis:
+            return 0.0
+        sent = [
+            m for back in (False, True)[: 1 + trained] for m in passed_round(part, back)
+        ]
+        link = self.setting.link
+        return sum(
+            calls * link.seconds("send", size / calls) for _, calls, size in sent
+        )
+
+    def _part(self, i: int, choice: Choice) -> Node:
+        """What the axis's first rank computes of an op."""
         node, sharded, op_sharding = (
             self.nodes[i],
             self.setting.sharded,
@@ -154,7 +181,10 @@ class OpShardingCosts:
         )
         rest = iter(mine)
         part = replace(node.substitute(lambda _: next(rest)), outs=outs)
-        return node_seconds(part, self.setting.device)
+        way = alternative_of(node, op_sharding)
+        if way is None or way.on_rank is None:
+            return part
+        return way.on_rank(node, part, self.axis, self.setting.sizes[self.axis])
 
     def _local(
         self, v: Value, lies: Sharding, places: Sequence[Place], which: int
@@ -237,9 +267,12 @@ class OpShardingCosts:
         return Amounts((producer, *uses), values)
 
     def _keeps(self, v: Value, node: Node) -> bool:
-        """Whether the node's backward reads this operand."""
-        linear = op_of(node).linear == "jointly"
-        return v.name in self.setting.residuals and not linear
+        """Whether the node's backward reads this operand, or a view that it makes of
+        it is read."""
+        kept = self.setting.residuals
+        if is_view(node):
+            return any(out.name in kept for out in node.results)
+        return v.name in kept and op_of(node).linear != "jointly"
 
 
 def _spread(

@@ -7,8 +7,8 @@ each once for all uses that share it. A parameter rests as its uses want it.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..dims.origins import find_differentiable
@@ -29,14 +29,21 @@ NEVER: Amount = (math.inf, 0.0, 0.0)
 class Setting:
     """Where shardings of ops are to be chosen: those on all axes so far, of which those
     on `axis` count for nothing, its link, and the device. residuals: values that the
-    forward keeps for the backward. in_flight: microbatches between the two."""
+    forward keeps for the backward, and what these are views of -> that whose storage
+    they show. in_flight: microbatches between the two. decided: whether ops with
+    alternatives to their rules stay as the plan splits them."""
 
     sharded: Sharded
     axis: str
     device: Device
     link: Link
-    residuals: Collection[str] = ()
+    residuals: Mapping[str, str] = field(default_factory=dict)
     in_flight: int = 1
+    decided: bool = False
+
+    @cached_property
+    def storages(self) -> frozenset[str]:
+        return frozenset(self.residuals.values())
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
@@ -83,7 +90,7 @@ class ValueCosts:
 
     @property
     def kept(self) -> bool:
-        return self.v.name in self.setting.residuals
+        return self.v.name in self.setting.storages
 
     @property
     def signature(self) -> tuple[object, ...]:
@@ -154,15 +161,20 @@ class ValueCosts:
         return share * update, share * reduction, float(amount * (2 + OPTIMIZER_STATES))
 
     def _saved(self, have: State, uses: Sequence[tuple[Need, ...]]) -> float:
-        """Bytes kept for the backward: in each state that a backward reads it in."""
-        if not self.kept:
-            return 0.0
-        states = {
-            need.of(have)
+        """Bytes kept for the backward: in each state that a backward reads it in. As it
+        is made it is kept once with all views of its storage."""
+        read = {
+            _place(need.of(have))
             for own, keeps in zip(uses, self.savers, strict=True)
             if keeps
             for need in own
-        } or {have}
-        places = {s if isinstance(s, tuple) else R for s in states}
+        }
+        made = _place(have)
+        places = (read or {made}) if self.kept else read - {made}
         size = sum(self.setting.bytes_of(self.v, place) for place in places)
         return float(size * self.setting.in_flight)
+
+
+def _place(state: State) -> State:
+    """What is split of a value; R: nothing is."""
+    return state if isinstance(state, tuple) else R

@@ -6,6 +6,7 @@
 An op goes by its module path and its name, and a number if it is not the first of that
 name in its module. `*` stands for the number of any layer; an op's own name counts
 more. null is whole. A dim without a name of its own is `#2`, the op's third.
+`ring:seq` is an alternative that the op has: keys and values are passed round.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from ..dims.name_dims import Factor, Named
 from ..dims.origins import Origin
 from ..graph import LAYER, Graph, short
 from ..plan import Plan, PlanError
+from ..shard.alternatives import alternative_factors
 from ..shard.op_sharding import Allowed, OpSharding
+from ..shard.preference import Preference
 
 UNNAMED = re.compile(r"d\d+")
 
@@ -57,21 +60,25 @@ def name_ops(graph: Graph) -> tuple[OpName, ...]:
 
 
 def sharding_text(factors: tuple[Factor, ...], label: OpSharding) -> str | None:
-    """How a plan writes a label."""
+    """How a plan writes a label: `seq`, or as an alternative of the op: `ring:seq`."""
     if not isinstance(label, Factor):
         return None
-    if UNNAMED.fullmatch(label.dim.name):
-        return f"#{factors.index(label)}"
-    return label.dim.name
+    only = "" if label in factors else label.role
+    name = label.dim.name
+    if UNNAMED.fullmatch(name):
+        same = [f == label or bool(only and f.dim == label.dim) for f in factors]
+        name = f"#{same.index(True)}"
+    return str(Preference(name, only))
 
 
 def splittable(
     named: Named, allowed: Allowed, axis: str, i: int, others: Mapping[str, OpSharding]
 ) -> list[Factor]:
-    """What the axis may split of node i, one for each text. others: of other axes."""
+    """What the axis may split of node i, by its rule or by an alternative to it, one
+    for each text. others: of other axes."""
     node, factors = named.graph.nodes[i], named.factors[i]
     by_text: dict[str | None, Factor] = {}
-    for f in factors:
+    for f in (*factors, *alternative_factors(node, factors, allowed, others)):
         if allowed.may_split(f, node) and allowed.divides(axis, f.dim, others):
             by_text.setdefault(sharding_text(factors, f), f)
     return list(by_text.values())

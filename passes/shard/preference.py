@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# In place of an op's name: see `passes.shard.ring`, `passes.shard.routed`, and for
-# weights `passes.mesh.Axis`.
-RING, ROUTED, WEIGHTS = "ring", "routed", "weights"
+WEIGHTS = "weights"  # in place of an op's name, see `passes.mesh.Axis`
 
 
 @dataclass(frozen=True)
 class Preference:
-    """A dim that is to be split. only: in ops of this name, or in a way that has this
-    one; empty: wherever it flows."""
+    """A dim that is to be split. only: in ops of this name, or by the
+    alternative of this one (`passes.shard.alternatives`); empty: wherever it flows."""
 
     dim: str
     only: str = ""

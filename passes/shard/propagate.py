@@ -14,17 +14,19 @@ from ..dims.name_dims import Factor, Named
 from ..dims.origins import Origin, find_differentiable
 from ..graph import Graph, InvalidGraph, Node, Value
 from ..mesh import TIME
+from ..ops.experts import WEIGHT
 from ..ops.linearity import is_jointly_linear
 from ..ops.op import op_of
 from ..plan import Plan
+from ..shard.alternatives import alternative_factors
 from ..shard.check_states import check_sharding, check_shardings
 from ..shard.hints import Pins, read_hints
 from ..shard.op_sharding import PASS, Allowed, OpSharding, made_state, needed_state
 from ..shard.parameter_sharding import find_casts, parameter_sharding
 from ..shard.plan_shardings import planned_factor, read_plan_shardings
-from ..shard.preference import RING, ROUTED, WEIGHTS, Preference
-from ..shard.ring import check_rings, ring_factor
-from ..shard.routed import WEIGHT, route_of, routed_factor
+from ..shard.preference import WEIGHTS, Preference
+from ..shard.ring import check_rings
+from ..shard.routed import route_of
 from ..shard.separable import check_loss, check_op
 from ..shard.settle_varying import settle_varying
 from ..shard.sharding import Route, Sharding
@@ -224,16 +226,15 @@ class _Propagation:
         node: Node,
     ) -> Factor | None:
         order, op = self.rank[axis], node.op.split(".")[1]
+        others = alternative_factors(node, factors, self.allowed, op_shardings)
         choices = [
             *((only, f) for f in factors for only in ("", op, WEIGHTS)),
-            (RING, ring_factor(node, factors, self.allowed.differentiable)),
-            (ROUTED, routed_factor(node, factors)),
+            *((f.role, f) for f in others),
         ]
         ranked = [
             (order[wanted], f)
             for only, f in choices
-            if f is not None
-            and (wanted := Preference(f.dim.name, only)) in order
+            if (wanted := Preference(f.dim.name, only)) in order
             and (only != WEIGHTS or self.meets(axis, f, node))
             and self.allowed.may_split(f, node)
             and self.allowed.divides(axis, f.dim, op_shardings)

@@ -9,56 +9,48 @@ with them, instead of keeping what came by.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from ..dims.name_dims import Factor
 from ..errors import ShardingConflict
-from ..graph import Graph, Node
+from ..graph import Graph
+from ..ops.attention import RING
 from ..plan import Plan
-from ..shard.preference import RING
+from ..shard.alternatives import alternative_of
+from ..shard.op_sharding import OpSharding
+from ..shard.preference import Preference
 
 SOFTMAX = ("aten.softmax.int", "aten._softmax.default")
-Q, K, V, MASK = range(4)  # operands of attention
 
 
-def ring_factor(
-    node: Node, factors: Sequence[Factor], differentiable: Collection[str]
-) -> Factor | None:
-    """Rows and keys of attention as the one dim that an axis splits; the columns of a
-    mask stay whole. None where they are not the same dim, or are more than one, or
-    where the mask is learned."""
-    if node.op != "autopar.attention":
-        return None
-    if any(mask.name in differentiable for mask in node.operands[MASK:]):
-        return None
-    rows = [f for f in factors if any(p[:2] == (Q, 2) for p in f.operands)]
-    keys = [f for f in factors if any(p[:2] == (K, 2) for p in f.operands)]
-    if len(rows) != 1 or len(keys) != 1 or rows[0].dim != keys[0].dim:
-        return None
-    held = tuple(p for p in keys[0].operands if p[0] in (K, V))
-    return Factor(rows[0].dim, "ring", (*rows[0].operands, *held), rows[0].outs)
+def has_rings(plan: Plan, axis: str) -> bool:
+    """Whether keys and values of any attention are passed round on an axis."""
+    labels = plan.op_shardings.get(axis, {}).values()
+    return prefers_rings(plan, axis) or any(
+        Preference.parse(text).only == RING for text in labels if text
+    )
+
+
+def prefers_rings(plan: Plan, axis: str) -> bool:
+    """Whether it was demanded that every attention is a ring on an axis."""
+    return any(wanted.only == RING for wanted in plan.preferences(axis))
 
 
 def check_rings(
-    graph: Graph, plan: Plan, op_shardings: Sequence[Mapping[str, object]]
+    graph: Graph, plan: Plan, op_shardings: Sequence[Mapping[str, OpSharding]]
 ) -> None:
     """Where a plan prefers rings, every attention must be one.
 
     Raises: ShardingConflict, at the first that is not; it would gather all keys.
     """
-    wanted = [
-        axis
-        for axis in plan.axes
-        if any(wanted.only == RING for wanted in plan.preferences(axis))
-    ]
-    for axis in wanted:
+    for axis in plan.axes:
+        if not prefers_rings(plan, axis):
+            continue
         count = 0
         for node, chosen in zip(graph.nodes, op_shardings, strict=True):
             if node.op != "autopar.attention":
                 continue
             count += 1
-            op_sharding = chosen[axis]
-            if not (isinstance(op_sharding, Factor) and op_sharding.role == "ring"):
+            if alternative_of(node, chosen[axis]) is None:
                 raise _refusal(axis, str(node), str(node.location))
         if not count:
             raise _not_fused(axis, graph)

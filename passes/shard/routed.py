@@ -15,31 +15,15 @@ choose experts evenly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ..builder import Builder
 from ..dims.name_dims import Dim, Dims, Factor
 from ..graph import Location, Node, Value
-from ..ops.experts import ROUTE
+from ..ops.experts import EXPERT, ROUTE, WEIGHT
 from ..ops.op import op_of
 from ..shard.op_sharding import OpSharding
 from ..shard.sharding import Route, Sharding, Slots
-
-ROWS, EXPERT, WEIGHT = range(3)  # operands of expert_linear
-
-
-def routed_factor(node: Node, factors: Sequence[Factor]) -> Factor | None:
-    """Samples and experts of a product with experts as the one dim that an axis splits;
-    None of another node, or where rows are not of samples."""
-    if node.op != "autopar.expert_linear":
-        return None
-    experts = [f for f in factors if any(p[0] == WEIGHT for p in f.operands)]
-    experts = [f for f in experts if f.role == "lookup"]
-    samples = [f for f in factors if f.dim.name == "batch" and f.role == "map"]
-    if len(experts) != 1 or len(samples) != 1:
-        return None
-    (e,), (s,) = experts, samples
-    return Factor(e.dim, "routed", (*s.operands, *e.operands), s.outs)
 
 
 def route_of(
