@@ -286,13 +286,13 @@ class HeldState:
         folder: str | os.PathLike[str],
         tokenizer: Any = None,
         *,
-        shard_bytes: int = 1 << 30,
+        shard_bytes: int = 50 * 10**9,
     ) -> Path:
         """Write what Hugging Face's `from_pretrained` reads, to a new folder.
 
         All ranks must call it, on any disk that rank 0 has. With a Hugging Face model
         its configuration comes with the weights; so does a tokenizer that is given. A
-        file has shard_bytes at most, or one tensor, and rank 0 holds so much beside its
+        file has shard_bytes at most, or one tensor; each rank holds a tensor beside its
         share. Returns the folder. Raises: CheckpointError on all ranks.
         """
         self._agree()("save_pretrained")

@@ -28,6 +28,7 @@ from torch.futures import Future
 from autopar.checkpoints.dcp import CheckpointError
 from autopar.checkpoints.held import model_targets, read_targets
 from autopar.checkpoints.memory import Reader, done
+from autopar.checkpoints.safetensors_file import DTYPES
 from autopar.runtime.agreement.fail_together import on_all
 from autopar.runtime.agreement.validate import MOST, ModelMismatch
 
@@ -143,20 +144,6 @@ class Pretrained(Reader):
                 target = planner.resolve_tensor(item)
                 target.copy_(value)
                 planner.commit_tensor(item, target)
-
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 def load_pretrained(

@@ -1,22 +1,29 @@
 """Writing folders as Hugging Face's `from_pretrained` reads them.
 
-No rank holds the model: one file's tensors are whole at a time, on rank 0.
+No rank holds the model: one tensor is whole at a time, which rank 0 adds to a file.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from autopar.checkpoints.dcp import CheckpointError
 from autopar.checkpoints.pretrained import INDEX, WEIGHTS, need_safetensors
-from autopar.checkpoints.state import tied_names, whole_tensors
+from autopar.checkpoints.safetensors_file import (
+    TensorKind,
+    append,
+    begin_file,
+    split_files,
+)
+from autopar.checkpoints.state import kinds_of, tied_names, whole_tensors
 from autopar.runtime.agreement.fail_together import on_first
 
 if TYPE_CHECKING:
@@ -27,11 +34,14 @@ def save_pretrained(
     step: HeldState,
     folder: str | Path,
     tokenizer: Any = None,
-    shard_bytes: int = 1 << 30,
+    shard_bytes: int = 50 * 10**9,
 ) -> Path:
     """Write a folder of safetensors; see `HeldState.save_pretrained`."""
     need_safetensors()
     final, comm = Path(folder), step.comm
+    tied = tied_names(step)
+    kinds = {name: kind for name, kind in kinds_of(step).items() if name not in tied}
+    files = _named(split_files(kinds, shard_bytes))
 
     def begin() -> TemporaryDirectory[str]:
         if final.exists() and (not final.is_dir() or any(final.iterdir())):
@@ -41,61 +51,54 @@ def save_pretrained(
         final.parent.mkdir(parents=True, exist_ok=True)
         return TemporaryDirectory(prefix=f".{final.name}.", dir=final.parent)
 
+    def publish(here: Path) -> None:
+        if len(files) > 1:
+            (here / INDEX).write_text(_index(files))
+        for one in (*step.configs, *([] if tokenizer is None else [tokenizer])):
+            one.save_pretrained(here)
+        final.mkdir(exist_ok=True)
+        for file in sorted(here.iterdir(), key=lambda f: f.name == INDEX):
+            file.replace(final / file.name)
+
     scratch: list[TemporaryDirectory[str]] = []
     on_first(comm, lambda: scratch.append(begin()))
+    here = Path(scratch[0].name) if scratch else final
     try:
-        files: dict[str, list[str]] = {}
-        held: dict[str, Tensor] = {}
-        sizes: dict[str, int] = {}
-
-        def flush() -> None:
-            name = f"part-{len(files)}"
-            files[name] = list(held)
-            on_first(comm, lambda: _write(held, Path(scratch[0].name) / name))
-            held.clear()
-
-        def publish(here: Path) -> None:
-            _name(here, files, sum(sizes.values()))
-            for one in (*step.configs, *([] if tokenizer is None else [tokenizer])):
-                one.save_pretrained(here)
-            final.mkdir(exist_ok=True)
-            for file in sorted(here.iterdir(), key=lambda f: f.name == INDEX):
-                file.replace(final / file.name)
-
-        tied = tied_names(step)
-        for name, whole in whole_tensors(step, rank0_only=True):
-            if name in tied:
-                continue
-            sizes[name] = whole.nbytes
-            if held and sum(sizes[n] for n in held) + whole.nbytes > shard_bytes:
-                flush()
-            held[name] = whole
-        flush()
-        on_first(comm, lambda: publish(Path(scratch[0].name)))
+        for file, own in files.items():
+            _write(step, here / file, own)
+        on_first(comm, lambda: publish(here))
     finally:
         for one in scratch:
             one.cleanup()
     return final
 
 
-def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
+def _write(step: HeldState, path: Path, kinds: Mapping[str, TensorKind]) -> None:
+    """All ranks give what they have of a file's tensors, which rank 0 writes."""
+    on_first(step.comm, lambda: begin_file(path, kinds))
+    for _, whole in whole_tensors(step, kinds, rank0_only=True):
+        on_first(step.comm, partial(append, path, whole))
+        del whole  # before the next one is there
 
-    save_file(dict(tensors), path, metadata={"format": "pt"})
+
+def _named(
+    files: Sequence[Mapping[str, TensorKind]],
+) -> dict[str, Mapping[str, TensorKind]]:
+    """Files by the names that from_pretrained looks for."""
+    if len(files) == 1:
+        return {WEIGHTS: files[0]}
+    return {
+        f"model-{i:05}-of-{len(files):05}.safetensors": own
+        for i, own in enumerate(files, 1)
+    }
 
 
-def _name(folder: Path, parts: Mapping[str, list[str]], total: int) -> None:
-    """Name files as from_pretrained looks for them. parts: file -> tensors in it."""
-    if len(parts) == 1:
-        (folder / next(iter(parts))).rename(folder / WEIGHTS)
-        return
-    table: dict[str, str] = {}
-    for i, (part, names) in enumerate(parts.items(), 1):
-        file = f"model-{i:05}-of-{len(parts):05}.safetensors"
-        (folder / part).rename(folder / file)
-        table.update(dict.fromkeys(names, file))
+def _index(files: Mapping[str, Mapping[str, TensorKind]]) -> str:
+    """In which file each tensor is."""
+    total = sum(kind.bytes for own in files.values() for kind in own.values())
+    table = {name: file for file, own in files.items() for name in own}
     index = {"metadata": {"total_size": total}, "weight_map": table}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return json.dumps(index, indent=2) + "\n"
 
 
 def configs_of(model: nn.Module) -> tuple[Any, ...]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from autopar.checkpoints.safetensors_file import TensorKind
 from autopar.passes.program import Program
 from autopar.runtime.agreement.validate import check_names
 from autopar.runtime.execute.executor import Executor
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
 
 def state_dict(step: HeldState, rank0_only: bool = False) -> dict[str, Tensor]:
     """Whole parameters and persistent buffers on the CPU; on all ranks, or one."""
-    state = {}
-    for name, whole in whole_tensors(step, rank0_only):
-        state[name] = whole
+    state = dict(whole_tensors(step, kinds_of(step), rank0_only))
     if rank0_only and step.comm.rank:
         return {}
     for alias, name in step.program.aliases.items():
@@ -38,17 +37,27 @@ def tied_names(step: HeldState) -> dict[str, str]:
     }
 
 
+def kinds_of(step: HeldState) -> dict[str, TensorKind]:
+    """Shapes and dtypes of what `whole_tensors` gives, by name; tied weights once."""
+    program = step.program
+    kinds = {name: TensorKind.of(value) for name, value in step.unused.items()}
+    for source, names in program.sources.items():
+        first = program.parameters[names[0]]
+        dtype = getattr(torch, first.dtype)
+        kinds[source] = TensorKind(tuple(first.part.shape), dtype)
+    return kinds
+
+
 @torch.no_grad()
 def whole_tensors(
-    step: HeldState, rank0_only: bool = False
+    step: HeldState, wanted: Iterable[str], rank0_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of the model in turn, on the CPU; tied ones once. All ranks must go
-    through them. rank0_only: those of other ranks have no values."""
+    """Tensors of `kinds_of` in turn, on the CPU. All ranks must go through them, and
+    nothing here keeps one. rank0_only: those of other ranks have no values."""
     held = dict(step.named_parameters())
-    program = step.program
-    for name, value in step.unused.items():
-        yield name, value.clone()
-    for source, names in program.sources.items():
+    program, sources = step.program, step.program.sources
+
+    def put_together(names: list[str]) -> Tensor:
         first = program.parameters[names[0]]
         dtype = getattr(torch, first.dtype)
         whole = torch.zeros(first.part.shape, dtype=dtype, device=step.device)
@@ -57,7 +66,11 @@ def whole_tensors(
                 spec = program.parameters[name]
                 put_shard(whole, held[name], spec, program.mesh, step.comm.coords)
         step.comm.reduce_ranks_(whole, step.everyone())
-        yield source, whole.to("meta" if rank0_only and step.comm.rank else "cpu")
+        return whole.to("meta" if rank0_only and step.comm.rank else "cpu")
+
+    for name in wanted:
+        own = step.unused.get(name)
+        yield name, put_together(sources[name]) if own is None else own.clone()
 
 
 def check_state_dict(step: HeldState, state: Mapping[str, Tensor]) -> None:
