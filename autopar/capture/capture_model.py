@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from autopar.capture.chance import Chance
 from autopar.capture.left_as_found import AsFound, Change, counters
 from autopar.capture.shared_memory import refuse_shared_memory
 from autopar.capture.survivors import left_over, only_new, refuse_held
+from autopar.passes.capture.find_repeats import find_repeats
 from autopar.passes.capture.mixed_precision import Lowering
-from autopar.passes.capture.trace import Traced, trace
+from autopar.passes.capture.trace import Traced, run_without_data, trace
 from autopar.passes.errors import CaptureError
 from autopar.progress import tell
 
@@ -41,13 +43,20 @@ def capture_model(
     as_found = AsFound.of(model, *([loss_fn] if loss_fn else []))
     chance = Chance(as_found.generators)
 
+    call = model, batch, loss_fn, precision, outputs, metrics
+
+    def put_back() -> None:
+        as_found.put_back()
+        chance.put_back()
+
     def run() -> Traced:
         # Of a model that it cannot capture, torch prints the graph so far.
         with contextlib.redirect_stderr(io.StringIO()):
-            return trace(model, batch, loss_fn, precision, outputs, metrics)
+            return trace(*call, repeats=repeats)
 
     with only_new():
         try:
+            repeats = find_repeats(model, partial(run_without_data, *call), put_back)
             with first_changes(model, as_found) as changed:
                 traced = run()
             as_found.put_back()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 from torch import nn
@@ -71,21 +70,3 @@ def _list_of_layers(model: nn.Module) -> str:
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
     }
     return max(sizes, key=lambda path: (sizes[path], -len(path)), default="")
-
-
-@contextlib.contextmanager
-def with_few_layers(model: nn.Module, few: FewLayers) -> Iterator[None]:
-    """Within, the model has only the layers that are kept, with small numbers."""
-    if not few.path:
-        yield
-        return
-    layers = model.get_submodule(few.path)
-    before = dict(layers._modules)
-    every = list(before.values())
-    try:
-        layers._modules.clear()
-        layers._modules.update({str(i): every[n] for i, n in enumerate(few.order)})
-        yield
-    finally:
-        layers._modules.clear()
-        layers._modules.update(before)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from autopar.capture.capture_model import capture_model
 from autopar.local_batches import fields_of_samples
+from autopar.passes.capture.find_repeats import only_layers
 from autopar.passes.capture.trace import Traced
 from autopar.passes.errors import BatchError
 from autopar.passes.program import Program
@@ -26,7 +27,7 @@ from autopar.passes.proof.extents import find_extents
 from autopar.passes.proof.input_ranges import LABEL, MASK, InputRange, find_input_ranges
 from autopar.passes.proof.shrink import Shrinker
 from autopar.proof.draw_values import draw_batch, draw_parameters
-from autopar.proof.few_layers import find_few_layers, with_few_layers
+from autopar.proof.few_layers import find_few_layers
 from autopar.proof.interpret import run_graph
 from autopar.proof.prove_program import draw_buffers
 
@@ -81,7 +82,8 @@ def find_fills(
     # The last is of repeated samples.
     sizes = (0, 1, ROWS) if set(dims) <= rows else (0, 1)
     probes = [_probe(batch, dims, rows, more) for more in sizes]
-    with with_few_layers(model, find_few_layers(model, program)):
+    few = find_few_layers(model, program)
+    with only_layers(model, few.path, few.order):
         captured = [capture_model(model, probe, loss_fn) for probe in probes]
         real = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         like = {n: x.detach().cpu() for n, x in real.items() if not x.is_meta}

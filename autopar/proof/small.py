@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.capture_model import capture_model
+from autopar.passes.capture.find_repeats import only_layers
 from autopar.passes.capture.lower_precision import lower_precision
 from autopar.passes.capture.normalize import normalize
 from autopar.passes.capture.trace import Traced
@@ -30,7 +31,7 @@ from autopar.passes.proof.shrink_plan import (
     small_sizes,
 )
 from autopar.passes.shard.propagate import propagate
-from autopar.proof.few_layers import find_few_layers, with_few_layers
+from autopar.proof.few_layers import find_few_layers
 
 MESHES = 8  # that are looked at for small extents
 
@@ -72,7 +73,7 @@ def make_small(
     Raises NotShrunk; AutoparError of the passes.
     """
     few = find_few_layers(model, program)
-    with with_few_layers(model, few):
+    with only_layers(model, few.path, few.order):
         wanted = list(program.outputs)[program.metrics :]
         given = (program.plan.lowering, wanted, program.metrics > 0)
         traced = capture_model(model, batch, loss_fn, *given)

@@ -11,23 +11,24 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..capture.call_model import call_model, only_by_any_keyword
+from ..capture.call_model import only_by_any_keyword
 from ..capture.chosen_rows import find_loops, keep_all_rows
-from ..capture.custom_functions import Functions
-from ..capture.flex_attention import flex_as_attention
+from ..capture.fake_tensors import device_of, on_fake_tensors
+from ..capture.find_repeats import Repeats, Watch, only_layers
 from ..capture.functionalize import functionalize
 from ..capture.guards import are_same
+from ..capture.loss_module import LossModule
 from ..capture.mixed_precision import Lowering, autocast, keep_wide, parameters_in
 from ..capture.read_export import ExportReader
-from ..capture.unseen import Unseen, refuse_hooks
+from ..capture.repeat_layers import NotAlike, Repeater
+from ..capture.unseen import refuse_hooks
 from ..capture.values_read import capture_failed
 from ..errors import CaptureError
 from ..graph import Graph, Part, Value
@@ -75,64 +76,6 @@ class Traced:
         return str(self.graph)
 
 
-@dataclass
-class _Beside:
-    """Names of what comes out beside the loss; metrics come first. Apart from the
-    module, whose attributes export puts back."""
-
-    names: tuple[str, ...] = ()
-    metrics: int = 0
-
-
-class _LossOf(nn.Module):
-    """The model, called by keyword, with only its loss, metrics and what is wanted
-    coming out."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[..., Any] | None,
-        static: dict,
-        wanted: Sequence[str],
-        with_metrics: bool,
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.loss_fn = loss_fn
-        self.static = static
-        self.wanted, self.with_metrics = wanted, with_metrics
-        self.beside = _Beside()
-        self.by_name = False  # see `call_model`
-        self.unseen = Unseen()
-        self.functions = Functions()
-
-    def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        before = dict(self.model.named_buffers())
-        with self.unseen, self.functions.reading(), flex_as_attention():
-            fields = {**batch, **self.static}
-            returned = call_model(self.model, fields, self.loss_fn, self.by_name)
-        _refuse_new_buffers(before, dict(self.model.named_buffers()))
-        if not self.with_metrics:
-            returned = replace(returned, metrics={})
-        beside = returned.select(self.wanted)
-        self.beside.names, self.beside.metrics = tuple(beside), len(returned.metrics)
-        return (returned.loss, *beside.values())
-
-
-def _refuse_new_buffers(
-    before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
-) -> None:
-    """`self.count = self.count + 1` leaves no trace in the exported graph."""
-    for name, buffer in before.items():
-        if after.get(name) is not buffer:
-            raise CaptureError(
-                f"forward assigns a new tensor to the model's buffer '{name}', which "
-                "has no meaning when ranks run different microbatches",
-                fix="keep running statistics out of forward, or freeze them with "
-                ".eval()",
-            )
-
-
 def trace(
     model: nn.Module,
     batch: Mapping[str, Any],
@@ -140,12 +83,14 @@ def trace(
     precision: Lowering = None,
     outputs: Sequence[str] = (),
     metrics: bool = True,
+    repeats: Repeats | None = None,
 ) -> Traced:
     """Capture `model(**batch)` down to its loss, for the shapes of the full batch.
 
     precision: what the model runs in, as its code may ask for the dtype of autocast.
     outputs: what is wanted beside the loss of what the model returns, by name, see
-    `Returned`. metrics: whether the scalars of a dict come out too.
+    `Returned`. metrics: whether the scalars of a dict come out too. repeats: of layers
+    that do the same, which are captured once.
     Raises CaptureError when the model cannot be captured, changes one of its
     buffers, or returns no scalar loss.
     """
@@ -156,8 +101,9 @@ def trace(
             "the batch holds no tensor", fix="pass the model's inputs by keyword"
         )
     refuse_hooks(model)
-    wrapper = _LossOf(model, loss_fn, static, outputs, metrics)
-    traced = _capture(wrapper, tensors, precision)
+    wrapper = LossModule(model, loss_fn, static, outputs, metrics)
+    traced = repeats and _capture_repeats(wrapper, tensors, precision, repeats)
+    traced = traced or _capture(wrapper, tensors, precision)
     if guard := wrapper.unseen.guards.read:
         wrapper.unseen.guards.some = False
         try:
@@ -174,15 +120,15 @@ def trace(
 
 
 def _capture(
-    wrapper: _LossOf, tensors: Mapping[str, torch.Tensor], precision: Lowering
+    wrapper: LossModule, tensors: Mapping[str, torch.Tensor], precision: Lowering
 ) -> Traced:
     """What the model computes, without writes in place."""
     model = wrapper.model
-    device = _device(model)
+    device = device_of(model)
     while True:
         with (
             parameters_in(model, precision),
-            _on_fake_tensors(wrapper, tensors, device) as examples,
+            on_fake_tensors(wrapper, tensors, device) as examples,
             autocast(precision, device.type) as dtype,
         ):
             exported = _export(wrapper, examples)
@@ -192,6 +138,64 @@ def _capture(
     reader = ExportReader(place, device.type, dtype)
     reader.values_read = wrapper.unseen.read
     return _read(exported, model, list(tensors), reader)
+
+
+def run_without_data(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None,
+    precision: Lowering,
+    outputs: Sequence[str],
+    metrics: bool,
+    watch: Watch,
+) -> tuple[tuple[str, ...], tuple[torch.Tensor, ...]]:
+    """The names and tensors that a capture would have as outputs, of a forward on fake
+    tensors within a context. Raises: CaptureError, if it computes by its values or
+    calls what has a backward of its own; what forward raises."""
+    tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
+    static = {k: v for k, v in batch.items() if not isinstance(v, torch.Tensor)}
+    wrapper = LossModule(model, loss_fn, static, outputs, metrics)
+    device = device_of(model)
+    with (
+        parameters_in(model, precision),
+        on_fake_tensors(wrapper, tensors, device, always=True) as examples,
+        autocast(precision, device.type),
+        watch(examples),
+    ):
+        returned = wrapper(examples)
+    unseen = wrapper.unseen
+    if unseen.read or unseen.guards.read or wrapper.functions.calls:
+        raise CaptureError("forward is not of plain operations alone")
+    return wrapper.beside.names, returned
+
+
+def _capture_repeats(
+    wrapper: LossModule,
+    tensors: Mapping[str, torch.Tensor],
+    precision: Lowering,
+    repeats: Repeats,
+) -> Traced | None:
+    """What `_capture` gives, from a capture of few layers; None if it cannot be had."""
+    try:
+        with only_layers(wrapper.model, repeats.path, repeats.kept):
+            few = _capture(wrapper, tensors, precision)
+        repeater = Repeater(few.graph, repeats, few.literals)
+        graph = repeater.whole(wrapper.model)
+    except (CaptureError, NotAlike):
+        return None
+    if few.asked:
+        return None
+    model = wrapper.model
+    dtypes = {
+        v: few.autocast[k] for v, k in repeater.copied.items() if k in few.autocast
+    }
+    return replace(
+        few,
+        graph=graph,
+        aliases=_aliases(model.named_parameters(remove_duplicate=False)),
+        trainable=_trainable(model, graph),
+        autocast={**few.autocast, **dtypes},
+    )
 
 
 def _refuse_sources(graph: Graph, names: Sequence[str]) -> None:
@@ -205,59 +209,8 @@ def _refuse_sources(graph: Graph, names: Sequence[str]) -> None:
             )
 
 
-def _device(model: nn.Module) -> torch.device:
-    """Where the model is traced; parameters on meta become fake ones of the CPU."""
-    real = (p.device for p in model.parameters() if not p.is_meta)
-    return next(real, torch.device("cpu"))
-
-
-@contextlib.contextmanager
-def _on_fake_tensors(
-    wrapper: nn.Module, tensors: Mapping[str, torch.Tensor], device: torch.device
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Example inputs to export with; meta parameters become fake ones meanwhile.
-
-    Inputs are copied: to where the model is, and because export merges two inputs that
-    are one tensor.
-    """
-    if not any(t.is_meta for m in wrapper.modules() for t in _own_tensors(m).values()):
-        yield {k: v.detach().to(device, copy=True) for k, v in tensors.items()}
-        return
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    saved: list[tuple[dict, str, torch.Tensor]] = []
-    replaced: dict[int, torch.Tensor] = {}
-    for module in wrapper.modules():
-        for table in (module._parameters, module._buffers):
-            for name, old in table.items():
-                if old is None:
-                    continue
-                if id(old) not in replaced:
-                    replaced[id(old)] = _fake_like(old, mode)
-                saved.append((table, name, old))
-                table[name] = replaced[id(old)]
-    try:
-        with mode:
-            yield {k: torch.empty(v.shape, dtype=v.dtype) for k, v in tensors.items()}
-    finally:
-        for table, name, old in saved:
-            table[name] = old
-
-
-def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    both = {**module._parameters, **module._buffers}
-    return {k: v for k, v in both.items() if v is not None}
-
-
-def _fake_like(old: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    with mode:
-        new = torch.empty(old.shape, dtype=old.dtype, device="cpu")
-    if isinstance(old, nn.Parameter):
-        return nn.Parameter(new, requires_grad=old.requires_grad)
-    return new
-
-
 def _export(
-    wrapper: _LossOf, examples: dict[str, torch.Tensor]
+    wrapper: LossModule, examples: dict[str, torch.Tensor]
 ) -> torch.export.ExportedProgram:
     try:
         with warnings.catch_warnings():
@@ -271,7 +224,7 @@ def _export(
 
 
 def _export_once(
-    wrapper: _LossOf, examples: dict[str, torch.Tensor]
+    wrapper: LossModule, examples: dict[str, torch.Tensor]
 ) -> torch.export.ExportedProgram:
     """Export, as `loss_of` calls the model: torch does not go on after an error."""
     try:
@@ -328,7 +281,7 @@ def _read(
 ) -> Traced:
     """Turn the exported program into our graph."""
     aliases = _aliases(model.named_parameters(remove_duplicate=False))
-    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
+    wanted = {n for n, p in model.named_parameters() if p.requires_grad}
     # Of buffers every rank has all, under each of their names, so these are no matter.
     shared = _aliases(model.named_buffers(remove_duplicate=False))
     sources: dict[str, list[Value]] = {k: [] for k in ("input", "param", "buffer", "c")}
@@ -366,7 +319,7 @@ def _read(
         else:
             known[kind, name] = reader.source(node, name)
             sources[kind].append(known[kind, name])
-            if kind == "param" and name in trainable:
+            if kind == "param" and name in wanted:
                 reader.flowing[name] = None
     reader.read(exported.graph_module)
     graph = Graph(
@@ -378,9 +331,15 @@ def _read(
         reader.outputs,
     )
     graph = functionalize(graph.verify(), reader.memory)
-    trainable -= _without_gradient(graph)
-    traced = Traced(graph, aliases, literals, frozenset(trainable), reader.autocast)
+    trainable = _trainable(model, graph)
+    traced = Traced(graph, aliases, literals, trainable, reader.autocast)
     return replace(traced, asked=tuple(reader.asked))
+
+
+def _trainable(model: nn.Module, graph: Graph) -> frozenset[str]:
+    """The parameters that want a gradient, and have one."""
+    wanted = {n for n, p in model.named_parameters() if p.requires_grad}
+    return frozenset(wanted - _without_gradient(graph))
 
 
 def _without_gradient(graph: Graph) -> set[str]:

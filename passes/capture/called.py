@@ -1,0 +1,136 @@
+"""What a forward calls, layer by layer, and with what: two layers that call the same
+with the same are one computation, whatever Python went through to get there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+Call = tuple[Hashable, ...]
+BEFORE, FIRST = 0, 1  # the parts before the layers, and of the first of them
+
+
+class NotInOrder(Exception):
+    """Layers that are not called one after another, each once."""
+
+
+class Calls(TorchFunctionMode):
+    """Notes what is called of torch while layers run in order.
+
+    parts: the calls before the layers, of each layer and what comes behind it, and
+    after the last. A tensor in them is named by the call that made it: one of the same
+    part, or of so many parts before, or, before the second layer, of that very part;
+    literals are named by their numbers. Parameters and buffers of a part's own layer go
+    by their names in it.
+    """
+
+    def __init__(self, model: nn.Module, path: str) -> None:
+        super().__init__()
+        self.model, self.path = model, path
+        self.parts: list[list[Call]] = [[]]
+        self.alive: list[Any] = []  # so that no id is given twice
+        self.names: dict[int, str] = {}
+        # Of each tensor: part, call, place in its result; the call alone of a literal.
+        self.made: dict[int, Call] = {}
+        self.versions: dict[int, int] = {}  # of what is written in place
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        call = self.described(func, *modes, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        made = list(_tensors(args if result is None else result))
+        if made or result is None:  # all else comes back as an argument, if it matters
+            for place, x in enumerate(made):
+                if self.versions.get(id(x)) != x._version:  # else as it came in
+                    where = len(self.parts) - 1, len(self.parts[-1]), place
+                    self.made[id(x)] = call if func is torch.tensor else where
+                    self.versions[id(x)] = x._version
+            self.alive.append(made)
+            self.parts[-1].append(call)
+        return result
+
+    def described(self, *call: Any) -> Call:
+        return tuple(map(self.describe, call))
+
+    def describe(self, x: Any) -> Hashable:
+        if isinstance(x, Tensor):
+            return self.describe_tensor(x)
+        if isinstance(x, tuple | list):
+            return type(x).__name__, *map(self.describe, x)
+        if isinstance(x, Mapping):
+            return "dict", *((k, self.describe(v)) for k, v in x.items())
+        if isinstance(x, slice):
+            return "slice", *map(self.describe, (x.start, x.stop, x.step))
+        if isinstance(x, bool | int | float | complex | str | None):
+            return type(x).__name__, x
+        self.alive.append(x)
+        return x if isinstance(x, Hashable) else ("object", id(x))
+
+    def describe_tensor(self, x: Tensor) -> Hashable:
+        part = len(self.parts) - 1
+        if self.versions.get(id(x)) != x._version:  # nobody has seen what wrote to it
+            self.alive.append(x)
+            return "tensor", id(x)
+        if (place := self.made.get(id(x))) is not None:
+            made = place[0]
+            if made == part:
+                return "own", *place[1:]
+            if isinstance(made, int) and made > FIRST:
+                return "back", part - made, *place[1:]
+            return "part", *place
+        name, own = self.names[id(x)], f"{self.path}.{part - FIRST}."
+        if name.startswith(own):
+            return "layer", name.removeprefix(own)
+        return "model", name
+
+    @contextlib.contextmanager
+    def layer_by_layer(self, batch: Mapping[str, Tensor]) -> Iterator[None]:
+        """Around a forward. Raises: NotInOrder."""
+        for named in (self.model.named_parameters, self.model.named_buffers):
+            for name, x in named(remove_duplicate=False):
+                self.names.setdefault(id(x), name)
+                self.versions[id(x)] = x._version
+        for name, x in batch.items():
+            self.names[id(x)], self.versions[id(x)] = f"batch {name}", x._version
+        layers = list(self.model.get_submodule(self.path).children())
+        handles = [
+            layer.register_forward_pre_hook(self.beginning(FIRST + i))
+            for i, layer in enumerate(layers)
+        ]
+        behind = FIRST + len(layers)
+        handles.append(layers[-1].register_forward_hook(self.beginning(behind)))
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if len(self.parts) != behind + 1:
+            raise NotInOrder
+
+    def beginning(self, part: int) -> Callable[..., None]:
+        """A hook that begins a part."""
+
+        def begin(*_: Any) -> None:
+            if len(self.parts) != part:
+                raise NotInOrder
+            self.parts.append([])
+
+        return begin
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from _tensors(item)
+    elif isinstance(tree, Mapping):
+        yield from _tensors(list(tree.values()))

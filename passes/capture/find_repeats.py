@@ -1,0 +1,134 @@
+"""Layers that do the same are captured once: torch.export reads a model with few of
+them, and `repeat_layers` makes the graph of the whole one from that.
+
+That they do the same is not guessed. The whole model runs once without data, and what
+it calls, layer by layer, must be what it calls with few layers, some of it repeated
+(`called`). Where it is not, or cannot be told, the model is captured as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..capture.called import BEFORE, FIRST, Call, Calls
+
+SPARED = 4  # layers that it must spare at least
+
+Watch = Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[None]]
+Run = Callable[[Watch], Any]
+PutBack = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """A list of `total` layers of which those from `first` on are the same `period`
+    layers so many `times`. The model with few layers has these twice."""
+
+    path: str
+    total: int
+    first: int
+    period: int
+    times: int
+
+    @property
+    def spared(self) -> int:
+        return (self.times - 2) * self.period
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The number of each layer of the model with few."""
+        behind = self.first + self.period + self.spared
+        return *range(self.first + self.period), *range(behind, self.total)
+
+
+def find_list(model: nn.Module) -> str:
+    """The path of the list of layers that holds most of the parameters; "" if none is
+    long enough, or has a layer twice."""
+    best, path = 0, ""
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        layers = list(module.children())
+        if len(layers) < SPARED + 2 or len(set(map(id, layers))) < len(module):
+            continue
+        size = sum(p.numel() for p in module.parameters())
+        if size > best and list(module._modules) == [*map(str, range(len(module)))]:
+            best, path = size, name
+    return path
+
+
+@contextlib.contextmanager
+def only_layers(model: nn.Module, path: str, kept: Sequence[int]) -> Iterator[None]:
+    """Within, a list of layers has only these, with numbers from 0 on; without a path
+    the model has all."""
+    if not path:
+        yield
+        return
+    layers = model.get_submodule(path)
+    before = dict(layers._modules)
+    every = list(before.values())
+    try:
+        layers._modules.clear()
+        layers._modules.update({str(i): every[n] for i, n in enumerate(kept)})
+        yield
+    finally:
+        layers._modules.clear()
+        layers._modules.update(before)
+
+
+def find_repeats(model: nn.Module, run: Run, put_back: PutBack) -> Repeats | None:
+    """What repeats in what a forward calls; None if nothing does.
+
+    run: the model's forward on fake tensors, within what it is given, which is told of
+    the batch. put_back: after each, everything that it changed.
+    """
+    path = find_list(model)
+    if not path:
+        return None
+    whole = _calls(model, path, run, put_back)
+    repeats = whole and _longest(path, whole[FIRST:-1])
+    if not whole or not repeats or repeats.spared < SPARED:
+        return None
+    with only_layers(model, path, repeats.kept):
+        few = _calls(model, path, run, put_back)
+    expected = [whole[BEFORE], *(whole[FIRST + n] for n in repeats.kept), whole[-1]]
+    return repeats if few == expected else None
+
+
+def _calls(
+    model: nn.Module, path: str, run: Run, put_back: PutBack
+) -> list[list[Call]] | None:
+    """What is called before, in each layer, and after the last; None if the model does
+    not run without data, or its layers not in turn."""
+    calls = Calls(model, path)
+    try:
+        returned = run(calls.layer_by_layer)
+        calls.parts[-1].append(calls.described("returned", returned))
+    except Exception:
+        return None  # who captures the model as it is will be told
+    finally:
+        put_back()
+    return calls.parts
+
+
+def _longest(path: str, layers: Sequence[Sequence[Call]]) -> Repeats | None:
+    """The repetition that spares most."""
+    known: dict[tuple[Call, ...], int] = {}
+    kinds = [known.setdefault(tuple(calls), len(known)) for calls in layers]
+    best: Repeats | None = None
+    for period in range(1, len(kinds) // 3 + 1):
+        start = 0
+        for i in range(period, len(kinds) + 1):
+            if i < len(kinds) and kinds[i] == kinds[i - period]:
+                continue
+            times = (i - start) // period
+            one = Repeats(path, len(kinds), start, period, times)
+            if times > 2 and (best is None or one.spared > best.spared):
+                best = one
+            start = i - period + 1
+    return best

@@ -1,0 +1,74 @@
+"""The model as torch.export is given it: called with a batch, down to its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..capture.call_model import call_model
+from ..capture.custom_functions import Functions
+from ..capture.flex_attention import flex_as_attention
+from ..capture.unseen import Unseen
+from ..errors import CaptureError
+
+
+@dataclass
+class Beside:
+    """Names of what comes out beside the loss; metrics come first. Apart from the
+    module, whose attributes export puts back."""
+
+    names: tuple[str, ...] = ()
+    metrics: int = 0
+
+
+class LossModule(nn.Module):
+    """The model, called by keyword, with only its loss, metrics and what is wanted
+    coming out."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        static: dict,
+        wanted: Sequence[str],
+        with_metrics: bool,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.static = static
+        self.wanted, self.with_metrics = wanted, with_metrics
+        self.beside = Beside()
+        self.by_name = False  # see `call_model`
+        self.unseen = Unseen()
+        self.functions = Functions()
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        before = dict(self.model.named_buffers())
+        with self.unseen, self.functions.reading(), flex_as_attention():
+            fields = {**batch, **self.static}
+            returned = call_model(self.model, fields, self.loss_fn, self.by_name)
+        _refuse_new_buffers(before, dict(self.model.named_buffers()))
+        if not self.with_metrics:
+            returned = replace(returned, metrics={})
+        beside = returned.select(self.wanted)
+        self.beside.names, self.beside.metrics = tuple(beside), len(returned.metrics)
+        return (returned.loss, *beside.values())
+
+
+def _refuse_new_buffers(
+    before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
+) -> None:
+    """`self.count = self.count + 1` leaves no trace in the exported graph."""
+    for name, buffer in before.items():
+        if after.get(name) is not buffer:
+            raise CaptureError(
+                f"forward assigns a new tensor to the model's buffer '{name}', which "
+                "has no meaning when ranks run different microbatches",
+                fix="keep running statistics out of forward, or freeze them with "
+                ".eval()",
+            )
