@@ -35,8 +35,8 @@ from autopar.passes.schedule.make_schedule import (
     make_schedule,
 )
 from autopar.passes.schedule.schedule import Schedule
+from autopar.passes.search.by_formula import in_flight
 from autopar.passes.search.candidates import searched
-from autopar.passes.search.search import in_flight
 from autopar.passes.stage.recompute import POLICIES, Nodes
 from autopar.runtime.comm.comm import Comm
 

@@ -12,8 +12,9 @@ from models import plain_gpt
 from autopar.machine.hardware import cluster_of, with_memory
 from autopar.passes.mesh import Mesh
 from autopar.passes.price.cluster import Cluster
+from autopar.passes.search.by_formula import rough
 from autopar.passes.search.candidates import candidates, searched
-from autopar.passes.search.search import Ranking, rough, run_on_paper
+from autopar.passes.search.search import Ranking, run_on_paper
 from autopar.planner.infeasible import Infeasible, gigabytes, with_devices
 from autopar.planner.planner import (
     ShortModel,

@@ -8,13 +8,14 @@ import pytest
 from models import plain_gpt
 
 from autopar.gc_paused import gc_paused
-from autopar.machine.hardware import cluster_of
-from autopar.options import make_plan
+from autopar.machine.hardware import cluster_of, with_memory
+from autopar.options import make_plan, read_bytes
 from autopar.passes.mesh import Mesh
 from autopar.passes.price import price_layers
 from autopar.passes.price.price_layers import cut_layers
+from autopar.passes.search.by_formula import least_bytes, make_timer, prices_of, rough
 from autopar.passes.search.candidates import Space, candidates
-from autopar.passes.search.search import least_bytes, make_timer, rough, run_on_paper
+from autopar.passes.search.search import Ranked, Ranking, run_on_paper
 from autopar.passes.stage.differentiate import differentiate, finish, join
 from autopar.passes.stage.local_stage import LocalStage
 from autopar.planner.planner import capture_short, find_plans, make_prices
@@ -33,7 +34,7 @@ def test_candidates_that_share_their_timing_are_ranked_as_each_by_itself() -> No
     assert shared == alone
     # What cannot fit by the least that it takes need not be ranked.
     peaks = {c: found[1] for c, found in zip(every, alone, strict=True) if found}
-    least = {c: least_bytes(c, space.runs, prices, timed) for c in peaks}
+    least = {c: least_bytes(c, space.runs, prices_of(c, prices), timed) for c in peaks}
     assert all(least[c] <= peak for c, peak in peaks.items())
     assert sum(least[c] > 0.5 * peak for c, peak in peaks.items()) > len(peaks) / 4
 
@@ -53,6 +54,23 @@ def test_memory_by_formula_is_that_of_a_schedule() -> None:
         assert 0.9 * exact < peak < 1.1 * exact, complete
         several += complete.stages_per_rank > 2
     assert several > 8
+
+
+@pytest.mark.parametrize("memory", ["1MB", "0.5MB"])
+def test_what_is_not_priced_would_not_be_picked(memory, monkeypatch) -> None:
+    """Also where only what is computed again fits."""
+    case = plain_gpt(layers=4)
+    cluster = with_memory(cluster_of("8xA100-80GB"), read_bytes(memory))
+    of = capture_short(case.model, case.batch, case.loss_fn)
+
+    def found() -> Ranking:
+        return find_plans(of, cluster, 32, tp=(1, 2), cp=(1, 2))
+
+    bounded = found()
+    monkeypatch.setattr(Ranked, "_is_slow", lambda self, candidate: False)
+    every = found()
+    assert bounded.best == every.best
+    assert len(bounded.priced) < 0.9 * len(every.priced)
 
 
 @pytest.fixture

@@ -23,8 +23,9 @@ from autopar.passes.schedule.make_schedule import make_schedule, place_stages
 from autopar.passes.schedule.order import read_order, write_order
 from autopar.passes.schedule.schedule import ScheduleError
 from autopar.passes.search.balance_layers import balance_ranks
+from autopar.passes.search.by_formula import rough
 from autopar.passes.search.candidates import ALIKE, candidates
-from autopar.passes.search.search import rough, run_on_paper
+from autopar.passes.search.search import run_on_paper
 from autopar.planner.planner import (
     ShortModel,
     capture_short,

@@ -11,8 +11,9 @@ from autopar.passes.plan import PlanError
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import Estimate
 from autopar.passes.price.price_layers import Prices
+from autopar.passes.search.by_formula import rough
 from autopar.passes.search.candidates import Space, candidates, meshes, sample_ranks
-from autopar.passes.search.search import Ranking, rough, run_on_paper
+from autopar.passes.search.search import Ranking, run_on_paper
 
 TIMES = (2, 4, 8, 16, 32, 64)  # as many devices are tried
 TRIED = 3  # of the most frugal candidates

@@ -18,13 +18,9 @@ from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import Estimate, estimate
 from autopar.passes.price.price_layers import cut_layers, price_cut
+from autopar.passes.search.by_formula import layer_mesh
 from autopar.passes.search.choose_op_shardings import ChosenShardings, ShardingsDoNotFit
-from autopar.passes.search.search import (
-    Ranking,
-    layer_mesh,
-    simplest_first,
-    stages_of,
-)
+from autopar.passes.search.search import Ranking, simplest_first, stages_of
 from autopar.passes.shard.query_groups import PAIR
 from autopar.planner.planner import ShortModel, label_plan, plan_of
 from autopar.progress import tell

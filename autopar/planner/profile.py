@@ -30,8 +30,8 @@ from autopar.options import make_plan
 from autopar.passes.price.measured import Ops, Point, Timed
 from autopar.passes.price.price_layers import cut_layers
 from autopar.passes.schedule.footprint import footprint
+from autopar.passes.search.by_formula import layer_mesh
 from autopar.passes.search.candidates import meshes
-from autopar.passes.search.search import layer_mesh
 from autopar.passes.stage.differentiate import differentiate
 from autopar.passes.stage.local_stage import LocalStage
 from autopar.planner.choose import SAMPLES

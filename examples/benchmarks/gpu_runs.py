@@ -31,7 +31,8 @@ from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster, ClusterError
 from autopar.passes.price.estimate import Estimate
 from autopar.passes.program import Program
-from autopar.passes.search.search import rough, run_on_paper
+from autopar.passes.search.by_formula import rough
+from autopar.passes.search.search import run_on_paper
 from autopar.planner.planner import ShortModel, capture_short, make_prices, make_space
 from examples.benchmarks.gpu_models import SIZES, TINY, batch_of, make
 from examples.benchmarks.live_bytes import peak_allocated

@@ -32,7 +32,8 @@ from autopar.passes.price.candidate import Candidate  # noqa: E402
 from autopar.passes.price.cluster import Cluster  # noqa: E402
 from autopar.passes.price.estimate import Estimate  # noqa: E402
 from autopar.passes.price.price_layers import Prices  # noqa: E402
-from autopar.passes.search.search import rough, run_on_paper  # noqa: E402
+from autopar.passes.search.by_formula import rough  # noqa: E402
+from autopar.passes.search.search import run_on_paper  # noqa: E402
 from autopar.planner.choose import SAMPLES  # noqa: E402
 from autopar.planner.planned import batch_for  # noqa: E402
 from autopar.planner.planner import (  # noqa: E402

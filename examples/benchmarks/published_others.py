@@ -20,7 +20,8 @@ from autopar.passes.price.account import Account, PartCost
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.search.balance_layers import balance_layers
-from autopar.passes.search.search import accounts_of, layer_mesh
+from autopar.passes.search.by_formula import layer_mesh
+from autopar.passes.search.search import accounts_of
 from autopar.passes.stage.blocks import BlockMessages
 from autopar.planner.planner import make_prices
 from examples.benchmarks.published_models import Row, gpt, in_turn, read

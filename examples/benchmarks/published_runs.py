@@ -23,7 +23,8 @@ from autopar.passes.price.estimate import OPTIMIZER_TRAFFIC, step_seconds
 from autopar.passes.price.price import retimed
 from autopar.passes.price.price_layers import LayerPrices
 from autopar.passes.price.stage_seconds import stage_seconds
-from autopar.passes.search.search import accounts_of, layer_mesh
+from autopar.passes.search.by_formula import layer_mesh
+from autopar.passes.search.search import accounts_of
 from autopar.planner.planner import ShortModel, make_prices
 from examples.benchmarks.published_fit import descend
 from examples.benchmarks.published_models import Row, gpt, in_turn, read

@@ -30,8 +30,9 @@ from autopar.passes.price.price import retimed
 from autopar.passes.price.price_layers import Prices
 from autopar.passes.price.share import share
 from autopar.passes.price.stage_seconds import stage_seconds
+from autopar.passes.search.by_formula import rough, rough_seconds
 from autopar.passes.search.candidates import Space
-from autopar.passes.search.search import accounts_of, rough, rough_seconds
+from autopar.passes.search.search import accounts_of
 from autopar.planner.planner import make_prices
 from examples.benchmarks.published_fit import descend
 from examples.benchmarks.published_models import Row, in_turn, llama, read

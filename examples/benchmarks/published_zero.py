@@ -20,7 +20,8 @@ from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import step_seconds
 from autopar.passes.price.price import retimed
 from autopar.passes.price.stage_seconds import stage_seconds
-from autopar.passes.search.search import accounts_of, layer_mesh
+from autopar.passes.search.by_formula import layer_mesh
+from autopar.passes.search.search import accounts_of
 from autopar.planner.planner import make_prices
 from examples.benchmarks.published_models import Row, gpt, read
 from examples.benchmarks.published_runs import UNFITTED, Constants, again

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from torch import Tensor
 
 from ..atoms import Atoms
-from ..graph import OWN, Node, Value
+from ..graph import OWN, Node, Value, without_overload
 from ..mesh import Axes
 from ..ops.notation import Role
 
@@ -186,7 +186,8 @@ def declare(*ops: Op) -> None:
 
 def op_of(node: Node) -> Op:
     """The declaration of a node's op."""
-    return OPS.get(node.name) or unknown(node.name)
+    name = without_overload(node.op)  # not `node.name`: passes ask some million times
+    return OPS.get(name) or unknown(name)
 
 
 @cache

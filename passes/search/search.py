@@ -7,33 +7,33 @@ run on paper.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from math import prod
 from typing import NamedTuple
 
 from ..mesh import Mesh
 from ..plan import AUTO
-from ..price.account import Account, once_a_rank, rank_memory
+from ..price.account import Account
 from ..price.candidate import Candidate
 from ..price.cluster import Cluster
-from ..price.estimate import Estimate, estimate, estimate_within, step_parts
+from ..price.estimate import Estimate, estimate, estimate_within
 from ..price.price_layers import LayerPrices, Prices
-from ..price.share import resting_bytes, share
-from ..price.stage_seconds import StageSeconds, stage_seconds
-from ..schedule.footprint import Footprint, rough_peak
-from ..schedule.make_schedule import SCHEDULES
-from ..search.balance_layers import balance_ranks
-from ..search.candidates import ALIKE, Space, candidates
-from ..search.top_candidates import (
-    best_cuts,
-    made_schedules,
-    other_ways,
+from ..search.by_formula import (
+    layer_mesh,
+    least_bytes,
+    least_seconds,
+    make_timer,
+    prices_of,
+    rough,
 )
+from ..search.candidates import ALIKE, Space, candidates
+from ..search.top_candidates import Fit, best_cuts, made_schedules, other_ways
 from ..shard.query_groups import PAIR
 
 SHORTLIST = 12
+TRIED = 3 * SHORTLIST  # on paper at most, if one of them fits
 # A plan that takes less than this share of the memory by formula does fit, and gains
 # nothing by recomputation.
 ROOMY = 0.9
@@ -62,20 +62,6 @@ class Ranking:
 Watch = Callable[[int, int], None]
 
 
-@dataclass(frozen=True)
-class Timed:
-    """What a stage's account is, for candidates that have its mesh and ZeRO in common:
-    whole: that of a rank of the whole mesh, and what it keeps; seconds: of it; resting:
-    see `resting_bytes`."""
-
-    whole: Callable[[Account], tuple[Account, Footprint]]
-    seconds: Callable[[Account], StageSeconds]
-    resting: Callable[[Account], tuple[float, float]]
-
-
-Timer = Callable[[Candidate], Timed]
-
-
 def search(
     space: Space, prices: Prices, watch: Watch = lambda done, total: None
 ) -> Ranking:
@@ -83,55 +69,158 @@ def search(
 
     watch: called after each candidate with how many are done, and how many there are.
     """
-    limit = space.cluster.device.memory
-    ranked: list[tuple[float, float, int, Candidate]] = []
-    hopeless: list[Candidate] = []
-    every, timed = list(candidates(space)), make_timer(space.cluster)
-    roomy: set[Candidate] = set()
-    needless = 0
-
-    def rank(candidate: Candidate) -> None:
-        priced = rough(candidate, space, prices, timed, limit)
-        if priced is not None:
-            seconds, peak, complete = priced
-            ranked.append((seconds, peak, len(ranked), complete))
-            if candidate.recompute == "none" and peak <= ROOMY * limit:
-                roomy.add(candidate)
-
-    for done, candidate in enumerate(every, 1):
-        again = candidate.recompute != "none"
-        if again and replace(candidate, recompute="none") in roomy:
-            needless += 1
-        elif least_bytes(candidate, space.runs, prices, timed) > limit:
-            hopeless.append(candidate)
-        else:
-            rank(candidate)
+    every = list(candidates(space))
+    ranked = Ranked(space, prices)
+    for done, number in enumerate(_order(every), 1):
+        ranked.add(number, every[number])
         watch(done, len(every))
-    if not any(peak <= limit for _, peak, *_ in ranked):
-        for candidate in hopeless:
-            rank(candidate)
 
     def fit(candidate: Candidate) -> Estimate | None:
         accounts = accounts_of(candidate, prices)
-        return estimate_within(limit, accounts, candidate, space.cluster)
+        memory = space.cluster.device.memory
+        return estimate_within(memory, accounts, candidate, space.cluster)
 
-    fitting = sorted(r for r in ranked if r[1] <= limit)
-    best: list[Estimate] = []
-    for tried, (*_, candidate) in enumerate(fitting):
-        if len(best) == SHORTLIST or (best and tried >= 3 * SHORTLIST):
-            break
-        best += filter(None, [fit(candidate)])
+    best = ranked.shortlist(fit)
     best += other_ways(best, space, fit)
     best = best_cuts(best, fit)
     if len(space.schedules) > 1:
         best += made_schedules(best, fit)
     best = simplest_first(best)
     nearest = None
-    if not best and ranked:
-        closest = min(ranked, key=lambda r: (r[1], r[0]))[-1]
+    if not best and ranked.rows:
+        closest = min(ranked.rows, key=lambda r: (r[1], r[0]))[-1]
         nearest = run_on_paper(closest, prices, space.cluster)
-    priced = (Priced(str(c), seconds, peak) for seconds, peak, _, c in sorted(ranked))
-    return Ranking(tuple(best), len(every) - needless, nearest, tuple(priced))
+    priced = [Priced(str(c), s, peak) for s, peak, _, c in sorted(ranked.rows)]
+    tried = len(every) - ranked.needless
+    return Ranking(tuple(best), tried, nearest, tuple(priced))
+
+
+def _order(every: Sequence[Candidate]) -> list[int]:
+    """Numbers of candidates: in a row those whose layers are split alike, of them first
+    what bounds others' seconds, see `Ranked`."""
+    layers = {mesh: i for i, mesh in enumerate({layer_mesh(c.mesh): 0 for c in every})}
+
+    def key(number: int) -> tuple[bool, int, bool]:
+        c = every[number]
+        return c.halves, layers[layer_mesh(c.mesh)], c.recompute != "none"
+
+    return sorted(range(len(every)), key=key)
+
+
+class Ranked:
+    """Candidates by formula, those that may be among the fastest that fit.
+
+    To price layers takes long. So backwards in halves, and what is computed again, are
+    not priced for candidates that would be too slow without, even if their pipelines
+    were never idle.
+
+    rows: (seconds, bytes, number, candidate with its layers). needless: how many
+    compute again what there is room for.
+    """
+
+    def __init__(self, space: Space, prices: Prices) -> None:
+        self.space, self.prices = space, prices
+        self.limit = space.cluster.device.memory
+        self.timed = make_timer(space.cluster)
+        self.rows: list[tuple[float, float, int, Candidate]] = []
+        self.needless = 0
+        self._roomy: set[Candidate] = set()
+        self._hopeless: list[tuple[int, Candidate]] = []
+        self._slow: list[tuple[int, Candidate]] = []
+        self._fastest: list[float] = []  # seconds of the first `TRIED` that fit
+        self._priced: set[object] = set()
+
+    def add(self, number: int, candidate: Candidate) -> None:
+        again = candidate.recompute != "none"
+        if again and replace(candidate, recompute="none") in self._roomy:
+            self.needless += 1
+        elif self._is_slow(candidate):
+            self._slow.append((number, candidate))
+        elif self._is_hopeless(candidate):
+            self._hopeless.append((number, candidate))
+        else:
+            self._rank(number, candidate)
+
+    def shortlist(self, fit: Fit) -> list[Estimate]:
+        """Returns the fastest on paper."""
+        if not self._fastest:
+            self._rank_all(self._hopeless)
+        best = self._run(fit)
+        if not best and self._slow:
+            self._rank_all(self._slow)
+            best = self._run(fit)
+        return best
+
+    def _run(self, fit: Fit) -> list[Estimate]:
+        best: list[Estimate] = []
+        fitting = sorted(row for row in self.rows if row[1] <= self.limit)
+        for tried, (*_, candidate) in enumerate(fitting):
+            if len(best) == SHORTLIST or (best and tried >= TRIED):
+                break
+            best += filter(None, [fit(candidate)])
+        return best
+
+    def _rank_all(self, numbered: Iterable[tuple[int, Candidate]]) -> None:
+        for number, candidate in numbered:
+            self._rank(number, candidate)
+
+    def _rank(self, number: int, candidate: Candidate) -> None:
+        found = rough(candidate, self.space, self.prices, self.timed, self.limit)
+        if found is None:
+            return
+        seconds, peak, complete = found
+        self.rows.append((seconds, peak, number, complete))
+        if candidate.recompute == "none" and peak <= ROOMY * self.limit:
+            self._roomy.add(candidate)
+        if peak <= self.limit:
+            insort(self._fastest, seconds)
+            del self._fastest[TRIED:]
+
+    def _is_slow(self, candidate: Candidate) -> bool:
+        if len(self._fastest) < TRIED or _way(candidate) in self._priced:
+            return False
+        return any(
+            least_seconds(candidate, self.space.runs, costs, self.timed)
+            > self._fastest[-1] * parts
+            for simpler, parts in _simpler(candidate)
+            if (costs := self._known(simpler))
+        )
+
+    def _is_hopeless(self, candidate: Candidate) -> bool:
+        """Whether a rank takes more memory than there is, by the least."""
+        runs, way = self.space.runs, _way(candidate)
+        costs = self._known(replace(candidate, schedule="1f1b"))
+        if costs and way not in self._priced:
+            least = least_bytes(candidate, runs, costs, self.timed, working=False)
+            if least > self.limit:
+                return True
+        self._priced.add(way)
+        costs = prices_of(candidate, self.prices)
+        return least_bytes(candidate, runs, costs, self.timed) > self.limit
+
+    def _known(self, candidate: Candidate) -> LayerPrices | None:
+        if _way(candidate) in self._priced:
+            return prices_of(candidate, self.prices)
+        return None
+
+
+def _simpler(candidate: Candidate) -> Iterator[tuple[Candidate, int]]:
+    """Yields candidates whose layers do no more than the candidate's, and how many
+    ranks share that: with nothing computed again, backwards whole, or axes left out."""
+    for again in sorted({"none", candidate.recompute}):
+        whole = replace(candidate, recompute=again, schedule="1f1b")
+        for left_out in (), PAIR, ("cp",), ("cp", *PAIR):
+            axes = tuple(x for x in candidate.mesh.axes if x[0] not in left_out)
+            parts = candidate.mesh.size // prod(n for _, n in axes)
+            if parts > 1 or not left_out:
+                yield replace(whole, mesh=Mesh(axes)), parts
+
+
+def _way(candidate: Candidate) -> tuple[object, ...]:
+    """What tells prices apart that each take long to find."""
+    shares, context = candidate.zero > 0, candidate.context_parallel
+    how = candidate.recompute, candidate.halves
+    return layer_mesh(candidate.mesh), how, shares, context
 
 
 def simplest_first(estimates: list[Estimate]) -> list[Estimate]:
@@ -164,191 +253,10 @@ def run_on_paper(candidate: Candidate, prices: Prices, cluster: Cluster) -> Esti
 
 def accounts_of(candidate: Candidate, prices: Prices) -> list[Account]:
     """Returns what one microbatch costs on each stage."""
-    return stages_of(candidate.layers, _prices_of(candidate, prices))
+    return stages_of(candidate.layers, prices_of(candidate, prices))
 
 
 def stages_of(layers: Sequence[int], prices: LayerPrices) -> list[Account]:
     """Returns what one microbatch costs on stages of so many layers."""
     last = len(layers) - 1
     return [prices.stage(i == 0, runs, i == last) for i, runs in enumerate(layers)]
-
-
-def _prices_of(candidate: Candidate, prices: Prices) -> LayerPrices:
-    return prices(
-        layer_mesh(candidate.mesh),
-        candidate.recompute,
-        candidate.halves,
-        candidate.samples,
-        candidate.zero > 0,
-        candidate.context_parallel,
-    )
-
-
-@cache
-def layer_mesh(mesh: Mesh) -> Mesh:
-    """The axes that a layer is compiled for."""
-    return Mesh(
-        tuple((a, n) for a, n in mesh.axes if a in ("cp", "ep", *PAIR) and n > 1)
-    )
-
-
-# --- A formula for each ------------------------------------------------------------
-
-
-def make_timer(cluster: Cluster) -> Timer:
-    """`stage_seconds` on a cluster, for many candidates: what they have in common is
-    timed once."""
-
-    known: dict[tuple[Mesh, int, str], Timed] = {}
-
-    def timed(candidate: Candidate) -> Timed:
-        alike = candidate.mesh, candidate.shares, candidate.context_parallel
-        if alike not in known:
-            if any(mesh != candidate.mesh for mesh, *_ in known):
-                known.clear()  # candidates of a mesh come in a row
-            known[alike] = _timed(candidate, cluster)
-        return known[alike]
-
-    return timed
-
-
-def _timed(alike: Candidate, cluster: Cluster) -> Timed:
-    @cache
-    def whole(account: Account) -> tuple[Account, Footprint]:
-        whole_account = share(account, alike, cluster.device)
-        return whole_account, whole_account.footprint
-
-    @cache
-    def seconds(account: Account) -> StageSeconds:
-        return stage_seconds(whole(account)[0], alike.mesh, cluster)
-
-    return Timed(whole, seconds, cache(lambda account: resting_bytes(account, alike)))
-
-
-def least_bytes(candidate: Candidate, runs: int, prices: Prices, timed: Timer) -> float:
-    """No more than `rough` finds: what ranks hold of all layers, on average, and what
-    the backward of a layer has alive beside that; or what it has alive anyway."""
-    costs = _prices_of(candidate, prices)
-    whole = costs.stage(True, runs, True)
-    most, working = costs.least_alive[candidate.shares]
-    ranks, v = candidate.mesh.axis_size("pp"), candidate.stages_per_rank
-    others = (in_flight(candidate) - 1) * max(whole.saved, whole.kept)
-    states, step = timed(candidate).resting(whole)
-    average = (states + step + (whole.saved + others) / v) / ranks + working
-    return 0.999 * max(average, most / v)
-
-
-def rough(
-    candidate: Candidate,
-    space: Space,
-    prices: Prices,
-    timed: Timer | None = None,
-    limit: float = math.inf,
-) -> tuple[float, float, Candidate] | None:
-    """Seconds and bytes by formula, and the candidate with its layers; None if there
-    are too few layers. timed: see `make_timer`. limit: of bytes; seconds of what takes
-    more are infinite."""
-    costs = _prices_of(candidate, prices)
-    of = (timed or make_timer(space.cluster))(candidate)
-    layers = _balanced(candidate, space.runs, costs, of)
-    if layers is None:
-        return None
-    candidate, placement = replace(candidate, layers=layers), candidate.placement
-    shown = _shown(layers, placement)
-    stages = [[costs.stage(*stage) for stage in own] for own in shown]
-    both = [[of.whole(account) for account in own] for own in stages]
-    kinds = [[account for account, _ in own] for own in both]
-    if placement[0] == placement[-1]:
-        kinds[:1] = once_a_rank(kinds[0], [0] * len(kinds[0]))
-    most, peak = in_flight(candidate), 0.0
-    for accounts, own in zip(kinds, both, strict=True):
-        alive = rough_peak([footprint for _, footprint in own], most)
-        peak = max(peak, sum(rank_memory(accounts, alive).values()))
-    if peak > limit:
-        return math.inf, peak, candidate
-    took = [[of.seconds(account) for account in own] for own in stages]
-    return rough_seconds(kinds, candidate, space.cluster, took), peak, candidate
-
-
-@lru_cache(maxsize=4096)  # candidates that differ in what they shard ask for the same
-def _shown(
-    layers: tuple[int, ...], placement: tuple[int, ...]
-) -> list[list[tuple[bool, int, bool]]]:
-    """The stages of the first, an inner, and the last pipeline rank, of those that
-    there are: (if it is the first, its layers, if it is the last). The inner rank is
-    the one with the most layers."""
-    last, counts = len(layers) - 1, [0] * (max(placement) + 1)
-    for rank, count in zip(placement, layers, strict=True):
-        counts[rank] += count
-    inner = range(1, len(counts) - 1)
-    heaviest = max(inner, key=counts.__getitem__, default=0)
-    return [
-        [(i == 0, layers[i], i == last) for i, r in enumerate(placement) if r == rank]
-        for rank in sorted({0, heaviest, len(counts) - 1})
-    ]
-
-
-def rough_seconds(
-    kinds: Sequence[Sequence[Account]],
-    candidate: Candidate,
-    cluster: Cluster,
-    took: Sequence[Sequence[StageSeconds]],
-) -> float:
-    """Estimates a step by formula. kinds: stages of the first, an inner and the last
-    pipeline rank, of those that there are, as ranks of the whole mesh have them. took:
-    their seconds."""
-    ranks, m = candidate.mesh.axis_size("pp"), candidate.microbatches
-    inner = took[min(1, len(took) - 1)]
-    typical = inner[0]
-    # How long it takes to fill and drain the pipeline, see
-    # `passes.schedule.make_schedule`.
-    fill = typical.forward + typical.backward
-    # Weight halves that each rank puts off, into the others' gaps.
-    named = SCHEDULES.get(candidate.schedule)
-    put_off = named.put_off if named else None
-    fill += typical.weight if put_off is None else -put_off * typical.weight
-    fill = max(0.0, fill) + 2 * typical.send
-    busy = [sum(t.total for t in own) for own in took]
-    seconds = m * max(busy) + (ranks - 1) * fill
-    # Ranks that share cores are no faster than these do all the work.
-    ends = busy[0] + busy[-1] * (ranks > 1)
-    every = ends + (ranks - 2) * sum(t.total for t in inner) * (ranks > 2)
-    contention = cluster.contention(candidate.mesh)
-    seconds = max(seconds, m * every * contention.processes / contention.cores)
-    known = {
-        a: t for own in zip(kinds, took, strict=True) for a, t in zip(*own, strict=True)
-    }
-    once = {
-        a: sum(step_parts(a, candidate.mesh, cluster, t, candidate.halves).values())
-        for a, t in known.items()
-    }
-    return seconds + max(sum(once[a] for a in own) for own in kinds)
-
-
-def in_flight(candidate: Candidate) -> int:
-    """Counts microbatches in flight at most, on all stages of a rank together."""
-    ranks, m = candidate.mesh.axis_size("pp"), candidate.microbatches
-    v = candidate.stages_per_rank
-    named = SCHEDULES.get(candidate.schedule)
-    return min(m * v, named.in_flight(ranks, m, v) if named else v * ranks)
-
-
-def _balanced(
-    candidate: Candidate,
-    runs: int,
-    prices: LayerPrices,
-    timed: Timed,
-) -> tuple[int, ...] | None:
-    """Layers of each stage, so that the slowest rank is as fast as can be."""
-    stages = candidate.mesh.axis_size("pp") * candidate.stages_per_rank
-    if stages == 1:
-        return (runs,)
-    if stages > runs:
-        return None
-    if runs < 3:
-        return (1,) * stages
-    layer = timed.seconds(prices.stage(False, 1, False)).total
-    before = timed.seconds(prices.stage(True, 1, False)).total - layer
-    after = timed.seconds(prices.stage(False, 1, True)).total - layer
-    ends = max(0.0, before), max(0.0, after)
-    return balance_ranks(runs, candidate.placement, layer, *ends)
