@@ -7,88 +7,92 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import nodes_of
 from torch import Tensor
 
-from autopar.passes.graph import Graph, Location, Node, Value
+from autopar.passes.graph import Graph, Node
 from autopar.passes.stage.hand_over import HandOver, Part
 from autopar.passes.stage.loop import Loop, Varying
 from autopar.passes.stage.loops import find_loops
 from autopar.passes.stage.storages import Alive, Storages
 from autopar.passes.stage.write_function import Function
 
+LAYER = """
+    param %blocks.+{i}.w f32[2,3]
+    f32[2,3] %y_{i} = mul.Tensor(%{x}, %blocks.+{i}.w)  # m.py  blocks.+{i}
+    f32[2,3] %{out} = add.Tensor(%y_{i}, {scale})  # m.py  blocks.+{i}
+"""
 
-def value(name: str) -> Value:
-    return Value(name, (2, 3), torch.float32)
 
-
-def layer(i: int, x: Value, out: Value, scale: float = 2.0) -> list[Node]:
-    w, y = value(f"blocks.+{i}.w"), value(f"y_{i}")
-    where = Location(f"blocks.+{i}")
-    return [
-        Node("aten.mul.Tensor", (x, w), {}, (y,), where),
-        Node("aten.add.Tensor", (y, scale), {}, (out,), where),
-    ]
+def layer(i: int, x: str, out: str, scale: float = 2.0) -> str:
+    return LAYER.format(i=i, x=x, out=out, scale=scale)
 
 
 def test_a_loop_carries_gives_and_varies() -> None:
-    xs = [value(f"x_{i}") for i in range(5)]
-    nodes = [n for i in range(4) for n in layer(i, xs[i], xs[i + 1], scale=i / 2)]
+    layers = (layer(i, f"x_{i}", f"x_{i + 1}", scale=i / 2) for i in range(4))
+    nodes = nodes_of("input %x_0 f32[2,3]" + "".join(layers))
     (loop,) = find_loops(nodes)
     assert isinstance(loop, Loop) and loop.count == 4 and loop.index == (0, 1)
     assert loop.unrolled() == nodes
     (carried,), (given,) = loop.carried, loop.given
-    assert carried.first == xs[0] and carried.next == loop.body[1].out
+    assert carried.first.name == "x_0" and carried.next == loop.body[1].out
     assert [v.name for v in given.values] == [f"blocks.+{i}.w" for i in range(4)]
     assert loop.body[1].args[1] == Varying((0.0, 0.5, 1.0, 1.5))
 
 
-def ahead_of_a_layer(count: int) -> list[Node]:
+SINES = """
+    f32[2,3] %z_{i}_0 = sin(%y_{i})  # m.py  blocks.+{i}
+    f32[2,3] %z_{i}_1 = sin(%z_{i}_0)  # m.py  blocks.+{i}
+    f32[2,3] %z_{i}_2 = sin(%z_{i}_1)  # m.py  blocks.+{i}
+    f32[2,3] %z_{i}_3 = sin(%z_{i}_2)  # m.py  blocks.+{i}
+    f32[2,3] %z_{i}_4 = sin(%z_{i}_3)  # m.py  blocks.+{i}
+    f32[2,3] %z_{i}_5 = sin(%z_{i}_4)  # m.py  blocks.+{i}
+"""
+FIRST = f"""
+    input %x f32[2,3]
+    param %blocks.+0.w f32[2,3]
+    f32[2,3] %ready_0 = sigmoid(%blocks.+0.w)  # m.py  blocks.+0
+    f32[2,3] %y_0 = mul.Tensor(%x, %ready_0)  # m.py  blocks.+0
+    param %blocks.+1.w f32[2,3]
+    f32[2,3] %ready_1 = sigmoid(%blocks.+1.w)  # m.py  blocks.+1
+    {SINES.format(i=0)}
+    f32[2,3] %x_1 = sin(%z_0_5)  # m.py  blocks.+0
+    f32[2,3] %left_0 = exp(%x_1)  # m.py  blocks.+0
+"""
+LATER = f"""
+    f32[2,3] %behind_{{i}} = sin(%left_{{before}})  # m.py  blocks.+{{before}}
+    f32[2,3] %y_{{i}} = mul.Tensor(%x_{{i}}, %ready_{{i}})  # m.py  blocks.+{{i}}
+    param %{{weight}} f32[2,3]
+    f32[2,3] %ready_{{next}} = {{make}}(%{{weight}})  # m.py  {{where}}
+    {SINES}
+    f32[2,3] %x_{{next}} = add.Tensor(%z_{{i}}_5, %behind_{{i}})  # m.py  blocks.+{{i}}
+    f32[2,3] %left_{{i}} = exp(%x_{{next}})  # m.py  blocks.+{{i}}
+"""
+
+
+def ahead_of_a_layer(count: int) -> Graph:
     """Each layer makes ready what the next one reads, and adds up behind itself what
     the one before has left; the last one makes ready what comes after all."""
-    where = [Location(f"blocks.+{i}") for i in range(count)]
-    sigmoid, sin, mul = "aten.sigmoid.default", "aten.sin.default", "aten.mul.Tensor"
-    ready, x = value("ready_0"), value("x")
-    nodes = [Node(sigmoid, (value("blocks.+0.w"),), {}, (ready,), where[0])]
-    left: Value | None = None
-    for i in range(count):
-        if left is not None:
-            behind = value(f"behind_{i}")
-            nodes.append(Node(sin, (left,), {}, (behind,), where[i - 1]))
-        y = value(f"y_{i}")
-        nodes.append(Node(mul, (x, ready), {}, (y,), where[i]))
-        last = i + 1 == count
-        weight = value("after.w" if last else f"blocks.+{i + 1}.w")
-        ready = value(f"ready_{i + 1}")
-        at = Location("after") if last else where[i + 1]
-        op = "aten.cos.default" if last else sigmoid
-        nodes.append(Node(op, (weight,), {}, (ready,), at))
-        for k in range(8):
-            z = value(f"z_{i}_{k}")
-            nodes.append(Node(sin, (y,), {}, (z,), where[i]))
-            y = z
-        if left is not None:
-            total = value(f"total_{i}")
-            nodes.append(Node("aten.add.Tensor", (y, behind), {}, (total,), where[i]))
-            x = total
-        else:
-            x = y
-        left = value(f"left_{i}")
-        nodes.append(Node("aten.exp.default", (x,), {}, (left,), where[i]))
-    out = value("out")
-    args = x, ready
-    nodes.append(Node("aten.add.Tensor", args, {}, (out,)))
-    return nodes
+    text = FIRST
+    for i in range(1, count):
+        after = i + 1 == count
+        where = "after" if after else f"blocks.+{i + 1}"
+        make = "cos" if after else "sigmoid"
+        at = {"i": i, "before": i - 1, "next": i + 1}
+        text += LATER.format(**at, weight=f"{where}.w", make=make, where=where)
+    last = f"f32[2,3] %out = add.Tensor(%x_{count}, %ready_{count})"
+    return Graph.parse(f"{text}\n{last}\nreturn %out")
 
 
 def written(
-    items: list[Node | Loop], nodes: list[Node], weights: Mapping[str, Tensor]
+    items: list[Node | Loop], graph: Graph, weights: Mapping[str, Tensor]
 ) -> list[str]:
     """Writes a function of `x` and a table of weights, that returns `out`."""
     tables = {name: f'p["{name}"]' for name in weights}
-    part = Part(items, [value("out")])
-    alive = Alive(Storages(nodes, ["out"]))
+    part = Part(items, list(graph.outputs))
+    alive = Alive(Storages(list(graph.nodes), ["out"]))
     writer = Function({}, tables, HandOver([part], tables), 0, alive)
-    head = writer.arrive([value("x")], (), ())
+    head = writer.arrive(graph.inputs, (), ())
     return ["def run(x, p):", *head, *writer.body(items, part.results), "return out"]
 
 
@@ -100,18 +104,18 @@ def run(lines: list[str], x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("count", [4, 7])
 def test_a_last_layer_that_is_without_some_is_of_the_loop(count: int) -> None:
-    nodes = ahead_of_a_layer(count)
-    items = find_loops(nodes)
-    assert [n for item in items for n in flat(item)] == nodes
+    graph = ahead_of_a_layer(count)
+    items = find_loops(list(graph.nodes))
+    assert [n for item in items for n in flat(item)] == [*graph.nodes]
     (loop,) = (item for item in items if isinstance(item, Loop))
     without = {t for t, row in enumerate(loop.rows) if None in row}
     assert loop.count - 1 in without and len(items) < 16
     weights = {f"blocks.+{i}.w": torch.randn(2, 3) for i in range(count)}
     weights["after.w"] = torch.randn(2, 3)
-    lines = written(items, nodes, weights)
+    lines = written(items, graph, weights)
     x = torch.randn(2, 3)
     found: dict[str, Tensor] = {"x": x, **weights}
-    for node in nodes:
+    for node in graph.nodes:
         read = [found[v.name] for v in node.operands]
         name = node.op.removeprefix("aten.").partition(".")[0]
         found[node.out.name] = getattr(torch, name)(*read)
@@ -121,8 +125,8 @@ def test_a_last_layer_that_is_without_some_is_of_the_loop(count: int) -> None:
 
 def test_what_reads_further_back_than_the_row_before_is_no_loop() -> None:
     """Rows that read what is made outside of their loop may be one."""
-    xs = [value(f"x_{i}") for i in range(8)]
-    nodes = [n for i in range(6) for n in layer(i, xs[max(0, i - 2)], xs[i + 1])]
+    layers = (layer(i, f"x_{max(0, i - 2)}", f"x_{i + 1}") for i in range(6))
+    nodes = nodes_of("input %x_0 f32[2,3]" + "".join(layers))
     found = find_loops(nodes)
     assert [n for item in found for n in flat(item)] == nodes
     assert all(i.count < 4 for i in found if isinstance(i, Loop))
@@ -130,19 +134,20 @@ def test_what_reads_further_back_than_the_row_before_is_no_loop() -> None:
 
 def test_a_view_that_a_loop_reads_too_is_a_statement() -> None:
     """Written into the next view alone it would be gone before the loop begins."""
-    xs = [value(f"x_{i}") for i in range(5)]
-    start, twice = value("x"), value("twice")
-    nodes = [
-        Node("aten.reshape.default", (start, [2, 3]), {}, (xs[0],)),
-        Node("aten.reshape.default", (xs[0], [2, 3]), {}, (twice,)),
-        *(n for i in range(4) for n in layer(i, xs[i], xs[i + 1])),
-        Node("aten.sub.Tensor", (xs[4], twice), {}, (value("out"),)),
-    ]
+    layers = "".join(layer(i, f"x_{i}", f"x_{i + 1}") for i in range(4))
+    graph = Graph.parse(f"""
+        input %x f32[2,3]
+        f32[2,3] %x_0 = reshape(%x, [2, 3])
+        f32[2,3] %twice = reshape(%x_0, [2, 3])
+        {layers}
+        f32[2,3] %out = sub.Tensor(%x_4, %twice)
+        return %out
+    """)
     weights = {f"blocks.+{i}.w": torch.randn(2, 3) for i in range(4)}
     x = start = torch.randn(2, 3)
     for w in weights.values():
         x = x * w + 2
-    lines = written(find_loops(nodes), nodes, weights)
+    lines = written(find_loops(list(graph.nodes)), graph, weights)
     assert torch.equal(run(lines, start, weights), x - start)
 
 
@@ -234,13 +239,11 @@ def flat(item: Node | Loop) -> list[Node]:
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_rows_begin_where_one_reads_the_row_before(count: int) -> None:
     """What is added to a layer's gradient, a layer late, is of the layer before."""
-    xs = [value(f"x_{i}") for i in range(count + 2)]
-    nodes = []
+    text = "input %x_0 f32[2,3]\ninput %x_1 f32[2,3]"
     for i in range(count):
-        late = Location(f"blocks.+{i}")
-        own = layer(i, xs[i + 1], xs[i + 2])
-        sent = value(f"sent_{i}")
-        nodes += [Node("aten.sub.Tensor", (xs[i], xs[i + 1]), {}, (sent,), late), *own]
+        late = f"%sent_{i} = sub.Tensor(%x_{i}, %x_{i + 1})  # m.py  blocks.+{i}"
+        text += f"\nf32[2,3] {late}{layer(i, f'x_{i + 1}', f'x_{i + 2}')}"
+    nodes = nodes_of(text)
     items = find_loops(nodes)
     assert [n for item in items for n in flat(item)] == nodes
     assert max(i.count for i in items if isinstance(i, Loop)) >= count - 1
