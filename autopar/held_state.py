@@ -299,5 +299,5 @@ class HeldState:
         return save_pretrained(self, Path(folder), tokenizer, shard_bytes)
 
     def _agree_on(self, operation: str, optimizer: object) -> None:
-        given = "not given" if optimizer is None else "given"
-        self._agree()(operation, {("argument", "optimizer"): given})
+        state = "not given" if optimizer is None else "given"
+        self._agree()(operation, {("argument", "optimizer"): state})

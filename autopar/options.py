@@ -258,15 +258,15 @@ def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
     return Plan(where, split=split, **decisions)
 
 
-def _hints(given: Any) -> dict[str, str]:
-    pairs = given.items() if isinstance(given, Mapping) else [(given, None)]
+def _hints(hints: Any) -> dict[str, str]:
+    pairs = hints.items() if isinstance(hints, Mapping) else [(hints, None)]
     for pattern, what in pairs:
         if not (isinstance(pattern, str) and isinstance(what, str)):
             raise PlanError(
-                f"hints={shown(given)}",
+                f"hints={shown(hints)}",
                 fix="write pattern and split: {'*.mlp.up.weight': 'ffn/tp'}",
             )
-    return dict(given)
+    return dict(hints)
 
 
 def _zigzag(

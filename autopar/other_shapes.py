@@ -294,11 +294,11 @@ def _key(shapes: Shapes, outputs: Outputs = ()) -> Key:
     return tuple(sorted(shapes.items())), frozenset(outputs)
 
 
-def shapes_of(given: Mapping[str, Any] | Program) -> dict[str, tuple[int, ...]]:
+def shapes_of(batch: Mapping[str, Any] | Program) -> dict[str, tuple[int, ...]]:
     """Field -> shape, of the tensors of a batch or of those that a program takes."""
-    if isinstance(given, Program):
-        return {name: shape for name, (shape, _) in given.inputs.items()}
-    return {n: tuple(x.shape) for n, x in given.items() if isinstance(x, Tensor)}
+    if isinstance(batch, Program):
+        return {name: shape for name, (shape, _) in batch.inputs.items()}
+    return {n: tuple(x.shape) for n, x in batch.items() if isinstance(x, Tensor)}
 
 
 def without_padding(

@@ -74,7 +74,7 @@ class RankStep(HeldState):
         self._originals = Originals(originals, comm.coords)
         self.names, self.unused, self._fixed = names, unused, fixed
 
-    def __call__(self, *given: Any, local: bool = False, **batch: Any) -> Tensor:
+    def __call__(self, *positional: Any, local: bool = False, **batch: Any) -> Tensor:
         """Loss of the global batch, the same on every rank; gradients are in `.grad`.
 
         The first call of a step that `compile` made compiles, and so does a batch of
@@ -85,7 +85,7 @@ class RankStep(HeldState):
         `optimizer.zero_grad()` in between.
         Raises: BatchError, if names or types are not those compiled for.
         """
-        if given:
+        if positional:
             raise BatchError(
                 "a step takes the fields of a batch by their names",
                 fix="step(**batch), or step(ids=..., labels=...) as forward names them",

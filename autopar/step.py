@@ -154,12 +154,12 @@ class Step(RankStep):
         cache_dir: str | os.PathLike[str] | None = None,
         pretrained: str | os.PathLike[str] | None = None,
     ) -> None:
-        given = None if device is None else read_device(device)
+        chosen = None if device is None else read_device(device)
         if isinstance(decided, Plan):
             join(f"mesh '{decided.mesh}'", decided.mesh.size, timeout)
         else:
             join(f"cluster '{decided.cluster}'", decided.cluster.devices, timeout)
-        super().__init__(given or default_device())
+        super().__init__(chosen or default_device())
         check_own_gpu(self.device, timeout)
         self._model: nn.Module | None = model
         # A plan, or what one is chosen for once there is a batch.
@@ -238,9 +238,9 @@ class Step(RankStep):
         if local:
             batch = self.data.whole_like(batch)
         await_here("step.build()", self._timeout)
-        given = self._given
-        if given is not None and (given.proof or not self._prove):
-            program = given
+        compiled = self._given
+        if compiled is not None and (compiled.proof or not self._prove):
+            program = compiled
         else:
             program = on_first_rank(lambda: self._compile(batch))
         check_model(program, self._model)

@@ -43,14 +43,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, default=64)
-    given = parser.parse_args()
-    text, tokenizer = read_text(given.text, given.folder)
-    batches = [get_batch(text, given.batch, given.seq, i) for i in range(given.steps)]
+    args = parser.parse_args()
+    text, tokenizer = read_text(args.text, args.folder)
+    batches = [get_batch(text, args.batch, args.seq, i) for i in range(args.steps)]
     with autopar.on_meta():
-        config = AutoConfig.from_pretrained(given.folder)
+        config = AutoConfig.from_pretrained(args.folder)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     step = autopar.compile(
-        model, given.mesh, zero=2, pretrained=given.folder, example_inputs=batches[0]
+        model,
+        args.mesh,
+        zero=2,
+        pretrained=args.folder,
+        example_inputs=batches[0],
     )
     optimizer = torch.optim.AdamW(step.parameters(), lr=1e-3)
     for i, batch in enumerate(batches):
@@ -60,7 +64,7 @@ def main() -> None:
         optimizer.step()
         if step.comm.rank == 0:
             print(f"step {i}: loss {loss.item():.6f}", flush=True)
-    step.save_pretrained(given.tuned, tokenizer)
+    step.save_pretrained(args.tuned, tokenizer)
 
 
 if __name__ == "__main__":

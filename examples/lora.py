@@ -34,12 +34,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mesh", default="dp=2")
     parser.add_argument("--steps", type=int, default=20)
-    given = parser.parse_args()
+    args = parser.parse_args()
     model, batch = make()
-    step = autopar.compile(model, given.mesh, example_inputs=batch)
+    step = autopar.compile(model, args.mesh, example_inputs=batch)
     trained = [p for p in step.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    for i in range(given.steps):
+    for i in range(args.steps):
         optimizer.zero_grad()
         loss = step(**batch)
         optimizer.step()

@@ -74,12 +74,12 @@ def spec_of(model: str) -> str:
 
 def command(model: str, folder: Path, steps: int) -> list[str]:
     """The line that starts the run, and takes it up again."""
-    given = {"devices": RANKS, "plans": folder / "plans", "data": "stdlib"}
-    given |= {**trained_with(steps), "ema": 0.99}
-    given |= {"eval-every": max(1, steps // 3), "save": folder / "checkpoints"}
-    given |= {"save-every": max(1, steps // 10), "log-file": folder / "log.jsonl"}
-    given |= {"log-every": 1, "tensorboard": folder / "board"}
-    flags = [f"--{k.replace('_', '-')}={v}" for k, v in given.items()]
+    options = {"devices": RANKS, "plans": folder / "plans", "data": "stdlib"}
+    options |= {**trained_with(steps), "ema": 0.99}
+    options |= {"eval-every": max(1, steps // 3), "save": folder / "checkpoints"}
+    options |= {"save-every": max(1, steps // 10), "log-file": folder / "log.jsonl"}
+    options |= {"log-every": 1, "tensorboard": folder / "board"}
+    flags = [f"--{k.replace('_', '-')}={v}" for k, v in options.items()]
     line = [sys.executable, "-m", "autopar", "run", spec_of(model), *flags]
     return [*line, "--async-save", "--resume"]
 
@@ -166,9 +166,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--double", action="store_true")
-    given = parser.parse_args()
-    name = f"{given.model}_double" if given.double else given.model
-    folder, steps = given.folder, given.steps
+    args = parser.parse_args()
+    name = f"{args.model}_double" if args.double else args.model
+    folder, steps = args.folder, args.steps
     folder.mkdir(parents=True)
     line, log = command(name, folder, steps), folder / "log.jsonl"
     began = time.perf_counter()

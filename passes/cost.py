@@ -136,8 +136,8 @@ def weights_of(node: Node) -> frozenset[str]:
     """Names of the operands whose gradients can wait: weights, by their place."""
     names = op_of(node).weights
     names = names(node) if callable(names) else names
-    given = (node.arg(name) for name in names.split())
-    return frozenset(v.name for v in given if isinstance(v, Value))
+    weights = (node.arg(name) for name in names.split())
+    return frozenset(v.name for v in weights if isinstance(v, Value))
 
 
 class NodeCosts(Protocol):

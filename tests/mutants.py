@@ -39,7 +39,7 @@ from autopar.proof.expected import TOLERANCE, Expected, expect
 from autopar.proof.full_size import check_full_size
 from autopar.proof.in_double import program_in_double
 from autopar.proof.ranks import (
-    GivenStep,
+    StepInputs,
     StepResult,
     relative_error,
     root_mean_square,
@@ -87,7 +87,7 @@ def by_verify(plan: Planned) -> Subject:
         same = ROUNDED  # the model has norms in float32
 
     @lru_cache
-    def drawn(seed: int) -> list[GivenStep]:
+    def drawn(seed: int) -> list[StepInputs]:
         return given(expect(original, *case, seed))
 
     return Subject(
@@ -152,8 +152,8 @@ def own(expected: Sequence[Expected]) -> list[Expected]:
     ]
 
 
-def given(expected: Sequence[Expected]) -> list[GivenStep]:
-    return [GivenStep(e.weights, copied(e.batch)) for e in expected]
+def given(expected: Sequence[Expected]) -> list[StepInputs]:
+    return [StepInputs(e.weights, copied(e.batch)) for e in expected]
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

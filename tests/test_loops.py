@@ -34,9 +34,9 @@ def test_a_loop_carries_gives_and_varies() -> None:
     (loop,) = find_loops(nodes)
     assert isinstance(loop, Loop) and loop.count == 4 and loop.index == (0, 1)
     assert loop.unrolled() == nodes
-    (carried,), (given,) = loop.carried, loop.given
+    (carried,), (scanned,) = loop.carried, loop.scanned
     assert carried.first.name == "x_0" and carried.next == loop.body[1].out
-    assert [v.name for v in given.values] == [f"blocks.+{i}.w" for i in range(4)]
+    assert [v.name for v in scanned.values] == [f"blocks.+{i}.w" for i in range(4)]
     assert loop.body[1].args[1] == Varying((0.0, 0.5, 1.0, 1.5))
 
 

@@ -79,8 +79,8 @@ def check_state_dict(step: HeldState, state: Mapping[str, Tensor]) -> None:
     parts = [spec.part for spec in program.parameters.values()]
     shapes = {part.source: part.shape for part in parts}
     known = {*step.names, *shapes, *program.buffers}
-    given = {n: t.shape for n, t in state.items()}
-    check_names("the state dict", "step.state_dict", shapes, known, given)
+    actual = {n: t.shape for n, t in state.items()}
+    check_names("the state dict", "step.state_dict", shapes, known, actual)
 
 
 @torch.no_grad()

@@ -50,17 +50,17 @@ def add_config(add: argparse.ArgumentParser) -> None:
 
 
 def with_config(
-    parser: argparse.ArgumentParser, given: argparse.Namespace, argv: Sequence[str]
+    parser: argparse.ArgumentParser, parsed: argparse.Namespace, argv: Sequence[str]
 ) -> argparse.Namespace:
     """The arguments, and for those that argv does not give the file's.
 
-    given: argv as it was parsed. Raises: ConfigError.
+    parsed: argv as it was parsed. Raises: ConfigError.
     """
-    if given.config is None:
-        return given
-    parser.set_defaults(**_read(given.config, parser, given))
+    if parsed.config is None:
+        return parsed
+    parser.set_defaults(**_read(parsed.config, parser, parsed))
     merged = parser.parse_args(argv)
-    merged.argv = given.argv
+    merged.argv = parsed.argv
     return merged
 
 
@@ -107,7 +107,7 @@ def _groups(
 
 
 def _read(
-    file: Path, parser: argparse.ArgumentParser, given: argparse.Namespace
+    file: Path, parser: argparse.ArgumentParser, parsed: argparse.Namespace
 ) -> dict[str, Any]:
     """The values of a file, by the names of arguments."""
     what = f"write one with all options: {parser.prog} --print-config"
@@ -126,7 +126,7 @@ def _read(
     for group in parser._mutually_exclusive_groups:
         names = [action.dest for action in group._group_actions]
         both = [name for name in names if name in values]
-        if any(getattr(given, n) is not parser.get_default(n) for n in names):
+        if any(getattr(parsed, n) is not parser.get_default(n) for n in names):
             for name in both:  # the flag of another one wins over it
                 del values[name]
         elif len(both) > 1:

@@ -43,9 +43,9 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(
-        self, fill: Callable[[Parser], Sequence[str]] | None = None, **given: Any
+        self, fill: Callable[[Parser], Sequence[str]] | None = None, **keywords: Any
     ) -> None:
-        super().__init__(**{"formatter_class": Formatter, **given})
+        super().__init__(**{"formatter_class": Formatter, **keywords})
         self.fill = fill
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -148,9 +148,9 @@ def _tell(line: str) -> None:
 
 
 def _command(arguments: argparse.Namespace, model: str) -> list[str]:
-    given = ["seq", "samples", "seed", "seconds"]
+    passed = ["seq", "samples", "seed", "seconds"]
     command = ["profile", *([model] if model else [])]
-    command += [f"--{name}={getattr(arguments, name)}" for name in given]
+    command += [f"--{name}={getattr(arguments, name)}" for name in passed]
     if arguments.output:
         command += ["-o", str(arguments.output.absolute())]
     return command

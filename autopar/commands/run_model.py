@@ -90,15 +90,15 @@ class ModelToRun:
         Where ranks come and go, and so many cannot share the work, it is for fewer.
         Prints two lines on it to stderr. Raises: AutoparError.
         """
-        given = self.arguments
-        cluster = most = _devices(given)
+        arguments = self.arguments
+        cluster = most = _devices(arguments)
         why: NothingToChoose | None = None
-        loaded = load_model(given.plan, seed=self.seed, device="meta")
-        decided = given.devices or given.cluster or given.mesh
+        loaded = load_model(arguments.plan, seed=self.seed, device="meta")
+        decided = arguments.devices or arguments.cluster or arguments.mesh
         least = 1 if starts_again() and not decided else most.devices
         for devices in range(most.devices, least - 1, -1):
             if devices < most.devices:
-                cluster = _devices(given, devices)
+                cluster = _devices(arguments, devices)
             try:
                 with Progress("plan"):
                     folder = self._prepare(loaded, cluster)
@@ -113,11 +113,12 @@ class ModelToRun:
         raise why
 
     def _prepare(self, loaded: LoadedModel, cluster: Cluster) -> Path:
-        began, given = time.perf_counter(), self.arguments
-        request = read_request(given, cluster)
-        samples, seq = _samples(loaded, given, request.cluster), given.seq or SEQ
+        began, arguments = time.perf_counter(), self.arguments
+        request = read_request(arguments, cluster)
+        samples = _samples(loaded, arguments, request.cluster)
+        seq = arguments.seq or SEQ
         of = capture_few_layers(loaded, request, seq)
-        plans = given.plans or PLANS
+        plans = arguments.plans or PLANS
         folder = plan_folder(plans, of, loaded, request, samples, self.seed)
         known = (folder / ESTIMATE).is_file()
         if not known:
@@ -137,21 +138,21 @@ class ModelToRun:
         return folder
 
 
-def _devices(given: argparse.Namespace, devices: int | None = None) -> Cluster:
+def _devices(arguments: argparse.Namespace, devices: int | None = None) -> Cluster:
     """Those that are named; else so many, or those that run, with as much memory as is
     said."""
-    if given.devices or given.cluster or given.profile:
-        named = read_devices(given)
+    if arguments.devices or arguments.cluster or arguments.profile:
+        named = read_devices(arguments)
         assert named is not None, "without devices a profile is refused"
         return named
-    cluster = _cluster(given) if devices is None else named_cluster(str(devices))
-    return with_memory(cluster, given.memory) if given.memory else cluster
+    cluster = _cluster(arguments) if devices is None else named_cluster(str(devices))
+    return with_memory(cluster, arguments.memory) if arguments.memory else cluster
 
 
-def _cluster(given: argparse.Namespace) -> Cluster:
+def _cluster(arguments: argparse.Namespace) -> Cluster:
     """As many devices of this machine as the mesh has, or torchrun has processes; else
     all GPUs, or one device."""
-    mesh = given.mesh or ""
+    mesh = arguments.mesh or ""
     shape = () if "=" in mesh else read_shape(mesh)
     devices = torch.cuda.device_count() or 1
     if shape:
@@ -163,9 +164,9 @@ def _cluster(given: argparse.Namespace) -> Cluster:
     return named_cluster(str(devices))
 
 
-def _samples(loaded: LoadedModel, given: Any, cluster: Cluster) -> int:
+def _samples(loaded: LoadedModel, arguments: Any, cluster: Cluster) -> int:
     """Returns those of a step, as asked for or else as many as suit the devices."""
-    if (samples := read_samples(loaded, given)) is not None:
+    if (samples := read_samples(loaded, arguments)) is not None:
         return samples
     if starts_again():
         raise ModelError(

@@ -107,8 +107,8 @@ def _device(data: Any) -> Device:
     base: dict[str, Any] = {}
     if name in DEVICES:
         base = {f: getattr(DEVICES[name], f) for f in allowed}
-    given = {key: _read(f"device.{key}", value) for key, value in data.items()}
-    whole = {**base, **given}
+    values = {key: _read(f"device.{key}", value) for key, value in data.items()}
+    whole = {**base, **values}
     needed = {"memory", "bytes_per_second", "flops"}
     _known("device", whole, allowed, needed)
     return Device(**whole)
@@ -125,19 +125,19 @@ def _level(data: Any, node: int) -> Level:
     """node: devices that share the NICs of a level."""
     own = {f.name for f in fields(Level)}
     _known("links", data, own | {"fabric", "nics"}, {"devices"})
-    given = {k: _read(f"links.{k}", v) for k, v in data.items() if k in own}
-    given["devices"] = _whole("links.devices", data["devices"])
+    values = {k: _read(f"links.{k}", v) for k, v in data.items() if k in own}
+    values["devices"] = _whole("links.devices", data["devices"])
     if "fabric" in data:
         nics = _whole("links.nics", data.get("nics", node))
-        level = _fabric(data["fabric"]).level(given["devices"], nics / node)
-        return replace(level, **given)
+        level = _fabric(data["fabric"]).level(values["devices"], nics / node)
+        return replace(level, **values)
     if "nics" in data:
         raise ClusterError(
             "'links.nics' says how many, but not of what",
             fix='name the fabric, as fabric = "InfiniBand NDR"',
         )
-    _known("links", given, own, {"devices", "bytes_per_second", "latency"})
-    return Level(**given)
+    _known("links", values, own, {"devices", "bytes_per_second", "latency"})
+    return Level(**values)
 
 
 def _fabric(name: Any) -> Fabric:

@@ -63,9 +63,9 @@ class Profile:
 
 def usual_path() -> Path:
     """In the user's cache directory."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
+    cache = os.environ.get("XDG_CACHE_HOME", "")
     # As the specification of these directories has it, others are not taken.
-    home = Path(given) if given.isprintable() and Path(given).is_absolute() else None
+    home = Path(cache) if cache.isprintable() and Path(cache).is_absolute() else None
     home = home or Path.home() / ".cache"
     return home / "autopar" / f"profile-{FORMAT}.json"
 

@@ -239,9 +239,9 @@ def _read_config(transformers: Any, spec: str) -> tuple[Any, dict[str, str], boo
     """The configuration, the implementations chosen beside it, and whether documents
     are packed."""
     name, _, query = spec.removeprefix("hf:").partition("?")
-    given = _read_query(spec, query)
-    chosen = {k: str(given.pop(k)) for k in IMPLEMENTATIONS if k in given}
-    packed = given.pop("packed", False)
+    overrides = _read_query(spec, query)
+    chosen = {k: str(overrides.pop(k)) for k in IMPLEMENTATIONS if k in overrides}
+    packed = overrides.pop("packed", False)
     if not isinstance(packed, bool):
         raise ModelError(f"'{spec}' has packed={packed}", fix="write packed=true")
     kinds = transformers.CONFIG_MAPPING
@@ -257,14 +257,14 @@ def _read_config(transformers: Any, spec: str) -> tuple[Any, dict[str, str], boo
             )
     plain = kinds[name]()
     known = {*plain.to_dict(), *plain.attribute_map}
-    for key in given:
+    for key in overrides:
         if key not in known:
             raise ModelError(
                 f"the configuration of {name} has no '{key}'",
                 fix=near(key, sorted(known)),
             )
     with _configured(spec):
-        config = transformers.AutoConfig.for_model(name, **{**data, **given})
+        config = transformers.AutoConfig.for_model(name, **{**data, **overrides})
     for key, allowed in CONFIGURED.items():
         if (
             getattr(config, key, None) is not None

@@ -236,13 +236,13 @@ def make_space(of: ShortModel, cluster: Cluster, batch: int, **decided: Any) -> 
     experts = of.extents("experts")
     # A layer is priced with one sample of a rank and with two.
     ep = [e for e in range(1, max(experts, default=1) + 1) if of.batch % (2 * e) == 0]
-    given: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "tp": tuple(t for t in tp if cluster.devices % t == 0),
         "cp": _context_sizes(of, cluster, batch, node),
         "ep": (1, *(e for e in ep if e > 1 and all(n % e == 0 for n in experts))),
         "recompute": RECOMPUTE if of.spells_attention else ("none", "full"),
     }
-    return Space(cluster, batch, of.runs, **{**given, **decided}, groups=groups)
+    return Space(cluster, batch, of.runs, **{**sizes, **decided}, groups=groups)
 
 
 def _context_sizes(

@@ -76,8 +76,8 @@ class PlanRequest:
     def decided(self) -> dict[str, Any]:
         """The options that are decisions of a search, and made already."""
         other = (*options_of(OF_ALL), *options_of(UNPRICED))
-        given = {k: v for k, v in self.options.items() if k not in other}
-        return {k: v for k, v in given.items() if v != AUTO}
+        priced = {k: v for k, v in self.options.items() if k not in other}
+        return {k: v for k, v in priced.items() if v != AUTO}
 
     @property
     def fixes_attention(self) -> bool:

@@ -109,14 +109,14 @@ class Arithmetic(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = (args, kwargs or {})
+        operands = (args, kwargs or {})
         if self.double:
             if func is torch.ops.aten.lift_fresh.default:
                 # A number in the model's source: programs have it as it was captured.
                 x = args[0]
                 return in_double(x.float() if x.dtype is torch.float64 else x)
-            given = tree_in_double(given)
-        result = func(*given[0], **given[1])
+            operands = tree_in_double(operands)
+        result = func(*operands[0], **operands[1])
         name = func.overloadpacket.__name__.removesuffix("_")
         if self.generator is None or func.is_view or name in SELECTING:
             return result

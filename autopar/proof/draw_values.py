@@ -33,15 +33,17 @@ def draw_parameters(
     """
     drawn = {}
     for name, (shape, kind) in specs.items():
-        dtype, given = dtype_of(kind), like.get(name)
-        if given is not None and (given.is_meta or not given.numel()):
-            given = None
+        dtype, initial = dtype_of(kind), like.get(name)
+        if initial is not None and (initial.is_meta or not initial.numel()):
+            initial = None
         if not (dtype.is_floating_point or dtype.is_complex):
-            drawn[name] = torch.zeros(shape, dtype=dtype) if given is None else given
+            drawn[name] = (
+                torch.zeros(shape, dtype=dtype) if initial is None else initial
+            )
             continue
         generator = generator_of(seed, name)
-        if given is not None:
-            made = draw_near(given.detach().cpu(), generator)
+        if initial is not None:
+            made = draw_near(initial.detach().cpu(), generator)
         elif len(shape) == 1 and name.rpartition(".")[2] in ("weight", "scale"):
             made = 1.0 + draw_tensor(shape, torch.float64, generator, FACTOR)
         else:
@@ -50,11 +52,11 @@ def draw_parameters(
     return drawn
 
 
-def draw_buffers(given: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+def draw_buffers(initial: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     """Draws those buffers that are 0 everywhere, or 1: statistics, biases of routers.
     Others hold what the model needs (tables, masks) and stay."""
     buffers = {}
-    for name, x in given.items():
+    for name, x in initial.items():
         if x.is_meta or not x.is_floating_point() or x.numel() < 2:
             continue
         if bool((x == 0).all()) or bool((x == 1).all()):
@@ -91,17 +93,17 @@ def draw_tensor(
     return ((x + torch.where(x < 0, -LEAST, LEAST)) * size).to(dtype)
 
 
-def draw_near(given: Tensor, generator: Generator) -> Tensor:
-    """Draws what could be the initial value of a parameter that begins as `given`.
+def draw_near(initial: Tensor, generator: Generator) -> Tensor:
+    """Draws what could be the initial value of a parameter that begins as `initial`.
 
     Values of one sign keep it, moved by a tenth to four tenths; those about a mean that
     is far from 0 are moved by three tenths of their deviation. Others are drawn anew:
     an initial value near 0 (a bias, a branch that begins closed) says nothing.
     """
-    shape = tuple(given.shape)
-    if given.is_complex():
-        return draw_tensor(shape, given.dtype, generator)
-    x = given.double()
+    shape = tuple(initial.shape)
+    if initial.is_complex():
+        return draw_tensor(shape, initial.dtype, generator)
+    x = initial.double()
     if bool((x > 0).all()) or bool((x < 0).all()):
         if x.ndim < 2:
             moved = draw_tensor(shape, torch.float64, generator, FACTOR)

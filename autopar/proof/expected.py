@@ -138,13 +138,13 @@ def _draw_steps(
     buffers = draw_buffers(dict(model.named_buffers()), draw.seed)
     steps = []
     for number in range(STEPS):
-        given, own = batch, draw.seed + number
+        drawn, own = batch, draw.seed + number
         if BATCH in draw.what:
             # Of the last batch each sample counts: what a rank does wrong must show.
             gentle = draw.gentle or number == STEPS - 1
-            given = drawn_batch(subject.program, batch, own, gentle)
+            drawn = drawn_batch(subject.program, batch, own, gentle)
         with drawn_weights(model, own, buffers):
-            made = _expect(subject, given, (seed << 32) + number, draw.what)
+            made = _expect(subject, drawn, (seed << 32) + number, draw.what)
         if made is None:
             return []
         steps.append(replace(made, buffers=buffers))
@@ -214,20 +214,20 @@ class _Step:
 
     def run(self, arithmetic: Arithmetic) -> StepResult:
         """By an arithmetic; in float64 without autocast."""
-        given, own = dict(self.batch), dict(self.values)
+        batch, own = dict(self.batch), dict(self.values)
         precision = self.subject.program.plan.lowering
         if arithmetic.double:
-            given, own, precision = tree_in_double(given), tree_in_double(own), None
+            batch, own, precision = tree_in_double(batch), tree_in_double(own), None
         self.subject.as_found.put_back()  # what forward keeps is of its precision
         try:
             with with_values(self.subject.model, own), arithmetic:
-                return self.told(given, precision)
+                return self.told(batch, precision)
         except (AssertionError, RuntimeError, TypeError, ValueError):
             if not arithmetic.double:
                 raise
         finally:
             self.subject.as_found.put_back()
-        return self.captured({**given, **own}, arithmetic)
+        return self.captured({**batch, **own}, arithmetic)
 
     def captured(self, values: Mapping[str, Any], arithmetic: Arithmetic) -> StepResult:
         """The same by the model's operations, as captured: forward may look at dtypes,
@@ -267,12 +267,12 @@ class _Step:
 
 class _Limits(TorchFunctionMode):
     """Tells a model the limits of dtypes that it asks for, and norms without an eps,
-    which have another one for each. given: in order, of which dtypes, whatever is
+    which have another one for each. recorded: in order, of which dtypes, whatever is
     computed in now; None: of the dtype that it is. told: the same, as noted."""
 
-    def __init__(self, given: Sequence[finfo] | None = None) -> None:
+    def __init__(self, recorded: Sequence[finfo] | None = None) -> None:
         super().__init__()
-        self.given = None if given is None else list(given)
+        self.recorded = None if recorded is None else list(recorded)
         self.told: list[finfo] = []
 
     def __enter__(self) -> Any:
@@ -284,23 +284,23 @@ class _Limits(TorchFunctionMode):
         super().__exit__(*error)
 
     def limits(self, *dtype: Any, **named: Any) -> finfo:
-        if self.given is None:
+        if self.recorded is None:
             self.told.append(finfo(*dtype, **named))
-        elif not self.given:
+        elif not self.recorded:
             raise ValueError("the model asks for more limits of dtypes than before")
         else:
-            self.told.append(self.given.pop(0))
+            self.told.append(self.recorded.pop(0))
         return self.told[-1]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = kwargs or {}
-        if func in NORMS and _has_no_eps(*args, **given):
-            dtype = (args[0] if args else given["input"]).dtype
+        keywords = kwargs or {}
+        if func in NORMS and _has_no_eps(*args, **keywords):
+            dtype = (args[0] if args else keywords["input"]).dtype
             limits = self.limits(torch.promote_types(dtype, torch.float32))
-            args, given = args[:3], {**given, "eps": limits.eps}
-        return func(*args, **given)
+            args, keywords = args[:3], {**keywords, "eps": limits.eps}
+        return func(*args, **keywords)
 
 
 class _Seen(_Limits):

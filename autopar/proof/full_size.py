@@ -110,15 +110,15 @@ class Shapes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         writes = func._schema.is_mutable
         if func.is_view or (writes and not _is_in_place(func)):
-            return func(*args, **given)
-        key = func, _shape(args), _shape(tuple(given.items()))
+            return func(*args, **keywords)
+        key = func, _shape(args), _shape(tuple(keywords.items()))
         if key not in self.known:
             if func is torch.ops.aten.native_layer_norm_backward.default:
                 _check_layer_norm(func, *args)
-            self.known[key] = func(*args, **given)
+            self.known[key] = func(*args, **keywords)
         if writes:
             return args[0] if func._schema.returns else None
         return tree_map(_like, self.known[key])

@@ -176,9 +176,9 @@ def _first_difference(
         weights = draw_parameters(specs, seed, buffers)
         batch = draw_batch(kinds, ranges, seed)
         padded = {**pad(batch, shapes, fills), **weights, **buffers}
-        given = {**batch, **weights, **buffers, **short.literals}
+        values = {**batch, **weights, **buffers, **short.literals}
         try:
-            loss, grads, others = run_graph(short, given, None)
+            loss, grads, others = run_graph(short, values, None)
             results = run_graph(longer, {**padded, **longer.literals}, None)
         except (IndexError, RuntimeError, ValueError) as error:
             return str(error).partition("\n")[0]

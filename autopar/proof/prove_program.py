@@ -269,7 +269,7 @@ def _values(
     graph = runnable.traced.graph
     inputs, params = _specs(graph.inputs), _specs(graph.params)
     ranges = find_input_ranges(graph)
-    given = {
+    real = {
         name: x.cpu()
         for name, x in batch.items()
         if isinstance(x, Tensor) and not x.is_meta
@@ -278,12 +278,12 @@ def _values(
         # Even numbers for one step, odd ones for the next: see `draw_batch`.
         chosen, gentle = seed + number + STEPS * draw, bool(number or draw)
         weights = draw_parameters(params, chosen, runnable.like)
-        yield weights, draw_batch(inputs, ranges, chosen, given, gentle=gentle)
-    if runnable.sizes or not set(inputs) <= set(given):
+        yield weights, draw_batch(inputs, ranges, chosen, real, gentle=gentle)
+    if runnable.sizes or not set(inputs) <= set(real):
         return
-    yield weights, given
+    yield weights, real
     if set(params) <= set(runnable.like):
-        yield {name: runnable.like[name] for name in params}, given
+        yield {name: runnable.like[name] for name in params}, real
 
 
 def _specs(values: tuple[Value, ...]) -> dict[str, Any]:

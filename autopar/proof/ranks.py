@@ -35,7 +35,7 @@ AGREE = 1e-6  # relative, of gradients that ranks should have alike
 
 
 @dataclass(frozen=True)
-class GivenStep:
+class StepInputs:
     """weights: whole, by name. batch: whole. replay: what routers are told to choose.
     update: what follows the gradients, if that is run too."""
 
@@ -75,7 +75,7 @@ class _OfRank:
 def run_steps(
     program: Program,
     buffers: Mapping[str, Tensor],
-    steps: Sequence[GivenStep],
+    steps: Sequence[StepInputs],
     seed: int = 0,
     evaluate: bool = False,
     compiled: CodeCache | None = None,
@@ -89,8 +89,8 @@ def run_steps(
     """
     tell(f"running {program.mesh.size} ranks in this process")
     shared, memory = Watch(), Memory()
-    for given in steps:
-        shared.add("batch field", given.batch)
+    for inputs in steps:
+        shared.add("batch field", inputs.batch)
     shared.add("literal", program.literals)
 
     def body(comm: Comm) -> list[_OfRank]:
@@ -106,7 +106,7 @@ def run_steps(
     shared.check()
     check_owners(program)
     joined = [_join(program, ranks) for ranks in zip(*by_rank, strict=True)]
-    told = [given.replay for given in steps]
+    told = [inputs.replay for inputs in steps]
     return [
         replace(one, margin=c.margin) if c is not None and c.differing else one
         for one, c in zip(joined, told, strict=True)
@@ -116,7 +116,7 @@ def run_steps(
 def _run_rank(
     step: RankStep,
     program: Program,
-    steps: Sequence[GivenStep],
+    steps: Sequence[StepInputs],
     memory: Memory,
     evaluate: bool,
 ) -> list[_OfRank]:
@@ -125,30 +125,30 @@ def _run_rank(
     held, executor = dict(step.named_parameters()), step.executor
     own = Watch("buffer", executor.buffers)
     results = []
-    for number, given in enumerate(steps):
-        _set_weights(step, given.weights)
-        comm.state.replay = given.replay
-        loss = step(**_batch(program, given))
+    for number, inputs in enumerate(steps):
+        _set_weights(step, inputs.weights)
+        comm.state.replay = inputs.replay
+        loss = step(**_batch(program, inputs))
         scale = executor.loss_scale
         while scale and scale.good == 0 and scale.scale > 1.0:
             executor.steps = number  # once more, with the same dropout masks
-            loss = step(**_batch(program, given))
+            loss = step(**_batch(program, inputs))
         grads = {n: p.grad for n, p in held.items() if p.grad is not None}
         shards = {n: g.as_subclass(Tensor).clone() for n, g in grads.items()}
         norm = gradient_norm(program, comm, shards).item()
         outputs = executor.outputs.wholes(list(program.outputs))
         results.append(_OfRank(loss, shards, norm, outputs))
         own.check()
-        if given.update is not None:
-            results[-1].updated = update_rank(step, given.update, memory)
+        if inputs.update is not None:
+            results[-1].updated = update_rank(step, inputs.update, memory)
             own = Watch("buffer", executor.buffers)
         for p in held.values():
             p.grad = None
-    for given, one in zip(steps, results, strict=True) if evaluate else ():
-        _set_weights(step, given.weights)
-        told = given.replay
+    for inputs, one in zip(steps, results, strict=True) if evaluate else ():
+        _set_weights(step, inputs.weights)
+        told = inputs.replay
         comm.state.replay = None if told is None else RoutingReplay(told.told)
-        one.evaluated = step.evaluate(**_batch(program, given))
+        one.evaluated = step.evaluate(**_batch(program, inputs))
     own.check()
     return results
 
@@ -193,9 +193,9 @@ def _start(
     return step
 
 
-def _batch(program: Program, given: GivenStep) -> dict[str, Tensor]:
+def _batch(program: Program, step: StepInputs) -> dict[str, Tensor]:
     """What the program takes of it."""
-    return {name: given.batch[name] for name in program.inputs}
+    return {name: step.batch[name] for name in program.inputs}
 
 
 def run_all_ranks(
@@ -211,7 +211,7 @@ def run_all_ranks(
     Raises VerificationFailed when ranks that should agree do not.
     """
     tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor)}
-    step = GivenStep(dict(model.named_parameters()), tensors, replay)
+    step = StepInputs(dict(model.named_parameters()), tensors, replay)
     (result,) = run_steps(program, dict(model.named_buffers()), [step], seed)
     return result.loss, dict(result.gradients)
 

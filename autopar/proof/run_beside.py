@@ -19,7 +19,7 @@ from autopar.proof.differences import CHOICES, differences, update_errors, updat
 from autopar.proof.drawn import is_finite
 from autopar.proof.expected import TOLERANCE, Expected, unmoved
 from autopar.proof.in_double import program_in_double, tree_in_double
-from autopar.proof.ranks import GivenStep, StepResult, VerificationFailed, run_steps
+from autopar.proof.ranks import StepInputs, StepResult, VerificationFailed, run_steps
 from autopar.proof.verification import Verification
 from autopar.runtime.comm.routing_replay import RoutingReplay
 from autopar.runtime.execute.code_cache import CodeCache
@@ -61,7 +61,7 @@ def _run(
     compiled: CodeCache | None,
 ) -> list[StepResult]:
     steps = [
-        GivenStep(e.weights, e.batch, replay, e.update)
+        StepInputs(e.weights, e.batch, replay, e.update)
         for e, replay in zip(expected, told, strict=True)
     ]
     evaluate = all(e.result.evaluated is not None for e in expected)

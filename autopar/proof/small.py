@@ -75,8 +75,8 @@ def make_small(
     few = find_few_layers(model, program)
     with only_layers(model, few.path, few.order):
         wanted = list(program.outputs)[program.metrics :]
-        given = (program.plan.lowering, wanted, program.metrics > 0)
-        traced = capture_model(model, batch, loss_fn, *given)
+        how = (program.plan.lowering, wanted, program.metrics > 0)
+        traced = capture_model(model, batch, loss_fn, *how)
         like = _real_values(model)
     plan = program.plan
     large = {TIME: plan.microbatches, **dict(plan.mesh.axes)}
@@ -108,9 +108,9 @@ def _choose(
     products, problem = extents.products(splits), None
     for axes in islice(small_sizes(plan, few, splits), MESHES):
         large = {axis: plan.size(axis) for axis in axes}
-        given = extents.sizes, extents.sums, extents.fixed, splits, large, axes
+        known = extents.sizes, extents.sums, extents.fixed, splits, large, axes
         try:
-            return axes, choose_sizes(*given, products)
+            return axes, choose_sizes(*known, products)
         except NotShrunk as error:
             problem = problem or error
     assert problem is not None, "there is a small mesh"

@@ -34,8 +34,8 @@ def explanation(record: PlanRecord) -> str:
         stages_table(record),
         model_table(record),
     )
-    given = "".join(f", {name} {x}" for name, x in record.options.items())
-    parts = [f"{record.model} on {record.cluster}: {best.candidate}{given}"]
+    options = "".join(f", {name} {x}" for name, x in record.options.items())
+    parts = [f"{record.model} on {record.cluster}: {best.candidate}{options}"]
     parts += map(str, tables)
     if len(record.best) > 1:
         parts.append(str(others_table(record)))

@@ -274,16 +274,16 @@ def weighted(spec: str) -> tuple[str, float | None]:
 
 def _shares(sources: Sequence[Data], weights: Sequence[float | None]) -> list[float]:
     """Divides by the sum of weights; without any, of tokens. Raises: DataError."""
-    given = [weight for weight in weights if weight is not None]
-    if not given and all(isinstance(data, Corpus) for data in sources):
-        given = [float(len(d.tokens)) for d in sources if isinstance(d, Corpus)]
-    if len(given) != len(sources):
+    known = [weight for weight in weights if weight is not None]
+    if not known and all(isinstance(data, Corpus) for data in sources):
+        known = [float(len(d.tokens)) for d in sources if isinstance(d, Corpus)]
+    if len(known) != len(sources):
         without = sources[weights.index(None)].name
         raise DataError(
             f"'{without}' has no weight, among {len(sources)} that are mixed",
             fix=f"give one to each: --data {without}:0.5",
         )
-    return [weight / math.fsum(given) for weight in given]
+    return [weight / math.fsum(known) for weight in known]
 
 
 def generator(seed: int, step: int, *stream: int) -> np.random.Generator:

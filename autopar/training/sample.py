@@ -166,12 +166,12 @@ def logits_of(model: nn.Module, origin: Origin, ids: Tensor) -> Tensor:
     required = {p.name for p in takes if p.default is inspect.Parameter.empty}
     made = fields_of(origin.inputs, ids, ids, None)
     device = next(model.parameters()).device
-    given = {
+    batch = {
         name: x.to(device)
         for name, x in made.items()
         if name not in LABELS or name in required
     }
-    output = model(**given)
+    output = model(**batch)
     held = output
     if hasattr(output, "logits"):
         held = [output.logits]

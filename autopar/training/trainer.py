@@ -90,7 +90,7 @@ class Trainer(transformers.Trainer):
 
     model: as `autopar.compile` takes it; afterwards `trainer.step` has what is trained.
     parallel: keywords of `autopar.compile`; the mesh, or a plan, is given, unless
-    example_inputs are. given: as `transformers.Trainer` takes it.
+    example_inputs are. keywords: as `transformers.Trainer` takes it.
     Each data rank loads `per_device_train_batch_size` samples of a batch; evaluations
     are of `per_device_eval_batch_size` samples by all ranks together.
     Raises: AutoparError, for what would change nothing or something else.
@@ -104,13 +104,13 @@ class Trainer(transformers.Trainer):
         args: transformers.TrainingArguments,
         *,
         parallel: Mapping[str, Any],
-        **given: Any,
+        **keywords: Any,
     ) -> None:
-        self._refuse(args, given)
+        self._refuse(args, keywords)
         device = "cpu" if args.device.type == "cpu" else args.device
         self.step = autopar.compile(model, **{"device": device, **parallel})
         self._decayed = set(self.get_decay_parameter_names(model))
-        super().__init__(Compiled(model, self.step), args, **given)
+        super().__init__(Compiled(model, self.step), args, **keywords)
         if args.label_names is None:
             self.label_names = find_labels(type(model))
         self.can_return_loss = can_return_loss(type(model))
@@ -120,7 +120,7 @@ class Trainer(transformers.Trainer):
         self.accelerator.clip_grad_norm_ = self._clip
         self._share_out(1, 0)
 
-    def _refuse(self, args: Any, given: Mapping[str, Any]) -> None:
+    def _refuse(self, args: Any, keywords: Mapping[str, Any]) -> None:
         usual = transformers.TrainingArguments
         for name, instead in INSTEAD.items():
             value = getattr(args, name, None)
@@ -132,13 +132,13 @@ class Trainer(transformers.Trainer):
                     else f"leave it out; instead: {instead}",
                 )
         own = type(self).compute_loss is not transformers.Trainer.compute_loss
-        if own or given.get("compute_loss_func") is not None:
+        if own or keywords.get("compute_loss_func") is not None:
             raise AutoparError(
                 "a loss that a Trainer computes is not what the step trains",
                 fix='say it in parallel=: "loss_fn": f, of f(output, batch)',
             )
         for name in ("optimizers", "model_init"):
-            if given.get(name) not in (None, (None, None)):
+            if keywords.get(name) not in (None, (None, None)):
                 raise AutoparError(
                     f"Trainer({name}=) knows parameters that nobody trains: those of "
                     "the step are made of the model",

@@ -73,9 +73,9 @@ def products(
     rows: int, experts: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], None]:
     """One layer's product with experts [width, width], forward and backward."""
-    given = {"dtype": dtype, "device": device}
-    x, dy = torch.randn(rows, width, **given), torch.randn(rows, width, **given)
-    weight = torch.randn(experts, width, width, **given)
+    options = {"dtype": dtype, "device": device}
+    x, dy = torch.randn(rows, width, **options), torch.randn(rows, width, **options)
+    weight = torch.randn(experts, width, width, **options)
     expert = torch.randint(experts, (rows,), device=device)
     grad = torch.zeros_like(weight)
 
@@ -129,15 +129,15 @@ def main() -> None:
     parser.add_argument("--products", action="store_true", help="time them here")
     for name, usual in (("rows", 2048), ("rounds", 9)):
         parser.add_argument(f"--{name}", type=int, default=usual)
-    given = parser.parse_args()
-    if given.products:
-        compare_products(given.rows, given.rounds)
+    args = parser.parse_args()
+    if args.products:
+        compare_products(args.rows, args.rounds)
         return
-    routed = make_plan(f"ep={given.ep}")
+    routed = make_plan(f"ep={args.ep}")
     rows = []
     for name, plan in (("routed", routed), ("gathered", gathered(routed))):
         more, fewer = (
-            measure(given.model, layers, plan, given.samples, given.seq)
+            measure(args.model, layers, plan, args.samples, args.seq)
             for layers in (LAYERS, LAYERS - 1)
         )
         rows.append([name, *(a - b for a, b in zip(more, fewer, strict=True))])

@@ -287,9 +287,9 @@ def serve(
     """Be one process of a job. what: a function's name, and what it is given."""
     warnings.simplefilter("ignore")  # torch's own, about its own parts
     os.environ.update(variables)
-    name, *given = what
+    name, *arguments = what
     try:
-        {"speed": speed, "ranks": ranks}[name](writer.send, *given)
+        {"speed": speed, "ranks": ranks}[name](writer.send, *arguments)
     except BaseException:
         writer.send({"failed": traceback.format_exc()[-1000:]})
     writer.close()

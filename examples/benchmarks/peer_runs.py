@@ -317,10 +317,10 @@ def build(name: str, config: Config, kept: Path) -> Step:
 def answer(word: str, step: Step, number: int, config: Config) -> dict:
     """Seconds from when all ranks are there until the last is done, CPU seconds of this
     one, threads included, and the loss."""
-    given, result = batch(config, number), {}
+    inputs, result = batch(config, number), {}
 
     def run() -> None:
-        result["loss"] = step(*given)
+        result["loss"] = step(*inputs)
 
     barrier()
     began, worked = time.perf_counter(), time.process_time()

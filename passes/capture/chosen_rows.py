@@ -213,29 +213,29 @@ class _Keeper:
     def index(self, node: Node, rows: Rows) -> Value | tuple | None:
         """`x[rows]`: all rows of x; `x[rows, place]`: the one at a place of each."""
         x, indices = node.args
-        given = [i for i in indices if i is not None]
-        first = indices.index(given[0])
-        last = first + len(given)
-        if self.of(x) or any(not self.of(i) or len(i.shape) != 1 for i in given):
+        tensors = [i for i in indices if i is not None]
+        first = indices.index(tensors[0])
+        last = first + len(tensors)
+        if self.of(x) or any(not self.of(i) or len(i.shape) != 1 for i in tensors):
             return None
         if any(i is None for i in indices[first:last]):
             return None
         emit, reshape = self.rewriter.emit, self.rewriter.reshape
-        if self.counts(given, x.shape[first:last]):
+        if self.counts(tensors, x.shape[first:last]):
             shape = (*x.shape[:first], rows.count, *x.shape[last:])
             seen = emit("aten.reshape.default", x, shape)
             return self.noted(seen, rows, first)
-        if len(given) == 1:
+        if len(tensors) == 1:
             (out,) = self.rewriter.keep(node)
             return None if out is None else self.noted(out, rows, first)
-        if first or len(given) != 2:
+        if first or len(tensors) != 2:
             return None
-        if self.counts(given[1:], x.shape[1:2]):
-            given, x = given[::-1], emit("aten.transpose.int", x, 0, 1)
-        if not self.counts(given[:1], x.shape[:1]):
+        if self.counts(tensors[1:], x.shape[1:2]):
+            tensors, x = tensors[::-1], emit("aten.transpose.int", x, 0, 1)
+        if not self.counts(tensors[:1], x.shape[:1]):
             return None
         rest = x.shape[2:]
-        place = reshape(given[1], (rows.count, 1, *(1 for _ in rest)))
+        place = reshape(tensors[1], (rows.count, 1, *(1 for _ in rest)))
         place = self.rewriter.expand(place, (rows.count, 1, *rest))
         picked = emit("aten.gather.default", x, 1, place)
         return self.noted(reshape(picked, (rows.count, *rest)), rows, 0)
@@ -281,8 +281,8 @@ class _Keeper:
 
     def add(self, node: Node, rows: Rows) -> Value | tuple | None:
         """`y.index_add(0, rows, values)`: those of rows that were not chosen are 0."""
-        given = arguments(node)
-        y, dim, index, values = list(given.values())[:4]
+        bound = arguments(node)
+        y, dim, index, values = list(bound.values())[:4]
         added, dim = self.of(values), dim % len(y.shape)
         place = self.of(index)
         if self.of(y) or not added or not place or added.dim != dim:
@@ -290,7 +290,7 @@ class _Keeper:
         if place.dim != (dim if len(index.shape) > 1 else 0):
             return None
         values = self.masked(values, rows, dim)
-        alpha = given.get("alpha", 1)
+        alpha = bound.get("alpha", 1)
         whole = values.shape == y.shape and index.shape in (y.shape, (rows.count,))
         if whole and self.counts([index], y.shape[dim : dim + 1]):
             return self.rewriter.emit("aten.add.Tensor", y, values, alpha=alpha)
@@ -299,17 +299,17 @@ class _Keeper:
 
     def total(self, node: Node, rows: Rows) -> Value | tuple | None:
         """A sum or mean over the rows."""
-        given, emit = arguments(node), self.rewriter.emit
-        x, along_rows = given["self"], self.of(given["self"])
+        bound, emit = arguments(node), self.rewriter.emit
+        x, along_rows = bound["self"], self.of(bound["self"])
         rank = len(x.shape)
-        dims = tuple(d % rank for d in given.get("dim") or range(rank))
+        dims = tuple(d % rank for d in bound.get("dim") or range(rank))
         if along_rows is None or along_rows.dim not in dims:
             return self.follow(node, rows)
         counted = self.masked(x, rows, along_rows.dim)
         if node.name == "aten.sum":
             return self.rewriter.keep(replace(node, args=(counted, *node.args[1:])))
-        kind = given.get("dtype") or x.dtype
-        keep = bool(given.get("keepdim", False))
+        kind = bound.get("dtype") or x.dtype
+        keep = bool(bound.get("keepdim", False))
         summed = emit("aten.sum.dim_IntList", counted, dims, keep, dtype=kind)
         others = math.prod(x.shape[d] for d in dims if d != along_rows.dim)
         count = emit("aten.sum.default", rows.chosen)
@@ -318,14 +318,14 @@ class _Keeper:
 
     def loss(self, node: Node, rows: Rows) -> tuple[Value | None, ...] | None:
         """A loss over the rows ignores those that were not chosen."""
-        given = arguments(node)
-        target = given["target"]
-        both = [self.of(given["self"]), self.of(target)]
+        bound = arguments(node)
+        target = bound["target"]
+        both = [self.of(bound["self"]), self.of(target)]
         if not all(r and not r.dim for r in both) or len(target.shape) != 1:
             return None
-        if given["reduction"] == 0 or target.dtype != torch.int64:
+        if bound["reduction"] == 0 or target.dtype != torch.int64:
             return None
-        ignored = given["ignore_index"]
+        ignored = bound["ignore_index"]
         target = self.rewriter.emit(
             "aten.where.ScalarOther", rows.chosen, target, ignored
         )

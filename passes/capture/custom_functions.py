@@ -172,11 +172,11 @@ def _with_backward(cls: Apply, *args: Any) -> Any:
             if isinstance(x, Tensor) and x.requires_grad and _depends(dx)
         ]
         ends = [dy for dy, flow in zip(dys, flows, strict=True) if flow]
-        given = [dx for dx, _ in pairs], ends, [x for _, x in pairs]
+        terms = [dx for dx, _ in pairs], ends, [x for _, x in pairs]
         zs: tuple[Tensor | None, ...] = (None,) * len(ends)
         if pairs:
             with spelled():
-                zs = torch.autograd.grad(*given, create_graph=True, allow_unused=True)
+                zs = torch.autograd.grad(*terms, create_graph=True, allow_unused=True)
         outs, left = [], iter(zs)
         for y, flow in zip(ys, flows, strict=True):
             z = next(left) if flow else None
@@ -267,7 +267,7 @@ def _both_gradients(
     """By the Function's backward, and by the operations of `run`."""
     xs = [x for x, a in zip(args, call.args, strict=True) if _wants(a)]
 
-    def given() -> list[Any]:  # copies, as some write into what they are given
+    def copies() -> list[Any]:  # copies, as some write into what they are given
         return [a.clone() if isinstance(a, Tensor) else a for a in args]
 
     both: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -275,7 +275,7 @@ def _both_gradients(
         for apply, gradients in zip((call.function.apply, run), both, strict=True):
             with torch.enable_grad(), torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(0)
-                gradients += _gradients(apply(*given()), xs, scale)
+                gradients += _gradients(apply(*copies()), xs, scale)
     return both
 
 

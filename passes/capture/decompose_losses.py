@@ -34,11 +34,11 @@ REDUCED = (
 
 def reduced(rewriter: Rewriter, node: Node) -> Value | None:
     """Replaces a loss's sum or mean by that of its unreduced form."""
-    given = arguments(node)
-    reduction = given["reduction"]
+    bound = arguments(node)
+    reduction = bound["reduction"]
     if reduction not in (MEAN, SUM):
         return None
-    args, kwargs = call(node.op, {**given, "reduction": NONE})
+    args, kwargs = call(node.op, {**bound, "reduction": NONE})
     loss = rewriter.emit(node.op, *args, **kwargs)
     total = rewriter.emit("aten.sum.default", loss, name="total")
     if reduction == SUM:

@@ -70,13 +70,13 @@ def _called_by_name(users: Users | None) -> Callable[[Any], None]:
         cls, grad = backward._forward_cls, torch.is_grad_enabled()
         if users is None or _is_torchs(cls):
             return
-        given = vars(cls).get("forward")
+        previous = vars(cls).get("forward")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if given is None:
+            if previous is None:
                 del cls.forward
             else:
-                cls.forward = given
+                cls.forward = previous
             before = torch.is_grad_enabled()
             _set_grad(grad)
             try:

@@ -77,10 +77,10 @@ class Guards:
             self.counted[id(counts)] = counts, x
             return counts
         if func is Tensor.unbind and id(x) in self.counted:  # as of tolist
-            counts, given = self.counted[id(x)]
+            counts, values = self.counted[id(x)]
             by_number = counts.unbind()
             for number, n in enumerate(by_number):
-                self.numbers[id(n)] = n, (given == number).any()
+                self.numbers[id(n)] = n, (values == number).any()
             return by_number
         if func is Tensor.item and id(x) in self.numbers:
             n, any_row = self.numbers[id(x)]

@@ -57,11 +57,11 @@ def plain_region(
     for node in region:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[n] for n in made))
-    given = [v.meta["val"] for v in reads]
-    with given[0].fake_mode, torch.enable_grad():
+    fakes = [v.meta["val"] for v in reads]
+    with fakes[0].fake_mode, torch.enable_grad():
         # Without a table torch 2.15 takes a detach for a view, as nothing is derived
         # from most of what is traced so.
-        plain = make_fx(fx.GraphModule(module, graph), decomposition_table={})(*given)
+        plain = make_fx(fx.GraphModule(module, graph), decomposition_table={})(*fakes)
     for node in plain.graph.nodes:
         for key in ("stack_trace", "nn_module_stack"):
             node.meta[key] = next((n.meta[key] for n in region if key in n.meta), None)

@@ -24,22 +24,22 @@ PICK = "autopar.pick"
 
 def cross_entropy(rewriter: Rewriter, node: Node) -> Value:
     """aten.cross_entropy_loss(x, target, weight, reduction, ignore_index, ...)."""
-    given = arguments(node)
-    x, target, smoothing = given["self"], given["target"], given["label_smoothing"]
+    bound = arguments(node)
+    x, target, smoothing = bound["self"], bound["target"], bound["label_smoothing"]
     x = _classes_last(rewriter, x)
     if target.dtype.is_floating_point:
-        return _of_probabilities(rewriter, x, given)
+        return _of_probabilities(rewriter, x, bound)
     emit = rewriter.emit
     normalizer = _log_sum_exp(rewriter, x)
-    picked = emit(PICK, x, target, given["ignore_index"], name="picked")
+    picked = emit(PICK, x, target, bound["ignore_index"], name="picked")
     nll = emit("aten.sub.Tensor", normalizer, picked, name="nll")
-    weighed = _weigh(rewriter, nll, given)
+    weighed = _weigh(rewriter, nll, bound)
     if smoothing:
-        uniform = _mean_of_classes(rewriter, x, normalizer, given["weight"])
+        uniform = _mean_of_classes(rewriter, x, normalizer, bound["weight"])
         weighed = emit("aten.mul.Tensor", weighed, 1.0 - smoothing, name="nll")
         uniform = emit("aten.mul.Tensor", uniform, smoothing, name="uniform_nll")
         weighed = emit("aten.add.Tensor", weighed, uniform, name="nll")
-    return _reduce(rewriter, weighed, given)
+    return _reduce(rewriter, weighed, bound)
 
 
 def _mean_of_classes(
@@ -58,14 +58,14 @@ def _mean_of_classes(
     return emit("aten.mul.Tensor", total, share, name="uniform_nll")
 
 
-def _of_probabilities(rewriter: Rewriter, x: Value, given: dict[str, Any]) -> Value:
+def _of_probabilities(rewriter: Rewriter, x: Value, bound: dict[str, Any]) -> Value:
     """- sum of target * log_softmax(x) (* weight): target [..., classes] too.
 
     Unlike with class indices, a mean is one over rows, whatever the weights are.
     """
     emit = rewriter.emit
-    target = _classes_last(rewriter, given["target"])
-    if smoothing := given["label_smoothing"]:
+    target = _classes_last(rewriter, bound["target"])
+    if smoothing := bound["label_smoothing"]:
         target = emit("aten.mul.Tensor", target, 1.0 - smoothing, name="wanted")
         share = smoothing / x.shape[-1]
         target = emit("aten.add.Tensor", target, share, name="wanted")
@@ -73,13 +73,13 @@ def _of_probabilities(rewriter: Rewriter, x: Value, given: dict[str, Any]) -> Va
     column = rewriter.reshape(normalizer, (*x.shape[:-1], 1))
     each = emit("aten.sub.Tensor", column, x, name="nll_of_classes")
     each = emit("aten.mul.Tensor", each, target, name="nll_of_classes")
-    if (weight := given["weight"]) is not None:
+    if (weight := bound["weight"]) is not None:
         each = emit("aten.mul.Tensor", each, weight, name="weighed_classes")
     nll = emit("aten.sum.dim_IntList", each, (-1,), name="nll")
-    if given["reduction"] not in (MEAN, SUM):
+    if bound["reduction"] not in (MEAN, SUM):
         return nll
     total = emit("aten.sum.default", nll, name="total")
-    if given["reduction"] == SUM:
+    if bound["reduction"] == SUM:
         return total
     return emit("aten.mul.Tensor", total, 1.0 / max(1, nll.numel), name="loss")
 
@@ -103,9 +103,9 @@ def logsumexp(rewriter: Rewriter, node: Node) -> Value | None:
 
 def log_softmax(rewriter: Rewriter, node: Node) -> Value | None:
     """Along the last dim, as a loss by hand has it: x - log(sum exp(x))."""
-    given = arguments(node)
-    x, out = given["self"], node.out
-    if given["dim"] % max(1, len(x.shape)) != len(x.shape) - 1:
+    bound = arguments(node)
+    x, out = bound["self"], node.out
+    if bound["dim"] % max(1, len(x.shape)) != len(x.shape) - 1:
         return None
     if x.dtype != out.dtype:
         x = rewriter.like(node, "aten.to.dtype", x, out.dtype)
@@ -144,28 +144,28 @@ def pick_rows(rewriter: Rewriter, x: Value, index: Value, ignored: int | None) -
 
 def nll_loss(rewriter: Rewriter, node: Node) -> Value:
     """aten.nll_loss_nd(log_probabilities, target, weight, reduction, ignore_index)."""
-    given = arguments(node)
-    x = _classes_last(rewriter, given["self"])
-    picked = pick_rows(rewriter, x, given["target"], given["ignore_index"])
+    bound = arguments(node)
+    x = _classes_last(rewriter, bound["self"])
+    picked = pick_rows(rewriter, x, bound["target"], bound["ignore_index"])
     nll = rewriter.emit("aten.neg.default", picked, name="nll")
-    return _reduce(rewriter, _weigh(rewriter, nll, given), given)
+    return _reduce(rewriter, _weigh(rewriter, nll, bound), bound)
 
 
-def _weigh(rewriter: Rewriter, nll: Value, given: dict[str, Any]) -> Value:
+def _weigh(rewriter: Rewriter, nll: Value, bound: dict[str, Any]) -> Value:
     """Each row times the weight of its target's class, if classes have weights; those
-    of the rows go into `given`, as `weights`."""
-    if (weight := given["weight"]) is None:
+    of the rows go into `bound`, as `weights`."""
+    if (weight := bound["weight"]) is None:
         return nll
-    target, emit, where = given["target"], rewriter.emit, "aten.where.ScalarOther"
-    kept = emit("aten.ne.Scalar", target, given["ignore_index"], name="kept")
+    target, emit, where = bound["target"], rewriter.emit, "aten.where.ScalarOther"
+    kept = emit("aten.ne.Scalar", target, bound["ignore_index"], name="kept")
     inside = emit(where, kept, target, 0)
     # No gradient goes to weights of classes.
     weight = emit("aten.detach.default", weight)
     table = rewriter.reshape(weight, (*weight.shape, 1))
     weights = emit("aten.embedding.default", table, inside)
     weights = rewriter.reshape(weights, nll.shape)
-    given["weights"] = emit(where, kept, weights, 0.0)
-    return emit("aten.mul.Tensor", nll, given["weights"], name="weighed_nll")
+    bound["weights"] = emit(where, kept, weights, 0.0)
+    return emit("aten.mul.Tensor", nll, bound["weights"], name="weighed_nll")
 
 
 def _classes_last(rewriter: Rewriter, x: Value) -> Value:
@@ -175,22 +175,22 @@ def _classes_last(rewriter: Rewriter, x: Value) -> Value:
     return rewriter.emit("aten.permute.default", x, (0, *range(2, len(x.shape)), 1))
 
 
-def _reduce(rewriter: Rewriter, nll: Value, given: dict[str, Any]) -> Value:
+def _reduce(rewriter: Rewriter, nll: Value, bound: dict[str, Any]) -> Value:
     """Leave out the ignored tokens; sum, or divide by the count of the others, or by
     the sum of the weights of their classes.
 
     The count is read off the target alone, so it can be known ahead of all
     microbatches: that is what makes the mean separable over them.
     """
-    emit, reduction = rewriter.emit, given["reduction"]
-    kept = emit("aten.ne.Scalar", given["target"], given["ignore_index"], name="kept")
+    emit, reduction = rewriter.emit, bound["reduction"]
+    kept = emit("aten.ne.Scalar", bound["target"], bound["ignore_index"], name="kept")
     nll = emit("aten.where.ScalarOther", kept, nll, 0.0, name="kept_nll")
     if reduction not in (MEAN, SUM):
         return nll
     total = emit("aten.sum.default", nll, name="total")
     if reduction == SUM:
         return total
-    count = emit("aten.sum.default", given.get("weights", kept), name="tokens")
+    count = emit("aten.sum.default", bound.get("weights", kept), name="tokens")
     return emit("aten.div.Tensor", total, count, name="loss")
 
 

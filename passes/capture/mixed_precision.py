@@ -85,9 +85,9 @@ def keep_wide(graph: Graph, wide: Mapping[str, torch.dtype]) -> Graph:
         if dtype is None or params[v.name].dtype is dtype:
             return v
         if v.name not in low:
-            given = (params[v.name], dtype)
+            cast = (params[v.name], dtype)
             low[v.name] = builder.emit(
-                CAST, given, v.shape, dtype, node.location, DTYPES[dtype]
+                CAST, cast, v.shape, dtype, node.location, DTYPES[dtype]
             )
         return low[v.name]
 

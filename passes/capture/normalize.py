@@ -79,9 +79,9 @@ def add_number(rewriter: Rewriter, node: Node) -> Value | None:
     A number added to a scalar becomes a value: where the scalar is a pending sum, each
     share of it takes its share of the number.
     """
-    given = arguments(node)
-    x, other = given["self"], given["other"]
-    if isinstance(other, Value) or given["alpha"] != 1:
+    bound = arguments(node)
+    x, other = bound["self"], bound["other"]
+    if isinstance(other, Value) or bound["alpha"] != 1:
         return None
     if other == 0 and x.dtype == node.out.dtype:
         return x
@@ -154,9 +154,9 @@ def mean(rewriter: Rewriter, node: Node) -> Value | None:
     Samples are first, or in what is left of all dims; a mean along the last dim alone
     is a norm's. Sums of half precision are kept in float32, where they are in range.
     """
-    given = arguments(node)
-    x, out = given["self"], node.out
-    rank, dims = len(x.shape), given.get("dim") or ()
+    bound = arguments(node)
+    x, out = bound["self"], node.out
+    rank, dims = len(x.shape), bound.get("dim") or ()
     dims = tuple(d % rank for d in dims) or tuple(range(rank))
     if len(dims) < rank and dims == (rank - 1,):
         return None
@@ -167,7 +167,7 @@ def mean(rewriter: Rewriter, node: Node) -> Value | None:
     if len(dims) == rank and not out.shape:
         total = rewriter.emit("aten.sum.default", x)
     else:
-        keep = bool(given.get("keepdim", False))
+        keep = bool(bound.get("keepdim", False))
         total = rewriter.emit("aten.sum.dim_IntList", x, dims, keep)
     share = 1.0 / max(1, math.prod(x.shape[d] for d in dims))
     averaged = rewriter.emit("aten.mul.Tensor", total, share, name="mean")

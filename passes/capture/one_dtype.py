@@ -31,8 +31,8 @@ class OneDtype(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name.removesuffix("_") not in EQUAL:
             return func(*args, **kwargs)
-        given = (*args, *kwargs.values())
-        reals = [x for x in given if isinstance(x, Tensor) and x.is_floating_point()]
+        operands = (*args, *kwargs.values())
+        reals = [x for x in operands if isinstance(x, Tensor) and x.is_floating_point()]
         first = reals[:1] if name.endswith("_") else reals
         dtype = max((x.dtype for x in first), key=lambda d: d.itemsize, default=None)
 

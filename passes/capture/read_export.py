@@ -237,9 +237,9 @@ def _with_eps(node: Node) -> Node:
     its input, so that it is the same where a program is proved in another one."""
     if node.op != "aten.rms_norm.default" or arguments(node)["eps"] is not None:
         return node
-    given = arguments(node)
-    dtype = torch.promote_types(given["input"].dtype, torch.float32)
-    args, kwargs = call(node.op, {**given, "eps": torch.finfo(dtype).eps})
+    bound = arguments(node)
+    dtype = torch.promote_types(bound["input"].dtype, torch.float32)
+    args, kwargs = call(node.op, {**bound, "eps": torch.finfo(dtype).eps})
     return replace(node, args=args, kwargs=kwargs)
 
 

@@ -20,9 +20,9 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
     """SDPA: a causal mask becomes the flag, one of a sliding window a number with it,
     one of packed documents their ids, one of padding says which columns are none; with
     dropout it is spelled out."""
-    given = arguments(node)
-    is_causal, scale = bool(given["is_causal"]), given["scale"]
-    q, k, v, mask = _with_heads(rewriter, given)
+    bound = arguments(node)
+    is_causal, scale = bool(bound["is_causal"]), bound["scale"]
+    q, k, v, mask = _with_heads(rewriter, bound)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
     if (expanded := rewriter.producer(mask, "aten.expand")) is not None:
@@ -36,7 +36,7 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
             mask = None
         elif window == mask.shape[-1]:
             mask, is_causal = None, True
-        elif window is not None and given["dropout_p"] == 0.0:
+        elif window is not None and bound["dropout_p"] == 0.0:
             mask, is_causal, seen = None, True, {"window": window}
         elif is_bool and known is None and (told := columns_of(rewriter, mask)):
             columns = mask.shape[-1]
@@ -48,14 +48,14 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
             if not told.window and shown is not None:
                 lead = (shown.numel // columns, 1, 1, columns)
                 mask = rewriter.reshape(shown, lead)
-            elif given["dropout_p"] == 0.0:
+            elif bound["dropout_p"] == 0.0:
                 known_of = {"documents": told.ids, "shown": shown}
                 seen = {name: row(x) for name, x in known_of.items() if x is not None}
                 if told.window < columns:
                     seen["window"] = told.window
                 mask, is_causal = None, True
-    if given["dropout_p"] > 0.0:
-        p = given["dropout_p"]
+    if bound["dropout_p"] > 0.0:
+        p = bound["dropout_p"]
         y = _explicit_attention(rewriter, (q, k, v), mask, is_causal, scale, p)
     else:
         k, v = without_copies(rewriter, k, v)
@@ -65,15 +65,15 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
 
 
 def _with_heads(
-    rewriter: Rewriter, given: dict[str, Any]
+    rewriter: Rewriter, bound: dict[str, Any]
 ) -> tuple[Value, Value, Value, Value | None]:
     """q, k, v as [b, h, s, e], and the mask to go with them.
 
     Of three dims the first may be that of samples, or of samples and heads together: in
     which case it is seen as both, as it was before. More than four become four.
     """
-    qkv = given["query"], given["key"], given["value"]
-    mask = given["attn_mask"]
+    qkv = bound["query"], bound["key"], bound["value"]
+    mask = bound["attn_mask"]
     if len(qkv[0].shape) != 4:
         common = torch.broadcast_shapes(*(x.shape[:-2] for x in qkv))
         lead = _heads_apart(rewriter, qkv, common)
@@ -137,7 +137,8 @@ def _explicit_attention(
     p: float,
 ) -> Value:
     """softmax(q k^T * scale + mask) with dropout, times v."""
-    (q, k, v), given, emit = qkv, mask, rewriter.emit
+    (q, k, v), emit = qkv, rewriter.emit
+    hides = mask is not None and mask.dtype == torch.bool
     if k.shape[1] != q.shape[1]:
         k, v = (_repeat_heads(rewriter, x, q.shape[1]) for x in (k, v))
     scores = emit("aten.matmul.default", q, emit("aten.transpose.int", k, -2, -1))
@@ -154,7 +155,7 @@ def _explicit_attention(
             mask = emit("aten.to.dtype", mask, q.dtype)
         scores = emit("aten.add.Tensor", scores, mask)
     weights = emit("aten.softmax.int", scores, -1)
-    if given is not None and given.dtype == torch.bool:  # a row may attend to nothing
+    if hides:  # a row may attend to nothing
         weights = emit("aten.masked_fill.Scalar", weights, hidden, 0.0)
     return emit("aten.matmul.default", emit_dropout(rewriter, weights, p), v)
 

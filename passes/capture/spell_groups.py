@@ -25,8 +25,8 @@ def without_copies(rewriter: Rewriter, k: Value, v: Value) -> tuple[Value, Value
 def repeat_interleave(rewriter: Rewriter, node: Node) -> Value | None:
     """So often in a row along a dim -> an expand, as other models write it."""
     names = ("self", "repeats", "dim")
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    x, times, dim = given["self"], given["repeats"], given.get("dim")
+    bound = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    x, times, dim = bound["self"], bound["repeats"], bound.get("dim")
     if dim is None or not isinstance(times, int):
         return None
     after = dim % len(x.shape) + 1

@@ -51,10 +51,10 @@ def narrow(rewriter: Rewriter, node: Node) -> Value:
 def index(rewriter: Rewriter, node: Node) -> Value | None:
     """`x[..., [4, 5, 6]]` is a slice."""
     x, indices = node.arg("self"), node.arg("indices")
-    given = [(dim, i) for dim, i in enumerate(indices) if i is not None]
-    if len(given) != 1 or node.kwargs:
+    indexed = [(dim, i) for dim, i in enumerate(indices) if i is not None]
+    if len(indexed) != 1 or node.kwargs:
         return None
-    ((dim, position),) = given
+    ((dim, position),) = indexed
     rows = rewriter.constant(position)
     if rows is None or rows.ndim != 1 or rows.dtype is torch.bool or not len(rows):
         return None

@@ -153,9 +153,9 @@ def _localized(node: Node, shards: Sequence[Tensor], outs: Results) -> Node:
     def typed(x: Tensor, i: int) -> Value:
         return Value(str(i), tuple(x.shape), x.dtype)
 
-    given = map(typed, shards, itertools.count())
+    operands = map(typed, shards, itertools.count())
     made = tuple(None if x is None else typed(x, -1) for x in outs)
-    local = replace(node.substitute(lambda _: next(given)), outs=made)
+    local = replace(node.substitute(lambda _: next(operands)), outs=made)
     sizes = op_of(node).sizes
     return sizes(local) if sizes else local
 

@@ -26,12 +26,12 @@ def arguments(node: Node) -> dict[str, Any]:
     return {name: node.arg(name) for name in parameters(node.op)}
 
 
-def call(op: str, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call(op: str, bound: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns args and kwargs for arguments by name, as torch's dispatcher orders them:
     by name only what has no place. Those at their default are given too."""
     schema = resolve(op)._schema.arguments
-    args = tuple(given[a.name] for a in schema if not a.kwarg_only)
-    return args, {a.name: given[a.name] for a in schema if a.kwarg_only}
+    args = tuple(bound[a.name] for a in schema if not a.kwarg_only)
+    return args, {a.name: bound[a.name] for a in schema if a.kwarg_only}
 
 
 def refuse_unread(node: Node) -> None:

@@ -27,8 +27,8 @@ def evaluate(
     start: for an op that must know it, at which global index its shard begins: of a
     table that is looked up in, or of the rows of causal attention.
     """
-    given = iter(operands)
-    node = node.substitute(lambda _: next(given))
+    remaining = iter(operands)
+    node = node.substitute(lambda _: next(remaining))
     if start is not None:
         on_shard = op_of(node).on_shard
         assert on_shard is not None, f"{node.op} does not know where a shard begins"

@@ -61,15 +61,15 @@ def repeated(at: Unite, node: Node) -> None:
 def indexed(at: Unite, node: Node) -> None:
     """`x[:, i, j]`: dims that are not indexed stay, those of the indices come."""
     x, indices = node.arg("self"), node.arg("indices")
-    given = [d for d, i in enumerate(indices) if isinstance(i, Value)]
+    indexing = [d for d, i in enumerate(indices) if isinstance(i, Value)]
     spread = [i for i in indices if isinstance(i, Value)]
     if any(i.dtype.itemsize == 1 for i in spread):
         return
     rank = max(len(i.shape) for i in spread)
-    adjacent = given == list(range(given[0], given[-1] + 1))
-    first = given[0] if adjacent else 0
+    adjacent = indexing == list(range(indexing[0], indexing[-1] + 1))
+    first = indexing[0] if adjacent else 0
     out = at.tensors[node.out.name]
-    kept = [d for d in range(len(x.shape)) if d not in given]
+    kept = [d for d in range(len(x.shape)) if d not in indexing]
     places = [p for p in range(len(out)) if not first <= p < first + rank]
     for d, p in zip(kept, places, strict=True):
         at.atoms.unify(at.tensors[x.name][d], out[p])

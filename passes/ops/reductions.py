@@ -15,10 +15,10 @@ from ..ops.tape import Tape
 
 def dims_of(node: Node, name: str = "dim") -> list[int]:
     """The dims argument of a node, as non-negative ints (all dims if it is absent)."""
-    rank, given = max(1, len(node.operands[0].shape)), node.arg(name)
-    if given is None or given == ():
+    rank, dims = max(1, len(node.operands[0].shape)), node.arg(name)
+    if dims is None or dims == ():
         return list(range(rank))
-    return [d % rank for d in (given if isinstance(given, tuple) else (given,))]
+    return [d % rank for d in (dims if isinstance(dims, tuple) else (dims,))]
 
 
 def reduced(suffix: str) -> Callable[[Node], str]:

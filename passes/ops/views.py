@@ -107,9 +107,9 @@ def piece_sizes(argument: str) -> Callable[[Node], Node]:
     """An argument that says the extent of each piece, or of all."""
 
     def change(node: Node) -> Node:
-        dim, given = node.arg("dim"), node.arg(argument)
+        dim, sizes = node.arg("dim"), node.arg(argument)
         extents = tuple(v.shape[dim] if v else 0 for v in node.outs)
-        pieces: Any = extents[0] if isinstance(given, int) else extents
+        pieces: Any = extents[0] if isinstance(sizes, int) else extents
         return node.with_args(**{argument: pieces})
 
     return change
@@ -151,8 +151,8 @@ def split(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
 
 
 def _order(name: str, heeds: str, examples: str, **declared: Any) -> Op:
-    given: Any = {"linear": "jointly", "view": "order", **declared}
-    return Op(f"aten.{name}", heeds, moved, examples, **given)
+    declaration: Any = {"linear": "jointly", "view": "order", **declared}
+    return Op(f"aten.{name}", heeds, moved, examples, **declaration)
 
 
 OPS = (

@@ -167,13 +167,13 @@ def _note_uses(
         for o in _of(index, origins):
             uses[o.field].rows.append((-o.shift, rows - o.shift))
             uses[o.field].strict |= not o.guarded
-    given = _arguments(node)
-    if name in LOSSES and not given["target"].dtype.is_floating_point:
-        shape = given["self"].shape
-        for o in _of(given["target"], origins):
+    bound = _arguments(node)
+    if name in LOSSES and not bound["target"].dtype.is_floating_point:
+        shape = bound["self"].shape
+        for o in _of(bound["target"], origins):
             classes = shape[1] if len(shape) > 1 else shape[0]
             uses[o.field].rows.append((-o.shift, classes - o.shift))
-            ignored = given["ignore_index"]
+            ignored = bound["ignore_index"]
             uses[o.field].ignored.append(ignored - o.shift)
     if name in COMPARED and isinstance(node.args[1], int):
         for o in _of(node.args[0], origins):
@@ -198,19 +198,19 @@ def _note_uses(
 
 def _lookups(node: Node) -> Iterator[tuple[Any, int]]:
     """(index, rows of the table) of each that a node looks up."""
-    name, given = _name(node), _arguments(node)
+    name, bound = _name(node), _arguments(node)
     if name in TABLES:
         table, index, dim = TABLES[name]
         if isinstance(dim, str):
-            dim = given.get(dim) or 0
-        if given[table].shape:
-            yield given[index], given[table].shape[dim]
+            dim = bound.get(dim) or 0
+        if bound[table].shape:
+            yield bound[index], bound[table].shape[dim]
     elif name in ("index", "index_put", "_unsafe_index"):
-        for dim, index in enumerate(given["indices"]):
+        for dim, index in enumerate(bound["indices"]):
             if index is not None and index.dtype is not torch.bool:
-                yield index, given["self"].shape[dim]
-    elif name == "one_hot" and given["num_classes"] > 0:
-        yield given["self"], given["num_classes"]
+                yield index, bound["self"].shape[dim]
+    elif name == "one_hot" and bound["num_classes"] > 0:
+        yield bound["self"], bound["num_classes"]
     elif node.op == "autopar.pick":
         logits, label = list(values_in(node.args))[:2]
         yield label, logits.shape[-1]

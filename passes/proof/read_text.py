@@ -78,8 +78,8 @@ def read_module(text: str, path: str) -> Mapping[str, Sequence[Statement]]:
     keys: dict[str, str] = {}  # of k and b -> which of those
     functions = {"": list(_header(parts[0], path))}
     wholes = frozenset(WHOLE.findall(parts[0].partition("WHOLE_GRADIENTS")[2]))
-    for name, given, body in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
-        reader = _Reader(given.split(", "), keys, path, wholes)
+    for name, head, body in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        reader = _Reader(head.split(", "), keys, path, wholes)
         functions[name] = list(reader.lines(_without_dels(body.splitlines())))
     return functions
 
@@ -132,13 +132,13 @@ class _Reader:
 
     def __init__(
         self,
-        given: Sequence[str],
+        parameters: Sequence[str],
         keys: dict[str, str],
         path: str,
         wholes: Collection[str] = (),
     ) -> None:
         self.names = {
-            name: f"<{i}>" for i, name in enumerate(given) if name not in KNOWN
+            name: f"<{i}>" for i, name in enumerate(parameters) if name not in KNOWN
         }
         self.keys, self.path, self.wholes = keys, path, wholes
         self.loop = Counts.OTHERS  # what the loop counts

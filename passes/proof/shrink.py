@@ -122,9 +122,9 @@ class Shrinker:
         extent = x.shape[dim]
         small = {"start": low, "end": high, "index": low, "length": high - low}
 
-        def follows(given: Any) -> bool:
+        def follows(at: Any) -> bool:
             """Not what is left out, up to the end, or counted from it."""
-            return given is not None and given < extent and not -MARGIN <= given < 0
+            return at is not None and at < extent and not -MARGIN <= at < 0
 
         return new.with_args(**{n: a for n, a in small.items() if follows(node.arg(n))})
 
@@ -175,8 +175,8 @@ def _arange(at: Shrinker, node: Node, new: Node) -> Node:
     count = new.out.shape[0] if new.out.shape else 1
     kind = node.op.rpartition(".")[2]
     if kind == "default":
-        given = node.args[0]
-        return replace(new, args=(type(given)(count), *new.args[1:]))
+        stop = node.args[0]
+        return replace(new, args=(type(stop)(count), *new.args[1:]))
     start = node.args[0]
     step = node.arg("step") or 1
     if isinstance(start, int):

@@ -303,14 +303,14 @@ def _groups(count: int, parts: int) -> list[range]:
     return [range(*pair) for pair in pairwise(ends)]
 
 
-def _one_stage_a_rank(name: str, given: int) -> None:
-    _stages_a_rank(name, given, "one", given == 1)
+def _one_stage_a_rank(name: str, count: int) -> None:
+    _stages_a_rank(name, count, "one", count == 1)
 
 
-def _stages_a_rank(name: str, given: int, wanted: str, fits: bool) -> None:
+def _stages_a_rank(name: str, count: int, wanted: str, fits: bool) -> None:
     if not fits:
         stages = "stage" if wanted == "one" else "stages"
         raise ScheduleError(
-            f"schedule {name!r} runs {wanted} {stages} a rank, not {given}",
+            f"schedule {name!r} runs {wanted} {stages} a rank, not {count}",
             fix=f"stages_per_rank={1 if wanted == 'one' else 2}",
         )

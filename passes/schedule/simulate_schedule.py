@@ -210,8 +210,8 @@ def kind_seconds(
     """The seconds of each kind of compute action, [stages]. Raises: ValueError."""
     if weight is None:
         weight = [seconds / 2 for seconds in backward]
-    given = {"forward": forward, "backward": backward, "weight": weight}
-    for name, values in given.items():
+    by_part = {"forward": forward, "backward": backward, "weight": weight}
+    for name, values in by_part.items():
         if len(values) != schedule.stages:
             raise ValueError(
                 f"{name} has seconds for {len(values)} stages, "

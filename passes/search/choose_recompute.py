@@ -43,8 +43,8 @@ def again_by_layer(local: LocalStage, plan: Plan, cluster: Cluster) -> dict[str,
     own names of its layers; without gathers of parameters, which run anyway."""
     forward = {v.name for node in local.stage.forward for v in node.results}
     device = cluster.device.running(plan.tf32, plan.backend)
-    given = (*local.params, *local.buffers, *local.stage.constants)
-    gathered = find_gathered(local.backward, {v.name for v in given})
+    sources = (*local.params, *local.buffers, *local.stage.constants)
+    gathered = find_gathered(local.backward, {v.name for v in sources})
     seconds_of: dict[str, float] = {}
     for node in local.backward:
         for v in node.results:

@@ -86,13 +86,13 @@ class OpShardingCosts:
         """Lists a node's choices; None comes first."""
         node, axis = self.nodes[i], self.axis
         origin = self.named.origins[node.results[0].name]
-        given = self.setting.sharded.op_shardings[i]
+        current = self.setting.sharded.op_shardings[i]
         if not origin & Origin.PARAM or self._is_decided(node):
-            return [Choice(given[axis])]
+            return [Choice(current[axis])]
         pinned = self.pins.factor(axis, node, self.named.factors[i])
         if pinned is not None:
             return [Choice(pinned)]
-        others = {a: op_sharding for a, op_sharding in given.items() if a != axis}
+        others = {a: op_sharding for a, op_sharding in current.items() if a != axis}
         choices = [Choice(None)]
         if self._may_vary(origin) and len(node.results) == 1:
             choices.append(Choice(None, varying=True))

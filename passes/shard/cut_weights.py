@@ -69,8 +69,8 @@ def find_cuts(sharded: Sharded) -> Iterator[Cut]:
 
 def _sizes_and_dim(split: Node) -> tuple[tuple[int, ...], int]:
     """How a split cuts its operand: extents of the pieces, and along which dim."""
-    given = arguments(split)
-    return tuple(given["split_sizes"]), given["dim"] % len(split.operands[0].shape)
+    bound = arguments(split)
+    return tuple(bound["split_sizes"]), bound["dim"] % len(split.operands[0].shape)
 
 
 def _uses(sharded: Sharded) -> Mapping[str, list[Sharding]]:

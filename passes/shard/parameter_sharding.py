@@ -131,23 +131,23 @@ def gradient_dtypes(
     return dtypes
 
 
-def find_made(nodes: Iterable[Node], given: Collection[str]) -> dict[str, Node]:
+def find_made(nodes: Iterable[Node], sources: Collection[str]) -> dict[str, Node]:
     """What is made of the given values alone: value name -> its node, in order."""
     makers: dict[str, Node] = {}
     for node in nodes:
         names = [v.name for v in node.operands]
-        if names and all(n in given or n in makers for n in names):
+        if names and all(n in sources or n in makers for n in names):
             makers.update((v.name, node) for v in node.results)
     return makers
 
 
-def find_gathered(nodes: Iterable[Node], given: Collection[str]) -> dict[str, Node]:
+def find_gathered(nodes: Iterable[Node], sources: Collection[str]) -> dict[str, Node]:
     """What is made of parameters alone, by an all-gather, what leads to it and what
     follows it: value name -> its node.
 
-    given: names of parameters, buffers, and constants.
+    sources: names of parameters, buffers, and constants.
     """
-    makers = find_made(nodes, given)
+    makers = find_made(nodes, sources)
     needed: set[str] = set()
     for name, node in makers.items():
         if node.op in GATHERS or any(v.name in needed for v in node.operands):
@@ -159,14 +159,14 @@ def find_gathered(nodes: Iterable[Node], given: Collection[str]) -> dict[str, No
 
 
 def gather_again(
-    forward: Sequence[Node], backward: Sequence[Node], given: Collection[str]
+    forward: Sequence[Node], backward: Sequence[Node], sources: Collection[str]
 ) -> list[Node]:
     """The backward, with parameters gathered in it again, each before its first use.
 
     So a gathered parameter lives from first to last use in the forward, and again in
     the backward, but not in between.
     """
-    gathered = find_gathered(forward, given)
+    gathered = find_gathered(forward, sources)
     made: set[str] = set()
     again: list[Node] = []
 

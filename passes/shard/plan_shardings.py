@@ -128,22 +128,22 @@ def planned_factor(
     axis: str,
     i: int,
     others: Mapping[str, OpSharding],
-    given: PlanSharding,
+    label: PlanSharding,
 ) -> Factor | None:
     """The dim that a plan's label names. Raises: PlanError if it cannot be split."""
-    if given.text is None:
+    if label.text is None:
         return None
     node, options = named.graph.nodes[i], splittable(named, allowed, axis, i, others)
     texts = [sharding_text(named.factors[i], f) for f in options]
-    if given.text not in texts:
+    if label.text not in texts:
         shown = ", ".join(str(t) for t in texts) or "null alone"
         raise PlanError(
-            f"the label {given.op!r}: {given.text!r} of '{axis}' asks for a dim that "
+            f"the label {label.op!r}: {label.text!r} of '{axis}' asks for a dim that "
             f"{node} cannot be split along",
             source=str(node.location),
             fix=f"it may be {shown}, or null",
         )
-    return options[texts.index(given.text)]
+    return options[texts.index(label.text)]
 
 
 def fold(shardings: Mapping[OpName, str | None]) -> dict[str, str | None]:

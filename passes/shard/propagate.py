@@ -124,7 +124,7 @@ class _Propagation:
         }  # order of preference
         flows = find_differentiable(named.graph, named.traced.trainable)
         self.allowed = Allowed(self.sizes, flows)
-        self.given = read_plan_shardings(named, plan)
+        self.labels = read_plan_shardings(named, plan)
         self.states: dict[str, Sharding] = {}
         self.op_shardings: list[Mapping[str, OpSharding]] = []
         self.needs: list[tuple[Sharding, ...]] = []
@@ -211,10 +211,10 @@ class _Propagation:
         """As a hint demands it, as the plan says, or what is preferred."""
         factors = self.named.factors[i]
         pinned = self.pins.factor(axis, node, factors)
-        given = self.given.get((node.results[0].name, axis))
-        if pinned is None and given is not None:
+        label = self.labels.get((node.results[0].name, axis))
+        if pinned is None and label is not None:
             return planned_factor(
-                self.named, self.allowed, axis, i, op_shardings, given
+                self.named, self.allowed, axis, i, op_shardings, label
             )
         return pinned or self.preferred(axis, factors, op_shardings, node)
 

@@ -159,11 +159,11 @@ class _Emitter:
         once = {v.name for n in (*s.setup, *s.prologue) for v in n.results}
         for items in parts:
             for loop in _loops(items):
-                for given in loop.given:
-                    names = [v.name for v in given.values]
+                for scanned in loop.scanned:
+                    names = [v.name for v in scanned.values]
                     if once.issuperset(names):
                         first, step = loop.index
-                        self.name_family(names, first + step * given.start, step)
+                        self.name_family(names, first + step * scanned.start, step)
 
     def name_family(self, names: Sequence[str], first: int, step: int) -> None:
         """Give keys of one kind to what the iterations of a loop are given; those that
@@ -259,8 +259,8 @@ class _Emitter:
             saved = [v for v in handed[i] if v.name in part.read]
             rows = between.kept(i - 1, i) if i else []
             lines = function.arrive(entering[i], saved, rows)
-            given = ["c", "p", "g", "k", "b", "saved"] if i else ["c", "p", "k", "b"]
-            given += map(function.name, entering[i])
+            takes = ["c", "p", "g", "k", "b", "saved"] if i else ["c", "p", "k", "b"]
+            takes += map(function.name, entering[i])
             last = i == len(parts) - 1
             kept = [] if last else handed[i + 1]
             kept = [v for v in kept if v.name in parts[i + 1].read]
@@ -271,7 +271,7 @@ class _Emitter:
                 own = [*map(function.name, kept), *map(function.rows_name, rows)]
                 returned += f", [{', '.join(own)}]"
             lines.append(f"return {returned}")
-            texts.append(_function(f"{name}({', '.join(given)})", lines))
+            texts.append(_function(f"{name}({', '.join(takes)})", lines))
         return texts
 
     def function(self, one: Outlined, same: Mapping[str, str]) -> str:
@@ -282,11 +282,11 @@ class _Emitter:
         writer = Function(self.stage.texts, {}, between, 0, alive)
         writer.arrive(one.args, (), ())
         writer.device = f"{writer.name(one.args[0])}.device"
-        given = [*map(writer.name, one.args), *(n.name for n in one.numbers)]
+        arguments = [*map(writer.name, one.args), *(n.name for n in one.numbers)]
         lines = writer.body(one.nodes, (*one.results, *one.args))
         returned = ", ".join(map(writer.name, one.results))
         lines += [f"return {returned}"] if returned else []
-        return _function(f"{one.name}({', '.join(given)})", lines)
+        return _function(f"{one.name}({', '.join(arguments)})", lines)
 
 
 def _loops(items: Iterable[Item]) -> list[Loop]:

@@ -94,14 +94,14 @@ def _reading_rows(loop: Loop, before: Sequence[Part]) -> tuple[int, int]:
     """From which iteration to which all that is given is made by one loop each; all, if
     there are not two of these."""
     begin, end = 0, loop.count
-    for given in loop.given:
+    for scanned in loop.scanned:
         makers = [
             {
                 (id(maker), inner.name)
                 for part in before
                 for maker, inner, _ in HandOver.identities(part, v)
             }
-            for v in given.values
+            for v in scanned.values
         ]
         usual = Counter(one for own in makers for one in own).most_common(1)
         if not usual:
@@ -175,7 +175,8 @@ class HandOver:
 
     def _read_loop(self, number: int, loop: Loop) -> None:
         own = {v.name for node in loop.body for v in node.results}
-        own |= {c.value.name for c in loop.carried} | {g.value.name for g in loop.given}
+        own |= {c.value.name for c in loop.carried}
+        own |= {s.value.name for s in loop.scanned}
         for node in loop.body:
             for v in node.operands:
                 if v.name not in own:
@@ -183,16 +184,16 @@ class HandOver:
         for one in loop.carried:
             if one.first is not None:
                 self._read(number, one.first)
-        for given in loop.given:
-            texts = [self.tables.get(v.name) for v in given.values]
+        for scanned in loop.scanned:
+            texts = [self.tables.get(v.name) for v in scanned.values]
             if all(text is not None for text in texts):
                 continue
-            where = self._rows_of(number, loop, given.values)
+            where = self._rows_of(number, loop, scanned.values)
             if where is None:
-                for v in given.values:
+                for v in scanned.values:
                     self._read(number, v)
             else:
-                self.rows_of[number, id(loop), given.value.name] = where
+                self.rows_of[number, id(loop), scanned.value.name] = where
 
     def _read(self, number: int, v: Value) -> None:
         """Read by name: of what a loop makes, the last iteration's still has one."""

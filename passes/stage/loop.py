@@ -29,7 +29,7 @@ class Carried:
 
 
 @dataclass(frozen=True)
-class Given:
+class Scanned:
     """A value from outside that each iteration has its own of, from `start` on. value:
     its name in the body."""
 
@@ -46,7 +46,7 @@ class Loop:
     """Nodes that repeat.
 
     rows: the nodes themselves, by iteration; None where an iteration does without: the
-    first or the last one may. body: nodes that read what is `carried` and `given` by
+    first or the last one may. body: nodes that read what is `carried` and `scanned` by
     the names that these have there, and constants that vary as `Varying`. layer:
     (first, step): the number of the layer that an iteration is about.
     """
@@ -54,7 +54,7 @@ class Loop:
     rows: tuple[Row, ...]
     body: tuple[Node, ...]
     carried: tuple[Carried, ...]
-    given: tuple[Given, ...]
+    scanned: tuple[Scanned, ...]
     layer: tuple[int, int]
 
     @property

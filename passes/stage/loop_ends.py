@@ -115,7 +115,7 @@ def _keys(nodes: Sequence[Node | None]) -> list[Any]:
 def _is_numbered(loop: Loop) -> bool:
     """Whether what is given by name is named by the number of an iteration."""
     return all(
-        numbered([v.name for v in given.values]) is not None
-        for given in loop.given
-        if all(map(held, given.values))
+        numbered([v.name for v in scanned.values]) is not None
+        for scanned in loop.scanned
+        if all(map(held, scanned.values))
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..graph import LAYER, Node, Value
-from ..stage.loop import Carried, Given, Loop, Row, Varying, series
+from ..stage.loop import Carried, Loop, Row, Scanned, Varying, series
 
 Place = tuple[int, int, int]  # of a value: its row, node there, and result of that
 
@@ -104,12 +104,12 @@ class _Body:
         first = next(v for n in nodes for v in (*n.results, *n.operands))
         self.tag = f"{first.name}@"
         self.carried: dict[tuple[str, str], Carried] = {}
-        self.given: dict[tuple[str, ...], Given] = {}
+        self.scanned: dict[tuple[str, ...], Scanned] = {}
 
     def loop(self) -> Loop:
         body = tuple(self.node(o) for o in range(len(self.rows[0])))
-        carried, given = tuple(self.carried.values()), tuple(self.given.values())
-        return Loop(self.rows, body, carried, given, self.layer())
+        carried, scanned = tuple(self.carried.values()), tuple(self.scanned.values())
+        return Loop(self.rows, body, carried, scanned, self.layer())
 
     def layer(self) -> tuple[int, int]:
         """(first, step) of the numbers of layers: of nodes that all rows have."""
@@ -192,10 +192,10 @@ class _Body:
         if len(times) < len(self.rows) and not in_tables:
             raise _Unfit  # these alone are read by the number of an iteration
         names = (str(times[0]), *(v.name for v in column))
-        if names not in self.given:
-            own = replace(first, name=f"{first.name}@{self.tag}{len(self.given)}")
-            self.given[names] = Given(own, tuple(column), times[0])
-        return self.given[names].value
+        if names not in self.scanned:
+            own = replace(first, name=f"{first.name}@{self.tag}{len(self.scanned)}")
+            self.scanned[names] = Scanned(own, tuple(column), times[0])
+        return self.scanned[names].value
 
 
 def inner(v: Value) -> Value:

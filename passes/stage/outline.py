@@ -291,9 +291,9 @@ def _function(group: Sequence[_Run], names: set[str]) -> tuple[Outlined, list[No
             for j, v in enumerate(node.outs)
             if v and v.name in run.read
         }
-        given = (*own, *(row[i] for i in varying))
+        entering = (*own, *(row[i] for i in varying))
         returned = tuple(made.get(at) for at in order)
-        calls.append(Node(CALL + name, given, {}, returned, run.nodes[0].location))
+        calls.append(Node(CALL + name, entering, {}, returned, run.nodes[0].location))
     return function, calls
 
 

@@ -54,21 +54,21 @@ def by_layer(collectives: Sequence[Node]) -> list[list[Node]]:
 
 
 def gather_ahead(
-    nodes: Sequence[Node], given: Collection[str], blocks: Blocks, builder: Builder
+    nodes: Sequence[Node], sources: Collection[str], blocks: Blocks, builder: Builder
 ) -> list[Node]:
     """Gather parameters by block, each block's while the one before it computes.
 
-    given: names of parameters, buffers, and constants. Where several axes split a
+    sources: names of parameters, buffers, and constants. Where several axes split a
     parameter, all but the last of its gathers come right before that one starts.
     """
-    made = find_gathered(nodes, given)
+    made = find_gathered(nodes, sources)
     last = _last_gathers(made)
     if not last:
         return list(nodes)
     parts = blocks(last)
     ahead = [_leading(part, made) for part in parts]
     moved = {id(n) for part in (*parts, *ahead) for n in part}
-    known = {*given, *made}
+    known = {*sources, *made}
     placed: list[Node] = []
     done: set[int] = set()
     waits: list[Node] = []

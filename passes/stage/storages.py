@@ -57,9 +57,9 @@ class Storages:
         last |= {owners[n]: len(self.nodes) for n in keep if n in owners}
         for begin, end in self.runs:
             own = self.nodes[begin:end]
-            given = {v.name for n in own for v in n.operands}
-            given -= {v.name for n in own for v in n.results}
-            for name in given & owners.keys():
+            outside = {v.name for n in own for v in n.operands}
+            outside -= {v.name for n in own for v in n.results}
+            for name in outside & owners.keys():
                 last[owners[name]] = max(last[owners[name]], end - 1)
         return last
 

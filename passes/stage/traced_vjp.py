@@ -215,12 +215,12 @@ class _Calls(TorchDispatchMode):
 
 def _again(
     calls: Sequence[_Call],
-    given: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     results: Sequence[Tensor | None],
     *others: Tensor,
 ) -> list[Tensor | None]:
     """Make the same calls with others in place of the tensors that were given."""
-    values = dict(zip(map(id, given), others, strict=True))
+    values = dict(zip(map(id, inputs), others, strict=True))
 
     def now(tree: Any) -> Any:
         return tree_map_only(Tensor, lambda x: values[id(x)], tree)
@@ -239,16 +239,16 @@ def _writes(function: Any) -> bool:
 
 def _read(
     calls: Sequence[_Call],
-    given: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     results: Sequence[Tensor | None],
     wanted: tuple[bool, ...],
     flows: list[bool],
 ) -> Template:
-    """Sort calls into forward and backward. given: operands, then cotangents. results:
+    """Sort calls into forward and backward. inputs: operands, then cotangents. results:
     the op's, then the gradients of operands that want one."""
     builder = Builder(set())
-    sources = [builder.value("given", x.shape, x.dtype) for x in given]
-    values = dict(zip(map(id, given), sources, strict=True))
+    sources = [builder.value("given", x.shape, x.dtype) for x in inputs]
+    values = dict(zip(map(id, inputs), sources, strict=True))
     for one in calls:
         _read_call(one, values, builder)
     ended = [None if x is None else values[id(x)] for x in results]

@@ -11,7 +11,7 @@ from ..builder import unused
 from ..graph import Node, Value
 from ..ops.op import is_method
 from ..stage.hand_over import HandOver, Rows
-from ..stage.loop import Given, Item, Loop
+from ..stage.loop import Item, Loop, Scanned
 from ..stage.names import RESERVED
 from ..stage.reuse import is_in_place, may_alias
 from ..stage.spell import spell, targets
@@ -74,13 +74,13 @@ class Function:
     # --- the whole -----------------------------------------------------------------
 
     def arrive(
-        self, given: Sequence[Value], saved: Sequence[Value], rows: Sequence[Rows]
+        self, arguments: Sequence[Value], saved: Sequence[Value], rows: Sequence[Rows]
     ) -> list[str]:
-        """Unpack what an earlier function saved. given: what comes as arguments."""
-        for v in given:
+        """Unpack what an earlier function saved. arguments: what comes as arguments."""
+        for v in arguments:
             self.name(v)
         names = [*map(self.name, saved), *map(self.rows_name, rows)]
-        self.arrived = [*given, *saved]
+        self.arrived = [*arguments, *saved]
         return [f"[{', '.join(names)}] = saved", "saved.clear()"] if names else []
 
     def body(self, items: Sequence[Item], results: Sequence[Value]) -> list[str]:
@@ -139,13 +139,13 @@ class Function:
             return {v.name: v for v in item.operands}
         own = {v.name for node in item.body for v in node.results}
         own |= {c.value.name for c in item.carried}
-        own |= {g.value.name for g in item.given}
+        own |= {s.value.name for s in item.scanned}
         reads = {v.name: v for node in item.body for v in node.operands}
         reads = {name: v for name, v in reads.items() if name not in own}
         reads |= {c.first.name: c.first for c in item.carried if c.first}
-        for given in item.given:
-            if self.kind(item, given) == "listed":
-                reads |= {v.name: v for v in given.values}
+        for scanned in item.scanned:
+            if self.kind(item, scanned) == "listed":
+                reads |= {v.name: v for v in scanned.values}
         return reads
 
     def _take_singles(self, read: Iterable[Value], local: set[str]) -> list[str]:
@@ -186,11 +186,11 @@ class Function:
         comment = "  ".join([*notes, *([where] if where else [])])
         return f"{text}  # {comment}" if comment else text
 
-    def kind(self, loop: Loop, given: Given) -> str:
+    def kind(self, loop: Loop, scanned: Scanned) -> str:
         """How the values that a loop is given are read."""
-        if (self.number, id(loop), given.value.name) in self.between.rows_of:
+        if (self.number, id(loop), scanned.value.name) in self.between.rows_of:
             return "rows"
-        texts = [self.tables.get(v.name) for v in given.values]
+        texts = [self.tables.get(v.name) for v in scanned.values]
         return "listed" if None in texts else "table"
 
 

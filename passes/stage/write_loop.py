@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..graph import LAYER, Node, Value
 from ..stage.hand_over import Rows
-from ..stage.loop import Carried, Given, Loop, Varying, numbered, series
+from ..stage.loop import Carried, Loop, Scanned, Varying, numbered, series
 from ..stage.spell import constant
 
 if TYPE_CHECKING:
@@ -139,12 +139,12 @@ class LoopWriter:
         self.original |= {
             one.value.name: one.first.name for one in loop.carried if one.first
         }
-        self.original |= {one.value.name: one.values[0].name for one in loop.given}
+        self.original |= {one.value.name: one.values[0].name for one in loop.scanned}
         self.inside: set[str] = set()  # what is given or carried, as locals of the body
 
     def write(self) -> tuple[list[str], set[str]]:
         """(statements, names of what is there afterwards and read)."""
-        self.take_given()
+        self.take_scanned()
         self.name_handed()
         kept = [r for r in self.function.between.rows if r.loop is self.loop]
         self.before += [f"{self.function.rows_name(rows)} = {{}}" for rows in kept]
@@ -174,26 +174,26 @@ class LoopWriter:
 
     # --- what comes in -------------------------------------------------------------
 
-    def take_given(self) -> None:
+    def take_scanned(self) -> None:
         function, loop, index = self.function, self.loop, self.index
         taken: dict[int, tuple[Rows, dict[str, str]]] = {}
         listed = []
-        for given in loop.given:
-            kind = function.kind(loop, given)
+        for scanned in loop.scanned:
+            kind = function.kind(loop, scanned)
             if kind == "table":
-                texts = [function.tables[v.name] for v in given.values]
-                self.names[given.value.name] = index.text(texts, given.start)
+                texts = [function.tables[v.name] for v in scanned.values]
+                self.names[scanned.value.name] = index.text(texts, scanned.start)
             elif kind == "listed":
-                listed.append(given)
+                listed.append(scanned)
             else:
                 rows, inner = function.between.rows_of[
-                    function.number, id(loop), given.value.name
+                    function.number, id(loop), scanned.value.name
                 ]
                 _, own = taken.setdefault(id(rows), (rows, {}))
                 if inner.name not in own:
                     own[inner.name] = function.fresh(inner.name)
-                self.names[given.value.name] = own[inner.name]
-                self.inside.add(given.value.name)
+                self.names[scanned.value.name] = own[inner.name]
+                self.inside.add(scanned.value.name)
         for rows, own in taken.values():
             assert rows.shift is not None, "a loop reads rows in order"
             (first, step), (at, by) = rows.loop.index, rows.shift
@@ -203,7 +203,7 @@ class LoopWriter:
         if listed:
             self.list_given(listed)
 
-    def list_given(self, listed: Sequence[Given]) -> None:
+    def list_given(self, listed: Sequence[Scanned]) -> None:
         """Put what is given by no rule into a dict, row by row."""
         function, index = self.function, self.index
         name = function.fresh("given")

@@ -163,7 +163,7 @@ class _Grid:
             cell["source"] = list(s.source)
         if s.kind:
             cell |= {"kind": s.kind, "over": list(s.axes)}
-            cell["given"] = self.seen.given.get(s.line)
+            cell["given"] = self.seen.brought.get(s.line)
         if s.is_view:
             cell["view"] = True
         return cell

@@ -34,14 +34,14 @@ class Made:
 @dataclass
 class Seen:
     """What was seen of a module on one rank. made: (line, name) -> the tensor; read:
-    the same of what prologue has made, as it is read from b; given: line of a
+    the same of what prologue has made, as it is read from b; brought: line of a
     collective -> bytes that the rank brings. residuals: of one microbatch, name of a
     value in forward -> (how often it is kept, its storages' bytes in all). peaks: of
     forward and backward, the line with most bytes of working tensors, and these."""
 
     made: dict[tuple[int, str], Made] = field(default_factory=dict)
     read: dict[str, Made] = field(default_factory=dict)
-    given: dict[int, int] = field(default_factory=dict)
+    brought: dict[int, int] = field(default_factory=dict)
     residuals: dict[str, tuple[int, int]] = field(default_factory=dict)
     peaks: dict[str, tuple[int, list[tuple[str, int]]]] = field(default_factory=dict)
     stopped: bool = False
@@ -105,7 +105,7 @@ class _Watch:
             self.before[frame] = frame.f_lineno
             now = self.statements.get(frame.f_lineno)
             if now is not None and now.kind and now.line not in self.done:
-                self._given(frame, now)
+                self._brought(frame, now)
         elif frame.f_code.co_name == "forward" and isinstance(result, tuple):
             self._residuals(frame, result[1])
         return self._step
@@ -141,10 +141,10 @@ class _Watch:
                 for x in _tensors(_evaluated(frame, read)):
                     self.seen.read[read] = _made(x)
 
-    def _given(self, frame: FrameType, statement: Statement) -> None:
+    def _brought(self, frame: FrameType, statement: Statement) -> None:
         """Bytes of the operands of a collective that is about to start."""
-        given = _evaluated(frame, statement.operand)
-        self.seen.given[statement.line] = sum(map(_bytes, _tensors(given)))
+        brought = _evaluated(frame, statement.operand)
+        self.seen.brought[statement.line] = sum(map(_bytes, _tensors(brought)))
 
     def _residuals(self, frame: FrameType, kept: Any) -> None:
         """Names of what the forward keeps: each storage once, by the name of what was

@@ -121,13 +121,13 @@ class Module:
             if not s.calls:
                 yield s
                 continue
-            given = dict(zip(self.arguments[s.calls], s.reads, strict=False))
+            operands = dict(zip(self.arguments[s.calls], s.reads, strict=False))
             for inner in self.functions[s.calls]:
                 yield replace(
                     inner,
                     module=in_layer(inner.module, s.module),
                     loop=s.loop,
-                    reads=tuple(given.get(name, name) for name in inner.reads),
+                    reads=tuple(operands.get(name, name) for name in inner.reads),
                 )
 
 
@@ -232,10 +232,10 @@ class _Reader:
             return replace(read, calls=head.func.id)
         kind = _kind(head)
         if kind:
-            given, over = head.args[0], head.args[1]
+            operand, over = head.args[0], head.args[1]
             axes = ast.literal_eval(over)
             axes = (axes,) if isinstance(axes, str) else tuple(axes)
-            read = replace(read, kind=kind, axes=axes, operand=ast.unparse(given))
+            read = replace(read, kind=kind, axes=axes, operand=ast.unparse(operand))
         return read
 
 

@@ -49,19 +49,19 @@ def check_names(
     maker: str,
     shapes: Mapping[str, Sequence[int]],
     known: Collection[str],
-    given: Mapping[str, Sequence[int]],
+    actual: Mapping[str, Sequence[int]],
 ) -> None:
     """Compare saved names and shapes with those wanted.
 
     shapes: of what must be given. known: names of which each may be given. Raises
     ModelMismatch with all that is wrong.
     """
-    missing = [name for name in shapes if name not in given]
-    unexpected = [name for name in given if name not in known]
+    missing = [name for name in shapes if name not in actual]
+    unexpected = [name for name in actual if name not in known]
     wrong = [
-        f"{name}: {list(given[name])} instead of {list(shape)}"
+        f"{name}: {list(actual[name])} instead of {list(shape)}"
         for name, shape in shapes.items()
-        if name in given and tuple(given[name]) != tuple(shape)
+        if name in actual and tuple(actual[name]) != tuple(shape)
     ]
     kinds = {"missing": missing, "unexpected": unexpected, "shape": wrong}
     problems = [

@@ -121,8 +121,8 @@ class CompiledFunction:
         plain = FunctionType(self.plain.__code__, names, self.name)
 
         def on_tensors(*tensors: Tensor) -> Any:
-            given = iter(tensors)
-            every = [next(given) if isinstance(a, Tensor) else a for a in args]
+            remaining = iter(tensors)
+            every = [next(remaining) if isinstance(a, Tensor) else a for a in args]
             results = plain(*every)
             return (results,) if self.single else results
 

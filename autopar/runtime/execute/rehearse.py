@@ -61,7 +61,7 @@ def play(
     def made(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=comm.device)
 
-    def given(table: str) -> list[Tensor]:
+    def arrived(table: str) -> list[Tensor]:
         return [made(*row) for row in module[table] if row]
 
     for name, row in module["WHOLE_GRADIENTS"].items():
@@ -69,16 +69,16 @@ def play(
     own = stage.tensors
     held = stage.batch = Batch((name, batch[name]) for name in module["INPUTS"])
     held.begin(partial(call, "prologue"), comm, own, stage.constants)
-    _, saved = call("forward", comm, own, stage.constants, held, *given("RECEIVES"))
+    _, saved = call("forward", comm, own, stage.constants, held, *arrived("RECEIVES"))
     whole = (comm, own, stage.grads, stage.constants, held)
     halves = "backward" not in module
     if halves:
-        _, kept = call("backward_input", *whole, saved, *given("D_SENDS"))
+        _, kept = call("backward_input", *whole, saved, *arrived("D_SENDS"))
     stage.begin_epilogue(comm)
     comm.state.on_ready = stage.go_on
     if halves:
         call("backward_weight", *whole, kept)
     else:
-        call("backward", *whole, saved, *given("D_SENDS"))
+        call("backward", *whole, saved, *arrived("D_SENDS"))
     held.end()
     stage.end_epilogue()

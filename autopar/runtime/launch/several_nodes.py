@@ -78,9 +78,11 @@ def read_nodes(
         )
     host, _, port = (rendezvous or "").rpartition(":")
     if not host or PORTS.parse(port) is None:
-        given = f"--rendezvous {shown(rendezvous)}" if rendezvous else "no --rendezvous"
+        meeting = (
+            f"--rendezvous {shown(rendezvous)}" if rendezvous else "no --rendezvous"
+        )
         raise NodesError(
-            f"--nodes {nodes}, and {given} to say where they meet",
+            f"--nodes {nodes}, and {meeting} to say where they meet",
             fix="give the name of one of them, and a port that is free there, the same "
             "on all: --rendezvous HOST:29400",
         )

@@ -61,8 +61,8 @@ class ShardGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = kwargs or {}
-        of_all = func in SUMS and len(args) == 1 and "dim" not in given
+        keywords = kwargs or {}
+        of_all = func in SUMS and len(args) == 1 and "dim" not in keywords
         if of_all or func in NORMS:
             raise ShardError(
                 "the norm (or sum) of what this rank holds is not that of the "
@@ -72,5 +72,5 @@ class ShardGradient(Tensor):
                 "norm of the part: p.grad.as_subclass(torch.Tensor).norm()",
             )
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **given)
+            result = func(*args, **keywords)
             return result.as_subclass(cls) if func in STEPS else result
