@@ -165,10 +165,10 @@ class Ranked:
             self._rank(number, candidate)
 
     def _rank(self, number: int, candidate: Candidate) -> None:
-        found = rough(candidate, self.space, self.prices, self.timed, self.limit)
-        if found is None:
+        priced = rough(candidate, self.space, self.prices, self.timed, self.limit)
+        if priced is None:
             return
-        seconds, peak, complete = found
+        seconds, peak, complete = priced
         self.rows.append((seconds, peak, number, complete))
         if candidate.recompute == "none" and peak <= ROOMY * self.limit:
             self._roomy.add(candidate)
