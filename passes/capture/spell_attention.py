@@ -32,12 +32,12 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
         is_bool = mask.dtype == torch.bool
         known = rewriter.constant(mask)
         window = causal_window(rewriter, mask)
-        if known is not None and bool((known == is_bool).all()):
-            mask = None
-        elif window == mask.shape[-1]:
+        if window == mask.shape[-1]:
             mask, is_causal = None, True
         elif window is not None and bound["dropout_p"] == 0.0:
             mask, is_causal, seen = None, True, {"window": window}
+        elif window is None and known is not None and bool((known == is_bool).all()):
+            mask = None
         elif is_bool and known is None and (told := columns_of(rewriter, mask)):
             columns = mask.shape[-1]
             shown = told.shown
