@@ -1,7 +1,8 @@
 """The compiler: pure functions from one type to the next, folder by folder.
 
     ops        Op                            all that there is to say of an operation
-    capture    trace               Traced    the model's forward, down to the loss
+    capture    find_repeats        Repeats   layers that do the same: few are read
+               trace               Traced    the model's forward, down to the loss
                lower_precision     Traced    casts, where autocast would compute so
                normalize           Traced    one spelling for each thing
     dims       name_dims           Named     what each dim of each tensor is

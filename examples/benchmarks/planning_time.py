@@ -1,10 +1,13 @@
-"""How long planning takes, and how much memory: from nothing to the written plan.
+"""How long planning and compiling take, and how much memory: from nothing to what is
+written.
 
     python -m examples.benchmarks.planning_time            # four models
+    python -m examples.benchmarks.planning_time --compile  # of a mesh, and the proof
     python -m examples.benchmarks.planning_time --curve    # and layers, and devices
 
 Each row is one process: it imports everything, builds the model on the meta device,
-captures it, searches, and writes plan.json and estimate.json. Needs Linux (peak RSS).
+captures it, searches or compiles and proves, and writes the plan. Needs Linux (peak
+RSS).
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ GPT = (
 
 @dataclass(frozen=True)
 class Case:
-    """samples: of a step. target: seconds of the processor and GB that are wanted."""
+    """samples: of a step. target: seconds of the processor and GB that are wanted.
+    mesh: to compile for; "" to plan."""
 
     title: str
     spec: str
@@ -38,6 +42,14 @@ class Case:
     seq: int
     target: tuple[float, float] | None = None
     device: str = "A100-80GB"
+    mesh: str = ""
+
+    @property
+    def command(self) -> list[str]:
+        """The arguments of `autopar`, but for where it writes."""
+        how = ["compile", "--meta", "--mesh", self.mesh] if self.mesh else ["plan"]
+        sizes = ["--global-batch", str(self.samples), "--seq", str(self.seq)]
+        return [*how, self.spec, "--devices", f"{self.devices}x{self.device}", *sizes]
 
 
 def gpt(layers: int, width: int, heads: int) -> str:
@@ -58,6 +70,29 @@ MODELS = (
         "H100",
     ),
 )
+COMPILED = (
+    Case("GPT-2, 12 layers", "hf:gpt2", 8, 8, 1024, mesh="dp=4,tp=2"),
+    Case("GPT-2, 48 layers", "hf:gpt2?n_layer=48", 8, 8, 1024, mesh="dp=4,tp=2"),
+    Case(
+        "Llama 70B, 80 layers",
+        "hf:meta-llama/Llama-3.1-70B",
+        64,
+        64,
+        4096,
+        (20, 1),
+        "H100",
+        "dp=2,pp=4,tp=8",
+    ),
+    Case(
+        "GPT-3 175B, 96 layers",
+        "hf:gpt3-175b-like",
+        1024,
+        1536,
+        2048,
+        (10, 1),
+        mesh="dp=16,pp=8,tp=8",
+    ),
+)
 # A model of 12,288 wide layers, as GPT-3's.
 DEPTHS = tuple(
     Case(f"{n} layers", gpt(n, 12288, 96), 1024, 1536, 2048) for n in (12, 24, 48, 96)
@@ -69,16 +104,10 @@ SIZES = tuple(
 
 
 def measure(case: Case) -> tuple[object, ...]:
-    """Wall seconds, seconds of the processor, peak GB, of one `autopar plan`."""
+    """Wall seconds, seconds of the processor, and peak GB of one command."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "autopar", "plan", case.spec]
-        command += [
-            "--devices",
-            f"{case.devices}x{case.device}",
-            "--seq",
-            str(case.seq),
-        ]
-        command += ["--global-batch", str(case.samples), "-o", f"{folder}/plan"]
+        command = [sys.executable, "-m", "autopar", *case.command]
+        command += ["-o", f"{folder}/plan"]
         began = time.perf_counter()
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.DEVNULL, env=environment()
@@ -87,7 +116,7 @@ def measure(case: Case) -> tuple[object, ...]:
         wall = time.perf_counter() - began
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
-            raise SystemExit(f"autopar plan failed for {case.title}")
+            raise SystemExit(f"autopar {case.command[0]} failed for {case.title}")
     peak = usage.ru_maxrss / 1e6
     busy = usage.ru_utime + usage.ru_stime
     wanted = "" if case.target is None else "{} s, {} GB".format(*case.target)
@@ -102,11 +131,15 @@ def environment() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--curve", action="store_true", help="layers and devices too")
-    cases = MODELS + (DEPTHS + SIZES if parser.parse_args().curve else ())
+    parser.add_argument("--compile", action="store_true", help="compile, not plan")
+    asked = parser.parse_args()
+    cases = [*(COMPILED if asked.compile else MODELS)]
+    cases += [*DEPTHS, *SIZES] if asked.curve else []
     rows = tuple(map(measure, cases))
     head = ("model", "devices", "seconds", "of processor", "peak GB", "target")
     load = f"load before {os.getloadavg()[0]:.1f} of {os.cpu_count()} processors"
-    print(Table("autopar plan, from nothing to the written plan", head, rows, (load,)))
+    title = f"autopar {cases[0].command[0]}, from nothing to the written plan"
+    print(Table(title, head, rows, (load,)))
 
 
 if __name__ == "__main__":
