@@ -56,9 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     except OSError as error:
-        what = f"'{error.filename}': " if error.filename is not None else ""
+        file = f"'{error.filename}': " if error.filename is not None else ""
         print(
-            f"{_named()} {what}{error.strerror or error}\n"
+            f"{_named()} {file}{error.strerror or error}\n"
             "  fix  see that the path is right and can be written, on a disk with room",
             file=sys.stderr,
         )

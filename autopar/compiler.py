@@ -58,7 +58,7 @@ def compile_offline(
         left = ", ".join(traced.outputs[: traced.metrics])
         traced = capture_model(model, batch, loss_fn, plan.lowering, outputs, False)
         program = compile_program(traced, plan, devices, watch)
-        note = f"step.metrics is without {left}: {error.what} ({error.source})"
+        note = f"step.metrics is without {left}: {error.message} ({error.source})"
         program = replace(program, remarks=(*program.remarks, note))
     if not prove:
         return program

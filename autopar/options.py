@@ -260,8 +260,8 @@ def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
 
 def _hints(hints: Any) -> dict[str, str]:
     pairs = hints.items() if isinstance(hints, Mapping) else [(hints, None)]
-    for pattern, what in pairs:
-        if not (isinstance(pattern, str) and isinstance(what, str)):
+    for pattern, split in pairs:
+        if not (isinstance(pattern, str) and isinstance(split, str)):
             raise PlanError(
                 f"hints={shown(hints)}",
                 fix="write pattern and split: {'*.mlp.up.weight': 'ffn/tp'}",

@@ -215,7 +215,7 @@ class OtherShapes:
             raise BatchError(
                 f"a batch with {_text(shapes)}, which data ranks cannot share or which "
                 f"has no program of its own, cannot be padded to {_text(target)}: "
-                f"{error.what}",
+                f"{error.message}",
                 fix=error.fix or PADDED_BY_USER,
             ) from error
         return self._fills[dims]

@@ -29,13 +29,13 @@ class Progress:
     """Within, what is told is shown on stderr: on a terminal as one line, which is
     cleared at the end; elsewhere as a line every PAUSE seconds, of what takes longer.
 
-    what: the work. One inside of another names the same line as long as it lasts.
+    task: the work. One inside of another names the same line as long as it lasts.
     """
 
     shown: ClassVar[Progress | None] = None
 
-    def __init__(self, what: str, stream: TextIO | None = None) -> None:
-        self.what, self.stream = what, stream or sys.stderr
+    def __init__(self, task: str, stream: TextIO | None = None) -> None:
+        self.task, self.stream = task, stream or sys.stderr
         self.live = is_terminal(self.stream)
         self.phase, self.done, self.total = "", 0, 0
         self.began = self.drawn = time.monotonic()
@@ -48,7 +48,7 @@ class Progress:
 
     def text(self) -> str:
         """The line as it is now."""
-        words = [f"{self.what}:"]
+        words = [f"{self.task}:"]
         if self.phase:
             words.append(self.phase)
         if self.total:
@@ -83,8 +83,8 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if Progress.shown is not None:
-            self.outer = Progress.shown.what
-            Progress.shown.what = self.what
+            self.outer = Progress.shown.task
+            Progress.shown.task = self.task
             return self
         Progress.shown = self
         if self.live:
@@ -100,7 +100,7 @@ class Progress:
     ) -> None:
         if Progress.shown is not self:
             if Progress.shown is not None:
-                Progress.shown.what = self.outer
+                Progress.shown.task = self.outer
             return
         Progress.shown = None
         self.ended.set()

@@ -134,8 +134,8 @@ def run_and_kill(line: list[str], log: Path, at: int, torchrun: bool) -> None:
     while any((Path("/proc") / str(rank)).exists() for rank in ranks):
         assert time.monotonic() < until, "ranks outlive their torchrun"
         time.sleep(0.2)
-    what = "torchrun" if torchrun else f"rank {KILLED}"
-    print(f"killed {what} after step {max(losses_of(log))}", flush=True)
+    victim = "torchrun" if torchrun else f"rank {KILLED}"
+    print(f"killed {victim} after step {max(losses_of(log))}", flush=True)
 
 
 def plain_losses(name: str, options: RunOptions, reverse: bool) -> list[float]:

@@ -9,14 +9,14 @@ class AutoparError(Exception):
     The text has one fact a line: what, `at` the user's source line, `fix`.
     """
 
-    def __init__(self, what: str, *, source: str = "", fix: str = "") -> None:
-        lines = [what]
+    def __init__(self, message: str, *, source: str = "", fix: str = "") -> None:
+        lines = [message]
         if source:
             lines.append(f"  at   {source}")
         if fix:
             lines.append(f"  fix  {fix}")
         super().__init__("\n".join(lines))
-        self.what, self.source, self.fix = what, source, fix
+        self.message, self.source, self.fix = message, source, fix
 
 
 class CaptureError(AutoparError):

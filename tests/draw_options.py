@@ -245,7 +245,7 @@ def outcome(one: Draw) -> str:
 
 
 def _headline(told: list[AutoparError]) -> str:
-    return " -> ".join(f"{e.what.splitlines()[0]} [{e.fix}]" for e in told)
+    return " -> ".join(f"{e.message.splitlines()[0]} [{e.fix}]" for e in told)
 
 
 def refusal(failed: DrawFailed) -> AutoparError:

@@ -209,7 +209,7 @@ def test_what_forward_keeps_is_put_back(way):
     try:
         traced = capture_model(case.model, case.batch)
     except CaptureError as error:
-        assert way == "in_slots" and "'Slim' has kept a tensor" in error.what
+        assert way == "in_slots" and "'Slim' has kept a tensor" in error.message
         return
     program = compile_program(traced, plan("dp=2", 2), PLAIN)
     assert state.keys() == case.model.state_dict().keys()

@@ -30,8 +30,8 @@ def test_formulas_of_the_graph_are_the_published_ones() -> None:
     assert len(found) == 8
     for compared in found:
         # Equation 2 leaves out the norm behind the last layer: a scale and a shift.
-        beside = 2 * formulas.H if compared.what == "parameters" else 0
-        assert simplify(compared.difference - beside) == 0, compared.what
+        beside = 2 * formulas.H if compared.quantity == "parameters" else 0
+        assert simplify(compared.difference - beside) == 0, compared.quantity
 
 
 def test_parameters_without_the_last_norm_are_equation_2() -> None:

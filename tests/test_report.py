@@ -165,7 +165,7 @@ def test_a_ring_passes_to_the_next_rank() -> None:
     program = compile_offline(*build(CONFIG, BATCH), plan, cluster=PLAIN, prove=False)
     link = CLUSTER.link(program.mesh, ("cp",))
     works = [e.work for e in simulate_program(program, CLUSTER).events]
-    passed = [work for work in works if work.what.startswith("send")]
+    passed = [work for work in works if work.label.startswith("send")]
     assert passed
     for work in passed:
         assert work.calls and work.bytes

@@ -135,7 +135,7 @@ def right_or_refused(case: Case, mesh: str, microbatches: int) -> None:
     try:
         case.verify(mesh, microbatches)
     except BatchError as error:
-        assert "of which 2 go together" in error.what
+        assert "of which 2 go together" in error.message
     except LossNotSeparable as error:
         assert error.source.startswith("test_separable.py:")
         assert "microbatches=1" in error.fix

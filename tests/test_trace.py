@@ -180,7 +180,7 @@ def test_without_one_loss_the_error_shows_what_came_back(
 ) -> None:
     with pytest.raises(CaptureError, match="give compile a loss_fn") as error:
         trace(Model(returns), batch())
-    assert message in error.value.what
+    assert message in error.value.message
 
 
 def test_a_field_named_as_a_parameter_is_refused() -> None:

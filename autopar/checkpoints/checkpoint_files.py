@@ -168,7 +168,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest: Manifest = decode(Manifest, data, MANIFEST, CheckpointError)
     except CheckpointError as error:
-        raise damaged(folder, f"{MANIFEST} cannot be read: {error.what}") from None
+        raise damaged(folder, f"{MANIFEST} cannot be read: {error.message}") from None
     for name in manifest.files:
         if Path(name).name != name:
             raise damaged(folder, f"{MANIFEST} lists '{name}', which is not of it")
@@ -194,7 +194,7 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def damaged(folder: Path, what: str) -> CheckpointError:
+def damaged(folder: Path, problem: str) -> CheckpointError:
     others = [p.name for p in complete(folder.parent) if p != folder]
     fix = f"load '{folder.parent / others[-1]}'" if others else "save it again"
-    return CheckpointError(f"checkpoint '{folder}' is damaged: {what}", fix=fix)
+    return CheckpointError(f"checkpoint '{folder}' is damaged: {problem}", fix=fix)

@@ -145,13 +145,13 @@ def size(written: str) -> int:
 
 def hint(written: str) -> tuple[str, str]:
     """A pattern of parameters, and what splits them. Raises: HintError."""
-    pattern, equals, what = text(written).partition("=")
-    if not (pattern and equals and what):
+    pattern, equals, split = text(written).partition("=")
+    if not (pattern and equals and split):
         raise HintError(
             f"'{written}' is not a hint",
             fix="write --hint 'blocks.*.mlp.up.weight=ffn/tp'",
         )
-    return pattern, what
+    return pattern, split
 
 
 def _in_range(written: str, of: Range) -> Any:
@@ -161,5 +161,5 @@ def _in_range(written: str, of: Range) -> Any:
     return value
 
 
-def _refused(written: str, what: str) -> argparse.ArgumentTypeError:
-    return argparse.ArgumentTypeError(f"{shown(written)} is {what}")
+def _refused(written: str, problem: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"{shown(written)} is {problem}")

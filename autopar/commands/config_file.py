@@ -110,8 +110,8 @@ def _read(
     file: Path, parser: argparse.ArgumentParser, parsed: argparse.Namespace
 ) -> dict[str, Any]:
     """The values of a file, by the names of arguments."""
-    what = f"write one with all options: {parser.prog} --print-config"
-    table = parse_toml(read_text(file, ConfigError, what), f"'{file}'", ConfigError)
+    fix = f"write one with all options: {parser.prog} --print-config"
+    table = parse_toml(read_text(file, ConfigError, fix), f"'{file}'", ConfigError)
     known = {
         action.dest: action for _, actions in _groups(parser) for action in actions
     }

@@ -107,7 +107,7 @@ class ModelToRun:
                 continue
             if why:
                 spare = most.devices - devices
-                print(f"spare   {spare} ranks wait: {why.what}", file=sys.stderr)
+                print(f"spare   {spare} ranks wait: {why.message}", file=sys.stderr)
             return folder
         assert why is not None, "some number of devices was tried"
         raise why

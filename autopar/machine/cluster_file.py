@@ -194,15 +194,15 @@ def _whole(key: str, value: Any) -> int:
     return value
 
 
-def _known(what: str, data: Any, allowed: set[str], needed: set[str]) -> None:
+def _known(table: str, data: Any, allowed: set[str], needed: set[str]) -> None:
     if not isinstance(data, Mapping):
-        raise ClusterError(f"{what} is {data!r}", fix="write a table of keys")
+        raise ClusterError(f"{table} is {data!r}", fix="write a table of keys")
     if unknown := sorted(set(data) - allowed):
         raise ClusterError(
-            f"unknown key '{unknown[0]}' in {what}",
+            f"unknown key '{unknown[0]}' in {table}",
             fix=f"the keys are {', '.join(sorted(allowed))}",
         )
     if missing := sorted(needed - set(data)):
         raise ClusterError(
-            f"{what} has no '{missing[0]}'", fix=f"add {missing[0]} = ..."
+            f"{table} has no '{missing[0]}'", fix=f"add {missing[0]} = ..."
         )

@@ -18,14 +18,14 @@ def machine_text() -> str:
     """
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties().total_memory
-        what = f"{torch.cuda.get_device_name()}, {memory / 2**30:.0f} GiB"
+        text = f"{torch.cuda.get_device_name()}, {memory / 2**30:.0f} GiB"
     else:
         memory = host_memory()
         threads = rank_threads()
-        what = f"{_processor()} ({platform.machine()}), {cores()} cores"
-        what += f", {memory / 2**30:.0f} GiB, {threads} thread"
-        what += f"{'s' if threads > 1 else ''} a rank"
-    return f"{what}, torch {torch.__version__}"
+        text = f"{_processor()} ({platform.machine()}), {cores()} cores"
+        text += f", {memory / 2**30:.0f} GiB, {threads} thread"
+        text += f"{'s' if threads > 1 else ''} a rank"
+    return f"{text}, torch {torch.__version__}"
 
 
 def host_memory() -> int:

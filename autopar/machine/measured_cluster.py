@@ -101,8 +101,8 @@ def how_priced(e: Estimate, cluster: Cluster) -> str:
     if not cluster.profile:
         return f"priced by the table of hardware, for {cluster.device.name}"
     parts = [f"priced by the profile of {cluster.profile}"]
-    for what, name in ((COMPUTE, "computing"), (MESSAGES, "messages")):
-        shares = e.sources.get(what, {})
+    for kind, name in ((COMPUTE, "computing"), (MESSAGES, "messages")):
+        shares = e.sources.get(kind, {})
         told = [f"{shares[how]:.0%} {HOW[how]}" for how in HOW if how in shares]
         if told:
             parts.append(f"{name}: {', '.join(told)}")

@@ -86,7 +86,7 @@ def read_profile(path: Path | None = None) -> Profile:
             LOG.warning("cannot read '%s': %s", usual_path(), error.strerror)
             return Profile()
         except ProfileError as error:
-            LOG.warning("%s; what it held is measured again", error.what)
+            LOG.warning("%s; what it held is measured again", error.message)
             return Profile()
     try:
         profiles = _profiles(path)

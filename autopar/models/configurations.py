@@ -47,9 +47,9 @@ def find_configuration(name: str, types: Collection[str]) -> Path | None:
     if "/" in name and (cached := _in_cache(name)) is not None:
         return cached
     if Path(name).is_dir() or Path(name).is_absolute():
-        what = "has no config.json" if Path(name).is_dir() else "is not there"
+        problem = "has no config.json" if Path(name).is_dir() else "is not there"
         raise ModelError(
-            f"the folder '{name}' {what}",
+            f"the folder '{name}' {problem}",
             fix="give one that save_pretrained wrote, or a name as hf:gpt2",
         )
     short = (full.rpartition("/")[2] for full in shipped())

@@ -68,7 +68,7 @@ def read_decided(path: Path) -> Decided:
     try:
         plan, record = Plan.from_json(text), None
     except AutoparError as error:
-        raise PlanError(error.what, source=str(file), fix=error.fix) from None
+        raise PlanError(error.message, source=str(file), fix=error.fix) from None
     if (file.parent / ESTIMATE).is_file():
         record = read_record(file.parent)
         record = record if record.plan == checksum(text) else None

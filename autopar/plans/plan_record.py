@@ -142,7 +142,7 @@ def estimate_data(e: Estimate) -> dict[str, Any]:
         "flops": e.flops,
         "stages": [asdict(stage) for stage in e.stages],
         "once": [dict(terms) for terms in e.once],
-        "sources": {what: dict(shares) for what, shares in e.sources.items()},
+        "sources": {kind: dict(shares) for kind, shares in e.sources.items()},
     }
 
 

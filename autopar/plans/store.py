@@ -286,5 +286,5 @@ def _torch_warning(folder: Path, compiled_with: str) -> list[str]:
     ]
 
 
-def _damaged(folder: Path, what: str) -> PlanDirectoryError:
-    return PlanDirectoryError(f"plan '{folder}' is damaged: {what}", fix=AGAIN)
+def _damaged(folder: Path, problem: str) -> PlanDirectoryError:
+    return PlanDirectoryError(f"plan '{folder}' is damaged: {problem}", fix=AGAIN)

@@ -85,10 +85,10 @@ def expect(
     tell("running the untouched model")
     as_found = AsFound.of(model, *([loss_fn] if loss_fn else []))
     subject = Subject(program, model, batch, loss_fn, tolerance, as_found)
-    for what, gentle in ATTEMPTS if drawn else ():
+    for drawn_fields, gentle in ATTEMPTS if drawn else ():
         best: list[Expected] = []
         for first in range(seed, seed + TRIES * STEPS, STEPS):
-            made = _draw_steps(subject, batch, seed, Draw(first, what, gentle))
+            made = _draw_steps(subject, batch, seed, Draw(first, drawn_fields, gentle))
             if best and len(unmoved(made)) >= len(unmoved(best)):
                 break
             best = made
@@ -123,10 +123,10 @@ class Subject:
 
 @dataclass(frozen=True)
 class Draw:
-    """seed: of the first step. what: is drawn. gentle: see `draw_batch`."""
+    """seed: of the first step. fields: those drawn. gentle: see `draw_batch`."""
 
     seed: int
-    what: tuple[str, ...]
+    fields: tuple[str, ...]
     gentle: bool
 
 
@@ -139,12 +139,12 @@ def _draw_steps(
     steps = []
     for number in range(STEPS):
         drawn, own = batch, draw.seed + number
-        if BATCH in draw.what:
+        if BATCH in draw.fields:
             # Of the last batch each sample counts: what a rank does wrong must show.
             gentle = draw.gentle or number == STEPS - 1
             drawn = drawn_batch(subject.program, batch, own, gentle)
         with drawn_weights(model, own, buffers):
-            made = _expect(subject, drawn, (seed << 32) + number, draw.what)
+            made = _expect(subject, drawn, (seed << 32) + number, draw.fields)
         if made is None:
             return []
         steps.append(replace(made, buffers=buffers))

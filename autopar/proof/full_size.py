@@ -53,8 +53,8 @@ class Call:
 
     def __str__(self) -> str:
         shape = ", ".join("?" if n is None else str(n) for n in self.shape)
-        what = f"{self.kind} over {','.join(self.axes)} of {self.dtype}[{shape}]"
-        return f"{what} in {self.function}"
+        text = f"{self.kind} over {','.join(self.axes)} of {self.dtype}[{shape}]"
+        return f"{text} in {self.function}"
 
 
 class Listener(FakeComm):

@@ -87,7 +87,7 @@ def prove_program(
     except AutoparError as error:
         if flops > MUCH:
             raise NotProved(
-                f"the plan could not be proved: {error.what}",
+                f"the plan could not be proved: {error.message}",
                 source=error.source,
                 fix=WITHOUT,
             ) from error

@@ -156,19 +156,19 @@ def _run_rank(
 class Watch:
     """Notices that tensors were written into."""
 
-    def __init__(self, what: str = "", tensors: Mapping[str, Tensor] = NONE) -> None:
+    def __init__(self, kind: str = "", tensors: Mapping[str, Tensor] = NONE) -> None:
         self._seen: list[tuple[str, str, Tensor, int]] = []
-        self.add(what, tensors)
+        self.add(kind, tensors)
 
-    def add(self, what: str, tensors: Mapping[str, Tensor]) -> None:
-        self._seen += [(what, name, x, x._version) for name, x in tensors.items()]
+    def add(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
+        self._seen += [(kind, name, x, x._version) for name, x in tensors.items()]
 
     def check(self) -> None:
         """Raises VerificationFailed."""
-        for what, name, x, version in self._seen:
+        for kind, name, x, version in self._seen:
             if x._version != version:
                 raise VerificationFailed(
-                    f"a step writes into the {what} '{name}', which is not its own",
+                    f"a step writes into the {kind} '{name}', which is not its own",
                     fix=ANOTHER_MESH,
                 )
 
@@ -273,10 +273,10 @@ def _join(program: Program, ranks: Sequence[_OfRank]) -> StepResult:
     )
 
 
-def _agree(what: str, values: Sequence[float]) -> None:
+def _agree(quantity: str, values: Sequence[float]) -> None:
     if len(set(values)) > 1 and not all(x != x for x in values):
         raise VerificationFailed(
-            f"ranks do not agree on {what}: {sorted(set(values))}",
+            f"ranks do not agree on {quantity}: {sorted(set(values))}",
             fix=ANOTHER_MESH,
         )
 

@@ -54,8 +54,8 @@ def simulate_estimate(
         ]
         ranks.append(
             RankWork(
-                before=tuple(w for w in works if w.what.startswith(BEFORE)),
-                after=tuple(w for w in works if not w.what.startswith(BEFORE)),
+                before=tuple(w for w in works if w.label.startswith(BEFORE)),
+                after=tuple(w for w in works if not w.label.startswith(BEFORE)),
                 rest=sum(n for term, n in held.items() if term not in ALIVE),
             )
         )
@@ -66,7 +66,7 @@ def _waits(stage: StageSeconds) -> dict[str, tuple[Work, ...]]:
     """Part -> what it waits for."""
     waits: dict[str, list[Work]] = defaultdict(list)
     for w in stage.waits:
-        waits[w.part].append(Work(w.what, w.seconds, calls=w.calls, bytes=w.bytes))
+        waits[w.part].append(Work(w.label, w.seconds, calls=w.calls, bytes=w.bytes))
     return {part: tuple(works) for part, works in waits.items()}
 
 

@@ -51,8 +51,8 @@ def _thread(run: StepRun, rank: int, stream: str = COMPUTE) -> dict[str, int]:
     return {"pid": rank, "tid": before + STREAMS.index(stream)}
 
 
-def _about(thread: dict[str, int], what: str, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, **thread, "args": {"name": name}}
+def _about(thread: dict[str, int], event: str, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": event, **thread, "args": {"name": name}}
 
 
 def _slices(run: StepRun, rank: int, stream: str) -> Iterator[dict[str, Any]]:
@@ -70,7 +70,7 @@ def _slices(run: StepRun, rank: int, stream: str) -> Iterator[dict[str, Any]]:
     ):
         yield {
             "ph": "X",
-            "name": event.work.what,
+            "name": event.work.label,
             "cat": stream,
             **_thread(run, rank, stream),
             "ts": start * MICRO / NANO,

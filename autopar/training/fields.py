@@ -48,9 +48,9 @@ def check_fields(inputs: Inputs, end: int | None) -> None:
         )
 
 
-def no_end(what: str) -> DataError:
+def no_end(problem: str) -> DataError:
     return DataError(
-        f"{what}, but nobody says which token ends a document",
+        f"{problem}, but nobody says which token ends a document",
         fix="name it: --document-end TOKEN with --tokenizer, else its id",
     )
 

@@ -63,9 +63,9 @@ def _cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def show(what: str, rows: list[tuple[float, float]]) -> None:
+def show(label: str, rows: list[tuple[float, float]]) -> None:
     wall, cpu = (median(row[i] for row in rows) for i in range(2))
-    print(f"{what:28} {wall:6.1f} s wall {cpu:6.1f} s CPU", flush=True)
+    print(f"{label:28} {wall:6.1f} s wall {cpu:6.1f} s CPU", flush=True)
 
 
 if __name__ == "__main__":

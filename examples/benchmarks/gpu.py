@@ -53,7 +53,7 @@ _PROCESSES.set_forkserver_preload(
 class Job:
     """What so many processes are to do, see `gpu_runs.serve`, in so many seconds."""
 
-    what: tuple[Any, ...]
+    task: tuple[Any, ...]
     seconds: float
     ranks: int = 1
 
@@ -81,7 +81,7 @@ def run(job: Job, seconds: float) -> Done:
     processes = []
     for own in environments(job.ranks):
         reader, writer = _PROCESSES.Pipe(duplex=False)
-        process = _PROCESSES.Process(target=serve, args=(writer, own, job.what))
+        process = _PROCESSES.Process(target=serve, args=(writer, own, job.task))
         process.start()
         writer.close()  # so that our end sees when the process is gone
         readers.append(reader)

@@ -282,12 +282,12 @@ def ranks(say: Say, tiny: bool) -> None:
 
 
 def serve(
-    writer: Connection, variables: Mapping[str, str], what: tuple[Any, ...]
+    writer: Connection, variables: Mapping[str, str], task: tuple[Any, ...]
 ) -> None:
-    """Be one process of a job. what: a function's name, and what it is given."""
+    """Be one process of a job. task: a function's name, and what it is given."""
     warnings.simplefilter("ignore")  # torch's own, about its own parts
     os.environ.update(variables)
-    name, *arguments = what
+    name, *arguments = task
     try:
         {"speed": speed, "ranks": ranks}[name](writer.send, *arguments)
     except BaseException:

@@ -32,9 +32,9 @@ class Best:
     goal: float | None
 
 
-def paired(runs: Runs, one: str, other: str, what: str) -> float:
+def paired(runs: Runs, one: str, other: str, quantity: str) -> float:
     """The median of one's seconds over the other's in the same round."""
-    pairs = zip(runs[one][what], runs[other][what], strict=True)
+    pairs = zip(runs[one][quantity], runs[other][quantity], strict=True)
     return median(a / b for a, b in pairs)
 
 

@@ -41,7 +41,7 @@ def show_formulas() -> None:
     show(
         "Formulas of the traced graph",
         [
-            {"what": f.what, "graph": f.derived, "less published": f.difference}
+            {"what": f.quantity, "graph": f.derived, "less published": f.difference}
             for f in formulas.formulas()
         ],
     )

@@ -65,7 +65,7 @@ def megatron(formula: Expr) -> Expr:
 class Compared:
     """A formula of the graph beside the published one."""
 
-    what: str
+    quantity: str
     derived: Expr
     published: Expr
 

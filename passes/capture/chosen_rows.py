@@ -97,10 +97,10 @@ def find_loops(graph: Graph) -> tuple[str, ...]:
     )
 
 
-def refusal(what: str, rows: Rows, source: str = "") -> CaptureError:
+def refusal(subject: str, rows: Rows, source: str = "") -> CaptureError:
     return CaptureError(
         f"which rows there are depends on the values of tensors ({rows.source}), and "
-        f"{what} does more than work on each row by itself",
+        f"{subject} does more than work on each row by itself",
         source=source or rows.source,
         fix=WITHOUT_ROWS,
     )

@@ -64,7 +64,7 @@ class Guards:
         x = _first(args, kwargs)
         count = self._count(x)
         if count and func in UNIQUE and len(args) < 2 and not kwargs.get("dim"):
-            if any(kwargs.get(f"return_{what}") for what in ("inverse", "counts")):
+            if any(kwargs.get(f"return_{extra}") for extra in ("inverse", "counts")):
                 return None
             return self._different(x, count)
         if (

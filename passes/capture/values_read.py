@@ -91,19 +91,19 @@ class Read:
         spoken = SPOKEN.get(self.name, f".{self.name}()")
         at = "" if source in ("", self.source) else f" ({self.source})"
         if self.rows:
-            what = (
+            message = (
                 f"how many rows {spoken} gives{at} depends on the values of tensors, "
                 "but the shapes of a program are fixed"
             )
         else:
-            what = (
+            message = (
                 f"forward reads numbers out of a tensor by {spoken}{at}, but they are "
                 "known only when a program runs"
             )
         fix = WITHOUT_ROWS if self.rows else WITHOUT_NUMBERS
         if self.experts:
             fix = OF_EXPERTS
-        return CaptureError(what, source=source or self.source, fix=fix)
+        return CaptureError(message, source=source or self.source, fix=fix)
 
 
 def read_by(func: Any, args: Any, result: Any) -> Read | None:
@@ -163,15 +163,15 @@ def capture_failed(
     """What to raise instead of torch's error. read: the last one before it."""
     source = raised_at(error)
     text = str(error).strip().splitlines() or [""]
-    what = f"the model could not be captured: {type(error).__name__}: {text[0]}"
+    message = f"the model could not be captured: {type(error).__name__}: {text[0]}"
     if not reads_values(error):
         fix = (
             "the model must run on the batch as it is, given by keyword: "
             f"model({', '.join(f'{name}=...' for name in fields)})"
         )
-        return CaptureError(what, source=source, fix=fix)
+        return CaptureError(message, source=source, fix=fix)
     if fixes := [LOOKS[place] for place in _functions(error) if place in LOOKS]:
-        return CaptureError(what, source=source, fix=fixes[0])
+        return CaptureError(message, source=source, fix=fixes[0])
     configs = (getattr(m, "config", None) for m in model.modules())
     chosen = {getattr(c, "_experts_implementation", None) for c in configs}
     if "eager" in chosen:
@@ -179,11 +179,11 @@ def capture_failed(
             "experts that loop over their tokens have no fixed shapes: give the "
             "model's configuration experts_implementation='batched_mm'"
         )
-        return CaptureError(what, source=source, fix=fix)
+        return CaptureError(message, source=source, fix=fix)
     return (
         read.error(source)
         if read
-        else CaptureError(what, source=source, fix=WITHOUT_NUMBERS)
+        else CaptureError(message, source=source, fix=WITHOUT_NUMBERS)
     )
 
 

@@ -57,8 +57,8 @@ class Device:
     ops: Ops = field(default_factory=Ops)
 
     def __post_init__(self) -> None:
-        for what in ("memory", "bytes_per_second", "efficiency"):
-            _positive(f"{what} of device {self.name}", getattr(self, what))
+        for name in ("memory", "bytes_per_second", "efficiency"):
+            _positive(f"{name} of device {self.name}", getattr(self, name))
         _positive(f"bandwidth_efficiency of {self.name}", self.bandwidth_efficiency)
         if not (math.isfinite(self.dispatch) and self.dispatch >= 0):
             raise ClusterError(
@@ -117,8 +117,8 @@ class Level:
                 f"step of a level of links is {self.step}",
                 fix="give seconds, or 0 where a message's latency is all",
             )
-        for what in ("devices", "bytes_per_second", "latency", "efficiency"):
-            _positive(f"{what} of a level of links", getattr(self, what))
+        for name in ("devices", "bytes_per_second", "latency", "efficiency"):
+            _positive(f"{name} of a level of links", getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -318,9 +318,9 @@ class Link:
         return replace(self, latency=0.0, near=near, step=0.0)
 
 
-def _positive(what: str, value: float) -> None:
+def _positive(quantity: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
-        raise ClusterError(f"{what} is {value}", fix="give a number above zero")
+        raise ClusterError(f"{quantity} is {value}", fix="give a number above zero")
 
 
 # As many plain processes as there may be, where nothing is known of a machine.

@@ -77,8 +77,8 @@ class Estimate:
 def moves_beside(term: str) -> str:
     """What moves while a microbatch computes: "gradients" beside the last backward, but
     for a weight of several stages; "parameters" beside the first forward."""
-    what, _, axes = term.partition(" ")
-    return what if what in ("gradients", "parameters") and axes != "pp" else ""
+    kind, _, axes = term.partition(" ")
+    return kind if kind in ("gradients", "parameters") and axes != "pp" else ""
 
 
 def step_parts(
@@ -102,8 +102,8 @@ def step_parts(
     for names, exchanges in (({}, step.exchanges), (BY_BLOCK, step.beside)):
         for e in exchanges:
             link = cluster.link(mesh, e.axes)
-            what = f"{names.get(e.kind, e.kind)} {','.join(e.axes)}"
-            terms[what] += e.calls * link.seconds(e.kind, e.bytes / e.calls)
+            term = f"{names.get(e.kind, e.kind)} {','.join(e.axes)}"
+            terms[term] += e.calls * link.seconds(e.kind, e.bytes / e.calls)
             blocks = max(blocks, e.calls)
     for e in account.pending:
         if e.axes and e.bytes:
@@ -114,8 +114,8 @@ def step_parts(
         terms["gradients pp"] += ends.seconds("all_reduce", tied)
     if took is not None:
         backward = took.weight if halves else took.backward + took.weight
-        for what, spent in (("gradients", backward), ("parameters", took.forward)):
-            own = {t: s for t, s in terms.items() if moves_beside(t) == what}
+        for term, spent in (("gradients", backward), ("parameters", took.forward)):
+            own = {t: s for t, s in terms.items() if moves_beside(t) == term}
             if moving := sum(own.values()):
                 waited = exposed(moving, spent, max(1.0, blocks), cluster)
                 terms.update({t: s * waited / moving for t, s in own.items()})
@@ -275,7 +275,7 @@ def _parts_of(
     for t, r in zip(took, timeline.schedule.stage_to_rank, strict=True):
         if r == rank:
             for wait in t.waits:
-                parts[wait.what] += microbatches * wait.seconds
+                parts[wait.label] += microbatches * wait.seconds
             parts["compute"] += microbatches * (t.total - t.waited)
     if cluster.cores:
         parts["shared cores"] = timeline.busy[rank] - (sum(parts.values()) - idle)

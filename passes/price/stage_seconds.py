@@ -37,7 +37,7 @@ class Wait:
     bytes: float
 
     @property
-    def what(self) -> str:
+    def label(self) -> str:
         """`all_gather tp`."""
         return f"{self.kind} {','.join(self.axes)}"
 

@@ -190,13 +190,13 @@ def _kept(short: ShortModel, policy: str) -> list[tuple[Value, int]]:
 
     for node in nodes:
         keeps = op_of(node).keeps
-        for what in keeps:
+        for read in keeps:
             if policy == "full" or (keeps == (0, 1) and not _bilinear(node)):
                 continue
-            if what == MASK:
+            if read == MASK:
                 kept[f"mask of {node.out.name}"] = node.out, MASK_BYTES
             else:
-                keep(node.out if what == RESULT else node.operands[cast("int", what)])
+                keep(node.out if read == RESULT else node.operands[cast("int", read)])
     if policy == "full":
         for v in entering.values():
             keep(v)

@@ -64,16 +64,16 @@ class Proof:
         return asdict(self)
 
     def __str__(self) -> str:
-        what = (
+        compared = (
             f"{self.compared} values of 2 steps and an update, worst '{self.worst}' "
             f"{self.error:.0e}; {self.restored} tensors saved and loaded"
         )
         if self.size == WHOLE:
-            return f"proved on all {self.ranks} ranks: {what}"
+            return f"proved on all {self.ranks} ranks: {compared}"
         kept, every = self.layers
         layers = f", {kept} of {every} layers" if every > kept else ""
         return (
-            f"proved small ({self.mesh or 'one rank'}{layers}): {what}; "
+            f"proved small ({self.mesh or 'one rank'}{layers}): {compared}; "
             f"{self.texts} modules are the same but for sizes{self._cut_short()}"
         )
 

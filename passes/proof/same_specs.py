@@ -44,9 +44,9 @@ def find_other_spec(
     for number, stage in enumerate(large.stages):
         if (odd := _other_name(large, number, stage)) is not None:
             return odd
-    for what in ("loss_pending", "groups"):
-        if set(getattr(large, what)) != set(getattr(small, what)):
-            return what
+    for field in ("loss_pending", "groups"):
+        if set(getattr(large, field)) != set(getattr(small, field)):
+            return field
     if _lying(large) != _lying(small):
         return "an output"
     if large.plan.zigzag != small.plan.zigzag:

@@ -88,8 +88,8 @@ def list_schedule(job: Pipeline, rule: Rule) -> Listed | None:
                 heappush(events, (again, index))
             continue
         kind, stage = step
-        for at, there, what in rank.run(kind, stage, now):
-            ranks[job.placement[there]].arrivals[what, there].append(at)
+        for at, there, tensor in rank.run(kind, stage, now):
+            ranks[job.placement[there]].arrivals[tensor, there].append(at)
             heappush(events, (at, job.placement[there]))
         heappush(events, (rank.free, index))
     lists = tuple(tuple(Action(*a) for a in rank.actions) for rank in ranks)

@@ -312,7 +312,7 @@ def add_communication(schedule: Schedule) -> Schedule:
     return replace(schedule, ranks=tuple(ranks))
 
 
-def at_least_one(what: str, count: int) -> None:
+def at_least_one(quantity: str, count: int) -> None:
     """Raises ScheduleError for a size that no schedule can have."""
     if count < 1:
-        raise ScheduleError(f"a schedule needs {what} >= 1, got {count}")
+        raise ScheduleError(f"a schedule needs {quantity} >= 1, got {count}")

@@ -37,7 +37,7 @@ class Work:
     they are known.
     """
 
-    what: str
+    label: str
     seconds: float
     stream: str = COMMUNICATION
     overlapped: bool = False

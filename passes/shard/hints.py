@@ -57,9 +57,9 @@ def read_hints(named: Named, plan: Plan) -> Pins:
     """Resolve the plan's hints. Raises HintError for one that names nothing."""
     pins: dict[tuple[str, str], tuple[Dim, str]] = {}
     casts = find_casts(named.graph.nodes, named.graph.params)
-    for wanted, what in plan.hints.items():
-        hint = f"{wanted!r}: {what!r}"
-        name, slash, axis = what.partition("/")
+    for wanted, text in plan.hints.items():
+        hint = f"{wanted!r}: {text!r}"
+        name, slash, axis = text.partition("/")
         if not slash or not name or not axis:
             raise HintError(
                 f"hint {hint} is not of the form 'dim/axis'",

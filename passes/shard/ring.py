@@ -56,9 +56,9 @@ def check_rings(
             raise _not_fused(axis, graph)
 
 
-def _refusal(axis: str, what: str, source: str) -> ShardingConflict:
+def _refusal(axis: str, op: str, source: str) -> ShardingConflict:
     return ShardingConflict(
-        f"'{axis}' cannot pass keys and values round in {what}: that takes "
+        f"'{axis}' cannot pass keys and values round in {op}: that takes "
         "self-attention without a learned bias, and a row for each rank",
         source=source,
         fix="use context_parallel='gather'",
@@ -68,12 +68,12 @@ def _refusal(axis: str, what: str, source: str) -> ShardingConflict:
 def _not_fused(axis: str, graph: Graph) -> ShardingConflict:
     """Says that a graph has no fused attention: where one is written out, or has
     dropout, which takes it apart, the place is told."""
-    what = (
+    problem = (
         f"'{axis}' cannot pass keys and values round: the model has no fused attention"
     )
     scores = [n for n in graph.nodes if n.op in SOFTMAX and len(n.out.shape) > 2]
     if not scores:
-        return ShardingConflict(what, fix="use context_parallel='gather'")
+        return ShardingConflict(problem, fix="use context_parallel='gather'")
     made = {scores[0].out.name}
     dropped = False
     for node in graph.nodes:
@@ -83,7 +83,7 @@ def _not_fused(axis: str, graph: Graph) -> ShardingConflict:
                 made |= {v.name for v in node.results}
     without = " with dropout_p=0.0" if dropped else ""
     return ShardingConflict(
-        f"{what}, but one in several operations{' with dropout' if dropped else ''}",
+        f"{problem}, but one in several operations{' with dropout' if dropped else ''}",
         source=str(scores[0].location),
         fix="use context_parallel='gather', or compute it by "
         f"F.scaled_dot_product_attention{without}",

@@ -45,8 +45,8 @@ def choice_data(record: PlanRecord, formulas: dict[str, str]) -> dict[str, Any]:
         "alike": ALIKE,
         "priced": how_priced(best, record.cluster),
         "sources": {
-            what: {HOW[how]: share for how, share in shares.items()}
-            for what, shares in best.sources.items()
+            kind: {HOW[how]: share for how, share in shares.items()}
+            for kind, shares in best.sources.items()
         },
         "formulas": formulas,
         "samples": record.samples,
@@ -57,5 +57,5 @@ def choice_data(record: PlanRecord, formulas: dict[str, str]) -> dict[str, Any]:
 
 def _beats(other: dict[str, Any], row: dict[str, Any]) -> bool:
     """Whether it takes less of one, and no more of the other."""
-    pairs = [(other[what], row[what]) for what in ("seconds", "peak")]
+    pairs = [(other[quantity], row[quantity]) for quantity in ("seconds", "peak")]
     return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)

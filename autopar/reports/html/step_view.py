@@ -34,7 +34,7 @@ def step_data(run: StepRun) -> dict[str, Any]:
         if e.action is None:
             w = e.work
             times = _time(e.start), _time(w.seconds)
-            once[e.rank].append([w.what, w.stream, *times, w.calls, w.bytes])
+            once[e.rank].append([w.label, w.stream, *times, w.calls, w.bytes])
     return {
         "run": run_data(run),
         "schedule": run.timeline.schedule.name,
@@ -94,7 +94,7 @@ def _changes(
 def _template(action: Event, inside: Sequence[Event]) -> tuple[Any, ...]:
     return tuple(
         (
-            e.work.what,
+            e.work.label,
             _time(e.start - action.start),
             _time(e.work.seconds),
             e.work.calls,
@@ -133,8 +133,8 @@ def critical_path(run: StepRun) -> Iterator[list[Any]]:
     while at >= 0:
         span: Span = spans[rank][at]
         start = run.start + span.start
-        what = run.timeline.schedule.label(span.action)
-        yield [rank, _time(start), _time(span.seconds), what, False]
+        label = run.timeline.schedule.label(span.action)
+        yield [rank, _time(start), _time(span.seconds), label, False]
         before = spans[rank][at - 1] if at else None
         message = comes.get((rank, start))
         if before is not None and before.end >= span.start - near:
@@ -161,5 +161,5 @@ def _end_work(run: StepRun, after: bool) -> Iterator[list[Any]]:
     longest = max(own.values(), key=lambda events: sum(e.work.seconds for e in events))
     for e in reversed(longest):
         if e.work.seconds > 0:
-            row = [e.rank, _time(e.start), _time(e.work.seconds), e.work.what, False]
+            row = [e.rank, _time(e.start), _time(e.work.seconds), e.work.label, False]
             yield row

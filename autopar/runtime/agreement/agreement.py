@@ -180,12 +180,12 @@ def digests(kind: str, tensors: Mapping[str, Tensor]) -> Facts:
 class Differs:
     """Makes the error of a fact that ranks have not alike.
 
-    what: says it, of the fact's {name}; of {first}, a rank, and {other}, one that has
-    another value than it; of both {values}; and of all the {others}.
+    message: with the fact's {name}; {first}, a rank, and {other}, one that has another
+    value than it; both {values}; and all the {others}.
     """
 
     error: type[AutoparError]
-    what: str
+    message: str
     fix: str
 
     def __call__(self, name: str, values: Mapping[int, Any]) -> AutoparError:
@@ -197,7 +197,7 @@ class Differs:
             "values": _unlike(values),
             "others": ranks_text(unlike),
         }
-        return self.error(self.what.format(**words), fix=self.fix.format(name=name))
+        return self.error(self.message.format(**words), fix=self.fix.format(name=name))
 
 
 def _optimizers(name: str, values: Mapping[int, Any]) -> AutoparError | None:
@@ -239,11 +239,11 @@ def _options(name: str, values: Mapping[int, Any]) -> AutoparError:
 def _option(option: str, whose: str, pair: Mapping[int, Any]) -> AutoparError:
     if option == "parameters":
         a, b = pair
-        what = f"{whose} has other parameters on rank {b} than on rank {a}"
+        message = f"{whose} has other parameters on rank {b} than on rank {a}"
     else:
-        what = f"'{option}' of {whose} is {_unlike(pair)}"
+        message = f"'{option}' of {whose} is {_unlike(pair)}"
     return ModelMismatch(
-        what, fix="make the optimizer, and change its options, alike on all ranks"
+        message, fix="make the optimizer, and change its options, alike on all ranks"
     )
 
 

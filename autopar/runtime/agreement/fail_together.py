@@ -40,9 +40,9 @@ def outcome_of(work: Callable[[], T]) -> tuple[T | None, AutoparError | None]:
     except AutoparError as error:
         return None, error
     except OSError as error:
-        what = f"{error.filename or 'a file'}: {error.strerror or error}"
+        message = f"{error.filename or 'a file'}: {error.strerror or error}"
         return None, AutoparError(
-            what,
+            message,
             fix="see that the path is right and can be written, on a disk with room",
         )
     except Exception as error:  # of other libraries: the others must not wait for it

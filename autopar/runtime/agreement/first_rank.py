@@ -27,8 +27,8 @@ def on_first_rank(make: Callable[[], T]) -> T:
             box[0] = error
         except BaseException as error:
             # The others must not wait for what never comes.
-            what = f"compiling failed on rank 0: {type(error).__name__}: {error}"
-            dist.broadcast_object_list([AutoparError(what)], src=0)
+            message = f"compiling failed on rank 0: {type(error).__name__}: {error}"
+            dist.broadcast_object_list([AutoparError(message)], src=0)
             raise
     dist.broadcast_object_list(box, src=0)
     if isinstance(box[0], AutoparError):

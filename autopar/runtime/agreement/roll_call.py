@@ -184,7 +184,7 @@ class _Call:
         for rank, (operation, *_, error) in enumerate(told):
             if error is not None:
                 raise RanksDisagree(
-                    f"rank {rank} cannot {operation}: {error.what}", fix=error.fix
+                    f"rank {rank} cannot {operation}: {error.message}", fix=error.fix
                 )
         check_operations([operation for operation, *_ in told])
         self._compare({rank: facts for rank, (_, facts, *_) in enumerate(told)})

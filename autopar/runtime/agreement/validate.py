@@ -45,7 +45,7 @@ def check_model(program: Program, model: nn.Module) -> None:
 
 
 def check_names(
-    what: str,
+    subject: str,
     maker: str,
     shapes: Mapping[str, Sequence[int]],
     known: Collection[str],
@@ -71,7 +71,7 @@ def check_names(
     ]
     if problems:
         raise ModelMismatch(
-            "\n".join([f"{what} does not fit the model", *problems]),
+            "\n".join([f"{subject} does not fit the model", *problems]),
             fix=f"load that of this model, as {maker} gave it",
         )
 

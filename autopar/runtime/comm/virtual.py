@@ -55,8 +55,8 @@ def run_virtual(
         except Stopped:
             raise
         except BaseException as cause:
-            what = f"{world.name(rank)}: {type(cause).__name__}: {cause}"
-            error = RankError(what)
+            message = f"{world.name(rank)}: {type(cause).__name__}: {cause}"
+            error = RankError(message)
             error.__cause__ = cause
             world.scheduler.stop(error)
 

@@ -317,13 +317,13 @@ class Executor:
         )
 
     def _hand_on(
-        self, what: str, stage: int, to: int, i: int, made: tuple[Tensor, ...]
+        self, tensor: str, stage: int, to: int, i: int, made: tuple[Tensor, ...]
     ) -> None:
         """To the next stage on this rank, or to where the send will find it."""
         if to in self.stages:
-            self._outputs[what, to, i] = made
+            self._outputs[tensor, to, i] = made
         else:
-            self._outputs[f"send {what}", stage, i] = made
+            self._outputs[f"send {tensor}", stage, i] = made
 
     def _with_messages(
         self, actions: Sequence[Action]
@@ -357,8 +357,8 @@ class Executor:
         ]
 
     def _outgoing(self, action: Action) -> list[Outgoing]:
-        what = "send x" if action.kind is Kind.SEND_F else "send dy"
-        tensors = self._outputs.pop((what, action.stage, action.microbatch))
+        tensor = "send x" if action.kind is Kind.SEND_F else "send dy"
+        tensors = self._outputs.pop((tensor, action.stage, action.microbatch))
         peer = self._peer(action)
         return [(x, peer, self._tag(action, n)) for n, x in enumerate(tensors)]
 

@@ -22,10 +22,10 @@ from autopar.runtime.launch.nodes import RANK, this_node, torchrun_for
 COMPILE = "autopar.compile()"
 
 
-def join(what: str, size: int, timeout: timedelta) -> None:
+def join(caller: str, size: int, timeout: timedelta) -> None:
     """Be one of so many processes: those of torch.distributed, or of torchrun.
 
-    what: has as many ranks. The process leaves its groups when it ends.
+    caller: has as many ranks. The process leaves its groups when it ends.
     Raises: MeshError if so many do not run, RanksDisagree if not all of them join.
     """
     if not dist.is_initialized() and size > 1 and "RANK" in os.environ:
@@ -45,7 +45,7 @@ def join(what: str, size: int, timeout: timedelta) -> None:
         atexit.register(_leave)
     if world != size:
         raise MeshError(
-            f"{what} has {size} ranks, but {world} processes run",
+            f"{caller} has {size} ranks, but {world} processes run",
             fix=f"start it by {torchrun_for(size)}",
         )
 

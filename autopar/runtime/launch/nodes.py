@@ -87,10 +87,10 @@ def straddling(mesh: Mesh, node: int) -> str | None:
         return None
     inner = [(n, size) for n, size in mesh.axes if n in axes]
     better = Mesh((*((n, s) for n, s in mesh.axes if n not in axes), *inner))
-    what = (
+    problem = (
         f"{' and '.join(axes)} of mesh '{mesh}' talk over {over[0]} nodes of {node} "
         "ranks each, in every layer"
     )
     if nodes(better, axes, node) is None:
-        return f"{what}\n  fix  write '{better}', where neighbours are in one node"
-    return f"{what}\n  fix  give {' and '.join(axes)} a size that divides {node}"
+        return f"{problem}\n  fix  write '{better}', where neighbours are in one node"
+    return f"{problem}\n  fix  give {' and '.join(axes)} a size that divides {node}"

@@ -92,9 +92,9 @@ class Watchdog:
         if asking.is_alive():
             self._end(self._no_store())
 
-    def publish(self, what: str) -> None:
+    def publish(self, message: str) -> None:
         """Tell the others that this rank failed; the first to fail is kept."""
-        self.agree(f"rank {self.rank}{self.node.on} failed: {what}")
+        self.agree(f"rank {self.rank}{self.node.on} failed: {message}")
 
     def give_up(self) -> None:
         """Tell all ranks that they would fail again: no torchrun is to start them."""
@@ -112,11 +112,11 @@ class Watchdog:
             if starts_again() and self.store.check([FINAL]):
                 os.kill(self._parent, signal.SIGTERM)
 
-    def agree(self, what: str) -> str:
+    def agree(self, message: str) -> str:
         """Say this unless something was said; returns what was said first."""
         with suppress(RuntimeError):  # without a store there are no others
-            return self.store.compare_set(FAILURE, "", what).decode()
-        return what
+            return self.store.compare_set(FAILURE, "", message).decode()
+        return message
 
     def reason(self) -> str | None:
         """After an error of communication: which ranks failed, if any did."""
@@ -175,7 +175,7 @@ class Watchdog:
             return []
         return sorted({int(rank) for rank in self.store.get(ENDED).split()})
 
-    def complain(self, what: str) -> None:
+    def complain(self, message: str) -> None:
         """Print a failure to stderr: each node once, each rank without a store."""
         try:
             first = self.store.add(f"autopar/printed/{self.node.number}", 1) == 1
@@ -183,7 +183,7 @@ class Watchdog:
             first = True
         if first:
             with suppress(OSError):  # a terminal that is gone
-                print(f"\nautopar: {what}", file=sys.stderr, flush=True)
+                print(f"\nautopar: {message}", file=sys.stderr, flush=True)
 
     # --- the store -----------------------------------------------------------------
 
