@@ -134,6 +134,11 @@ def make_prices(
     @lru_cache(maxsize=4)  # candidates in a row have the same, in shares or whole
     def cut(mesh: Mesh, microbatches: int, shares: bool, context: str) -> Cut:
         how = {**usual, "context_parallel": context}
+        most = of.batch // mesh.axis_size("ep")
+        if 1 < microbatches < most and not at_once:
+            # Microbatches are of other sizes then, but of what is split alike.
+            same = cut(mesh, most, shares, context)
+            return Cut(replace(same.plan, microbatches=microbatches), same.stages)
         priced = of
         if at_once and of.with_batch and microbatches > 1:
             priced, microbatches = of.with_batch(of.batch // microbatches), 1

@@ -7,9 +7,11 @@ run on paper.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import NamedTuple
 
@@ -34,6 +36,7 @@ from ..shard.query_groups import PAIR
 
 SHORTLIST = 12
 TRIED = 3 * SHORTLIST  # on paper at most, if one of them fits
+SURE = 3 * SHORTLIST // 2  # that fit by formula: then mostly `SHORTLIST` do on paper
 # A plan that takes less than this share of the memory by formula does fit, and gains
 # nothing by recomputation.
 ROOMY = 0.9
@@ -75,6 +78,7 @@ def search(
         ranked.add(number, every[number])
         watch(done, len(every))
 
+    @cache
     def fit(candidate: Candidate) -> Estimate | None:
         accounts = accounts_of(candidate, prices)
         memory = space.cluster.device.memory
@@ -127,7 +131,8 @@ class Ranked:
         self._roomy: set[Candidate] = set()
         self._hopeless: list[tuple[int, Candidate]] = []
         self._slow: list[tuple[int, Candidate]] = []
-        self._fastest: list[float] = []  # seconds of the first `TRIED` that fit
+        self._fastest: list[float] = []  # seconds of those that fit
+        self._sure: float = SURE
         self._priced: set[object] = set()
 
     def add(self, number: int, candidate: Candidate) -> None:
@@ -144,25 +149,27 @@ class Ranked:
     def shortlist(self, fit: Fit) -> list[Estimate]:
         """Returns the fastest on paper."""
         if not self._fastest:
-            self._rank_all(self._hopeless)
-        best = self._run(fit)
-        if not best and self._slow:
-            self._rank_all(self._slow)
-            best = self._run(fit)
-        return best
+            for number, candidate in self._hopeless:
+                self._rank(number, candidate)
+        while True:
+            best, tried = self._run(fit)
+            if tried <= self._sure or not self._slow:
+                return best
+            # So many do not fit on paper that others may come next.
+            self._sure = TRIED if self._sure < TRIED else math.inf
+            slow, self._slow = self._slow, []
+            for number, candidate in slow:
+                self.add(number, candidate)
 
-    def _run(self, fit: Fit) -> list[Estimate]:
+    def _run(self, fit: Fit) -> tuple[list[Estimate], int]:
+        """Returns those that fit, and how many were tried for that."""
         best: list[Estimate] = []
         fitting = sorted(row for row in self.rows if row[1] <= self.limit)
         for tried, (*_, candidate) in enumerate(fitting):
             if len(best) == SHORTLIST or (best and tried >= TRIED):
-                break
+                return best, tried
             best += filter(None, [fit(candidate)])
-        return best
-
-    def _rank_all(self, numbered: Iterable[tuple[int, Candidate]]) -> None:
-        for number, candidate in numbered:
-            self._rank(number, candidate)
+        return best, len(fitting)
 
     def _rank(self, number: int, candidate: Candidate) -> None:
         priced = rough(candidate, self.space, self.prices, self.timed, self.limit)
@@ -177,26 +184,37 @@ class Ranked:
             del self._fastest[TRIED:]
 
     def _is_slow(self, candidate: Candidate) -> bool:
-        if len(self._fastest) < TRIED or _way(candidate) in self._priced:
+        if len(self._fastest) < self._sure or _way(candidate) in self._priced:
             return False
+        slowest = self._fastest[int(self._sure) - 1]
         return any(
             least_seconds(candidate, self.space.runs, costs, self.timed)
-            > self._fastest[-1] * parts
+            > slowest * parts
             for simpler, parts in _simpler(candidate)
             if (costs := self._known(simpler))
         )
 
     def _is_hopeless(self, candidate: Candidate) -> bool:
         """Whether a rank takes more memory than there is, by the least."""
-        runs, way = self.space.runs, _way(candidate)
-        costs = self._known(replace(candidate, schedule="1f1b"))
-        if costs and way not in self._priced:
-            least = least_bytes(candidate, runs, costs, self.timed, working=False)
-            if least > self.limit:
+        if _way(candidate) not in self._priced:
+            # Not priced if it takes too much with backwards whole, or with one sample.
+            whole = self._known(replace(candidate, schedule="1f1b"))
+            if whole and self._overflows(candidate, whole, working=False):
                 return True
-        self._priced.add(way)
-        costs = prices_of(candidate, self.prices)
-        return least_bytes(candidate, runs, costs, self.timed) > self.limit
+            one = replace(candidate, samples=1)
+            if candidate.samples > 1 and self._overflows(candidate, self._price(one)):
+                return True
+        return self._overflows(candidate, self._price(candidate))
+
+    def _overflows(
+        self, candidate: Candidate, costs: LayerPrices, working: bool = True
+    ) -> bool:
+        runs = self.space.runs
+        return least_bytes(candidate, runs, costs, self.timed, working) > self.limit
+
+    def _price(self, candidate: Candidate) -> LayerPrices:
+        self._priced.add(_way(candidate))
+        return prices_of(candidate, self.prices)
 
     def _known(self, candidate: Candidate) -> LayerPrices | None:
         if _way(candidate) in self._priced:
@@ -219,7 +237,7 @@ def _simpler(candidate: Candidate) -> Iterator[tuple[Candidate, int]]:
 def _way(candidate: Candidate) -> tuple[object, ...]:
     """What tells prices apart that each take long to find."""
     shares, context = candidate.zero > 0, candidate.context_parallel
-    how = candidate.recompute, candidate.halves
+    how = candidate.recompute, candidate.halves, candidate.samples > 1
     return layer_mesh(candidate.mesh), how, shares, context
 
 
