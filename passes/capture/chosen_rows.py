@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from ..capture.distinct import CASTS, MOVED, dim_after, one_at_most
+from ..capture.distinct import dim_after, one_at_most
 from ..capture.rewrite import Rewriter
 from ..capture.values_read import WITHOUT_ROWS
 from ..errors import CaptureError
 from ..graph import Graph, Node, Value, resolve, short
 from ..ops.arguments import arguments
-from ..ops.captured import RESHAPES
+from ..ops.op import op_of, shows_all
 from ..ops.rules import equation, is_pointwise
 
 CHOOSES = "aten.where.default"
@@ -31,12 +31,6 @@ ADDING = ("aten.index_add", "aten.scatter_add")
 LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss_nd")
 # Along one dim.
 ALONG = {f"aten.{name}" for name in ("all", "any", "argmax", "argmin")}
-# Of the shape of their operand, of which each element is by itself, or not read.
-ALIKE = {
-    *(f"aten.{name}" for name in ("alias", "clone", "contiguous", "detach", "float")),
-    *(f"aten.{name}" for name in ("to", "_to_copy", "type_as", "dropout")),
-    *(f"aten.{name}_like" for name in ("zeros", "ones", "empty", "full")),
-}
 
 
 @dataclass(frozen=True)
@@ -191,7 +185,7 @@ class _Keeper:
         if dim is None:
             return None
         fresh = self.rewriter.keep(node)
-        same = node.name in {*MOVED, *CASTS, *RESHAPES, "aten.expand"}
+        same = shows_all(node) or node.name == "aten.expand"
         first = self.of(node.operands[0])
         for v in fresh:
             if v is None:
@@ -336,10 +330,10 @@ def along(node: Node, of: Callable[[Value], Rows | None]) -> int | None:
     """The dim of the results that goes along the rows, of what is done row by row."""
     x, out = node.operands[0], next(v for v in node.outs if v is not None)
     rows = of(x)
-    if node.name in RESHAPES or node.name == "aten.reshape":
+    if op_of(node).view == "shape":
         place = dim_after(x.shape, out.shape, rows.dim) if rows else -1
         return None if place < 0 else place
-    if node.name in ALIKE:
+    if op_of(node).elements:
         return rows.dim if rows and out.shape == x.shape else None
     row_dims = {v.name: r.dim - len(v.shape) for v in node.operands if (r := of(v))}
     if node.name in ALONG:

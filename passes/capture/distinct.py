@@ -9,12 +9,10 @@ from collections.abc import Mapping
 import torch
 
 from ..graph import Node, Value
-from ..ops.captured import RESHAPES
+from ..ops.op import op_of
 
 SORTED = {"aten.topk", "aten.sort", "aten.argsort"}
-# One element of the result for each of the operand.
-MOVED = {f"aten.{name}" for name in ("alias", "clone", "contiguous", "detach")}
-CASTS = {f"aten.{name}" for name in ("bool", "long", "to", "_to_copy")}
+KEPT = ("same", "cast")  # elements of the operand, each at its place
 WIDE = (torch.int16, torch.int32, torch.int64)
 
 
@@ -27,7 +25,7 @@ def one_at_most(v: Value, made: Mapping[str, Node]) -> frozenset[int]:
     if node is None or not node.operands:
         return frozenset()
     x = node.operands[0]
-    if node.name in MOVED | CASTS:
+    if op_of(node).elements in KEPT:
         return one_at_most(x, made)
     if node.name in ("aten.ne", "aten.gt") and node.args[1:] == (0,):
         return one_at_most(x, made)
@@ -49,7 +47,7 @@ def _distinct(v: Value, made: Mapping[str, Node]) -> frozenset[int]:
             {node.arg("dim") % rank} if v == node.outs[-1] and rank else ()
         )
     dims = _distinct(node.operands[0], made)
-    if node.name in MOVED | CASTS:
+    if op_of(node).elements in KEPT:
         return dims
     return frozenset(_after(node, d) for d in dims) - {-1}
 
@@ -68,7 +66,7 @@ def _compared(node: Node, v: Value, made: Mapping[str, Node]) -> set[int]:
 def _after(node: Node, dim: int) -> int:
     """Where a dim of its operand is in what a view shows; -1 if it is no dim of it."""
     old, rank = node.operands[0].shape, len(node.outs[0].shape if node.outs[0] else ())
-    if node.name in RESHAPES:
+    if op_of(node).view == "shape":
         return dim_after(old, node.out.shape, dim)
     if node.name in ("aten.select", "aten.unbind"):
         gone = node.arg("dim") % len(old)

@@ -17,12 +17,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.chosen_rows import ADDING, CHOOSES, LOSSES
-from ..capture.distinct import CASTS, MOVED
-from ..capture.functionalize import LITERAL
 from ..capture.user_frames import asked_by_user
 from ..capture.values_read import UNKNOWN, Read, read_here
 from ..graph import Graph, Node, Value, map_values
-from ..ops.captured import RESHAPES
+from ..ops.op import op_of, shows_all
 
 # Marks the tensor that was asked about in a capture, if it asserts nothing of it.
 MARK = torch.ops.aten._assert_tensor_metadata.default
@@ -34,8 +32,8 @@ SEEN = (
     *(torch.flatten, torch.reshape, Tensor.contiguous, Tensor.detach, Tensor.flatten),
     *(Tensor.long, Tensor.ravel, Tensor.reshape, Tensor.view),
 )
-# 0 throughout where their first operand is.
-STAY = {*MOVED, *CASTS, *RESHAPES, "aten.any", "aten.select", "aten.sum", "aten.expand"}
+# 0 throughout where their first operand is, beside what shows all of it.
+STAY = {"aten.any", "aten.select", "aten.sum", "aten.expand"}
 EMPTY = -1  # the key of rows of which there are none
 
 
@@ -224,11 +222,15 @@ class Keys:
         return keys
 
 
+def _stays_zero(node: Node) -> bool:
+    return shows_all(node) or node.name in STAY
+
+
 def _stays(node: Node, zeros: Set[str]) -> bool:
     """Whether what a node makes of values that are 0 is 0."""
     if node.name == "aten.mul":
         return True
-    return node.name in STAY and node.operands[0].name in zeros
+    return _stays_zero(node) and node.operands[0].name in zeros
 
 
 def _added(node: Node, zeros: Set[str]) -> Value | None:
@@ -270,9 +272,11 @@ def _compared_alike(one: Reading, keys: Mapping[str, int], zeros: Set[str]) -> s
     made = one.graph.producers()
 
     def source(v: Value) -> Value:
-        while (node := made.get(v.name)) and node.name in {LITERAL, *MOVED, *RESHAPES}:
-            v = node.operands[0]
-        return v
+        node = made.get(v.name)
+        is_cast = node is not None and op_of(node).elements == "cast"
+        if node is None or is_cast or not shows_all(node):
+            return v
+        return source(node.operands[0])
 
     alike: dict[tuple[int, Any], set[str]] = {}
     for node in one.graph.nodes:
@@ -321,4 +325,4 @@ def _zeros(v: Value, made: Mapping[str, Node]) -> list[str]:
         return [v.name, *(_zeros(x, made) if counts else [])]
     if node.name == "aten.sum" and x.dtype != torch.bool:
         return [v.name]
-    return [v.name, *(_zeros(x, made) if node.name in STAY else [])]
+    return [v.name, *(_zeros(x, made) if _stays_zero(node) else [])]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from ..ops import extents, parts
-from ..ops.op import Op
+from ..ops.op import Elements, Op
 
 HEEDED = {
-    "_to_copy": "self dtype",
     "_weight_norm": "v g dim",
     "broadcast_tensors": "tensors",
     "broadcast_to": "self size",
@@ -42,8 +41,12 @@ RESHAPED = {
     "unsqueeze": "self dim",
 }
 
-# The operand itself, or a copy of it.
-MOVED = {"alias": "self", "contiguous": "self", "type_as": "self other"}
+# The operand itself, or a cast of it.
+MOVED: dict[str, tuple[str, Elements]] = {
+    "alias": ("self", "same"),
+    "contiguous": ("self", "same"),
+    "type_as": ("self other", "cast"),
+}
 
 OPS = (
     *(Op(f"aten.{name}", heeds) for name, heeds in HEEDED.items()),
@@ -55,17 +58,21 @@ OPS = (
         Op(
             f"aten.{name}",
             heeds,
+            elements=elements,
             extents=extents.aligned,
             counts=True,
             put_back=parts.reshaped,
         )
-        for name, heeds in MOVED.items()
+        for name, (heeds, elements) in MOVED.items()
     ),
+    Op("aten.clone", "self", elements="same", extents=extents.aligned, counts=True),
+    *(Op(f"aten.{name}", elements="cast") for name in ("bool", "long")),
+    Op("aten.float", elements="cast", put_back=parts.reshaped),
     *(
         Op(f"aten.{name}", put_back=parts.reshaped)
-        for name in ("float", "alpha_dropout", "feature_dropout")
+        for name in ("alpha_dropout", "feature_dropout")
     ),
-    Op("aten.clone", "self", extents=extents.aligned, counts=True),
+    Op("aten._to_copy", "self dtype", elements="cast"),
     Op("aten.expand_as", "self other", put_back=parts.reshaped),
     Op(
         "aten.narrow",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..ops import extents
-from ..ops.op import Op, to_out
+from ..ops.op import Elements, Op, to_out
 
 
 def _sized(heeds: str, *names: str) -> tuple[Op, ...]:
@@ -11,9 +13,9 @@ def _sized(heeds: str, *names: str) -> tuple[Op, ...]:
     return tuple(Op(f"aten.{n}", heeds, sizes=of_size) for n in names)
 
 
-def _like(heeds: str, *names: str) -> tuple[Op, ...]:
-    alike = extents.aligned
-    return tuple(Op(f"aten.{n}", heeds, extents=alike, counts=True) for n in names)
+def _like(heeds: str, *names: str, elements: Elements = "like") -> tuple[Op, ...]:
+    alike: Any = {"elements": elements, "extents": extents.aligned, "counts": True}
+    return tuple(Op(f"aten.{n}", heeds, **alike) for n in names)
 
 
 OPS = (
@@ -27,7 +29,7 @@ OPS = (
     Op("aten.arange", "start end step dtype", counts=True),
     Op("aten.scalar_tensor", "s dtype"),
     Op("aten.tril_indices", "row col offset dtype"),
-    *_like("self", "lift_fresh_copy"),
+    *_like("self", "lift_fresh_copy", elements="same"),
     Op(
         "aten.triu", "self diagonal", "... m! n! -> ... m! n!", "default(x(a, b, c), 1)"
     ),

@@ -20,6 +20,7 @@ OPS = (
     Op(
         "aten.dropout",
         "input p train",
+        elements="like",
         extents=extents.aligned,
         counts=True,
         put_back=parts.reshaped,

@@ -27,6 +27,8 @@ Cotangents = Sequence[Value | None]
 Derivative = Callable[["Tape", Node, Cotangents], list[Value | None]]
 # The dims of its operands that a result is linear in, see `passes.ops.linearity`.
 Linear = Literal["", "jointly", "in each", "in the first", "cast"]
+# What a result of its operand's shape has at each place, see `Op`.
+Elements = Literal["", "same", "cast", "like"]
 
 
 class Place(Protocol):
@@ -105,6 +107,8 @@ class Op:
     linear: what sums may pass it, see `passes.ops.linearity`.
     view: what it shows of its operand without a copy: all of it in another "shape", in
     another "order", as it is ("same"), "copies" of it, or a "part".
+    elements: of a result of its operand's shape: the "same" at each place, "cast" to
+    another dtype, or "like" them: made of that one alone, or of none.
     part: of an op that takes or writes a part of one dim: where it begins and ends.
     put_back: what a node, a view, is called with to put what it shows back into its
     operand: of the node, the operand and the new part, the op and its arguments.
@@ -140,6 +144,7 @@ class Op:
     form: str = "default"
     linear: Linear = ""
     view: Literal["", "shape", "order", "same", "copies", "part"] = ""
+    elements: Elements = ""
     part: Callable[[Node], tuple[int, int]] | None = None
     put_back: Callable[[Node, Value, Value], tuple[str, tuple[Any, ...]]] | None = None
     extents: Callable[[Unite, Node], None] | None = None
@@ -204,6 +209,13 @@ def is_usual(node: Node) -> bool:
 def is_view(node: Node) -> bool:
     """Whether the node shows its operand, or a part of it, without a copy."""
     return bool(op_of(node).view)
+
+
+def shows_all(node: Node) -> bool:
+    """Whether a node has the elements of its operand, all and in order: in another
+    shape or dtype, or as they are."""
+    op = op_of(node)
+    return op.view == "shape" or op.elements in ("same", "cast")
 
 
 def is_method(node: Node) -> bool:

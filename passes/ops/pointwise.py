@@ -95,6 +95,7 @@ OPS = (
         "pointwise",
         form="dtype",
         linear="cast",
+        elements="cast",
         counts=True,
         put_back=parts.reshaped,
         row_by_row=True,

@@ -335,6 +335,7 @@ OPS = (
         "pointwise",
         linear="jointly",
         view="same",
+        elements="same",
         spelling=".detach",
     ),
 )

@@ -19,7 +19,6 @@ from ..capture.trace import Traced
 from ..dims.name_dims import bind
 from ..dims.probe import probe_equation
 from ..graph import Graph, Node, Value
-from ..ops.captured import RESHAPES
 from ..ops.op import is_view, op_of
 from ..ops.parts import part_of
 from ..ops.rules import equation
@@ -196,7 +195,7 @@ class _Search:
         empty = any(0 in v.shape for v in (*node.operands, *results))
         if empty and node.name != "aten.cat":
             return  # as a cache that nothing is in yet
-        if node.name in RESHAPES:
+        if op_of(node).view == "shape":
             x, y = node.operands[0], node.out
             flat = [[a for d in self.tensors[v.name] for a in d] for v in (x, y)]
             self.atoms.unify(*flat)
