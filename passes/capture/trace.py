@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..capture.guards import are_same
 from ..capture.loss_module import LossModule
 from ..capture.mixed_precision import Lowering, autocast, keep_wide, parameters_in
 from ..capture.read_export import ExportReader
+from ..capture.read_sources import KINDS, aliases_of, read_sources
 from ..capture.repeat_layers import NotAlike, Repeater
 from ..capture.unseen import refuse_hooks
 from ..capture.values_read import capture_failed
@@ -192,7 +193,7 @@ def _capture_repeats(
     return replace(
         few,
         graph=graph,
-        aliases=_aliases(model.named_parameters(remove_duplicate=False)),
+        aliases=aliases_of(model),
         trainable=_trainable(model, graph),
         autocast={**few.autocast, **dtypes},
     )
@@ -248,31 +249,6 @@ def _place_of(function: Any) -> str:
     return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
 
 
-def _aliases(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """The other names of tensors that have several -> the first one."""
-    first: dict[int, str] = {}
-    canonical = {name: first.setdefault(id(x), name) for name, x in named}
-    return {name: known for name, known in canonical.items() if name != known}
-
-
-def _module_at(model: nn.Module, path: str) -> nn.Module:
-    """The module that has an attribute of this path; the model, if none has."""
-    try:
-        return model.get_submodule(path.rpartition(".")[0])
-    except AttributeError:
-        return model
-
-
-def _no_tensor(node: torch.fx.Node, reader: ExportReader) -> CaptureError:
-    users = [str(reader.where(user)) for user in node.users]
-    return CaptureError(
-        "the model computes with an object that is no tensor, such as a generator of "
-        f"random numbers ('{node.name}')",
-        source=next(iter(users), ""),
-        fix="draw random numbers outside of the model, and pass them in the batch",
-    )
-
-
 def _read(
     exported: torch.export.ExportedProgram,
     model: nn.Module,
@@ -280,58 +256,15 @@ def _read(
     reader: ExportReader,
 ) -> Traced:
     """Turn the exported program into our graph."""
-    aliases = _aliases(model.named_parameters(remove_duplicate=False))
     wanted = {n for n, p in model.named_parameters() if p.requires_grad}
-    # Of buffers every rank has all, under each of their names, so these are no matter.
-    shared = _aliases(model.named_buffers(remove_duplicate=False))
-    sources: dict[str, list[Value]] = {k: [] for k in ("input", "param", "buffer", "c")}
-    literals: dict[str, torch.Tensor] = {}
-    signature = exported.graph_signature
-    of_params = signature.inputs_to_parameters  # a new table at each mention
-    of_buffers = signature.inputs_to_buffers
-    of_constants = signature.inputs_to_lifted_tensor_constants
-    known: dict[tuple[str, str], Value] = {}
-    unread = iter(fields)
-    for node in exported.graph.find_nodes(op="placeholder"):
-        if node.name in of_params:
-            name = of_params[node.name].removeprefix("model.")
-            kind, name = "param", aliases.get(name, name)
-        elif node.name in of_buffers:
-            name = of_buffers[node.name].removeprefix("model.")
-            kind, name = "buffer", shared.get(name, name)
-        elif node.name in of_constants:
-            path = of_constants[node.name].removeprefix("model.")
-            is_named = path.rpartition(".")[2] in vars(_module_at(model, path))
-            kind, name = "c", path if is_named else node.name
-            # On the CPU, as all is while compiling.
-            literals[name] = exported.constants[of_constants[node.name]].cpu()
-        elif not isinstance(node.meta["val"], torch.Tensor):
-            raise _no_tensor(node, reader)
-        else:
-            kind, name = "input", next(unread)
-            if name in reader.builder.taken:
-                raise CaptureError(
-                    f"the batch field '{name}' has the name of a parameter or buffer",
-                    fix="give the field or the model's attribute another name",
-                )
-        if (kind, name) in known:  # what is tied or shared may come in twice
-            reader.values[node] = known[kind, name]
-        else:
-            known[kind, name] = reader.source(node, name)
-            sources[kind].append(known[kind, name])
-            if kind == "param" and name in wanted:
-                reader.flowing[name] = None
+    sources, literals = read_sources(exported, model, fields, reader)
+    inputs, params, buffers, constants = (tuple(sources[kind]) for kind in KINDS)
+    reader.flowing.update({v.name: None for v in params if v.name in wanted})
     reader.read(exported.graph_module)
-    graph = Graph(
-        tuple(sources["input"]),
-        tuple(sources["param"]),
-        tuple(sources["buffer"]),
-        tuple(sources["c"]),
-        tuple(reader.builder.nodes),
-        reader.outputs,
-    )
+    nodes = tuple(reader.builder.nodes)
+    graph = Graph(inputs, params, buffers, constants, nodes, reader.outputs)
     graph = functionalize(graph.verify(), reader.memory)
-    trainable = _trainable(model, graph)
+    aliases, trainable = aliases_of(model), _trainable(model, graph)
     traced = Traced(graph, aliases, literals, trainable, reader.autocast)
     return replace(traced, asked=tuple(reader.asked))
 
