@@ -181,8 +181,8 @@ def main() -> None:
     subprocess.run([*autopar, "export", trained, "-o", str(weights)], check=True)
     plain = {**MODELS, **DOUBLE}[name]()[0]
     plain.load_state_dict(torch.load(weights))  # into the plain model
-    said = [*autopar, "sample", trained, "--prompt", "def ", "--temperature", "0.7"]
-    subprocess.run([*said, "--tokens", "120", "--ema"], check=True)
+    sampling = [*autopar, "sample", trained, "--prompt", "def ", "--temperature", "0.7"]
+    subprocess.run([*sampling, "--tokens", "120", "--ema"], check=True)
     options = RunOptions(data=("stdlib",), eval_every=1, **trained_with(steps))
     began, losses = time.perf_counter(), losses_of(log)
     expected = plain_losses(name, options, reverse=False)

@@ -69,14 +69,14 @@ class Builder:
 def prune(graph: Graph) -> Graph:
     """Drop nodes, buffers and constants that no output depends on."""
     needed = {v.name for v in graph.outputs}
-    kept = []
+    nodes = []
     for node in reversed(graph.nodes):
         if any(v.name in needed for v in node.results):
-            kept.append(node)
+            nodes.append(node)
             needed.update(v.name for v in node.operands)
     return replace(
         graph,
-        nodes=tuple(reversed(kept)),
+        nodes=tuple(reversed(nodes)),
         buffers=tuple(v for v in graph.buffers if v.name in needed),
         constants=tuple(v for v in graph.constants if v.name in needed),
     )

@@ -83,9 +83,9 @@ def test_activation_bytes_in_halves_are_those_of_a_run() -> None:
         weight_half, _ = measured[index, "backward_weight"]
         assert saved == pytest.approx(predicted.saved, rel=0.05)
         assert saved + cotangent + change - sent == pytest.approx(
-            predicted.kept, rel=0.05
+            predicted.weight_saved, rel=0.05
         )
-        most = max(saved + cotangent + input_half, predicted.kept + weight_half)
+        most = max(saved + cotangent + input_half, predicted.weight_saved + weight_half)
         assert most == pytest.approx(predicted.backward_peak, rel=0.15)
 
 

@@ -76,7 +76,7 @@ def test_a_function_that_inductor_refuses_runs_as_it_is_written(tmp_path, caplog
     strange = _functions(tmp_path)["strange"]
     for _ in range(2):
         assert strange(torch.ones(2)).tolist() == [2.0, 2.0]
-    (line,) = strange.kept.refused
+    (line,) = strange.cache.refused
     assert line in caplog.text
     assert "refuses strange (model.py:9), which runs as it is written" in line
 
@@ -91,7 +91,7 @@ def test_arguments_that_share_memory_are_not_written_by_compiled_code(tmp_path):
     code = code_cache.Compiled(lambda *args: pytest.fail("compiled code wrote"), (0,))
     double.ready[signature] = code
     assert double(base[0], base[1]).tolist() == [2.0, 2.0]
-    assert "double (model.py:7) writes over an argument" in double.kept.refused[0]
+    assert "double (model.py:7) writes over an argument" in double.cache.refused[0]
     with pytest.raises(pytest.fail.Exception):
         double(base[0], torch.ones(2))
 

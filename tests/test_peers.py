@@ -90,7 +90,7 @@ def test_what_keeps_nothing_is_started_once(tmp_path):
     starts = []
 
     class Fake:
-        kept = tmp_path
+        folder = tmp_path
 
         def started(self):
             starts.append(self)

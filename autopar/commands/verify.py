@@ -96,10 +96,10 @@ def _verify(arguments: argparse.Namespace) -> Verification | Proof:
     backend, note = resolve_backend(asked, torch.device("cpu"), measured)
     if note:
         print(f"note: {note}", file=sys.stderr)
-    kept = CodeCache(stored.directory / COMPILED) if backend == "inductor" else None
+    cache = CodeCache(stored.directory / COMPILED) if backend == "inductor" else None
     return verify(
         *(program, model, batch),
         seed=stored.seed,
         drawn=drawn,
-        compiled=kept,
+        compiled=cache,
     )

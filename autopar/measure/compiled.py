@@ -27,9 +27,9 @@ def measure_compiled(
     of runs in turns. None if compiling takes more than so many seconds."""
     running, clock = Running(job, device), clock_of(device)
     with tempfile.TemporaryDirectory() as folder:
-        kept = _Bounded(Path(folder), budget)
+        cache = _Bounded(Path(folder), budget)
         compiled = load_module(job.text, "autopar.measured.compiled")
-        compile_functions(compiled, job.text, kept)
+        compile_functions(compiled, job.text, cache)
         took: dict[str, list[float]] = {"eager": [], "inductor": []}
         for number in range(repeats + 1):
             for module, samples in zip(
@@ -37,7 +37,7 @@ def measure_compiled(
             ):
                 begin = clock()
                 running.microbatch(module)
-                if kept.late:
+                if cache.late:
                     return None
                 if number:  # the first run compiles
                     samples.append(clock() - begin)

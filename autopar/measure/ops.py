@@ -146,8 +146,8 @@ class Running:
         if "backward" in module:
             module["backward"](c, p, g, k, b, saved, *self.dys)
         else:
-            _, kept = module["backward_input"](c, p, g, k, b, saved, *self.dys)
-            module["backward_weight"](c, p, g, k, b, kept)
+            _, residuals = module["backward_input"](c, p, g, k, b, saved, *self.dys)
+            module["backward_weight"](c, p, g, k, b, residuals)
 
 
 @torch.no_grad()

@@ -140,27 +140,27 @@ class Counting(CodeCache):
         return replace(compiled, run=counted)
 
 
-def ours(config: Config, batch: Mapping[str, Tensor], kept: Counting) -> Count:
+def ours(config: Config, batch: Mapping[str, Tensor], cache: Counting) -> Count:
     """Counts a microbatch's kernels and bytes, forward and backward, on one rank."""
     torch.manual_seed(0)
     model = GPT(config)
     plan = autopar.Plan(autopar.Mesh.parse(""))
     program = autopar.compile_offline(model, batch, plan, cluster=PLAIN)
-    kept.count = Count()
+    cache.count = Count()
 
     def body(comm: Comm) -> Count:
         held = local_parameters(program, comm, dict(model.named_parameters()))
-        executor = Executor(program, comm, held, {}, compiled=kept)
+        executor = Executor(program, comm, held, {}, compiled=cache)
         (stage,) = executor.stages.values()
         outside = _Outside()
         for name in ("forward", "backward"):
             stage.module[name] = outside.counting(stage.module[name])
         executor.step(batch)
-        return outside.count + kept.count
+        return outside.count + cache.count
 
     (counted,) = run_virtual(program.mesh, 1, body)
-    if kept.refused:
-        raise RuntimeError("\n".join(kept.refused))
+    if cache.refused:
+        raise RuntimeError("\n".join(cache.refused))
     return counted
 
 
@@ -184,8 +184,8 @@ def measure(config: Config, samples: int) -> tuple[Count, Count, Count]:
         counts = []
         for layers in (2, 3):  # nothing compiled before is found, as it counts nothing
             code_cache._in_memory.clear()
-            kept = Counting(Path(folder, str(layers)), graphs)
-            counts.append(ours(replace(config, layers=layers), batch, kept))
+            cache = Counting(Path(folder, str(layers)), graphs)
+            counts.append(ours(replace(config, layers=layers), batch, cache))
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/theirs"
         alone, added = theirs(config, samples)
     return counts[1] - counts[0], alone, alone + added

@@ -1,6 +1,6 @@
 """What `peers.py` compares, and one rank of it, which makes steps as it is told.
 
-    echo step | python -m examples.benchmarks.peer_runs single/torch-eager tiny kept
+    echo step | python -m examples.benchmarks.peer_runs single/torch-eager tiny folder
 
 A run is named by what is done on how many ranks, by whom and how: `ddp-2/ours-eager`.
 A rank reads a word a line: `step` trains and `peak` counts bytes as well; it answers by
@@ -82,7 +82,7 @@ def training(forward_backward: Step, parameters: Iterable[Tensor]) -> Step:
     return step
 
 
-def single(model: GPT, kept: Path, compiled: bool) -> Step:
+def single(model: GPT, folder: Path, compiled: bool) -> Step:
     run = torch.compile(model) if compiled else model
 
     def forward_backward(ids: Tensor, labels: Tensor) -> float:
@@ -107,7 +107,7 @@ def of_samples(model: nn.Module) -> Step:
     return training(forward_backward, model.parameters())
 
 
-def data_parallel(model: GPT, kept: Path, compiled: bool) -> Step:
+def data_parallel(model: GPT, folder: Path, compiled: bool) -> Step:
     """DistributedDataParallel, its gradients kept in its buckets: one copy less."""
     run = torch.compile(model) if compiled else model
     return of_samples(
@@ -120,7 +120,7 @@ def compile_blocks(module: GPT | Stage) -> None:
         block.compile()
 
 
-def fully_sharded(model: GPT, kept: Path, compiled: bool, reshard: bool) -> Step:
+def fully_sharded(model: GPT, folder: Path, compiled: bool, reshard: bool) -> Step:
     """FSDP2, each layer a group of its own: ZeRO-3, or ZeRO-2 if parameters stay whole
     from forward to backward."""
     if compiled:
@@ -131,7 +131,7 @@ def fully_sharded(model: GPT, kept: Path, compiled: bool, reshard: bool) -> Step
     return of_samples(model)
 
 
-def dtensor(model: GPT, kept: Path, compiled: bool, sequence: bool) -> Step:
+def dtensor(model: GPT, folder: Path, compiled: bool, sequence: bool) -> Step:
     """DTensor's tensor parallelism over all ranks, with its vocabulary-split loss."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     tensor_parallel(split_qkv(model), mesh, sequence)
@@ -148,7 +148,7 @@ def dtensor(model: GPT, kept: Path, compiled: bool, sequence: bool) -> Step:
 
 
 def pipelining(
-    model: GPT, kept: Path, compiled: bool, name: str, tensor_ranks: int
+    model: GPT, folder: Path, compiled: bool, name: str, tensor_ranks: int
 ) -> Step:
     """torch's schedule of a name, each stage split over `tensor_ranks` by DTensor."""
     shape = (dist.get_world_size() // tensor_ranks, tensor_ranks)
@@ -209,19 +209,19 @@ def local(tensor: Tensor) -> Tensor:
 # --- ours -----------------------------------------------------------------------------
 
 
-def ours(model: GPT, kept: Path, **options: object) -> Step:
+def ours(model: GPT, folder: Path, **options: object) -> Step:
     """The plan that the first start made and proved is taken by later ones."""
     import autopar  # only here: the peers' runs do without it
     from autopar.plans.store import load_plan, save_plan
 
-    plan = kept / "plan"
+    plan = folder / "plan"
     source = {"program": load_plan(plan).program} if plan.exists() else options
     example = dict(zip(("ids", "labels"), batch(model.config, 0), strict=True))
     compiled = autopar.compile(
         model,
         options.pop("mesh"),
         example_inputs=example,
-        cache_dir=kept / "compiled",
+        cache_dir=folder / "compiled",
         **source,
     )
     if compiled.comm.rank == 0 and not plan.exists():
@@ -308,10 +308,10 @@ def batch(config: Config, step: int) -> tuple[Tensor, Tensor]:
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-def build(name: str, config: Config, kept: Path) -> Step:
+def build(name: str, config: Config, folder: Path) -> Step:
     row, run = name.split("/")
     torch.manual_seed(0)
-    return ROWS[row].runs[run](GPT(config), kept)
+    return ROWS[row].runs[run](GPT(config), folder)
 
 
 def answer(word: str, step: Step, number: int, config: Config) -> dict:
@@ -342,13 +342,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run")
     parser.add_argument("config", choices=CONFIGS)
-    parser.add_argument("kept", type=Path)
+    parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # torch's own, about its own parts
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     config = CONFIGS[options.config]
-    step = build(options.run, config, options.kept)
+    step = build(options.run, config, options.folder)
     for number, line in enumerate(sys.stdin):
         result = answer(line.strip(), step, number, config)
         print(json.dumps(result), flush=True)

@@ -62,26 +62,31 @@ class Run:
     """The processes of a run, which make steps as they are told."""
 
     def __init__(
-        self, name: str, config: str, kept: Path, losses: Sequence[float] | None = None
+        self,
+        name: str,
+        config: str,
+        folder: Path,
+        losses: Sequence[float] | None = None,
     ) -> None:
-        self.name, self.config, self.kept = name, config, kept
+        self.name, self.config, self.folder = name, config, folder
         self.expected, self.losses = losses, list[float]()
         # Ranks that share two cores gain nothing by processes that compile for them.
         self.caches = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        self.caches["TORCHINDUCTOR_CACHE_DIR"] = str(kept / "torch")
+        self.caches["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "torch")
 
     @contextmanager
     def started(self) -> Iterator[float]:
         """The context in which it runs, with the seconds until its first step."""
         self.losses.clear()
         ranks = ROWS[self.name.split("/")[0]].ranks
-        command = [sys.executable, "-m", MODULE, self.name, self.config, str(self.kept)]
+        of = self.name, self.config, str(self.folder)
+        command = [sys.executable, "-m", MODULE, *of]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with tempfile.TemporaryFile("w+") as self.said, ExitStack() as stack:
+        with tempfile.TemporaryFile("w+") as self.errors, ExitStack() as stack:
             began = time.perf_counter()
             self.processes = [
                 stack.enter_context(
-                    start(command, self.caches | own, stderr=self.said, **pipes)
+                    start(command, self.caches | own, stderr=self.errors, **pipes)
                 )
                 for own in environments(ranks)
             ]
@@ -121,8 +126,8 @@ class Run:
         for line in printed:
             if line.startswith("{"):
                 return line
-        self.said.seek(0)
-        raise RuntimeError(f"{self.name} ended:\n{self.said.read()[-4000:]}")
+        self.errors.seek(0)
+        raise RuntimeError(f"{self.name} ended:\n{self.errors.read()[-4000:]}")
 
     def _kill(self) -> None:
         for process in self.processes:
@@ -176,7 +181,7 @@ def launch(run: Run, stack: ExitStack) -> tuple[float, float]:
     """Start a run, to end with the stack; seconds to its first step, cold and warm."""
     with ExitStack() as own:
         cold = own.enter_context(run.started())
-        if not any(path.is_file() for path in run.kept.rglob("*")):
+        if not any(path.is_file() for path in run.folder.rglob("*")):
             # Another start would be like this one.
             stack.enter_context(own.pop_all())
             return cold, cold

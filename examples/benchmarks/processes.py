@@ -59,10 +59,10 @@ def run(command: Sequence[str], timeout: float) -> str:
     """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with start(command, **pipes) as process:
-        printed, said = process.communicate(timeout=timeout)
+        printed, errors = process.communicate(timeout=timeout)
     if process.returncode:
         raise RuntimeError(
             f"{' '.join(command)} ended with {process.returncode}:\n"
-            f"{(said or printed)[-4000:]}"
+            f"{(errors or printed)[-4000:]}"
         )
     return printed

@@ -223,10 +223,10 @@ def _has_another(call: Call) -> bool:
                 return True
         except Exception as problem:
             error = problem
-        said = f" ({type(error).__name__}: {error})" if error else ""
+        reason = f" ({type(error).__name__}: {error})" if error else ""
         raise CaptureError(
             f"{name} is neither the derivative of its forward nor linear in the "
-            f"gradient that it is given{said}",
+            f"gradient that it is given{reason}",
             source=call.source,
             fix=SAME_GRADIENT,
         ) from error

@@ -69,9 +69,9 @@ def indexed(at: Unite, node: Node) -> None:
     adjacent = indexing == list(range(indexing[0], indexing[-1] + 1))
     first = indexing[0] if adjacent else 0
     out = at.tensors[node.out.name]
-    kept = [d for d in range(len(x.shape)) if d not in indexing]
+    sliced = [d for d in range(len(x.shape)) if d not in indexing]
     places = [p for p in range(len(out)) if not first <= p < first + rank]
-    for d, p in zip(kept, places, strict=True):
+    for d, p in zip(sliced, places, strict=True):
         at.atoms.unify(at.tensors[x.name][d], out[p])
     for i in spread:
         for d, n in enumerate(i.shape):

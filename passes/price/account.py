@@ -121,7 +121,7 @@ class Account(Amounts):
     experts: Held = Held()
     tied: Held = Held()
     saved: float = 0.0
-    kept: float = 0.0
+    weight_saved: float = 0.0
     whole: float = 0.0
     edges: float = 0.0
     gathered: float = 0.0
@@ -147,7 +147,7 @@ class Account(Amounts):
             saved=round(self.saved),
             forward_peak=round(self.forward.alive.whole),
             backward_peak=round(self.backward.alive.whole),
-            kept=round(self.kept),
+            weight_saved=round(self.weight_saved),
             step=round(self.whole),
             weight_peak=round(self.weight.alive.whole),
             edges=round(self.edges),
@@ -184,15 +184,16 @@ def in_a_row(whole: Account, parts: Sequence[Account]) -> Account:
     for messages, which are those of both ends."""
     alike = [(part, len(list(same))) for part, same in groupby(parts)]
     most = dict.fromkeys((FORWARD, BACKWARD, WEIGHT), Alive())
-    saved = kept = 0.0
+    saved = weight_saved = 0.0
     for part, count in alike:
         # Of equal ones in a row the first or the last has most beside it.
         beside = saved + max(0.0, (count - 1) * part.saved)
         most[FORWARD] = most[FORWARD].largest(part.forward.alive, beside)
         most[BACKWARD] = most[BACKWARD].largest(part.backward.alive, beside)
-        beside = kept + max(0.0, (count - 1) * part.kept)
+        beside = weight_saved + max(0.0, (count - 1) * part.weight_saved)
         most[WEIGHT] = most[WEIGHT].largest(part.weight.alive, beside)
-        saved, kept = saved + count * part.saved, kept + count * part.kept
+        saved += count * part.saved
+        weight_saved += count * part.weight_saved
     # A weight that both ends use is whole between its uses, and so is its gradient.
     tied = max(0.0, sum(p.held.parameters for p in parts) - whole.held.parameters)
     if tied:

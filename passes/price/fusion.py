@@ -16,12 +16,12 @@ from ..ops.rules import is_pointwise
 
 
 def fused_traffic(
-    nodes: Sequence[Node], kept: Collection[str]
+    nodes: Sequence[Node], live_out: Collection[str]
 ) -> list[tuple[int, bool]]:
     """Returns the bytes that each node reads and writes, and whether it is a kernel of
     its own or the first op of one.
 
-    kept: names of the values that live on after the last node.
+    live_out: names of the values that live on after the last node.
     """
     roots, alone = _roots(nodes), [not fusable(node) for node in nodes]
     producers = {v.name: i for i, n in enumerate(nodes) for v in n.results}
@@ -30,7 +30,7 @@ def fused_traffic(
         if not is_view(node):
             for name in {roots[v.name] for v in node.operands}:
                 readers.setdefault(name, []).append(i)
-    stays = {roots.get(name, name) for name in kept}
+    stays = {roots.get(name, name) for name in live_out}
 
     def handed(name: str, reader: int) -> bool:
         """Whether a value goes from its op to this reader in registers."""

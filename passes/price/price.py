@@ -42,20 +42,20 @@ def compute(local: LocalStage, device: Device) -> Account:
     trained = [v for v in local.params if v.name in local.grads and device.ops.update]
     update = sum(between(device.ops.update, v.bytes)[0] for v in trained)
     return Account(update=update).with_parts(
-        *(compute_part(ns, device, {v.name for v in kept}) for ns, kept in parts)
+        *(compute_part(ns, device, {v.name for v in out}) for ns, out in parts)
     )
 
 
 def compute_part(
-    nodes: Sequence[Node], device: Device, kept: Collection[str] = ()
+    nodes: Sequence[Node], device: Device, live_out: Collection[str] = ()
 ) -> PartCost:
-    """What some nodes of a rank compute and move. kept: values that live on."""
+    """What some nodes of a rank compute and move. live_out: values that live on."""
     known = dict.fromkeys(SOURCES, 0.0)
     work = attention = 0.0
     launches = bytes_moved = operations = 0
     exchanges: list[Exchange] = []
     beside: list[Exchange] = []
-    moves = _moves(nodes, kept, device)
+    moves = _moves(nodes, live_out, device)
     for node, (moved, begins) in zip(nodes, moves, strict=True):
         if collective_kind := collective(node):
             there = beside if node.op in UNDER_WAY else exchanges
@@ -118,11 +118,11 @@ def _whole(node: Node) -> int:
 
 
 def _moves(
-    nodes: Sequence[Node], kept: Collection[str], device: Device
+    nodes: Sequence[Node], live_out: Collection[str], device: Device
 ) -> list[tuple[int, bool]]:
     """Returns each node's bytes, and whether a kernel begins there."""
     if device.fused and not device.ops.timed and len(nodes) > 1:
-        return fused_traffic(nodes, kept)
+        return fused_traffic(nodes, live_out)
     return [(moved := traffic(node), moved > 0) for node in nodes]
 
 

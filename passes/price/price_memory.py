@@ -62,7 +62,7 @@ def with_held(
         held=held,
         experts=of_experts,
         saved=sizes.saved,
-        kept=sizes.kept,
+        weight_saved=sizes.weight_saved,
         whole=sizes.step,
         edges=sizes.edges,
         buffers=float(sum(v.bytes for v in local.buffers)),

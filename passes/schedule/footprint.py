@@ -51,9 +51,10 @@ class Communication:
 class Footprint:
     """Bytes on one rank: kept from a microbatch's forward to its backward; and the most
     that a forward, or a backward with what it was given, has alive at once. Where the
-    backward is split, that is of the input half; kept: what it keeps for the weight
-    half; weight_peak: the most that this has alive. step: of what is made of parameters
-    for a whole step, gathered or in another precision, and of gradients whole as long.
+    backward is split, that is of the input half; weight_saved: what it keeps for the
+    weight half; weight_peak: the most that this has alive. step: of what is made of
+    parameters for a whole step, gathered or in another precision, and of gradients
+    whole as long.
     edges: the most before the first forward or after the last backward, when some of
     these are in messages. received, sent: of a forward's messages; gradients are as
     large, the other way.
@@ -62,7 +63,7 @@ class Footprint:
     saved: int
     forward_peak: int
     backward_peak: int
-    kept: int
+    weight_saved: int
     step: int
     weight_peak: int = 0
     edges: int = 0
@@ -72,14 +73,14 @@ class Footprint:
     @property
     def each(self) -> int:
         """Bytes of a microbatch in flight, at most, while something else runs."""
-        return max(self.saved + self.sent, self.kept)
+        return max(self.saved + self.sent, self.weight_saved)
 
     @property
     def working(self) -> int:
         """Bytes that an action has alive beyond those of microbatches in flight."""
         forward = max(self.forward_peak, self.backward_peak) - self.saved
         messages = AHEAD * max(self.received, self.sent)
-        return messages + max(0, forward, self.weight_peak - self.kept)
+        return messages + max(0, forward, self.weight_peak - self.weight_saved)
 
     def most(self, in_flight: int) -> int:
         """Bytes at most, with this many microbatches between forward and backward."""
@@ -152,8 +153,8 @@ def _alive(of: Footprint) -> dict[Kind, tuple[int, int, int]]:
     return {
         Kind.F: (of.received, of.forward_peak, of.saved + of.sent),
         Kind.B: (of.saved + of.sent, of.backward_peak, of.received),
-        Kind.I: (of.saved + of.sent, of.backward_peak, of.kept + of.received),
-        Kind.W: (of.kept, of.weight_peak, 0),
+        Kind.I: (of.saved + of.sent, of.backward_peak, of.weight_saved + of.received),
+        Kind.W: (of.weight_saved, of.weight_peak, 0),
     }
 
 
@@ -169,7 +170,7 @@ def footprints(local: LocalStage, besides: Sequence[Beside]) -> list[Footprint]:
     owners, sizes = forward.owners, forward.sizes
     saved = {owners[v.name] for v in local.residuals if v.name in owners}
     owners = backward.owners
-    kept = {owners[v.name] for v in local.weight_residuals if v.name in owners}
+    weight_saved = {owners[v.name] for v in local.weight_residuals if v.name in owners}
     step, edges = _whole(local)
     received, sent = (sum(v.bytes for v in vs) for vs in (local.receives, local.sends))
     return [
@@ -177,7 +178,7 @@ def footprints(local: LocalStage, besides: Sequence[Beside]) -> list[Footprint]:
             saved=sum(sizes[root] for root in saved),
             forward_peak=f,
             backward_peak=b,
-            kept=sum(backward.sizes[root] for root in kept),
+            weight_saved=sum(backward.sizes[root] for root in weight_saved),
             step=step,
             weight_peak=w,
             edges=edges,

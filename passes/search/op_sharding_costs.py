@@ -269,10 +269,10 @@ class OpShardingCosts:
     def _keeps(self, v: Value, node: Node) -> bool:
         """Whether the node's backward reads this operand, or a view that it makes of
         it is read."""
-        kept = self.setting.residuals
+        residuals = self.setting.residuals
         if is_view(node):
-            return any(out.name in kept for out in node.results)
-        return v.name in kept and op_of(node).linear != "jointly"
+            return any(out.name in residuals for out in node.results)
+        return v.name in residuals and op_of(node).linear != "jointly"
 
 
 def _spread(

@@ -89,7 +89,7 @@ class ValueCosts:
         return self.v.name in self.setting.differentiable
 
     @property
-    def kept(self) -> bool:
+    def is_saved(self) -> bool:
         return self.v.name in self.setting.storages
 
     @property
@@ -100,7 +100,7 @@ class ValueCosts:
         dims = sharded.named.dims[self.v.name]
         sizes = tuple(tuple(d.size for d in dim) for dim in dims)
         other = (sizes, lies.slots, self.v.dtype)
-        return (*other, self.rests, self.savers, self.flows, self.kept)
+        return (*other, self.rests, self.savers, self.flows, self.is_saved)
 
     def __call__(self, made: tuple[State, bool], *uses: tuple[Need, ...]) -> Amount:
         """made: the state that the producer leaves it in, and whether it might be V.
@@ -170,7 +170,7 @@ class ValueCosts:
             for need in own
         }
         made = _place(have)
-        places = (read or {made}) if self.kept else read - {made}
+        places = (read or {made}) if self.is_saved else read - {made}
         size = sum(self.setting.bytes_of(self.v, place) for place in places)
         return float(size * self.setting.in_flight)
 

@@ -28,11 +28,11 @@ def before_view(
         for i, axes in enumerate(own):
             if not axes:
                 continue
-            kept = [f for f in factors if (0, d, i) in f.outs and f.role == "map"]
-            if not kept:
+            through = [f for f in factors if (0, d, i) in f.outs and f.role == "map"]
+            if not through:
                 return None
-            for _, at, spot in kept[0].operands:
+            for _, at, spot in through[0].operands:
                 slots[at][spot] = axes
-            if not kept[0].operands:
+            if not through[0].operands:
                 varying.update(axes)
     return Sharding(tuple(map(tuple, slots)), (), frozenset(varying))

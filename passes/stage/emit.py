@@ -257,18 +257,18 @@ class _Emitter:
                 chains=self.outlined,
             )
             saved = [v for v in handed[i] if v.name in part.read]
-            rows = between.kept(i - 1, i) if i else []
+            rows = between.rows_between(i - 1, i) if i else []
             lines = function.arrive(entering[i], saved, rows)
             takes = ["c", "p", "g", "k", "b", "saved"] if i else ["c", "p", "k", "b"]
             takes += map(function.name, entering[i])
             last = i == len(parts) - 1
-            kept = [] if last else handed[i + 1]
-            kept = [v for v in kept if v.name in parts[i + 1].read]
-            lines += function.body(part.items, [*part.results, *kept])
+            handed_on = [] if last else handed[i + 1]
+            handed_on = [v for v in handed_on if v.name in parts[i + 1].read]
+            lines += function.body(part.items, [*part.results, *handed_on])
             returned = as_tuple(function.name(v) for v in part.results)
             if not last:
-                rows = between.kept(i, i + 1)
-                own = [*map(function.name, kept), *map(function.rows_name, rows)]
+                rows = between.rows_between(i, i + 1)
+                own = [*map(function.name, handed_on), *map(function.rows_name, rows)]
                 returned += f", [{', '.join(own)}]"
             lines.append(f"return {returned}")
             texts.append(_function(f"{name}({', '.join(takes)})", lines))

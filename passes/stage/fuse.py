@@ -26,15 +26,15 @@ def drop_identities(*parts: list[Node]) -> tuple[list[Node], ...]:
     aliases: dict[str, Value] = {}
 
     def follow(nodes: list[Node]) -> list[Node]:
-        kept = []
+        others = []
         for node in nodes:
             if any(v.name in aliases for v in node.operands):
                 node = node.substitute(lambda v: aliases.get(v.name, v))
             if node.op in IDENTITIES:
                 aliases[node.out.name] = node.operands[0]
             else:
-                kept.append(node)
-        return kept
+                others.append(node)
+        return others
 
     return tuple(map(follow, parts))
 

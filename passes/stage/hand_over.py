@@ -166,7 +166,7 @@ class HandOver:
                 return before + instance[1].name
         return before + self.same.get(own, own)
 
-    def kept(self, source: int, reader: int) -> list[Rows]:
+    def rows_between(self, source: int, reader: int) -> list[Rows]:
         """Rows that a part hands on for later ones, this reader or those after it."""
         return [r for r in self.rows if r.source <= source and r.reader >= reader]
 

@@ -157,8 +157,8 @@ def outline(parts: Sequence[tuple[Sequence[Node], Collection[str]]]) -> Outline:
     """
     runs: list[_Run] = []
     places = find_all_runs([nodes for nodes, _ in parts])
-    for number, (nodes, kept) in enumerate(parts):
-        readers = [*kept]
+    for number, (nodes, live_out) in enumerate(parts):
+        readers = [*live_out]
         last: dict[str, int] = {name: len(nodes) for name in readers}
         for i, node in enumerate(nodes):
             for v in node.operands:

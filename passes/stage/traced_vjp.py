@@ -267,11 +267,11 @@ def _read(
     ends = {v.name for v in all_grads if v is not None}
     backward = _only_needed(backward, ends)
     # A gradient that no cotangent is in is made forward: zeros.
-    kept = {v.name for v in outs if v is not None} | _reads(backward) | ends
+    needed = {v.name for v in outs if v is not None} | _reads(backward) | ends
     return Template(
         tuple(sources[: len(wanted)]),
         dys,
-        tuple(_only_needed(forward, kept)),
+        tuple(_only_needed(forward, needed)),
         tuple(backward),
         tuple(outs),
         all_grads,

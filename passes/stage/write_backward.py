@@ -179,7 +179,7 @@ class Writer:
 
 def _alive(nodes: list[Node], needed: set[str]) -> list[Node]:
     """Nodes that a result or a parameter's gradient depends on."""
-    kept: list[Node] = []
+    live: list[Node] = []
     for node in reversed(nodes):
         changes = not node.results and _target(node)
         into_grad = bool(changes) and str(changes).startswith(GRADIENT)
@@ -188,9 +188,9 @@ def _alive(nodes: list[Node], needed: set[str]) -> list[Node]:
             or changes in needed
             or any(v.name in needed for v in node.results)
         ):
-            kept.append(node)
+            live.append(node)
             needed.update(v.name for v in node.operands)
-    return kept[::-1]
+    return live[::-1]
 
 
 def _target(node: Node) -> str:

@@ -266,8 +266,8 @@ class LoopWriter:
         for name, (start, own) in texts.items():
             self.names[name] = self.index.text(own, start)
 
-    def body(self, kept: Collection[str]) -> list[str]:
-        stays = {one.next.name for one in self.loop.carried}.union(kept)
+    def body(self, live_out: Collection[str]) -> list[str]:
+        stays = {one.next.name for one in self.loop.carried}.union(live_out)
         alive, bound = self.function.alive, self.bound()
         body = Statements(alive.peak)
         for o, node in enumerate(self.loop.body):

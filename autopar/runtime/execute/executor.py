@@ -300,7 +300,7 @@ class Executor:
             *dys,
         )
         if not whole:
-            made, stage.kept[i] = made
+            made, stage.weight_residuals[i] = made
         if action.stage > 0:
             self._hand_on("dy", action.stage, action.stage - 1, i, made)
 
@@ -313,7 +313,7 @@ class Executor:
             stage.grads,
             stage.constants,
             stage.batch,
-            stage.kept.pop(i),
+            stage.weight_residuals.pop(i),
         )
 
     def _hand_on(

@@ -34,10 +34,10 @@ from autopar.runtime.kernels import for_inductor
 PLACE = re.compile(r"  # .*?(\S+\.py:\d+)")
 
 
-def compile_functions(module: dict[str, Any], text: str, kept: CodeCache) -> None:
+def compile_functions(module: dict[str, Any], text: str, cache: CodeCache) -> None:
     """Replace the functions that an emitted module calls by compiled ones.
 
-    module: names that its text made. kept: where compiled code is kept.
+    module: names that its text made. cache: where compiled code is kept.
     """
     functions = [
         node
@@ -53,7 +53,7 @@ def compile_functions(module: dict[str, Any], text: str, kept: CodeCache) -> Non
                 ast.unparse(node),
                 place[1] if place else "of no line of the model",
                 not isinstance(end.value, ast.Tuple),
-                kept,
+                cache,
             )
 
 
@@ -71,10 +71,10 @@ class CompiledFunction:
         source: str,
         place: str,
         single: bool,
-        kept: CodeCache,
+        cache: CodeCache,
     ) -> None:
         self.plain, self.source, self.place = plain, source, place
-        self.single, self.kept, self.name = single, kept, plain.__name__
+        self.single, self.cache, self.name = single, cache, plain.__name__
         self.ready: dict[Signature, Compiled | None] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -86,7 +86,7 @@ class CompiledFunction:
             return self.plain(*args)
         tensors = [a for a in args if isinstance(a, Tensor)]
         if compiled.writes and _share_memory(tensors, compiled.writes):
-            self.kept.refuse(
+            self.cache.refuse(
                 f"{self.name} ({self.place}) writes over an argument that shares its "
                 "memory with another one, and runs as it is written"
             )
@@ -96,16 +96,16 @@ class CompiledFunction:
 
     def _prepare(self, signature: Signature, args: tuple[Any, ...]) -> None:
         if any(_differ(known, signature) for known in self.ready):
-            self.kept.refuse(
+            self.cache.refuse(
                 f"{self.name} ({self.place}) is given other shapes in each step, and "
                 "runs as it is written: Inductor compiles it for one"
             )
             return
         try:
-            compiled = self.kept.take(self, signature, args)
+            compiled = self.cache.take(self, signature, args)
         except Exception as error:
             line = (str(error).strip().splitlines() or [""])[0]
-            self.kept.refuse(
+            self.cache.refuse(
                 f"Inductor refuses {self.name} ({self.place}), which runs as it is "
                 f"written: {type(error).__name__}: {line}"
             )

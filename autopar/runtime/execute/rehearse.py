@@ -23,8 +23,8 @@ def rehearse(executor: Executor) -> None:
     gradients are what they were. Does nothing where functions run as they are written,
     or were rehearsed before.
     """
-    program, comm, kept = executor.program, executor.comm, executor.compiled
-    if kept is None:
+    program, comm, cache = executor.program, executor.comm, executor.compiled
+    if cache is None:
         return
     alone = FakeComm(program.mesh, program.plan.microbatches, comm.device, comm.rank)
     alone.state.zigzag = executor.state.zigzag
@@ -37,10 +37,10 @@ def rehearse(executor: Executor) -> None:
     for index, stage in executor.stages.items():
         text = program.modules[program.module_of(comm.rank, index)]
         with executor.multiplying():  # which compiled code is made for
-            if not kept.preload(text, comm.device):
+            if not cache.preload(text, comm.device):
                 play(alone, stage, batch)
                 stage.batch = Batch()
-                kept.remember(text, comm.device)
+                cache.remember(text, comm.device)
     for flat, held in zip(flats, before, strict=True):
         flat.zero_() if held is None else flat.copy_(held)
 
@@ -73,11 +73,11 @@ def play(
     whole = (comm, own, stage.grads, stage.constants, held)
     halves = "backward" not in module
     if halves:
-        _, kept = call("backward_input", *whole, saved, *arrived("D_SENDS"))
+        _, residuals = call("backward_input", *whole, saved, *arrived("D_SENDS"))
     stage.begin_epilogue(comm)
     comm.state.on_ready = stage.go_on
     if halves:
-        call("backward_weight", *whole, kept)
+        call("backward_weight", *whole, residuals)
     else:
         call("backward", *whole, saved, *arrived("D_SENDS"))
     held.end()

@@ -124,8 +124,8 @@ class Watchdog:
         try:
             before = self._all_beats()
             while time.monotonic() < deadline:
-                if (said := self._said()) is not None:
-                    return said
+                if (message := self._said()) is not None:
+                    return message
                 time.sleep(BEAT / 2)
             after = self._all_beats()
             # One that never beat has not started, and may only be slow.
@@ -144,8 +144,8 @@ class Watchdog:
             self.note_end()
             deadline, before = time.monotonic() + self.silence, self._all_beats()
             while time.monotonic() < deadline:
-                if (said := self._said()) is not None:
-                    return said
+                if (message := self._said()) is not None:
+                    return message
                 if len(self._told()) == self.world:
                     return self.agree(TOLD)
                 time.sleep(BEAT / 2)
@@ -243,8 +243,8 @@ class Watchdog:
         if self._failure is not None and not self._stop.wait(self.grace):
             self._end(self._failure)
 
-    def _end(self, said: str) -> None:
-        self.complain(said)
+    def _end(self, message: str) -> None:
+        self.complain(message)
         self.end_launcher()
         self._leave(EXIT)
 
@@ -310,13 +310,13 @@ def _guarded(watchdog: Watchdog, body: Callable[[], None]) -> int:
     except (RuntimeError, Terminated) as error:
         # A peer that is gone or late shows as a plain RuntimeError of gloo.
         by_signal = isinstance(error, Terminated)
-        said = watchdog.ended() if by_signal else watchdog.reason()
-        if said is None:
+        message = watchdog.ended() if by_signal else watchdog.reason()
+        if message is None:
             watchdog.publish(first_line(error))
             raise
-        watchdog.complain(said)
+        watchdog.complain(message)
         watchdog.end_launcher()
-        return EXIT if said != TOLD else 128 + signal.SIGTERM
+        return EXIT if message != TOLD else 128 + signal.SIGTERM
     except Exception as error:
         watchdog.publish(first_line(error))
         raise
