@@ -2,9 +2,8 @@
 
 Ranks that the batch is split over load different samples, and those that differ in
 another axis alone (tp, pp, cp) the same. A step computes as on the global batch of
-them: labels are counted, and masks of dropout drawn, as if every rank had it. What a
-rank does not read stays away from its device. Labels come there, to be counted: 8 bytes
-of a token, where its activations are thousands in every layer.
+them: labels are counted over ranks, and masks of dropout drawn as if every rank had it.
+What a rank does not read stays away from its device.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ class DataRank:
         self, executor: Executor, batch: Mapping[str, Tensor], local: bool
     ) -> dict[str, Field]:
         """What the stages of this rank read of a batch, on their device. Rows of others
-        come there only of fields that are read whole, as labels are to be counted, and
-        of local batches where `exchange` does not do.
+        come there only of fields that are read whole, as sums over several fields read
+        them, and of local batches where `exchange` does not do.
 
         local: `batch` is this rank's part.
         """

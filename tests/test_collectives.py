@@ -92,8 +92,8 @@ def test_the_collectives_of_a_gpt2_of_one_layer(golden, sequence_parallel):
 def test_data_parallel_reduces_one_bucket_a_step(microbatches):
     case = gpt2(layers=2, padded=True)
     program = case.compile("dp=2", microbatches)
-    assert collectives(program) == []
-    assert traffic(case, program) == [{"reduce_ranks_": 1}] * 2
+    assert count(program) == {("prologue", "all_reduce"): 1}  # of tokens
+    assert traffic(case, program) == [{"reduce_ranks_": 1, "all_reduce": 1}] * 2
 
 
 @pytest.mark.parametrize("microbatches", [2, 4])
@@ -111,10 +111,13 @@ def test_a_tied_weight_is_exchanged_once_a_step():
     assert reductions == [1, 0, 0, 1]
 
 
-def test_all_ranks_count_the_same_tokens_without_asking():
-    """The count that a mean is divided by is of the batch, which every rank has."""
-    program = plain_gpt(layers=1, ignored="uneven").compile("dp=2,pp=2", 2)
-    assert collectives(program) == []
+def test_tokens_are_counted_once_a_step():
+    """The count that a mean is divided by is of the batch, of which a rank has part."""
+    case = plain_gpt(layers=1, ignored="uneven")
+    program = case.compile("dp=2,pp=2", 2)
+    (row,) = collectives(program)  # of the last stage alone
+    assert row.startswith("prologue  all_reduce") and row.endswith(" []")
+    assert collectives(case.compile("pp=2", 2)) == []
     assert program.loss_pending == ("time", "dp")
 
 

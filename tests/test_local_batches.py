@@ -14,7 +14,8 @@ import torch
 from cases import Case, on_rank
 from models import gpt2, plain_gpt, switch_gpt
 from processes import RankFailed, run_ranks
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import autopar
@@ -158,25 +159,26 @@ def test_positions_as_many_as_a_rank_s_samples_are_not_samples() -> None:
 # --- what of a batch comes to a rank ------------------------------------------------
 
 
-# Rows that come to each rank. Of the labels all do, where they are counted.
-BOTH, FIRST_STAGE, LAST_STAGE = {"ids": 4, "labels": 8}, {"ids": 4}, {"labels": 8}
+# Rows that come to each rank: labels are counted where they are computed with.
+BOTH, FIRST_STAGE, LAST_STAGE = {"ids": 4, "labels": 4}, {"ids": 4}, {"labels": 4}
 
 
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "local", "held", "gathered"),
     [
         ("dp=2", 2, False, [BOTH] * 2, 0),
-        ("dp=2", 1, True, [BOTH] * 2, 1),
+        ("dp=2", 1, True, [BOTH] * 2, 0),
         # Rows of each microbatch lie on all ranks: each loaded half of its own.
         ("dp=2", 2, True, [BOTH] * 2, 2),
         ("dp=2,tp=2", 4, True, [BOTH] * 4, 2),
         ("dp=2,ep=2", 2, True, [{"ids": 8, "labels": 8}] * 4, 2),
-        ("dp=2,ep=2", 1, True, [{"ids": 2, "labels": 8}] * 4, 1),
+        ("dp=2,ep=2", 1, True, [{"ids": 2, "labels": 2}] * 4, 0),
         ("pp=2,dp=2", 2, False, [FIRST_STAGE] * 2 + [LAST_STAGE] * 2, 0),
     ],
 )
 def test_what_no_rank_reads_comes_to_none(mesh, microbatches, local, held, gathered):
     case = plain_gpt(layers=2).double()
+    case.batch["labels"][:3, 2:9] = -100  # of some ranks more than of others
     program = case.compile(mesh, microbatches)
 
     def run(comm: Comm) -> tuple[Tensor, int, dict[str, int]]:
@@ -196,6 +198,36 @@ def test_what_no_rank_reads_comes_to_none(mesh, microbatches, local, held, gathe
     want = loss_of(case, case.batch)
     for loss, _, _ in found:
         torch.testing.assert_close(loss, want, rtol=1e-9, atol=0)
+
+
+class WeighedLoss(nn.Module):
+    """Divided by what is made of one field of the batch, of another, and of both."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        logits = self.model(ids)[0].flatten(0, 1)
+        nll = F.cross_entropy(logits, labels.flatten(), reduction="none")
+        nll, kept = nll.view(labels.shape), labels != -100
+        weighed = (nll * weights).sum() / (weights * kept).sum()
+        each = nll.sum() / kept.sum().clamp(min=1) + nll.sum() / weights.sum()
+        return weighed + each + (nll.sum(1) / (kept.sum(0) + 1).sum()).sum()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_is_made_of_several_fields_is_counted_of_the_whole_batch(microbatches):
+    """Of each field alone ranks count their own rows."""
+    plain = plain_gpt(layers=1)
+    batch = {**plain.batch, "weights": torch.rand(plain.batch["labels"].shape)}
+    batch["labels"][:3, 2:9] = -100
+    case = Case(WeighedLoss(plain.model), batch).double()
+    case.verify("dp=2,cp=2", microbatches)
+    (text,) = case.compile("dp=2", microbatches).modules.values()
+    prologue = text[text.index("def prologue") :].partition("\n\n\n")[0]
+    assert prologue.count("c.all_reduce(") == 3
+    assert "'labels': (), 'weights': ()" in text
 
 
 # --- shapes -------------------------------------------------------------------------

@@ -171,7 +171,8 @@ def test_gathers_move_bfloat16_and_gradients_are_reduced_in_float32(zero, times)
 def test_without_zero_gradients_are_all_reduced_in_float32():
     case = plain_gpt(layers=2)
     program = case.compile("dp=2", 2, precision="bf16")
-    assert moved(program, "all_reduce") == {"f32": 4 * sizes_of(case)[0]}
+    tokens = {"i64": 8}
+    assert moved(program, "all_reduce") == {"f32": 4 * sizes_of(case)[0], **tokens}
     assert moved(program, "all_gather") == {}
 
 

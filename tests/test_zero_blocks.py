@@ -148,13 +148,16 @@ def test_what_is_sent_is_what_the_formulas_say():
     case = plain_gpt(layers=2, tied=False)
     whole = sum(p.numel() * 4 for p in case.model.parameters())
     share, each = whole // 2, 4  # each: blocks of the model
+    tokens = {("step", "all_reduce"): (1, 8)}  # how many count
     sent = {z: traffic(case.compile("dp=2", 2, zero=z)) for z in (1, 2, 3)}
     assert sent[1] == {
         ("step", "all_gather"): (each, share),
         ("step", "reduce_scatter"): (each, whole),
+        **tokens,
     }
     assert sent[2] == {
         ("step", "all_gather"): (each, share),
+        **tokens,
         ("backward", "reduce_scatter"): (each, whole),
     }
     assert sent[3]["forward", "all_gather"] == (each, share)

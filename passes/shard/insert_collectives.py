@@ -24,6 +24,7 @@ from ..ops.experts import COMBINE, DISPATCH
 from ..ops.op import is_method
 from ..plan import Plan
 from ..shard.check_states import check_shardings, check_states
+from ..shard.count_rows import RowCounter
 from ..shard.emit_resharding import ReshardEmitter
 from ..shard.fuse_collectives import fuse_collectives
 from ..shard.hoist_reshards import before_view
@@ -72,7 +73,11 @@ def insert_collectives(sharded: Sharded) -> Lowered:
     lowering = _Lowering(sharded)
     graph = sharded.graph
     factors = sharded.named.factors
+    counter = RowCounter(sharded.named, sharded.plan, sharded.counts, lowering)
     for node, own, needs in zip(graph.nodes, factors, sharded.needs, strict=True):
+        if node.results[0].name in sharded.counts:
+            counter.add(node)
+            continue
         lowering.add(node, needs)
         if is_method(node):
             lowering.views[node.out.name] = node, own

@@ -7,10 +7,10 @@ must lie and how its results do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from ..dims.name_dims import Factor, Named
+from ..dims.name_dims import Dim, Factor, Named
 from ..dims.origins import Origin, find_differentiable
 from ..graph import Graph, InvalidGraph, Node, Value
 from ..mesh import TIME
@@ -20,6 +20,7 @@ from ..ops.op import op_of
 from ..plan import Plan
 from ..shard.alternatives import alternative_factors
 from ..shard.check_states import check_sharding, check_shardings
+from ..shard.count_rows import find_counts
 from ..shard.hints import Pins, read_hints
 from ..shard.op_sharding import PASS, Allowed, OpSharding, made_state, needed_state
 from ..shard.parameter_sharding import find_casts, parameter_sharding
@@ -39,7 +40,8 @@ class Sharded:
     op_shardings: for each node, axis -> the factor it splits, PASS, or None: not split.
     states: value name -> how it is made. needs: for each node, how each operand must
     lie. ahead: names of values of the batch alone that are needed whole; every rank
-    computes them itself, before the loop over microbatches.
+    computes them itself, before the loop over microbatches. counts: those of them that
+    it adds up of its own rows, and then of all ranks'.
     """
 
     named: Named
@@ -48,6 +50,7 @@ class Sharded:
     states: Mapping[str, Sharding]
     needs: tuple[tuple[Sharding, ...], ...]
     ahead: frozenset[str]
+    counts: Mapping[str, Dim]
 
     @property
     def graph(self) -> Graph:
@@ -80,12 +83,13 @@ def propagate(named: Named, plan: Plan) -> Sharded:
     Raises: HintError, ShardingConflict, LossNotSeparable, BatchError, PlanError.
     """
     pins = read_hints(named, plan)
+    counts = find_counts(named, plan)
     ahead: frozenset[str] = frozenset()
     while True:
-        swept = _Propagation(named, plan, pins, ahead).run()
+        swept = _Propagation(named, plan, pins, ahead, counts).run()
         if swept.wanted_ahead <= ahead:
             break
-        ahead = _with_ancestors(named, ahead | swept.wanted_ahead)
+        ahead = _with_ancestors(named, ahead | swept.wanted_ahead, counts)
     check_rings(named.graph, plan, swept.op_shardings)
     if TIME in plan.axes:
         check_loss(named, swept.states, swept.op_shardings, plan.microbatches)
@@ -96,13 +100,16 @@ def propagate(named: Named, plan: Plan) -> Sharded:
         swept.states,
         tuple(settle_varying(named, plan, swept.states, swept.needs)),
         ahead,
+        {name: dim for name, dim in counts.items() if name in ahead},
     )
 
 
-def _with_ancestors(named: Named, wanted: frozenset[str]) -> frozenset[str]:
+def _with_ancestors(
+    named: Named, wanted: frozenset[str], counts: Collection[str]
+) -> frozenset[str]:
     grown = set(wanted)
     for node in reversed(named.graph.nodes):
-        if any(v.name in grown for v in node.results):
+        if any(v.name in grown and v.name not in counts for v in node.results):
             grown.update(
                 v.name for v in node.operands if named.origins[v.name] is Origin.INPUT
             )
@@ -113,9 +120,15 @@ class _Propagation:
     """One sweep over the graph with a fixed set of values computed ahead."""
 
     def __init__(
-        self, named: Named, plan: Plan, pins: Pins, ahead: frozenset[str]
+        self,
+        named: Named,
+        plan: Plan,
+        pins: Pins,
+        ahead: frozenset[str],
+        counts: Collection[str],
     ) -> None:
         self.named, self.plan, self.pins, self.ahead = named, plan, pins, ahead
+        self.counts = counts
         self.order = list(plan.axes)
         self.sizes = {axis: plan.size(axis) for axis in plan.axes}
         self.rank = {
@@ -280,6 +293,8 @@ class _Propagation:
         op_shardings: Mapping[str, OpSharding],
         route: Route | None,
     ) -> Sharding:
+        if node.results[0].name in self.counts:
+            return self.states[v.name]  # `RowCounter` takes what it needs of it
         state = Sharding.whole(self.named.dims[v.name])
         for axis in self.order:
             need = needed_state(node, which, axis, op_shardings[axis])

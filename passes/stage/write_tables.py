@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from ..graph import LAYER, Node, Value
+from ..mesh import TIME
 from ..stage.local_stage import LocalStage
 
 
@@ -39,11 +40,14 @@ def tables(s: LocalStage, wholes: Mapping[str, Value]) -> str:
 
 def _split_over(field: Value, s: LocalStage) -> tuple[str, ...]:
     """The axes that split the first dim of a field of the batch, outermost first,
-    before a rank does anything else with it."""
+    before a rank does anything else with it. What counts a rank's rows ahead of the
+    loop has those of all microbatches, see `passes.shard.count_rows`."""
     axes: list[str] = []
     names = {field.name}
     while True:
         readers = [n for n in s.nodes if names & {v.name for v in n.operands}]
+        if any(_splits_rows(n) and n.args[1] == TIME for n in readers):
+            readers = [n for n in readers if not _splits_rows(n) or n.args[1] == TIME]
         over = {n.args[1] for n in readers if _splits_rows(n)}
         if len(over) != 1 or not all(map(_splits_rows, readers)):
             return tuple(axes)

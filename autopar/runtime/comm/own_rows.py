@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from autopar.passes.mesh import TIME
@@ -22,7 +23,11 @@ class OwnRows:
     axes: tuple[str, ...]
 
     def shard(self, axis: str, microbatch: int) -> Tensor | OwnRows:
-        """What is left of it on an axis; the rows themselves on the last one."""
+        """What is left of it on an axis; the rows themselves on the last one. Ahead of
+        the loop the rows of all microbatches are asked for, and not "time"."""
+        if self.axes[0] == TIME != axis:
+            every = OwnRows((torch.cat(self.parts),), self.axes[1:])
+            return every.shard(axis, microbatch)
         assert axis == self.axes[0], "INPUTS tells: it asks for all axes in turn"
         parts = (self.parts[microbatch],) if axis == TIME else self.parts
         return OwnRows(parts, self.axes[1:]) if self.axes[1:] else parts[0]
