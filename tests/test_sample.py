@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,27 @@ def test_what_cannot_be_sampled_is_said(
     ):
         assert main(["sample", str(folder), "--prompt", prompt]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_files_are_found_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the run found them, unless there are such files here."""
+    (tmp_path / "there" / "bpe").mkdir(parents=True)
+    (tmp_path / "there" / "my model.py").touch()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    there = str(tmp_path / "there")
+    origin = Origin("my model.py:tiny", 0, {}, 64, "bpe", there)
+    found = origin.from_here()
+    assert found.model == f"{there}/my model.py:tiny"
+    assert found.tokenizer == f"{there}/bpe"
+    folder = replace(origin, model="hf:bpe", tokenizer="").from_here()
+    assert (folder.model, folder.tokenizer) == (f"hf:{there}/bpe", "")
+    Path("my model.py").touch()
+    assert origin.from_here().model == "my model.py:tiny"
+    for name in ("package.module:tiny", "hf:gpt2", "hf:gpt2?n_layer=2"):
+        assert replace(origin, model=name).from_here().model == name
 
 
 def test_a_prompt_has_tokens_of_the_model(trained: Path) -> None:

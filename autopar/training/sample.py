@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,25 +49,28 @@ class Sampling:
 class Origin:
     """What a run was made from, as its checkpoints keep it. inputs: fields of a batch,
     with their shapes [batch, seq] and dtypes. vocab: ids that the model has. tokenizer:
-    "" for bytes."""
+    "" for bytes. folder: that the run was started in."""
 
     model: str
     seed: int
     inputs: Mapping[str, tuple[tuple[int, ...], str]]
     vocab: int
     tokenizer: str
+    folder: str = ""
 
     @classmethod
     def of(cls, stored: StoredPlan, loaded: LoadedModel, options: RunOptions) -> Origin:
         program, tokenizer = stored.program, str(options.tokenizer or "")
         vocab = loaded.vocab or vocab_of(program)
-        return cls(stored.model_spec, stored.seed, program.inputs, vocab, tokenizer)
+        own = stored.model_spec, stored.seed, program.inputs, vocab, tokenizer
+        return cls(*own, str(Path.cwd()))
 
     def to_data(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
         shapes = {n: [list(shape), kind] for n, (shape, kind) in self.inputs.items()}
         plain = {"model": self.model, "seed": self.seed, "inputs": shapes}
-        return {**plain, "vocab": self.vocab, "tokenizer": self.tokenizer}
+        plain |= {"vocab": self.vocab, "tokenizer": self.tokenizer}
+        return {**plain, "folder": self.folder}
 
     @classmethod
     def read(cls, checkpoint: Path) -> Origin:
@@ -83,7 +86,22 @@ class Origin:
         inputs = {
             n: (tuple(shape), kind) for n, (shape, kind) in data["inputs"].items()
         }
-        return cls(**{**data, "inputs": inputs})
+        return cls(**{**data, "inputs": inputs}).from_here()
+
+    def from_here(self) -> Origin:
+        """The same with files where the run found them, if they are not here."""
+
+        def found(name: str) -> str:
+            there = Path(self.folder) / name
+            return name if Path(name).exists() or not there.exists() else str(there)
+
+        if self.model.startswith("hf:"):
+            model = f"hf:{found(self.model.removeprefix('hf:'))}"
+        else:
+            file, colon, factory = self.model.rpartition(":")
+            model = f"{found(file)}{colon}{factory}"
+        tokenizer = self.tokenizer and found(self.tokenizer)
+        return replace(self, model=model, tokenizer=tokenizer)
 
 
 def sample_checkpoint(
