@@ -77,6 +77,7 @@ def test_flags_win(tmp_path: Path) -> None:
     [
         ("step = 5", "'step', and there is no such option\n.*did you mean steps"),
         ("lr-schedule = 'wsd'", "did you mean lr_schedule"),
+        ("model = 'm.py:gpt'", "'model', and there is no such option\n.*write plan ="),
         ("[training]\nsteps = 5", "'training', and there is no such option"),
         ("steps = 0", r"steps = 0: '0' is not a whole number from 1"),
         ("steps = 5.0", "steps = 5.0: '5.0' is not a whole number"),

@@ -118,9 +118,10 @@ def _read(
     values = {}
     for key, value in table.items():
         if key not in known:
+            meant = [name for name, action in known.items() if _stands_for(action, key)]
             raise ConfigError(
                 f"'{file}' has '{key}', and there is no such option",
-                fix=near(key, list(known)),
+                fix=f"write {meant[0]} = ..." if meant else near(key, list(known)),
             )
         values[key] = _value(known[key], value, f"'{file}': {key} = {shown(value)}")
     for group in parser._mutually_exclusive_groups:
@@ -134,6 +135,12 @@ def _read(
                 f"'{file}' has both '{both[0]}' and '{both[1]}'", fix="leave one out"
             )
     return values
+
+
+def _stands_for(action: argparse.Action, word: str) -> bool:
+    """Whether help calls a positional argument so: `plan` is a PLAN or a MODEL."""
+    words = str(action.metavar).lower().split("|")
+    return not action.option_strings and word in words
 
 
 def _value(action: argparse.Action, value: Any, where: str) -> Any:
