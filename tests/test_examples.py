@@ -46,7 +46,7 @@ def test_a_training_loop_changes_in_as_few_lines_as_the_guide_shows() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_lora_leaves_the_base_as_it_is() -> None:
+def test_lora_leaves_the_base_as_it_is(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="needs peft, which autopar[test] has")
     from examples.lora import make
 
@@ -57,6 +57,10 @@ def test_lora_leaves_the_base_as_it_is() -> None:
     assert program.proof is not None
     # Each adapter's gradient, of two steps, is one of what the proof compares.
     assert program.proof.compared > len(trained)
+    step = autopar.compile(model, "tp=1", example_inputs=batch, prove=False)
+    with pytest.raises(autopar.AutoparError, match="adapters of peft, whose names"):
+        step.save_pretrained(tmp_path / "never")
+    assert not (tmp_path / "never").exists()
 
 
 @pytest.mark.nightly

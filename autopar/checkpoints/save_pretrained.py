@@ -41,6 +41,12 @@ def save_pretrained(
     final, comm = Path(folder), step.comm
     tied = tied_names(step)
     kinds = {name: kind for name, kind in kinds_of(step).items() if name not in tied}
+    if any(".base_layer." in name for name in kinds):
+        raise CheckpointError(
+            "the model has adapters of peft, whose names from_pretrained does not know",
+            fix="state = step.state_dict(rank0_only=True) on all ranks, and on rank 0 "
+            "model.load_state_dict(state) and model.save_pretrained(folder), by peft",
+        )
     files = _named(split_files(kinds, shard_bytes))
 
     def begin() -> TemporaryDirectory[str]:
