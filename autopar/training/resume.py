@@ -158,27 +158,31 @@ def check_before(
     other_data: bool,
     extra: Any,
 ) -> None:
-    """Raises CheckpointError for the first option that is not as before, and for other
-    data, which may lie elsewhere. wanted: see `trained_by`."""
+    """Raises CheckpointError for options that are not as before, and for other data,
+    which may lie elsewhere. wanted: see `trained_by`."""
     if not isinstance(extra, dict) or not {"options", "done", "data"} <= set(extra):
         raise CheckpointError(
             f"checkpoint '{checkpoint}' is not one of `autopar run`, or of an "
             "earlier one",
             fix="give the --save directory of an earlier run",
         )
-    for name, now in wanted.items():
-        flag = f"--{name.replace('_', '-')}"
-        if name not in extra["options"]:
-            raise CheckpointError(
-                f"the run in '{checkpoint}' is of an earlier version, without {flag}",
-                fix="start anew with another --save",
-            )
-        before = extra["options"][name]
-        if before != now:
-            raise CheckpointError(
-                f"the run in '{checkpoint}' had {flag} {before}, but this has {now}",
-                fix=f"go on with {flag} {before}, or start anew with another --save",
-            )
+    flags = {name: f"--{name.replace('_', '-')}" for name in wanted}
+    before = extra["options"]
+    if new := [flag for name, flag in flags.items() if name not in before]:
+        raise CheckpointError(
+            f"the run in '{checkpoint}' is of an earlier version, without "
+            f"{', '.join(new)}",
+            fix="start anew with another --save",
+        )
+    others = [name for name, now in wanted.items() if before[name] != now]
+    if others:
+        had = {name: f"{flags[name]} {before[name]}" for name in others}
+        told = [f"{had[name]}, but this has {wanted[name]}" for name in others]
+        raise CheckpointError(
+            f"the run in '{checkpoint}' had {'; '.join(told)}",
+            fix=f"go on with {' '.join(had.values())}, or start anew with another "
+            "--save",
+        )
     if not other_data and extra["data"]["digest"] != data["digest"]:
         raise CheckpointError(
             f"the run in '{checkpoint}' was trained on {extra['data']['name']}, and "
