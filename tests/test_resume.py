@@ -85,8 +85,8 @@ def test_another_run_is_refused(
     assert "add --resume" in capsys.readouterr().err
     assert main([*saving, "--resume", "--lr", "0.5", "--clip", "2"]) == 2
     said = capsys.readouterr().err
-    assert "had --lr 0.0003, but this has 0.5; --clip 1.0, but this has 2.0" in said
-    assert "go on with --lr 0.0003 --clip 1.0, or" in said
+    assert "had --clip 1.0, but this has 2.0; --lr 0.0003, but this has 0.5" in said
+    assert "go on with --clip 1.0 --lr 0.0003, or" in said
     model = f"{tmp_path / 'model.py'}:tiny"
     other = ["run", model, "--global-batch", "2", "--plans", str(tmp_path / "plans")]
     assert main([*other, *saving[2:], "--resume"]) == 2
