@@ -17,6 +17,7 @@ from autopar.passes.price.price_layers import price_layers
 from autopar.passes.search.choose_op_shardings import AxisShardings, ShardingsDoNotFit
 from autopar.passes.shard.plan_shardings import name_ops
 from autopar.planner.planner import ShortModel, capture_short, label_plan
+from autopar.planner.request import PlanRequest
 from examples.gpt import GPT, Config
 
 ATTENTION = "blocks.*.attention:autopar.attention"
@@ -54,6 +55,12 @@ def test_keys_are_passed_round_where_all_of_them_do_not_fit() -> None:
     assert chosen.op_shardings[ATTENTION] == "ring:seq" and chosen.memory <= less
     with pytest.raises(ShardingsDoNotFit):
         labelled(memory=less, decided=True)  # keys were to be gathered
+
+
+def test_a_planner_leaves_attention_as_an_option_says() -> None:
+    decided = PlanRequest(CLUSTER, options={"context_parallel": "gather"})
+    left_open = PlanRequest(CLUSTER, options={"context_parallel": "auto"})
+    assert decided.fixes_attention and not left_open.fixes_attention
 
 
 def test_one_attention_is_a_ring_and_another_gathers() -> None:

@@ -231,8 +231,8 @@ def test_tables_of_ops_are_declarations() -> None:
 
 
 def test_names_say_what_they_are_of() -> None:
-    """`found`, `given` and `what` are no names: what was found or given has one."""
-    vague = {"found", "given", "things", "stuff", "what"}
+    """`found`, `given`, `said` and `what` are no names: what was found has one."""
+    vague = {"found", "given", "said", "things", "stuff", "what"}
     named = {
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for folder in ("passes", "autopar", "examples")
