@@ -316,6 +316,13 @@ class Graph:
         return graph.verify(), notes
 
 
+def live_in(nodes: Iterable[Node]) -> dict[str, Value]:
+    """What nodes read but do not make, by name, in the order in which it is read."""
+    nodes = list(nodes)
+    made = {v.name for n in nodes for v in n.results}
+    return {v.name: v for n in nodes for v in n.operands if v.name not in made}
+
+
 def values_in(tree: Any) -> Iterator[Value]:
     """The values of nested tuples and dicts, in order."""
     values: list[Value] = []

@@ -20,7 +20,7 @@ from sympy import Expr, Integer, Symbol, expand
 from ..cost import flops
 from ..dims.name_dims import Dim, Dims, Named
 from ..dims.origins import Origin
-from ..graph import LAYER, Node, Value
+from ..graph import LAYER, Node, Value, live_in
 from ..ops.op import op_of
 from ..plan import Plan
 from ..shard.propagate import propagate
@@ -177,10 +177,9 @@ def _kept(short: ShortModel, policy: str) -> list[tuple[Value, int]]:
     """What a layer keeps, and bytes of an element. Views are what they are made of."""
     named = short.named
     nodes = [n for n in named.graph.nodes if _run(short, n.location.module) == 1]
-    made = {v.name: v for n in nodes for v in n.results}
-    entering = {v.name: v for n in nodes for v in n.operands if v.name not in made}
+    entering = live_in(nodes)
     owners = find_owners(nodes, {name: name for name in entering})
-    values = made | entering
+    values = entering | {v.name: v for n in nodes for v in n.results}
     kept: dict[str, tuple[Value, int]] = {}
 
     def keep(v: Value) -> None:

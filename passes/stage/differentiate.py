@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ..builder import Builder
-from ..graph import Graph, Node, Value
+from ..graph import Graph, Node, Value, live_in
 from ..mesh import TIME
 from ..shard.parameter_sharding import (
     find_casts,
@@ -182,7 +182,7 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
     if joint.halves:
         received = {v.name for v in joint.d_receives if v}
         backward, weight_half = split_backward(backward, joint.input_half | received)
-    weight_residuals = _operands(weight_half, elsewhere)
+    weight_residuals = _live_in(weight_half, elsewhere)
     returned = {v.name for v in (*joint.d_receives, *weight_residuals) if v}
     builder = Builder(set(joint.taken))
 
@@ -281,14 +281,10 @@ def _residuals(
     there = {*elsewhere, *(v.name for v in joint.seeds)}
     made = there.union(v.name for n in backward for v in n.results)
     ends = {v.name: v for v in joint.d_receives if v and v.name not in made}
-    read = {v.name: v for v in _operands(backward, there)}
+    read = {v.name: v for v in _live_in(backward, there)}
     return tuple((read | ends).values())
 
 
-def _operands(nodes: Sequence[Node], there: Collection[str]) -> tuple[Value, ...]:
+def _live_in(nodes: Sequence[Node], there: Collection[str]) -> tuple[Value, ...]:
     """What nodes read but do not make, and is not there anyway; each once."""
-    made = {v.name for n in nodes for v in n.results}
-    read = {v.name: v for n in nodes for v in n.operands}
-    return tuple(
-        v for name, v in read.items() if name not in made and name not in there
-    )
+    return tuple(v for name, v in live_in(nodes).items() if name not in there)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..graph import LAYER, Location, Node, Value
+from ..graph import LAYER, Location, Node, Value, live_in
 from ..stage.names import ENTRIES, RESERVED
 from ..stage.reuse import find_owners
 from ..stage.split_backward import GRADIENT
@@ -122,7 +122,7 @@ def find_runs(
         again = node is not None and any(v.name in before for v in node.results)
         own = (node.location.layer, again) if node and is_pure(node) else None
         if own != kind:
-            if kind is not None and i - begin >= LEAST and _given(nodes[begin:i]):
+            if kind is not None and i - begin >= LEAST and live_in(nodes[begin:i]):
                 yield begin, i
             begin, kind = i, own
 
@@ -155,22 +155,8 @@ def outline(parts: Sequence[tuple[Sequence[Node], Collection[str]]]) -> Outline:
     parts: nodes, and names of what of them is read elsewhere, in the order in which
     they run.
     """
-    runs: list[_Run] = []
-    places = find_all_runs([nodes for nodes, _ in parts])
-    for number, (nodes, live_out) in enumerate(parts):
-        readers = [*live_out]
-        last: dict[str, int] = {name: len(nodes) for name in readers}
-        for i, node in enumerate(nodes):
-            for v in node.operands:
-                last[v.name] = max(last.get(v.name, i), i)
-        for begin, end in places[number]:
-            own = tuple(nodes[begin:end])
-            read = {
-                v.name for n in own for v in n.results if last.get(v.name, 0) >= end
-            }
-            runs.append(_Run(number, begin, own, frozenset(read)))
     alike: dict[Any, list[_Run]] = {}
-    for run in runs:
+    for run in _runs(parts):
         # What nobody reads is not returned: it would be there until the call ends.
         made = _places(run)
         returned = frozenset(made[name] for name in run.read)
@@ -198,6 +184,19 @@ def outline(parts: Sequence[tuple[Sequence[Node], Collection[str]]]) -> Outline:
         outlined.append(out)
     stand = {id(call): run.nodes for run, call in calls.values()}
     return Outline(outlined, functions, stand, same)
+
+
+def _runs(parts: Sequence[tuple[Sequence[Node], Collection[str]]]) -> Iterator[_Run]:
+    """The runs of all parts, with what is read of them once they are over."""
+    places = find_all_runs([nodes for nodes, _ in parts])
+    for number, (nodes, live_out) in enumerate(parts):
+        last = {v.name: i for i, node in enumerate(nodes) for v in node.operands}
+        last.update(dict.fromkeys(live_out, len(nodes)))
+        for begin, end in places[number]:
+            own = tuple(nodes[begin:end])
+            made = (v.name for n in own for v in n.results)
+            read = frozenset(name for name in made if last.get(name, 0) >= end)
+            yield _Run(number, begin, own, read)
 
 
 # --- equal runs ---------------------------------------------------------------------
@@ -270,7 +269,7 @@ def _function(group: Sequence[_Run], names: set[str]) -> tuple[Outlined, list[No
     numbers = tuple(Number(f"n{i}") for i in range(len(varying)))
     told = dict(zip(varying, numbers, strict=True))
     places = [_places(run) for run in group]
-    args = [_given(run.nodes) for run in group]
+    args = [list(live_in(run.nodes).values()) for run in group]
     # What any of the runs has read of its results, all return.
     wanted = {
         own[name] for run, own in zip(group, places, strict=True) for name in run.read
@@ -295,16 +294,6 @@ def _function(group: Sequence[_Run], names: set[str]) -> tuple[Outlined, list[No
         returned = tuple(made.get(at) for at in order)
         calls.append(Node(CALL + name, entering, {}, returned, run.nodes[0].location))
     return function, calls
-
-
-def _given(nodes: Sequence[Node]) -> list[Value]:
-    """What nodes read but do not make, in order."""
-    made: set[str] = set()
-    operands: dict[str, Value] = {}
-    for node in nodes:
-        operands.update((v.name, v) for v in node.operands if v.name not in made)
-        made.update(v.name for v in node.results)
-    return list(operands.values())
 
 
 def _nodes(

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import add
 from types import MappingProxyType
 
-from ..graph import Node
+from ..graph import Node, live_in
 from ..ops.op import op_of
 from ..shard.collectives import bytes_of
 from ..stage.local_stage import LocalStage
@@ -56,10 +56,7 @@ class Storages:
                     last[owners[v.name]] = i
         last |= {owners[n]: len(self.nodes) for n in keep if n in owners}
         for begin, end in self.runs:
-            own = self.nodes[begin:end]
-            outside = {v.name for n in own for v in n.operands}
-            outside -= {v.name for n in own for v in n.results}
-            for name in outside & owners.keys():
+            for name in live_in(self.nodes[begin:end]).keys() & owners.keys():
                 last[owners[name]] = max(last[owners[name]], end - 1)
         return last
 
