@@ -91,16 +91,16 @@ class Origin:
     def from_here(self) -> Origin:
         """The same with files where the run found them, if they are not here."""
 
-        def found(name: str) -> str:
+        def resolved(name: str) -> str:
             there = Path(self.folder) / name
             return name if Path(name).exists() or not there.exists() else str(there)
 
         if self.model.startswith("hf:"):
-            model = f"hf:{found(self.model.removeprefix('hf:'))}"
+            model = f"hf:{resolved(self.model.removeprefix('hf:'))}"
         else:
             file, colon, factory = self.model.rpartition(":")
-            model = f"{found(file)}{colon}{factory}"
-        tokenizer = self.tokenizer and found(self.tokenizer)
+            model = f"{resolved(file)}{colon}{factory}"
+        tokenizer = self.tokenizer and resolved(self.tokenizer)
         return replace(self, model=model, tokenizer=tokenizer)
 
 
