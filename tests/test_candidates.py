@@ -18,7 +18,7 @@ from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import PlanError
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import PLAIN
-from autopar.passes.price.estimate import Estimate, step_parts
+from autopar.passes.price.estimate import Estimate, join_stages, step_parts
 from autopar.passes.price.measured import Ops, Timed
 from autopar.passes.price.share import share
 from autopar.passes.program import Program
@@ -192,6 +192,24 @@ def test_what_is_shared_out_moves_when_the_runtime_moves_it() -> None:
     }
 
 
+def test_what_moves_for_one_stage_goes_on_while_others_compute() -> None:
+    cluster = cluster_of("4xA100-80GB")
+    prices = make_prices(of(), cluster)
+    two = replace(even("pp=2,dp=2", "interleaved", 2), zero=1)
+    found = run_on_paper(two, prices, cluster)
+    own = [
+        step_parts(share(a, two, cluster.device), two.mesh, cluster, took)
+        for a, took in zip(accounts_of(two, prices), found.stages, strict=True)
+    ][::2]
+    for term in ("gradients dp", "parameters dp"):
+        each = [parts[term] for parts in own]
+        assert max(each) <= found.once[0][term] < sum(each), term
+    gaps = {"gradients": (3.0, 0.0), "parameters": (0.5, 0.0)}
+    each = {"gradients dp": 2.0, "parameters dp": 2.0, "gradients pp": 1.0}
+    told = join_stages([each, each], gaps)
+    assert told == {"gradients dp": 2.0, "parameters dp": 3.5, "gradients pp": 2.0}
+
+
 def test_what_moves_once_a_step_goes_by_layer() -> None:
     cluster, candidate = cluster_of("4xA100-80GB"), replace(even("dp=4"), zero=1)
     (account,) = accounts_of(candidate, make_prices(of(), cluster))
@@ -319,6 +337,16 @@ def test_schedules_that_cannot_gain_are_left_out() -> None:
     assert tried(16) == {*searched()} - {"looped-bfs"}
     assert tried(15) == {*searched()} - {"interleaved"}
     assert tried(20) == {"1f1b"}  # idle for a 21st: less than estimates can tell
+
+
+def test_any_number_of_stages_may_be_decided() -> None:
+    """Also those that a search does not try."""
+    cluster, mesh = cluster_of("2xA100-80GB"), Mesh.parse("pp=2")
+    space = make_space(of(), cluster, 16, mesh=mesh, stages_per_rank=(5,))
+    found = {
+        (c.schedule, c.stages_per_rank) for c in candidates(replace(space, runs=10))
+    }
+    assert found == {("interleaved", 5), ("looped-bfs", 5)}
 
 
 # --- context parallel ----------------------------------------------------------------

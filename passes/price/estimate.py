@@ -10,6 +10,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
 
 from ..mesh import Mesh
 from ..plan import AUTO
@@ -28,7 +31,7 @@ from ..price.stage_seconds import (
 from ..schedule.core_contention import ALONE, CoreContention, simulate_contention
 from ..schedule.make_schedule import make_schedule
 from ..schedule.order import expand_order
-from ..schedule.schedule import Schedule, add_communication
+from ..schedule.schedule import KINDS, Schedule, add_communication
 from ..schedule.simulate_schedule import Timeline
 
 # AdamW reads a parameter, its gradient and two moments, and writes three of them.
@@ -121,6 +124,50 @@ def step_parts(
                 terms.update({t: s * waited / moving for t, s in own.items()})
     terms["optimizer"] = crowded * update_seconds(account, cluster.device)
     return dict(terms)
+
+
+def join_stages(
+    parts: Sequence[Mapping[str, float]], gaps: Mapping[str, Sequence[float]]
+) -> dict[str, float]:
+    """What a rank does once a step for all of its stages, term -> seconds.
+
+    parts: of each stage by itself, see `step_parts`. gaps: of "gradients" and
+    "parameters", see `moves_beside`, seconds from each stage's own microbatch beside
+    which they move to that of the next stage: so long they may go on moving.
+    """
+    terms = defaultdict[str, float](float)
+    for of_stage in parts:
+        for term, seconds in of_stage.items():
+            terms[term] += seconds
+    for what, gaps_of in gaps.items():
+        waited = 0.0
+        # Of the stages a rank runs the last one's parameters come last, and its
+        # gradients are ready first.
+        for of_stage, gap in reversed(list(zip(parts, gaps_of, strict=True))):
+            own = sum(s for t, s in of_stage.items() if moves_beside(t) == what)
+            waited = max(0.0, waited - gap) + own
+        moving = {t: s for t, s in terms.items() if moves_beside(t) == what}
+        if whole := sum(moving.values()):
+            terms.update({t: s * waited / whole for t, s in moving.items()})
+    return dict(terms)
+
+
+def _gaps(timeline: Timeline, rank: int) -> dict[str, list[float]]:
+    """For `join_stages`: from each of the rank's stages to its next one."""
+    schedule, firsts, lasts = timeline.schedule, [], []
+    kinds, stages = schedule.numbers[rank]
+    computes = np.isin(kinds, [n for kind, n in KINDS.items() if kind.is_compute])
+    for stage in sorted({s for s, r in enumerate(schedule.stage_to_rank) if r == rank}):
+        own = np.flatnonzero(computes & (stages == stage))
+        firsts.append(own[0])
+        lasts.append(own[-1])
+    starts, ends = timeline.starts[rank], timeline.ends[rank]
+    before = [starts[b] - ends[a] for a, b in pairwise(firsts)]
+    after = [starts[a] - ends[b] for a, b in pairwise(lasts)]
+    return {
+        "parameters": [max(0.0, gap) for gap in (*before, 0.0)],
+        "gradients": [max(0.0, gap) for gap in (*after, 0.0)],
+    }
 
 
 def update_seconds(account: Account, device: Device) -> float:
@@ -231,15 +278,14 @@ def run_accounts(
     schedule, m = timeline.schedule, candidate.microbatches
     steps = []
     for rank, own in enumerate(ranks):
-        once = defaultdict[str, float](float)
         stages = [
             t for t, r in zip(took, schedule.stage_to_rank, strict=True) if r == rank
         ]
-        for account, t in zip(own, stages, strict=True):
-            parts = step_parts(account, candidate.mesh, cluster, t, candidate.halves)
-            for term, seconds in parts.items():
-                once[term] += seconds
-        steps.append(dict(once))
+        parts = [
+            step_parts(account, candidate.mesh, cluster, t, candidate.halves)
+            for account, t in zip(own, stages, strict=True)
+        ]
+        steps.append(join_stages(parts, _gaps(timeline, rank)))
     before, after = _ends(steps)
     step = timeline.total + max(before) + max(after)
     slowest = max(

@@ -15,7 +15,7 @@ from ..mesh import Mesh
 from ..price.account import Account, once_a_rank, rank_memory
 from ..price.candidate import Candidate
 from ..price.cluster import Cluster
-from ..price.estimate import step_parts
+from ..price.estimate import join_stages, step_parts
 from ..price.price_layers import LayerPrices, Prices
 from ..price.share import resting_bytes, share
 from ..price.stage_seconds import StageSeconds, stage_seconds
@@ -198,10 +198,22 @@ def rough_seconds(
         a: t for own in zip(kinds, took, strict=True) for a, t in zip(*own, strict=True)
     }
     once = {
-        a: sum(step_parts(a, candidate.mesh, cluster, t, candidate.halves).values())
+        a: step_parts(a, candidate.mesh, cluster, t, candidate.halves)
         for a, t in known.items()
     }
-    return seconds + max(sum(once[a] for a in own) for own in kinds)
+    # Stages of a rank take turns, each with as many microbatches as there are ranks.
+    turn = min(ranks, m) - 1
+    joined = (
+        join_stages(
+            [once[a] for a in own],
+            {
+                "parameters": [turn * t.forward for t in of],
+                "gradients": [turn * (t.backward + t.weight) for t in of],
+            },
+        )
+        for own, of in zip(kinds, took, strict=True)
+    )
+    return seconds + max(sum(terms.values()) for terms in joined)
 
 
 def in_flight(candidate: Candidate) -> int:

@@ -203,10 +203,19 @@ def _pipelines(
     for schedule in space.schedules:
         if len(space.schedules) > 1 and not _may_gain(schedule, ranks, microbatches):
             continue
-        named = SCHEDULES.get(schedule)
-        for v in named.stages_per_rank if named else (1,):
-            if v in (space.stages_per_rank or (v,)) and ranks * v <= space.runs:
+        for v in _stages_per_rank(space, schedule):
+            if ranks * v <= space.runs:
                 yield schedule, v
+
+
+def _stages_per_rank(space: Space, schedule: str) -> tuple[int, ...]:
+    """How many stages a rank may run: those that are tried, or what is decided of what
+    the schedule takes: one, two, or any number from two on."""
+    named = SCHEDULES.get(schedule)
+    tried = named.stages_per_rank if named else (1,)
+    decided = space.stages_per_rank or tried
+    several = len(tried) > 1
+    return tuple(v for v in decided if v in tried or (several and v > 1))
 
 
 def _may_gain(schedule: str, ranks: int, microbatches: int) -> bool:
