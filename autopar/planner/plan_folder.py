@@ -15,7 +15,7 @@ import torch
 from autopar.models.load import LoadedModel
 from autopar.planner.planner import ShortModel
 from autopar.planner.request import PlanRequest
-from autopar.plans.store import checksum
+from autopar.plans.store import FORMAT, checksum
 from autopar.version import VERSION
 
 LONGEST = 40  # characters of a model's name
@@ -36,7 +36,7 @@ def plan_folder(
     """
     shapes = {n: (list(p.shape), p.dtype) for n, p in loaded.model.named_parameters()}
     follows_from = (
-        *(VERSION, torch.__version__, loaded.spec, seed, samples),
+        *(FORMAT, VERSION, torch.__version__, loaded.spec, seed, samples),
         *(str(of.named.graph), of.layers, shapes),
         *(request.cluster, str(request.mesh), request.shape),
         sorted(request.options.items()),
