@@ -12,7 +12,7 @@ from models import mixture, plain_gpt
 from autopar.options import make_plan
 from autopar.passes.capture.normalize import normalize
 from autopar.passes.mesh import usual_split
-from autopar.passes.plan import PlanError
+from autopar.passes.plan import CONTEXT_PARALLEL, PlanError
 from autopar.passes.price.price_layers import price_layers
 from autopar.passes.search.choose_op_shardings import AxisShardings, ShardingsDoNotFit
 from autopar.passes.shard.plan_shardings import name_ops
@@ -72,6 +72,16 @@ def test_one_attention_is_a_ring_and_another_gathers() -> None:
     }
     assert moved["forward", "shift"] == 2 and moved["forward", "all_gather"] == 2
     case.verify("cp=3", **options)
+
+
+def test_of_rings_one_attention_gathers_if_the_plan_says_so() -> None:
+    case = plain_gpt(layers=2).double()
+    split = {**usual_split(), "cp": CONTEXT_PARALLEL["ring"]}
+    labels = {"cp": {"blocks.1.attention:autopar.attention": "seq"}}
+    program = case.compile("cp=3", split=split, op_shardings=labels)
+    moved = {(c.part, c.kind): c.calls for c in program.communication}
+    assert moved["forward", "shift"] == 2 and moved["forward", "all_gather"] == 2
+    case.verify("cp=3", split=split, op_shardings=labels)
 
 
 def test_a_ring_is_no_other_axis_s_too() -> None:

@@ -9,7 +9,7 @@ with them, instead of keeping what came by.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ..errors import ShardingConflict
 from ..graph import Graph
@@ -36,9 +36,13 @@ def prefers_rings(plan: Plan, axis: str) -> bool:
 
 
 def check_rings(
-    graph: Graph, plan: Plan, op_shardings: Sequence[Mapping[str, OpSharding]]
+    graph: Graph,
+    plan: Plan,
+    op_shardings: Sequence[Mapping[str, OpSharding]],
+    labels: Collection[tuple[str, str]],
 ) -> None:
-    """Where a plan prefers rings, every attention must be one.
+    """Where a plan prefers rings, every attention must be one, but for those of which
+    the plan says something else. labels: their first results, and the axes.
 
     Raises: ShardingConflict, at the first that is not; it would gather all keys.
     """
@@ -50,7 +54,8 @@ def check_rings(
             if node.op != "autopar.attention":
                 continue
             count += 1
-            if alternative_of(node, chosen[axis]) is None:
+            own_label = (node.results[0].name, axis) in labels
+            if not own_label and alternative_of(node, chosen[axis]) is None:
                 raise _refusal(axis, str(node), str(node.location))
         if not count:
             raise _not_fused(axis, graph)
