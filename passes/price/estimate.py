@@ -139,14 +139,14 @@ def join_stages(
     for of_stage in parts:
         for term, seconds in of_stage.items():
             terms[term] += seconds
-    for what, gaps_of in gaps.items():
+    for kind, gaps_of in gaps.items():
         waited = 0.0
         # Of the stages a rank runs the last one's parameters come last, and its
         # gradients are ready first.
         for of_stage, gap in reversed(list(zip(parts, gaps_of, strict=True))):
-            own = sum(s for t, s in of_stage.items() if moves_beside(t) == what)
+            own = sum(s for t, s in of_stage.items() if moves_beside(t) == kind)
             waited = max(0.0, waited - gap) + own
-        moving = {t: s for t, s in terms.items() if moves_beside(t) == what}
+        moving = {t: s for t, s in terms.items() if moves_beside(t) == kind}
         if whole := sum(moving.values()):
             terms.update({t: s * waited / whole for t, s in moving.items()})
     return dict(terms)
