@@ -108,6 +108,27 @@ def affine(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
     return _product(tape, node, dy, "aten.linear.default", to_weight)
 
 
+def matmul(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    return (affine if _is_by_weight(node) else matrices)(tape, node, dys)
+
+
+def matrices(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    """y = a b of as many matrices each: da = dy b^T, db = a^T dy."""
+    (a, b), dy = node.operands, dys[0]
+    assert dy is not None
+
+    def turned(x: Value) -> Value:
+        shape = (*x.shape[:-2], x.shape[-1], x.shape[-2])
+        out = tape.builder.value("transpose", shape, x.dtype)
+        args = (x, -2, -1)
+        tape.append(Node("aten.transpose.int", args, {}, (out,), node.location))
+        return out
+
+    da = tape.emit(node.op, a, node, dy, turned(b)) if tape.wanted(a) else None
+    db = tape.emit(node.op, b, node, turned(a), dy) if tape.wanted(b) else None
+    return [da, db]
+
+
 def _product(
     tape: Tape, node: Node, dy: Value | None, to_input: str, to_weight: tuple[Any, ...]
 ) -> list[Value | None]:
@@ -124,8 +145,14 @@ def _is_by_weight(node: Node) -> bool:
     return len(node.operands) == 2 and len(node.operands[1].shape) == 2
 
 
-def _of_activations(_: Tape, node: Node) -> bool:
-    return not (_is_by_weight(node) and len(node.operands[0].shape) > 1)
+def _of_other_shapes(tape: Tape, node: Node) -> bool:
+    """Whether an operand is a vector, or repeated for the other's matrices; or has a
+    cotangent of another precision than its own."""
+    a, b = node.operands
+    if _is_by_weight(node):
+        return len(a.shape) == 1
+    alike = a.shape[:-2] == b.shape[:-2] and len(a.shape) == len(b.shape) > 2
+    return not alike or any(tape.dtype(x) != x.dtype for x in (a, b))
 
 
 def _filter_each(node: Node) -> Node:
@@ -164,8 +191,8 @@ OPS = (
         flops=by_columns,
         weights=lambda node: "other" if _is_by_weight(node) else "",
         keeps=(0, 1),
-        derivative=affine,
-        traced_if=_of_activations,
+        derivative=matmul,
+        traced_if=_of_other_shapes,
         spelling="torch.matmul",
     ),
     Op(
@@ -177,6 +204,8 @@ OPS = (
         is_product=True,
         flops=by_columns,
         keeps=(0, 1),
+        derivative=matrices,
+        traced_if=_of_other_shapes,
     ),
     Op(
         "aten.baddbmm",
