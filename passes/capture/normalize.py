@@ -54,10 +54,16 @@ def identity(_: Rewriter, node: Node) -> Value:
 
 
 def cast(rewriter: Rewriter, node: Node) -> Value | None:
-    """`to` in its many forms: only the dtype matters, the device is the rank's own."""
+    """`to` in its many forms: only the dtype matters, the device is the rank's own. A
+    view is one of what is cast, so that views meet."""
     x, out = node.operands[0], node.out
     if x.dtype == out.dtype:
         return x
+    if (view := rewriter.producer(x, "aten.reshape")) is not None:
+        whole = rewriter.emit(
+            "aten.to.dtype", view.operands[0], out.dtype, name=out.name
+        )
+        return rewriter.reshape(whole, out.shape)
     return rewriter.emit("aten.to.dtype", x, out.dtype, name=out.name)
 
 
