@@ -34,6 +34,7 @@ from autopar.planner.planner import (
     ShortModel,
     capture_short,
     find_plans,
+    label_plan,
     make_space,
     plan_of,
 )
@@ -62,6 +63,27 @@ def test_a_pattern_of_layers_is_found() -> None:
         block.attention.dropout = 0.5
     found = find_layers(model)
     assert found is not None and (found.period, found.kept) == (2, 6)
+
+
+def test_part_of_a_pattern_after_its_repeats_is_the_model_s_end() -> None:
+    """As Gemma 3 has 62 layers of a pattern of 6."""
+    case = plain_gpt(layers=9)
+    for block in case.model.blocks[1::2]:
+        block.attention.dropout = 0.5
+    of = capture_short(case.model, case.batch, case.loss_fn)
+    assert of.layers is not None and (of.layers.kept, of.runs) == (7, 4)
+    assert of.starts == ("blocks.0", "blocks.2", "blocks.4")
+    plan = make_plan("tp=2", microbatches=4)
+    prices = price_layers(of.named, plan, of.starts, DEVICE, False)
+    cuts = of.layers.starts[1:3]
+    whole = of_whole_model(case, "tp=2", cuts, microbatches=4)
+    parts = [(True, 1, False), (False, 1, False), (False, 2, True)]
+    for account, part in zip(whole, parts, strict=True):
+        same(prices.stage(*part), account)
+    # Labels are of all layers then, or the plan would be refused.
+    chosen = label_plan(of, plan, PLAIN).plan
+    assert any("blocks" in op for op in chosen.op_shardings["tp"])
+    assert compile_program(case.trace(), chosen, PLAIN).mesh == chosen.mesh
 
 
 def test_layers_that_differ_are_not_taken_for_alike() -> None:

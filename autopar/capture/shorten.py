@@ -19,7 +19,8 @@ KEPT = 3  # repeats of the pattern: the first, one inside, and the last
 @dataclass(frozen=True)
 class Layers:
     """The layers of a model. path: of their list. period: of the pattern that repeats
-    (in layers); kept: of `total`, how many the shortened model has."""
+    (in layers); kept: of `total`, how many the shortened model has. After the last
+    repeat there may be the first few layers of another one, which count as its end."""
 
     path: str
     total: int
@@ -29,7 +30,8 @@ class Layers:
     @property
     def starts(self) -> tuple[str, ...]:
         """Module paths at which the repeats of the pattern begin."""
-        return tuple(f"{self.path}.{i}" for i in range(0, self.total, self.period))
+        numbers = (i * self.period for i in range(self.repeats))
+        return tuple(f"{self.path}.{i}" for i in numbers)
 
     @property
     def repeats(self) -> int:
@@ -65,7 +67,7 @@ def find_layers(model: nn.Module) -> Layers | None:
         period = _period(without_index([find_facts(layer) for layer in module]))
         if period is None:
             continue
-        kept = min(KEPT * period, len(module))
+        kept = min(KEPT * period + len(module) % period, len(module))
         size = sum(p.numel() for p in module.parameters())
         if best is None or size > best[0]:
             best = size, Layers(path, len(module), period, kept)
@@ -73,10 +75,12 @@ def find_layers(model: nn.Module) -> Layers | None:
 
 
 def _period(layers: list[Facts]) -> int | None:
-    """The length of the shortest pattern that repeats over all of the layers."""
+    """The length of the shortest pattern that repeats over all of the layers: twice, or
+    as often as is kept, and then in part."""
     for length in range(1, len(layers) // 2 + 1):
         times, rest = divmod(len(layers), length)
-        if not rest and layers[:length] * times == layers:
+        repeated = layers[:length] * times + layers[:rest]
+        if repeated == layers and (not rest or times >= KEPT):
             return length
     return None
 

@@ -72,10 +72,8 @@ class ShortModel:
     def starts(self) -> tuple[str, ...]:
         if self.layers is None:
             return ("",)
-        step = self.layers.period
-        return tuple(
-            f"{self.layers.path}.{i}" for i in range(0, self.layers.kept, step)
-        )
+        kept = self.layers.kept // self.layers.period
+        return self.layers.starts[:kept]
 
     @property
     def spells_attention(self) -> bool:
@@ -298,7 +296,10 @@ def label_plan(
     Raises: ShardingsDoNotFit, PlanError.
     """
     layers = of.layers
-    runs = Runs(layers.path, layers.period, layers.repeats) if layers else None
+    runs = None
+    if layers:
+        rest = layers.total % layers.period
+        runs = Runs(layers.path, layers.period, layers.repeats, rest)
     named = of.shared if plan.zero else of.named
     split = split_groups(named, plan)
     return choose_op_shardings(named, split, cluster, runs, memory, decided)

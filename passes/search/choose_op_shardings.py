@@ -46,16 +46,21 @@ class ShardingsDoNotFit(AutoparError):
 @dataclass(frozen=True)
 class Runs:
     """Equal runs of layers. path: of their list. period: layers in a run. total: runs
-    in the model, of which the graph has three, or all."""
+    in the model, of which the graph has three, or all. rest: layers after them, which
+    belong to the last; then the graph has three."""
 
     path: str
     period: int
     total: int
+    rest: int = 0
 
     def of(self, module: str) -> int | None:
         """The run that a module path lies in."""
         number = self.number(module)
-        return None if number is None else number // self.period
+        if number is None:
+            return None
+        run = number // self.period
+        return min(run, 2) if self.rest else run
 
     def number(self, module: str) -> int | None:
         """Returns the number of the layer that a module path lies in."""
