@@ -95,14 +95,15 @@ Exchanges = tuple[Exchange, ...]
 
 
 def join_exchanges(exchanges: Iterable[Exchange]) -> Exchanges:
-    """One of each kind and axes, in the order in which they come."""
+    """One of each kind and axes, in the order in which they come; none of what cancels
+    out."""
     joined: dict[tuple[str, tuple[str, ...]], Exchange] = {}
     for e in exchanges:
         key = e.kind, e.axes
         if had := joined.get(key):
             e = Exchange(*key, had.calls + e.calls, had.bytes + e.bytes)
         joined[key] = e
-    return tuple(joined.values())
+    return tuple(e for e in joined.values() if e.calls or e.bytes)
 
 
 def _plus(x: Any, y: Any, times: float) -> Any:

@@ -53,17 +53,19 @@ def identity(_: Rewriter, node: Node) -> Value:
     return node.operands[0]
 
 
-def cast(rewriter: Rewriter, node: Node) -> Value | None:
-    """`to` in its many forms: only the dtype matters, the device is the rank's own. A
-    view is one of what is cast, so that views meet."""
+def cast(rewriter: Rewriter, node: Node) -> Value:
+    """`to` in its many forms: only the dtype matters, the device is the rank's own."""
     x, out = node.operands[0], node.out
-    if x.dtype == out.dtype:
-        return x
+    return x if x.dtype == out.dtype else _cast(rewriter, x, out)
+
+
+def _cast(rewriter: Rewriter, x: Value, out: Value) -> Value:
+    """x in another precision: a view is one of what is cast, so that views meet; and
+    copies are."""
     if (view := rewriter.producer(x, "aten.reshape")) is not None:
-        whole = rewriter.emit(
-            "aten.to.dtype", view.operands[0], out.dtype, name=out.name
-        )
-        return rewriter.reshape(whole, out.shape)
+        return rewriter.reshape(_cast(rewriter, view.operands[0], out), x.shape)
+    if (copies := rewriter.producer(x, "aten.expand")) is not None:
+        return rewriter.expand(_cast(rewriter, copies.operands[0], out), x.shape)
     return rewriter.emit("aten.to.dtype", x, out.dtype, name=out.name)
 
 
