@@ -258,7 +258,9 @@ def test_a_process_ends_with_text(
         timeout=120,
     )
     said = done.stderr.decode()
-    assert done.returncode == 2 and said.startswith("autopar: ") and "  fix  " in said
+    # On a busy machine progress stands before it.
+    assert done.returncode == 2 and "  fix  " in said
+    assert said.startswith("autopar: ") or "\nautopar: " in said
     assert "Traceback" not in said
 
 

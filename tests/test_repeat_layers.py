@@ -99,6 +99,11 @@ class Layer(nn.Module):
             case "no_grad":
                 with torch.no_grad():
                     y = y + x.mean()
+            case "wide":
+                with torch.autocast("cuda", enabled=False):
+                    y = self.linear(x)
+            case "again":
+                y = self.linear(x)
             case "in place":
                 y.mul_(2.0)
             case "stream":
@@ -207,6 +212,13 @@ def test_autocast_is_noted_of_all_layers(folded) -> None:
     case = plain_gpt(layers=8)
     check(case.model, case.batch, loss_fn=case.loss_fn, precision=torch.bfloat16)
     assert len(folded) == 1
+
+
+def test_layers_under_another_autocast_are_others(folded) -> None:
+    """They call the same with the same, but compute in another precision."""
+    kinds = [*["again"] * 4, "wide", *["again"] * 3]
+    check(Layers(kinds), batch(), precision=torch.bfloat16)
+    assert not folded
 
 
 def test_outputs_by_layer_are_captured_as_they_are(folded) -> None:

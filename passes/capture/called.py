@@ -42,8 +42,7 @@ class Calls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
-        call = self.described(func, *modes, args, kwargs or {})
+        call = self.described(func, torch.is_grad_enabled(), args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         made = list(_tensors(args if result is None else result))
         if made or result is None:  # all else comes back as an argument, if it matters
@@ -53,7 +52,7 @@ class Calls(TorchFunctionMode):
                     self.made[id(x)] = call if func is torch.tensor else where
                     self.versions[id(x)] = x._version
             self.alive.append(made)
-            self.parts[-1].append(call)
+            self.parts[-1].append((*call, *((x.shape, x.dtype) for x in made)))
         return result
 
     def described(self, *call: Any) -> Call:
@@ -107,13 +106,36 @@ class Calls(TorchFunctionMode):
         behind = FIRST + len(layers)
         handles.append(layers[-1].register_forward_hook(self.beginning(behind)))
         try:
-            with self:
+            with self, self.regions_noted():
                 yield
         finally:
             for handle in handles:
                 handle.remove()
         if len(self.parts) != behind + 1:
             raise NotInOrder
+
+    @contextlib.contextmanager
+    def regions_noted(self) -> Iterator[None]:
+        """Within, regions of autocast are noted: a capture heeds those of any device,
+        and of one that torch is not built for the state says nothing."""
+        enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+
+        def entered(region: Any) -> Any:
+            what = region.device, region.fast_dtype, region._enabled
+            self.parts[-1].append(self.described("autocast", *what))
+            return enter(region)
+
+        def left(region: Any, *error: Any) -> Any:
+            self.parts[-1].append(("autocast",))
+            return leave(region, *error)
+
+        setattr(torch.autocast, "__enter__", entered)  # noqa: B010
+        setattr(torch.autocast, "__exit__", left)  # noqa: B010
+        try:
+            yield
+        finally:
+            setattr(torch.autocast, "__enter__", enter)  # noqa: B010
+            setattr(torch.autocast, "__exit__", leave)  # noqa: B010
 
     def beginning(self, part: int) -> Callable[..., None]:
         """A hook that begins a part."""
