@@ -121,8 +121,8 @@ class Calls(TorchFunctionMode):
         enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
 
         def entered(region: Any) -> Any:
-            what = region.device, region.fast_dtype, region._enabled
-            self.parts[-1].append(self.described("autocast", *what))
+            settings = region.device, region.fast_dtype, region._enabled
+            self.parts[-1].append(self.described("autocast", *settings))
             return enter(region)
 
         def left(region: Any, *error: Any) -> Any:
