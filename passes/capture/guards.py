@@ -17,8 +17,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.chosen_rows import ADDING, CHOOSES, LOSSES
-from ..capture.user_frames import asked_by_user
+from ..capture.user_frames import asked_by_user, at_work
 from ..capture.values_read import UNKNOWN, Read, read_here
+from ..errors import CaptureError
 from ..graph import Graph, Node, Value, map_values
 from ..ops.op import op_of, shows_all
 
@@ -27,6 +28,8 @@ MARK = torch.ops.aten._assert_tensor_metadata.default
 TOPK = (torch.topk, Tensor.topk)
 UNIQUE = (torch.unique, Tensor.unique)
 BINCOUNT = (torch.bincount, Tensor.bincount)
+# What gives counts one by one, of which the last that are 0 change nothing.
+ONE_BY_ONE = (Tensor.tolist, Tensor.unbind, Tensor.dim)
 # The same numbers, in another shape or place.
 SEEN = (
     *(torch.flatten, torch.reshape, Tensor.contiguous, Tensor.detach, Tensor.flatten),
@@ -54,6 +57,8 @@ class Guards:
         self.chosen: dict[int, tuple[Tensor, int, int]] = {}
         self.counted: dict[int, tuple[Tensor, Tensor]] = {}
         self.numbers: dict[int, tuple[Tensor, Tensor]] = {}  # each, and if it is not 0
+        # Counts that torch would give without the last ones that are 0, of how many.
+        self.short: dict[int, tuple[Tensor, int]] = {}
 
     def instead(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a call gives that torch cannot answer; None of others."""
@@ -71,9 +76,18 @@ class Guards:
             and len(args) == 1
             and not kwargs.keys() - {"minlength"}
         ):
-            counts = F.one_hot(x, max(count, kwargs.get("minlength", 0))).sum(0)
+            least = kwargs.get("minlength", 0)
+            counts = F.one_hot(x, max(count, least)).sum(0)
             self.counted[id(counts)] = counts, x
+            if least < count:
+                self.short[id(counts)] = counts, count
             return counts
+        if func not in ONE_BY_ONE and (short := _any_of(self.short, args)):
+            raise CaptureError(
+                "how long the result of bincount is depends on the values of tensors",
+                source=at_work(),
+                fix=f"say how many there are: torch.bincount(x, minlength={short[1]})",
+            )
         if func is Tensor.unbind and id(x) in self.counted:  # as of tolist
             counts, values = self.counted[id(x)]
             by_number = counts.unbind()
@@ -124,6 +138,11 @@ class Guards:
 def _first(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a call works on, which may be given by name."""
     return args[0] if args else kwargs.get("input")
+
+
+def _any_of(known: Mapping[int, tuple], args: Sequence[Any]) -> tuple | None:
+    """What is known of the first tensor among the arguments of which something is."""
+    return next((known[id(x)] for x in args if id(x) in known), None)
 
 
 class Choices(tuple[Tensor, ...]):
@@ -320,9 +339,25 @@ def _zeros(v: Value, made: Mapping[str, Node]) -> list[str]:
     if node.name == "aten.index" and len(node.operands) > 1 and v.shape:
         return _zeros(node.operands[1], made)
     if node.name in ("aten.gt", "aten.ne") and node.args[1:] == (0,):
-        summed = made.get(x.name)
-        counts = summed is not None and summed.name == "aten.sum"
-        return [v.name, *(_zeros(x, made) if counts else [])]
+        is_zero = node.name == "aten.ne" or _counts(x, made)
+        return [v.name, *(_zeros(x, made) if is_zero else [])]
     if node.name == "aten.sum" and x.dtype != torch.bool:
         return [v.name]
-    return [v.name, *(_zeros(x, made) if _stays_zero(node) else [])]
+    # One number of x that is 0 says nothing of the others.
+    whole = _stays_zero(node) and node.name != "aten.select"
+    return [v.name, *(_zeros(x, made) if whole else [])]
+
+
+def _counts(v: Value, made: Mapping[str, Node]) -> bool:
+    """Whether a value is a sum of what cannot be below 0, as if it is of a mask."""
+    node = made.get(v.name)
+    if node is None or node.name != "aten.sum":
+        return False
+    x = node.operands[0]
+    while (node := made.get(x.name)) is not None and x.dtype != torch.bool:
+        if node.name == "aten.one_hot":
+            return True
+        if not (op_of(node).elements == "cast" or _stays_zero(node)):
+            return False
+        x = node.operands[0]
+    return x.dtype == torch.bool
