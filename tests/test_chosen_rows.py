@@ -209,6 +209,34 @@ def guarded(change: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return add
 
 
+def if_first(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    x, mask = x.clone(), chosen[:, 0] == 1
+    return themselves(m, x, mask) if mask[0] else x
+
+
+def if_positive(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    total = x.sum()
+    return x + total if total > 0 else x
+
+
+def never_chosen(minlength: int) -> Callable[..., Tensor]:
+    """The last expert is never chosen, and counts are no longer than asked for."""
+
+    def add(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+        chosen = (m.router(x) - 99 * torch.arange(EXPERTS)).topk(CHOSEN).indices
+        counts = torch.bincount(chosen.flatten(), minlength=minlength)
+        return x + counts.to(x.dtype).mean()
+
+    return add
+
+
+def if_in_short_counts(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    for e, count in enumerate(torch.bincount(chosen.flatten()).tolist()):
+        if count:
+            x = x + m.experts[e](x) * (chosen == e).any(-1, keepdim=True)
+    return x
+
+
 class Chosen(nn.Module):
     """Layers of experts, and a loss over chosen tokens."""
 
@@ -233,6 +261,22 @@ def of_all(logits: Tensor, labels: Tensor) -> Tensor:
 
 def of_chosen(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits[labels > 9], labels[labels > 9])
+
+
+def looked_up(logits: Tensor, labels: Tensor) -> Tensor:
+    """Labels of tokens that were not chosen are no places of a table."""
+    labels = torch.where(labels > 9, labels, -100)
+    chosen = labels != -100
+    own = logits.log_softmax(-1)[chosen].gather(-1, labels[chosen][:, None])
+    return -own.mean()
+
+
+def after_chosen(logits: Tensor, labels: Tensor) -> Tensor:
+    """The last row has none after it."""
+    rows, last = logits.flatten(0, 1), labels.numel() - 1
+    mask = (labels.flatten() > 9) & (torch.arange(last + 1) < last)
+    place = mask.nonzero().squeeze(-1)
+    return rows[place + 1].square().mean() + of_all(logits, labels)
 
 
 def mean_of_chosen(logits: Tensor, labels: Tensor) -> Tensor:
@@ -263,9 +307,13 @@ def test_of_one_row_several_may_be_chosen() -> None:
     case(of_all, several).verify("dp=2", 1)
 
 
-@pytest.mark.parametrize("loss", [of_chosen, mean_of_chosen])
+@pytest.mark.parametrize("loss", [of_chosen, mean_of_chosen, looked_up])
 def test_a_loss_over_chosen_tokens_is_that_of_all_microbatches(loss: Any) -> None:
     case(loss).verify("dp=2", 2)
+
+
+def test_a_row_beside_one_that_was_not_chosen_may_be_none() -> None:
+    case(after_chosen).verify("dp=2", 1)
 
 
 def test_whether_there_are_rows_may_be_asked() -> None:
@@ -278,6 +326,20 @@ def test_what_is_done_if_there_are_rows_is_to_them_alone(change: Any) -> None:
     trace(one.model, one.batch)
     one = case(of_all, guarded(change))
     with pytest.raises(CaptureError, match=r"by if, while or bool\(\)(?s:.*)\n  fix "):
+        trace(one.model, one.batch)
+
+
+@pytest.mark.parametrize("add", [if_first, if_positive])
+def test_one_number_that_is_0_or_less_says_nothing_of_others(add: Any) -> None:
+    one = case(of_all, add)
+    with pytest.raises(CaptureError, match=r"by if, while or bool\(\)(?s:.*)\n  fix "):
+        trace(one.model, one.batch)
+
+
+def test_counts_are_as_many_as_torch_gives() -> None:
+    case(of_all, if_in_short_counts, never_chosen(EXPERTS)).verify("dp=2", 1)
+    one = case(of_all, never_chosen(0))
+    with pytest.raises(CaptureError, match=f"fix  .*minlength={EXPERTS}"):
         trace(one.model, one.batch)
 
 

@@ -29,6 +29,7 @@ CHOOSES = "aten.where.default"
 SEEDED = torch.Tag.nondeterministic_seeded
 ADDING = ("aten.index_add", "aten.scatter_add")
 LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss_nd")
+LOOKUPS = {"aten.gather": "index", "aten.embedding": "indices"}
 # Along one dim.
 ALONG = {f"aten.{name}" for name in ("all", "any", "argmax", "argmin")}
 
@@ -184,6 +185,10 @@ class _Keeper:
         dim = along(node, self.of)
         if dim is None:
             return None
+        if (name := LOOKUPS.get(node.name)) and (r := self.of(node.arg(name))):
+            # Of rows that were not chosen it may be no place at all, as a label -100.
+            place = self.masked(node.arg(name), r, r.dim)
+            node = node.with_args(**{name: place})
         fresh = self.rewriter.keep(node)
         same = shows_all(node) or node.name == "aten.expand"
         first = self.of(node.operands[0])
@@ -220,7 +225,9 @@ class _Keeper:
             seen = emit("aten.reshape.default", x, shape)
             return self.noted(seen, rows, first)
         if len(tensors) == 1:
-            (out,) = self.rewriter.keep(node)
+            place = self.masked(tensors[0], rows, 0)
+            places = (*indices[:first], place, *indices[last:])
+            (out,) = self.rewriter.keep(replace(node, args=(x, places)))
             return None if out is None else self.noted(out, rows, first)
         if first or len(tensors) != 2:
             return None
