@@ -90,9 +90,8 @@ def compile(
     `autopar.proof.prove_program`; without it, each run warns that nobody did.
     cache_dir: where code that Inductor compiled is kept; if not given, in a directory
     for temporary files.
-    pretrained: a folder of safetensors that has the weights, for a model that is made
-    in `autopar.on_meta()`: no rank ever has all of them, nor
-    its share twice. See `Step.load_pretrained`.
+    pretrained: a folder of safetensors with the weights of a model that was made in
+    `autopar.on_meta()`: no rank has all of them, see `Step.load_pretrained`.
     options: `microbatches=4`, `zero=3` ...: see `autopar.options.Options`.
 
     Raises: AutoparError.

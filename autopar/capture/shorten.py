@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from autopar.passes.capture.find_repeats import only_layers
+
 KEPT = 3  # repeats of the pattern: the first, one inside, and the last
 
 
@@ -47,15 +49,8 @@ def shortened(model: nn.Module) -> Iterator[Layers | None]:
     if run is None:
         yield None
         return
-    layers = model.get_submodule(run.path)
-    before = dict(layers._modules)
-    try:
-        for name in list(before)[run.kept :]:
-            del layers._modules[name]
+    with only_layers(model, run.path, range(run.kept)):
         yield run
-    finally:
-        layers._modules.clear()
-        layers._modules.update(before)
 
 
 def find_layers(model: nn.Module) -> Layers | None:
