@@ -142,7 +142,7 @@ class Node:
             return self.args[place]
         return self.kwargs.get(name, default)
 
-    def with_args(self, **changed: Any) -> Node:
+    def with_args(self, /, **changed: Any) -> Node:
         """The same node with other arguments, by name; each stays where it is given."""
         args, kwargs = list(self.args), dict(self.kwargs)
         for name, value in changed.items():

@@ -286,6 +286,39 @@ def mean_of_chosen(logits: Tensor, labels: Tensor) -> Tensor:
     )
 
 
+def of_zeros(logits: Tensor, labels: Tensor) -> Tensor:
+    """Derivatives at rows that were not chosen are infinite, or no numbers."""
+    mask = labels > 9
+    x = (logits * mask[..., None])[mask]
+    size = x.square().sum(-1)
+    losses = size.sqrt(), size.rsqrt(), x.abs() ** 0.5, x.square().log() / size[:, None]
+    return torch.stack([loss.mean() for loss in losses]).sum()
+
+
+def of_gaps(logits: Tensor, labels: Tensor) -> Tensor:
+    """What is wanted of rows that were not chosen is no number."""
+    wanted = torch.where(labels > 9, labels.to(logits.dtype), torch.nan)
+    mask = ~wanted.isnan()
+    return (logits[mask].mean(-1) - wanted[mask]).square().mean()
+
+
+def of_numbers(logits: Tensor, labels: Tensor) -> Tensor:
+    """Labels of tokens that were not chosen are no classes, and divide nothing."""
+    labels = torch.where(labels > 9, labels, -100)
+    mask = labels != -100
+    own = F.one_hot(labels[mask], VOCAB) * logits[mask]
+    return own.mean() + (own.sum(-1) * (100 // (labels + 100)[mask])).mean()
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale)[x > 0].mean()
+
+
 def case(loss: Callable[..., Tensor], *adds: Callable[..., Tensor]) -> Case:
     torch.manual_seed(0)
     model = randomize(Chosen(loss, *adds))
@@ -305,6 +338,16 @@ def test_experts_in_all_words_are_proved() -> None:
 
 def test_of_one_row_several_may_be_chosen() -> None:
     case(of_all, several).verify("dp=2", 1)
+
+
+@pytest.mark.parametrize("loss", [of_zeros, of_gaps, of_numbers])
+def test_rows_that_were_not_chosen_are_in_no_gradient(loss: Any) -> None:
+    case(loss).verify("dp=2", 2)
+
+
+def test_a_mean_in_half_precision_is_of_as_many_as_there_are() -> None:
+    x = torch.rand(4, 20_000, dtype=torch.float16) + 0.5
+    Case(Scaled(), {"x": x}).verify("dp=2", 2)
 
 
 @pytest.mark.parametrize("loss", [of_chosen, mean_of_chosen, looked_up])

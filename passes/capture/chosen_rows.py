@@ -10,46 +10,32 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..capture.distinct import dim_after, one_at_most
+from ..capture.distinct import one_at_most
 from ..capture.rewrite import Rewriter
+from ..capture.rows import Rows, along
 from ..capture.values_read import WITHOUT_ROWS
 from ..errors import CaptureError
 from ..graph import Graph, Node, Value, resolve, short
 from ..ops.arguments import arguments
-from ..ops.op import op_of, shows_all
-from ..ops.rules import equation, is_pointwise
+from ..ops.finite import keeps_finite, not_finite
+from ..ops.op import shows_all
 
 CHOOSES = "aten.where.default"
 SEEDED = torch.Tag.nondeterministic_seeded
 ADDING = ("aten.index_add", "aten.scatter_add")
 LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss_nd")
-LOOKUPS = {"aten.gather": "index", "aten.embedding": "indices"}
-# Along one dim.
-ALONG = {f"aten.{name}" for name in ("all", "any", "argmax", "argmin")}
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows that a mask chooses. chosen: bool [rows], which. mask: what chooses them, or
-    the values made of it. dim: which dim of a value goes along them. factor: of what
-    counts them, which dim of `extents`, whose product they are; else None."""
-
-    chosen: Value
-    mask: str
-    source: str
-    extents: tuple[int, ...]
-    dim: int = 0
-    factor: int | None = None
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.extents)
+LOOKUPS = {
+    "aten.gather": "index",
+    "aten.embedding": "indices",
+    "aten.one_hot": "self",
+}
+HARMLESS = 0.5  # of which every op gives a finite number and derivative
 
 
 def slot_of(mask: Value, made: Mapping[str, Node]) -> int | None:
@@ -65,12 +51,12 @@ def rows_of(mask: Value, made: Mapping[str, Node]) -> int:
     return math.prod(n for d, n in enumerate(mask.shape) if d != slot)
 
 
-def keep_all_rows(graph: Graph) -> Graph:
-    """Returns the graph without ops that choose rows. Raises: CaptureError on what is
-    not done row by row."""
+def keep_all_rows(graph: Graph, autocast: Set[str] = frozenset()) -> Graph:
+    """Returns the graph without ops that choose rows. autocast: names of the values
+    that were made under it. Raises: CaptureError on what is not done row by row."""
     if not any(node.op == CHOOSES for node in graph.nodes):
         return graph
-    keeper = _Keeper(graph)
+    keeper = _Keeper(graph, autocast)
     graph = keeper.rewriter.run({node.op: keeper.visit for node in graph.nodes})
     for v in graph.outputs:
         if rows := keeper.of(v):
@@ -104,10 +90,11 @@ def refusal(subject: str, rows: Rows, source: str = "") -> CaptureError:
 class _Keeper:
     """rows: value name -> what its rows are, of those that have chosen ones."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, autocast: Set[str]) -> None:
         self.rewriter = Rewriter(graph, {})
         self.rows: dict[str, Rows] = {}
         self.computed: dict[Hashable, str] = {}  # what a value is made by -> its name
+        self.not_finite, self.autocast = not_finite(graph), autocast
 
     def first_name(self, mask: Value, deep: int = 4) -> str:
         """The first value that was made as this one: a mask may be written twice. deep:
@@ -189,6 +176,8 @@ class _Keeper:
             # Of rows that were not chosen it may be no place at all, as a label -100.
             place = self.masked(node.arg(name), r, r.dim)
             node = node.with_args(**{name: place})
+        elif not keeps_finite(node) and node.results[0].dtype != torch.bool:
+            node = node.substitute(self.harmless)
         fresh = self.rewriter.keep(node)
         same = shows_all(node) or node.name == "aten.expand"
         first = self.of(node.operands[0])
@@ -223,12 +212,12 @@ class _Keeper:
         if self.counts(tensors, x.shape[first:last]):
             shape = (*x.shape[:first], rows.count, *x.shape[last:])
             seen = emit("aten.reshape.default", x, shape)
-            return self.noted(seen, rows, first)
+            return self.picked(seen, rows, first, x)
         if len(tensors) == 1:
             place = self.masked(tensors[0], rows, 0)
             places = (*indices[:first], place, *indices[last:])
             (out,) = self.rewriter.keep(replace(node, args=(x, places)))
-            return None if out is None else self.noted(out, rows, first)
+            return None if out is None else self.picked(out, rows, first, x)
         if first or len(tensors) != 2:
             return None
         if self.counts(tensors[1:], x.shape[1:2]):
@@ -239,7 +228,7 @@ class _Keeper:
         place = reshape(tensors[1], (rows.count, 1, *(1 for _ in rest)))
         place = self.rewriter.expand(place, (rows.count, 1, *rest))
         picked = emit("aten.gather.default", x, 1, place)
-        return self.noted(reshape(picked, (rows.count, *rest)), rows, 0)
+        return self.picked(reshape(picked, (rows.count, *rest)), rows, 0, x)
 
     def index_select(self, node: Node, rows: Rows) -> Value | tuple | None:
         x, dim, index = arguments(node).values()
@@ -248,11 +237,26 @@ class _Keeper:
             replace(node, op="aten.index.Tensor", args=(x, indices)), rows
         )
 
-    def masked(self, x: Value, rows: Rows, dim: int) -> Value:
+    def masked(self, x: Value, rows: Rows, dim: int, other: float = 0) -> Value:
         """What counts of x: 0 in rows that were not chosen."""
         shape = [rows.count if d == dim else 1 for d in range(len(x.shape))]
         chosen = self.rewriter.reshape(rows.chosen, shape)
-        return self.rewriter.emit("aten.where.ScalarOther", chosen, x, 0)
+        return self.rewriter.emit("aten.where.ScalarOther", chosen, x, other)
+
+    def harmless(self, x: Value) -> Value:
+        """x, but for rows that were not chosen: what an op makes of these may be no
+        number, nor then a gradient that is 0 times that."""
+        rows = self.of(x)
+        if rows is None or x.dtype == torch.bool:
+            return x
+        other = HARMLESS if x.dtype.is_floating_point else 1
+        return self.noted(self.masked(x, rows, rows.dim, other), rows, rows.dim)
+
+    def picked(self, x: Value, rows: Rows, dim: int, source: Value) -> Value:
+        """x, rows of a source, which those that are not chosen may have gaps in."""
+        out, replaced = self.noted(x, rows, dim), self.rewriter.replaced
+        sources = {replaced[v].name if v in replaced else v for v in self.not_finite}
+        return self.harmless(out) if source.name in sources else out
 
     def index_put(self, node: Node, rows: Rows) -> Value | None:
         """`y[rows] = values`, or with `+=`, where values may be of all rows alike."""
@@ -310,12 +314,17 @@ class _Keeper:
         if node.name == "aten.sum":
             return self.rewriter.keep(replace(node, args=(counted, *node.args[1:])))
         kind = bound.get("dtype") or x.dtype
+        # As torch's mean does: float16 has no count above 65504.
+        wide = torch.promote_types(kind, torch.float32)
         keep = bool(bound.get("keepdim", False))
-        summed = emit("aten.sum.dim_IntList", counted, dims, keep, dtype=kind)
+        summed = emit("aten.sum.dim_IntList", counted, dims, keep, dtype=wide)
         others = math.prod(x.shape[d] for d in dims if d != along_rows.dim)
         count = emit("aten.sum.default", rows.chosen)
-        count = emit("aten.mul.Tensor", emit("aten.to.dtype", count, kind), others)
-        return emit("aten.div.Tensor", summed, count)
+        count = emit("aten.mul.Tensor", emit("aten.to.dtype", count, wide), others)
+        mean = emit("aten.div.Tensor", summed, count)
+        if kind == wide or node.out.name in self.autocast:  # which makes it wide
+            return mean
+        return emit("aten.to.dtype", mean, kind)
 
     def loss(self, node: Node, rows: Rows) -> tuple[Value | None, ...] | None:
         """A loss over the rows ignores those that were not chosen."""
@@ -331,47 +340,3 @@ class _Keeper:
             "aten.where.ScalarOther", rows.chosen, target, ignored
         )
         return self.rewriter.keep(node.with_args(target=target))
-
-
-def along(node: Node, of: Callable[[Value], Rows | None]) -> int | None:
-    """The dim of the results that goes along the rows, of what is done row by row."""
-    x, out = node.operands[0], next(v for v in node.outs if v is not None)
-    rows = of(x)
-    if op_of(node).view == "shape":
-        place = dim_after(x.shape, out.shape, rows.dim) if rows else -1
-        return None if place < 0 else place
-    if op_of(node).elements:
-        return rows.dim if rows and out.shape == x.shape else None
-    row_dims = {v.name: r.dim - len(v.shape) for v in node.operands if (r := of(v))}
-    if node.name in ALONG:
-        dim = node.arg("dim")
-        if rows is None or dim is None or dim % len(x.shape) == rows.dim:
-            return None
-        gone = len(out.shape) < len(x.shape) and dim % len(x.shape) < rows.dim
-        return rows.dim - gone
-    if is_pointwise(node) or node.name == "aten.floor_divide":
-        (back, *more) = set(row_dims.values())
-        others = [v for v in node.operands if v.name not in row_dims]
-        if more or any(len(v.shape) >= -back and v.shape[back] != 1 for v in others):
-            return None
-        return back + len(out.shape)
-    if node.name == "aten.linear":
-        node = replace(node, args=node.args[:2], kwargs={})
-    rule = equation(node)
-    if rule is None:
-        return None
-    pairs = list(zip(node.operands, rule.operands, strict=True))
-    names = {dims[row_dims[v.name]] for v, dims in pairs if v.name in row_dims}
-    if len(names) != 1:
-        return None
-    (letters,) = names
-    if len(letters) != 1 or rule.roles[letters[0]] != "map":
-        return None
-    for v, dims in pairs:
-        if v.name not in row_dims and any(
-            letters[0] in names and n != 1
-            for names, n in zip(dims, v.shape, strict=True)
-        ):
-            return None
-    places = {dims.index(letters) if letters in dims else -1 for dims in rule.outs}
-    return places.pop() if len(places) == 1 and -1 not in places else None

@@ -114,7 +114,8 @@ def trace(
         if not are_same(traced, other):
             raise guard.error()
     names, count = wrapper.beside.names, wrapper.beside.metrics
-    graph, remarks = keep_all_rows(traced.graph), find_loops(traced.graph)
+    graph = keep_all_rows(traced.graph, traced.autocast.keys())
+    remarks = find_loops(traced.graph)
     _refuse_sources(graph, names)
     graph = keep_wide(graph, {name: p.dtype for name, p in model.named_parameters()})
     return replace(traced, graph=graph, outputs=names, metrics=count, remarks=remarks)

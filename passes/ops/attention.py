@@ -222,6 +222,7 @@ OPS = (
         "aten.scaled_dot_product_attention",
         "query key value attn_mask dropout_p is_causal scale enable_gqa",
         extents=extents.attention,
+        finite="always",
     ),
     Op(
         "autopar.attention",

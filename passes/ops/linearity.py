@@ -6,7 +6,8 @@ completed once, where something else needs it. By its declaration an op is linea
     jointly        f(x + x', y + y') = f(x, y) + f(x', y')
     in each        operand, while the others are held
     in the first   operand, while the others are held
-    cast           as a change of type, if that keeps numbers as they are
+    cast           as a change of type, if that keeps numbers as they are; one number,
+                   as a loss, may be rounded in each share
 """
 
 from __future__ import annotations
@@ -33,8 +34,12 @@ def passes_pending_sum(node: Node, pending: list[bool]) -> bool:
     """
     if node.name in ADDED:
         return is_jointly_linear(node) and all(pending)
-    casts = [(v.dtype, node.results[0].dtype) for v in node.operands]
-    if any(p and not _keeps_all(*cast) for p, cast in zip(pending, casts, strict=True)):
+    out = node.results[0]
+    casts = [(v.dtype, out.dtype) for v in node.operands]
+    rounds = not out.shape and out.dtype.is_floating_point
+    if not rounds and any(
+        p and not _keeps_all(*cast) for p, cast in zip(pending, casts, strict=True)
+    ):
         return False
     match op_of(node).linear:
         case "cast":

@@ -128,6 +128,7 @@ OPS = (
         on_shard=embedding_from,
         derivative=d_embedding,
         traced_if=lambda tape, node: not tape.is_param(node.operands[0]),
+        finite="kept",
     ),
     Op(
         "comm.lookup", "table ids rows axes padding", derivative=d_lookup, called_with=4
@@ -156,6 +157,7 @@ OPS = (
         "... -> ... n!",
         "default(ints(b, c), d)",
         sizes=lambda node: node.with_args(num_classes=node.out.shape[-1]),
+        finite="kept",
     ),
     Op(
         "aten.gather",
@@ -166,17 +168,20 @@ OPS = (
             "default(x(b, c), 1, ints(b, d)); "
             "default(x(b, c, d), 0, ints(a, c, d)); default(x(c, d), 1, ints(b, d))"
         ),
+        finite="kept",
     ),
     Op(
         "aten.scatter",
         "self dim index src value reduce",
         gathered,
         ("value(x(b, d), 1, ints(b, c), -99.0); src(x(b, d), 1, ints(b, a), x(b, a))"),
+        finite="kept",
     ),
     Op(
         "aten.scatter_add",
         "self dim index src",
         gathered,
         "default(x(c, d), 0, ints(a, d), x(a, d))",
+        finite="kept",
     ),
 )

@@ -27,6 +27,8 @@ Cotangents = Sequence[Value | None]
 Derivative = Callable[["Tape", Node, Cotangents], list[Value | None]]
 # The dims of its operands that a result is linear in, see `passes.ops.linearity`.
 Linear = Literal["", "jointly", "in each", "in the first", "cast"]
+# Results and derivatives are finite where operands are, or always.
+Finite = Literal["", "kept", "always"]
 # What a result of its operand's shape has at each place, see `Op`.
 Elements = Literal["", "same", "cast", "like"]
 
@@ -104,7 +106,8 @@ class Op:
     rule: which letters flow through it, see `passes.ops.notation`; by node, where it
     depends on arguments. examples: calls of extents a < b < c < d that prove the rule,
     where x(a, b) is a tensor: `overload(arguments); ...`. alternatives: to the rule.
-    linear: what sums may pass it, see `passes.ops.linearity`.
+    linear: what sums may pass it, see `passes.ops.linearity`. finite: whether what it
+    gives, and its derivative, is finite, see `passes.ops.finite`; else it need not be.
     view: what it shows of its operand without a copy: all of it in another "shape", in
     another "order", as it is ("same"), "copies" of it, or a "part".
     elements: of a result of its operand's shape: the "same" at each place, "cast" to
@@ -143,6 +146,7 @@ class Op:
     alternatives: tuple[Alternative, ...] = ()
     form: str = "default"
     linear: Linear = ""
+    finite: Finite | Callable[[Node], Finite] = ""
     view: Literal["", "shape", "order", "same", "copies", "part"] = ""
     elements: Elements = ""
     part: Callable[[Node], tuple[int, int]] | None = None

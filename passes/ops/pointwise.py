@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ..graph import Node, Value
 from ..ops import parts
-from ..ops.op import Cotangents, Op
+from ..ops.op import Cotangents, Finite, Op
 from ..ops.tape import Tape
 
 
@@ -28,8 +28,20 @@ def cast(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
     return [None if dy is None else tape.cast(dy, node.operands[0], node)]
 
 
-def _heeded(name: str, heeds: str) -> Op:
-    return Op(f"aten.{name}", heeds, "pointwise")
+def _heeded(name: str, heeds: str, finite: Finite = "kept") -> Op:
+    return Op(f"aten.{name}", heeds, "pointwise", finite=finite)
+
+
+def by_number(node: Node) -> Finite:
+    """A quotient by a number that is not 0."""
+    return "" if node.arg("other") == 0 or len(node.operands) > 1 else "kept"
+
+
+def to_power(node: Node) -> Finite:
+    """x, its square, its cube: of others the derivative at 0 is infinite."""
+    power = node.arg("exponent")
+    whole = isinstance(power, int | float) and power >= 1 and power == int(power)
+    return "kept" if whole else ""
 
 
 OPS = (
@@ -71,6 +83,7 @@ OPS = (
         "aten.div",
         form="Tensor",
         linear="in the first",
+        finite=by_number,
         spelling="torch.div",
         in_place=".div_",
     ),
@@ -83,12 +96,18 @@ OPS = (
     ),
     Op("aten.log", spelling="torch.log", in_place="aten.log_.default"),
     Op("aten.rsqrt", spelling="torch.rsqrt", in_place="aten.rsqrt_.default"),
-    Op("aten.gelu", keeps=(0,), row_by_row=True),
-    Op("aten.relu", keeps=(0,), row_by_row=True),
-    Op("aten.sigmoid", row_by_row=True),
-    Op("aten.tanh", row_by_row=True),
-    Op("aten.clamp", row_by_row=True),
-    Op("aten.silu", "self", "pointwise", keeps=(0,), row_by_row=True),
+    Op("aten.gelu", keeps=(0,), row_by_row=True, finite="kept"),
+    Op("aten.relu", keeps=(0,), row_by_row=True, finite="kept"),
+    Op("aten.sigmoid", row_by_row=True, finite="always"),
+    Op("aten.tanh", row_by_row=True, finite="always"),
+    Op("aten.clamp", row_by_row=True, finite="kept"),
+    Op("aten.silu", "self", "pointwise", keeps=(0,), row_by_row=True, finite="kept"),
+    Op("aten.pow", finite=to_power),
+    *(
+        Op(f"aten.{name}", finite="kept")
+        for name in ("abs", "cos", "elu", "erf", "masked_fill", "sin", "softplus")
+    ),
+    *(Op(f"aten.{name}", finite="kept") for name in ("maximum", "minimum")),
     Op(
         "aten.to",
         "self dtype other copy",
@@ -117,11 +136,11 @@ OPS = (
     _heeded("l1_loss", "self target reduction"),
     _heeded("smooth_l1_loss", "self target reduction beta"),
     _heeded("huber_loss", "self target reduction delta"),
-    _heeded("binary_cross_entropy", "self target weight reduction"),
+    _heeded("binary_cross_entropy", "self target weight reduction", ""),
     _heeded(
         "binary_cross_entropy_with_logits", "self target weight pos_weight reduction"
     ),
-    _heeded("kl_div", "self target reduction log_target"),
+    _heeded("kl_div", "self target reduction log_target", ""),
     Op(
         "autopar.masked_scale",
         "x keep scale",

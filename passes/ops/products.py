@@ -215,6 +215,7 @@ OPS = (
         "default(x(a, b, d), x(a, b, c), x(a, c, d), beta=2, alpha=3)",
         is_product=True,
         flops=added_by_columns,
+        finite="kept",
     ),
     Op(
         "aten.mm",
@@ -232,6 +233,7 @@ OPS = (
         ),
         "default(x(c), x(a, b), x(b, c)); default(x(a, c), x(a, b), x(b, c))",
         flops=added_by_columns,
+        finite="kept",
     ),
     Op("aten.mv", "self vec", flops=by_columns),
     Op("aten.dot", "self tensor", flops=by_columns),
@@ -262,6 +264,7 @@ OPS = (
         extents=extents.convolved,
         flops=of_filters,
         sizes=_filter_each,
+        finite="kept",
     ),
     Op("autopar.affine", "x weight bias", flops=by_columns, derivative=affine),
     Op("autopar.linear_weight_grad_", "into dy x", flops=of_weight_grad),

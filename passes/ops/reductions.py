@@ -107,6 +107,7 @@ OPS = (
         "self dim keepdim dtype",
         reduced("!"),
         "default(x(a, b)); dim(x(a, b, c), (-1,), True)",
+        finite="kept",
     ),
     Op(
         "aten.amax",
@@ -114,6 +115,7 @@ OPS = (
         reduced("^"),
         "default(x(a, b, c), (-1,)); default(x(a, b), (0,), keepdim=True)",
         spelling="torch.amax",
+        finite="kept",
     ),
     Op(
         "aten.var",
@@ -123,6 +125,7 @@ OPS = (
             "default(x(a, b), False); dim(x(a, b, c), (-1,), False, True); "
             "correction(x(a, b), (1,), correction=0)"
         ),
+        finite="kept",
     ),
     Op(
         "aten.linalg_vector_norm",
@@ -138,6 +141,7 @@ OPS = (
         form="int",
         rowwise=True,
         keeps=("result",),
+        finite="always",
     ),
     Op(
         "aten._softmax",
@@ -145,15 +149,19 @@ OPS = (
         along,
         "default(x(a, b, c), 1, False)",
         rowwise=True,
+        finite="always",
     ),
     Op("aten._softmax_backward_data", rowwise=True),
-    Op("aten.log_softmax", "self dim dtype", along, "int(x(a, b, c), 0)"),
-    Op("aten.cumsum", "self dim dtype", along, "default(x(a, b, c), 1)"),
+    Op(
+        "aten.log_softmax", "self dim dtype", along, "int(x(a, b, c), 0)", finite="kept"
+    ),
+    Op("aten.cumsum", "self dim dtype", along, "default(x(a, b, c), 1)", finite="kept"),
     Op(
         "aten.roll",
         "self shifts dims",
         lambda node: along(node, "dims"),
         "default(x(a, b, c), (1,), (1,)); default(x(a, b), (1,))",
+        finite="kept",
     ),
     Op(
         "aten.topk",
@@ -161,15 +169,29 @@ OPS = (
         topmost,
         "default(x(a, b, c), 2); default(x(a, c, b), 2, 1)",
         sizes=count_of_topmost,
+        finite="kept",
     ),
-    Op("aten.sort", "self stable dim descending", topmost, "default(x(a, b, c), 0)"),
+    Op(
+        "aten.sort",
+        "self stable dim descending",
+        topmost,
+        "default(x(a, b, c), 0)",
+        finite="kept",
+    ),
     Op(
         "aten.max",
         "self other dim keepdim",
         extreme,
         "dim(x(a, b, c), -1); default(x(a, b)); other(x(a, 1, b), x(c, 1))",
+        finite="kept",
     ),
-    Op("aten.min", "self other dim keepdim", extreme, "dim(x(a, b, c), 0, True)"),
+    Op(
+        "aten.min",
+        "self other dim keepdim",
+        extreme,
+        "dim(x(a, b, c), 0, True)",
+        finite="kept",
+    ),
     Op(
         "aten.layer_norm",
         "input normalized_shape weight bias eps cudnn_enable",
@@ -178,6 +200,7 @@ OPS = (
         weights="weight bias",
         keeps=(0,),
         sizes=normal_sizes,
+        finite="kept",
     ),
     Op(
         "aten.rms_norm",
@@ -188,6 +211,7 @@ OPS = (
         weights="weight",
         keeps=(0,),
         sizes=normal_sizes,
+        finite="kept",
     ),
     Op("aten.native_layer_norm", rowwise=True, spelling="torch.native_layer_norm"),
     Op("aten.native_layer_norm_backward", rowwise=True),

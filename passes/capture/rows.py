@@ -1,0 +1,77 @@
+"""Rows that a mask chooses, and where they go in what is done row by row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ..capture.distinct import dim_after
+from ..graph import Node, Value
+from ..ops.op import op_of
+from ..ops.rules import equation, is_pointwise
+
+# Along one dim.
+ALONG = {f"aten.{name}" for name in ("all", "any", "argmax", "argmin")}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that a mask chooses. chosen: bool [rows], which. mask: what chooses them, or
+    the values made of it. dim: which dim of a value goes along them. factor: of what
+    counts them, which dim of `extents`, whose product they are; else None."""
+
+    chosen: Value
+    mask: str
+    source: str
+    extents: tuple[int, ...]
+    dim: int = 0
+    factor: int | None = None
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.extents)
+
+
+def along(node: Node, of: Callable[[Value], Rows | None]) -> int | None:
+    """The dim of the results that goes along the rows, of what is done row by row."""
+    x, out = node.operands[0], next(v for v in node.outs if v is not None)
+    rows = of(x)
+    if op_of(node).view == "shape":
+        place = dim_after(x.shape, out.shape, rows.dim) if rows else -1
+        return None if place < 0 else place
+    if op_of(node).elements:
+        return rows.dim if rows and out.shape == x.shape else None
+    row_dims = {v.name: r.dim - len(v.shape) for v in node.operands if (r := of(v))}
+    if node.name in ALONG:
+        dim = node.arg("dim")
+        if rows is None or dim is None or dim % len(x.shape) == rows.dim:
+            return None
+        gone = len(out.shape) < len(x.shape) and dim % len(x.shape) < rows.dim
+        return rows.dim - gone
+    if is_pointwise(node) or node.name == "aten.floor_divide":
+        (back, *more) = set(row_dims.values())
+        others = [v for v in node.operands if v.name not in row_dims]
+        if more or any(len(v.shape) >= -back and v.shape[back] != 1 for v in others):
+            return None
+        return back + len(out.shape)
+    if node.name == "aten.linear":
+        node = replace(node, args=node.args[:2], kwargs={})
+    rule = equation(node)
+    if rule is None:
+        return None
+    pairs = list(zip(node.operands, rule.operands, strict=True))
+    names = {dims[row_dims[v.name]] for v, dims in pairs if v.name in row_dims}
+    if len(names) != 1:
+        return None
+    (letters,) = names
+    if len(letters) != 1 or rule.roles[letters[0]] != "map":
+        return None
+    for v, dims in pairs:
+        if v.name not in row_dims and any(
+            letters[0] in names and n != 1
+            for names, n in zip(dims, v.shape, strict=True)
+        ):
+            return None
+    places = {dims.index(letters) if letters in dims else -1 for dims in rule.outs}
+    return places.pop() if len(places) == 1 and -1 not in places else None
