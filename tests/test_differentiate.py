@@ -369,3 +369,28 @@ def test_a_comment_has_a_dim_for_each_of_its_value_s(precision):
     for text, v in told:
         dims = re.sub(r"\([^)]*\)", "merged", text.partition("]")[0][1:])
         assert len([d for d in dims.split(",") if d]) == len(v.shape), (v, text)
+
+
+class Skips(nn.Module):
+    """Values of the first layers that all others read, the last one by a sum."""
+
+    def __init__(self, of_rows: bool) -> None:
+        super().__init__()
+        self.of_rows = of_rows
+        self.embed, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        a, b = self.layers[0](x), self.layers[1](x)
+        for layer in self.layers[2:]:
+            x = x + layer(x * a).tanh() + 2 * b
+        x = x * a.sum(-1, keepdim=True) if self.of_rows else x + (a + b)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("of_rows", [True, False])
+def test_what_a_stage_hands_back_may_be_added_to(of_rows: bool) -> None:
+    torch.manual_seed(0)
+    case = Case(randomize(Skips(of_rows)), token_batch(4, 6)).double()
+    case.verify("tp=1", 2, schedule="interleaved", stages_per_rank=3)

@@ -169,6 +169,9 @@ class Tape:
         """Say that a cotangent is read elsewhere too, and must not change."""
         self._shared.add(dy.name)
 
+    def is_shared(self, dy: Value) -> bool:
+        return dy.name in self._shared
+
     def add(self, v: Value, dy: Value) -> None:
         """One consumer's contribution to the cotangent of `v`, which is added to those
         before it at once, if any of them is its own."""

@@ -99,10 +99,13 @@ class Writer:
         self._transpose(self.through)
         # A stage may only look at what it hands on: a maximum of the logits.
         at = (self.through or self.forward)[0]
-        gradients = [
-            tape.take(v, at) or tape.zeros(v, at) if tape.wanted(v) else None
-            for v in receives
-        ]
+        gradients: list[Value | None] = []
+        for v in receives:
+            dy = (tape.take(v, at) or tape.zeros(v, at)) if tape.wanted(v) else None
+            # A stage before on this rank adds to it in place.
+            if dy is not None and (tape.is_shared(dy) or dy in gradients):
+                dy = tape.emit("aten.clone.default", v, at, dy)
+            gradients.append(dy)
         self.backward, tape.nodes = tape.nodes, []
         return tuple(gradients)
 
