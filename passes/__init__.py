@@ -6,10 +6,12 @@
                lower_precision     Traced    casts, where autocast would compute so
                normalize           Traced    one spelling for each thing
     dims       name_dims           Named     what each dim of each tensor is
-    shard      split_groups        Plan      tp in two, where ranks share heads of keys
+    shard      few_layers          FewLayers layers that do the same: few are lowered
+               split_groups        Plan      tp in two, where ranks share heads of keys
                propagate           Sharded   which axis splits which dim, of every value
                cut_weights         Sharded   pieces, of a weight that is used in pieces
                insert_collectives  Lowered   every move between shardings is an op
+               few_layers.whole    Lowered   that of all layers, from that of the few
     stage      split_stages        Staged    pipeline stages of balanced cost
                localize                      from global shapes to one rank's own
                differentiate       LocalStage  forward, backward, transposed collectives

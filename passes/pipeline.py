@@ -11,7 +11,8 @@ from .capture.normalize import normalize
 from .capture.trace import Traced
 from .dims.name_dims import Named, name_dims
 from .emit_modules import emit_modules
-from .errors import BatchError, CaptureError
+from .errors import AutoparError, BatchError, CaptureError
+from .layers import NotAlike
 from .mesh import TIME
 from .plan import Plan
 from .price.cluster import PLAIN, Cluster
@@ -22,6 +23,7 @@ from .schedule.choose_schedule import splits_backward
 from .schedule_stages import schedule_stages
 from .search.choose_recompute import choose_recompute
 from .shard.cut_weights import cut_weights
+from .shard.few_layers import few_layers
 from .shard.insert_collectives import Lowered, insert_collectives
 from .shard.propagate import propagate
 from .shard.query_groups import group_remark, split_groups
@@ -47,6 +49,39 @@ def compile_program(
     splits_backward(plan)  # what cannot run is refused before the work begins
     watch("trace", traced)
     ranges = find_input_ranges(traced.graph)
+    lowered, remarks = lower_few(traced, plan, watch) or lower(traced, plan, watch)
+    cluster = cluster if isinstance(cluster, Cluster) else cluster(lowered)
+    staged = split_stages(lowered, OpCosts(lowered, cluster))
+    watch("split_stages", staged)
+    staged = choose_recompute(staged, cluster)
+    emitted = emit_modules(staged, watch)
+    scheduled = schedule_stages(staged, [one.first for one in emitted], cluster)
+    watch("schedule_stages", scheduled)
+    remarks = (*traced.remarks, *remarks)
+    return assemble(staged, emitted, scheduled, ranges, remarks)
+
+
+def lower_few(
+    traced: Traced, plan: Plan, watch: Watch
+) -> tuple[Lowered, tuple[str, ...]] | None:
+    """What `lower` gives, but each layer that repeats is lowered once; None if that
+    cannot be had."""
+    few = few_layers(traced, plan)
+    if few is None:
+        return None
+    watch("few_layers", few.traced)
+    try:
+        lowered, remarks = lower(few.traced, plan, watch)
+        whole = few.whole(lowered, traced)
+    except (AutoparError, NotAlike):
+        return None  # what is wrong is said of all layers
+    watch("repeat_layers", whole)
+    return whole, remarks
+
+
+def lower(traced: Traced, plan: Plan, watch: Watch) -> tuple[Lowered, tuple[str, ...]]:
+    """From what the model computes to what all ranks do; and what the user should
+    know of it."""
     traced = lower_precision(traced, tables=bool(plan.parameter_axes))
     if traced.autocast:
         watch("lower_precision", traced)
@@ -63,16 +98,8 @@ def compile_program(
         watch("cut_weights", sharded)
     lowered = insert_collectives(sharded)
     watch("insert_collectives", lowered)
-    cluster = cluster if isinstance(cluster, Cluster) else cluster(lowered)
-    staged = split_stages(lowered, OpCosts(lowered, cluster))
-    watch("split_stages", staged)
-    staged = choose_recompute(staged, cluster)
-    emitted = emit_modules(staged, watch)
-    scheduled = schedule_stages(staged, [one.first for one in emitted], cluster)
-    watch("schedule_stages", scheduled)
     remarks = (*group_remark(named, asked, plan), *find_remarks(sharded))
-    remarks = (*traced.remarks, *remarks)
-    return assemble(staged, emitted, scheduled, ranges, remarks)
+    return lowered, remarks
 
 
 def check_sources(traced: Traced) -> None:

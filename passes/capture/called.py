@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..layers import FIRST
+
 Call = tuple[Hashable, ...]
-BEFORE, FIRST = 0, 1  # the parts before the layers, and of the first of them
 
 
 class NotInOrder(Exception):

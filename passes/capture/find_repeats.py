@@ -10,40 +10,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..capture.called import BEFORE, FIRST, Call, Calls
+from ..capture.called import Call, Calls
+from ..layers import BEFORE, FIRST, Repeats, longest
 
 SPARED = 4  # layers that it must spare at least
 
 Watch = Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[None]]
 Run = Callable[[Watch], Any]
 PutBack = Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Repeats:
-    """A list of `total` layers of which those from `first` on are the same `period`
-    layers so many `times`. The model with few layers has these twice."""
-
-    path: str
-    total: int
-    first: int
-    period: int
-    times: int
-
-    @property
-    def spared(self) -> int:
-        return (self.times - 2) * self.period
-
-    @property
-    def kept(self) -> tuple[int, ...]:
-        """The number of each layer of the model with few."""
-        behind = self.first + self.period + self.spared
-        return *range(self.first + self.period), *range(behind, self.total)
 
 
 def find_list(model: nn.Module) -> str:
@@ -91,7 +69,7 @@ def find_repeats(model: nn.Module, run: Run, put_back: PutBack) -> Repeats | Non
     if not path:
         return None
     whole = _calls(model, path, run, put_back)
-    repeats = whole and _longest(path, whole[FIRST:-1])
+    repeats = whole and longest(path, [tuple(layer) for layer in whole[FIRST:-1]])
     if not whole or not repeats or repeats.spared < SPARED:
         return None
     with only_layers(model, path, repeats.kept):
@@ -114,21 +92,3 @@ def _calls(
     finally:
         put_back()
     return calls.parts
-
-
-def _longest(path: str, layers: Sequence[Sequence[Call]]) -> Repeats | None:
-    """The repetition that spares most."""
-    known: dict[tuple[Call, ...], int] = {}
-    kinds = [known.setdefault(tuple(calls), len(known)) for calls in layers]
-    best: Repeats | None = None
-    for period in range(1, len(kinds) // 3 + 1):
-        start = 0
-        for i in range(period, len(kinds) + 1):
-            if i < len(kinds) and kinds[i] == kinds[i - period]:
-                continue
-            times = (i - start) // period
-            one = Repeats(path, len(kinds), start, period, times)
-            if times > 2 and (best is None or one.spared > best.spared):
-                best = one
-            start = i - period + 1
-    return best

@@ -81,6 +81,12 @@ class _Names:
         return INPUT, name
 
 
+def names_of(model: nn.Module) -> list[str]:
+    """The names of parameters and buffers, in the model's order."""
+    named = model.named_parameters, model.named_buffers
+    return [name for own in named for name, _ in own(remove_duplicate=False)]
+
+
 def aliases_of(model: nn.Module) -> dict[str, str]:
     """The other names of tied parameters -> the first one."""
     return _aliases(model.named_parameters(remove_duplicate=False))

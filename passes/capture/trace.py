@@ -21,18 +21,19 @@ from torch import nn
 from ..capture.call_model import only_by_any_keyword
 from ..capture.chosen_rows import find_loops, keep_all_rows
 from ..capture.fake_tensors import device_of, on_fake_tensors
-from ..capture.find_repeats import Repeats, Watch, only_layers
+from ..capture.find_repeats import Watch, only_layers
 from ..capture.functionalize import functionalize
 from ..capture.guards import are_same
 from ..capture.loss_module import LossModule
 from ..capture.mixed_precision import Lowering, autocast, keep_wide, parameters_in
 from ..capture.read_export import ExportReader
-from ..capture.read_sources import KINDS, aliases_of, read_sources
-from ..capture.repeat_layers import NotAlike, Repeater
+from ..capture.read_sources import KINDS, aliases_of, names_of, read_sources
 from ..capture.unseen import refuse_hooks
 from ..capture.values_read import capture_failed
 from ..errors import CaptureError
 from ..graph import Graph, Part, Value
+from ..layers import Layered, NotAlike, Repeats
+from ..repeat_layers import Repeater
 
 
 @dataclass(frozen=True)
@@ -178,25 +179,23 @@ def _capture_repeats(
     repeats: Repeats,
 ) -> Traced | None:
     """What `_capture` gives, from a capture of few layers; None if it cannot be had."""
+    model = wrapper.model
     try:
-        with only_layers(wrapper.model, repeats.path, repeats.kept):
+        with only_layers(model, repeats.path, repeats.kept):
             few = _capture(wrapper, tensors, precision)
-        repeater = Repeater(few.graph, repeats, few.literals)
-        graph = repeater.whole(wrapper.model)
+        repeater = Repeater(Layered(few.graph, repeats.path, few.literals), repeats)
+        graph = repeater.whole(names_of(model))
     except (CaptureError, NotAlike):
         return None
     if few.asked:
         return None
-    model = wrapper.model
-    dtypes = {
-        v: few.autocast[k] for v, k in repeater.copied.items() if k in few.autocast
-    }
+    dtypes = {v: few.autocast.get(of) for v, (of, _) in repeater.origins.items()}
     return replace(
         few,
         graph=graph,
         aliases=aliases_of(model),
         trainable=_trainable(model, graph),
-        autocast={**few.autocast, **dtypes},
+        autocast={v: dtype for v, dtype in dtypes.items() if dtype},
     )
 
 

@@ -1,0 +1,154 @@
+"""The graph of a model, made from that of one with few of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from .builder import Builder
+from .graph import Graph, Location, Node, Value
+from .layers import (
+    BEFORE,
+    FIRST,
+    Layered,
+    NotAlike,
+    Repeats,
+    number_in,
+    number_of,
+    renumbered,
+)
+
+
+class Repeater:
+    """Makes the graph of a whole model from that of the one with few layers.
+
+    blocks: what the layers that repeat make, each time. origins: of each value of the
+    graph what it is in that of few, so many blocks before. strides: by how much the
+    number of an op grows from one block to the next.
+    """
+
+    def __init__(self, few: Layered, repeats: Repeats) -> None:
+        self.few, self.repeats = few, repeats
+        self.graph, self.parts = few.graph, few.parts
+        if len(self.parts) != len(repeats.kept) + FIRST + 1:
+            raise NotAlike
+        self.copies = repeats.times - 2
+        self.first = FIRST + repeats.first
+        self.second = self.first + repeats.period  # what copies are made of
+        self.end = self.second + repeats.period
+        self.blocks = [
+            [[*own] for own in few.made[start : start + repeats.period]]
+            for start in (self.first, self.second)
+        ]
+        self.strides = self._strides()
+        sources = {v.name for v in self.graph.sources}
+        self.builder = Builder(sources | few.places.keys())
+        fixed = [v.name for v in (*self.graph.inputs, *self.graph.constants)]
+        self.origins = {name: (name, 0) for name in (*fixed, *few.places)}
+
+    def whole(self, order: Iterable[str], wholes: Mapping[str, str] = {}) -> Graph:
+        """The graph. order: of the names that it has for parameters and buffers.
+        wholes: of parameters that are parts of one of these, which.
+
+        Raises: NotAlike where the second time a layer is not what it is the first time.
+        """
+        for part in range(self.first, self.second):
+            again = part + self.repeats.period
+            if self.few.kind(part, self.first) != self.few.kind(again, self.second):
+                raise NotAlike
+        nodes = [node for part in self.parts[: self.end] for node in part]
+        for copy in range(1, self.copies + 1):
+            self.blocks.append([])
+            for part in range(self.second, self.end):
+                self.blocks[-1].append([])
+                for node in self.parts[part]:
+                    nodes.append(self.copy(node, part, copy))
+                    self.blocks[-1][-1] += nodes[-1].results
+        for part in range(self.end, len(self.parts)):
+            nodes += (self.moved(node, part, self.copies) for node in self.parts[part])
+        behind = len(self.parts) - 1
+        places = {name: i for i, name in enumerate(order)}
+        return Graph(
+            self.graph.inputs,
+            self.sources(self.graph.params, wholes, places),
+            self.sources(self.graph.buffers, wholes, places),
+            self.graph.constants,
+            tuple(nodes),
+            tuple(self.now(v, behind, self.copies) for v in self.graph.outputs),
+        ).verify()
+
+    def moved(self, node: Node, part: int, copies: int) -> Node:
+        """A node as it is so many blocks further on."""
+        node = node.substitute(lambda v: self.now(v, part, copies))
+        if (number := number_of(node)) is not None:
+            node = node.with_args(number=number + copies * self.strides.get(node.op, 0))
+        module = self.renamed(node.location.module, part, copies)
+        return replace(node, location=Location(module, node.location.source))
+
+    def copy(self, node: Node, part: int, copies: int) -> Node:
+        """A node of a layer that repeats, so many blocks further on."""
+        node = self.moved(node, part, copies)
+        outs = [v and replace(v, name=self.builder.name(v.name)) for v in node.outs]
+        for new, old in zip(outs, node.outs, strict=True):
+            if new and old:
+                self.origins[new.name] = old.name, copies
+        return replace(node, outs=tuple(outs))
+
+    def now(self, v: Value, part: int, copies: int) -> Value:
+        """What a part that is so many blocks further on reads in place of a value."""
+        if v.name in self.few.places:
+            return self.then(v.name, copies)
+        return replace(v, name=self.renamed(v.name, part, copies))
+
+    def then(self, name: str, copies: int) -> Value:
+        """What is made in place of a value, so many blocks further on."""
+        place, i = self.few.places[name]
+        if not copies or place <= FIRST or place >= self.end:
+            return self.few.made[place][i]
+        if place < self.first:
+            raise NotAlike
+        block, layer = divmod(place - self.first, self.repeats.period)
+        return self.blocks[block + copies][layer][i]
+
+    def renamed(self, name: str, part: int, copies: int) -> str:
+        """A name, as a part has it that is so many blocks further on."""
+        path, number = self.repeats.path, number_in(self.repeats.path, name)
+        if number is None:
+            return name
+        if FIRST + number >= self.end:
+            copies = self.copies
+        elif FIRST + number != part:
+            return name
+        return renumbered(path, name, number, number + copies * self.repeats.period)
+
+    def sources(
+        self,
+        few: Sequence[Value],
+        wholes: Mapping[str, str],
+        places: Mapping[str, int],
+    ) -> tuple[Value, ...]:
+        """Parameters or buffers of all layers, from those of the few."""
+        whole: list[tuple[int, Value]] = []
+        for v in few:
+            layer = number_in(self.repeats.path, v.name)
+            part = BEFORE if layer is None else FIRST + layer
+            times = range(self.copies + 1) if part >= self.second else range(1)
+            named = wholes.get(v.name, v.name)
+            for n in times[-1:] if part >= self.end else times:
+                new = replace(v, name=self.renamed(v.name, part, n))
+                self.origins[new.name] = v.name, n
+                whole.append((places[self.renamed(named, part, n)], new))
+        return tuple(v for _, v in sorted(whole, key=lambda pair: pair[0]))
+
+    def _strides(self) -> dict[str, int]:
+        """Of each op with a number how many of it a block has. Raises: NotAlike."""
+        strides: dict[str, int] = {}
+        for part in range(self.first, self.second):
+            again = self.parts[part + self.repeats.period]
+            for one, other in zip(self.parts[part], again, strict=False):
+                a, b = number_of(one), number_of(other)
+                if a is None or b is None:
+                    continue
+                if strides.setdefault(one.op, b - a) != b - a:
+                    raise NotAlike
+        return strides
