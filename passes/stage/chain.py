@@ -93,7 +93,7 @@ class Chain:
         return self._crossings[position]
 
     def main_value(self, position: int) -> Value:
-        """The largest of what crosses, of equals the last: a cut goes by its name."""
+        """The largest of what crosses, of equals the last."""
         return max(reversed(self.crossing(position)), key=lambda v: v.bytes)
 
     def is_place(self, position: int) -> bool:
@@ -119,6 +119,14 @@ class Chain:
         """Whether a layer, by its module path, begins here."""
         here, before = (self.nodes[i].location.layer for i in (position, position - 1))
         return here == layer != before
+
+    def cut_name(self, position: int) -> str:
+        """What a plan calls a cut: the layer that begins there, else the main value."""
+        layer = self.nodes[position].location.layer
+        begins = (i for i in range(1, len(self.nodes)) if self.begins(i, layer))
+        if layer and next(filter(self.is_place, begins), None) == position:
+            return layer
+        return self.main_value(position).name
 
     def candidates(self, stages: int) -> list[int]:
         places = [i for i in range(1, len(self.nodes)) if self.is_place(i)]
@@ -190,11 +198,10 @@ class Chain:
             ]
             places = places if name else places[-1:]
             if not places or (ends and places[0] <= ends[-1]):
-                known = dict.fromkeys(
-                    self.main_value(i).name for i in self.candidates(len(self.nodes))
-                )
+                places = self.candidates(len(self.nodes))
+                known = dict.fromkeys(map(self.cut_name, places))
                 raise StageError(
-                    f"the plan cuts at %{name}, which is no place to cut in this model",
+                    f"the plan cuts at {name}, which is no place to cut in this model",
                     fix=f"cut at some of {', '.join(known)}, in this order",
                 )
             # Later positions leave more of the views behind the value to the sender.

@@ -131,7 +131,7 @@ def split_stages(lowered: Lowered, costs: NodeCosts | None = None) -> Staged:
     else:
         assert costs is not None, "what is to be cut needs costs"
         ends = chain.balance(plan.stages, costs)
-    cuts = tuple(chain.main_value(end).name for end in ends[:-1])
+    cuts = tuple(chain.cut_name(end) for end in ends[:-1])
     stages, first = [], 0
     for index, end in enumerate(ends):
         stages.append(_Cutter(lowered, chain).stage(index, first, end).verify())
