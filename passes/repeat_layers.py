@@ -141,7 +141,7 @@ class Repeater:
         return tuple(v for _, v in sorted(whole, key=lambda pair: pair[0]))
 
     def _strides(self) -> dict[str, int]:
-        """Of each op with a number how many of it a block has. Raises: NotAlike."""
+        """Returns how many of each op with a number a block has. Raises: NotAlike."""
         strides: dict[str, int] = {}
         for part in range(self.first, self.second):
             again = self.parts[part + self.repeats.period]

@@ -166,17 +166,12 @@ def _places(nodes: Iterable[Node]) -> str:
 
 def _unruled(sharded: Sharded) -> list[str]:
     """One line for each op without a rule and what trials found out about it."""
-    unruled: dict[str, list[Node]] = {}
+    unruled: dict[str, str] = {}
     for node in sharded.graph.nodes:
         verdict = sharded.named.unruled.get(node.results[0].name)
         if verdict is not None:
-            unruled.setdefault(verdict, []).append(node)
-    notes = []
-    for verdict, nodes in unruled.items():
-        times = f", {len(nodes)} times" if len(nodes) > 1 else ""
-        source = nodes[0].location.source
-        notes.append(f"{verdict} ({source}{times})" if source else verdict)
-    return notes
+            unruled.setdefault(verdict, node.location.source)
+    return [f"{v} ({source})" if source else v for v, source in unruled.items()]
 
 
 def _precision(sharded: Sharded) -> list[str]:
