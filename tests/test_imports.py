@@ -59,8 +59,9 @@ COMPILER = "autopar.passes"  # a link to the folder, so that no other package is
 # but ops before lowering, among which chosen rows are followed, have none.
 TABLES = {
     "capture/causal_masks.py", "capture/chosen_rows.py", "capture/column_masks.py",
-    "capture/decompose_losses.py", "capture/distinct.py", "capture/functionalize.py",
-    "capture/guards.py", "capture/loss.py", "capture/normalize.py",
+    "capture/compare_readings.py", "capture/decompose_losses.py",
+    "capture/distinct.py", "capture/functionalize.py", "capture/loss.py",
+    "capture/normalize.py",
     "capture/spell_composites.py", "capture/spell_pieces.py",
     "capture/split_products.py", "dims/choose_names.py", "proof/shrink.py",
     "shard/collectives.py", "shard/parameter_sharding.py",

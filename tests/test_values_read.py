@@ -128,7 +128,6 @@ WRONG: dict[str, tuple[Callable[..., Tensor], str]] = {
     "mask": (lambda m, x, ids: x + x[ids > 3].std(), rf"{CHOSEN}'std'"),
     "two masks": (lambda m, x, ids: x + (x[ids > 3] + x[ids < 4]).sum(), CHOSEN),
     "experts": (used_anywhere, rf"{ROWS}\.unique(?s:.*)go over all experts"),
-    "no rows": (unless_none, "(?s:.*)go over all experts"),
     "used experts": (asked, rf"{NUMBERS}if(?s:.*)go over all experts"),
     "nonzero": (
         lambda m, x, ids: x + x.flatten(0, 1)[ids.flatten().nonzero()[:, 0]].sort(0)[0],
@@ -162,6 +161,7 @@ def masked(m: Any, x: Tensor, ids: Tensor) -> Tensor:
 
 # As the fixes say it.
 FIXED: dict[str, Callable[..., Tensor]] = {
+    "no rows": unless_none,
     "item": lambda m, x, ids: x * ids[:, :1, None],
     "branch": lambda m, x, ids: torch.where((ids > 3)[..., None], x, 2 * x),
     "mask": masked,

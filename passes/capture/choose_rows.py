@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import fx
 
 from ..builder import Builder
 from ..capture.chosen_rows import CHOOSES, rows_of
-from ..capture.values_read import has_shape
+from ..capture.values_read import Unknown, has_shape
 from ..graph import Location, Node, Value
+from ..ops.captured import RESHAPES
 
 
 class ChosenRows:
@@ -22,6 +24,7 @@ class ChosenRows:
         self.sizes: dict[str, int] = {}
         # A mask, and its size, as a mask may be written to -> what chooses its rows.
         self.chosen: dict[tuple[str, str], tuple[Value, ...]] = {}
+        self.masks: dict[str, Value] = {}  # those sizes -> what chooses so many
 
     def shape(self, fake: torch.Tensor) -> tuple[int, ...] | None:
         """The shape of a tensor; None if its rows are not those of a mask."""
@@ -34,7 +37,7 @@ class ChosenRows:
         name, fake = str(node.target), node.meta.get("val")
         if name in (CHOOSES, "aten.nonzero_numpy.default") and len(args) == 1:
             return self._positions(args[0], fake[0].shape[0], where)
-        if name == "aten.nonzero.default":
+        if name in ("aten.nonzero.default", "aten.argwhere.default"):
             places = self._positions(args[0], fake.shape[0], where)
             columns = [
                 self._emit("aten.unsqueeze.default", p, 1, where) for p in places
@@ -77,8 +80,49 @@ class ChosenRows:
             self.builder.nodes.append(Node(CHOOSES, (mask,), {}, outs, where))
             self.chosen[key] = outs
         outs = self.chosen[key]
-        self.sizes[str(size)] = outs[0].shape[0]
+        self.sizes[str(size)], self.masks[str(size)] = outs[0].shape[0], mask
         return outs
+
+    def sized(
+        self,
+        target: torch._ops.OpOverload,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        where: Location,
+    ) -> tuple[tuple, dict[str, Any]]:
+        """Arguments with rows in place of an unknown number of them, where rows are
+        seen in another shape, and with their count, where a tensor is wanted."""
+        kinds = {a.name: str(a.type) for a in target._schema.arguments}
+        views = target._schema.name.replace("::", ".") in RESHAPES
+        kinds = {k: v if views or v == "Tensor" else "" for k, v in kinds.items()}
+        placed = zip(args, kinds.values(), strict=False)
+        sized = tuple(self._known(arg, kind, where) for arg, kind in placed)
+        return sized, {
+            k: self._known(v, kinds.get(k, ""), where) for k, v in kwargs.items()
+        }
+
+    def _known(self, arg: Any, kind: str, where: Location) -> Any:
+        if isinstance(arg, tuple):
+            return tuple(self._known(a, kind, where) for a in arg)
+        if not isinstance(arg, Unknown) or arg.size is None:
+            return arg
+        times, size = arg.size.as_coeff_Mul()
+        if str(size) not in self.sizes:
+            return arg
+        if kind == "List[int]":
+            return int(times) * self.sizes[str(size)]
+        if kind != "Tensor":
+            return arg
+        mask = self.masks[str(size)]
+        if mask.dtype != torch.bool:
+            mask = self.builder.emit(
+                "aten.ne.Scalar", (mask, 0), mask.shape, torch.bool, where
+            )
+        count = self.builder.emit("aten.sum.default", (mask,), (), torch.int64, where)
+        if times == 1:
+            return count
+        args = (count, int(times))
+        return self.builder.emit("aten.mul.Tensor", args, (), torch.int64, where)
 
     def _emit(self, op: str, x: Value, dim: int, where: Location) -> Value:
         shape = (*x.shape[:dim], 1, *x.shape[dim:])

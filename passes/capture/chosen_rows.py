@@ -17,14 +17,16 @@ from typing import Any
 import torch
 
 from ..capture.distinct import one_at_most
-from ..capture.rewrite import Rewriter
+from ..capture.rewrite import Rewriter, Rule
 from ..capture.rows import Rows, along
+from ..capture.spell_composites import broadcast_tensors, expand_as
 from ..capture.values_read import WITHOUT_ROWS
 from ..errors import CaptureError
 from ..graph import Graph, Node, Value, resolve, short
 from ..ops.arguments import arguments
 from ..ops.finite import keeps_finite, not_finite
-from ..ops.op import shows_all
+from ..ops.op import is_view, shows_all
+from ..ops.rules import is_pointwise
 
 CHOOSES = "aten.where.default"
 SEEDED = torch.Tag.nondeterministic_seeded
@@ -34,6 +36,10 @@ LOOKUPS = {
     "aten.gather": "index",
     "aten.embedding": "indices",
     "aten.one_hot": "self",
+}
+EXPANDS: dict[str, Rule] = {
+    **dict.fromkeys(("aten.expand_as", "aten.broadcast_to"), expand_as),
+    "aten.broadcast_tensors": broadcast_tensors,
 }
 HARMLESS = 0.5  # of which every op gives a finite number and derivative
 
@@ -56,6 +62,7 @@ def keep_all_rows(graph: Graph, autocast: Set[str] = frozenset()) -> Graph:
     that were made under it. Raises: CaptureError on what is not done row by row."""
     if not any(node.op == CHOOSES for node in graph.nodes):
         return graph
+    graph = Rewriter(graph, {}).run(EXPANDS)
     keeper = _Keeper(graph, autocast)
     graph = keeper.rewriter.run({node.op: keeper.visit for node in graph.nodes})
     for v in graph.outputs:
@@ -128,6 +135,8 @@ class _Keeper:
             **dict.fromkeys(LOSSES, self.loss),
             "aten.sum": self.total,
             "aten.mean": self.total,
+            "aten.scatter": self.index_copy,
+            "aten.index_copy": self.index_copy,
         }
         made: Any = None
         if not node.results:  # an assertion
@@ -167,8 +176,10 @@ class _Keeper:
             outs.append(out)
         return tuple(outs)
 
-    def follow(self, node: Node, rows: Rows) -> tuple[Value | None, ...] | None:
+    def follow(self, node: Node, rows: Rows) -> Value | tuple | None:
         """What is done row by row is done to all of them."""
+        if is_pointwise(node) and node.arg("reduction"):
+            return self.reduced(node, rows)
         dim = along(node, self.of)
         if dim is None:
             return None
@@ -186,6 +197,7 @@ class _Keeper:
                 continue
             if v.shape[dim] != rows.count:
                 return None
+            same = same or (v.numel == node.operands[0].numel and is_view(node))
             factor = first.factor if first and same else None
             self.rows[v.name] = replace(rows, dim=dim, factor=factor)
         return fresh
@@ -210,6 +222,9 @@ class _Keeper:
             return None
         emit, reshape = self.rewriter.emit, self.rewriter.reshape
         if self.counts(tensors, x.shape[first:last]):
+            made = self.rewriter.producer(x, "aten.arange")
+            if made and (made.arg("start") or 0, made.arg("step") or 1) == (0, 1):
+                return tensors[0]  # the places of rows
             shape = (*x.shape[:first], rows.count, *x.shape[last:])
             seen = emit("aten.reshape.default", x, shape)
             return self.picked(seen, rows, first, x)
@@ -326,6 +341,37 @@ class _Keeper:
             return mean
         return emit("aten.to.dtype", mean, kind)
 
+    def reduced(
+        self, node: Node, rows: Rows
+    ) -> tuple[Value | None, ...] | Value | None:
+        """A pointwise loss, of which the mean or the sum is taken."""
+        shape = torch.broadcast_shapes(*(v.shape for v in node.operands))
+        (out,) = node.outs
+        assert out is not None
+        each = replace(node.with_args(reduction=0), outs=(replace(out, shape=shape),))
+        made = self.follow(each, rows)
+        if not isinstance(made, tuple) or made[0] is None:
+            return None
+        op = "aten.mean.default" if node.arg("reduction") == 1 else "aten.sum.default"
+        return self.total(replace(node, op=op, args=(made[0],), kwargs={}), rows)
+
+    def index_copy(self, node: Node, rows: Rows) -> Value | None:
+        """`y.index_copy(0, rows, values)`."""
+        y, dim, index, *source = arguments(node).values()
+        if not source or not isinstance(source[0], Value) or node.arg("reduce"):
+            return None
+        values, dim = source[0], dim % len(y.shape)
+        written, place = self.of(values), self.of(index)
+        if self.of(y) or not written or not place or written.dim != dim:
+            return None
+        if values.shape != y.shape or index.shape not in (y.shape, (rows.count,)):
+            return None
+        if not self.counts([index], y.shape[dim : dim + 1]):
+            return None
+        shape = [rows.count if d == dim else 1 for d in range(len(y.shape))]
+        chosen = self.rewriter.reshape(rows.chosen, shape)
+        return self.rewriter.emit("aten.where.self", chosen, values, y)
+
     def loss(self, node: Node, rows: Rows) -> tuple[Value | None, ...] | None:
         """A loss over the rows ignores those that were not chosen."""
         bound = arguments(node)
@@ -333,10 +379,13 @@ class _Keeper:
         both = [self.of(bound["self"]), self.of(target)]
         if not all(r and not r.dim for r in both) or len(target.shape) != 1:
             return None
-        if bound["reduction"] == 0 or target.dtype != torch.int64:
+        if target.dtype != torch.int64:
             return None
         ignored = bound["ignore_index"]
         target = self.rewriter.emit(
             "aten.where.ScalarOther", rows.chosen, target, ignored
         )
-        return self.rewriter.keep(node.with_args(target=target))
+        fresh = self.rewriter.keep(node.with_args(target=target))
+        if bound["reduction"] == 0 and fresh[0] is not None:
+            self.noted(fresh[0], rows, 0)
+        return fresh

@@ -8,20 +8,17 @@ none, and must be, operation by operation, what is left of the first reading.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence, Set
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..capture.chosen_rows import ADDING, CHOOSES, LOSSES
 from ..capture.user_frames import asked_by_user, at_work
-from ..capture.values_read import UNKNOWN, Read, read_here
+from ..capture.values_read import Read, has_shape, read_here
 from ..errors import CaptureError
-from ..graph import Graph, Node, Value, map_values
-from ..ops.op import op_of, shows_all
 
 # Marks the tensor that was asked about in a capture, if it asserts nothing of it.
 MARK = torch.ops.aten._assert_tensor_metadata.default
@@ -35,9 +32,12 @@ SEEN = (
     *(torch.flatten, torch.reshape, Tensor.contiguous, Tensor.detach, Tensor.flatten),
     *(Tensor.long, Tensor.ravel, Tensor.reshape, Tensor.view),
 )
-# 0 throughout where their first operand is, beside what shows all of it.
-STAY = {"aten.any", "aten.select", "aten.sum", "aten.expand"}
-EMPTY = -1  # the key of rows of which there are none
+COUNTS = (torch.sum, Tensor.sum, torch.count_nonzero, Tensor.count_nonzero)
+EQUAL = (torch.eq, Tensor.eq, Tensor.__eq__)
+NOT = (torch.logical_not, Tensor.logical_not, Tensor.__invert__)
+SHAPE = Tensor.shape.__get__  # type of a getset descriptor's method
+LOGSUMEXP = (torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
+MANY = 2**20
 
 
 def is_unknown(x: Tensor) -> bool:
@@ -47,10 +47,15 @@ def is_unknown(x: Tensor) -> bool:
 
 class Guards:
     """Answers to whether there are rows, while a model is captured. some: the answer.
-    read: what was asked last, as an error would say it."""
+    read: what was asked last, as an error would say it.
+
+    What Python wants a number for, as `len`, is given as many as there may be, or one,
+    which must make no difference. one: whether it is one. numbered: whether any
+    was given."""
 
     def __init__(self) -> None:
-        self.some = True
+        self.some, self.one = True, False
+        self.numbered = False
         self.read: Read | None = None
         # Tensors by their id. Of what topk chose: from how many, and as of which write;
         # of what `bincount` counts: what it counts.
@@ -59,12 +64,23 @@ class Guards:
         self.numbers: dict[int, tuple[Tensor, Tensor]] = {}  # each, and if it is not 0
         # Counts that torch would give without the last ones that are 0, of how many.
         self.short: dict[int, tuple[Tensor, int]] = {}
+        # Counts of what is not 0, of how many; and what is true where another is 0.
+        self.totals: dict[int, tuple[Tensor, int]] = {}
+        self.negated: dict[int, tuple[Tensor, Tensor]] = {}
 
     def instead(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a call gives that torch cannot answer; None of others."""
-        if func is Tensor.__bool__ and is_unknown(args[0]) and asked_by_user():
-            return self.answer(args[0])
         x = _first(args, kwargs)
+        if func is Tensor.__bool__ and is_unknown(x) and asked_by_user():
+            if id(x) in self.negated:
+                return not self.answer(self.negated[id(x)][1])
+            return self.answer(x)
+        if func is Tensor.__len__ and not has_shape(x) and asked_by_user():
+            return self._number(x, _most(x.shape[0]), "__len__")
+        if func is Tensor.__int__ and id(x) in self.totals and asked_by_user():
+            return self._number(x > 0, self.totals[id(x)][1], "")
+        if func in LOGSUMEXP and not has_shape(x):
+            return _logsumexp(*args, **kwargs)
         count = self._count(x)
         if count and func in UNIQUE and len(args) < 2 and not kwargs.get("dim"):
             if any(kwargs.get(f"return_{extra}") for extra in ("inverse", "counts")):
@@ -95,9 +111,13 @@ class Guards:
                 self.numbers[id(n)] = n, (values == number).any()
             return by_number
         if func is Tensor.item and id(x) in self.numbers:
-            n, any_row = self.numbers[id(x)]
-            return RowCount(self, any_row, n)
+            return RowCount(self, self.numbers[id(x)][1], func(x))
         return None
+
+    def _number(self, x: Tensor, most: int, rows: str) -> int:
+        """A number of rows, as Python wants it."""
+        self.numbered = True
+        return (1 if self.one else most) if self.answer(x, rows) else 0
 
     def _different(self, x: Tensor, count: int) -> Choices:
         """What there is in `x`, of numbers below `count`."""
@@ -108,23 +128,43 @@ class Guards:
         choices = [torch.tensor(number) for number in range(count)]
         return Choices(choices if self.some else ())
 
-    def answer(self, x: Tensor, rows: bool = False) -> bool:
-        """x: a number, whether it is other than 0; or rows, whether there are any."""
+    def answer(self, x: Tensor, rows: str = "") -> bool:
+        """x: a number, whether it is other than 0; or rows, whether there are any,
+        which a call of this name asks."""
         MARK(x)
-        self.read = read_here("numel" if rows else "__bool__", rows)
+        self.read = read_here(rows or "__bool__", bool(rows))
         return self.some
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Any, result: Any) -> Any:
         """Its result, or of a number of rows what can be asked about it."""
         x = _first(args, kwargs)
-        if func is Tensor.numel and isinstance(result, UNKNOWN):
-            return RowCount(self, x, result)
+        if not isinstance(x, Tensor):
+            return result
+        sized = func in (Tensor.numel, Tensor.size) or func == SHAPE
+        if sized and not has_shape(x) and asked_by_user():
+            if isinstance(result, torch.Size):
+                return torch.Size(self._rows_of(x, n) for n in result)
+            return self._rows_of(x, result)
+        if func is Tensor.item and is_unknown(x) and asked_by_user():
+            if isinstance(result, torch.SymBool):
+                return Truth(self, x, result)
+            return RowCount(self, x, result) if type(result) is torch.SymInt else result
+        if isinstance(result, Tensor) and not result.ndim and is_unknown(result):
+            if func in COUNTS and x.dtype == torch.bool and has_shape(x):
+                self.totals[id(result)] = result, x.numel()
+            elif func in EQUAL and args[1:] == (0,):
+                self.negated[id(result)] = result, x != 0
+            elif func in NOT and x.dtype == torch.bool:
+                self.negated[id(result)] = result, x
         if func in TOPK and x.ndim and is_unknown(result.indices):
             dim = kwargs.get("dim", (*args, -1, -1, -1)[2])
             self._choose(result.indices, x.shape[dim])
         elif func in SEEN and (count := self._count(x)):
             self._choose(result, count)
         return result
+
+    def _rows_of(self, x: Tensor, n: Any) -> Any:
+        return RowCount(self, x, n, rows="numel") if isinstance(n, torch.SymInt) else n
 
     def _choose(self, x: Tensor, count: int) -> None:
         self.chosen[id(x)] = x, count, x._version
@@ -152,212 +192,70 @@ class Choices(tuple[Tensor, ...]):
         raise read_here(name, rows=True).error()
 
 
-class RowCount:
-    """The number of rows that the data choose: it may be compared with 0, or be an
-    unknown number. x: rows, or whether there are any."""
+def _logsumexp(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    """As torch's, which asks whether there are any rows."""
+    largest = input.detach().amax(dim, True)
+    total = (input - largest).exp().sum(dim, True).log() + largest
+    dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    return total if keepdim else total.squeeze(dims)
 
-    def __init__(self, guards: Guards, x: Tensor, unknown: Any) -> None:
-        self.guards, self.x, self.unknown = guards, x, unknown
+
+def _most(n: Any) -> int:
+    """The most that an unknown number of rows can be."""
+    node = n.node
+    ranges = node.shape_env.var_to_range
+    return int(ranges[node.expr].upper) if node.expr in ranges else MANY
+
+
+class Truth(torch.SymBool):
+    """Whether a number that is not known is other than 0."""
+
+    def __init__(self, guards: Guards, x: Tensor, unknown: torch.SymBool) -> None:
+        super().__init__(unknown.node)
+        self.guards, self.x = guards, x
 
     def __bool__(self) -> bool:
-        return self.guards.answer(self.x, rows=True)
+        return self.guards.answer(self.x)
+
+
+class RowCount(torch.SymInt):
+    """A number of rows that the data choose, or one in a tensor: it may be compared
+    with 0, or be an unknown number. x: the rows, or where the number is."""
+
+    def __init__(
+        self, guards: Guards, x: Tensor, unknown: torch.SymInt, rows: str = ""
+    ) -> None:
+        super().__init__(unknown.node)
+        self.guards, self.x, self.rows = guards, x, rows
+
+    def __bool__(self) -> bool:
+        return self.guards.answer(self.x, self.rows)
+
+    def _is_positive(self) -> bool:
+        alone = bool(self.rows) or self.x.dtype == torch.bool
+        return bool(self) if alone else self.guards.answer(self.x > 0)
 
     def __gt__(self, other: Any) -> Any:
-        return bool(self) if other == 0 else self.unknown > other
+        return self._is_positive() if _is(other, 0) else super().__gt__(other)
 
     def __ge__(self, other: Any) -> Any:
-        return bool(self) if other == 1 else self.unknown >= other
+        return self._is_positive() if _is(other, 1) else super().__ge__(other)
 
     def __lt__(self, other: Any) -> Any:
-        return not self if other == 1 else self.unknown < other
+        return not self._is_positive() if _is(other, 1) else super().__lt__(other)
 
     def __le__(self, other: Any) -> Any:
-        return not self if other == 0 else self.unknown <= other
+        return not self._is_positive() if _is(other, 0) else super().__le__(other)
 
     def __eq__(self, other: object) -> Any:
-        return not self if other == 0 else self.unknown == other
+        return not self if _is(other, 0) else super().__eq__(other)
 
     def __ne__(self, other: object) -> Any:
-        return bool(self) if other == 0 else self.unknown != other
+        return bool(self) if _is(other, 0) else super().__ne__(other)
 
     def __hash__(self) -> int:
-        return id(self)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.unknown, name)
-
-    def __mul__(self, other: Any) -> Any:
-        return self.unknown * other
-
-    def __rmul__(self, other: Any) -> Any:
-        return other * self.unknown
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return other / self.unknown
+        return super().__hash__()
 
 
-class Keys:
-    """Numbers for what graphs compute, the same for what is made alike."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[Hashable, int] = {}
-
-    def number(self, made: Hashable) -> int:
-        return self.numbers.setdefault(made, len(self.numbers))
-
-    def of(
-        self,
-        graph: Graph,
-        literals: Mapping[str, Tensor],
-        zeros: Set[str] = frozenset(),
-    ) -> dict[str, int]:
-        """Value name -> the key of what it is where the values of these names are 0, as
-        are rows that they choose."""
-        keys = {v.name: self.number(v.name) for v in graph.sources}
-        keys |= {name: self.number(_content(x)) for name, x in literals.items()}
-        zeros = set(zeros)
-        for node in graph.nodes:
-            args, kwargs = map_values(
-                lambda v: ("value", keys[v.name]), (node.args, {**node.kwargs})
-            )
-            made = node.op, args, tuple(sorted(kwargs.items(), key=str))
-            read = [keys[v.name] for v in node.operands]
-            fresh = [
-                None if v is None else self.number((*made, place))
-                for place, v in enumerate(node.outs)
-            ]
-            if EMPTY in read:
-                fresh = [_without(node, read)] * len(fresh)
-            elif zeros.intersection(v.name for v in node.operands):
-                if node.op == CHOOSES:
-                    fresh = [EMPTY] * len(fresh)
-                elif _stays(node, zeros):
-                    zeros.update(v.name for v in node.results)
-                elif (rest := _added(node, zeros)) is not None:
-                    fresh = [keys[rest.name]]
-            for v, key in zip(node.outs, fresh, strict=True):
-                if v is not None:
-                    keys[v.name] = self.number(v) if key is None else key
-        return keys
-
-
-def _stays_zero(node: Node) -> bool:
-    return shows_all(node) or node.name in STAY
-
-
-def _stays(node: Node, zeros: Set[str]) -> bool:
-    """Whether what a node makes of values that are 0 is 0."""
-    if node.name == "aten.mul":
-        return True
-    return _stays_zero(node) and node.operands[0].name in zeros
-
-
-def _added(node: Node, zeros: Set[str]) -> Value | None:
-    """What a sum is, if the other operand is 0."""
-    if node.name != "aten.add" or len(node.operands) != 2:
-        return None
-    rest = [v for v in node.operands if v.name not in zeros]
-    return rest[0] if rest and rest[0].shape == node.out.shape else None
-
-
-def _without(node: Node, keys: list[int]) -> int | None:
-    """The key of what a node makes of no rows; None if it is a matter of its own.
-    keys: of its operands."""
-    if node.name in ("aten.index_put", *ADDING):
-        return keys[0]
-    alone = node.name in ("aten.sum", "aten.mean", *LOSSES)
-    return None if alone else EMPTY
-
-
-def _content(x: Tensor) -> Hashable:
-    return str(x.dtype), tuple(x.shape), str(x.tolist())
-
-
-class Reading(Protocol):
-    """A captured model: `passes.capture.trace.Traced`."""
-
-    @property
-    def graph(self) -> Graph: ...
-
-    @property
-    def literals(self) -> Mapping[str, Tensor]: ...
-
-    @property
-    def asked(self) -> Sequence[Value]: ...
-
-
-def _compared_alike(one: Reading, keys: Mapping[str, int], zeros: Set[str]) -> set[str]:
-    """Comparisons of the same numbers as those that are 0, seen in other shapes."""
-    made = one.graph.producers()
-
-    def source(v: Value) -> Value:
-        node = made.get(v.name)
-        is_cast = node is not None and op_of(node).elements == "cast"
-        if node is None or is_cast or not shows_all(node):
-            return v
-        return source(node.operands[0])
-
-    alike: dict[tuple[int, Any], set[str]] = {}
-    for node in one.graph.nodes:
-        if node.name == "aten.eq":
-            x, number = source(node.operands[0]), node.args[1]
-            if isinstance(number, Value):
-                literal = one.literals.get(source(number).name)
-                number = None if literal is None or literal.ndim else literal.item()
-            alike.setdefault((keys[x.name], number), set()).add(node.out.name)
-    return {
-        name
-        for (_, number), names in alike.items()
-        if number is not None and names & zeros
-        for name in names
-    }
-
-
-def are_same(some: Reading, none: Reading) -> bool:
-    """Whether a model computes the same where there are no rows as it does if it is
-    read as if there were some."""
-    keys, outputs = Keys(), []
-    for one in (some, none):
-        graph, literals = one.graph, one.literals
-        plain, made = keys.of(graph, literals), graph.producers()
-        zero_keys = {plain[name] for v in one.asked for name in _zeros(v, made)}
-        zeros = {name for name, key in plain.items() if key in zero_keys}
-        zeros |= _compared_alike(one, plain, zeros)
-        left = keys.of(graph, literals, zeros)
-        outputs.append([left[v.name] for v in graph.outputs])
-    return outputs[0] == outputs[1]
-
-
-def _zeros(v: Value, made: Mapping[str, Node]) -> list[str]:
-    """Values that are 0 throughout where v is, or has no elements."""
-    node = made.get(v.name)
-    if node is None or not node.operands:
-        return [v.name]
-    x = node.operands[0]
-    if node.op == CHOOSES:
-        return _zeros(x, made)
-    if node.name == "aten.index" and len(node.operands) > 1 and v.shape:
-        return _zeros(node.operands[1], made)
-    if node.name in ("aten.gt", "aten.ne") and node.args[1:] == (0,):
-        is_zero = node.name == "aten.ne" or _counts(x, made)
-        return [v.name, *(_zeros(x, made) if is_zero else [])]
-    if node.name == "aten.sum" and x.dtype != torch.bool:
-        return [v.name]
-    # One number of x that is 0 says nothing of the others.
-    whole = _stays_zero(node) and node.name != "aten.select"
-    return [v.name, *(_zeros(x, made) if whole else [])]
-
-
-def _counts(v: Value, made: Mapping[str, Node]) -> bool:
-    """Whether a value is a sum of what cannot be below 0, as if it is of a mask."""
-    node = made.get(v.name)
-    if node is None or node.name != "aten.sum":
-        return False
-    x = node.operands[0]
-    while (node := made.get(x.name)) is not None and x.dtype != torch.bool:
-        if node.name == "aten.one_hot":
-            return True
-        if not (op_of(node).elements == "cast" or _stays_zero(node)):
-            return False
-        x = node.operands[0]
-    return x.dtype == torch.bool
+def _is(x: object, number: int) -> bool:
+    return type(x) is int and x == number

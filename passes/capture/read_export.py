@@ -91,7 +91,8 @@ class ExportReader:
         if not isinstance(target, torch._ops.OpOverload) and isinstance(
             node.meta.get("val"), UNKNOWN
         ):
-            return Unknown(str(getattr(target, "__name__", target)))
+            name = str(getattr(target, "__name__", target))
+            return Unknown(name, node.meta["val"].node.expr)
         if target is MARK and args[1:] == () and not kwargs:
             self.asked.append(args[0])
             return None
@@ -101,6 +102,8 @@ class ExportReader:
             return made
         if not isinstance(target, torch._ops.HigherOrderOperator):
             source = self.where(node).source
+            if isinstance(target, torch._ops.OpOverload):
+                args, kwargs = self.rows.sized(target, args, kwargs, self.where(node))
             refuse_unknown((args, kwargs), self.values_read, source)
         if not isinstance(target, torch._ops.OpOverload):
             raise CaptureError(
@@ -114,7 +117,7 @@ class ExportReader:
                 read = self.values_read or Read(str(target), self.where(node).source)
                 raise read.error()
         if isinstance(fakes, UNKNOWN):
-            return Unknown(target._schema.name.rpartition("::")[2])
+            return Unknown(target._schema.name.rpartition("::")[2], fakes.node.expr)
         many = isinstance(fakes, tuple | list)
         outs = tuple(
             self.made(f"{node.name}_{i}" if i else node.name, f)

@@ -9,10 +9,14 @@ from dataclasses import dataclass, replace
 from ..capture.distinct import dim_after
 from ..graph import Node, Value
 from ..ops.op import op_of
+from ..ops.reductions import dims_of
 from ..ops.rules import equation, is_pointwise
 
-# Along one dim.
-ALONG = {f"aten.{name}" for name in ("all", "any", "argmax", "argmin")}
+# Along dims, without those.
+ALONG = {
+    f"aten.{name}"
+    for name in ("all", "any", "argmax", "argmin", "logsumexp", "prod", "std")
+}
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,14 @@ def along(node: Node, of: Callable[[Value], Rows | None]) -> int | None:
         return rows.dim if rows and out.shape == x.shape else None
     row_dims = {v.name: r.dim - len(v.shape) for v in node.operands if (r := of(v))}
     if node.name in ALONG:
-        dim = node.arg("dim")
-        if rows is None or dim is None or dim % len(x.shape) == rows.dim:
+        if (
+            rows is None
+            or node.arg("dim") is None
+            or rows.dim in (gone := dims_of(node))
+        ):
             return None
-        gone = len(out.shape) < len(x.shape) and dim % len(x.shape) < rows.dim
-        return rows.dim - gone
+        kept = len(out.shape) == len(x.shape)
+        return rows.dim - sum(not kept and d < rows.dim for d in gone)
     if is_pointwise(node) or node.name == "aten.floor_divide":
         (back, *more) = set(row_dims.values())
         others = [v for v in node.operands if v.name not in row_dims]

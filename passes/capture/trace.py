@@ -20,16 +20,16 @@ from torch import nn
 
 from ..capture.call_model import only_by_any_keyword
 from ..capture.chosen_rows import find_loops, keep_all_rows
+from ..capture.compare_readings import are_equal, are_same
 from ..capture.fake_tensors import device_of, on_fake_tensors
 from ..capture.find_repeats import Watch, only_layers
 from ..capture.functionalize import functionalize
-from ..capture.guards import are_same
 from ..capture.loss_module import LossModule
 from ..capture.mixed_precision import Lowering, autocast, keep_wide, parameters_in
 from ..capture.read_export import ExportReader
 from ..capture.read_sources import KINDS, aliases_of, names_of, read_sources
 from ..capture.unseen import refuse_hooks
-from ..capture.values_read import capture_failed
+from ..capture.values_read import NO_NUMBER, capture_failed
 from ..errors import CaptureError
 from ..graph import Graph, Part, Value
 from ..layers import Layered, NotAlike, Repeats
@@ -106,20 +106,39 @@ def trace(
     wrapper = LossModule(model, loss_fn, static, outputs, metrics)
     traced = repeats and _capture_repeats(wrapper, tensors, precision, repeats)
     traced = traced or _capture(wrapper, tensors, precision)
-    if guard := wrapper.unseen.guards.read:
-        wrapper.unseen.guards.some = False
-        try:
-            other = _capture(wrapper, tensors, precision)
-        except CaptureError:
-            raise guard.error() from None
-        if not are_same(traced, other):
-            raise guard.error()
+    _prove_guards(traced, wrapper, tensors, precision)
     names, count = wrapper.beside.names, wrapper.beside.metrics
     graph = keep_all_rows(traced.graph, traced.autocast.keys())
     remarks = find_loops(traced.graph)
     _refuse_sources(graph, names)
     graph = keep_wide(graph, {name: p.dtype for name, p in model.named_parameters()})
     return replace(traced, graph=graph, outputs=names, metrics=count, remarks=remarks)
+
+
+def _prove_guards(
+    traced: Traced,
+    wrapper: LossModule,
+    tensors: Mapping[str, torch.Tensor],
+    precision: Lowering,
+) -> None:
+    """Refuses a model that asked whether there are rows, if it computes anything else
+    without them, or with one."""
+    guards = wrapper.unseen.guards
+    if guards.read is None:
+        return
+    error, counted = guards.read.error(), guards.numbered
+    if counted:
+        error = CaptureError(error.message, source=error.source, fix=NO_NUMBER)
+    try:
+        guards.some = False
+        same = are_same(traced, _capture(wrapper, tensors, precision))
+        if same and counted:
+            guards.some = guards.one = True
+            same = are_equal(traced, _capture(wrapper, tensors, precision))
+    except CaptureError:
+        same = False
+    if not same:
+        raise error
 
 
 def _capture(

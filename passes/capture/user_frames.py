@@ -10,6 +10,8 @@ import torch
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# Methods of tensors that Python has, and what hands calls of them to modes.
+HANDS_ON = (OURS, f"{TORCH}_tensor.py", f"{TORCH}overrides.py")
 
 
 def is_users(file: str) -> bool:
@@ -21,7 +23,7 @@ def asked_by_user() -> bool:
     """Whether a call that a mode of this project handles is of a user's own code, not
     of torch's."""
     frame: FrameType | None = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(OURS):
+    while frame is not None and frame.f_code.co_filename.startswith(HANDS_ON):
         frame = frame.f_back
     return frame is not None and is_users(frame.f_code.co_filename)
 

@@ -40,13 +40,19 @@ SPOKEN = {
     "__getitem__": "x[...]",
 }
 WITHOUT_NUMBERS = (
-    "compute with the tensor itself: x * n instead of x * n.item(), torch.where(n > 0, "
-    "a, b) instead of if, a mask instead of a length; or pass numbers that are the "
-    "same in every step in the batch, as Python values"
+    "compute with the tensor itself: x * n instead of x * n.item(), n.clamp(min=1) "
+    "instead of max(n, 1), torch.where(n > 0, a, b) instead of if, a mask instead of a "
+    "length; or pass numbers that are the same in every step in the batch, as Python "
+    "values"
 )
 WITHOUT_ROWS = (
     "keep all rows, and let those count for nothing that are not chosen: "
     "torch.where(mask, x, 0), (x * mask).sum() / mask.sum()"
+)
+
+NO_NUMBER = (
+    "take it as a tensor, mask.sum(), or as a size, x.shape[0]: len() and int() give "
+    "Python's own numbers, which may only be compared with 0"
 )
 
 OF_EXPERTS = (
@@ -209,6 +215,8 @@ def refuse_unknown(args: Any, read: Read | None, source: str) -> None:
 
 @dataclass(frozen=True)
 class Unknown:
-    """A number that is not known before the program runs. name: of what gives it."""
+    """A number that is not known before the program runs. name: of what gives it.
+    size: as torch writes it, of sizes and what is made of these."""
 
     name: str
+    size: Any = None

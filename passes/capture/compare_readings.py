@@ -1,0 +1,201 @@
+"""Whether two readings of a model, as if rows were chosen and as if none were, compute
+the same: see `passes.capture.guards`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence, Set
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..capture.chosen_rows import ADDING, CHOOSES, LOSSES
+from ..graph import Graph, Node, Value, map_values
+from ..ops.op import op_of, shows_all
+
+# 0 throughout where their first operand is, beside what shows all of it.
+STAY = {
+    f"aten.{name}" for name in ("any", "amax", "count_nonzero", "expand", "max")
+} | {"aten.select", "aten.sum"}
+# Of these, one that is 0 says so of all numbers only where none is below 0.
+TAKEN_TOGETHER = ("aten.sum", "aten.max", "aten.amax")
+WRITES = {*ADDING, *(f"aten.{name}" for name in ("index_put", "index_copy", "scatter"))}
+EMPTY = -1  # the key of rows of which there are none
+
+
+class Keys:
+    """Numbers for what graphs compute, the same for what is made alike."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Hashable, int] = {}
+
+    def number(self, made: Hashable) -> int:
+        return self.numbers.setdefault(made, len(self.numbers))
+
+    def of(
+        self,
+        graph: Graph,
+        literals: Mapping[str, Tensor],
+        zeros: Set[str] = frozenset(),
+    ) -> dict[str, int]:
+        """Value name -> the key of what it is where the values of these names are 0, as
+        are rows that they choose."""
+        keys = {v.name: self.number(v.name) for v in graph.sources}
+        keys |= {name: self.number(_content(x)) for name, x in literals.items()}
+        zeros = set(zeros)
+        for node in graph.nodes:
+            args, kwargs = map_values(
+                lambda v: ("value", keys[v.name]), (node.args, {**node.kwargs})
+            )
+            made = node.op, args, tuple(sorted(kwargs.items(), key=str))
+            read = [keys[v.name] for v in node.operands]
+            fresh = [
+                None if v is None else self.number((*made, place))
+                for place, v in enumerate(node.outs)
+            ]
+            if EMPTY in read:
+                fresh = [_without(node, read)] * len(fresh)
+            elif zeros.intersection(v.name for v in node.operands):
+                if node.op == CHOOSES:
+                    fresh = [EMPTY] * len(fresh)
+                elif _stays(node, zeros):
+                    zeros.update(v.name for v in node.results)
+                elif (rest := _added(node, zeros)) is not None:
+                    fresh = [keys[rest.name]]
+            for v, key in zip(node.outs, fresh, strict=True):
+                if v is not None:
+                    keys[v.name] = self.number(v) if key is None else key
+        return keys
+
+
+def _stays_zero(node: Node) -> bool:
+    return shows_all(node) or node.name in STAY
+
+
+def _stays(node: Node, zeros: Set[str]) -> bool:
+    """Whether what a node makes of values that are 0 is 0."""
+    if node.name == "aten.mul":
+        return True
+    return _stays_zero(node) and node.operands[0].name in zeros
+
+
+def _added(node: Node, zeros: Set[str]) -> Value | None:
+    """What a sum is, if the other operand is 0."""
+    if node.name != "aten.add" or len(node.operands) != 2:
+        return None
+    rest = [v for v in node.operands if v.name not in zeros]
+    return rest[0] if rest and rest[0].shape == node.out.shape else None
+
+
+def _without(node: Node, keys: list[int]) -> int | None:
+    """The key of what a node makes of no rows; None if it is a matter of its own.
+    keys: of its operands."""
+    if node.name in WRITES:
+        return keys[0]
+    alone = node.name in ("aten.sum", "aten.mean", *LOSSES)
+    return None if alone else EMPTY
+
+
+def _content(x: Tensor) -> Hashable:
+    return str(x.dtype), tuple(x.shape), str(x.tolist())
+
+
+class Reading(Protocol):
+    """A captured model: `passes.capture.trace.Traced`."""
+
+    @property
+    def graph(self) -> Graph: ...
+
+    @property
+    def literals(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def asked(self) -> Sequence[Value]: ...
+
+
+def _compared_alike(one: Reading, keys: Mapping[str, int], zeros: Set[str]) -> set[str]:
+    """Comparisons of the same numbers as those that are 0, seen in other shapes."""
+    made = one.graph.producers()
+
+    def source(v: Value) -> Value:
+        node = made.get(v.name)
+        is_cast = node is not None and op_of(node).elements == "cast"
+        if node is None or is_cast or not shows_all(node):
+            return v
+        return source(node.operands[0])
+
+    alike: dict[tuple[int, Any], set[str]] = {}
+    for node in one.graph.nodes:
+        if node.name == "aten.eq":
+            x, number = source(node.operands[0]), node.args[1]
+            if isinstance(number, Value):
+                literal = one.literals.get(source(number).name)
+                number = None if literal is None or literal.ndim else literal.item()
+            alike.setdefault((keys[x.name], number), set()).add(node.out.name)
+    return {
+        name
+        for (_, number), names in alike.items()
+        if number is not None and names & zeros
+        for name in names
+    }
+
+
+def are_same(some: Reading, none: Reading) -> bool:
+    """Whether a model computes the same where there are no rows as it does if it is
+    read as if there were some."""
+    keys, outputs = Keys(), []
+    for one in (some, none):
+        graph, literals = one.graph, one.literals
+        plain, made = keys.of(graph, literals), graph.producers()
+        zero_keys = {plain[name] for v in one.asked for name in _zeros(v, made)}
+        zeros = {name for name, key in plain.items() if key in zero_keys}
+        zeros |= _compared_alike(one, plain, zeros)
+        left = keys.of(graph, literals, zeros)
+        outputs.append([left[v.name] for v in graph.outputs])
+    return outputs[0] == outputs[1]
+
+
+def are_equal(one: Reading, other: Reading) -> bool:
+    """Whether two readings of a model are the same, operation by operation."""
+    keys, outputs = Keys(), []
+    for reading in (one, other):
+        plain = keys.of(reading.graph, reading.literals)
+        outputs.append([plain[v.name] for v in reading.graph.outputs])
+    return outputs[0] == outputs[1]
+
+
+def _zeros(v: Value, made: Mapping[str, Node]) -> list[str]:
+    """Values that are 0 throughout where v is, or has no elements."""
+    node = made.get(v.name)
+    if node is None or not node.operands:
+        return [v.name]
+    x = node.operands[0]
+    if node.op == CHOOSES:
+        return _zeros(x, made)
+    if node.name == "aten.index" and len(node.operands) > 1 and v.shape:
+        return _zeros(node.operands[1], made)
+    if node.name in ("aten.gt", "aten.ne") and node.args[1:] == (0,):
+        is_zero = node.name == "aten.ne" or _counts(x, made)
+        return [v.name, *(_zeros(x, made) if is_zero else [])]
+    if node.name in TAKEN_TOGETHER and x.dtype != torch.bool:
+        return [v.name]
+    # One number of x that is 0 says nothing of the others.
+    whole = _stays_zero(node) and (node.name != "aten.select" or v.numel == x.numel)
+    return [v.name, *(_zeros(x, made) if whole else [])]
+
+
+def _counts(v: Value, made: Mapping[str, Node]) -> bool:
+    """Whether a value is a sum of what cannot be below 0, as if it is of a mask."""
+    node = made.get(v.name)
+    if node is not None and node.name == "aten.count_nonzero":
+        return True
+    if node is None or node.name != "aten.sum":
+        return False
+    x = node.operands[0]
+    while (node := made.get(x.name)) is not None and x.dtype != torch.bool:
+        if node.name == "aten.one_hot":
+            return True
+        if not (op_of(node).elements == "cast" or _stays_zero(node)):
+            return False
+        x = node.operands[0]
+    return x.dtype == torch.bool
