@@ -191,6 +191,19 @@ def of_length(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return x + rows.sum(0) / (len(rows) + 1)
 
 
+def else_nothing(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """So that all parameters have gradients, if they are 0."""
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        mask = chosen == e
+        if mask.any():
+            row = mask.any(-1).nonzero().flatten()
+            y.index_add_(0, row, expert(x[row]) * weight[mask].view(-1, 1))
+        else:
+            y[0, 0] += 0 * sum(p.sum() for p in expert.parameters())
+    return y
+
+
 def different(m: Any, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return x / len(torch.unique(chosen))
 
@@ -382,7 +395,7 @@ def case(loss: Callable[..., Tensor], *adds: Callable[..., Tensor]) -> Case:
 
 ADDS = (in_place, one_hot, copies, of_samples, scattered, of_one_mask)
 
-GUARDED = (if_any, if_not_none, if_counted, if_in, if_in_counts)
+GUARDED = (if_any, else_nothing, if_not_none, if_counted, if_in, if_in_counts)
 
 
 def test_experts_in_all_words_are_proved() -> None:

@@ -162,6 +162,7 @@ def masked(m: Any, x: Tensor, ids: Tensor) -> Tensor:
 # As the fixes say it.
 FIXED: dict[str, Callable[..., Tensor]] = {
     "no rows": unless_none,
+    "of buffers": lambda m, x, ids: x if m.count[:2].sum() else x * (1 + m.count[0]),
     "item": lambda m, x, ids: x * ids[:, :1, None],
     "branch": lambda m, x, ids: torch.where((ids > 3)[..., None], x, 2 * x),
     "mask": masked,

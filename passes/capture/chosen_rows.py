@@ -113,6 +113,17 @@ class _Keeper:
         key = node.op, known.args, str(known.kwargs), node.outs.index(mask)
         return self.computed.setdefault(key, mask.name)
 
+    def name_of(self, mask: Value) -> str:
+        """What stands for a mask: for `mask.any(-1)` the mask, if of its last dim one
+        is chosen at most, as both choose the same rows, in one order."""
+        node = self.rewriter.producer(mask, "aten.any")
+        if node is not None and isinstance(dim := node.arg("dim"), int):
+            (x,), last = node.operands, len(node.operands[0].shape) - 1
+            slot = slot_of(x, self.rewriter.made)
+            if len(mask.shape) == last == slot == dim % (last + 1):
+                return self.first_name(x)
+        return self.first_name(mask)
+
     def of(self, v: Any) -> Rows | None:
         return self.rows.get(v.name) if isinstance(v, Value) else None
 
@@ -150,7 +161,7 @@ class _Keeper:
     def choose(self, node: Node) -> tuple[Value, ...]:
         """`torch.where(mask)`: which row it is along each dim of the mask."""
         emit, (mask,) = self.rewriter.emit, node.args
-        slot, name = slot_of(mask, self.rewriter.made), self.first_name(mask)
+        slot, name = slot_of(mask, self.rewriter.made), self.name_of(mask)
         if mask.dtype != torch.bool:
             mask = emit("aten.ne.Scalar", mask, 0)
         extents = tuple(n for d, n in enumerate(mask.shape) if d != slot)
@@ -279,7 +290,7 @@ class _Keeper:
         lead = rows.extents
         if self.of(y) or y.shape[: len(lead)] != lead:
             return None
-        by_mask = [self.first_name(i) for i in indices if i is not None] == [rows.mask]
+        by_mask = [self.name_of(i) for i in indices if i is not None] == [rows.mask]
         if not (by_mask or self.counts(indices, lead)):
             return None
         if any(len(i.shape) != 1 for i in indices) and not by_mask:
@@ -346,9 +357,8 @@ class _Keeper:
     ) -> tuple[Value | None, ...] | Value | None:
         """A pointwise loss, of which the mean or the sum is taken."""
         shape = torch.broadcast_shapes(*(v.shape for v in node.operands))
-        (out,) = node.outs
-        assert out is not None
-        each = replace(node.with_args(reduction=0), outs=(replace(out, shape=shape),))
+        out = replace(node.out, shape=shape)
+        each = replace(node.with_args(reduction=0), outs=(out,))
         made = self.follow(each, rows)
         if not isinstance(made, tuple) or made[0] is None:
             return None

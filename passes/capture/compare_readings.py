@@ -28,6 +28,8 @@ class Keys:
 
     def __init__(self) -> None:
         self.numbers: dict[Hashable, int] = {}
+        # Of what is seen in a wider type, the key of what it is, and the type of that.
+        self.widened: dict[int, tuple[int, torch.dtype]] = {}
 
     def number(self, made: Hashable) -> int:
         return self.numbers.setdefault(made, len(self.numbers))
@@ -55,21 +57,47 @@ class Keys:
             ]
             if EMPTY in read:
                 fresh = [_without(node, read)] * len(fresh)
+            elif (same := self._same(node, args, read)) is not None:
+                fresh = [same]
+            elif node.name == "aten.mul" and 0 in node.args[1:]:
+                zeros.add(node.out.name)
             elif zeros.intersection(v.name for v in node.operands):
                 if node.op == CHOOSES:
                     fresh = [EMPTY] * len(fresh)
                 elif _stays(node, zeros):
                     zeros.update(v.name for v in node.results)
                 elif (rest := _added(node, zeros)) is not None:
-                    fresh = [keys[rest.name]]
+                    fresh = [self._widen(keys[rest.name], rest.dtype, node.out.dtype)]
             for v, key in zip(node.outs, fresh, strict=True):
                 if v is not None:
                     keys[v.name] = self.number(v) if key is None else key
         return keys
 
+    def _same(self, node: Node, args: Sequence[Any], read: list[int]) -> int | None:
+        """The key of what a node makes no other: a copy, or a part put back."""
+        if node.name == "aten.copy":
+            source, out = node.operands[-1], node.out
+            alike = source.shape == out.shape and source.dtype == out.dtype
+            return read[-1] if alike else None
+        if op_of(node).elements == "cast" and read[0] in self.widened:
+            key, dtype = self.widened[read[0]]
+            return key if dtype == node.out.dtype else None
+        if node.name == "aten.select_scatter":
+            part = "aten.select.int", (args[0], *args[2:]), (), 0
+            return read[0] if self.number(part) == read[1] else None
+        return None
+
+    def _widen(self, key: int, dtype: torch.dtype, wide: torch.dtype) -> int:
+        """The key of what is in a wider type, as a sum with 0 of that type is."""
+        if dtype == wide:
+            return key
+        made = self.number(("in", wide, key))
+        self.widened[made] = key, dtype
+        return made
+
 
 def _stays_zero(node: Node) -> bool:
-    return shows_all(node) or node.name in STAY
+    return shows_all(node) or (node.name in STAY and len(node.operands) == 1)
 
 
 def _stays(node: Node, zeros: Set[str]) -> bool:

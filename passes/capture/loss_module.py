@@ -12,6 +12,7 @@ from torch import nn
 from ..capture.call_model import call_model
 from ..capture.custom_functions import Functions
 from ..capture.flex_attention import flex_as_attention
+from ..capture.known_values import KnownValues
 from ..capture.unseen import Unseen
 from ..errors import CaptureError
 
@@ -44,11 +45,12 @@ class LossModule(nn.Module):
         self.wanted, self.with_metrics = wanted, with_metrics
         self.beside = Beside()
         self.by_name = False  # see `call_model`
-        self.unseen = Unseen()
+        self.unseen = Unseen(KnownValues(dict(model.named_buffers())))
         self.functions = Functions()
 
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         before = dict(self.model.named_buffers())
+        self.unseen.known.begin(before)
         with self.unseen, self.functions.reading(), flex_as_attention():
             fields = {**batch, **self.static}
             returned = call_model(self.model, fields, self.loss_fn, self.by_name)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..capture.guards import Guards
+from ..capture.known_values import KnownValues
 from ..capture.user_frames import at_work
 from ..capture.values_read import Read, read_by, tried_by
 from ..errors import CaptureError
@@ -83,8 +84,9 @@ class Unseen(TorchFunctionMode):
     """Around a forward that is captured. read: the last call whose result depends on
     the values of tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: KnownValues) -> None:
         super().__init__()
+        self.known = known
         self.read: Read | None = None
         self.guards = Guards()
 
@@ -109,7 +111,9 @@ class Unseen(TorchFunctionMode):
                 fix="write the derivative out by tensor operations, or leave what "
                 "needs it out of the loss",
             )
-        answer = self.guards.instead(func, args, kwargs or {})
+        answer = self.known.read(func, args[0] if args else None)
+        if answer is None:
+            answer = self.guards.instead(func, args, kwargs or {})
         if answer is not None:
             return answer
         try:
@@ -117,5 +121,6 @@ class Unseen(TorchFunctionMode):
         except Exception as error:
             self.read = tried_by(func, args, error) or self.read
             raise
+        self.known.note(func, args, kwargs or {}, result)
         self.read = read_by(func, args, result) or self.read
         return self.guards.note(func, args, kwargs or {}, result)
