@@ -7,6 +7,7 @@ most that is alive where nobody shares them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -49,9 +50,12 @@ def with_held(
     ]
     casts = find_casts(local.prologue, local.params)
     read = _read(local, casts)
+    of_casts: Counter[str] = Counter()  # by the parameter that is cast
+    for name, n in read.items():
+        of_casts[casts.get(name, "")] += n
     held = of_experts = Held()
     for v in local.params:
-        cast = sum(n for name, n in read.items() if casts.get(name) == v.name)
+        cast = of_casts[v.name]
         trained = v.bytes * (v.name in local.grads)
         of_read = cast + read.get(v.name, 0)
         own = Held(v.bytes, trained, of_read, cast, trained * offload)
