@@ -1,6 +1,7 @@
 """The normal form: each rule on a tiny module, whose value must stay the same."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -85,7 +86,11 @@ FORMS: list[tuple[str, Callable[..., Tensor], str]] = [
         lambda m, x, y: row(x) * 2,
         "mul select add slice slice reshape cat mul",
     ),
-    ("a mask written", lambda m, x, y: masked(x, x[0] > 0), "select gt mul where"),
+    (
+        "a mask written",  # by torch 2.15 itself
+        lambda m, x, y: masked(x, x[0] > 0),
+        "select gt mul (where|masked_fill)",
+    ),
     (
         "rows of a mask written",
         lambda m, x, y: chosen(x, torch.arange(6) % 3 > 0) * 2,
@@ -140,7 +145,8 @@ def grid(rows: int, columns: int) -> tuple[Tensor, Tensor]:
     ("body", "form"), [f[1:] for f in FORMS], ids=[f[0] for f in FORMS]
 )
 def test_each_spelling_has_one_form(body: Callable[..., Tensor], form: str) -> None:
-    assert ops(normal_form(body)) == form.split()
+    """form: a regular expression."""
+    assert re.fullmatch(form, " ".join(ops(normal_form(body))))
 
 
 def test_an_index_that_leaves_rows_out_stays() -> None:

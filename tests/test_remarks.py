@@ -90,4 +90,4 @@ class Turned(nn.Module):
 def test_an_op_without_a_rule_is_told_once() -> None:
     (note,) = Case(Turned(), BATCH).compile("dp=2").remarks
     assert note.startswith("aten.flip: no rule; found by trial that 'batch', 'seq' may")
-    assert note.endswith(", 2 times)") and "test_remarks.py:" in note
+    assert "(test_remarks.py:" in note

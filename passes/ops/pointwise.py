@@ -102,7 +102,7 @@ OPS = (
     Op("aten.tanh", row_by_row=True, finite="always"),
     Op("aten.clamp", row_by_row=True, finite="kept"),
     Op("aten.silu", "self", "pointwise", keeps=(0,), row_by_row=True, finite="kept"),
-    Op("aten.pow", finite=to_power),
+    Op("aten.pow", "self exponent", "pointwise", finite=to_power),
     *(
         Op(f"aten.{name}", finite="kept")
         for name in ("abs", "cos", "elu", "erf", "masked_fill", "sin", "softplus")

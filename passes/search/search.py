@@ -100,13 +100,13 @@ def search(
 
 
 def _order(every: Sequence[Candidate]) -> list[int]:
-    """Numbers of candidates: in a row those whose layers are split alike, of them first
-    what bounds others' seconds, see `Ranked`."""
+    """Numbers of candidates: first what bounds others' seconds, see `Ranked`; in a row
+    those whose layers are split alike."""
     layers = {mesh: i for i, mesh in enumerate({layer_mesh(c.mesh): 0 for c in every})}
 
-    def key(number: int) -> tuple[bool, int, bool]:
+    def key(number: int) -> tuple[bool, bool, int]:
         c = every[number]
-        return c.halves, layers[layer_mesh(c.mesh)], c.recompute != "none"
+        return c.halves, c.recompute != "none", layers[layer_mesh(c.mesh)]
 
     return sorted(range(len(every)), key=key)
 
@@ -134,6 +134,7 @@ class Ranked:
         self._fastest: list[float] = []  # seconds of those that fit
         self._sure: float = SURE
         self._priced: set[object] = set()
+        self._too_slow: set[object] = set()
 
     def add(self, number: int, candidate: Candidate) -> None:
         again = candidate.recompute != "none"
@@ -187,12 +188,15 @@ class Ranked:
         if len(self._fastest) < self._sure or _way(candidate) in self._priced:
             return False
         slowest = self._fastest[int(self._sure) - 1]
-        return any(
-            least_seconds(candidate, self.space.runs, costs, self.timed)
-            > slowest * parts
-            for simpler, parts in _simpler(candidate)
+        c = candidate
+        alike = self._sure, c.mesh, c.samples, c.recompute, c.zero  # in any schedule
+        if alike not in self._too_slow and any(
+            least_seconds(c, self.space.runs, costs, self.timed) > slowest * parts
+            for simpler, parts in _simpler(c)
             if (costs := self._known(simpler))
-        )
+        ):
+            self._too_slow.add(alike)
+        return alike in self._too_slow
 
     def _is_hopeless(self, candidate: Candidate) -> bool:
         """Whether a rank takes more memory than there is, by the least."""
