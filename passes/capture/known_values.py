@@ -34,9 +34,9 @@ class KnownValues:
         """Remembers how a call would be made with the values."""
         if not isinstance(result, Tensor) or not self.made:
             return
-        given = list(_tensors((args, kwargs)))
-        if given and id(result) not in map(id, given) and all(map(self._has, given)):
-            makers = {id(x): self.made[id(x)][2] for x in given}
+        operands = list(_tensors((args, kwargs)))
+        if operands and id(result) not in map(id, operands) and all(map(self._has, operands)):
+            makers = {id(x): self.made[id(x)][2] for x in operands}
 
             def make() -> Any:
                 own = tree_map_only(Tensor, lambda x: makers[id(x)](), (args, kwargs))
