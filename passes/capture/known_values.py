@@ -34,9 +34,9 @@ class KnownValues:
         """Remembers how a call would be made with the values."""
         if not isinstance(result, Tensor) or not self.made:
             return
-        operands = list(_tensors((args, kwargs)))
-        if operands and id(result) not in map(id, operands) and all(map(self._has, operands)):
-            makers = {id(x): self.made[id(x)][2] for x in operands}
+        read = {id(x): x for x in _tensors((args, kwargs))}
+        if read and id(result) not in read and all(map(self._has, read.values())):
+            makers = {key: self.made[key][2] for key in read}
 
             def make() -> Any:
                 own = tree_map_only(Tensor, lambda x: makers[id(x)](), (args, kwargs))
