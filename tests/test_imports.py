@@ -61,7 +61,7 @@ TABLES = {
     "capture/causal_masks.py", "capture/chosen_rows.py", "capture/column_masks.py",
     "capture/compare_readings.py", "capture/decompose_losses.py",
     "capture/distinct.py", "capture/functionalize.py", "capture/loss.py",
-    "capture/normalize.py",
+    "capture/normalize.py", "capture/reduce_rows.py",
     "capture/spell_composites.py", "capture/spell_pieces.py",
     "capture/split_products.py", "dims/choose_names.py", "proof/shrink.py",
     "shard/collectives.py", "shard/parameter_sharding.py",

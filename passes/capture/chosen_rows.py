@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..capture.distinct import one_at_most
+from ..capture.reduce_rows import REDUCTIONS, reduced
 from ..capture.rewrite import Rewriter, Rule
 from ..capture.rows import Rows, along
 from ..capture.spell_composites import broadcast_tensors, expand_as
@@ -31,7 +32,6 @@ from ..ops.rules import is_pointwise
 CHOOSES = "aten.where.default"
 SEEDED = torch.Tag.nondeterministic_seeded
 ADDING = ("aten.index_add", "aten.scatter_add")
-LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss_nd")
 LOOKUPS = {
     "aten.gather": "index",
     "aten.embedding": "indices",
@@ -63,7 +63,7 @@ def keep_all_rows(graph: Graph, autocast: Set[str] = frozenset()) -> Graph:
     if not any(node.op == CHOOSES for node in graph.nodes):
         return graph
     graph = Rewriter(graph, {}).run(EXPANDS)
-    keeper = _Keeper(graph, autocast)
+    keeper = Keeper(graph, autocast)
     graph = keeper.rewriter.run({node.op: keeper.visit for node in graph.nodes})
     for v in graph.outputs:
         if rows := keeper.of(v):
@@ -94,7 +94,7 @@ def refusal(subject: str, rows: Rows, source: str = "") -> CaptureError:
     )
 
 
-class _Keeper:
+class Keeper:
     """rows: value name -> what its rows are, of those that have chosen ones."""
 
     def __init__(self, graph: Graph, autocast: Set[str]) -> None:
@@ -143,9 +143,7 @@ class _Keeper:
             "aten.index_select": self.index_select,
             "aten.index_put": self.index_put,
             **dict.fromkeys(ADDING, self.add),
-            **dict.fromkeys(LOSSES, self.loss),
-            "aten.sum": self.total,
-            "aten.mean": self.total,
+            "aten.masked_scatter": self.masked_scatter,
             "aten.scatter": self.index_copy,
             "aten.index_copy": self.index_copy,
         }
@@ -153,7 +151,10 @@ class _Keeper:
         if not node.results:  # an assertion
             return self.rewriter.keep(node)
         if all(r.mask == rows.mask for r in chosen):
-            made = handlers.get(node.name, self.follow)(node, rows)
+            if node.name in REDUCTIONS:
+                made = REDUCTIONS[node.name](self, node, rows)
+            else:
+                made = handlers.get(node.name, self.follow)(node, rows)
         if made is None:
             raise refusal(f"'{short(node.op)}'", rows, str(node.location))
         return made
@@ -190,7 +191,7 @@ class _Keeper:
     def follow(self, node: Node, rows: Rows) -> Value | tuple | None:
         """What is done row by row is done to all of them."""
         if is_pointwise(node) and node.arg("reduction"):
-            return self.reduced(node, rows)
+            return reduced(self, node, rows)
         dim = along(node, self.of)
         if dim is None:
             return None
@@ -328,43 +329,6 @@ class _Keeper:
         args = (y, dim, index, values, *node.args[4:])
         return self.rewriter.keep(replace(node, args=args))
 
-    def total(self, node: Node, rows: Rows) -> Value | tuple | None:
-        """A sum or mean over the rows."""
-        bound, emit = arguments(node), self.rewriter.emit
-        x, along_rows = bound["self"], self.of(bound["self"])
-        rank = len(x.shape)
-        dims = tuple(d % rank for d in bound.get("dim") or range(rank))
-        if along_rows is None or along_rows.dim not in dims:
-            return self.follow(node, rows)
-        counted = self.masked(x, rows, along_rows.dim)
-        if node.name == "aten.sum":
-            return self.rewriter.keep(replace(node, args=(counted, *node.args[1:])))
-        kind = bound.get("dtype") or x.dtype
-        # As torch's mean does: float16 has no count above 65504.
-        wide = torch.promote_types(kind, torch.float32)
-        keep = bool(bound.get("keepdim", False))
-        summed = emit("aten.sum.dim_IntList", counted, dims, keep, dtype=wide)
-        others = math.prod(x.shape[d] for d in dims if d != along_rows.dim)
-        count = emit("aten.sum.default", rows.chosen)
-        count = emit("aten.mul.Tensor", emit("aten.to.dtype", count, wide), others)
-        mean = emit("aten.div.Tensor", summed, count)
-        if kind == wide or node.out.name in self.autocast:  # which makes it wide
-            return mean
-        return emit("aten.to.dtype", mean, kind)
-
-    def reduced(
-        self, node: Node, rows: Rows
-    ) -> tuple[Value | None, ...] | Value | None:
-        """A pointwise loss, of which the mean or the sum is taken."""
-        shape = torch.broadcast_shapes(*(v.shape for v in node.operands))
-        out = replace(node.out, shape=shape)
-        each = replace(node.with_args(reduction=0), outs=(out,))
-        made = self.follow(each, rows)
-        if not isinstance(made, tuple) or made[0] is None:
-            return None
-        op = "aten.mean.default" if node.arg("reduction") == 1 else "aten.sum.default"
-        return self.total(replace(node, op=op, args=(made[0],), kwargs={}), rows)
-
     def index_copy(self, node: Node, rows: Rows) -> Value | None:
         """`y.index_copy(0, rows, values)`."""
         y, dim, index, *source = arguments(node).values()
@@ -382,20 +346,23 @@ class _Keeper:
         chosen = self.rewriter.reshape(rows.chosen, shape)
         return self.rewriter.emit("aten.where.self", chosen, values, y)
 
-    def loss(self, node: Node, rows: Rows) -> tuple[Value | None, ...] | None:
-        """A loss over the rows ignores those that were not chosen."""
-        bound = arguments(node)
-        target = bound["target"]
-        both = [self.of(bound["self"]), self.of(target)]
-        if not all(r and not r.dim for r in both) or len(target.shape) != 1:
+    def masked_scatter(self, node: Node, rows: Rows) -> Value | None:
+        """`y.masked_scatter(mask, values)`, where whole rows are masked."""
+        y, mask, values = node.args
+        lead, written = rows.extents, self.of(values)
+        count = (rows.count, *y.shape[len(lead) :])
+        if self.of(y) or not written or written.dim or values.shape != count:
             return None
-        if target.dtype != torch.int64:
+        while mask.shape != lead:
+            view = self.rewriter.producer(mask, "aten.unsqueeze", "aten.expand")
+            rest = mask.shape[len(lead) :]
+            if view is None or mask.shape[: len(lead)] != lead or not rest:
+                return None
+            mask = view.operands[0]
+        if self.name_of(mask) != rows.mask:
             return None
-        ignored = bound["ignore_index"]
-        target = self.rewriter.emit(
-            "aten.where.ScalarOther", rows.chosen, target, ignored
+        values = self.rewriter.reshape(values, y.shape)
+        chosen = self.rewriter.reshape(
+            mask, (*lead, *(1 for _ in y.shape[len(lead) :]))
         )
-        fresh = self.rewriter.keep(node.with_args(target=target))
-        if bound["reduction"] == 0 and fresh[0] is not None:
-            self.noted(fresh[0], rows, 0)
-        return fresh
+        return self.rewriter.emit("aten.where.self", chosen, values, y)

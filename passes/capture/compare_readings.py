@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..capture.chosen_rows import ADDING, CHOOSES, LOSSES
+from ..capture.chosen_rows import ADDING, CHOOSES
+from ..capture.reduce_rows import LOSSES
 from ..graph import Graph, Node, Value, map_values
 from ..ops.op import op_of, shows_all
 
@@ -19,7 +20,11 @@ STAY = {
 } | {"aten.select", "aten.sum"}
 # Of these, one that is 0 says so of all numbers only where none is below 0.
 TAKEN_TOGETHER = ("aten.sum", "aten.max", "aten.amax")
-WRITES = {*ADDING, *(f"aten.{name}" for name in ("index_put", "index_copy", "scatter"))}
+WRITES = {
+    *(f"aten.{name}" for name in ("index_put", "index_copy", "masked_scatter")),
+    *("aten.scatter", *ADDING),
+}
+ZEROS = {f"aten.{name}" for name in ("zeros", "zeros_like", "new_zeros")}
 EMPTY = -1  # the key of rows of which there are none
 
 
@@ -45,6 +50,7 @@ class Keys:
         keys = {v.name: self.number(v.name) for v in graph.sources}
         keys |= {name: self.number(_content(x)) for name, x in literals.items()}
         zeros = set(zeros)
+        zero_keys = {keys[name] for name in zeros & keys.keys()} - {EMPTY}
         for node in graph.nodes:
             args, kwargs = map_values(
                 lambda v: ("value", keys[v.name]), (node.args, {**node.kwargs})
@@ -57,6 +63,10 @@ class Keys:
             ]
             if EMPTY in read:
                 fresh = [_without(node, read)] * len(fresh)
+                if node.name in WRITES and node.operands[0].name in zeros:
+                    zeros.add(node.out.name)
+            elif node.name in ZEROS:
+                zeros.add(node.out.name)
             elif (same := self._same(node, args, read)) is not None:
                 fresh = [same]
             elif node.name == "aten.mul" and 0 in node.args[1:]:
@@ -68,9 +78,15 @@ class Keys:
                     zeros.update(v.name for v in node.results)
                 elif (rest := _added(node, zeros)) is not None:
                     fresh = [self._widen(keys[rest.name], rest.dtype, node.out.dtype)]
+                    zeros.update([node.out.name] if rest.name in zeros else ())
             for v, key in zip(node.outs, fresh, strict=True):
-                if v is not None:
-                    keys[v.name] = self.number(v) if key is None else key
+                if v is None:
+                    continue
+                keys[v.name] = self.number(v) if key is None else key
+                if v.name in zeros:
+                    zero_keys.add(keys[v.name])
+                elif keys[v.name] in zero_keys:
+                    zeros.add(v.name)
         return keys
 
     def _same(self, node: Node, args: Sequence[Any], read: list[int]) -> int | None:
@@ -79,6 +95,8 @@ class Keys:
             source, out = node.operands[-1], node.out
             alike = source.shape == out.shape and source.dtype == out.dtype
             return read[-1] if alike else None
+        if op_of(node).elements == "same" and node.name != "aten.detach":
+            return read[0]
         if op_of(node).elements == "cast" and read[0] in self.widened:
             key, dtype = self.widened[read[0]]
             return key if dtype == node.out.dtype else None
@@ -111,8 +129,8 @@ def _added(node: Node, zeros: Set[str]) -> Value | None:
     """What a sum is, if the other operand is 0."""
     if node.name != "aten.add" or len(node.operands) != 2:
         return None
-    rest = [v for v in node.operands if v.name not in zeros]
-    return rest[0] if rest and rest[0].shape == node.out.shape else None
+    rest = [v for v in node.operands if v.name not in zeros] or node.operands
+    return rest[0] if rest[0].shape == node.out.shape else None
 
 
 def _without(node: Node, keys: list[int]) -> int | None:
