@@ -211,12 +211,13 @@ def between(table: dict[str, Any], what: str) -> Case:
 
 @pytest.mark.matrix(quick=4)
 @pytest.mark.parametrize("what", WRONG)
-def test_what_a_graph_cannot_have_is_named_with_its_line(what):
+def test_what_a_graph_cannot_have_is_named_with_its_line(what, capfd):
     case = between(WRONG, what)
     with pytest.raises(CaptureError, match=WRONG[what][1]) as error:
         trace(case.model, case.batch)
     at = r"\n  at   .*test_values_read\.py:\d+.*\n  fix  "
     assert re.search(at, str(error.value))
+    assert "def forward" not in capfd.readouterr().err
 
 
 @pytest.mark.matrix(quick=2)

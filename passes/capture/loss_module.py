@@ -14,6 +14,7 @@ from ..capture.custom_functions import Functions
 from ..capture.flex_attention import flex_as_attention
 from ..capture.known_values import KnownValues
 from ..capture.unseen import Unseen
+from ..capture.values_read import capture_failed, reads_values
 from ..errors import CaptureError
 
 
@@ -53,7 +54,14 @@ class LossModule(nn.Module):
         self.unseen.known.begin(before)
         with self.unseen, self.functions.reading(), flex_as_attention():
             fields = {**batch, **self.static}
-            returned = call_model(self.model, fields, self.loss_fn, self.by_name)
+            try:
+                returned = call_model(self.model, fields, self.loss_fn, self.by_name)
+            except RuntimeError as error:
+                if not reads_values(error):
+                    raise
+                # Here, as torch prints all that it has traced so far.
+                read = self.unseen.read
+                raise capture_failed(error, self, fields, read) from error
         _refuse_new_buffers(before, dict(self.model.named_buffers()))
         if not self.with_metrics:
             returned = replace(returned, metrics={})
