@@ -19,7 +19,6 @@ from autopar.passes.plan import PlanError
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import PLAIN
 from autopar.passes.price.estimate import Estimate, join_stages, step_parts
-from autopar.passes.price.measured import Ops, Timed
 from autopar.passes.price.share import share
 from autopar.passes.program import Program
 from autopar.passes.search.candidates import candidates, meshes, searched
@@ -124,23 +123,6 @@ def work(precision: str, tf32: bool, part: str) -> float:
     cluster = replace(cluster, device=replace(cluster.device, attention=""))
     prices = make_prices(of(precision, tf32), cluster)
     return prices(Mesh(()), "none", False, 1).whole.microbatch[part].work
-
-
-def test_what_was_measured_without_tf32_is_no_price_of_it() -> None:
-    shapes = "(f32[64,64], f32[64,64])"
-    timed = {
-        f"aten.mm.default{shapes}": Timed(1.0, 3 * 4 * 64**2, 2 * 64**3),
-        f"aten.add.Tensor{shapes}": Timed(1.0, 3 * 4 * 64**2, 64**2),
-        f"aten.mm.default{shapes.replace('f32', 'bf16')}": Timed(1.0, 1.0, 2.0),
-    }
-    device = replace(cluster_of("1xA100-80GB").device, ops=Ops(timed))
-    _, *others = timed.items()
-    assert device.running(True, "auto").ops == Ops(dict(others))
-    assert device.running(True, "auto").peak("float32") == 8 * device.peak("float32")
-    assert device.running(False, "auto") == device
-    assert cluster_of("1xV100").device.running(True, "auto").flops == (
-        cluster_of("1xV100").device.flops
-    )
 
 
 def test_weight_gradients_are_priced_by_what_is_multiplied() -> None:

@@ -192,3 +192,37 @@ def test_accounts_add_up_field_by_field() -> None:
     assert hash(one + one) == hash(one * 2)
     with pytest.raises(AssertionError, match="no such fields"):
         one.changed(seconds=1.0)
+
+
+@pytest.mark.parametrize("gain", [0.5, 2.0])
+def test_what_compiled_functions_take_is_as_it_was_measured(gain: float) -> None:
+    timed = {"aten.add.Tensor(f32[8], f32[8])": Timed(3.0, 96, 8)}
+    ops = Ops(timed, compiled=gain)
+    device = replace(cluster_of("1xA100-80GB").device, ops=ops)
+    took = {
+        backend: device.running(False, backend).ops.timed
+        for backend in ("eager", "inductor", "auto")
+    }
+    seconds = {k: next(iter(x.values())).seconds for k, x in took.items()}
+    assert seconds == {
+        "eager": 3.0,
+        "inductor": 3.0 * gain,
+        "auto": 3.0 * min(1.0, gain),
+    }
+
+
+def test_what_was_measured_without_tf32_is_no_price_of_it() -> None:
+    shapes = "(f32[64,64], f32[64,64])"
+    timed = {
+        f"aten.mm.default{shapes}": Timed(1.0, 3 * 4 * 64**2, 2 * 64**3),
+        f"aten.add.Tensor{shapes}": Timed(1.0, 3 * 4 * 64**2, 64**2),
+        f"aten.mm.default{shapes.replace('f32', 'bf16')}": Timed(1.0, 1.0, 2.0),
+    }
+    device = replace(cluster_of("1xA100-80GB").device, ops=Ops(timed))
+    _, *others = timed.items()
+    assert device.running(True, "auto").ops == Ops(dict(others))
+    assert device.running(True, "auto").peak("float32") == 8 * device.peak("float32")
+    assert device.running(False, "auto") == device
+    assert cluster_of("1xV100").device.running(True, "auto").flops == (
+        cluster_of("1xV100").device.flops
+    )

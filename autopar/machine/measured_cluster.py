@@ -70,6 +70,9 @@ def known_cluster(devices: int, path: Path | None = None) -> Cluster:
     messages = profile.messages.get(devices, Messages())
     if not (ops.timed or ops.update or messages.points):
         return cluster
+    kind = "cpu" if cluster.device.name == "CPU" else "cuda"
+    eager, inductor = profile.backends.get(kind, (1.0, 1.0))
+    ops = replace(ops, compiled=inductor / eager if eager else 1.0)
     device = replace(cluster.device, ops=ops, flops=_peaks(cluster.device, ops))
     return replace(cluster, device=device, messages=messages, profile=machine_text())
 

@@ -27,7 +27,7 @@ from autopar.passes.errors import CaptureError
 from autopar.passes.graph import Node
 from autopar.passes.ops.op import is_view
 from autopar.passes.price.cluster import Cluster
-from autopar.passes.price.measured import Ops, Timed
+from autopar.passes.price.measured import Timed
 from autopar.passes.shard.insert_collectives import Lowered
 from autopar.passes.stage.differentiate import differentiate
 from autopar.passes.stage.local_stage import LocalStage
@@ -70,7 +70,7 @@ def this_machine(lowered: Lowered) -> Cluster:
         # A read-only home: measured again next time.
         with contextlib.suppress(OSError):
             save_profile(Profile(alone=new))
-    known = Ops({**alone, **ops.timed}, ops.update)
+    known = replace(ops, timed={**alone, **ops.timed})
     return replace(cluster, device=replace(cluster.device, ops=known))
 
 

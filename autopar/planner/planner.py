@@ -118,6 +118,29 @@ def capture_short(
     return ShortModel(named, layers, samples, shared, options, with_batch)
 
 
+def _make_cuts(
+    of: ShortModel, at_once: bool, options: Mapping[str, Any]
+) -> Callable[[Mesh, int, bool, str], Cut]:
+    """Cuts a model that is lowered for a mesh, of so many microbatches, whether ranks
+    hold shares, and how attention works on cp; see `make_prices`."""
+
+    @lru_cache(maxsize=8)  # candidates in a row have the same, in shares or whole
+    def cut(mesh: Mesh, microbatches: int, shares: bool, context: str) -> Cut:
+        how = {**options, "context_parallel": context}
+        most = of.batch // mesh.axis_size("ep")
+        if 1 < microbatches < most and not at_once:
+            # Microbatches are of other sizes then, but of what is split alike.
+            same = cut(mesh, most, shares, context)
+            return Cut(replace(same.plan, microbatches=microbatches), same.stages)
+        priced = of
+        if at_once and of.with_batch and microbatches > 1:
+            priced, microbatches = of.with_batch(of.batch // microbatches), 1
+        plan = make_plan(mesh, **how, microbatches=microbatches)
+        return cut_layers(priced.shared if shares else priced.named, plan, of.starts)
+
+    return cut
+
+
 def make_prices(
     of: ShortModel, cluster: Cluster, at_once: bool = False, **options: Any
 ) -> Prices:
@@ -129,19 +152,7 @@ def make_prices(
     """
     usual = {**of.options, **options}
 
-    @lru_cache(maxsize=4)  # candidates in a row have the same, in shares or whole
-    def cut(mesh: Mesh, microbatches: int, shares: bool, context: str) -> Cut:
-        how = {**usual, "context_parallel": context}
-        most = of.batch // mesh.axis_size("ep")
-        if 1 < microbatches < most and not at_once:
-            # Microbatches are of other sizes then, but of what is split alike.
-            same = cut(mesh, most, shares, context)
-            return Cut(replace(same.plan, microbatches=microbatches), same.stages)
-        priced = of
-        if at_once and of.with_batch and microbatches > 1:
-            priced, microbatches = of.with_batch(of.batch // microbatches), 1
-        plan = make_plan(mesh, **how, microbatches=microbatches)
-        return cut_layers(priced.shared if shares else priced.named, plan, of.starts)
+    cut = _make_cuts(of, at_once, usual)
 
     @cache
     def at(

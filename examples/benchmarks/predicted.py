@@ -1,6 +1,7 @@
 """Steps as they are predicted, and as they are measured on this machine.
 
     python examples/benchmarks/predicted.py
+    python examples/benchmarks/predicted.py --backend inductor --plans 6
 
 Measures this machine as `autopar profile` does, predicts seconds and bytes of varied
 plans (`predicted_plans.py`) the way the planner does, and runs them under gloo, one
@@ -56,7 +57,7 @@ from examples.benchmarks.predicted_runs import Job, Measured  # noqa: E402
 from examples.benchmarks.processes import run  # noqa: E402
 
 RANKS = (2, 4)
-TIMEOUT = 600.0  # seconds of all ranks of a number
+TIMEOUT = 900.0  # seconds of all ranks of a number
 
 
 @dataclass(frozen=True)
@@ -127,15 +128,18 @@ class Planner:
         return Planned(self.workload, estimate, plan_of(candidate, self.of).to_json())
 
 
-def predict(profile: Path | None, choices: Sequence[Choice]) -> Iterator[Planned]:
+def predict(
+    profile: Path | None, choices: Sequence[Choice], backend: str = "eager"
+) -> Iterator[Planned]:
     """All choices on all workloads, and what the planner picks for each.
 
-    profile: of this machine; None: as the table of hardware has it.
+    profile: of this machine; None: as the table of hardware has it. backend: what runs
+    functions.
     """
     for workload, spec in WORKLOADS.items():
         loaded = load_model(spec)
         batch = batch_for(loaded, SAMPLES, SEQ)
-        of = capture_short(loaded.model, with_samples(batch, SAMPLES))
+        of = capture_short(loaded.model, with_samples(batch, SAMPLES), backend=backend)
         for ranks in RANKS:
             own = [c for c in choices if c.ranks == ranks]
             planner = Planner(of, measured_cluster(ranks, profile), workload)
@@ -252,13 +256,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--plans", type=int, help="a few of them; else all")
     parser.add_argument("--seconds", type=float, default=15, help="for messages")
+    parser.add_argument("--backend", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--profile", type=Path, help="measured before, by `-o` of it")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         profile = options.profile or Path(scratch) / "profile.json"
         if options.profile is None:
             measure_machine(profile, options.seconds)
-        plans = list(predict(profile, spread(CHOICES, options.plans)))
+        choices = spread(CHOICES, options.plans)
+        plans = list(predict(profile, choices, options.backend))
         rows = measure_plans(plans, options.rounds, Path(scratch))
     print(table(rows))
     print(summary(rows))

@@ -81,13 +81,18 @@ class Device:
         """The device as a plan uses it: with float32 products in TF32, or as they are;
         with compiled functions, or not.
 
-        What was measured of these products was so without TF32.
+        What was measured of these products was so without TF32. Of backend "auto" it is
+        what was measured to be faster, see `autopar.machine.backend`.
         """
-        fused = {"eager": False, "inductor": True}.get(backend, self.fused)
+        gain = self.ops.compiled
+        faster = self.fused if gain == 1 else gain < 1
+        fused = {"eager": False, "inductor": True}.get(backend, faster)
         device = self if fused == self.fused else replace(self, fused=fused)
+        if fused and gain != 1:
+            device = replace(device, ops=self.ops.by_inductor)
         if not tf32 or TF32 not in self.flops:
             return device
-        ops = replace(self.ops, timed=without_products(self.ops.timed, "f32"))
+        ops = replace(device.ops, timed=without_products(device.ops.timed, "f32"))
         flops = {**self.flops, "float32": self.flops[TF32]}
         return replace(device, flops=flops, ops=ops)
 

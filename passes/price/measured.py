@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, pairwise
 
@@ -56,10 +56,13 @@ class Ops:
 
     timed: `passes.cost.signature` -> what it took, with what starting it took. update:
     what the optimizer takes for a parameter: (its bytes, seconds), by ascending bytes.
+    compiled: seconds that some layers take as Inductor compiles them, over those of
+    Python.
     """
 
     timed: Mapping[str, Timed] = field(default_factory=dict)
     update: tuple[Point, ...] = ()
+    compiled: float = 1.0
 
     def seconds(self, node: Node) -> tuple[float, str]:
         """Returns a node's seconds, and their source: 0 and `TABLE` if no such op
@@ -85,6 +88,16 @@ class Ops:
         inside = _within(moved, [p.bytes for p in points])
         inside = inside and _within(work, [p.flops for p in points])
         return nearest.seconds * ratio, BETWEEN if inside else BEYOND
+
+    @cached_property
+    def by_inductor(self) -> Ops:
+        """The same as they are in compiled functions, taken to be all as fast as some
+        layers were."""
+        timed = {
+            key: replace(t, seconds=t.seconds * self.compiled)
+            for key, t in self.timed.items()
+        }
+        return replace(self, timed=timed, compiled=1.0)
 
     @cached_property
     def _points(self) -> dict[str, list[Timed]]:
