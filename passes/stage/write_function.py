@@ -18,6 +18,8 @@ from ..stage.spell import spell, targets
 from ..stage.storages import Alive
 from ..stage.write_loop import Index, LoopWriter, Statements
 
+CAST = "aten.to.dtype"
+
 
 class Function:
     """Writes a function, statement by statement.
@@ -98,7 +100,9 @@ class Function:
             if isinstance(item, Loop)
             for n in r
         ]
-        links = _links(items, {*keep, *among_loops}) if self.chains else set()
+        made = {v.name for n in items if isinstance(n, Node) for v in n.results}
+        ends = {last[n] for n in last if n in {*arrived, *made} - keep}
+        links = _links(items, {*keep, *among_loops}, ends) if self.chains else set()
         waiting: list[Node] = []  # views that the next view is a method of
         body = Statements(self.alive.peak)
         unread = (n for n in arrived if last[n] < 0 and n not in keep)
@@ -194,13 +198,16 @@ class Function:
         return "listed" if None in texts else "table"
 
 
-def _links(items: Sequence[Item], keep: Collection[str]) -> set[int]:
-    """Places of nodes that only the next one reads, as the tensor whose method it is:
-    a chain of views and casts is one statement. keep: names of what others than nodes
-    read.
+def _links(
+    items: Sequence[Item], keep: Collection[str], ends: Collection[int]
+) -> set[int]:
+    """Places of nodes that only the next one reads: as the tensor whose method it is, a
+    chain of views and casts being one statement; or views and casts, as an argument.
+    keep: names of what others than nodes read. ends: places after which something is
+    let go of.
 
     What is read to make a tensor is let go of before that tensor is copied: by a cast,
-    or by a view that cannot be one.
+    or by a view that cannot be one; and before it is an argument.
     """
     readers = Counter(
         name
@@ -215,23 +222,22 @@ def _links(items: Sequence[Item], keep: Collection[str]) -> set[int]:
     for i, (node, following) in enumerate(pairwise(items)):
         if not isinstance(node, Node) or not isinstance(following, Node):
             continue
-        casts = following.op == "aten.to.dtype"
-        if not (casts or is_method(following)) or len(node.results) != 1:
-            continue
-        if len(node.outs) != 1:
+        if len(node.results) != 1 or len(node.outs) != 1:
             continue
         if not node.op.startswith("aten.") or is_in_place(node):
             continue
         v = node.out
-        alone = v == following.operands[0] and readers[v.name] == 1
-        if not alone or v.name in keep:
+        if v not in following.operands or readers[v.name] != 1 or v.name in keep:
+            continue
+        casts, method = following.op == CAST, is_method(following)
+        if not (casts or method) and not (node.op == CAST or is_method(node)):
             continue
         if i - 1 not in links:
             maker, turned = None if may_alias(node) else i, False
         links.add(i)
         reshapes = following.op == "aten.reshape.default"
-        if casts or (turned and reshapes):
-            if maker is not None:
+        if casts or not method or (turned and reshapes):
+            if maker in ends:
                 links.discard(maker)
             maker, turned = i + 1, False
         else:
