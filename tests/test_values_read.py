@@ -122,6 +122,7 @@ WRONG: dict[str, tuple[Callable[..., Tensor], str]] = {
     "range": (lambda m, x, ids: x * len(range(ids.max().item())), rf"{NUMBERS}\.item"),
     "table": (lambda m, x, ids: x * {3: 2.0}.get(ids[0, 0].item(), 1), rf"{NUMBERS}"),
     "numpy": (lambda m, x, ids: x * ids.numpy().sum(), rf"{NUMBERS}\.numpy"),
+    "steps": (lambda m, x, ids: x if m.steps > 2 else 2 * x, rf"{NUMBERS}if"),
     "branch": (branch, rf"{NUMBERS}if"),
     "lengths": (lengths, rf"{NUMBERS}\.item|{ROWS}x"),
     "ones": (lambda m, x, ids: x * torch.ones(ids.max().item()).sum(), NUMBERS),
@@ -195,6 +196,7 @@ class Between(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, False) for _ in range(4))
         self.weights = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
         self.register_buffer("count", torch.zeros(4))
+        self.register_buffer("steps", torch.zeros(()))
         self.fixed, self.what = table is FIXED, what
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:

@@ -235,7 +235,8 @@ class Keeper:
         emit, reshape = self.rewriter.emit, self.rewriter.reshape
         if self.counts(tensors, x.shape[first:last]):
             made = self.rewriter.producer(x, "aten.arange")
-            if made and (made.arg("start") or 0, made.arg("step") or 1) == (0, 1):
+            first_two = made and (made.arg("start") or 0, made.arg("step") or 1)
+            if first_two == (0, 1) and x.dtype == tensors[0].dtype:
                 return tensors[0]  # the places of rows
             shape = (*x.shape[:first], rows.count, *x.shape[last:])
             seen = emit("aten.reshape.default", x, shape)

@@ -16,10 +16,13 @@ READS = (Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.item)
 
 
 class KnownValues:
-    """buffers: the model's own, by name, which programs do not change."""
+    """buffers: the model's own, by name, which programs do not change. A single number
+    may count steps, which the user's loop does: that is not known."""
 
     def __init__(self, buffers: Mapping[str, Tensor]) -> None:
-        self.buffers = {k: v for k, v in buffers.items() if not v.is_meta}
+        self.buffers = {
+            k: v for k, v in buffers.items() if not v.is_meta and v.numel() > 1
+        }
         # Tensors of the capture by their id, as of which write, and how they are made.
         self.made: dict[int, tuple[Tensor, int, Callable[[], Any]]] = {}
 
