@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Case
+from models import llama
 from processes import run_ranks
 from torch.optim import AdamW
 
@@ -73,6 +74,31 @@ def test_a_layer_saves_what_the_published_formulas_say(policy, mesh, sequence_pa
         expected = linear + kept + statistics
     found = bytes_of_a_layer(policy, mesh, sequence_parallel=sequence_parallel)
     assert found == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("precision", ["model", "bf16-stream"])
+def test_a_layer_saves_what_autograd_saves(precision):
+    """Of a square the backward needs x, not 2 x beside it; norms are of float32."""
+    ours, autograds = [], []
+    for layers in (1, 2):
+        case = llama(layers)
+        program = case.compile("", precision=precision)
+        ours.append(program.stages[0].footprint.saved)
+        model = case.model if precision == "model" else case.model.bfloat16()
+        params = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        saved: dict[int, torch.Tensor] = {}
+
+        def save(x: torch.Tensor, saved: dict[int, torch.Tensor] = saved):
+            saved[x.untyped_storage().data_ptr()] = x
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
+            model(**case.batch)
+        sizes = (
+            x.untyped_storage().nbytes() for at, x in saved.items() if at not in params
+        )
+        autograds.append(sum(sizes))
+    assert ours[1] - ours[0] == autograds[1] - autograds[0]
 
 
 def activations(microbatches: int, layers: int, **options: Any) -> int:

@@ -265,9 +265,12 @@ def _read(
         else:
             forward.append(n)
     ends = {v.name for v in all_grads if v is not None}
-    backward = _only_needed(backward, ends)
+    made = {v.name for v in outs if v is not None}
+    forward = _only_needed(forward, made | _reads(backward) | ends)
+    forward, remade = _without_remade(forward, made)
+    backward = _only_needed([*remade, *backward], ends)
     # A gradient that no cotangent is in is made forward: zeros.
-    needed = {v.name for v in outs if v is not None} | _reads(backward) | ends
+    needed = made | _reads(backward) | ends
     return Template(
         tuple(sources[: len(wanted)]),
         dys,
@@ -276,6 +279,25 @@ def _read(
         tuple(outs),
         all_grads,
     )
+
+
+def _without_remade(
+    forward: Sequence[Node], outs: set[str]
+) -> tuple[list[Node], list[Node]]:
+    """The forward, and what the backward makes again instead: what it alone reads, made
+    of one value that is no larger, and kept anyway as a rule (2 x for x ** 2)."""
+    early = {v.name for n in _only_needed(forward, outs) for v in n.results}
+    stays: list[Node] = []
+    remade: list[Node] = []
+    for n in reversed(forward):
+        size = sum(v.bytes for v in n.results)
+        alone = not any(v.name in early for v in n.results)
+        if alone and len(n.operands) == 1 and n.operands[0].bytes <= size:
+            remade.append(n)
+        else:
+            stays.append(n)
+            early.update(v.name for v in n.operands)
+    return stays[::-1], remade[::-1]
 
 
 def _reads(nodes: Sequence[Node]) -> set[str]:
