@@ -57,7 +57,7 @@ def test_a_rank_of_gpt2_is_a_text_that_a_person_reads() -> None:
     ]:
         assert lines(case.compile(mesh, zero=zero)) < 400, mesh
     half = case.compile("dp=2,tp=2", zero=3, precision="bf16")
-    assert lines(half) < 440
+    assert lines(half) < 400
     assert lines(case.compile("dp=4", zero=3, precision="bf16")) < 400
     for text in half.modules.values():  # casts, made once, are read by all layers
         assert len(re.findall(r"for i in (?:reversed\()?range\(12\)", text)) == 4
