@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from autopar.passes.capture.find_repeats import only_layers
+from autopar.passes.capture.find_repeats import LayerList, find_list, only_layers
 
 KEPT = 3  # repeats of the pattern: the first, one inside, and the last
 
@@ -55,23 +55,20 @@ def shortened(model: nn.Module) -> Iterator[Layers | None]:
 
 def find_layers(model: nn.Module) -> Layers | None:
     """The list of modules that holds most of the parameters, if its pattern repeats."""
-    best: tuple[int, Layers] | None = None
-    for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) < 2:
-            continue
-        period = _period(without_index([find_facts(layer) for layer in module]))
-        if period is None:
-            continue
-        kept = min(KEPT * period + len(module) % period, len(module))
-        size = sum(p.numel() for p in module.parameters())
-        if best is None or size > best[0]:
-            best = size, Layers(path, len(module), period, kept)
-    return best[1] if best else None
+    path = find_list(model, lambda layers: _period(layers) is not None)
+    layers = model.get_submodule(path)
+    if not isinstance(layers, nn.ModuleList) or not (period := _period(layers)):
+        return None
+    kept = min(KEPT * period + len(layers) % period, len(layers))
+    return Layers(path, len(layers), period, kept)
 
 
-def _period(layers: list[Facts]) -> int | None:
+def _period(modules: LayerList) -> int | None:
     """The length of the shortest pattern that repeats over all of the layers: twice, or
     as often as is kept, and then in part."""
+    if not isinstance(modules, nn.ModuleList) or not len(modules):
+        return None
+    layers = without_index([find_facts(layer) for layer in modules])
     for length in range(1, len(layers) // 2 + 1):
         times, rest = divmod(len(layers), length)
         repeated = layers[:length] * times + layers[:rest]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from autopar.capture.shorten import find_facts, without_index
+from autopar.passes.capture.find_repeats import find_list
 from autopar.passes.plan import Plan
 from autopar.passes.program import Program
 from autopar.passes.proof.shrink_plan import FewLayers, choose_layers, layer_number
@@ -18,7 +19,7 @@ KEPT = 3  # repeats of a pattern that a stage keeps: the first, one inside, the 
 def find_few_layers(model: nn.Module, program: Program) -> FewLayers:
     """Which layers and stages of a program are enough to prove it."""
     plan, whole = program.plan, FewLayers("", tuple(range(len(program.stages))), ())
-    path = _list_of_layers(model)
+    path = find_list(model, lambda layers: len(layers) > 1)
     if not path:
         return whole
     layers = model.get_submodule(path)
@@ -60,13 +61,3 @@ def _decided(plan: Plan, layer: str) -> object:
         for key, value in sorted(table.items())
         if key == layer or key.startswith((f"{layer}.", f"{layer}:"))
     ]
-
-
-def _list_of_layers(model: nn.Module) -> str:
-    """The path of the list of modules that holds most of the parameters."""
-    sizes = {
-        path: sum(p.numel() for p in module.parameters())
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
-    }
-    return max(sizes, key=lambda path: (sizes[path], -len(path)), default="")

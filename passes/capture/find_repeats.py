@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -22,22 +22,18 @@ SPARED = 4  # layers that it must spare at least
 Watch = Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[None]]
 Run = Callable[[Watch], Any]
 PutBack = Callable[[], None]
+LayerList: TypeAlias = nn.ModuleList | nn.Sequential
 
 
-def find_list(model: nn.Module) -> str:
-    """The path of the list of layers that holds most of the parameters; "" if none is
-    long enough, or has a layer twice."""
-    best, path = 0, ""
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential):
-            continue
-        layers = list(module.children())
-        if len(layers) < SPARED + 2 or len(set(map(id, layers))) < len(module):
-            continue
-        size = sum(p.numel() for p in module.parameters())
-        if size > best and list(module._modules) == [*map(str, range(len(module)))]:
-            best, path = size, name
-    return path
+def find_list(model: nn.Module, fits: Callable[[LayerList], bool]) -> str:
+    """The path of the list of layers that holds most of the parameters, of those that
+    fit; "" if there is none."""
+    sizes = {
+        path: sum(p.numel() for p in module.parameters())
+        for path, module in model.named_modules()
+        if isinstance(module, LayerList) and fits(module)
+    }
+    return max(sizes, key=sizes.__getitem__, default="")
 
 
 @contextlib.contextmanager
@@ -65,7 +61,7 @@ def find_repeats(model: nn.Module, run: Run, put_back: PutBack) -> Repeats | Non
     run: the model's forward on fake tensors, within what it is given, which is told of
     the batch. put_back: after each, everything that it changed.
     """
-    path = find_list(model)
+    path = find_list(model, _may_repeat)
     if not path:
         return None
     whole = _calls(model, path, run, put_back)
@@ -76,6 +72,12 @@ def find_repeats(model: nn.Module, run: Run, put_back: PutBack) -> Repeats | Non
         few = _calls(model, path, run, put_back)
     expected = [whole[BEFORE], *(whole[FIRST + n] for n in repeats.kept), whole[-1]]
     return repeats if few == expected else None
+
+
+def _may_repeat(layers: LayerList) -> bool:
+    """Whether a list is long enough, and has each layer once, by its number."""
+    once = len(list(layers.children())) == len(layers) >= SPARED + 2
+    return once and list(layers._modules) == [*map(str, range(len(layers)))]
 
 
 def _calls(
