@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -107,3 +108,20 @@ def test_experts_are_split_where_they_do_not_fit_whole(name, share) -> None:
     decided = {"mesh": Mesh.parse("pp=1,tp=1"), "microbatches": 2}
     best = find_plans(of(name), small, SAMPLES, **decided).best[0]
     assert best.candidate.mesh.axis_size("ep") > 1 and best.peak <= share * whole
+
+
+@pytest.mark.slow
+def test_experts_are_routed_over_ranks_where_that_is_cheaper() -> None:
+    """On slow links few rows go to their experts in less time than whole experts'
+    gradients are reduced, many rows in more; on fast links whole experts are faster."""
+    cluster = cluster_of("4xA100-80GB")
+    decided = {"mesh": Mesh.parse("pp=1,tp=1"), "microbatches": 1, "zero": 0}
+
+    def best(links: float, batch: int) -> str:
+        levels = tuple(replace(x, bytes_per_second=links) for x in cluster.levels)
+        of_links = replace(cluster, levels=levels)
+        found = find_plans(of("mixtral"), of_links, batch, **decided).best[0]
+        return str(found.candidate.mesh)
+
+    assert best(1e8, SAMPLES) == "ep=4"
+    assert best(1e8, 16 * SAMPLES) == best(3e11, SAMPLES) == "dp=4"

@@ -2,6 +2,9 @@
 
 What cannot win is left out: schedules that gain less than estimates can tell, or that
 take more memory than another one without being faster.
+
+Axes that split samples are weighed here and not by the search of op shardings, which
+leaves them alone: routed experts, an op's alternative over ep, beside whole ones.
 """
 
 from __future__ import annotations
