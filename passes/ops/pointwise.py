@@ -44,6 +44,17 @@ def to_power(node: Node) -> Finite:
     return "kept" if whole else ""
 
 
+def square(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    x, dy = node.operands[0], dys[0]
+    product = tape.emit("aten.mul.Tensor", x, node, dy, x)
+    return [tape.emit("aten.mul.Tensor", x, node, product, 2)]
+
+
+def chosen(tape: Tape, node: Node, dys: Cotangents) -> list[Value | None]:
+    condition, x = node.operands
+    return [None, tape.emit(node.op, x, node, condition, dys[0], 0)]
+
+
 OPS = (
     Op(
         "aten.add",
@@ -102,7 +113,16 @@ OPS = (
     Op("aten.tanh", row_by_row=True, finite="always"),
     Op("aten.clamp", row_by_row=True, finite="kept"),
     Op("aten.silu", "self", "pointwise", keeps=(0,), row_by_row=True, finite="kept"),
-    Op("aten.pow", "self exponent", "pointwise", finite=to_power),
+    Op(
+        "aten.pow",
+        "self exponent",
+        "pointwise",
+        form="Tensor_Scalar",
+        keeps=(0,),
+        finite=to_power,
+        derivative=square,
+        traced_if=lambda tape, node: node.arg("exponent") != 2,
+    ),
     *(
         Op(f"aten.{name}", finite="kept")
         for name in ("abs", "cos", "elu", "erf", "masked_fill", "sin", "softplus")
@@ -121,7 +141,15 @@ OPS = (
         derivative=cast,
         spelling=".to",
     ),
-    _heeded("where", "condition self other"),
+    Op(
+        "aten.where",
+        "condition self other",
+        "pointwise",
+        form="ScalarOther",
+        finite="kept",
+        derivative=chosen,
+        traced_if=lambda tape, node: node.operands[1].type != node.out.type,
+    ),
     _heeded("__and__", "self other"),
     _heeded("__or__", "self other"),
     _heeded("__xor__", "self other"),

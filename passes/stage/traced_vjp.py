@@ -2,9 +2,10 @@
 
 Each distinct signature (op, shapes, types, constants, which operands want a gradient)
 runs once on tensors without data, forward and backward together; the ops that get to
-torch's dispatcher below autograd are noted, and sorted into what runs forward and what
-runs backward. Writes in place are made new values before that: what they change would
-not be seen to depend on them. (make_fx notes the same in ten times the time.)
+torch's dispatcher below autograd are noted. What autograd calls backward runs backward,
+so that no more is kept than autograd keeps. Writes in place are made new values before
+that: what they change would not be seen to depend on them. (make_fx notes the same in
+ten times the time.)
 """
 
 from __future__ import annotations
@@ -176,6 +177,7 @@ def _run(
         leaves = [x.detach().requires_grad_(w) for x, w in zip(xs, wanted, strict=True)]
         with torch.enable_grad():
             outs = call(leaves)
+    begun = len(calls.made)
     flows = [o is not None and o.requires_grad for o in outs]
     ends = [o for o in outs if o is not None and o.requires_grad]
     dys = [empty(o.shape, o.dtype) for o in ends]
@@ -184,10 +186,11 @@ def _run(
         grads = torch.autograd.grad(ends, sources, dys, allow_unused=True)
     results: Sequence[Tensor | None] = [*outs, *grads]
     if any(_writes(one.function) for one in calls.made):
-        again = partial(_again, calls.made, [*xs, *dys], results)
-        with _Calls() as calls:
+        with _Calls() as renewed:
+            again = partial(_again, calls.made, begun, renewed, [*xs, *dys], results)
             results = functionalize(again, remove="mutations")(*xs, *dys)
-    return _read(calls.made, [*xs, *dys], results, wanted, flows)
+        calls, begun = renewed, renewed.begun
+    return _read(calls.made, begun, [*xs, *dys], results, wanted, flows)
 
 
 @dataclass(frozen=True)
@@ -199,11 +202,13 @@ class _Call:
 
 
 class _Calls(TorchDispatchMode):
-    """Notes the calls of ops that reach the dispatcher below autograd, in order."""
+    """Notes the calls of ops that reach the dispatcher below autograd, in order; begun:
+    how many there were before the backward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.made: list[_Call] = []
+        self.begun = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -215,6 +220,8 @@ class _Calls(TorchDispatchMode):
 
 def _again(
     calls: Sequence[_Call],
+    begun: int,
+    renewed: _Calls,
     inputs: Sequence[Tensor],
     results: Sequence[Tensor | None],
     *others: Tensor,
@@ -225,10 +232,14 @@ def _again(
     def now(tree: Any) -> Any:
         return tree_map_only(Tensor, lambda x: values[id(x)], tree)
 
-    for one in calls:
+    for number, one in enumerate(calls):
+        if number == begun:
+            renewed.begun = len(renewed.made)
         result = one.function(*now(one.args), **now(one.kwargs))
         before, after = _tensors(one.result), _tensors(result)
         values.update(zip(map(id, before), after, strict=True))
+    if begun == len(calls):
+        renewed.begun = len(renewed.made)
     return now(results)
 
 
@@ -239,38 +250,31 @@ def _writes(function: Any) -> bool:
 
 def _read(
     calls: Sequence[_Call],
+    begun: int,
     inputs: Sequence[Tensor],
     results: Sequence[Tensor | None],
     wanted: tuple[bool, ...],
     flows: list[bool],
 ) -> Template:
-    """Sort calls into forward and backward. inputs: operands, then cotangents. results:
-    the op's, then the gradients of operands that want one."""
+    """Sort calls into forward and backward, which begins after so many. inputs:
+    operands, then cotangents. results: the op's, then the gradients of operands that
+    want one."""
     builder = Builder(set())
     sources = [builder.value("given", x.shape, x.dtype) for x in inputs]
     values = dict(zip(map(id, inputs), sources, strict=True))
-    for one in calls:
+    for one in calls[:begun]:
+        _read_call(one, values, builder)
+    forward = [*builder.nodes]
+    for one in calls[begun:]:
         _read_call(one, values, builder)
     ended = [None if x is None else values[id(x)] for x in results]
     outs, grads = ended[: len(flows)], iter(ended[len(flows) :])
     flowing = iter(sources[len(wanted) :])
     dys = tuple(next(flowing) if f else None for f in flows)
     all_grads = tuple(next(grads) if w else None for w in wanted)
-    late = {v.name for v in dys if v is not None}
-    forward, backward = [], []
-    for n in builder.nodes:
-        if any(v.name in late for v in n.operands):
-            late.update(v.name for v in n.results)
-            backward.append(n)
-        else:
-            forward.append(n)
     ends = {v.name for v in all_grads if v is not None}
-    made = {v.name for v in outs if v is not None}
-    forward = _only_needed(forward, made | _reads(backward) | ends)
-    forward, remade = _without_remade(forward, made)
-    backward = _only_needed([*remade, *backward], ends)
-    # A gradient that no cotangent is in is made forward: zeros.
-    needed = made | _reads(backward) | ends
+    backward = _only_needed(builder.nodes[len(forward) :], ends)
+    needed = {v.name for v in outs if v is not None} | _reads(backward) | ends
     return Template(
         tuple(sources[: len(wanted)]),
         dys,
@@ -279,25 +283,6 @@ def _read(
         tuple(outs),
         all_grads,
     )
-
-
-def _without_remade(
-    forward: Sequence[Node], outs: set[str]
-) -> tuple[list[Node], list[Node]]:
-    """The forward, and what the backward makes again instead: what it alone reads, made
-    of one value that is no larger, and kept anyway as a rule (2 x for x ** 2)."""
-    early = {v.name for n in _only_needed(forward, outs) for v in n.results}
-    stays: list[Node] = []
-    remade: list[Node] = []
-    for n in reversed(forward):
-        size = sum(v.bytes for v in n.results)
-        alone = not any(v.name in early for v in n.results)
-        if alone and len(n.operands) == 1 and n.operands[0].bytes <= size:
-            remade.append(n)
-        else:
-            stays.append(n)
-            early.update(v.name for v in n.operands)
-    return stays[::-1], remade[::-1]
 
 
 def _reads(nodes: Sequence[Node]) -> set[str]:
@@ -334,13 +319,16 @@ def _read_call(call: _Call, values: dict[int, Value], builder: Builder) -> None:
         # A cotangent need not be contiguous as the traced one was.
         op = "aten.reshape.default"
     left = {k: v for k, v in call.kwargs.items() if k not in PLACEMENT}
+    args = call.args
+    if op == "aten._to_copy.default" and left.keys() == {"dtype"}:
+        op, args, left = "aten.to.dtype", (*args, left["dtype"]), {}
     outs = tuple(
         builder.value(call.function.overloadpacket.__name__, x.shape, x.dtype)
         if isinstance(x, Tensor)
         else None
         for x in results
     )
-    plain = map_values(lambda v: v, read(call.args))
+    plain = map_values(lambda v: v, read(args))
     builder.nodes.append(Node(op, plain, read(left), outs))
     values |= {id(x): v for x, v in zip(results, outs, strict=True) if v is not None}
 
