@@ -191,8 +191,8 @@ def test_casts_and_views_of_one_tensor_are_one_statement() -> None:
     """)
     lines = statements(graph)
     assert [line for line in lines if not line.startswith("del ")] == [
-        "view = x.reshape([6]).to(torch.bfloat16).reshape([3, 2])",
-        "less = torch.neg(view)",
+        "half = x.reshape([6]).to(torch.bfloat16)",
+        "less = torch.neg(half.reshape([3, 2]))",
         "out = less.to(torch.float32)",
     ]
 

@@ -121,7 +121,9 @@ OPS = (
         keeps=(0,),
         finite=to_power,
         derivative=square,
-        traced_if=lambda tape, node: node.arg("exponent") != 2,
+        traced_if=lambda tape, node: (
+            node.arg("exponent") != 2 or node.out.dtype.is_complex
+        ),
     ),
     *(
         Op(f"aten.{name}", finite="kept")

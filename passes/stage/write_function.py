@@ -202,7 +202,7 @@ def _links(
     items: Sequence[Item], keep: Collection[str], ends: Collection[int]
 ) -> set[int]:
     """Places of nodes that only the next one reads: as the tensor whose method it is, a
-    chain of views and casts being one statement; or views and casts, as an argument.
+    chain of views and casts being one statement; or nothing but these, as an argument.
     keep: names of what others than nodes read. ends: places after which something is
     let go of.
 
@@ -216,9 +216,10 @@ def _links(
         for name in (v.name for v in item.operands)
     )
     links: set[int] = set()
-    # Of the chain that ends here: what last made a tensor, and whether it is turned.
+    # Of the chain that ends here: what last made a tensor, whether it is turned, and
+    # whether it is of nothing but views and casts.
     maker: int | None = None
-    turned = False
+    turned = views = False
     for i, (node, following) in enumerate(pairwise(items)):
         if not isinstance(node, Node) or not isinstance(following, Node):
             continue
@@ -230,15 +231,17 @@ def _links(
         if v not in following.operands or readers[v.name] != 1 or v.name in keep:
             continue
         casts, method = following.op == CAST, is_method(following)
-        if not (casts or method) and not (node.op == CAST or is_method(node)):
-            continue
         if i - 1 not in links:
             maker, turned = None if may_alias(node) else i, False
+            views = node.op == CAST or is_method(node)
+        if not (casts or method or views):
+            continue
         links.add(i)
         reshapes = following.op == "aten.reshape.default"
         if casts or not method or (turned and reshapes):
-            if maker in ends:
+            if maker is not None and maker in ends:
                 links.discard(maker)
+                views = True
             maker, turned = i + 1, False
         else:
             turned |= not reshapes
