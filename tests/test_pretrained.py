@@ -286,7 +286,7 @@ def read_in_little_memory(folder: str, out: str) -> int:
         step = autopar.compile(
             model, "tp=4", example_inputs=tokens, prove=False, pretrained=folder
         )
-    with little_memory(6 * TENSOR):  # gloo holds it more than once
+    with little_memory(9 * TENSOR):  # gloo holds it several times, by how it is timed
         step.save_pretrained(out)
     return sum(p.nbytes for p in step.parameters())
 
