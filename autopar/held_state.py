@@ -25,6 +25,7 @@ from autopar.passes.errors import AutoparError
 from autopar.passes.program import Program
 from autopar.runtime.agreement.agreement import Agreement, digests
 from autopar.runtime.agreement.updates import Updates
+from autopar.runtime.agreement.validate import check_known
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.parameters.ema import Ema
@@ -176,7 +177,11 @@ class HeldState:
 
     @torch.no_grad()
     def set_whole(self, state: Mapping[str, Tensor]) -> None:
-        """Take what every rank has whole: buffers, and what no stage computes with."""
+        """Take what every rank has whole: buffers, and what no stage computes with.
+
+        Raises ModelMismatch, see `check_known`.
+        """
+        check_known(self.program, state)
         for table in (self.executor.buffers, self.unused):
             for name, value in table.items():
                 if name in state:

@@ -64,6 +64,7 @@ def assemble(
         ranges=ranges,
         outputs=_outputs(staged),
         metrics=traced.metrics,
+        known=traced.known,
     )
 
 

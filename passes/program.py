@@ -113,7 +113,8 @@ class Program:
     proof: that it computes what the model does; it rests in the manifest of a plan
     directory.
     outputs: what comes back beside the loss, by name; metrics: how many of these, the
-    first, are scalars that every step tells.
+    first, are scalars that every step tells. known: buffers of which the model asked
+    what is in them, as whether any of it is set -> the digest of what was.
     """
 
     plan: Plan
@@ -135,6 +136,7 @@ class Program:
     proof: Proof | None = None
     outputs: Mapping[str, OutputSpec] = field(default_factory=dict)
     metrics: int = 0
+    known: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
@@ -232,6 +234,7 @@ class Program:
             "ranges": {k: asdict(v) for k, v in self.ranges.items()},
             "outputs": {k: asdict(v) for k, v in self.outputs.items()},
             "metrics": self.metrics,
+            "known": dict(self.known),
         }
         return json.dumps(data, indent=1) + "\n"
 

@@ -22,12 +22,10 @@ import torch.nn.functional as F
 from cases import Case
 from draw_options import (
     Draw,
-    DrawFailed,
     chance_of,
     draw_plan,
     draw_values,
     prove_all,
-    traced_case,
 )
 from models import randomize
 from torch import Tensor, nn
@@ -52,9 +50,7 @@ from words_of_rows import (
     WRITES,
 )
 
-from autopar.options import make_plan
-from autopar.passes.pipeline import compile_program
-from autopar.passes.price.cluster import PLAIN
+from autopar.passes.program import Program
 from autopar.verify import verify
 
 
@@ -164,24 +160,13 @@ class DrawOfRows(Draw):
 
     model: DrawnRows
 
-    def prove(self) -> Any:
-        try:
-            plan = make_plan(self.mesh, **dict(self.options))
-            dtype = torch.float32 if plan.dtype else torch.float64
-            case, traced = traced_case(self.model, dtype, plan.lowering)
-            program = compile_program(traced, plan, PLAIN)
-            results = []
-            for batch in batches(dict(self.model.design)):
-                if _is_finite(case.model, batch):
-                    results.append(
-                        verify(program, case.model, batch, drawn=False).check()
-                    )
-            return results
-        except Exception as error:
-            raise DrawFailed(
-                f"{self}\n{type(error).__name__}: {error}\n"
-                f"alone: python tests/{self.script} {self.seed}"
-            ) from error
+    def check(self, program: Program, case: Case) -> Any:
+        drawn = batches(dict(self.model.design))
+        return [
+            verify(program, case.model, batch, drawn=False).check()
+            for batch in drawn
+            if _is_finite(case.model, batch)
+        ]
 
 
 def _is_finite(model: nn.Module, batch: dict[str, Tensor]) -> bool:

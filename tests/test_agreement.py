@@ -16,10 +16,10 @@ from processes import run_ranks
 from torch import Tensor
 
 import autopar
+from autopar.passes.digest import digest
 from autopar.passes.errors import AutoparError
 from autopar.passes.program import Program
 from autopar.runtime.agreement.agreement import FIRST
-from autopar.runtime.agreement.digest import digest
 from autopar.runtime.agreement.roll_call import RanksDisagree
 from autopar.runtime.comm.comm import CommError
 from autopar.step import Step

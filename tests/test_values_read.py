@@ -15,8 +15,11 @@ from cases import Case
 from models import VOCAB, WIDTH, randomize, token_batch
 from torch import Tensor, nn
 
+import autopar
 from autopar.passes.capture.trace import trace
 from autopar.passes.errors import CaptureError
+from autopar.passes.read_program import read_program
+from autopar.runtime.agreement.validate import ModelMismatch, check_model
 
 NUMBERS = "forward reads numbers out of a tensor by "
 ROWS = "how many rows "
@@ -231,6 +234,30 @@ def test_as_the_fixes_have_it_models_compile(what):
     case = between(FIXED, what)
     for mesh, microbatches in (("dp=2", 2), ("pp=2,tp=2", 2)):
         case.verify(mesh, microbatches)
+
+
+def test_what_a_buffer_told_holds_until_it_has_other_values():
+    case = between(FIXED, "of buffers")
+    step = compiled(case)
+    state = case.model.state_dict()
+    step.load_state_dict(state)
+    stored = read_program(step.program.to_json(), step.program.plan, {})
+    for program in step.program, stored:
+        assert list(program.known) == ["count"]
+        check_model(program, case.model)
+    state = {**state, "count": torch.ones(4).double()}
+    with pytest.raises(ModelMismatch, match=r"'count', .* other values") as error:
+        step.load_state_dict(state)
+    assert "into the model first" in str(error.value)
+    case.model.load_state_dict(state)
+    with pytest.raises(ModelMismatch, match="'count'"):
+        check_model(stored, case.model)
+    compiled(case).load_state_dict(state)
+
+
+def compiled(case: Case) -> autopar.Step:
+    options = {"example_inputs": case.batch, "prove": False}
+    return autopar.compile(case.model, "tp=1", **options)
 
 
 def test_experts_in_other_words_compute_the_same():

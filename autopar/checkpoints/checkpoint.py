@@ -322,6 +322,6 @@ def _check_model(step: HeldState, saved: Saved) -> None:
 
 @torch.no_grad()
 def _set_model(step: HeldState, read: Mapping[Key, Any]) -> None:
+    step.set_whole({n: read["model", n] for n in step.unused})
     for name, p in step.named_parameters():
         p.copy_(read["model", name])
-    step.set_whole({n: read["model", n] for n in step.unused})

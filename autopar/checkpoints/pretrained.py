@@ -171,10 +171,10 @@ def load_pretrained(
     read = read_targets(step, sources, wanted)
     values = {str(key[1]): value for key, value in read.items()}
     with torch.no_grad():
+        step.set_whole({n: values[n] for n in step.unused if n in values})
         for name, p in step.named_parameters():
             if name in values:
                 p.copy_(values[name])
-        step.set_whole({n: values[n] for n in step.unused if n in values})
     if missing and step.comm.rank == 0:
         LOG.warning(
             "'%s' has no %s: %s as before", folder, ", ".join(missing[:MOST]),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autopar.checkpoints.safetensors_file import TensorKind
 from autopar.passes.program import Program
-from autopar.runtime.agreement.validate import check_names
+from autopar.runtime.agreement.validate import check_known, check_names
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.parameters.shards import put_shard, take_shard
 
@@ -48,7 +48,6 @@ def kinds_of(step: HeldState) -> dict[str, TensorKind]:
     return kinds
 
 
-@torch.no_grad()
 def whole_tensors(
     step: HeldState, wanted: Iterable[str], rank0_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
@@ -57,6 +56,7 @@ def whole_tensors(
     held = dict(step.named_parameters())
     program, sources = step.program, step.program.sources
 
+    @torch.no_grad()  # around the generator it would keep what was yielded last
     def put_together(names: list[str]) -> Tensor:
         first = program.parameters[names[0]]
         dtype = getattr(torch, first.dtype)
@@ -74,13 +74,15 @@ def whole_tensors(
 
 
 def check_state_dict(step: HeldState, state: Mapping[str, Tensor]) -> None:
-    """Raises ModelMismatch for names and shapes that are not the model's."""
+    """Raises ModelMismatch for names and shapes that are not the model's, and for what
+    `check_known` tells."""
     program = step.program
     parts = [spec.part for spec in program.parameters.values()]
     shapes = {part.source: part.shape for part in parts}
     known = {*step.names, *shapes, *program.buffers}
     actual = {n: t.shape for n, t in state.items()}
     check_names("the state dict", "step.state_dict", shapes, known, actual)
+    check_known(program, state)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from autopar.checkpoints.checkpoint import load_from_memory, save_in_memory
 from autopar.checkpoints.dcp import Piece, State, read_alone
 from autopar.checkpoints.memory import Memory
+from autopar.passes.digest import digest
 from autopar.proof.errors import (
     ANOTHER_MESH,
     NOISE,
@@ -25,7 +26,6 @@ from autopar.proof.errors import (
     worse,
 )
 from autopar.rank_step import RankStep
-from autopar.runtime.agreement.digest import digest
 
 RATE, DECAY = 0.1, 0.1
 CLIPPED = 0.5  # to this share of their norm

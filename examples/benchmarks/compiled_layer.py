@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import autopar
+from autopar.passes.nested import tensors
 from autopar.passes.price.cluster import PLAIN
 from autopar.proof.ranks import local_parameters
 from autopar.runtime.comm.comm import Comm
@@ -78,20 +79,9 @@ class _Outside(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ not in FREE:
             made_of = [] if func.overloadpacket.__name__ in SHAPED else [args, kwargs]
-            tensors = _tensors([made_of, result])
             self.count.kernels += 1
-            self.count.bytes += sum(x.nbytes for x in tensors)
+            self.count.bytes += sum(x.nbytes for x in tensors([made_of, result]))
         return result
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for one in tree:
-            yield from _tensors(one)
-    elif isinstance(tree, dict):
-        yield from _tensors(list(tree.values()))
 
 
 @contextmanager

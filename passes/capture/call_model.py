@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from ..capture.flex_attention import flex_as_attention
 from ..errors import CaptureError
+from ..nested import named_tensors
 
 
 @dataclass(frozen=True)
@@ -179,24 +180,6 @@ def find_metrics(result: Any) -> dict[str, torch.Tensor]:
         if isinstance(x, torch.Tensor) and x.numel() == 1 and x.is_floating_point()
         if name != "loss"
     }
-
-
-def named_tensors(result: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor in what a model returned, by its dotted path."""
-    if isinstance(result, torch.Tensor):
-        yield path or "output", result
-        return
-    if is_dataclass(result) and not isinstance(result, Mapping):
-        items = [(f.name, getattr(result, f.name)) for f in fields(result)]
-    elif isinstance(result, Mapping):
-        items = list(result.items())
-    elif isinstance(result, tuple | list):
-        names = getattr(result, "_fields", range(len(result)))
-        items = list(zip(map(str, names), result, strict=True))
-    else:
-        return
-    for name, x in items:
-        yield from named_tensors(x, f"{path}.{name}" if path else str(name))
 
 
 def describe(result: Any) -> str:

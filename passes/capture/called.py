@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..layers import FIRST
+from ..nested import tensors
 
 Call = tuple[Hashable, ...]
 
@@ -45,7 +46,7 @@ class Calls(TorchFunctionMode):
     ) -> Any:
         call = self.described(func, torch.is_grad_enabled(), args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        made = list(_tensors(args if result is None else result))
+        made = list(tensors(args if result is None else result))
         if made or result is None:  # all else comes back as an argument, if it matters
             for place, x in enumerate(made):
                 if self.versions.get(id(x)) != x._version:  # else as it came in
@@ -147,13 +148,3 @@ class Calls(TorchFunctionMode):
             self.parts.append([])
 
         return begin
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, Mapping):
-        yield from _tensors(list(tree.values()))

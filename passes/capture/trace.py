@@ -30,6 +30,7 @@ from ..capture.read_export import ExportReader
 from ..capture.read_sources import KINDS, aliases_of, names_of, read_sources
 from ..capture.unseen import refuse_hooks
 from ..capture.values_read import NO_NUMBER, capture_failed
+from ..digest import digest
 from ..errors import CaptureError
 from ..graph import Graph, Part, Value
 from ..layers import Layered, NotAlike, Repeats
@@ -48,7 +49,8 @@ class Traced:
     parts: of parameters that are not the model's own, but parts of them. outputs: names
     of the graph's other outputs, which nothing is trained on. metrics: how many of
     these, the first, are the scalars of a dict of losses. remarks: what the user should
-    know of how it was read. asked: of what the model asked whether there is any.
+    know of how it was read. asked: of what the model asked whether there is any. known:
+    buffers of which it asked what is in them -> the digest of what was.
     """
 
     graph: Graph
@@ -61,6 +63,7 @@ class Traced:
     metrics: int = 0
     remarks: tuple[str, ...] = ()
     asked: tuple[Value, ...] = ()
+    known: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def named_outputs(self) -> dict[str, Value]:
@@ -112,7 +115,10 @@ def trace(
     remarks = find_loops(traced.graph)
     _refuse_sources(graph, names)
     graph = keep_wide(graph, {name: p.dtype for name, p in model.named_parameters()})
-    return replace(traced, graph=graph, outputs=names, metrics=count, remarks=remarks)
+    values = wrapper.unseen.known
+    known = {name: digest(values.buffers[name]) for name in sorted(values.asked)}
+    traced = replace(traced, graph=graph, outputs=names, metrics=count)
+    return replace(traced, remarks=remarks, known=known)
 
 
 def _prove_guards(

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from autopar.passes.nested import tensors
 from autopar.passes.program import Program, dtype_name
 from autopar.proof.full_size import Shapes, run_module
 from autopar.reports.html.statements import Module, Statement
@@ -138,13 +139,13 @@ class _Watch:
                 self.seen.made[statement.line, name] = _made(value)
         for read in statement.reads:
             if read.startswith("b["):  # there, once the statement has run
-                for x in _tensors(_evaluated(frame, read)):
+                for x in tensors(_evaluated(frame, read)):
                     self.seen.read[read] = _made(x)
 
     def _brought(self, frame: FrameType, statement: Statement) -> None:
         """Bytes of the operands of a collective that is about to start."""
         brought = _evaluated(frame, statement.operand)
-        self.seen.brought[statement.line] = sum(map(_bytes, _tensors(brought)))
+        self.seen.brought[statement.line] = sum(map(_bytes, tensors(brought)))
 
     def _residuals(self, frame: FrameType, kept: Any) -> None:
         """Names of what the forward keeps: each storage once, by the name of what was
@@ -159,8 +160,8 @@ class _Watch:
                 if len(own) == len(row):
                     names |= {id(x): n for n, x in zip(own, row, strict=True)}
         there = (frame.f_locals.get(name, {}) for name in "bpk")
-        known = {self._storage(v) for own in there for v in _tensors(own)}
-        for x in _tensors(kept):
+        known = {self._storage(v) for own in there for v in tensors(own)}
+        for x in tensors(kept):
             storage = self._storage(x)
             if storage in known:
                 continue
@@ -196,14 +197,3 @@ def _made(x: Tensor) -> Made:
 
 def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)

@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
+from autopar.passes.digest import digest, digest_of_text
 from autopar.passes.errors import AutoparError, BatchError
 from autopar.passes.program import Program
-from autopar.runtime.agreement.digest import digest, digest_of_text
 from autopar.runtime.agreement.roll_call import (
     Facts,
     Judge,

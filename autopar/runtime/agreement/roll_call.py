@@ -17,8 +17,8 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any
 
+from autopar.passes.digest import digest_of_text
 from autopar.passes.errors import AutoparError
-from autopar.runtime.agreement.digest import digest_of_text
 from autopar.runtime.comm.comm import Comm, CommError
 from autopar.runtime.comm.work import Meeting
 

@@ -14,9 +14,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autopar.passes.digest import digest_of_text
 from autopar.passes.errors import AutoparError
 from autopar.passes.program import Program
-from autopar.runtime.agreement.digest import digest_of_text
 from autopar.runtime.agreement.roll_call import Facts
 from autopar.runtime.parameters.by_element import (
     Reach,

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.passes.digest import digest
 from autopar.passes.errors import AutoparError, BatchError
 from autopar.passes.program import Program, dtype_name
-from autopar.runtime.agreement.digest import digest
 from autopar.runtime.comm.comm import Comm
 
 MOST = 8  # names in a line of an error
@@ -22,7 +22,8 @@ class ModelMismatch(AutoparError):
 
 
 def check_model(program: Program, model: nn.Module) -> None:
-    """Compare names, shapes and dtypes. Raises ModelMismatch that names the first."""
+    """Compare names, shapes and dtypes, and buffers of whose values it asked. Raises
+    ModelMismatch that names the first."""
     held: dict[str, Tensor] = dict(model.named_parameters())
     held.update(model.named_buffers())
     fix = "compile the model again, or bring back the one that was compiled"
@@ -41,6 +42,19 @@ def check_model(program: Program, model: nn.Module) -> None:
                 f"'{name}' is {dtype}{list(shape)}, but the program was compiled for "
                 f"{spec.dtype}{list(wanted)}",
                 fix=fix,
+            )
+    check_known(program, held)
+
+
+def check_known(program: Program, state: Mapping[str, Tensor]) -> None:
+    """Raises ModelMismatch for buffers of which forward asked what is in them, when it
+    was captured, and that have other values in `state`."""
+    for name, was in program.known.items():
+        if name in state and not state[name].is_meta and digest(state[name]) != was:
+            raise ModelMismatch(
+                f"forward asked what is in the model's buffer '{name}', and goes on as "
+                "it said when it was compiled; now it has other values",
+                fix="load these values into the model first, and compile it then",
             )
 
 
