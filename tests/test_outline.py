@@ -42,25 +42,53 @@ def test_a_text_is_as_long_for_any_number_of_layers(plan: str) -> None:
     assert lines(low) >= lines(high) < 400
 
 
-@pytest.mark.slow
-def test_a_rank_of_gpt2_is_a_text_that_a_person_reads() -> None:
+RECOMPUTED = {"precision": "bf16", "recompute": "full"}
+
+
+@pytest.mark.matrix(quick=0, daily=2)
+@pytest.mark.parametrize(
+    ("mesh", "zero", "options"),
+    [
+        ("cp=2,tp=2", 0, {}),
+        ("dp=4", 3, {}),
+        ("dp=2,tp=2", 3, {}),
+        ("cp=2,dp=2", 3, {}),
+        ("dp=2,tp=2", 3, RECOMPUTED),
+    ],
+)
+def test_a_rank_of_gpt2_is_a_text_that_a_person_reads(mesh, zero, options) -> None:
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False))
     ids = torch.zeros(8, 1024, dtype=torch.int64)
     case = Case(model, {"input_ids": ids, "labels": ids})
-    for mesh, zero in [
-        ("dp=4", 3),
-        ("dp=2,tp=2", 3),
-        ("cp=2,dp=2", 3),
-        ("cp=2,tp=2", 0),
-    ]:
-        assert lines(case.compile(mesh, zero=zero)) < 400, mesh
+    assert lines(case.compile(mesh, zero=zero, **options)) < 400
     half = case.compile("dp=2,tp=2", zero=3, precision="bf16")
     assert lines(half) < 400
-    assert lines(case.compile("dp=4", zero=3, precision="bf16")) < 400
     for text in half.modules.values():  # casts, made once, are read by all layers
         assert len(re.findall(r"for i in (?:reversed\()?range\(12\)", text)) == 4
+
+
+@pytest.mark.slow
+def test_a_mixture_is_a_text_that_a_person_reads() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(num_hidden_layers=6, use_cache=False)
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(config)
+    ids = torch.zeros(8, 128, dtype=torch.int64)
+    case = Case(model, {"input_ids": ids, "labels": ids})
+    for mesh, again in ("dp=2,tp=2", "none"), ("ep=2,tp=2", "full"):
+        program = case.compile(mesh, zero=3, precision="bf16", recompute=again)
+        assert lines(program) < 600, mesh
+
+
+def test_what_is_computed_again_is_the_same_function() -> None:
+    """Of each layer the backward calls what its forward does, if that is worth it."""
+    program = plain_gpt(layers=4).compile("tp=2", 2, recompute="full")
+    text = next(iter(program.modules.values()))
+    forward, _, backward = text.partition("def forward(")[2].partition("def backward(")
+    calls = [set(re.findall(r"= (\w+)\(", half)) for half in (forward, backward)]
+    assert calls[0] & calls[1] == {"attention", "attention_norm2"}
 
 
 class Shadows(nn.Module):

@@ -23,7 +23,7 @@ from ..stage.check_stage import check_shapes
 from ..stage.fuse import add_together, fuse_bias, spell_masks
 from ..stage.local_stage import LocalStage
 from ..stage.localize import Localizer
-from ..stage.outline import gather_runs
+from ..stage.outline import gather_runs, passed_on
 from ..stage.overlap import (
     await_gradients,
     by_layer,
@@ -183,13 +183,16 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
         received = {v.name for v in joint.d_receives if v}
         backward, weight_half = split_backward(backward, joint.input_half | received)
     weight_residuals = _live_in(weight_half, elsewhere)
+    again_too = passed_on([forward, backward, weight_half])
     returned = {v.name for v in (*joint.d_receives, *weight_residuals) if v}
     builder = Builder(set(joint.taken))
 
     def early(nodes: list[Node], keep: Collection[str]) -> list[Node]:
         nodes = gather_ahead(nodes, standing, by_layer, builder)
-        return reuse(gather_runs(scatter_behind(nodes, keep, by_layer, builder)), keep)
+        nodes = gather_runs(scatter_behind(nodes, keep, by_layer, builder))
+        return reuse(nodes, {*keep, *again_too})
 
+    saved = {*ends, *(v.name for v in residuals)}
     ahead = gather_runs(gather_ahead(forward, standing, by_layer, builder))
     parts = [early(backward, returned)]
     parts += [early(weight_half, ())] if joint.halves else []
@@ -199,7 +202,7 @@ def finish(joint: Joint, policies: Mapping[str, str]) -> LocalStage:
         stage=stage,
         setup=joint.setup,
         prologue=tuple(pause_before_waits(joint.prologue)),
-        forward=tuple(reuse(ahead, {*ends, *(v.name for v in residuals)})),
+        forward=tuple(reuse(ahead, {*saved, *again_too})),
         backward=tuple(add_together(parts[0])),
         weight_half=tuple(add_together(parts[1])) if joint.halves else None,
         epilogue=tuple(add_together(epilogue)),

@@ -9,16 +9,19 @@ process group and writes over nothing that outlives it but what it is told to.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from ..graph import LAYER, Location, Node, Value, live_in
+from ..ops.op import is_view
 from ..stage.names import ENTRIES, RESERVED
 from ..stage.reuse import find_owners
 from ..stage.split_backward import GRADIENT
 
-LEAST = 3  # nodes that are worth a function
+LEAST = 3  # nodes that compute and are worth a function
 CALL = "call."
 
 
@@ -109,32 +112,55 @@ def is_pure(node: Node) -> bool:
 
 
 def find_runs(
-    nodes: Sequence[Node], before: Collection[str] = ()
+    nodes: Sequence[Node], remade: Collection[str] = ()
 ) -> Iterator[tuple[int, int]]:
-    """(begin, end) of the nodes that a function is worth.
+    """(begin, end) of the nodes that a function is worth; those that make what is
+    remade are by themselves, if they are worth one."""
 
-    before: names of what an earlier part made: nodes that make it again are by
-    themselves.
-    """
+    def kind(node: Node) -> Any:
+        return (node.location.layer, _makes(node, remade)) if is_pure(node) else None
+
+    kinds: list[Any] = []
+    for own, row in groupby(nodes, kind):
+        group = list(row)
+        alone = own is None or _is_worth_a_function(group)
+        kinds += [own if alone else (own[0], False)] * len(group)
     begin = 0
-    kind: Any = None
-    for i, node in enumerate([*nodes, None]):
-        again = node is not None and any(v.name in before for v in node.results)
-        own = (node.location.layer, again) if node and is_pure(node) else None
-        if own != kind:
-            if kind is not None and i - begin >= LEAST and live_in(nodes[begin:i]):
-                yield begin, i
-            begin, kind = i, own
+    for own, row in groupby(kinds):
+        end = begin + len(list(row))
+        if own is not None and _is_worth_a_function(nodes[begin:end]):
+            yield begin, end
+        begin = end
 
 
-def find_all_runs(parts: Iterable[Sequence[Node]]) -> list[list[tuple[int, int]]]:
+def _is_worth_a_function(nodes: Sequence[Node]) -> bool:
+    return sum(not is_view(n) for n in nodes) >= LEAST and bool(live_in(nodes))
+
+
+def find_all_runs(parts: Sequence[Sequence[Node]]) -> list[list[tuple[int, int]]]:
     """The runs of each part, in the order in which they run."""
-    made: set[str] = set()
-    runs = []
-    for nodes in parts:
-        runs.append(list(find_runs(nodes, made)))
-        made.update(v.name for n in nodes for v in n.results)
-    return runs
+    remade = _remade(parts)
+    return [list(find_runs(nodes, remade)) for nodes in parts]
+
+
+def passed_on(parts: Sequence[Sequence[Node]]) -> frozenset[str]:
+    """Names of what a part makes again and that is read, in any of them, by others than
+    what does so: one function makes it each time, and returns it."""
+    remade = _remade(parts)
+    others = (n for p in parts for n in p if not _makes(n, remade))
+    return remade.intersection(v.name for n in others for v in n.operands)
+
+
+def _remade(parts: Sequence[Sequence[Node]]) -> frozenset[str]:
+    """Names of what several parts make."""
+    made = Counter(
+        name for p in parts for name in {v.name for n in p for v in n.results}
+    )
+    return frozenset(name for name, times in made.items() if times > 1)
+
+
+def _makes(node: Node, names: Collection[str]) -> bool:
+    return any(v.name in names for v in node.results)
 
 
 @dataclass(frozen=True)
@@ -155,12 +181,19 @@ def outline(parts: Sequence[tuple[Sequence[Node], Collection[str]]]) -> Outline:
     parts: nodes, and names of what of them is read elsewhere, in the order in which
     they run.
     """
-    alike: dict[Any, list[_Run]] = {}
+    # What nobody reads is not returned: it would be there until the call ends. But what
+    # makes something again returns the same each time.
+    returned: dict[Any, set[Any]] = {}
+    rows = []
     for run in _runs(parts):
-        # What nobody reads is not returned: it would be there until the call ends.
         made = _places(run)
-        returned = frozenset(made[name] for name in run.read)
-        alike.setdefault((_key(run), returned), []).append(run)
+        again = _key(run), next((v.name for n in run.nodes for v in n.results), "")
+        returned.setdefault(again, set()).update(made[name] for name in run.read)
+        rows.append((run, again))
+    alike: dict[Any, list[_Run]] = {}
+    for run, again in rows:
+        key, _ = again
+        alike.setdefault((key, frozenset(returned[again])), []).append(run)
     names = {*RESERVED, *ENTRIES}
     functions: list[Outlined] = []
     calls: dict[tuple[int, int], tuple[_Run, Node]] = {}

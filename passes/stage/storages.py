@@ -11,7 +11,7 @@ from ..graph import Node, live_in
 from ..ops.op import op_of
 from ..shard.collectives import bytes_of
 from ..stage.local_stage import LocalStage
-from ..stage.outline import find_all_runs
+from ..stage.outline import find_all_runs, passed_on
 from ..stage.reuse import find_owners, takes_memory
 
 
@@ -20,7 +20,8 @@ class Storages:
 
     entering: bytes of storages that are there before, by name. held: values from
     before -> their storage among these. keep: names of what is read later. runs: of
-    nodes that are a function: what it is given is there until it returns.
+    nodes that are a function: what it is given is there until it returns, and so is
+    what it returns, which of these is `returned`.
     """
 
     def __init__(
@@ -30,8 +31,9 @@ class Storages:
         entering: Mapping[str, int] = MappingProxyType({}),
         held: Mapping[str, str] = MappingProxyType({}),
         runs: Collection[tuple[int, int]] = (),
+        returned: Collection[str] = (),
     ) -> None:
-        self.nodes, self.runs = nodes, runs
+        self.nodes, self.runs, self.returned = nodes, runs, returned
         self.sizes = {v.name: bytes_of(n, v) for n in nodes for v in n.results}
         self.sizes |= entering
         self.owners = find_owners(nodes, {n: n for n in entering} | dict(held))
@@ -56,7 +58,9 @@ class Storages:
                     last[owners[v.name]] = i
         last |= {owners[n]: len(self.nodes) for n in keep if n in owners}
         for begin, end in self.runs:
-            for name in live_in(self.nodes[begin:end]).keys() & owners.keys():
+            own = self.nodes[begin:end]
+            made = {v.name for n in own for v in n.results}.intersection(self.returned)
+            for name in (live_in(own).keys() | made) & owners.keys():
                 last[owners[name]] = max(last[owners[name]], end - 1)
         return last
 
@@ -126,18 +130,18 @@ class Alive:
 def storages(local: LocalStage) -> tuple[Storages, Storages, Storages]:
     """Those of a microbatch's forward, its backward, and the weight half of it."""
     halves = local.forward, local.backward, local.weight_half or ()
-    runs = find_all_runs(halves)
+    runs, returned = find_all_runs(halves), passed_on(halves)
     ends = {v.name for v in (*local.residuals, *local.ends)}
     arrived = {v.name: v.bytes for v in local.receives}
-    forward = Storages(local.forward, ends, arrived, runs=runs[0])
+    forward = Storages(local.forward, ends, arrived, {}, runs[0], returned)
     # The backward holds what was saved until the last reader of it, or of its views.
     owners = forward.owners
     held = {v.name: owners[v.name] for v in local.residuals if v.name in owners}
     entering = {v.name: v.bytes for v in local.d_sends if v is not None}
     entering |= {root: forward.sizes[root] for root in held.values()}
     ends = {v.name for v in (*local.d_receives, *local.weight_residuals) if v}
-    backward = Storages(local.backward, ends, entering, held, runs[1])
+    backward = Storages(local.backward, ends, entering, held, runs[1], returned)
     owners = backward.owners
     held = {v.name: owners[v.name] for v in local.weight_residuals if v.name in owners}
     left = {root: backward.sizes[root] for root in held.values()}
-    return forward, backward, Storages(halves[2], (), left, held, runs[2])
+    return forward, backward, Storages(halves[2], (), left, held, runs[2], returned)

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import pairwise
 
 from ..builder import unused
 from ..graph import Node, Value
-from ..ops.op import is_method
 from ..stage.hand_over import HandOver, Rows
+from ..stage.links import find_links
 from ..stage.loop import Item, Loop, Scanned
 from ..stage.names import RESERVED
-from ..stage.reuse import is_in_place, may_alias
 from ..stage.spell import spell, targets
 from ..stage.storages import Alive
 from ..stage.write_loop import Index, LoopWriter, Statements
-
-CAST = "aten.to.dtype"
 
 
 class Function:
@@ -102,15 +97,17 @@ class Function:
         ]
         made = {v.name for n in items if isinstance(n, Node) for v in n.results}
         ends = {last[n] for n in last if n in {*arrived, *made} - keep}
-        links = _links(items, {*keep, *among_loops}, ends) if self.chains else set()
-        waiting: list[Node] = []  # views that the next view is a method of
+        links: set[int] = set()
+        if self.chains:
+            links = find_links(items, {*keep, *among_loops}, ends, self.tables)
+        waiting: list[Node] = []  # what is written where it is read
         body = Statements(self.alive.peak)
         unread = (n for n in arrived if last[n] < 0 and n not in keep)
         body.free((self.names[n], arrived[n].bytes) for n in unread)
         for i, item in enumerate(items):
             body.add(self._take_singles(reads[i].values(), local))
             if isinstance(item, Node) and i in links:
-                self.names[item.out.name] = spell(item, self.name, device=self.device)
+                self.names[item.out.name] = self.expression(item)
                 waiting.append(item)
                 continue
             if isinstance(item, Node):
@@ -179,9 +176,12 @@ class Function:
             lines.append(f"[{', '.join(wanted)}] = {self.rows_name(rows)}.pop({key})")
         return lines
 
-    def statement(self, node: Node, index: Index | None = None) -> str:
+    def expression(self, node: Node, index: Index | None = None) -> str:
         choose = str if index is None else index.choose
-        text = spell(node, self.name, choose, self.device)
+        return spell(node, self.name, choose, self.device)
+
+    def statement(self, node: Node, index: Index | None = None) -> str:
+        text = self.expression(node, index)
         if left := targets(node, self.name):
             text = f"{left} = {text}"
         dims = [self.texts.get(v.name.partition("@")[0], "") for v in node.results]
@@ -196,53 +196,3 @@ class Function:
             return "rows"
         texts = [self.tables.get(v.name) for v in scanned.values]
         return "listed" if None in texts else "table"
-
-
-def _links(
-    items: Sequence[Item], keep: Collection[str], ends: Collection[int]
-) -> set[int]:
-    """Places of nodes that only the next one reads: as the tensor whose method it is, a
-    chain of views and casts being one statement; or nothing but these, as an argument.
-    keep: names of what others than nodes read. ends: places after which something is
-    let go of.
-
-    What is read to make a tensor is let go of before that tensor is copied: by a cast,
-    or by a view that cannot be one; and before it is an argument.
-    """
-    readers = Counter(
-        name
-        for item in items
-        if isinstance(item, Node)
-        for name in (v.name for v in item.operands)
-    )
-    links: set[int] = set()
-    # Of the chain that ends here: what last made a tensor, whether it is turned, and
-    # whether it is of nothing but views and casts.
-    maker: int | None = None
-    turned = views = False
-    for i, (node, following) in enumerate(pairwise(items)):
-        if not isinstance(node, Node) or not isinstance(following, Node):
-            continue
-        if len(node.results) != 1 or len(node.outs) != 1:
-            continue
-        if not node.op.startswith("aten.") or is_in_place(node):
-            continue
-        v = node.out
-        if v not in following.operands or readers[v.name] != 1 or v.name in keep:
-            continue
-        casts, method = following.op == CAST, is_method(following)
-        if i - 1 not in links:
-            maker, turned = None if may_alias(node) else i, False
-            views = node.op == CAST or is_method(node)
-        if not (casts or method or views):
-            continue
-        links.add(i)
-        reshapes = following.op == "aten.reshape.default"
-        if casts or not method or (turned and reshapes):
-            if maker is not None and maker in ends:
-                links.discard(maker)
-                views = True
-            maker, turned = i + 1, False
-        else:
-            turned |= not reshapes
-    return links

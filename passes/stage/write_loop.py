@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..graph import LAYER, Node, Value
 from ..stage.hand_over import Rows
+from ..stage.links import find_links
 from ..stage.loop import Carried, Loop, Scanned, Varying, numbered, series
 from ..stage.spell import constant
 
@@ -268,29 +269,51 @@ class LoopWriter:
 
     def body(self, live_out: Collection[str]) -> list[str]:
         stays = {one.next.name for one in self.loop.carried}.union(live_out)
-        alive, bound = self.function.alive, self.bound()
-        body = Statements(alive.peak)
+        stays |= {name for name, final in self.finals.items() if final in self.after}
+        function, alive, bound = self.function, self.function.alive, self.bound()
+        body, links = Statements(alive.peak), self.links(stays)
+        waiting: list[int] = []  # what the next statement has in it
         for o, node in enumerate(self.loop.body):
-            line = self.function.statement(node, self.index)
-            own, when = self.loop.nodes(o), self.index.condition(self.loop.times(o))
+            waiting.append(o)
+            if o in links:
+                self.names[node.out.name] = function.expression(node, self.index)
+                continue
+            own = [n for one in waiting for n in self.loop.nodes(one)]
+            line, when = function.statement(node, self.index), self.condition(o)
             results = {self.text(v) for v in node.results}
             if when:  # elsewhere the names stand for what they did
                 body.end(results)
             body.add([line], alive.level(own), when)
             body.again(results)
-            for v in dict.fromkeys((*node.operands, *node.results)):
-                ours = v.name in self.made or v.name in self.inside
-                ends = self.last.get(v.name, self.positions.get(v.name)) == o
-                if not ours or not ends or v.name in stays:
+            read = [v for one in waiting for v in self.loop.body[one].operands]
+            stays |= {self.loop.body[one].out.name for one in waiting[:-1]}  # no names
+            waiting.clear()
+            for v in dict.fromkeys((*read, *node.results)):
+                if v.name in stays or self.last.get(v.name, o) > o:
                     continue
-                if self.finals.get(v.name) in self.after:
-                    continue
-                if v.name in self.made or self.text(v) not in results:
+                ours = v.name in self.inside and self.text(v) not in results
+                if ours or v.name in self.made:
                     original = self.original.get(v.name, v.name)
-                    freed = alive.freed(original, own[0])
+                    freed = alive.freed(original, self.loop.nodes(o)[0])
                     there = self.index.condition(bound.get(v.name, ()))
                     body.free([(self.text(v), freed)], there)
         return body.end()
+
+    def links(self, stays: Collection[str]) -> set[int]:
+        """Places of what is written where it is read, by as many iterations."""
+        if not self.function.chains:
+            return set()
+        function, loop = self.function, self.loop
+        keep = {*stays, *self.made.intersection(self.names)}
+        ends = {o for name, o in self.last.items() if name not in stays}
+        tables = (one for one in loop.scanned if function.kind(loop, one) == "table")
+        standing = {*function.tables, *(one.value.name for one in tables)}
+        when = list(map(self.condition, range(len(loop.body))))
+        return find_links(loop.body, keep, ends, standing, when)
+
+    def condition(self, o: int) -> str:
+        """Under which a node of the body runs."""
+        return self.index.condition(self.loop.times(o))
 
     def keep(self, rows: Rows) -> None:
         """Keep for another loop, or function, what it reads of an iteration."""
