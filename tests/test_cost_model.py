@@ -31,6 +31,8 @@ MESHES = ("dp=4", "tp=4", "dp=2,tp=2", "cp=2,tp=2", "pp=2,dp=2", "pp=2,tp=2", "p
 # What compiling then moves out of the loop, adds otherwise, and has alive where two
 # blocks meet, the planner does not see: some ops of a layer, so little of a large one.
 SECONDS, BYTES = 0.12, 0.08
+# What is counted once a step is priced of the short model's samples, not of a rank's.
+COUNTED = 1e-4
 # Its peaks are of stages put together of pieces, each with what is next to it: near to
 # what a stage has.
 PIECES = 0.02
@@ -87,7 +89,8 @@ def same_by_all(
 ) -> None:
     e, program = views(tied, precision, devices, candidate)
     shares = e.candidate.shares > 0
-    seconds, size = (SECONDS, BYTES) if shares else (1e-6, 1e-6)
+    alone = 1e-6 if candidate.data_parallel == 1 else COUNTED
+    seconds, size = (SECONDS, BYTES) if shares else (alone, 1e-6)
     contention = devices.contention(program.mesh)
     compiled = estimate_program(program, devices)
     told = str(e.candidate)

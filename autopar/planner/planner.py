@@ -131,7 +131,7 @@ def _make_cuts(
         if 1 < microbatches < most and not at_once:
             # Microbatches are of other sizes then, but of what is split alike.
             same = cut(mesh, most, shares, context)
-            return Cut(replace(same.plan, microbatches=microbatches), same.stages)
+            return replace(same, plan=replace(same.plan, microbatches=microbatches))
         priced = of
         if at_once and of.with_batch and microbatches > 1:
             priced, microbatches = of.with_batch(of.batch // microbatches), 1

@@ -109,8 +109,9 @@ class Account(Amounts):
     splits; tied: of those that the model's other end uses as well, see `once_a_rank`.
     saved, kept, whole (for a step), edges, received, sent: as in
     `passes.schedule.footprint.Footprint`; gathered: of what is whole, parameters.
-    pending: gradients by the axes over which they are summed, all at once. update:
-    seconds of the optimizer, if it was measured.
+    pending: gradients by the axes over which they are summed, all at once. counts:
+    numbers of the batch that ranks add up once a step, which dp joins. update: seconds
+    of the optimizer, if it was measured.
     """
 
     forward: PartCost = PartCost()
@@ -129,6 +130,7 @@ class Account(Amounts):
     received: float = 0.0
     sent: float = 0.0
     pending: Exchanges = ()
+    counts: Exchanges = ()
     update: float = 0.0
 
     def __hash__(self) -> int:

@@ -8,12 +8,14 @@ layer is compiled once, whatever the depth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
+from ..cost import Exchange, join_exchanges
 from ..dims.name_dims import Named
+from ..graph import Node
 from ..mesh import Mesh
 from ..plan import Plan
 from ..price.account import Account, Held, by_itself, in_a_row
@@ -139,11 +141,13 @@ class Cut:
     """A model of up to three runs of layers, cut in every way that prices come from.
 
     stages: the whole model; each run by itself, if there are two; and of three the
-    last two together.
+    last two together. counts: names of what ranks of dp, which the mesh is without,
+    add up as well.
     """
 
     plan: Plan
     stages: tuple[Stage, ...]
+    counts: frozenset[str]
 
     @property
     def whole(self) -> Stage:
@@ -172,13 +176,14 @@ def cut_layers(named: Named, plan: Plan, starts: tuple[str, ...]) -> Cut:
 
     plan: its mesh and microbatches; its stages do not matter.
     """
-    lowered = insert_collectives(cut_weights(propagate(named, plan)))
+    sharded = propagate(named, plan)
+    lowered = insert_collectives(cut_weights(sharded))
     stages = _stages(lowered)
     if len(starts) > 1:
         stages += _stages(lowered, *starts[1:])
     if len(starts) > 2:
         stages += _stages(lowered, starts[1])[-1:]
-    return Cut(plan, stages)
+    return Cut(plan, stages, frozenset(sharded.counts))
 
 
 def price_cut(cut: Cut, recompute: str, device: Device, halves: bool) -> LayerPrices:
@@ -186,7 +191,7 @@ def price_cut(cut: Cut, recompute: str, device: Device, halves: bool) -> LayerPr
     plan = replace(cut.plan, recompute=recompute)
     device = device.running(plan.tf32, plan.backend)
     whole, *row = [
-        price(finish(joint, joint.stage.policies(plan)), device, shares=True)
+        _price(joint, plan, cut.counts, device)
         for joint in (cut.split_backwards if halves else cut.whole_backwards)
     ]
     if not row:
@@ -196,6 +201,21 @@ def price_cut(cut: Cut, recompute: str, device: Device, halves: bool) -> LayerPr
         return LayerPrices(2, whole, first=first, last=last)
     first, middle, last, together = row
     return LayerPrices(3, whole, first, middle, last, together - last)
+
+
+def _price(
+    joint: Joint, plan: Plan, counts: Collection[str], device: Device
+) -> Account:
+    local = finish(joint, joint.stage.policies(plan))
+    made = [n for n in local.prologue if any(v.name in counts for v in n.results)]
+    added = join_exchanges(_added_up(node) for node in made)
+    return price(local, device, shares=True).changed(counts=added)
+
+
+def _added_up(node: Node) -> Exchange:
+    """A number that ranks add up, over the axes of the batch that there are."""
+    axes = node.args[1] if node.op == "comm.all_reduce" else ()
+    return Exchange("all_reduce", axes, 1.0, float(node.results[0].bytes))
 
 
 def price_layers(

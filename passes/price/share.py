@@ -30,6 +30,7 @@ def resting_bytes(account: Account, candidate: Candidate) -> tuple[float, float]
 
 def share(account: Account, candidate: Candidate, device: Device) -> Account:
     """See above. Of the most alive there is what the stage of ZeRO has."""
+    account = account.changed(step=_with_counts(account, candidate.mesh))
     mine = _Shares(account, candidate)
     if not mine.zero:
         return account.changed(pending=_pending_over_dp(account, candidate.mesh))
@@ -44,6 +45,18 @@ def share(account: Account, candidate: Candidate, device: Device) -> Account:
         whole=account.whole + mine.more_whole,
         edges=max(account.edges, mine.edges),
     )
+
+
+def _with_counts(account: Account, mesh: Mesh) -> PartCost:
+    """The step, with numbers that ranks of dp add up as well, each of its own rows."""
+    more = [axis for axis in ("dp", "fsdp") if mesh.axis_size(axis) > 1]
+    if not account.counts or not more:
+        return account.step
+    exchanges = list(account.step.exchanges)
+    for e in account.counts:
+        exchanges += [Exchange(e.kind, e.axes, -e.calls, -e.bytes)] if e.axes else []
+        exchanges.append(replace(e, axes=tuple(sorted({*e.axes, *more}))))
+    return account.step.changed(exchanges=join_exchanges(exchanges))
 
 
 def _pending_over_dp(account: Account, mesh: Mesh) -> Exchanges:

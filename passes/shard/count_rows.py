@@ -29,9 +29,8 @@ def find_counts(named: Named, plan: Plan) -> dict[str, Dim]:
     Of several fields, rows of one might be read as another rank's. Where ranks' shares
     differ in size, they do in another way by microbatches than of the whole batch.
     """
-    over = [a for a in plan.data_axes if a != TIME]
     parts = prod(plan.size(a) for a in plan.data_axes)
-    if not over:
+    if parts == 1:
         return {}
     # Value that has a row for each sample -> the field it is made of, and their dim.
     rows: dict[str, tuple[str, Dim]] = {}
@@ -69,8 +68,10 @@ class RowCounter:
         self.own: dict[str, Value] = {}  # of this rank's rows of all microbatches
 
     def add(self, node: Node) -> None:
-        """A sum of the rows of this rank, and then of all ranks."""
+        """A sum of the rows of this rank, and then of all ranks, if others have any."""
         mine = self._copy(node, self.counts[node.out.name])
+        if not self.axes:
+            return
         args = (mine, self.axes, "sum")
         all_reduce = Node("comm.all_reduce", args, {}, node.outs, node.location)
         self.to.builder.nodes.append(all_reduce)
@@ -97,7 +98,8 @@ class RowCounter:
             lies = Sharding(tuple(over))
             if v.name in self.counts:
                 lies = lies.with_pending(dict.fromkeys(self.axes, "sum"))
-            own = replace(v, name=self.to.builder.name(v.name))
+            alone = v.name in self.counts and not self.axes
+            own = v if alone else replace(v, name=self.to.builder.name(v.name))
             self.to.dims[own.name], self.to.shardings[own.name] = dims, lies
             self.own[v.name] = own
         outs = tuple(v and self.own[v.name] for v in node.outs)
