@@ -8,6 +8,10 @@ plans (`predicted_plans.py`) the way the planner does, and runs them under gloo,
 thread a rank: all plans of a number of ranks in the same processes, a step each in
 turn. Seconds are the median of the rounds; bytes are of live tensors, of the rank that
 has the most.
+
+A machine that others share is as fast as they let it be. So all ranks do a piece of
+work that is always the same, before and after the profile and in each round;
+predictions are scaled by what it takes more, which is printed.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -53,7 +57,7 @@ from examples.benchmarks.predicted_plans import (  # noqa: E402
     Choice,
     spread,
 )
-from examples.benchmarks.predicted_runs import Job, Measured  # noqa: E402
+from examples.benchmarks.predicted_runs import Job, Measured, Results  # noqa: E402
 from examples.benchmarks.processes import run  # noqa: E402
 
 RANKS = (2, 4)
@@ -80,10 +84,17 @@ class Planned:
 
 @dataclass(frozen=True)
 class Row:
-    """A plan, predicted and measured."""
+    """A plan, predicted and measured. slower: what the same work took while it was
+    measured over what it took around the profile."""
 
     planned: Planned
     measured: Measured
+    slower: float
+
+    @property
+    def predicted(self) -> float:
+        """Seconds."""
+        return self.planned.estimate.seconds * self.slower
 
     @property
     def seconds(self) -> float:
@@ -91,7 +102,7 @@ class Row:
 
     @property
     def time_error(self) -> float:
-        return self.planned.estimate.seconds / self.seconds - 1
+        return self.predicted / self.seconds - 1
 
     @property
     def memory_error(self) -> float:
@@ -166,19 +177,38 @@ def measure_machine(path: Path, seconds: float) -> None:
         run(command, TIMEOUT)
 
 
-def measure_plans(plans: Sequence[Planned], rounds: int, folder: Path) -> list[Row]:
+def run_jobs(ranks: int, jobs: Sequence[Job], rounds: int, folder: Path) -> Results:
+    """What so many ranks measure of jobs, and of their pace."""
+    source, target = folder / f"jobs{ranks}.json", folder / f"found{ranks}.json"
+    source.write_text(json.dumps([asdict(job) for job in jobs]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), "-m"]
+    command += ["examples.benchmarks.predicted_runs", str(source), str(target)]
+    run([*command, str(rounds)], TIMEOUT)
+    results = json.loads(target.read_text())
+    measured = [Measured(**entry) for entry in results["measured"]]
+    return Results(measured, results["paces"])
+
+
+def measure_paces(rounds: int, folder: Path) -> dict[int, list[float]]:
+    """Returns those of each number of ranks."""
+    return {ranks: run_jobs(ranks, [], rounds, folder).paces for ranks in RANKS}
+
+
+def measure_plans(
+    plans: Sequence[Planned],
+    paces: Mapping[int, Sequence[float]],
+    rounds: int,
+    folder: Path,
+) -> list[Row]:
+    """paces: of each number of ranks, around the profile."""
     rows = []
     for ranks in sorted({p.ranks for p in plans}):
         own = [p for p in plans if p.ranks == ranks]
-        source, target = folder / f"jobs{ranks}.json", folder / f"found{ranks}.json"
         jobs = [Job(WORKLOADS[p.workload], SEQ, BATCH, p.plan) for p in own]
-        source.write_text(json.dumps([asdict(job) for job in jobs]))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(ranks), "-m"]
-        command += ["examples.benchmarks.predicted_runs", str(source), str(target)]
-        run([*command, str(rounds)], TIMEOUT)
-        measured = [Measured(**entry) for entry in json.loads(target.read_text())]
-        rows += [Row(p, m) for p, m in zip(own, measured, strict=True)]
+        results = run_jobs(ranks, jobs, rounds, folder)
+        slower = median(results.paces) / median(paces[ranks])
+        rows += [Row(p, m, slower) for p, m in zip(own, results.measured, strict=True)]
     return rows
 
 
@@ -190,7 +220,7 @@ def table(rows: Sequence[Row]) -> str:
         {
             "model": row.planned.workload,
             "plan (*: the planner's)": row.planned.name,
-            "ms predicted": 1e3 * row.planned.estimate.seconds,
+            "ms predicted": 1e3 * row.predicted,
             "measured": 1e3 * row.seconds,
             "ratio": 1 + row.time_error,
             "MiB predicted": row.planned.estimate.peak / 2**20,
@@ -209,8 +239,13 @@ def summary(rows: Sequence[Row]) -> str:
         median(abs(error) for error in errors)
         for errors in ([r.time_error for r in rows], [r.memory_error for r in rows])
     )
+    paces = {row.planned.ranks: row.slower for row in rows}
     lines = [
-        f"{len(rows)} plans: median error {time:.1%} in time, {memory:.1%} in memory"
+        *(
+            f"{n} ranks: {x:.3f} of the time around the profile"
+            for n, x in paces.items()
+        ),
+        f"{len(rows)} plans: median error {time:.1%} in time, {memory:.1%} in memory",
     ]
     for workload in WORKLOADS:
         for ranks in RANKS:
@@ -230,7 +265,7 @@ def choosing(rows: Sequence[Row]) -> str:
     (pick,) = [row for row in rows if row.planned.pick]
     behind = pick.seconds / best.seconds - 1
     order = rank_correlation(
-        [row.planned.estimate.seconds for row in rows], [row.seconds for row in rows]
+        [row.predicted for row in rows], [row.seconds for row in rows]
     )
     return (
         f"the planner's pick is {behind:.1%} slower than the best measured, "
@@ -261,11 +296,14 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         profile = options.profile or Path(scratch) / "profile.json"
+        paces = measure_paces(options.rounds, Path(scratch))
         if options.profile is None:
             measure_machine(profile, options.seconds)
+            for ranks, more in measure_paces(options.rounds, Path(scratch)).items():
+                paces[ranks] += more
         choices = spread(CHOICES, options.plans)
         plans = list(predict(profile, choices, options.backend))
-        rows = measure_plans(plans, options.rounds, Path(scratch))
+        rows = measure_plans(plans, paces, options.rounds, Path(scratch))
     print(table(rows))
     print(summary(rows))
 
