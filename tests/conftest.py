@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import pathlib
 import random
@@ -26,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["AUTOPAR_CHECK"] = "1"
     os.environ |= {"COLUMNS": "99", "NO_COLOR": "1"}  # as where there is no terminal
     config.add_cleanup(folder.cleanup)
+    gc.set_threshold(100_000, 50, 100)  # to look for cycles took a tenth of the time
     *others, _ = compile_program.__defaults__ or (None,)
     compile_program.__defaults__ = (*others, check)
 

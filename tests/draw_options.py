@@ -35,6 +35,7 @@ from autopar.passes.mesh import AXES, Mesh
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import AUTO, CONTEXT_PARALLEL, PRECISION, RECOMPUTE, ZERO
 from autopar.passes.price.cluster import PLAIN
+from autopar.passes.program import Program
 from autopar.passes.schedule.make_schedule import SCHEDULES
 from autopar.proof.ranks import VerificationFailed
 from autopar.proof.verification import Verification
@@ -126,12 +127,22 @@ def can_ring(v: Values) -> bool:
     return v["cp"] == 1 or (fused and v["seq"] >= v["cp"])
 
 
-def spanning(sets: Sequence[Set[Any]]) -> list[int]:
-    """Places of a few of the sets that have between them all that all sets have."""
+def spanning(sets: Sequence[Set[Any]], costs: Sequence[float] = ()) -> list[int]:
+    """Places of a few of the sets that have between them all that all sets have, rather
+    of those that cost little; all cost the same, if `costs` are not given."""
+    each = costs or [1.0] * len(sets)
     missing, chosen = {value for one in sets for value in one}, list[int]()
     while missing:
-        chosen.append(max(range(len(sets)), key=lambda i: len(sets[i] & missing)))
+        gains = [
+            len(one & missing) / cost for one, cost in zip(sets, each, strict=True)
+        ]
+        chosen.append(gains.index(max(gains)))
         missing -= sets[chosen[-1]]
+    times = Counter(value for i in chosen for value in sets[i])
+    for i in sorted(chosen, key=lambda i: -each[i]):  # what others had to be there for
+        if all(times[value] > 1 for value in sets[i]):
+            chosen.remove(i)
+            times.subtract(sets[i])
     return sorted(chosen)
 
 
@@ -175,14 +186,16 @@ class Draw:
             # Autocast leaves double precision as it is.
             dtype = torch.float32 if plan.dtype else torch.float64
             case, traced = traced_case(self.model, dtype, plan.lowering)
-            program = compile_program(traced, plan, PLAIN)
-            drawn = self.seed % 2 == 1  # batches of cases have padding of their own
-            return verify(program, *case, seed=self.seed, drawn=drawn).check()
+            return self.check(compile_program(traced, plan, PLAIN), case)
         except Exception as error:
             raise DrawFailed(
                 f"{self}\n{type(error).__name__}: {error}\n"
                 f"alone: python tests/{self.script} {self.seed}"
             ) from error
+
+    def check(self, program: Program, case: Case) -> Any:
+        drawn = self.seed % 2 == 1  # batches of cases have padding of their own
+        return verify(program, *case, seed=self.seed, drawn=drawn).check()
 
 
 @lru_cache(maxsize=2)

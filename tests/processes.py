@@ -29,10 +29,13 @@ from autopar.runtime.launch.launch import running
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT |= {"PYTHONDONTWRITEBYTECODE": ""}  # or each process compiles it all again
 _SERVER = mp.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     [
-        "autopar",
+        "autopar.compiler",
+        "autopar.step",
+        "autopar.verify",
         "pytest",
         # What is imported, in a second or two each, when something is first called:
         "torch._dynamo",  # by an optimizer

@@ -292,7 +292,7 @@ def trained(plan: str, *options: str) -> AbstractContextManager[subprocess.Popen
     return torchrun(4, *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # daily: the demo, and test_run_model.py
 def test_four_ranks_train_as_one_device(plan: str) -> None:
     """On processes that the command starts itself."""
     line = [sys.executable, "-m", "autopar", "run", plan, "--steps", "4"]
@@ -320,15 +320,12 @@ def first_step(process: subprocess.Popen[str]) -> None:
     assert json.loads(first)["step"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # daily: test_elastic.py
 @pytest.mark.parametrize(
     ("number", "told"),
     [
         (signal.SIGKILL, "autopar: rank 2 does not answer"),
-        pytest.param(
-            *(signal.SIGTERM, "autopar: rank 2 got SIGTERM, and no other rank did"),
-            marks=pytest.mark.nightly,
-        ),
+        (signal.SIGTERM, "autopar: rank 2 got SIGTERM, and no other rank did"),
     ],
 )
 def test_a_killed_rank_is_named_and_all_stop(

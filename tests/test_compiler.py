@@ -164,11 +164,11 @@ def test_other_devices_are_priced_as_the_planner_does(measured) -> None:
     with torch.device("meta"):
         model = GPT(Config(layers=2, width=2048, heads=16, context=1024, vocab=4096))
     batch = {"ids": ids, "labels": ids.clone()}
-    one = Plan(Mesh.parse("tp=1"))
+    one = Plan(Mesh.parse("tp=1"), microbatches=2)
     program = autopar.compile_offline(model, batch, one, cluster=cluster)
     of, decided = (
         capture_short(model, batch),
-        {"recompute": ("none",), "microbatches": 1},
+        {"recompute": ("none",), "microbatches": 2},
     )
     (best, *_) = find_plans(of, cluster, 4, **decided).best
     (stage,) = best.stages

@@ -114,7 +114,7 @@ def test_options_that_cannot_be(
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # daily: test_elastic.py, and here on one rank
 def test_ranks_go_on_after_a_kill(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

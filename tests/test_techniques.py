@@ -46,6 +46,12 @@ TRIALS = {
     "routed": trial("mixture", MIXTURE, "dp=2,ep=2", microbatches=2, zero=3),
     "hint": trial("plain_gpt", {}, "dp=2,tp=2", hints={"*.up.weight": "embed/tp"}),
 }
+# They say nothing to other ranks that daily ones do not.
+NIGHTLY = {"no-sequence-parallel", "recompute-selective", "hint"}
+NAMES = [
+    pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ())
+    for name in TRIALS
+]
 
 
 def on_ranks(trials: Sequence[Draw]) -> list[Result]:
@@ -86,14 +92,16 @@ def check(one: Draw, results: Sequence[Result]) -> None:
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, list[Result]]:
-    """Each trial's result on each rank: processes start once for all."""
-    by_rank = run_ranks(on_ranks, RANKS, list(TRIALS.values()))
-    return dict(zip(TRIALS, map(list, zip(*by_rank, strict=True)), strict=True))
+def results(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
+    """The result on each rank of each trial that is asked for: processes start once."""
+    asked = {item.name.rpartition("[")[2] for item in request.session.items}
+    names = [n for n in TRIALS if f"{n}]" in asked or n in ("cp", "frozen")]
+    by_rank = run_ranks(on_ranks, RANKS, [TRIALS[name] for name in names])
+    return dict(zip(names, map(list, zip(*by_rank, strict=True)), strict=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TRIALS)
+@pytest.mark.parametrize("name", NAMES)
 def test_four_processes_do_what_one_device_does(name, results) -> None:
     check(TRIALS[name], results[name])
 
