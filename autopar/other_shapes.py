@@ -182,8 +182,8 @@ class OtherShapes:
         """Raises BatchError where samples cannot be repeated as often."""
         known = [dict(kept) for kept, _ in self._executors]
         problem = None
-        if any("dropout" in text for text in program.modules.values()):
-            problem = "each copy would have dropout of its own"
+        if program.has_dropout or program.draw:
+            problem = "each copy would have random numbers of its own"
         elif not any(
             all(_covers(kept[name], shape) for name, shape in target.items())
             for kept in known

@@ -145,6 +145,13 @@ class RankStep(HeldState):
     ) -> Tensor | dict[str, Tensor]:
         assert self.executor is not None, "it raises if there is nothing to evaluate"
         names = checked_outputs(outputs)
+        if where := self.program.draw:
+            raise AutoparError(
+                f"forward draws random numbers ({where}), and nothing tells whether it "
+                "does so in .eval()",
+                fix="evaluate the model itself, with the weights of a checkpoint or of "
+                "`export`",
+            )
         batch = self._fit(batch, local, names)
         executor = self.executor
         with self._begin("evaluate", batch, local) as tensors:

@@ -158,6 +158,19 @@ class Program:
         first = ((n, self.parameters[own[0]]) for n, own in self.sources.items())
         return {name: spec.part.shape for name, spec in first}
 
+    @property
+    def has_dropout(self) -> bool:
+        """Whether a step has dropout that `evaluate` leaves out."""
+        return any("c.dropout_mask(" in text for text in self.modules.values())
+
+    @property
+    def draw(self) -> str:
+        """Where in the user's source random numbers are drawn that are no dropout's;
+        "" if there are none."""
+        lines = (x for text in self.modules.values() for x in text.splitlines())
+        drawing = next((line for line in lines if "c.draw(" in line), "")
+        return drawing.partition("]  ")[2] or drawing
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank runs, first to last."""
         pp = self.mesh.coords(rank).get("pp", 0)

@@ -262,7 +262,7 @@ def under_no_grad(m: Body, x: Tensor) -> Tensor:
 
 
 def noise(m: Body, x: Tensor) -> Tensor:
-    return x * torch.empty_like(x).uniform_()
+    return x * torch.empty_like(x).log_normal_()
 
 
 def alpha_dropout(m: Body, x: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ REFUSED = [
     (diagonal, "'fill_diagonal_' writes in place, and has no form that does not"),
     (into_out, "an argument that is not its first one"),
     (under_no_grad, "'mul_' writes in place under no_grad"),
-    (noise, "'uniform_' draws random numbers"),
+    (noise, "'log_normal_' draws random numbers"),
     (alpha_dropout, "'alpha_dropout' draws random numbers"),
 ]
 

@@ -22,6 +22,7 @@ from autopar.passes.ops.evaluate import evaluate
 from autopar.passes.ops.linearity import passes_pending_sum
 from autopar.passes.ops.notation import Equation
 from autopar.passes.ops.op import OPS, Op
+from autopar.passes.ops.random import CHANCE
 from autopar.passes.ops.rules import equation
 
 SEEDS = range(3)
@@ -111,7 +112,7 @@ ALL = EXAMPLES + POINTWISE
 
 # Rules that tests on shards cannot speak about.
 PROVED_ELSEWHERE = {
-    "autopar.dropout": "its mask is a function of the global position of each element",
+    **dict.fromkeys(CHANCE, "a function of the global position of each element"),
 }
 # (op, letter) that could be split and is kept whole.
 WHOLE_ON_PURPOSE = {

@@ -27,7 +27,7 @@ from autopar.proof.errors import NOISE, root_mean_square
 from autopar.proof.in_double import tree_in_double
 from autopar.proof.interpret import run_graph
 from autopar.proof.ranks import StepResult
-from autopar.proof.reference import OurDropout, reference_step
+from autopar.proof.reference import OurChance, reference_step
 from autopar.proof.update import Update
 from autopar.runtime.comm.routing_replay import Choosing, RoutingReplay
 
@@ -117,8 +117,9 @@ class Subject:
         return capture_model(self.model, self.batch, self.loss_fn)
 
     @property
-    def has_dropout(self) -> bool:
-        return any("dropout" in text for text in self.program.modules.values())
+    def evaluates(self) -> bool:
+        """Whether the model evaluates to another loss, which is known."""
+        return self.program.has_dropout and not self.program.draw
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ class _Step:
         values, replay = {**values, **traced.literals}, RoutingReplay(self.made)
         with arithmetic, Choosing(replay):
             loss, gradients, _ = run_graph(traced, values, self.key)
-        if self.subject.has_dropout:
+        if self.subject.evaluates:
             with arithmetic, Choosing(RoutingReplay(self.made)):
                 without = run_graph(traced, values, None)[0]
         margin = replay.margin if replay.differing else None
@@ -258,10 +259,10 @@ class _Step:
         self, batch: Mapping[str, Any], dtype: Lowering, choosing: Choosing
     ) -> Tensor | None:
         """The loss without dropout, where there is dropout."""
-        if dtype or not self.subject.has_dropout:
+        if dtype or not self.subject.evaluates:
             return None
         limits = _Limits(self.limits)
-        with OurDropout(None), limits, choosing, torch.no_grad():
+        with OurChance(None), limits, choosing, torch.no_grad():
             return loss_of(self.subject.model, batch, self.subject.loss_fn)
 
 

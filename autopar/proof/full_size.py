@@ -63,19 +63,22 @@ class Listener(FakeComm):
     def __init__(self, mesh: Mesh, microbatches: int, rank: int) -> None:
         super().__init__(mesh, microbatches, META, rank)
         self.calls: list[Call] = []
-        self.masks: dict[str, list[int]] = {}  # function -> those of dropout, in order
+        self.draws: dict[str, list[int]] = {}  # function -> their numbers, in order
         self.function = ""
 
     def enter_function(self, name: str) -> None:
         self.function = name
 
     def dropout_mask(self, p: float, number: int, position: Any) -> Tensor | None:
-        self.masks.setdefault(self.function, []).append(number)
+        return self.draw("", number, position, torch.bool)
+
+    def draw(self, kind: str, number: int, position: Any, dtype: torch.dtype) -> Tensor:
+        self.draws.setdefault(self.function, []).append(number)
         shape = [
             prod(extent(self.pieces(n, axes)) for n, axes in factors)
             for factors in position
         ]
-        return torch.empty(shape, dtype=torch.bool, device=META)
+        return torch.empty(shape, dtype=dtype, device=META)
 
     def _start_scatter_sum(
         self, x: Tensor, counts: list[int], ranks: tuple[int, ...]
@@ -179,30 +182,30 @@ def check_full_size(program: Program) -> tuple[CutShort, ...]:
     modules: dict[tuple[int, str], list[Call]] = {}
     declared: dict[tuple[int, str], Mapping[str, Any]] = {}
     cut: list[CutShort] = []
-    masks: int | None = 0
+    drawn: int | None = 0
     shapes = Shapes()
     for index, stage in enumerate(program.stages):
-        first = masks
+        first = drawn
         for key, rank in _first_ranks(program, index).items():
             ran = run_module(program, index, rank, shapes)
             comm, declared[index, key], cut_short = ran
             modules[index, key] = comm.calls
             cut += cut_short
-            masks = _check_masks(comm.masks, index, first)
-            masks = None if cut_short else masks
+            drawn = _check_draws(comm.draws, index, first)
+            drawn = None if cut_short else drawn
         _check_meetings(program, index, modules)
         assert stage.modules, "a stage runs on some ranks"
     _check_messages(program, declared)
     return tuple(cut)
 
 
-def _check_masks(
+def _check_draws(
     drawn: Mapping[str, list[int]], stage: int, first: int | None
 ) -> int | None:
-    """Masks of dropout are those of the model: a stage draws the next ones, in turn,
-    and may draw some of those before it, of what it computes for itself. What is
-    computed again has one of these, each once. first: of this stage, None if it is not
-    known. Returns the first of the next stage."""
+    """Masks of dropout and random numbers are those of the model: a stage draws the
+    next ones, in turn, and may draw some of those before it, of what it computes for
+    itself. What is computed again has one of these, each once. first: of this stage,
+    None if it is not known. Returns the first of the next stage."""
     own = drawn.get("forward", [])
     new = own if first is None else [n for n in own if n >= first]
     start = new[0] if first is None and new else first or 0
@@ -210,8 +213,8 @@ def _check_masks(
     again = [n for name, nodes in drawn.items() if name != "forward" for n in nodes]
     if not told or len({*again}) < len(again) or not {*again} <= {*own}:
         raise VerificationFailed(
-            f"stage {stage} draws masks {own} of dropout, and again {again}, which are "
-            "not the model's",
+            f"stage {stage} draws random numbers {own}, and again {again}, which "
+            "are not the model's",
             fix=REPORT,
         )
     return start + len(new)

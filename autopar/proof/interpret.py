@@ -15,8 +15,9 @@ from torch import Tensor
 from autopar.passes.capture.trace import Traced
 from autopar.passes.graph import Node, Value, resolve
 from autopar.passes.ops.experts import expert_linear
+from autopar.passes.ops.random import DRAWN
 from autopar.proof.in_double import in_double, tree_in_double
-from autopar.proof.reference import OurDropout
+from autopar.proof.reference import OurChance
 
 # Checks of the capture, and where a result would be.
 SKIPPED = ("aten._assert", "aten.sym_")
@@ -28,20 +29,20 @@ def run_graph(
     """Loss, the gradient of every trainable parameter, and what comes out beside the
     loss, by name.
 
-    values: of inputs, parameters, buffers and constants. key: of dropout's masks; None:
-    there is no dropout.
+    values: of inputs, parameters, buffers and constants. key: of random numbers and
+    masks of dropout; None: there is no dropout.
     """
     graph = traced.graph
     held = {name: in_double(x) for name, x in values.items()}
     wanted = [v.name for v in graph.params if v.name in traced.trainable]
     for name in wanted:
         held[name] = held[name].detach().clone().requires_grad_()
-    dropout, last_use = OurDropout(key), _last_uses(traced)
+    chance, last_use = OurChance(key), _last_uses(traced)
     with torch.enable_grad():
         for i, node in enumerate(graph.nodes):
             if node.op.startswith(SKIPPED) or not node.results:
                 continue
-            results = _run(node, held, dropout)
+            results = _run(node, held, chance)
             made = (results,) if isinstance(results, Tensor) else tuple(results)
             for v, x in zip(node.outs, made, strict=False):
                 if v is not None:
@@ -59,14 +60,14 @@ def run_graph(
     return loss.detach(), gradients_of, outputs
 
 
-def _run(node: Node, held: Mapping[str, Tensor], dropout: OurDropout) -> Any:
+def _run(node: Node, held: Mapping[str, Tensor], chance: OurChance) -> Any:
     node = node.substitute(lambda v: held[v.name])
     args, kwargs = tree_in_double(node.args), tree_in_double(dict(node.kwargs))
     if "device" in kwargs:
         kwargs["device"] = "cpu"
     name = node.name
     if name == "aten.dropout":
-        return dropout.dropout(*args, **kwargs)
+        return chance.dropout(*args, **kwargs)
     if name == "aten.topk":  # as a model calls it: its choices may be told
         return torch.topk(*args, **kwargs)
     if name == "aten._grouped_mm":  # which takes no float64
@@ -74,8 +75,10 @@ def _run(node: Node, held: Mapping[str, Tensor], dropout: OurDropout) -> Any:
     if name == "aten.copy":  # of which torch knows no derivative
         return args[1].to(args[0].dtype).expand_as(args[0])
     op: Any = resolve(node.op)
+    if name in DRAWN and (drawn := chance.draw(op, *args, **kwargs)) is not None:
+        return drawn
     if name == "aten.scaled_dot_product_attention":
-        return dropout.attention(op, *args, **kwargs)
+        return chance.attention(op, *args, **kwargs)
     return op(*args, **kwargs)
 
 

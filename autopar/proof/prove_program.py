@@ -240,7 +240,7 @@ def _expect(
 
 
 def _evaluated(runnable: Runnable, values: Mapping[str, Tensor]) -> Tensor | None:
-    if not any("dropout" in text for text in runnable.program.modules.values()):
+    if runnable.program.draw or not runnable.program.has_dropout:
         return None
     return run_graph(runnable.traced, values, None)[0]
 

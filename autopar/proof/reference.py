@@ -11,22 +11,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from autopar.passes.capture.call_model import loss_of
 from autopar.passes.capture.function_calls import through_checkpoints
 from autopar.passes.capture.mixed_precision import Lowering, autocast, parameters_in
 from autopar.passes.errors import AutoparError
+from autopar.passes.graph import resolve
+from autopar.passes.ops.random import draw_of, overload
 from autopar.runtime.comm.routing_replay import Choosing
 from autopar.runtime.execute.loss_scale import LossScale
-from autopar.runtime.kernels import dropout_mask
+from autopar.runtime.kernels import draw, dropout_mask
+
+# Functions within which torch draws random numbers.
+DRAWING = frozenset(
+    {
+        *(torch.rand, torch.rand_like, torch.randn, torch.randn_like, torch.normal),
+        *(torch.randint, torch.randint_like, torch.bernoulli, F.gumbel_softmax),
+        *(Tensor.uniform_, Tensor.normal_, Tensor.exponential_),
+        *(Tensor.bernoulli, Tensor.bernoulli_),
+    }
+)
 
 
-class OurDropout(TorchFunctionMode):
-    """Gives the model's dropouts the masks that a compiled program draws.
+class OurChance(TorchFunctionMode):
+    """Gives a model the random numbers, and its dropouts the masks, that a compiled
+    program draws.
 
-    A mask is a function of seed, step, number of the call and global position, so
-    that it does not depend on the plan; torch's own generator cannot give that.
-    key: of seed and step; None: there is no dropout.
+    Each is a function of seed, step, number of the call and global position, so that
+    it does not depend on the plan; torch's own generator cannot give that.
+    key: of seed and step; None: there is no dropout, and torch draws.
     """
 
     def __init__(self, key: int | None) -> None:
@@ -43,7 +58,8 @@ class OurDropout(TorchFunctionMode):
             return self.attention(func, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self.inside(func, *args, **kwargs)
-        return func(*args, **kwargs)
+        with _Draws(self) if func in DRAWING else nullcontext():
+            return func(*args, **kwargs)
 
     def inside(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls a function of torch; what it calls in turn does not come to a mode."""
@@ -69,6 +85,28 @@ class OurDropout(TorchFunctionMode):
         keep = dropout_mask(p, self.key, self.calls, shape, input.device)
         self.calls += 1
         return input * keep * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
+
+    @torch.no_grad()
+    def draw(self, op: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+        """What one of torch's ops draws, if it does, and we know how."""
+        name = "aten." + op.overloadpacket.__name__.removesuffix("_")
+        names = [a.name for a in op._schema.arguments]
+        defaults = {a.name: a.default_value for a in op._schema.arguments}
+        bound = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        drawn = draw_of(name, bound)
+        if drawn is None or self.key is None:
+            return None
+        held = [x for x in bound.values() if isinstance(x, Tensor)]
+        device = held[0].device if held else bound["device"] or "cpu"
+        like = args[0] if op._schema.is_mutable else _like(op, args, kwargs)
+        whole = [[(n, ((0, n),))] for n in like.shape]
+        dtype = drawn.dtype or like.dtype
+        x = draw(drawn.kind, self.key, self.calls, whole, device, dtype)
+        self.calls += 1
+        for step, operand in drawn.steps:
+            x = resolve(overload(step, operand))(x, operand)
+        # What was written in place is written again.
+        return like.copy_(x) if op._schema.is_mutable else x.to(like.dtype)
 
     def attention(
         self,
@@ -108,6 +146,33 @@ class OurDropout(TorchFunctionMode):
         return self.dropout(weights, dropout_p) @ value
 
 
+def _like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What an op gives, without a number in it: what torch draws next is as it was."""
+    args, kwargs = tree_map(
+        lambda x: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x,
+        (args, kwargs),
+    )
+    if "device" in {a.name for a in op._schema.arguments}:
+        kwargs["device"] = "meta"
+    like: Tensor = op(*args, **kwargs)
+    return like
+
+
+class _Draws(TorchDispatchMode):
+    """Draws our numbers, whatever function of torch is called for them."""
+
+    def __init__(self, chance: OurChance) -> None:
+        super().__init__()
+        self.chance = chance
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        drawn = self.chance.draw(func, *args, **kwargs)
+        return func(*args, **kwargs) if drawn is None else drawn
+
+
 def reference_step(
     model: nn.Module,
     batch: Mapping[str, Any],
@@ -127,7 +192,7 @@ def reference_step(
     """
     device = next(p.device.type for p in model.parameters())
     own = parameters_in(model, precision)
-    with own, OurDropout(key), choosing or nullcontext(), torch.enable_grad():
+    with own, OurChance(key), choosing or nullcontext(), torch.enable_grad():
         with autocast(precision, device), through_checkpoints():
             loss = loss_of(model, batch, loss_fn)
         wanted = {n: p for n, p in model.named_parameters() if p.requires_grad}

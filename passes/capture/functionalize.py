@@ -15,8 +15,10 @@ import torch
 from ..builder import Builder
 from ..capture.views import is_view, put_back
 from ..errors import CaptureError
-from ..graph import Graph, Node, Value, resolve, short
+from ..graph import Graph, Node, Value, resolve, short, without_overload
+from ..ops.arguments import arguments
 from ..ops.evaluate import results_like
+from ..ops.random import draw_of
 
 # Ops that draw random numbers in a way that later passes make independent of the plan.
 KNOWN_CHANCE = {"aten.dropout", "aten.dropout_", "aten.scaled_dot_product_attention"}
@@ -27,6 +29,12 @@ OUTSIDE = (
 )
 # Ops that return their operand itself where they are off.
 DROPOUTS = {"aten.alpha_dropout", "aten.dropout", "aten.feature_dropout"}
+
+# Written in place -> the form that makes a new value, where it has another name.
+NEW = {
+    "aten.normal_.default": "aten.normal_functional.default",
+    "aten.bernoulli_.float": "aten.bernoulli.p",
+}
 
 # What copies a tensor that the code holds as a literal; a trace has both in one place.
 LITERAL = "aten.lift_fresh_copy"
@@ -39,7 +47,8 @@ def functionalize(graph: Graph, memory: Mapping[str, Hashable]) -> Graph:
     A write to the batch makes a new value too: the caller's tensor stays as it was.
     Raises: CaptureError on a write to what outlives the step (a parameter, a buffer, a
     tensor that the model holds), or to memory that is read later by a name of which
-    it is not sure that it is a view, and on random numbers other than those of dropout.
+    it is not sure that it is a view, and on random numbers that `passes.ops.random`
+    does not know.
     """
     known = _Memory(graph, memory)
     nodes = known.builder.nodes
@@ -81,6 +90,9 @@ def _refuse_chance(node: Node) -> None:
         name.endswith("dropout") and node.arg("train") is False
     ):
         return
+    new = _without_write(node) if _operator(node)._schema.is_mutable else node.op
+    if draw_of(without_overload(new), arguments(replace(node, op=new))):
+        return
     if (p := node.arg("dropout")) is not None:  # between the layers of a recurrent op
         if not (node.arg("train") and p):
             return
@@ -94,8 +106,9 @@ def _refuse_chance(node: Node) -> None:
     raise CaptureError(
         f"'{short(node.op)}' draws random numbers, which would differ by rank",
         source=str(node.location),
-        fix="draw them outside of the model and pass them in the batch; for "
-        "dropout use nn.Dropout or F.dropout",
+        fix="make them of torch.rand, randn, randint, bernoulli or exponential_, "
+        "without a generator, or pass them in the batch; for dropout use nn.Dropout or "
+        "F.dropout",
     )
 
 
@@ -256,6 +269,8 @@ def _target(node: Node, known: _Memory, position: int) -> Value:
 
 def _without_write(node: Node) -> str:
     """`aten.mul_.Tensor` -> `aten.mul.Tensor`, `aten.__ior__.Scalar` -> `__or__`."""
+    if (op := NEW.get(node.op)) is not None:
+        return op
     space, name, overload = node.op.split(".")
     plain = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
     op = f"{space}.{plain}.{overload}"

@@ -28,6 +28,7 @@ from ..capture.trace import Traced
 from ..graph import Graph, Node, Value
 from ..ops.arguments import arguments, refuse_unread
 from ..ops.captured import RESHAPES
+from ..ops.random import CHANCE, DRAW, DRAWN, draw_of, overload
 
 NESTED = 2  # pieces of pieces are cut too
 
@@ -44,7 +45,7 @@ def normalize(traced: Traced) -> Traced:
         graph = hoist_splits(Rewriter(graph, traced.literals))
         graph = split_products(Rewriter(graph, traced.literals))
     graph = Rewriter(graph, traced.literals).run(MEANING)
-    graph = number(graph, "autopar.dropout", "autopar.choose")
+    graph = number(graph, CHANCE, ("autopar.choose",))
     literals = {v.name: traced.literals[v.name] for v in graph.constants}
     return replace(traced, graph=graph, literals=literals)
 
@@ -192,11 +193,34 @@ def dropout(rewriter: Rewriter, node: Node) -> Value:
     return emit_dropout(rewriter, x, p)
 
 
-def number(graph: Graph, *ops: str) -> Graph:
-    """Number the nodes of each op in the order in which the model calls them."""
-    nodes, count = [], dict.fromkeys(ops, 0)
+def draw(rewriter: Rewriter, node: Node) -> Value | None:
+    """What draws numbers: ours, which do not depend on the plan, and plain steps."""
+    drawn = draw_of(node.name, arguments(node))
+    if drawn is None:
+        return None
+    out, dtype = node.out, drawn.dtype or node.out.dtype
+
+    def apart(x: Value) -> Value:  # what is drawn has no derivative
+        return rewriter.emit("aten.detach.default", x)
+
+    like = node.args[0] if node.args and isinstance(node.args[0], Value) else None
+    if like is None or like.shape != out.shape:
+        like = rewriter.emit("aten.zeros.default", out.shape, dtype=dtype)
+    made = Value("", out.shape, dtype)
+    x = rewriter.emit(DRAW, apart(like), drawn.kind, like=made, name="drawn")
+    for op, operand in drawn.steps:
+        other = apart(operand) if isinstance(operand, Value) else operand
+        x = rewriter.emit(overload(op, operand), x, other)
+    return x if x.dtype == out.dtype else _cast(rewriter, x, out)
+
+
+def number(graph: Graph, *series: tuple[str, ...]) -> Graph:
+    """Number the nodes of each series of ops in the order in which the model calls
+    them."""
+    first = {op: ops[0] for ops in series for op in ops}
+    nodes, count = [], dict.fromkeys(first.values(), 0)
     for node in graph.nodes:
-        if (op := node.op) in count:
+        if (op := first.get(node.op)) is not None:
             node = replace(node, args=(*node.args, count[op]))
             count[op] += 1
         nodes.append(node)
@@ -272,6 +296,7 @@ CLEAN: dict[str, Rule] = {
     **COMPOSITE_RULES,
     "aten.cat": cat,
     "aten.dropout": dropout,
+    **dict.fromkeys(DRAWN, draw),
     "aten.repeat_interleave": repeat_interleave,
     "aten.linear": product,
     "aten.addmm": product,

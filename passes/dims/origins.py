@@ -12,6 +12,7 @@ from collections.abc import Collection
 import torch
 
 from ..graph import Graph
+from ..ops.random import CHANCE
 
 
 class Origin(enum.Flag):
@@ -30,7 +31,7 @@ def find_origins(graph: Graph) -> dict[str, Origin]:
         origin = Origin.CONSTANT
         for v in node.operands:
             origin |= origins[v.name]
-        if node.op == "autopar.dropout" and origin is Origin.CONSTANT:
+        if node.op in CHANCE and origin is Origin.CONSTANT:
             origin = Origin.INPUT  # another one in each step
         origins.update((v.name, origin) for v in node.results)
     return origins

@@ -5,11 +5,11 @@ from ..ops import (
     captured,
     collectives,
     creation,
-    dropout,
     experts,
     lookups,
     pointwise,
     products,
+    random,
     recurrent,
     reductions,
     views,
@@ -18,6 +18,6 @@ from ..ops.op import declare
 
 for family in (
     *(views, pointwise, reductions, products, attention, lookups, experts),
-    *(recurrent, creation, dropout, captured, collectives),
+    *(recurrent, creation, random, captured, collectives),
 ):
     declare(*family.OPS)

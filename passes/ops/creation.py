@@ -23,7 +23,6 @@ OPS = (
     *_sized("size fill_value dtype", "full"),
     *_sized("self size dtype", "new_empty", "new_ones", "new_zeros"),
     *_sized("self size fill_value dtype", "new_full"),
-    *_sized("", "rand", "randn"),
     *_like("self dtype", "empty_like", "ones_like", "zeros_like"),
     *_like("self fill_value dtype", "full_like"),
     Op("aten.arange", "start end step dtype", counts=True),

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
+import torch
+
 from ..atoms import Atoms
 from ..capture.trace import Traced
 from ..dims.name_dims import bind
@@ -21,7 +23,7 @@ from ..dims.probe import probe_equation
 from ..graph import Graph, Node, Value
 from ..ops.op import is_view, op_of
 from ..ops.parts import part_of
-from ..ops.rules import equation
+from ..ops.rules import equation, is_pointwise
 
 # A product of extents that stay factors: `(heads head_dim)` as (12, 64).
 Product = tuple[int, ...]
@@ -142,13 +144,17 @@ class _Search:
 
     def _find_computed(self) -> dict[str, bool]:
         """Values of constants alone -> whether more was done to them than to count, to
-        shift and to move."""
+        shift and to move; integers of others, if such or a number was written there."""
         computed = {v.name: False for v in (*self.graph.buffers, *self.graph.constants)}
         for node in self.graph.nodes:
             if all(v.name in computed for v in node.operands):
                 plain = op_of(node).counts or is_view(node)
                 own = not plain or any(computed[v.name] for v in node.operands)
                 computed.update((v.name, own) for v in node.results)
+            elif _names_a_number(node) or any(
+                computed.get(v.name) for v in node.operands if _is_index(v)
+            ):
+                computed.update((v.name, True) for v in node.results if _is_index(v))
         return computed
 
     # --- where ops cut a dim up ------------------------------------------------------
@@ -266,3 +272,16 @@ class _Search:
 
     def add_sum(self, whole: list[int], part: list[int], constant: int) -> None:
         self.sums.append((whole, [part], constant))
+
+
+def _names_a_number(node: Node) -> bool:
+    """Whether integers are made with one that may be a row's number in a table: a token
+    that masks others."""
+    numbers = (x for x in node.args if isinstance(x, int))
+    made = all(map(_is_index, node.results)) and is_pointwise(node)
+    return made and any(x > MARGIN for x in numbers)
+
+
+def _is_index(v: Value) -> bool:
+    """Whether rows of a table may be looked up by it."""
+    return v.dtype in (torch.int32, torch.int64)

@@ -31,7 +31,7 @@ LAYER = re.compile(r"(?:^|(?<=\.))(\+?\d+)(?=\.|$)|\[(?P<start>\d+):(?P<end>\d+)
 # added to the loop's variable, and a step.
 COUNTED = re.compile(r"(?P<loop>for i in |if i )|.*\.pop\(")
 COUNTED_AFTER = re.compile(r" for i in range\((?:\d+, )?$")
-MASK = re.compile(r"c\.dropout_mask\([^,]*, (\d+ \* i \+ )?$")
+MASK = re.compile(r"c\.(?:dropout_mask|draw)\([^,]*, (\d+ \* i \+ )?$")
 APART = re.compile(r"(?:\bi [+-] |range\([^,)]*,[^,)]*, )$")
 ONE_LAYER = re.compile(r"^if i == (\d+):")  # of as many as there are
 NUMBERS = re.compile(r"\d+")
@@ -49,8 +49,8 @@ OF_PARTS = re.compile(
 
 
 class Counts(Enum):
-    """SOME: layers, or other things that a small program has as many of. MASKS: those
-    of dropout before this one. OTHERS: what is as it is in the small program."""
+    """SOME: layers, or other things that a small program has as many of. MASKS: draws
+    before this one. OTHERS: what is as it is in the small program."""
 
     SIZE, LAYERS, SOME, MASKS, OTHERS = range(5)
 

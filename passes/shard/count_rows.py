@@ -16,6 +16,7 @@ from ..dims.name_dims import Dim, Named
 from ..dims.origins import Origin
 from ..graph import Location, Node, Value
 from ..mesh import TIME
+from ..ops.random import CHANCE
 from ..plan import Plan
 from ..shard.sharding import Sharding
 
@@ -42,7 +43,7 @@ def find_counts(named: Named, plan: Plan) -> dict[str, Dim]:
     for node, factors in zip(named.graph.nodes, named.factors, strict=True):
         made_of = {rows[v.name] for v in node.operands if v.name in rows}
         others = [v for v in node.operands if v.name not in rows]
-        if len(made_of) != 1 or node.op == "autopar.dropout":
+        if len(made_of) != 1 or node.op in CHANCE:
             continue
         ((field, dim),) = made_of
         own = [f for f in factors if f.dim == dim]

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..graph import LAYER, Location, Node, Value, live_in
 from ..ops.op import is_view
+from ..ops.random import DRAWS
 from ..stage.names import ENTRIES, RESERVED
 from ..stage.reuse import find_owners
 from ..stage.split_backward import GRADIENT
@@ -75,7 +76,7 @@ def gather_runs(nodes: Sequence[Node]) -> list[Node]:
 
     layer = None
     for node in nodes:
-        drawn = node.op == "comm.dropout_mask"
+        drawn = node.op in DRAWS
         own = node.location.layer
         if not drawn and not is_sum(node) and not is_pure(node):
             end()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.passes.ops.random import Kind
 from autopar.passes.shard.layout import Pieces, extent
 from autopar.runtime import kernels
 from autopar.runtime.comm.placement import Placement
@@ -37,6 +38,19 @@ class LocalOps(Placement):
             [(n, self.pieces(n, axes)) for n, axes in factors] for factors in position
         ]
         return kernels.dropout_mask(p, self.state.key, number, dims, self.device)
+
+    def draw(
+        self,
+        kind: Kind,
+        number: int,
+        position: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Random numbers of a kind, of my part of a tensor: as of dropout."""
+        dims = [
+            [(n, self.pieces(n, axes)) for n, axes in factors] for factors in position
+        ]
+        return kernels.draw(kind, self.state.key, number, dims, self.device, dtype)
 
     def choose(
         self,

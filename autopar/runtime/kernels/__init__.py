@@ -4,13 +4,15 @@ Names that end in `_` accumulate into their first argument and return it. Everyt
 here runs on CPU; where CUDA has a better op, the choice follows the tensors' device.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 
 import torch
 from torch import Tensor
 
 from autopar.passes.errors import IndexOutOfRange
+from autopar.passes.ops.random import Kind
 from autopar.passes.shard.layout import Pieces
 from autopar.runtime.kernels.sdpa import attention, attention_backward
 
@@ -22,6 +24,7 @@ __all__ = [
     "attention_backward",
     "bias_grad_",
     "check_indices",
+    "draw",
     "dropout_mask",
     "embedding_grad_",
     "linear_weight_grad_",
@@ -67,6 +70,54 @@ def dropout_mask(
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability must lie in [0, 1]: got {p}")
+    largest = max(round((1.0 - p) * 2.0**64) - 1, 0) - 2**63  # as signed, like h
+    return _filled(
+        lambda h, tile: torch.le(h, largest, out=tile), key, op, dims, device, dtype
+    )
+
+
+def draw(
+    kind: Kind,
+    key: int,
+    op: int,
+    dims: Sequence[Sequence[Factor]],
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Random numbers of a kind (see `passes.ops.random`), of a rank's part of a tensor.
+
+    key, op, dims: as of `dropout_mask`, and the bits of a number are made in the same
+    way. Real numbers have 24 of them, of dtypes with fewer digits as many as these.
+    Returns [local extent of each dim] of dtype.
+    """
+
+    def write(h: Tensor, tile: Tensor) -> None:
+        h = h ^ _shifted(h, 31)
+        if kind == "bits":
+            tile.copy_(_shifted(h, 1))
+            return
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        if kind == "uniform":
+            digits = min(24, 1 - round(math.log2(torch.finfo(dtype).eps)))
+            tile.copy_(_shifted(h, 64 - digits).to(wide) * 2.0**-digits)
+            return
+        u = (_shifted(h, 64 - 23).to(wide) + 0.5) * 2.0**-23  # neither 0 nor 1
+        # By the inverse of the distribution (Devroye 1986, section II.2).
+        tile.copy_(u.log().neg_() if kind == "exponential" else torch.special.ndtri(u))
+
+    return _filled(write, key, op, dims, device, dtype)
+
+
+def _filled(
+    write: Callable[[Tensor, Tensor], object],
+    key: int,
+    op: int,
+    dims: Sequence[Sequence[Factor]],
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What `write` makes of random bits, int64, but for the mixer's last step,
+    h ^ h >> 31, which only stirs the low ones."""
     for extent, pieces in (factor for factors in dims for factor in factors):
         for start, local in pieces:
             if not 0 <= start <= start + local <= extent:
@@ -77,18 +128,16 @@ def dropout_mask(
     while counters and cols.numel() < 1024:  # join dims: vector code wants long rows
         cols = _outer_sum(counters.pop(), cols)
     rows = reduce(_outer_sum, counters, torch.zeros_like(cols[:1]))
-    keep = torch.empty(rows.numel(), cols.numel(), dtype=dtype, device=device)
-    largest = max(round((1.0 - p) * 2.0**64) - 1, 0) - 2**63  # as signed, like h
-    block = _block_elements(keep.device)
+    filled = torch.empty(rows.numel(), cols.numel(), dtype=dtype, device=device)
+    block = _block_elements(filled.device)
     height = max(1, block // max(1, cols.numel()))
-    for row, band in zip(rows.split(height), keep.split(height), strict=True):
+    for row, band in zip(rows.split(height), filled.split(height), strict=True):
         for col, tile in zip(cols.split(block), band.split(block, 1), strict=True):
             h = row[:, None] + col
             h.bitwise_xor_(_shifted(h, 30)).mul_(_signed(_MUL1))
             h.bitwise_xor_(_shifted(h, 27)).mul_(_signed(_MUL2))
-            # The mixer's last step, h ^ h >> 31, would only stir the low bits.
-            torch.le(h, largest, out=tile)
-    return keep.view(shape)
+            write(h, tile)
+    return filled.view(shape)
 
 
 def _shifted(h: Tensor, bits: int) -> Tensor:
