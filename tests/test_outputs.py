@@ -60,6 +60,18 @@ class Named(Returns):
         return {**found, "loss": found["ce"] + 0.5 * found["z"]}
 
 
+class Detached(Returns):
+    """What is looked at beside the loss is cut off, as people log it, and so is what a
+    layer sees of the one before."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Any]:
+        x = self.inner.embed(input_ids)
+        for block in self.inner.blocks:
+            x = block(x.detach()) if block is self.inner.blocks[-1] else block(x)
+        ce = F.cross_entropy(self.inner.head(x).flatten(0, 1), labels.flatten())
+        return {"loss": 2 * ce, "ce": ce.detach(), "same": (2 * ce).detach()}
+
+
 def case(make: type[Returns] = Returns, layers: int = 2) -> Case:
     torch.manual_seed(0)
     return Case(randomize(make(layers=layers)), token_batch()).double()
@@ -103,6 +115,15 @@ def test_they_come_back_whole(mesh: str, microbatches: int, options: Any) -> Non
             assert x.dtype == want[name].dtype, name
             torch.testing.assert_close(x, want[name])
     of.verify(mesh, microbatches)
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), [("dp=2", 2), ("pp=2", 2), ("", 1)])
+def test_what_is_cut_off_comes_back(mesh: str, microbatches: int) -> None:
+    of = case(Detached)
+    program = of.proved(mesh, microbatches)
+    want = {name: x.item() for name, x in of.model(**of.batch).items()}
+    for found in run(of, program):
+        assert {k: x.item() for k, x in found.items()} == pytest.approx(want)
 
 
 def test_the_loss_of_a_dict_is_the_one_that_is_called_so() -> None:

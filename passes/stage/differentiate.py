@@ -134,7 +134,8 @@ def join(
     d_sends = writer.seed(sources["sends"], loss, halves, scaled)
     d_receives = writer.run_backward(sources["receives"])
     writer.run_epilogue()
-    writer.drop_dead(d_receives)
+    ends = *sources["sends"], *sources["outputs"], *([loss] if loss else ())
+    writer.drop_dead(d_receives, {v.name for v in ends})
     once = writer.take_once(casts, standing, gathers=zero in (1, 2))
     prologue = (*spell_masks(parts["prologue"]), *once)
     # The cotangents of what is made of the batch all belong to the input half, so that

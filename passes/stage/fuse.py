@@ -6,7 +6,7 @@ join each other, and what does nothing at run time is left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +18,15 @@ from ..stage.outline import is_sum
 from ..stage.reuse import ADD, ADD_EACH
 
 # What does nothing at run time: R -> V, and a gradient that ends.
-IDENTITIES = ("comm.enter", "aten.detach.default")
+ENDS_GRADIENT = "aten.detach.default"
+IDENTITIES = ("comm.enter", ENDS_GRADIENT)
 
 
-def drop_identities(*parts: list[Node]) -> tuple[list[Node], ...]:
-    """Leave out what does nothing at run time."""
+def drop_identities(
+    *parts: list[Node], handed_on: Collection[str] = ()
+) -> tuple[list[Node], ...]:
+    """Leave out what does nothing at run time. handed_on: names of values that others
+    wait for, by these names."""
     aliases: dict[str, Value] = {}
 
     def follow(nodes: list[Node]) -> list[Node]:
@@ -30,7 +34,8 @@ def drop_identities(*parts: list[Node]) -> tuple[list[Node], ...]:
         for node in nodes:
             if any(v.name in aliases for v in node.operands):
                 node = node.substitute(lambda v: aliases.get(v.name, v))
-            if node.op in IDENTITIES:
+            named = node.op == ENDS_GRADIENT and node.out.name in handed_on
+            if node.op in IDENTITIES and not named:
                 aliases[node.out.name] = node.operands[0]
             else:
                 others.append(node)

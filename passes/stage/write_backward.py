@@ -141,9 +141,14 @@ class Writer:
                 else:
                     tape.add(v, tape.cast(dy, v, node))
 
-    def drop_dead(self, outputs: tuple[Value | None, ...]) -> None:
-        """Keep the backward's nodes that a result or a gradient depends on."""
-        parts = drop_identities(self.forward, self.backward, self.epilogue)
+    def drop_dead(
+        self, outputs: tuple[Value | None, ...], ends: Collection[str]
+    ) -> None:
+        """Keep the backward's nodes that a result or a gradient depends on. ends: names
+        of what the forward hands on."""
+        parts = drop_identities(
+            self.forward, self.backward, self.epilogue, handed_on=ends
+        )
         self.forward, backward, epilogue = parts
         self.backward = _alive(backward, {v.name for v in outputs if v is not None})
         self.epilogue = _alive(epilogue, set())
