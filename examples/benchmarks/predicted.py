@@ -10,8 +10,8 @@ turn. Seconds are the median of the rounds; bytes are of live tensors, of the ra
 has the most.
 
 A machine that others share is as fast as they let it be. So all ranks do a piece of
-work that is always the same, before and after the profile and in each round;
-predictions are scaled by what it takes more, which is printed.
+work that is always the same, before and after the profile and in each round; how much
+its seconds differ is printed: errors that are as large say nothing.
 """
 
 from __future__ import annotations
@@ -84,17 +84,17 @@ class Planned:
 
 @dataclass(frozen=True)
 class Row:
-    """A plan, predicted and measured. slower: what the same work took while it was
-    measured over what it took around the profile."""
+    """A plan, predicted and measured. paces: seconds that the same work took around the
+    profile and while it was measured."""
 
     planned: Planned
     measured: Measured
-    slower: float
+    paces: Sequence[float]
 
     @property
     def predicted(self) -> float:
         """Seconds."""
-        return self.planned.estimate.seconds * self.slower
+        return self.planned.estimate.seconds
 
     @property
     def seconds(self) -> float:
@@ -207,8 +207,10 @@ def measure_plans(
         own = [p for p in plans if p.ranks == ranks]
         jobs = [Job(WORKLOADS[p.workload], SEQ, BATCH, p.plan) for p in own]
         results = run_jobs(ranks, jobs, rounds, folder)
-        slower = median(results.paces) / median(paces[ranks])
-        rows += [Row(p, m, slower) for p, m in zip(own, results.measured, strict=True)]
+        all_paces = [*paces[ranks], *results.paces]
+        rows += [
+            Row(p, m, all_paces) for p, m in zip(own, results.measured, strict=True)
+        ]
     return rows
 
 
@@ -239,10 +241,11 @@ def summary(rows: Sequence[Row]) -> str:
         median(abs(error) for error in errors)
         for errors in ([r.time_error for r in rows], [r.memory_error for r in rows])
     )
-    paces = {row.planned.ranks: row.slower for row in rows}
+    paces = {row.planned.ranks: row.paces for row in rows}
     lines = [
         *(
-            f"{n} ranks: {x:.3f} of the time around the profile"
+            f"{n} ranks: the same work took {min(x) / median(x) - 1:+.0%} to "
+            f"{max(x) / median(x) - 1:+.0%} of its median"
             for n, x in paces.items()
         ),
         f"{len(rows)} plans: median error {time:.1%} in time, {memory:.1%} in memory",
