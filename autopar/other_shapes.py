@@ -1,5 +1,5 @@
-"""Programs for batches of other shapes than the first, or that give more of what the
-model returns, with the same weights.
+"""Programs for batches of other shapes than the first, that give more of what the model
+returns, or compute what it does in eval mode, with the same weights.
 
 A last batch that is short, or sequences of another length, take a program of their own.
 The same decisions make it, so that parameters rest in the same places. A batch that
@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from math import gcd, prod
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.capture.eval_mode import differs_in_eval_mode, in_eval_mode
 from autopar.compiler import compile_offline
 from autopar.local_batches import DataRank, fields_of_samples
 from autopar.models.batches import samples_of
@@ -39,7 +41,8 @@ Outputs = Sequence[str]  # names, as of `Step.evaluate`
 
 class OtherShapes:
     """The executors of a step, one for each shape of a batch that came, and for each
-    set of outputs that was asked for.
+    set of outputs that was asked for; those that evaluate are others, if the model in
+    eval mode is more than a step without dropout.
 
     first: that of the first batch. model: as the first was compiled from; it is kept
     without its weights, and on the rank that compiles only. fixed: fields of a batch
@@ -60,6 +63,7 @@ class OtherShapes:
             Key, Shapes
         ] = {}  # what batches of some shapes are padded to
         self._fills: dict[frozenset[tuple[str, int]], Fills] = {}
+        self.differs: bool | None = None  # see `evaluates_otherwise`
         self._model: nn.Module | None = None
         self._lacks = "another rank compiles"
         if first.comm.rank == 0:
@@ -68,12 +72,38 @@ class OtherShapes:
             except Exception as error:  # whatever a model's own copying raises
                 self._lacks = f"copy.deepcopy(model): {type(error).__name__}: {error}"
 
-    def find(self, batch: Mapping[str, Any], outputs: Outputs = ()) -> Executor | None:
+    def find(
+        self, batch: Mapping[str, Any], outputs: Outputs = (), evaluating: bool = False
+    ) -> Executor | None:
         """The executor for batches as this one, if there is one, which gives these
-        outputs."""
+        outputs. evaluating: as the model in eval mode."""
         shapes = shapes_of(batch)
         target = self._targets.get(_key(shapes), shapes)
-        return self._executors.get(_key(target, outputs))
+        return self._executors.get(_key(target, outputs, evaluating))
+
+    def evaluates_otherwise(self, like: Executor, batch: Mapping[str, Any]) -> bool:
+        """Whether the model in eval mode computes something else than a step without
+        dropout; on all ranks. It is looked at once."""
+        if self.differs is None:
+            values = self._zeros(batch, shapes_of(batch))
+            lowering, rank = like.program.plan.lowering, like.comm.rank
+
+            def compare() -> bool:
+                if self._model is not None:
+                    return differs_in_eval_mode(
+                        self._model, values, self._loss_fn, lowering
+                    )
+                LOG.warning(
+                    "evaluating is a step without dropout, whatever else .eval() "
+                    "changes: the model cannot be kept to look at it: %s",
+                    self._lacks,
+                )
+                return False
+
+            self.differs = on_first_rank(compare)
+            if self.differs and rank == 0:
+                LOG.info("evaluating is another program: what .eval() computes")
+        return self.differs
 
     def fits(self, program: Program, batch: Mapping[str, Any]) -> bool:
         """Whether a batch has the names, dtypes and count of dims that a program was
@@ -89,16 +119,21 @@ class OtherShapes:
         return all(n in self._fixed and batch[n] == self._fixed[n] for n in others)
 
     def make(
-        self, like: Executor, batch: Mapping[str, Any], outputs: Outputs = ()
+        self,
+        like: Executor,
+        batch: Mapping[str, Any],
+        outputs: Outputs = (),
+        evaluating: bool = False,
     ) -> Executor:
         """Compile for batches as this one, which `fits`, or for what it is padded to;
-        on all ranks. like: one that computes with the same weights. Raises:
-        AutoparError, on all ranks."""
+        on all ranks. like: one that computes with the same weights. evaluating: as the
+        model in eval mode. Raises: AutoparError, on all ranks."""
         shapes, known = self._target(like, batch), len(self._executors)
-        if (made := self._executors.get(_key(shapes, outputs))) is not None:
+        key = _key(shapes, outputs, evaluating)
+        if (made := self._executors.get(key)) is not None:
             return made
         if known == MOST:
-            seen = "; ".join(_text(dict(key)) for key, _ in self._executors)
+            seen = "; ".join(_text(dict(key)) for key, *_ in self._executors)
             raise BatchError(
                 f"a batch with {_text(shapes)}, after {MOST} other shapes",
                 fix=f"pad batches to a shape that was compiled: {seen}",
@@ -106,7 +141,9 @@ class OtherShapes:
         if like.comm.rank == 0:
             LOG.info("compiling for %s, the %dth program", _text(shapes), known + 1)
         zeros = self._zeros(batch, shapes)
-        program = on_first_rank(lambda: self._compile(like.program, zeros, outputs))
+        program = on_first_rank(
+            lambda: self._compile(like.program, zeros, outputs, evaluating)
+        )
         comm, mesh = like.comm, program.mesh
         wanted = {ranks for axes in program.groups for ranks in mesh.groups(axes)}
         comm.open_groups(sorted(group for group in wanted if len(group) > 1))
@@ -120,7 +157,7 @@ class OtherShapes:
             like.gradients,
         )
         rehearse(made)
-        self._executors[_key(shapes, outputs)] = made
+        self._executors[key] = made
         return made
 
     # --- what is padded --------------------------------------------------------------
@@ -153,7 +190,7 @@ class OtherShapes:
             return shapes
         larger = [
             dict(kept)
-            for kept, _ in self._executors
+            for kept, *_ in self._executors
             if all(_covers(size, shapes[name]) for name, size in kept)
             and (full or _padded_dims(shapes, dict(kept)) <= rows)
         ]
@@ -180,7 +217,7 @@ class OtherShapes:
 
     def _check_repeated(self, program: Program, shapes: Shapes, target: Shapes) -> None:
         """Raises BatchError where samples cannot be repeated as often."""
-        known = [dict(kept) for kept, _ in self._executors]
+        known = [dict(kept) for kept, *_ in self._executors]
         problem = None
         if program.has_dropout or program.draw:
             problem = "each copy would have random numbers of its own"
@@ -242,29 +279,29 @@ class OtherShapes:
         return self._model
 
     def _compile(
-        self, like: Program, values: Mapping[str, Any], outputs: Outputs
+        self,
+        like: Program,
+        values: Mapping[str, Any],
+        outputs: Outputs,
+        evaluating: bool,
     ) -> Program:
-        plan = for_samples(like.plan, samples_of(values))
-        made = compile_offline(
-            self._kept(),
-            values,
-            plan,
-            self._loss_fn,
-            prove=self._prove,
-            outputs=outputs,
-        )
-        differs = [
-            name
-            for name, spec in like.parameters.items()
-            if made.parameters.get(name) != spec
-        ]
+        plan, model = for_samples(like.plan, samples_of(values)), self._kept()
+        with in_eval_mode(model) if evaluating else nullcontext():
+            made = compile_offline(
+                model, values, plan, self._loss_fn, prove=self._prove, outputs=outputs
+            )
+        own, before = dict(made.parameters), like.parameters
+        if evaluating:  # what it does not compute with rests as it did
+            own |= {n: s for n, s in before.items() if n in own and not own[n].stages}
+        differs = [n for n, spec in before.items() if own.get(n) != spec]
+        differs += own.keys() - before.keys()
         if differs or made.buffers.keys() - like.buffers.keys():
             raise AutoparError(
-                f"for this batch '{(differs or ['a buffer'])[0]}' would rest otherwise "
-                "than for the first one",
+                f"for this batch, or to evaluate, '{(differs or ['a buffer'])[0]}' "
+                "would rest otherwise than for the first one",
                 fix=PADDED_BY_USER,
             )
-        return made
+        return replace(made, parameters=own)
 
 
 def for_samples(plan: Plan, samples: int) -> Plan:
@@ -287,11 +324,11 @@ def without_weights(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-Key = tuple[tuple[tuple[str, tuple[int, ...]], ...], frozenset[str]]
+Key = tuple[tuple[tuple[str, tuple[int, ...]], ...], frozenset[str], bool]
 
 
-def _key(shapes: Shapes, outputs: Outputs = ()) -> Key:
-    return tuple(sorted(shapes.items())), frozenset(outputs)
+def _key(shapes: Shapes, outputs: Outputs = (), evaluating: bool = False) -> Key:
+    return tuple(sorted(shapes.items())), frozenset(outputs), evaluating
 
 
 def shapes_of(batch: Mapping[str, Any] | Program) -> dict[str, tuple[int, ...]]:

@@ -128,9 +128,9 @@ class RankStep(HeldState):
         outputs: Sequence[str] | None = None,
         **batch: Any,
     ) -> Tensor | dict[str, Tensor]:
-        """Loss of the global batch without dropout, forward only; on every rank.
+        """Loss of the global batch of the model in `.eval()`, forward only; on every
+        rank. If that is more than a step without dropout, it is compiled at first.
 
-        The same as of the model in `.eval()`, if dropout is all that this changes.
         local, other shapes: as for a step. outputs: names of what else the model
         returns, as "logits", or "hidden_states.3" of a tuple in its output; of a tuple
         "0". With them comes a dict of "loss" and of these, whole and for the global
@@ -145,14 +145,7 @@ class RankStep(HeldState):
     ) -> Tensor | dict[str, Tensor]:
         assert self.executor is not None, "it raises if there is nothing to evaluate"
         names = checked_outputs(outputs)
-        if where := self.program.draw:
-            raise AutoparError(
-                f"forward draws random numbers ({where}), and nothing tells whether it "
-                "does so in .eval()",
-                fix="evaluate the model itself, with the weights of a checkpoint or of "
-                "`export`",
-            )
-        batch = self._fit(batch, local, names)
+        batch = self._fit(batch, local, names, evaluating=True)
         executor = self.executor
         with self._begin("evaluate", batch, local) as tensors:
             if self._host is not None:
@@ -164,7 +157,11 @@ class RankStep(HeldState):
             return {"loss": loss, **wholes}
 
     def _fit(
-        self, batch: Mapping[str, Any], local: bool, outputs: Sequence[str] = ()
+        self,
+        batch: Mapping[str, Any],
+        local: bool,
+        outputs: Sequence[str] = (),
+        evaluating: bool = False,
     ) -> dict[str, Any]:
         """Compute with a program for such a batch and outputs from now on. There is one
         alone, where a step is no process of its own. Returns what it takes."""

@@ -29,7 +29,7 @@ from autopar.planner.request import PlanRequest, plan_request
 from autopar.rank_step import RankStep
 from autopar.runtime.agreement.agreement import Agreement
 from autopar.runtime.agreement.first_rank import on_first_rank
-from autopar.runtime.agreement.roll_call import ANOTHER_SHAPE
+from autopar.runtime.agreement.roll_call import ANOTHER_SHAPE, NOTHING
 from autopar.runtime.agreement.validate import check_model, check_same
 from autopar.runtime.comm.host_comm import engine
 from autopar.runtime.execute.code_cache import CodeCache
@@ -173,7 +173,11 @@ class Step(RankStep):
         self._unpadded: Mapping[str, Any] | None = None
 
     def _fit(
-        self, batch: Mapping[str, Any], local: bool, outputs: Sequence[str] = ()
+        self,
+        batch: Mapping[str, Any],
+        local: bool,
+        outputs: Sequence[str] = (),
+        evaluating: bool = False,
     ) -> dict[str, Any]:
         """Compile for batches of these shapes and outputs, unless that was done: for
         up to eight, which all compute with the same weights. The first is `build`.
@@ -184,9 +188,14 @@ class Step(RankStep):
         like = self.data.whole_like(batch, inputs) if local else batch
         if not self._shapes.fits(self.program, like):
             return dict(batch)  # whoever begins with it says why
-        current, fitting = self.executor, self._shapes.find(like, outputs)
+        current = self.executor
+        if evaluating:
+            if self._shapes.differs is None:
+                self._agree()("evaluate", NOTHING)  # then all ranks wait for the first
+            evaluating = self._shapes.evaluates_otherwise(current, like)
+        fitting = self._shapes.find(like, outputs, evaluating)
         if fitting is not current or local != self._local:
-            self._change(batch, like, local, outputs, fitting)
+            self._change(batch, like, local, outputs, evaluating, fitting)
         is_padded = shapes_of(like) != shapes_of(self.program)
         self._unpadded = like if is_padded else None
         return self._shapes.padded(batch, like, self.program)
@@ -203,6 +212,7 @@ class Step(RankStep):
         like: Mapping[str, Any],
         local: bool,
         outputs: Sequence[str],
+        evaluating: bool,
         fitting: Executor | None,
     ) -> None:
         """Compute with another program from now on, the one found or a new one."""
@@ -213,7 +223,7 @@ class Step(RankStep):
         arguments = {("argument", "local"): local, ("argument", "outputs"): [*outputs]}
         self._agree()(ANOTHER_SHAPE, {**arguments, **facts})
         self._local = local
-        executor = fitting or self._shapes.make(current, like, outputs)
+        executor = fitting or self._shapes.make(current, like, outputs, evaluating)
         if executor is not current:
             executor.go_on_from(current)
             self._executor = executor

@@ -14,7 +14,7 @@ from cases import Case
 from test_dropout_mask import STEP, cuts, mix, whole
 from torch import Tensor, nn
 
-from autopar.passes.errors import AutoparError, CaptureError
+from autopar.passes.errors import CaptureError
 from autopar.passes.ops.random import Kind
 from autopar.proof import prove_program
 from autopar.proof.reference import OurChance
@@ -241,10 +241,3 @@ def test_other_draws_are_refused(body: Body) -> None:
     with pytest.raises(CaptureError) as error:
         noisy(body).compile("dp=2")
     assert error.value.fix
-
-
-def test_an_evaluation_is_refused() -> None:
-    case = noisy(jitter)
-    step = case.step()
-    with pytest.raises(AutoparError, match=r"random numbers \(test_random_numbers.py:"):
-        step.evaluate(**case.batch)

@@ -161,6 +161,7 @@ class Executor:
         `metrics` and `outputs`."""
         forward = (Kind.F, Kind.SEND_F, Kind.RECV_F)
         self.state.evaluating = True
+        self.state.key = (self.seed << 32) + self.steps
         try:
             self._play([a for a in self.actions if a.kind in forward], batch)
         finally:
