@@ -21,9 +21,10 @@ from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import Program
 from autopar.proof.expected import TOLERANCE
 from autopar.proof.prove_program import prove_program
-from autopar.proof.ranks import local_parameters
+from autopar.proof.ranks import StepInputs, local_parameters, run_steps
 from autopar.proof.verification import Verification
 from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.routing_replay import RoutingReplay
 from autopar.runtime.execute.executor import Executor
 from autopar.step import Step
 from autopar.verify import verify
@@ -104,6 +105,24 @@ def on_rank(program: Program, comm: Comm, model: nn.Module) -> Executor:
     """What runs a program on a rank, with its shares of a model's parameters."""
     held = local_parameters(program, comm, dict(model.named_parameters()))
     return Executor(program, comm, held, dict(model.named_buffers()))
+
+
+def run_all_ranks(
+    program: Program,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    seed: int = 0,
+    replay: RoutingReplay | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One step on the virtual mesh: the loss, and whole gradients by name.
+
+    replay: what routers are told to choose.
+    Raises VerificationFailed when ranks that should agree do not.
+    """
+    tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor)}
+    step = StepInputs(dict(model.named_parameters()), tensors, replay)
+    (result,) = run_steps(program, dict(model.named_buffers()), [step], seed)
+    return result.loss, dict(result.gradients)
 
 
 TRACED: dict[Hashable, Traced] = {}

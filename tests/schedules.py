@@ -47,3 +47,17 @@ def all_schedules() -> list[Schedule]:
 
 def by_name(schedule: Schedule) -> str:
     return schedule.name
+
+
+def bubble_formula(ranks: int, microbatches: int, stages_per_rank: int = 1) -> float:
+    """The idle fraction of GPipe and 1F1B with equal stages: (p - 1) / (v m + p - 1).
+
+    A slot is one forward and one backward of a microbatch on one of a rank's v stages:
+    each rank works v m of the v m + p - 1 slots until the last rank is done (if m >= p,
+    or v = 1). Huang 2019 (arXiv:1811.06965, section 2.3) gives the idle ones as a
+    fraction of the time that passes, which is this and `Timeline.bubble`. Narayanan
+    2021 (arXiv:2104.04473, section 2.2) divides the same p - 1 slots by the v m slots
+    of ideal time, and so quotes (p - 1) / (v m).
+    """
+    slots = stages_per_rank * microbatches
+    return (ranks - 1) / (slots + ranks - 1)

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from cases import run_all_ranks
 from models import gpt2, llama, plain_gpt
 
 from autopar.passes.plan import RECOMPUTE, Plan, PlanError
@@ -13,7 +14,6 @@ from autopar.passes.program import Program
 from autopar.passes.schedule.memory import OutOfMemory
 from autopar.passes.schedule.pareto_front import Option, pareto_front
 from autopar.passes.schedule.schedule import ScheduleError
-from autopar.proof.ranks import run_all_ranks
 
 
 def most(program: Program) -> int:

@@ -11,6 +11,7 @@ from statistics import median
 
 import pytest
 import torch
+from cases import run_all_ranks
 from models import plain_gpt
 from processes import run_ranks
 
@@ -29,7 +30,6 @@ from autopar.passes.schedule.footprint import Footprint, peak_bytes
 from autopar.passes.schedule.make_schedule import make_schedule
 from autopar.passes.schedule.schedule import Kind, ScheduleError, add_communication
 from autopar.passes.schedule.simulate_schedule import simulate
-from autopar.proof.ranks import run_all_ranks
 from autopar.runtime.parameters.shards import take_shard
 
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Case, on_rank
+from cases import Case, on_rank, run_all_ranks
 from models import plain_gpt
 
 import autopar
 from autopar.passes.errors import AutoparError
-from autopar.proof.ranks import run_all_ranks
 from autopar.proof.reference import reference_step
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.virtual import run_virtual

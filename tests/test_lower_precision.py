@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Case
+from cases import Case, run_all_ranks
 from models import plain_gpt
 from torch import Tensor, nn
 
@@ -16,7 +16,6 @@ from autopar.passes.capture.lower_precision import lower_precision
 from autopar.passes.capture.trace import Traced, trace
 from autopar.passes.errors import CaptureError
 from autopar.passes.graph import Node
-from autopar.proof.ranks import run_all_ranks
 from autopar.proof.reference import reference_step
 from autopar.verify import verify
 

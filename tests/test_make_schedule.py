@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from schedules import STAGES_PER_RANK, named
+from schedules import STAGES_PER_RANK, bubble_formula, named
 
 from autopar.passes.schedule.check_schedule import check
 from autopar.passes.schedule.make_schedule import SCHEDULES, make_schedule
 from autopar.passes.schedule.schedule import Schedule, ScheduleError, add_communication
 from autopar.passes.schedule.simulate_schedule import (
     Timeline,
-    bubble_formula,
     grid,
     simulate,
 )

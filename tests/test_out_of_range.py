@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Case
+from cases import Case, run_all_ranks
 from models import Stack, plain_gpt, randomize, token_batch
 from torch import Tensor
 
 from autopar.passes.errors import IndexOutOfRange
-from autopar.proof.ranks import run_all_ranks
 from autopar.runtime import kernels
 from autopar.runtime.comm.virtual import RankError
 

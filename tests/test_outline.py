@@ -8,13 +8,12 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Case
+from cases import Case, run_all_ranks
 from models import gpt2, llama, mixture, plain_gpt
 from torch import Tensor, nn
 
 from autopar.passes.program import Program
 from autopar.passes.stage.emit import emit
-from autopar.proof.ranks import run_all_ranks
 
 
 def lines(program: Program) -> int:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import Case
+from cases import Case, run_all_ranks
 from models import (
     Block,
     Stack,
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from autopar.passes.graph import InvalidGraph
 from autopar.passes.stage import differentiate
-from autopar.proof.ranks import run_all_ranks
 
 MESHES = ["pp=1", "tp=2", "pp=2,tp=2", "dp=2"]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Case
+from cases import Case, run_all_ranks
 from models import mixture, switch_gpt
 
 from autopar.options import make_plan
@@ -17,7 +17,7 @@ from autopar.passes.pipeline import compile_program
 from autopar.passes.price.cluster import PLAIN
 from autopar.passes.program import Program
 from autopar.proof.differences import CHOICES, find_errors
-from autopar.proof.ranks import VerificationFailed, run_all_ranks
+from autopar.proof.ranks import VerificationFailed
 from autopar.proof.reference import reference_step
 from autopar.reports.proof import verification_table
 from autopar.runtime.comm.comm import Comm

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case
+from cases import Case, run_all_ranks
 from models import Block, Stack, gpt2, llama, plain_gpt, randomize, token_batch
 from torch import Tensor, nn
 
 from autopar.passes.mesh import Mesh
 from autopar.passes.program import Program
 from autopar.passes.schedule.schedule import ScheduleError
-from autopar.proof.ranks import run_all_ranks
 
 LOOPED = ["interleaved", "looped-bfs"]
 

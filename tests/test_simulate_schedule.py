@@ -5,13 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from schedules import HALVES, SIZES, VEE, all_schedules, by_name
+from schedules import HALVES, SIZES, VEE, all_schedules, bubble_formula, by_name
 
 from autopar.passes.schedule.make_schedule import make_schedule
 from autopar.passes.schedule.schedule import Kind, Schedule, add_communication
 from autopar.passes.schedule.simulate_schedule import (
     Timeline,
-    bubble_formula,
     grid,
     simulate,
 )

@@ -16,7 +16,7 @@ from autopar.passes.proof.choose_sizes import Divides, NotShrunk, choose_sizes
 from autopar.passes.proof.extents import Sum, find_extents
 from autopar.passes.proof.shrink import Shrinker
 from autopar.passes.proof.shrink_plan import choose_layers, small_sizes, thin
-from autopar.proof.few_layers import find_few_layers
+from autopar.proof.chosen_layers import find_chosen_layers
 
 
 def test_small_sizes_divide_as_the_large_ones_do() -> None:
@@ -84,7 +84,7 @@ def test_stages_of_each_kind_are_kept() -> None:
     plan = Plan(Mesh.parse("pp=4"), 8)
     by_stage = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], []]
     few = choose_layers("h", "a" * 12, by_stage, plan, 3)
-    assert few.stages == (0, 1, 3) and few.kept == ((0, 1, 2), (4, 5, 6), ())
+    assert few.stages == (0, 1, 3) and few.numbers == ((0, 1, 2), (4, 5, 6), ())
     assert few.starts == ("h.3", "")
     by_stage = [[0, 1], [2, 3, 4], [5], [6]]
     few = choose_layers("h", "a" * 7, by_stage, plan, 3)
@@ -119,7 +119,7 @@ def test_layers_stay_where_they_are_looked_up_by_number(odd: Any, few: bool) -> 
     scales: list[Any] = [1.0 if isinstance(odd, float) else torch.ones(8)] * 10
     scales[6] = odd
     case = Case(Told(scales), {"ids": torch.zeros(4, 6, dtype=torch.int64)})
-    found = find_few_layers(case.model, case.compile("pp=2", 2))
+    found = find_chosen_layers(case.model, case.compile("pp=2", 2))
     assert bool(found.path) == few
 
 

@@ -9,7 +9,7 @@ import pytest
 from proofs import BIG, changed, compiled
 
 from autopar.passes.proof.same_specs import find_other_spec
-from autopar.passes.proof.shrink_plan import Layers
+from autopar.passes.proof.shrink_plan import StageLayers
 from autopar.passes.proof.transfer import Sizes, differs
 from autopar.proof.prove_program import NotProved, check_transfer
 from autopar.proof.small import make_small
@@ -17,7 +17,7 @@ from examples.gpt import Config
 
 
 @cache
-def texts(mesh: str) -> tuple[str, str, Sizes, Layers]:
+def texts(mesh: str) -> tuple[str, str, Sizes, StageLayers]:
     """The large program, the small one, and what is known of both."""
     model, batch, program = compiled(mesh)
     small = make_small(program, model, batch)
@@ -76,7 +76,7 @@ def test_keys_that_count_layers_from_one_end_with_the_last() -> None:
         keys = f'f"reshape.{{i}}": ((8,), torch.float32) for i in range(1, {end})'
         return f"PARAMETERS = {{}}\nWHOLE_GRADIENTS = {{\n    **{{{keys}}},\n}}\n"
 
-    known = Sizes.of({8: 8}, [(2, 2)]), Layers("blocks", (0, 1, 2), 4)
+    known = Sizes.of({8: 8}, [(2, 2)]), StageLayers("blocks", (0, 1, 2), 4)
     assert differs(text(5), text(4), *known) is None
     assert differs(text(6), text(4), *known) is not None
 
@@ -100,7 +100,7 @@ def backward(c, p, g, k, b, saved):
     kernels.add_(g["blocks.+0.weight"], saved[0])
 """
 
-    known = Sizes.of({8: 8}, [(2, 2)]), Layers("blocks", (0, 1, 2, 3), 8)
+    known = Sizes.of({8: 8}, [(2, 2)]), StageLayers("blocks", (0, 1, 2, 3), 8)
     assert differs(text(8), text(4), *known) is None
     found = differs(text(8, outside=5), text(4), *known)  # as far from the last
     assert "in backward: 'g[\"weight\"] of layers [7, 6, 5, 4, 3, 2, 5, 0]'" in str(
@@ -132,7 +132,7 @@ def test_numbers_in_texts_are_told_for_what_they_are(
 
     # Layers 0 to 4, of which 0, 1, 4 are kept; keys count from 1.
     sizes = Sizes.of({8: 4, 16: 8, 24: 12}, [(2, 2)])
-    known = sizes, Layers("blocks", (0, 1, 3, 4), 5)
+    known = sizes, StageLayers("blocks", (0, 1, 3, 4), 5)
     assert differs(text(large), text(small), *known) is None
     assert differs(text(wrong), text(small), *known) is not None
 
@@ -160,7 +160,7 @@ def test_a_stage_of_no_layers_stands_for_itself() -> None:
     model, batch, program = compiled("pp=3", 4, config, **options)
     assert program.stages[-1].layers == ("",)
     small = make_small(program, model, batch)
-    assert small.few.kept == ((0, 1, 2), (4, 5, 6), ())
+    assert small.few.numbers == ((0, 1, 2), (4, 5, 6), ())
     check_transfer(program, small)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Case
+from cases import Case, run_all_ranks
 from models import gpt2, llama, opt, plain_gpt
 from torch import nn
 
@@ -19,7 +19,6 @@ from autopar.proof.ranks import (
     VerificationFailed,
     assemble,
     relative_error,
-    run_all_ranks,
 )
 from autopar.proof.reference import reference_step
 from autopar.proof.verification import Verification

@@ -26,8 +26,8 @@ from autopar.passes.proof.choose_sizes import choose_sizes
 from autopar.passes.proof.extents import find_extents
 from autopar.passes.proof.input_ranges import LABEL, MASK, InputRange, find_input_ranges
 from autopar.passes.proof.shrink import Shrinker
+from autopar.proof.chosen_layers import find_chosen_layers
 from autopar.proof.draw_values import draw_batch, draw_parameters
-from autopar.proof.few_layers import find_few_layers
 from autopar.proof.interpret import run_graph
 from autopar.proof.prove_program import draw_buffers
 
@@ -82,7 +82,7 @@ def find_fills(
     # The last is of repeated samples.
     sizes = (0, 1, ROWS) if set(dims) <= rows else (0, 1)
     probes = [_probe(batch, dims, rows, more) for more in sizes]
-    few = find_few_layers(model, program)
+    few = find_chosen_layers(model, program)
     with only_layers(model, few.path, few.order):
         captured = [capture_model(model, probe, loss_fn) for probe in probes]
         real = {**dict(model.named_parameters()), **dict(model.named_buffers())}

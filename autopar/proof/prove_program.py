@@ -25,7 +25,7 @@ from autopar.passes.program import Program
 from autopar.passes.proof.input_ranges import find_input_ranges
 from autopar.passes.proof.proof import SMALL, WHOLE, Proof
 from autopar.passes.proof.same_specs import find_other_spec
-from autopar.passes.proof.shrink_plan import Layers, layer_number
+from autopar.passes.proof.shrink_plan import StageLayers, layer_number
 from autopar.passes.proof.transfer import Difference, Sizes, differs
 from autopar.progress import tell
 from autopar.proof.again import Again, Arithmetic, default_dtype
@@ -310,7 +310,7 @@ def check_transfer(program: Program, small: Runnable) -> None:
     names = (TIME, *(axis for axis, _ in program.mesh.axes))
     axes = [(plans[0].size(a), plans[1].size(a)) for a in names]
     sizes = Sizes.of(small.sizes, axes, small.positions)
-    known: dict[tuple[str, str, Layers], Difference | None] = {}
+    known: dict[tuple[str, str, StageLayers], Difference | None] = {}
     for number, stage in enumerate(program.stages):
         place = few.stages.index(number) if number in few.stages else None
         stands = [place] if place is not None else range(inside, len(few.stages) - 1)

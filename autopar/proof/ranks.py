@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -196,24 +195,6 @@ def _start(
 def _batch(program: Program, step: StepInputs) -> dict[str, Tensor]:
     """What the program takes of it."""
     return {name: step.batch[name] for name in program.inputs}
-
-
-def run_all_ranks(
-    program: Program,
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    seed: int = 0,
-    replay: RoutingReplay | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """One step on the virtual mesh: the loss, and whole gradients by name.
-
-    replay: what routers are told to choose.
-    Raises VerificationFailed when ranks that should agree do not.
-    """
-    tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor)}
-    step = StepInputs(dict(model.named_parameters()), tensors, replay)
-    (result,) = run_steps(program, dict(model.named_buffers()), [step], seed)
-    return result.loss, dict(result.gradients)
 
 
 def local_parameters(

@@ -25,13 +25,13 @@ from autopar.passes.proof.choose_sizes import NotShrunk, Split, choose_sizes
 from autopar.passes.proof.extents import Extents, Product, find_extents
 from autopar.passes.proof.shrink import Shrinker
 from autopar.passes.proof.shrink_plan import (
-    FewLayers,
+    ChosenLayers,
     find_splits,
     shrink_plan,
     small_sizes,
 )
 from autopar.passes.shard.propagate import propagate
-from autopar.proof.few_layers import find_few_layers
+from autopar.proof.chosen_layers import find_chosen_layers
 
 MESHES = 8  # that are looked at for small extents
 
@@ -49,7 +49,7 @@ class Runnable:
     traced: Traced
     program: Program
     like: Mapping[str, Tensor]
-    few: FewLayers
+    few: ChosenLayers
     sizes: Mapping[int, int]
     positions: frozenset[tuple[int, int]] = frozenset()
     factors: Mapping[str, tuple[Product, ...]] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Runnable:
 
 def whole(program: Program, model: nn.Module, traced: Traced) -> Runnable:
     """The program as it is."""
-    every = FewLayers("", tuple(range(len(program.stages))), ())
+    every = ChosenLayers("", tuple(range(len(program.stages))), ())
     like = {name: x.cpu() for name, x in _real_values(model).items()}
     return Runnable(traced, program, like, every, {})
 
@@ -72,7 +72,7 @@ def make_small(
 
     Raises NotShrunk; AutoparError of the passes.
     """
-    few = find_few_layers(model, program)
+    few = find_chosen_layers(model, program)
     with only_layers(model, few.path, few.order):
         wanted = list(program.outputs)[program.metrics :]
         how = (program.plan.lowering, wanted, program.metrics > 0)
@@ -101,7 +101,10 @@ def make_small(
 
 
 def _choose(
-    plan: Plan, few: FewLayers, splits: Mapping[int, frozenset[Split]], extents: Extents
+    plan: Plan,
+    few: ChosenLayers,
+    splits: Mapping[int, frozenset[Split]],
+    extents: Extents,
 ) -> tuple[dict[str, int], dict[int, int]]:
     """(ranks of each axis, small extents): on the fewest ranks for which there are
     some. Raises NotShrunk."""
@@ -117,7 +120,7 @@ def _choose(
     raise problem
 
 
-def _stages(plan: Plan, few: FewLayers) -> dict[str, int]:
+def _stages(plan: Plan, few: ChosenLayers) -> dict[str, int]:
     """As many pipeline ranks as run the stages that are kept."""
     return {"pp": len(few.stages) // plan.stages_per_rank} if few.path else {}
 

@@ -26,20 +26,20 @@ TRIES = 1000  # small meshes that are looked at
 
 
 @dataclass(frozen=True)
-class Layers:
-    """Layers of a stage, and those of its small one. path: of their list, "" if none
-    is left out. kept: of each small one the number in the large one, each from its
-    stage's first. count: how many the large one has."""
+class StageLayers:
+    """Layers of a stage, and those of its small one. path: of their list, "" if none is
+    left out. numbers: of each small one that in the large one, each from its stage's
+    first. count: how many the large one has."""
 
     path: str
-    kept: tuple[int, ...]
+    numbers: tuple[int, ...]
     count: int
 
     def stands_for(self, small: int, large: int) -> bool:
         """Whether numbers are those of one layer, counted from the first or from the
         last of a pattern; or where these end."""
-        few = len(self.kept)
-        apart = [*(n - i for i, n in enumerate(self.kept)), self.count - few]
+        few = len(self.numbers)
+        apart = [*(n - i for i, n in enumerate(self.numbers)), self.count - few]
         at = max(0, min(small, few))
         own = apart[at] if small >= 0 else 0
         after = next((i for i in range(at, few + 1) if apart[i] != own), None)
@@ -51,30 +51,30 @@ class Layers:
 
 
 @dataclass(frozen=True)
-class FewLayers:
-    """Which layers of a repeating list are kept. path: of the list, "" if all are kept.
+class ChosenLayers:
+    """Which layers of a repeating list are left. path: of the list, "" if all are.
     stages: for each stage of the small pipeline, the stage of the large one that it
-    stands for. kept: for each of them the numbers of its layers in the large model."""
+    stands for. numbers: for each of them those of its layers in the large model."""
 
     path: str
     stages: tuple[int, ...]
-    kept: tuple[tuple[int, ...], ...]
+    numbers: tuple[tuple[int, ...], ...]
 
     @property
     def order(self) -> tuple[int, ...]:
         """The large number of each small layer."""
-        return tuple(n for own in self.kept for n in own)
+        return tuple(n for own in self.numbers for n in own)
 
-    def layers(self, place: int, count: int) -> Layers:
+    def layers(self, place: int, count: int) -> StageLayers:
         """Those of a small stage, which stands for one that has so many."""
-        own = self.kept[place] if self.path else ()
-        return Layers(self.path, tuple(n - own[0] for n in own), count)
+        own = self.numbers[place] if self.path else ()
+        return StageLayers(self.path, tuple(n - own[0] for n in own), count)
 
     @property
     def starts(self) -> tuple[str, ...]:
         """The layers that begin the stages but the first, by their small names; "" for
         what comes after them."""
-        counts = accumulate(map(len, self.kept[:-1]))
+        counts = accumulate(map(len, self.numbers[:-1]))
         every = len(self.order)
         return tuple(f"{self.path}.{n}" if n < every else "" for n in counts)
 
@@ -96,7 +96,7 @@ def small_mesh(plan: Plan, sizes: Mapping[str, int]) -> Mesh:
 
 
 def small_sizes(
-    plan: Plan, few: FewLayers | None, splits: Mapping[int, frozenset[Split]]
+    plan: Plan, few: ChosenLayers | None, splits: Mapping[int, frozenset[Split]]
 ) -> Iterator[dict[str, int]]:
     """Axis -> its ranks in a small plan; of time its microbatches. The smallest first,
     for what extents are together may need more ranks than each of them does.
@@ -203,7 +203,7 @@ def find_splits(sharded: Sharded) -> dict[int, frozenset[Split]]:
     return {n: frozenset(s for s in splits if s) for n, splits in splits_of.items()}
 
 
-def shrink_plan(plan: Plan, few: FewLayers, sizes: Mapping[str, int]) -> Plan:
+def shrink_plan(plan: Plan, few: ChosenLayers, sizes: Mapping[str, int]) -> Plan:
     """The plan of the small model.
 
     plan: complete, as compiling leaves it. sizes: of `small_sizes`.
@@ -249,13 +249,13 @@ def choose_layers(
     by_stage: Sequence[Sequence[int]],
     plan: Plan,
     keep: int,
-) -> FewLayers:
+) -> ChosenLayers:
     """Which layers and which stages stand for all.
 
     kinds: of each layer of the list. by_stage: the layers of each stage, of which the
     first and the last may have none. Kept whole where stages share one.
     """
-    every = FewLayers("", tuple(range(len(by_stage))), ())
+    every = ChosenLayers("", tuple(range(len(by_stage))), ())
     flat = [n for own in by_stage for n in own]
     if flat != list(range(len(kinds))) or not all(by_stage[1:-1]):
         return every
@@ -264,7 +264,7 @@ def choose_layers(
         tuple(own[i] for i in few) for own, few in zip(by_stage, thinned, strict=True)
     ]
     chosen = _choose_stages([[kinds[n] for n in own] for own in kept], plan)
-    return FewLayers(path, tuple(chosen), tuple(kept[s] for s in chosen))
+    return ChosenLayers(path, tuple(chosen), tuple(kept[s] for s in chosen))
 
 
 def _choose_stages(kinds: Sequence[Sequence[object]], plan: Plan) -> list[int]:

@@ -23,7 +23,7 @@ from ..proof.find_dims import find_dims
 from ..proof.layer_uses import find_out_of_turn
 from ..proof.read_text import Counts, Number, Statement, read_module
 from ..proof.same_specs import NO_PAIRS, Pairs, find_shares, stands_for
-from ..proof.shrink_plan import Layers
+from ..proof.shrink_plan import StageLayers
 
 SHOWN = 160  # characters of a statement in an error
 
@@ -67,7 +67,9 @@ class Sizes:
         return cls(own, find_shares(own | positions, axes))
 
 
-def differs(large: str, small: str, sizes: Sizes, layers: Layers) -> Difference | None:
+def differs(
+    large: str, small: str, sizes: Sizes, layers: StageLayers
+) -> Difference | None:
     """None if a large module is the small one but for numbers."""
     big, few = (read_module(text, layers.path) for text in (large, small))
     for name in dict.fromkeys([*big, *few]):
@@ -87,7 +89,7 @@ def _compare(
     name: str,
     large: Sequence[Statement],
     small: Sequence[Statement],
-    layers: Layers,
+    layers: StageLayers,
     sizes: Sizes,
 ) -> Difference | None:
     for ours, theirs in zip_longest(large, small, fillvalue=Statement("", ())):
@@ -101,7 +103,7 @@ def _compare(
     return None
 
 
-def _alike(a: Number, b: Number, dim: bool, layers: Layers, sizes: Sizes) -> bool:
+def _alike(a: Number, b: Number, dim: bool, layers: StageLayers, sizes: Sizes) -> bool:
     if b.counts is Counts.LAYERS:
         return layers.stands_for(int(b.value), int(a.value))
     if a == b:

@@ -10,15 +10,15 @@ from autopar.capture.shorten import find_facts, without_index
 from autopar.passes.capture.find_repeats import find_list
 from autopar.passes.plan import Plan
 from autopar.passes.program import Program
-from autopar.passes.proof.shrink_plan import FewLayers, choose_layers, layer_number
+from autopar.passes.proof.shrink_plan import ChosenLayers, choose_layers, layer_number
 
 PLAIN = bool | int | float | str
 KEPT = 3  # repeats of a pattern that a stage keeps: the first, one inside, the last
 
 
-def find_few_layers(model: nn.Module, program: Program) -> FewLayers:
+def find_chosen_layers(model: nn.Module, program: Program) -> ChosenLayers:
     """Which layers and stages of a program are enough to prove it."""
-    plan, whole = program.plan, FewLayers("", tuple(range(len(program.stages))), ())
+    plan, whole = program.plan, ChosenLayers("", tuple(range(len(program.stages))), ())
     path = find_list(model, lambda layers: len(layers) > 1)
     if not path:
         return whole
