@@ -85,15 +85,20 @@ def test_plans_differ_in_all_that_is_decided() -> None:
 def test_a_pick_is_held_against_the_best_measured() -> None:
     plans = [planner(2).choice(choice) for choice in MEASURED[:3]]
     rows = [
-        Row(replace(plan, pick=i == 1), Measured([seconds] * 3, [1 << 20], 0.0), [1.0])
+        Row(replace(plan, pick=i == 1), Measured([seconds] * 3, [1 << 20], 0.0))
         for i, (plan, seconds) in enumerate(zip(plans, (0.2, 0.3, 0.4), strict=True))
     ]
     assert choosing(rows).startswith("the planner's pick is 50.0% slower than")
     alike: list[Planned] = [replace(p, estimate=plans[0].estimate) for p in plans]
-    near, paces = plans[0].estimate.seconds * 1.1, [0.8, 1.0, 1.3]
+    near = plans[0].estimate.seconds * 1.1
     rows = [
-        Row(replace(p, pick=True), Measured([near], [int(p.estimate.peak)], 0.0), paces)
+        Row(replace(p, pick=True), Measured([near], [int(p.estimate.peak)], 0.0))
         for p in alike[:1]
     ]
     assert "1 plans: median error 9.1% in time, 0.0% in memory" in summary(rows)
-    assert "2 ranks: the same work took -20% to +30% of its median" in summary(rows)
+    slower = replace(plans[0].estimate, seconds=1.2 * plans[0].estimate.seconds)
+    between = [replace(rows[0], planned=replace(rows[0].planned, again=slower))]
+    assert "0.0% in time, 0.0% in memory; predictions before and after the runs" in (
+        text := summary(between)
+    )
+    assert "20.0% apart" in text

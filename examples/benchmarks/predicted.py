@@ -9,9 +9,9 @@ thread a rank: all plans of a number of ranks in the same processes, a step each
 turn. Seconds are the median of the rounds; bytes are of live tensors, of the rank that
 has the most.
 
-A machine that others share is as fast as they let it be. So all ranks do a piece of
-work that is always the same, before and after the profile and in each round; how much
-its seconds differ is printed: errors that are as large say nothing.
+How fast a machine is that others share changes within minutes. So it is measured once
+more after the runs, and a prediction is the mean of those by both; how far these are
+apart is printed: errors that are as large say nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from tabulate import tabulate
 
@@ -57,7 +57,7 @@ from examples.benchmarks.predicted_plans import (  # noqa: E402
     Choice,
     spread,
 )
-from examples.benchmarks.predicted_runs import Job, Measured, Results  # noqa: E402
+from examples.benchmarks.predicted_runs import Job, Measured  # noqa: E402
 from examples.benchmarks.processes import run  # noqa: E402
 
 RANKS = (2, 4)
@@ -66,12 +66,23 @@ TIMEOUT = 900.0  # seconds of all ranks of a number
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan of a workload, as the planner sees it. pick: it is the planner's own."""
+    """A plan of a workload, as the planner sees it. pick: it is the planner's own.
+    again: as it would see it after the runs."""
 
     workload: str
     estimate: Estimate
     plan: str
     pick: bool = False
+    again: Estimate | None = None
+
+    @property
+    def seconds(self) -> float:
+        return mean([x.seconds for x in (self.estimate, self.again) if x is not None])
+
+    @property
+    def apart(self) -> float:
+        """What it takes after the runs over what it took before them, less one."""
+        return self.again.seconds / self.estimate.seconds - 1 if self.again else 0.0
 
     @property
     def ranks(self) -> int:
@@ -84,17 +95,10 @@ class Planned:
 
 @dataclass(frozen=True)
 class Row:
-    """A plan, predicted and measured. paces: seconds that the same work took around the
-    profile and while it was measured."""
+    """A plan, predicted and measured."""
 
     planned: Planned
     measured: Measured
-    paces: Sequence[float]
-
-    @property
-    def predicted(self) -> float:
-        """Seconds."""
-        return self.planned.estimate.seconds
 
     @property
     def seconds(self) -> float:
@@ -102,7 +106,7 @@ class Row:
 
     @property
     def time_error(self) -> float:
-        return self.predicted / self.seconds - 1
+        return self.planned.seconds / self.seconds - 1
 
     @property
     def memory_error(self) -> float:
@@ -139,6 +143,32 @@ class Planner:
         return Planned(self.workload, estimate, plan_of(candidate, self.of).to_json())
 
 
+def make_planners(profile: Path | None, backend: str) -> dict[tuple[str, int], Planner]:
+    """For each workload and number of ranks, see `predict`."""
+    planners = {}
+    for workload, spec in WORKLOADS.items():
+        loaded = load_model(spec)
+        batch = batch_for(loaded, SAMPLES, SEQ)
+        of = capture_short(loaded.model, with_samples(batch, SAMPLES), backend=backend)
+        for ranks in RANKS:
+            cluster = measured_cluster(ranks, profile)
+            planners[workload, ranks] = Planner(of, cluster, workload)
+    return planners
+
+
+def predict_again(profile: Path, rows: Sequence[Row], backend: str) -> list[Row]:
+    """The same plans by another profile beside."""
+    planners = make_planners(profile, backend)
+
+    def priced(plan: Planned) -> Planned:
+        planner = planners[plan.workload, plan.ranks]
+        candidate = plan.estimate.candidate
+        again = run_on_paper(candidate, planner.prices, planner.cluster)
+        return replace(plan, again=again)
+
+    return [replace(row, planned=priced(row.planned)) for row in rows]
+
+
 def predict(
     profile: Path | None, choices: Sequence[Choice], backend: str = "eager"
 ) -> Iterator[Planned]:
@@ -147,13 +177,11 @@ def predict(
     profile: of this machine; None: as the table of hardware has it. backend: what runs
     functions.
     """
-    for workload, spec in WORKLOADS.items():
-        loaded = load_model(spec)
-        batch = batch_for(loaded, SAMPLES, SEQ)
-        of = capture_short(loaded.model, with_samples(batch, SAMPLES), backend=backend)
+    planners = make_planners(profile, backend)
+    for workload in WORKLOADS:
         for ranks in RANKS:
             own = [c for c in choices if c.ranks == ranks]
-            planner = Planner(of, measured_cluster(ranks, profile), workload)
+            planner = planners[workload, ranks]
             predicted = [planner.choice(choice) for choice in own]
             pick = planner.pick()
             known = [p.plan for p in predicted]
@@ -177,40 +205,19 @@ def measure_machine(path: Path, seconds: float) -> None:
         run(command, TIMEOUT)
 
 
-def run_jobs(ranks: int, jobs: Sequence[Job], rounds: int, folder: Path) -> Results:
-    """What so many ranks measure of jobs, and of their pace."""
-    source, target = folder / f"jobs{ranks}.json", folder / f"found{ranks}.json"
-    source.write_text(json.dumps([asdict(job) for job in jobs]))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "-m"]
-    command += ["examples.benchmarks.predicted_runs", str(source), str(target)]
-    run([*command, str(rounds)], TIMEOUT)
-    results = json.loads(target.read_text())
-    measured = [Measured(**entry) for entry in results["measured"]]
-    return Results(measured, results["paces"])
-
-
-def measure_paces(rounds: int, folder: Path) -> dict[int, list[float]]:
-    """Returns those of each number of ranks."""
-    return {ranks: run_jobs(ranks, [], rounds, folder).paces for ranks in RANKS}
-
-
-def measure_plans(
-    plans: Sequence[Planned],
-    paces: Mapping[int, Sequence[float]],
-    rounds: int,
-    folder: Path,
-) -> list[Row]:
-    """paces: of each number of ranks, around the profile."""
+def measure_plans(plans: Sequence[Planned], rounds: int, folder: Path) -> list[Row]:
     rows = []
     for ranks in sorted({p.ranks for p in plans}):
         own = [p for p in plans if p.ranks == ranks]
+        source, target = folder / f"jobs{ranks}.json", folder / f"found{ranks}.json"
         jobs = [Job(WORKLOADS[p.workload], SEQ, BATCH, p.plan) for p in own]
-        results = run_jobs(ranks, jobs, rounds, folder)
-        all_paces = [*paces[ranks], *results.paces]
-        rows += [
-            Row(p, m, all_paces) for p, m in zip(own, results.measured, strict=True)
-        ]
+        source.write_text(json.dumps([asdict(job) for job in jobs]))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(ranks), "-m"]
+        command += ["examples.benchmarks.predicted_runs", str(source), str(target)]
+        run([*command, str(rounds)], TIMEOUT)
+        measured = [Measured(**entry) for entry in json.loads(target.read_text())]
+        rows += [Row(p, m) for p, m in zip(own, measured, strict=True)]
     return rows
 
 
@@ -222,7 +229,7 @@ def table(rows: Sequence[Row]) -> str:
         {
             "model": row.planned.workload,
             "plan (*: the planner's)": row.planned.name,
-            "ms predicted": 1e3 * row.predicted,
+            "ms predicted": 1e3 * row.planned.seconds,
             "measured": 1e3 * row.seconds,
             "ratio": 1 + row.time_error,
             "MiB predicted": row.planned.estimate.peak / 2**20,
@@ -241,14 +248,10 @@ def summary(rows: Sequence[Row]) -> str:
         median(abs(error) for error in errors)
         for errors in ([r.time_error for r in rows], [r.memory_error for r in rows])
     )
-    paces = {row.planned.ranks: row.paces for row in rows}
+    apart = median(abs(row.planned.apart) for row in rows)
     lines = [
-        *(
-            f"{n} ranks: the same work took {min(x) / median(x) - 1:+.0%} to "
-            f"{max(x) / median(x) - 1:+.0%} of its median"
-            for n, x in paces.items()
-        ),
-        f"{len(rows)} plans: median error {time:.1%} in time, {memory:.1%} in memory",
+        f"{len(rows)} plans: median error {time:.1%} in time, {memory:.1%} in memory; "
+        f"predictions before and after the runs are {apart:.1%} apart"
     ]
     for workload in WORKLOADS:
         for ranks in RANKS:
@@ -268,7 +271,7 @@ def choosing(rows: Sequence[Row]) -> str:
     (pick,) = [row for row in rows if row.planned.pick]
     behind = pick.seconds / best.seconds - 1
     order = rank_correlation(
-        [row.predicted for row in rows], [row.seconds for row in rows]
+        [row.planned.seconds for row in rows], [row.seconds for row in rows]
     )
     return (
         f"the planner's pick is {behind:.1%} slower than the best measured, "
@@ -299,14 +302,15 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         profile = options.profile or Path(scratch) / "profile.json"
-        paces = measure_paces(options.rounds, Path(scratch))
         if options.profile is None:
             measure_machine(profile, options.seconds)
-            for ranks, more in measure_paces(options.rounds, Path(scratch)).items():
-                paces[ranks] += more
         choices = spread(CHOICES, options.plans)
         plans = list(predict(profile, choices, options.backend))
-        rows = measure_plans(plans, paces, options.rounds, Path(scratch))
+        rows = measure_plans(plans, options.rounds, Path(scratch))
+        if options.profile is None:
+            after = Path(scratch) / "after.json"
+            measure_machine(after, options.seconds)
+            rows = predict_again(after, rows, options.backend)
     print(table(rows))
     print(summary(rows))
 

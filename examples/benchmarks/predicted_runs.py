@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 -m examples.benchmarks.predicted_runs JOB RESULT ROUNDS
 
-JOB: a JSON file of `Job`s, of none at all too. RESULT: of `Results`, written by rank 0.
+JOB: a JSON file of `Job`s. RESULT: of `Measured`, in their order, written by rank 0.
 """
 
 from __future__ import annotations
@@ -50,14 +50,6 @@ class Measured:
     loss: float
 
 
-@dataclass(frozen=True)
-class Results:
-    """measured: of jobs, in their order. paces: of each round, see `pace`."""
-
-    measured: list[Measured]
-    paces: list[float]
-
-
 class Trainer:
     """A plan's step with its optimizer, as `autopar run` has them."""
 
@@ -97,21 +89,7 @@ def timed(trainer: Trainer) -> tuple[float, float]:
     return time.perf_counter() - begin, float(loss)
 
 
-def pace() -> float:
-    """Seconds that all ranks take at once for what is always the same: how fast the
-    machine is just now, as others that share it let it be."""
-    x, weight = torch.ones(1024, 256), torch.ones(256, 1024)
-    dist.barrier()
-    begin = time.perf_counter()
-    for _ in range(16):
-        x = torch.tanh(
-            torch.mm(torch.nn.functional.gelu(torch.mm(x, weight)), weight.T)
-        )
-    dist.barrier()
-    return time.perf_counter() - begin
-
-
-def measure(jobs: list[Job], rounds: int) -> Results:
+def measure(jobs: list[Job], rounds: int) -> list[Measured]:
     """All plans, a step each in turn, so that a slow minute weighs on all."""
     trainers, peaks = [], []
     for job in jobs:
@@ -120,16 +98,13 @@ def measure(jobs: list[Job], rounds: int) -> Results:
         everyone: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(everyone, peak)
         peaks.append(everyone)
-    table, paces = [], []
-    for _ in range(rounds):
-        paces.append(pace())
-        table.append([timed(trainer) for trainer in trainers])
+    table = [[timed(trainer) for trainer in trainers] for _ in range(rounds)]
     measured = []
     for i, peak in enumerate(peaks):
         column = [row[i] for row in table]
         measured.append(Measured([s for s, _ in column], peak, column[-1][1]))
     check_losses(jobs, measured)
-    return Results(measured, paces)
+    return measured
 
 
 def check_losses(jobs: list[Job], results: list[Measured]) -> None:
@@ -150,7 +125,7 @@ def main() -> None:
     jobs = [Job(**entry) for entry in json.loads(source.read_text())]
     results = measure(jobs, rounds)
     if dist.get_rank() == 0:
-        target.write_text(json.dumps(asdict(results)))
+        target.write_text(json.dumps([asdict(m) for m in results]))
     dist.barrier()
     # A gloo thread that lets go of a tensor while Python shuts down aborts the process,
     # about once in ten runs: leave without the shutdown.
