@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,12 +66,14 @@ class Builder:
         return out
 
 
-def prune(graph: Graph) -> Graph:
-    """Drop nodes, buffers and constants that no output depends on."""
+def prune(graph: Graph, counted: Callable[[Node], bool] | None = None) -> Graph:
+    """Drop nodes, buffers and constants that no output depends on. counted: which nodes
+    stay whatever becomes of their results."""
     needed = {v.name for v in graph.outputs}
     nodes = []
     for node in reversed(graph.nodes):
-        if any(v.name in needed for v in node.results):
+        read = any(v.name in needed for v in node.results)
+        if read or (counted is not None and counted(node)):
             nodes.append(node)
             needed.update(v.name for v in node.operands)
     return replace(

@@ -165,12 +165,19 @@ def other_tokens(layer: Layer, x: Tensor) -> Tensor:
     return layer(x) * scale + 0.1 * torch.randint_like(x, 2, 5)
 
 
+def unread(layer: Layer, x: Tensor) -> Tensor:
+    """What is drawn and not read counts as well: what comes after has its number."""
+    torch.rand(3)
+    F.dropout(torch.randn_like(x), 0.5)
+    return layer(F.dropout(x, 0.2)) + torch.rand_like(x)
+
+
 BODIES: dict[str, Body] = {
     body.__name__: body
     for body in (
         *(jitter, noisy_scores, gumbel, stochastic_depth, per_sample_path, coin),
         *(bernoulli_like, given_moments, moments_by_number, normal_numbers),
-        *(waiting_times, steps_of_diffusion, other_tokens),
+        *(waiting_times, steps_of_diffusion, other_tokens, unread),
     )
 }
 PLANS = {

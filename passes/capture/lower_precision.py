@@ -21,6 +21,7 @@ from ..graph import Graph, Location, Node, Value
 from ..graph_text import DTYPES
 from ..ops.evaluate import results_like
 from ..ops.op import is_view
+from ..ops.random import awaits_number
 
 CAST = "aten.to.dtype"
 # Op -> how many of its operands are cast, None: all. A mask of attention need not be.
@@ -101,7 +102,8 @@ class _Lowering:
                 self.now[old.out.name] = wide
         outputs = tuple(self.now.get(v.name, v) for v in self.graph.outputs)
         nodes = tuple(self.builder.nodes)
-        return prune(replace(self.graph, nodes=nodes, outputs=outputs)).verify()
+        graph = replace(self.graph, nodes=nodes, outputs=outputs)
+        return prune(graph, awaits_number).verify()
 
     def lowered(self, node: Node, dtype: torch.dtype) -> Node:
         """The node on operands of the dtype that autocast has for its op."""

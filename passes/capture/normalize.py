@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from ..builder import prune
 from ..capture.decompose_index import index
 from ..capture.decompose_index_put import index_put
 from ..capture.hoist_splits import hoist_splits
@@ -216,7 +217,7 @@ def draw(rewriter: Rewriter, node: Node) -> Value | None:
 
 def number(graph: Graph, *series: tuple[str, ...]) -> Graph:
     """Number the nodes of each series of ops in the order in which the model calls
-    them."""
+    them; those that nobody reads are left out then."""
     first = {op: ops[0] for ops in series for op in ops}
     nodes, count = [], dict.fromkeys(first.values(), 0)
     for node in graph.nodes:
@@ -224,7 +225,7 @@ def number(graph: Graph, *series: tuple[str, ...]) -> Graph:
             node = replace(node, args=(*node.args, count[op]))
             count[op] += 1
         nodes.append(node)
-    return replace(graph, nodes=tuple(nodes))
+    return prune(replace(graph, nodes=tuple(nodes)))
 
 
 def tanh_gelu(rewriter: Rewriter, node: Node) -> Value | None:

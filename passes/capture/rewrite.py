@@ -11,6 +11,7 @@ import torch
 from ..builder import Builder, prune
 from ..graph import Graph, Location, Node, Value, resolve
 from ..ops.evaluate import results_like
+from ..ops.random import awaits_number
 
 Rule = Callable[["Rewriter", Node], "Value | tuple[Value | None, ...] | None"]
 
@@ -51,7 +52,8 @@ class Rewriter:
                     self.replaced[old.name] = fresh
         outputs = tuple(self.replaced.get(v.name, v) for v in self.graph.outputs)
         nodes = tuple(self.builder.nodes)
-        return prune(replace(self.graph, nodes=nodes, outputs=outputs)).verify()
+        graph = replace(self.graph, nodes=nodes, outputs=outputs)
+        return prune(graph, awaits_number).verify()
 
     def keep(self, node: Node) -> tuple[Value | None, ...]:
         """Copy a node over, under the names it had where they are free."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..graph import Node
+from ..graph import Node, resolve
 from ..ops import extents, parts
 from ..ops.op import Op, Place, to_out
 
@@ -57,6 +57,15 @@ class Draw:
             return torch.int64
         compared = any(op == "aten.lt" for op, _ in self.steps)
         return torch.float32 if compared else None
+
+
+def awaits_number(node: Node) -> bool:
+    """Whether it draws, and is not numbered yet: all that a model draws is, in order,
+    be it read or not."""
+    if node.op in CHANCE:
+        return node.arg("number") is None
+    seeded = torch.Tag.nondeterministic_seeded
+    return node.op.startswith("aten.") and seeded in resolve(node.op).tags
 
 
 def draw_of(name: str, bound: Mapping[str, Any]) -> Draw | None:
