@@ -11,6 +11,7 @@ import torch
 
 from .builder import prune
 from .graph import Graph, Node, Value, map_values
+from .ops.random import awaits_number
 
 BEFORE, FIRST = 0, 1  # the parts before the layers, and of the first of them
 NUMBER = "number"  # an argument that tells apart the ops of a model that draw numbers
@@ -92,7 +93,7 @@ class Layered:
         literals: Mapping[str, torch.Tensor],
         note: Callable[[Value], Hashable] = lambda v: None,
     ) -> None:
-        self.graph, self.path, self.note = prune(graph), path, note
+        self.graph, self.path, self.note = prune(graph, awaits_number), path, note
         self.parts = _parts(self.graph, path)
         self.made = [[v for node in part for v in node.results] for part in self.parts]
         self.places = {

@@ -199,7 +199,8 @@ def noisy(body: Body, **options: object) -> Case:
 @pytest.mark.parametrize("body", [*BODIES, "masked"])
 def test_numbers_are_the_same_on_any_mesh(body: str, mesh: str) -> None:
     microbatches, options = PLANS[mesh]
-    case = noisy(BODIES.get(body, jitter), masked=body == "masked")
+    layers = 9 if body == "unread" else 3  # of so many, a few are lowered
+    case = noisy(BODIES.get(body, jitter), layers=layers, masked=body == "masked")
     case.verify(mesh, microbatches, **options)
 
 
