@@ -24,7 +24,7 @@ from draw_options import (
     prove_all,
 )
 from drawn_design import Design
-from drawn_gpt import Built, build
+from drawn_gpt import NOISES, Built, build
 from drawn_layers import NORMS
 from drawn_losses import LOOKUPS, LOSSES, PAIRS
 from drawn_mixers import MIXERS
@@ -127,6 +127,7 @@ DESIGN: Choices = {
         "slice", "mask", where=v["loss"] in LOOKUPS, otherwise="slice"
     ),
     "returns": lambda v: ["loss", "pair", "dict", "logits"],
+    "noise": lambda v: [*["none"] * 2 * len(NOISES), *NOISES],
 }  # fmt: skip
 
 

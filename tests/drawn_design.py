@@ -57,6 +57,7 @@ class Design:
     ignored: str = "uneven"
     loss: str = "cross_entropy"
     returns: str = "loss"
+    noise: str = "none"
 
     def __str__(self) -> str:
         """What differs from the plainest."""

@@ -13,6 +13,15 @@ from drawn_losses import IGNORED, LOSSES, TARGETS, Batch
 from drawn_mixers import MIXERS
 from torch import Tensor, nn
 
+NOISES: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda y: y,
+    "jitter": lambda y: y * torch.empty_like(y).uniform_(0.9, 1.1),
+    "normal": lambda y: y + 0.1 * torch.randn_like(y),
+    "path": lambda y: y * (torch.rand(len(y), 1, 1, device=y.device) < 0.8),
+    "tokens": lambda y: y * torch.rand(y.shape[:2], device=y.device)[..., None],
+    "features": lambda y: y + y.new_empty(y.shape[-1]).exponential_(10.0),
+}
+
 
 class Block(nn.Module):
     def __init__(self, d: Design, layer: int) -> None:
@@ -26,14 +35,14 @@ class Block(nn.Module):
             self.norm2 = norm(d.width)
         if d.place == "sandwich":
             self.norm3, self.norm4 = norm(d.width), norm(d.width)
-        self.drop = nn.Dropout(d.dropout)
+        self.drop, self.noise = nn.Dropout(d.dropout), d.noise
         if self.residual in ("scaled", "gated"):
             self.scale1 = nn.Parameter(torch.ones(d.width))
             if d.place != "parallel":
                 self.scale2 = nn.Parameter(torch.ones(1))
 
     def add(self, x: Tensor, y: Tensor, scale: str) -> Tensor:
-        y = self.drop(y)
+        y = NOISES[self.noise](self.drop(y))
         if self.residual == "scaled":
             return x + y * getattr(self, scale)
         if self.residual == "gated":

@@ -20,7 +20,7 @@ from draw_models import (
 )
 from draw_options import Draw, DrawFailed, mended, outcome, spanning
 from drawn_design import Design
-from drawn_gpt import build
+from drawn_gpt import NOISES, build
 from drawn_layers import NORMS
 from drawn_losses import LOSSES
 from drawn_mixers import MIXERS
@@ -102,6 +102,7 @@ def test_every_field_of_a_design_is_drawn() -> None:
         ("cropped", ["slice", "mask"]),
         ("padded", [True, False]),
         ("returns", ["loss", "pair", "dict", "logits"]),
+        ("noise", NOISES),
     ],
 )
 def test_every_value_is_drawn(name, values) -> None:

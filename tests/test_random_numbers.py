@@ -108,6 +108,12 @@ def jitter(layer: Layer, x: Tensor) -> Tensor:
     return layer(x * torch.empty_like(x).uniform_(0.9, 1.1))
 
 
+def jitter_in_half(layer: Layer, x: Tensor) -> Tensor:
+    """Under autocast what it multiplies has half the bits, and so have the numbers."""
+    y = layer(x)
+    return y * torch.empty_like(y).uniform_(0.9, 1.1)
+
+
 def noisy_scores(layer: Layer, x: Tensor) -> Tensor:
     scores = layer(x)
     return scores + torch.randn_like(scores) * F.softplus(scores)
@@ -175,7 +181,15 @@ def unread(layer: Layer, x: Tensor) -> Tensor:
 BODIES: dict[str, Body] = {
     body.__name__: body
     for body in (
-        *(jitter, noisy_scores, gumbel, stochastic_depth, per_sample_path, coin),
+        *(
+            jitter,
+            jitter_in_half,
+            noisy_scores,
+            gumbel,
+            stochastic_depth,
+            per_sample_path,
+            coin,
+        ),
         *(bernoulli_like, given_moments, moments_by_number, normal_numbers),
         *(waiting_times, steps_of_diffusion, other_tokens, unread),
     )
@@ -184,6 +198,7 @@ PLANS = {
     "dp=2,tp=2": (2, {"zero": 3, "recompute": "full"}),
     "pp=3": (4, {}),
     "cp=2": (1, {"precision": "bf16"}),
+    "tp=2": (2, {"precision": "fp16"}),
 }
 
 

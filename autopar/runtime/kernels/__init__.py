@@ -4,7 +4,6 @@ Names that end in `_` accumulate into their first argument and return it. Everyt
 here runs on CPU; where CUDA has a better op, the choice follows the tensors' device.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 
@@ -76,6 +75,9 @@ def dropout_mask(
     )
 
 
+_DIGITS = {torch.float16: 11, torch.bfloat16: 8}  # of a number, in base 2
+
+
 def draw(
     kind: Kind,
     key: int,
@@ -98,7 +100,7 @@ def draw(
             return
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         if kind == "uniform":
-            digits = min(24, 1 - round(math.log2(torch.finfo(dtype).eps)))
+            digits = _DIGITS.get(dtype, 24)
             tile.copy_(_shifted(h, 64 - digits).to(wide) * 2.0**-digits)
             return
         u = (_shifted(h, 64 - 23).to(wide) + 0.5) * 2.0**-23  # neither 0 nor 1
