@@ -58,7 +58,7 @@ class Evaluation:
         return bool(every) and (done % every == 0 or done == self.options.steps)
 
     def losses(self, step: Step) -> dict[str, float]:
-        """Returns the loss, without dropout, its perplexity, and `Step.metrics`; and
+        """Returns the loss of eval mode, its perplexity, and `Step.metrics`; and
         those of averaged weights, if the run has some. All ranks must call it."""
         row = self._row(step, "eval")
         if step.has_ema:

@@ -71,7 +71,7 @@ class Chain:
             gathers: dict[str, Node] = {}
             for v in node.operands:
                 gathers |= behind.get(v.name, {})
-            axes = as_axes(node.args[1]) if node.op == GATHER else ()
+            axes = as_axes(node.arg("axes")) if node.op == GATHER else ()
             if set(axes) & set(plan.parameter_axes):
                 gathers[node.out.name] = node
             behind |= {v.name: gathers for v in node.results}

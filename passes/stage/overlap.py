@@ -306,7 +306,7 @@ def _messages(
     """Nodes that start a message for each axis and dtype, and those that await it."""
     alike: dict[tuple[str, str, str], list[Node]] = {}
     for n in collectives:
-        key = (n.op, n.args[1], str(n.operands[0].dtype))
+        key = (n.op, n.arg("axes"), str(n.operands[0].dtype))
         alike.setdefault(key, []).append(n)
     starts, waits = [], []
     for (op, axis, _), own in alike.items():

@@ -46,9 +46,11 @@ def _split_over(field: Value, s: LocalStage) -> tuple[str, ...]:
     names = {field.name}
     while True:
         readers = [n for n in s.nodes if names & {v.name for v in n.operands}]
-        if any(_splits_rows(n) and n.args[1] == TIME for n in readers):
-            readers = [n for n in readers if not _splits_rows(n) or n.args[1] == TIME]
-        over = {n.args[1] for n in readers if _splits_rows(n)}
+        if any(_splits_rows(n) and n.arg("axes") == TIME for n in readers):
+            readers = [
+                n for n in readers if not _splits_rows(n) or n.arg("axes") == TIME
+            ]
+        over = {n.arg("axes") for n in readers if _splits_rows(n)}
         if len(over) != 1 or not all(map(_splits_rows, readers)):
             return tuple(axes)
         axes += over
@@ -56,7 +58,7 @@ def _split_over(field: Value, s: LocalStage) -> tuple[str, ...]:
 
 
 def _splits_rows(node: Node) -> bool:
-    return node.op == "comm.shard" and node.args[2] == 0
+    return node.op == "comm.shard" and node.arg("dim") == 0
 
 
 def _entries(values: Sequence[Value]) -> str:
