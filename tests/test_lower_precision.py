@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from cases import Case, run_all_ranks
 from models import plain_gpt
 from torch import Tensor, nn
 
-from autopar.passes.capture.lower_precision import lower_precision
+from autopar.passes.capture.lower_precision import LOW, WIDE, lower_precision
+from autopar.passes.capture.one_dtype import EQUAL
 from autopar.passes.capture.trace import Traced, trace
 from autopar.passes.errors import CaptureError
 from autopar.passes.graph import Node
@@ -113,6 +116,52 @@ def test_each_op_computes_in_what_its_list_says(tables):
     cast = [n.operands[0].name for n in nodes if n.op == "aten.to.dtype"]
     weights = ["table.weight", "w.weight"] if tables else ["w.weight"]
     assert sorted(n for n in cast if "weight" in n) == weights
+
+
+IMAGES = re.compile(r"_?upsample_.*[23]d.*|grid_sampler")
+FUSED = re.compile("_thnn_fused_.*|_scaled_dot_product_flash_attention")
+
+
+def test_the_lists_have_every_op_that_autocast_has():
+    """Those of the header that torch is built from, which the wheel brings along."""
+    header = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
+    text = header.read_text().replace("\\\n", " ")
+    lists = {
+        name: set(re.findall(r"_\((?:ADD_NS\()?(\w+)", line))
+        for name, line in re.findall(r"#define AT_FORALL_(\w+)\(_\)(.*)", text)
+    }
+    wide = lists["FP32"] | lists["FP32_SET_OPT_DTYPE"]
+    wide |= lists["DIFFERENT_REDISPATCH_SIGNATURE"]
+    assert {"linear", "mm"} <= lists["LOWER_PRECISION_FP"] and {"exp", "norm"} <= wide
+    for of_torch, ours in (
+        (lists["LOWER_PRECISION_FP"], set(LOW)),
+        (wide, set(WIDE)),
+        (lists["PROMOTE"], set(EQUAL)),
+    ):
+        left = {name for name in of_torch - ours if not FUSED.fullmatch(name)}
+        assert {name for name in left if not IMAGES.fullmatch(name)} == set()
+
+
+class Cells(nn.Module):
+    """Recurrent cells as gates, and products of vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.w = nn.Embedding(16, 8), nn.Linear(8, 8)
+        self.gate, self.mixer = nn.GRUCell(8, 8), nn.LSTMCell(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids).flatten(0, 1)
+        x = self.gate(self.w(x), x)
+        y, _ = self.mixer(x, (self.w(x), x))
+        y = torch.addcmul(y, x, torch.linalg.vecdot(x, y)[:, None])
+        return F.cross_entropy(y @ self.table.weight.mT, ids.flatten())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-stream"])
+def test_cells_are_of_the_low_precision(precision):
+    case = Case(Cells(), {"ids": torch.arange(12).view(4, 3)})
+    verify(case.compile("dp=2,tp=2", precision=precision), *case).check()
 
 
 class OfOneDtype(nn.Module):

@@ -14,7 +14,7 @@ EQUAL = frozenset(
         *("index_put", "index_add", "index_copy", "index_reduce", "masked_scatter"),
         *("scatter", "scatter_add", "scatter_reduce", "lerp", "complex", "bilinear"),
         *("cross", "linalg_cross", "dot", "vdot", "inner", "tensordot"),
-        *("linalg_vecdot", "vecdot"),
+        *("addcmul", "addcdiv", "atan2"),
     )
 )
 

@@ -166,7 +166,7 @@ def flops(scores: int, values: int) -> Callable[[Node], int]:
 
 def ring_of(node: Node) -> str | None:
     """The axis that a rank's node passes keys and values round on, if it does."""
-    return node.args[-2] if node.op in (ATTENTION, ATTENTION_BACKWARD) else None
+    return node.arg("ring") if node.op in (ATTENTION, ATTENTION_BACKWARD) else None
 
 
 def passed_round(
@@ -178,8 +178,7 @@ def passed_round(
     Forward: keys and values of every rank but the next go on. Backward: these again,
     and their gradients, in float32 or wider, which all come home.
     """
-    ranks = node.args[-1]
-    k, v = _keys_and_values(node)
+    k, v, ranks = (node.arg(name) for name in ("k", "v", "ranks"))
     messages = [(k.dtype, ranks - 1, (ranks - 1) * (k.bytes + v.bytes))]
     if node.op == ATTENTION_BACKWARD if backward is None else backward:
         wide = torch.promote_types(k.dtype, torch.float32)
@@ -196,9 +195,9 @@ def workspace(node: Node) -> int:
     precision: copies, as some kernels take a head of keys for each of queries, and give
     as many gradients.
     """
-    k, v = _keys_and_values(node)
+    q, k, v = (node.arg(name) for name in ("q", "k", "v"))
     is_backward = node.op.endswith("_backward")
-    shared = node.args[1 if is_backward else 0].shape[1] // max(k.shape[1], 1)
+    shared = q.shape[1] // max(k.shape[1], 1)
     copies = shared > 1 and k.dtype.itemsize == 2
     needed = copies * (k.bytes + v.bytes) * shared * (1 + is_backward)
     if ring_of(node) is not None:
@@ -206,11 +205,6 @@ def workspace(node: Node) -> int:
         if is_backward:
             needed += 3 * max(4, k.dtype.itemsize) * (k.numel + v.numel)
     return needed
-
-
-def _keys_and_values(node: Node) -> tuple[Any, Any]:
-    first = 2 if node.op.endswith("_backward") else 1  # after the result's gradient
-    return node.args[first], node.args[first + 1]
 
 
 GIVEN = "q k v mask is_causal scale"

@@ -82,17 +82,17 @@ def _packed(x: Value, dim: int) -> int:
 
 
 def to_gather(node: Node) -> int:
-    return _packed(node.out, node.args[2])
+    return _packed(node.out, node.arg("dim"))
 
 
 def to_scatter(node: Node) -> int:
     x = node.operands[0]
-    return x.bytes + _packed(x, node.args[2])
+    return x.bytes + _packed(x, node.arg("dim"))
 
 
 def to_exchange(node: Node) -> int:
-    x, _, split_dim, concat_dim = node.args[:4]
-    return _packed(x, split_dim) + _packed(node.out, concat_dim)
+    split, joined = node.arg("split_dim"), node.arg("concat_dim")
+    return _packed(node.operands[0], split) + _packed(node.out, joined)
 
 
 OPS = (
@@ -119,7 +119,7 @@ OPS = (
     Op("comm.shard", "x axes dim pads", derivative=shard, called_with=3),
     Op(
         "comm.all_to_all",
-        "x axis split_dim concat_dim whole",
+        "x axes split_dim concat_dim whole",
         kind="all_to_all",
         workspace=to_exchange,
         on_rank=exchange_on_rank,

@@ -89,11 +89,11 @@ OPS = (
         "into dy x expert experts axes",
         flops=of_weight_grad,
     ),
-    Op(ROUTE, "expert axis experts", kind="all_to_all", workspace=rows),
+    Op(ROUTE, "expert axes experts", kind="all_to_all", workspace=rows),
     *(
         Op(
             name,
-            "x axis order counts",
+            "x axes order counts",
             kind="all_to_all",
             workspace=rows,
             derivative=home_again,

@@ -14,11 +14,11 @@ from ..dims.origins import find_differentiable
 from ..dims.probe import REFUSALS
 from ..errors import CaptureError
 from ..graph import Node
-from ..mesh import as_axes
 from ..ops.op import is_view
 from ..price.cluster import Cluster, Device
 from ..price.price import compute, node_seconds
 from ..price.stage_seconds import part_seconds
+from ..shard.collectives import axes_of
 from ..shard.insert_collectives import Lowered
 from ..stage.differentiate import differentiate
 from ..stage.one_op import one_op
@@ -71,7 +71,7 @@ class OpCosts:
 
     def gather(self, node: Node) -> Seconds:
         plan, size = self.lowered.plan, sum(v.bytes for v in node.results)
-        link = self.cluster.link(plan.mesh, as_axes(node.args[1]))
+        link = self.cluster.link(plan.mesh, axes_of(node))
         gathered = link.seconds("all_gather", size) if plan.zero == 3 else 0.0
         scattered = link.seconds("reduce_scatter", size) if plan.zero > 1 else 0.0
         return Seconds(gathered, gathered + scattered, 0.0)

@@ -214,7 +214,7 @@ def _price(
 
 def _added_up(node: Node) -> Exchange:
     """A number that ranks add up, over the axes of the batch that there are."""
-    axes = node.args[1] if node.op == "comm.all_reduce" else ()
+    axes = node.arg("axes") if node.op == "comm.all_reduce" else ()
     return Exchange("all_reduce", axes, 1.0, float(node.results[0].bytes))
 
 

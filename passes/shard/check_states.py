@@ -15,9 +15,9 @@ from math import prod
 
 from ..dims.name_dims import Dims
 from ..graph import Graph, InvalidGraph, Node, Value
-from ..mesh import as_axes
 from ..ops.experts import ROUTED
 from ..plan import Plan
+from ..shard.collectives import axes_of
 from ..shard.resharding import MAX, TABLE, P, R, S, V, kind
 from ..shard.sharding import Sharding
 
@@ -80,7 +80,7 @@ def _problem(
     has = {v.name: kind(shardings[v.name].state(axis)) for v in _values(node)}
     before = [has[v.name] for v in node.operands if v.name in flows]
     after = [has[v.name] for v in node.results if v.name in flows]
-    if node.op in STEPS and axis in as_axes(node.args[1]):
+    if node.op in STEPS and axis in axes_of(node):
         if after and (before[0], after[0]) not in STEPS[node.op]:
             return f"a move from {before[0]} to {after[0]}"
     elif set(has.values()) & {S, P, MAX}:

@@ -19,7 +19,12 @@ def collective(node: Node) -> tuple[str, tuple[str, ...]] | None:
     """("all_gather", its axes); None for what sends nothing. What is waited for later
     counts where it starts."""
     kind = op_of(node).kind
-    return (kind, as_axes(node.args[1])) if kind else None
+    return (kind, axes_of(node)) if kind else None
+
+
+def axes_of(node: Node) -> tuple[str, ...]:
+    """The mesh axes over which a node gathers, scatters, adds up or splits."""
+    return as_axes(node.arg("axes"))
 
 
 def contributed_bytes(node: Node) -> int:

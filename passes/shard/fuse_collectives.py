@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..graph import Graph, Node
-from ..mesh import as_axes
+from ..shard.collectives import axes_of
 from ..shard.sharding import Sharding
 
 GATHER, SCATTER = "comm.all_gather", "comm.reduce_scatter"
@@ -31,7 +31,7 @@ def fuse_collectives(
             alone = len(consumers[between]) == 1 and between not in outputs
             if alone:
                 del made[between]
-                node = replace(node, args=(x, _joined(first, node), *node.args[2:]))
+                node = node.with_args(x=x, axes=_joined(first, node))
         made[node.results[0].name] = node
     return replace(graph, nodes=tuple(made.values())).verify()
 
@@ -46,11 +46,11 @@ def _follows(
     scatter, and outwards, if they gather values that ranks use differently."""
     if first.op != node.op or node.op not in (GATHER, SCATTER):
         return False
-    if first.args[2] != node.args[2]:
+    if first.arg("dim") != node.arg("dim"):
         return False
     axes = _joined(first, node)
     split = first.operands[0] if node.op == GATHER else node.out
-    slots = shardings[split.name].slots[node.args[2]]
+    slots = shardings[split.name].slots[node.arg("dim")]
     if len(slots) != 1 or slots[0][-len(axes) :] != axes:
         return False
     if list(axes) != [a for a in order if a in axes]:
@@ -60,5 +60,5 @@ def _follows(
 
 def _joined(first: Node, node: Node) -> tuple[str, ...]:
     """The axes of both, outermost first."""
-    inner, outer = as_axes(first.args[1]), as_axes(node.args[1])
+    inner, outer = axes_of(first), axes_of(node)
     return (*outer, *inner) if node.op == GATHER else (*inner, *outer)

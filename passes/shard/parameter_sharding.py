@@ -25,9 +25,10 @@ import torch
 from ..capture.lower_precision import CAST
 from ..dims.name_dims import Dims
 from ..graph import Graph, Node, Value
-from ..mesh import TIME, as_axes
+from ..mesh import TIME
 from ..ops.op import op_of
 from ..plan import Plan
+from ..shard.collectives import axes_of
 from ..shard.resharding import R, V
 from ..shard.sharding import Sharding
 
@@ -190,12 +191,12 @@ def gather_again(
 def gathered_axes(graph: Graph) -> dict[str, tuple[str, ...]]:
     """Parameter -> the axes over which it is gathered for its uses, in order."""
     origin = {v.name: v.name for v in graph.params}
-    axes_of: dict[str, list[str]] = {}
+    gathered: dict[str, list[str]] = {}
     for node in graph.nodes:
         name = origin.get(node.operands[0].name) if node.operands else None
         if name is None or node.op not in (GATHER, CAST, "aten.reshape.default"):
             continue
         origin[node.out.name] = name
         if node.op == GATHER:
-            axes_of.setdefault(name, []).extend(as_axes(node.args[1])[::-1])
-    return {name: tuple(dict.fromkeys(axes)) for name, axes in axes_of.items()}
+            gathered.setdefault(name, []).extend(axes_of(node)[::-1])
+    return {name: tuple(dict.fromkeys(axes)) for name, axes in gathered.items()}

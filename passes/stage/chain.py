@@ -9,7 +9,7 @@ from ..cost import NodeCosts, Seconds
 from ..dims.origins import Origin
 from ..errors import StageError
 from ..graph import Node, Value
-from ..mesh import as_axes
+from ..shard.collectives import axes_of
 from ..shard.insert_collectives import Lowered
 from ..shard.parameter_sharding import GATHER
 from ..stage.even_ranks import even_ranks
@@ -71,7 +71,7 @@ class Chain:
             gathers: dict[str, Node] = {}
             for v in node.operands:
                 gathers |= behind.get(v.name, {})
-            axes = as_axes(node.arg("axes")) if node.op == GATHER else ()
+            axes = axes_of(node) if node.op == GATHER else ()
             if set(axes) & set(plan.parameter_axes):
                 gathers[node.out.name] = node
             behind |= {v.name: gathers for v in node.results}

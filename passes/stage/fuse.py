@@ -59,7 +59,7 @@ def spell_masks(nodes: list[Node]) -> list[Node]:
             drawn = Node("comm.dropout_mask", (p, number, position), {}, (mask,))
             args = (x, mask, 1.0 / (1.0 - p) if p < 1.0 else 0.0)
             used = replace(node, op="autopar.masked_scale", args=args)
-        elif node.op == ATTENTION and len(node.args[6]) > 1:
+        elif node.op == ATTENTION and len(node.arg("rows")) > 1:
             q, k, v, _, _, scale, position, *_ = node.args
             samples = [x.shape[0] for x in node.kwargs.values() if isinstance(x, Value)]
             lead = (max(samples), 1) if samples else ()
