@@ -31,6 +31,7 @@ from autopar.passes.price.measured import (
     fit_line,
 )
 from autopar.passes.price.price import node_seconds, price
+from autopar.passes.price.stage_seconds import stage_seconds
 from autopar.passes.search.search import run_on_paper
 from autopar.passes.stage.differentiate import differentiate
 from autopar.passes.stage.local_stage import LocalStage
@@ -127,6 +128,37 @@ def test_links_go_by_measured_groups() -> None:
     assert cluster.link(mesh, ("tp",)).find("all_reduce", 8) == (of_table, TABLE)
     # A pipeline of four talks in pairs.
     assert cluster.link(Mesh.parse("pp=4"), ("pp",)).find("send", 8)[1] == TABLE
+
+
+def test_ranks_wait_for_the_last_by_the_root_of_what_they_compute() -> None:
+    mesh, axes = Mesh.parse("pp=2,tp=2"), ("tp",)
+    messages = Messages(skew={(2, 1): 0.5, (2, 2): 0.25})
+    cluster = replace(CPU, messages=messages, cores=4)
+    assert cluster.link(mesh, axes).skew(4.0) == 1.0
+    assert cluster.link(mesh, axes).skew(4.0, meetings=4) == 2.0
+    assert CPU.link(mesh, axes).skew(4.0) == 0.0
+    part = PartCost(seconds=4.0, exchanges=(Exchange("all_reduce", axes, 4.0, 64.0),))
+    account = Account(backward=part, sent=8.0)
+    took, plain = (stage_seconds(account, mesh, c) for c in (cluster, CPU))
+    assert took.backward == approx(plain.backward + 2.0)
+    (late,) = (w for w in took.waits if w.label == "skew tp")
+    assert (late.part, late.seconds) == ("backward", 2.0)
+    # A message follows the half of what a microbatch takes.
+    assert took.send == approx(plain.send + 0.25 * (took.backward / 2) ** 0.5)
+    # Where processes share cores, others compute meanwhile.
+    crowded = stage_seconds(account, mesh, replace(cluster, cores=2))
+    assert [w.kind for w in crowded.waits] == ["all_reduce"]
+
+
+def test_gradients_leave_when_the_last_rank_is_there() -> None:
+    ids = torch.zeros(8, 16, dtype=torch.int64)
+    batch = {"ids": ids, "labels": ids.clone()}
+    skewed = estimated(Ops(), Messages(skew={(2, 2): 0.5}), batch)
+    plain = estimated(Ops(), Messages(), batch)
+    last = plain.stages[0].halves.backward
+    assert skewed.parts["skew dp"] == approx(0.5 * last**0.5)
+    assert skewed.seconds == approx(plain.seconds + skewed.parts["skew dp"])
+    assert "skew tp" not in skewed.parts  # nobody measured it
 
 
 def estimated(ops: Ops, messages: Messages, batch: dict, samples: int = 1) -> Estimate:

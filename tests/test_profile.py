@@ -129,6 +129,7 @@ def test_messages_between_two_ranks_are_measured() -> None:
     for points in first.points.values():
         assert [bytes for bytes, _ in points] == [256, 4096]
         assert all(seconds > 0 for _, seconds in points)
+    assert set(first.skew) == {(2, 1)} and first.skew[2, 1] >= 0
 
 
 def test_groups_of_all_strides_are_measured() -> None:
@@ -142,7 +143,7 @@ def test_groups_of_all_strides_are_measured() -> None:
 OPS = Ops(
     {"aten.add.Tensor(f32[2])": Timed(1e-6, 24, 2)}, ((64.0, 1e-6), (128.0, 2e-6))
 )
-MESSAGES = Messages({("send", 2, 1): ((8.0, 1e-4), (16.0, 2e-4))})
+MESSAGES = Messages({("send", 2, 1): ((8.0, 1e-4), (16.0, 2e-4))}, {(2, 1): 1e-3})
 PROFILE = Profile(
     {2: OPS},
     {2: MESSAGES},

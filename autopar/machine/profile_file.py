@@ -4,11 +4,13 @@
   "ops": {"2": {"timed": {"aten.add.Tensor(...)": [seconds, bytes, flops]},
                 "update": [[bytes, seconds], ...]}},
   "messages": {"4": [["all_reduce", 2, 1, [[bytes, seconds], ...]], ...]},
+  "skew": {"4": [[2, 1, seconds], ...]},
   "alone": {"aten.linear.default(...)": [seconds, bytes, flops]},
   "backends": {"cpu": [eager, inductor]}}}}
 
 ops: by how many ranks compute at once. messages: by how many ranks there are; the
-collective, ranks of a group, and how far apart they are. alone: ops by themselves,
+collective, ranks of a group, and how far apart they are. skew: the same, and what they
+wait for the last of them after a second of computing. alone: ops by themselves,
 by which stages are cut. backends: seconds of a few layers, by the kind of device.
 """
 
@@ -167,6 +169,10 @@ def profile_data(profile: Profile) -> dict[str, Any]:
             str(ranks): [[*place, list(map(list, p))] for place, p in m.points.items()]
             for ranks, m in profile.messages.items()
         },
+        "skew": {
+            str(ranks): [[*group, late] for group, late in m.skew.items()]
+            for ranks, m in profile.messages.items()
+        },
         "alone": {key: list(astuple(t)) for key, t in profile.alone.items()},
         "backends": {kind: list(took) for kind, took in profile.backends.items()},
     }
@@ -181,12 +187,17 @@ def _profile(data: Any) -> Profile:
         )
         for busy, entry in data["ops"].items()
     }
+    skew = data.get("skew", {})  # profiles of before have none
     messages = {
         int(ranks): Messages(
             {
                 (str(kind), int(size), int(stride)): _points(points)
                 for kind, size, stride, points in rows
-            }
+            },
+            {
+                (int(size), int(stride)): late
+                for size, stride, late in (_numbers(r, 3) for r in skew.get(ranks, []))
+            },
         )
         for ranks, rows in data["messages"].items()
     }

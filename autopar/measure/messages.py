@@ -5,10 +5,14 @@ once, as a plan's ranks talk: in turn with some computing, whose own time is tak
 Messages in a row would find their tensors in a cache, and ranks that arrive at once.
 Rounds over all of them are interleaved, so that what else the machine does falls on
 all alike, and the median round counts.
+
+The longer ranks compute, the further apart they come to where they meet. How far is
+seen from a small message after little computing and after much.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import mean, median
@@ -24,6 +28,8 @@ LEAST_ROUNDS, MOST_ROUNDS = 3, 15
 ENOUGH = 1 << 18  # bytes of a message from which on one of them is a sample
 LEAST = 1e-6  # seconds of a message, where noise hides it
 WIDTH = 256  # of the matrices that are multiplied between messages
+LITTLE, MUCH = 1, 24  # times that, before a message, to see what skew it makes
+SKEW_ROUNDS, SKEW_TIMES = 5, 4  # of messages, and of each in a round
 BESIDE = 1 << 20  # elements that are read and written there, so that caches are cold
 AXIS = "pp"  # groups lie along it: NCCL carries messages along that one
 
@@ -47,7 +53,7 @@ def measure_messages(
     began, rounds = time.perf_counter(), 0
     while rounds < LEAST_ROUNDS or _go_on(runs[0][0], began, budget, rounds):
         for samples, (_, place, bytes, run) in zip(times, runs, strict=True):
-            took = _timed(device, computing, run, 8 if bytes < ENOUGH else 2)
+            took, _ = _timed(device, computing, run, 8 if bytes < ENOUGH else 2)
             samples.append(took / (2 if place[0] == "send" else 1))
         rounds += 1
     points: dict[Place, list[Point]] = {}
@@ -55,7 +61,32 @@ def measure_messages(
         # A rank that came late waited for less: what the ranks took on average.
         took = mean(comm.gather_object(median(samples)))
         points.setdefault(place, []).append((float(bytes), took))
-    return Messages({place: tuple(row) for place, row in points.items()})
+    least = [r for r in runs if r[1][0] == "all_reduce" and r[2] == sizes[0]]
+    skew = {
+        (ranks, stride): _measure_skew(comm, device, computing, run)
+        for comm, (_, ranks, stride), _, run in least
+    }
+    return Messages({place: tuple(row) for place, row in points.items()}, skew)
+
+
+def _measure_skew(
+    comm: ProcessComm, device: torch.device, computing: Run, run: Run
+) -> float:
+    """Returns seconds that ranks wait for the last of them after a second of computing,
+    see `passes.price.cluster.Link.skew`: by what a message takes more after much
+    computing than after little."""
+
+    def much() -> None:
+        for _ in range(MUCH):
+            computing()
+
+    waits = []
+    for _ in range(SKEW_ROUNDS):
+        soon, little = _timed(device, computing, run, SKEW_TIMES)
+        late, longer = _timed(device, much, run, SKEW_TIMES)
+        apart = math.sqrt(longer) - math.sqrt(little)
+        waits.append((late - soon) / apart if apart > 0 else 0.0)
+    return max(0.0, mean(comm.gather_object(median(waits))))
 
 
 def geometries(world: int) -> list[tuple[int, int]]:
@@ -88,9 +119,11 @@ def _computing(device: torch.device) -> Run:
     return run
 
 
-def _timed(device: torch.device, computing: Run, run: Run, times: int) -> float:
+def _timed(
+    device: torch.device, computing: Run, run: Run, times: int
+) -> tuple[float, float]:
     """Seconds of one run among computing, of several after one that brings ranks
-    together."""
+    together; and those of computing once."""
 
     def seconds(*steps: Run) -> float:
         _finish(device)
@@ -102,8 +135,8 @@ def _timed(device: torch.device, computing: Run, run: Run, times: int) -> float:
         return time.perf_counter() - begin
 
     run()
-    both = seconds(computing, run)
-    return max(LEAST, (both - seconds(computing)) / times)
+    both, alone = seconds(computing, run), seconds(computing)
+    return max(LEAST, (both - alone) / times), alone / times
 
 
 def _finish(device: torch.device) -> None:

@@ -70,10 +70,17 @@ def _messages_table(ranks: int, profile: Profile) -> Table:
     for (kind, group, stride), row in sorted(points.items(), key=_order):
         took = {bytes: seconds(s) for bytes, s in row}
         rows.append((kind, f"{group}", f"{stride}", *(took.get(b, "") for b in sizes)))
+    told = ", ".join(
+        f"{seconds(late)} of {group}, {stride} apart"
+        for (group, stride), late in sorted(profile.messages[ranks].skew.items())
+    )
     return Table(
         f"messages between {ranks} ranks, all groups at once",
         ("message", "ranks", "apart", *map(size, sizes)),
         tuple(rows),
+        (f"waiting for the last rank after a second of computing: {told}",)
+        if told
+        else (),
     )
 
 

@@ -318,6 +318,17 @@ class Link:
         # By the device's own link: the ranks beside it send to others in the node.
         return self.latency + whole / self.bytes_per_second
 
+    def skew(self, computing: float, meetings: float = 1.0) -> float:
+        """Returns the seconds that ranks wait for the last of them where they meet, so
+        many times in so many seconds of computing; 0 where it was not measured.
+
+        That they come apart is in Faraj, Patarasuk, Yuan 2008, "A study of process
+        arrival patterns for MPI collective operations". What holds them up comes by
+        chance, so that they are apart by the root of what they computed since they met.
+        """
+        one = self.messages.skew.get((self.ranks, self.stride), 0.0)
+        return one * math.sqrt(computing * meetings)
+
     def without_latency(self) -> Link:
         near = replace(self.near, latency=0.0) if self.near else None
         return replace(self, latency=0.0, near=near, step=0.0)

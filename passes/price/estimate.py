@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
@@ -23,6 +23,7 @@ from ..price.made_order import make_order
 from ..price.share import share
 from ..price.sources import Sources, find_sources
 from ..price.stage_seconds import (
+    SKEW,
     StageSeconds,
     exposed,
     neighbour,
@@ -113,8 +114,7 @@ def step_parts(
             link = cluster.link(mesh, e.axes)
             terms[f"gradients {','.join(e.axes)}"] += link.seconds(e.kind, e.bytes)
     if tied := account.tied.trained:
-        ends = replace(neighbour(cluster, mesh), ranks=2, near=None)
-        terms["gradients pp"] += ends.seconds("all_reduce", tied)
+        terms["gradients pp"] += neighbour(cluster, mesh).seconds("all_reduce", tied)
     if took is not None:
         backward = took.weight if halves else took.backward + took.weight
         for term, spent in (("gradients", backward), ("parameters", took.forward)):
@@ -122,6 +122,10 @@ def step_parts(
             if moving := sum(own.values()):
                 waited = exposed(moving, spent, max(1.0, blocks), cluster)
                 terms.update({t: s * waited / moving for t, s in own.items()})
+        meet = {e.axes for e in (*step.beside, *account.pending) if e.bytes}
+        for axes in sorted(meet - {e.axes for e in account.backward.exchanges}):
+            if late := cluster.link(mesh, axes).skew(crowded * backward):
+                terms[f"{SKEW} {','.join(axes)}"] = late
     terms["optimizer"] = crowded * update_seconds(account, cluster.device)
     return dict(terms)
 

@@ -166,10 +166,13 @@ class Messages:
 
     points: for a collective, the number of a group's ranks, and how far apart they are:
     (bytes, seconds), by ascending bytes, see `passes.price.cluster.Link` for which
-    bytes.
+    bytes. skew: for the number of a group's ranks, and how far apart they are: what
+    they wait for the last of them where they meet, after a second of computing, see
+    `passes.price.cluster.Link.skew`.
     """
 
     points: Mapping[Place, tuple[Point, ...]] = field(default_factory=dict)
+    skew: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     def seconds(
         self, kind: str, ranks: int, stride: int, bytes: float

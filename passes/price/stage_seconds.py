@@ -3,12 +3,13 @@
 Collectives are exposed: a rank waits for each of them, as the runtime does, except for
 what ZeRO-3 gathers and ZeRO-2 and 3 scatter of parameters, and for parameters that come
 and gradients that leave once a step: that moves while another block computes, and slows
-it a little.
+it a little. Where ranks meet they wait for the last of them, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ..cost import Exchanges, Seconds
@@ -21,6 +22,7 @@ from ..schedule.footprint import Footprint
 # that kernels which communicate hold an eighth of a GPU's multiprocessors. That they
 # slow what runs beside them is measured in Rashidi 2021, arXiv:2007.00156.
 SLOWED = 0.125
+SKEW = "skew"  # what ranks wait for the last of them
 NOTHING = Footprint(0, 0, 0, 0, 0)
 
 
@@ -88,9 +90,12 @@ def stage_seconds(account: Account, mesh: Mesh, cluster: Cluster) -> StageSecond
         took[name], own = part_seconds(part, name, mesh, cluster)
         waits += own
     share = min(1.0, cluster.cores_each)
-    send = neighbour(cluster, mesh).seconds("send", account.sent)
     parts = took[FORWARD], took[BACKWARD], took[WEIGHT]
-    return StageSeconds(*parts, share * send, tuple(waits), account.footprint)
+    next_rank = neighbour(cluster, mesh)
+    send = share * next_rank.seconds("send", account.sent)
+    if not shares_cores(cluster):  # a message follows a forward, and one a backward
+        send += next_rank.skew(sum(parts) / 2)
+    return StageSeconds(*parts, send, tuple(waits), account.footprint)
 
 
 def part_seconds(
@@ -112,7 +117,7 @@ def part_seconds(
                 each_wait.append(Wait(name, e.kind, e.axes, took, e.calls, e.bytes))
         return each_wait
 
-    waits = moved(part.exchanges)
+    waits = [*moved(part.exchanges), *_skew(part, name, mesh, cluster)]
     starts = part.launches + sum(w.calls for w in waits)
     took = part.seconds + sum(w.seconds for w in waits)
     took = max(took, cluster.device.dispatch * starts)
@@ -124,6 +129,30 @@ def part_seconds(
         slower = waited / moving
         waits += [replace(w, seconds=slower * w.seconds) for w in beside]
     return took, waits
+
+
+def _skew(part: PartCost, name: str, mesh: Mesh, cluster: Cluster) -> Iterator[Wait]:
+    """Yields what ranks wait for the last of them in a part of one microbatch, along
+    the axes where that is most."""
+    if shares_cores(cluster):
+        return
+    meetings = defaultdict[tuple[str, ...], float](float)
+    for e in (*part.exchanges, *part.beside):
+        meetings[e.axes] += e.calls
+    late = {
+        axes: cluster.link(mesh, axes).skew(part.seconds, calls)
+        for axes, calls in meetings.items()
+        if calls > 0
+    }
+    if any(late.values()):
+        axes = max(late, key=late.__getitem__)
+        yield Wait(name, SKEW, axes, late[axes], 0.0, 0.0)
+
+
+def shares_cores(cluster: Cluster) -> bool:
+    """Whether processes have less than a core each: while ranks wait for the last of
+    them, others compute."""
+    return cluster.cores_each < 1
 
 
 def exposed(moving: float, computing: float, blocks: float, cluster: Cluster) -> float:
@@ -141,4 +170,5 @@ def exposed(moving: float, computing: float, blocks: float, cluster: Cluster) ->
 
 def neighbour(cluster: Cluster, mesh: Mesh) -> Link:
     """The link from a pipeline rank to the next."""
-    return cluster.link(mesh, ("pp",))
+    link = cluster.link(mesh, ("pp",))
+    return replace(link, ranks=min(2, link.ranks), near=None)
