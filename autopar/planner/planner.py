@@ -76,7 +76,7 @@ class ShortModel:
         return self.layers.starts[:kept]
 
     @property
-    def spells_attention(self) -> bool:
+    def has_attention_scores(self) -> bool:
         """Whether there is anything that selective recomputation leaves out."""
         return bool(squares(self.named.graph.nodes, self.named.dims))
 
@@ -254,7 +254,7 @@ def make_space(of: ShortModel, cluster: Cluster, batch: int, **decided: Any) -> 
         "tp": tuple(t for t in tp if cluster.devices % t == 0),
         "cp": _context_sizes(of, cluster, batch, node),
         "ep": (1, *(e for e in ep if e > 1 and all(n % e == 0 for n in experts))),
-        "recompute": RECOMPUTE if of.spells_attention else ("none", "full"),
+        "recompute": RECOMPUTE if of.has_attention_scores else ("none", "full"),
     }
     return Space(cluster, batch, of.runs, **{**sizes, **decided}, groups=groups)
 

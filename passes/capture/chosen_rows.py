@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from ..capture.decompose_composites import broadcast_tensors, expand_as
 from ..capture.distinct import one_at_most
 from ..capture.reduce_rows import REDUCTIONS, reduced
 from ..capture.rewrite import Rewriter, Rule
 from ..capture.rows import Rows, along
-from ..capture.spell_composites import broadcast_tensors, expand_as
 from ..capture.values_read import WITHOUT_ROWS
 from ..errors import CaptureError
 from ..graph import Graph, Node, Value, resolve, short

@@ -14,16 +14,16 @@ from dataclasses import replace
 import torch
 
 from ..builder import prune
+from ..capture.decompose_composites import COMPOSITE_RULES
 from ..capture.decompose_index import index
 from ..capture.decompose_index_put import index_put
+from ..capture.decompose_slices import SLICE_RULES
+from ..capture.grouped_queries import repeat_interleave
 from ..capture.hoist_splits import hoist_splits
 from ..capture.loss import LOSS_RULES
+from ..capture.normalize_attention import attention, emit_dropout
+from ..capture.recognize_experts import choice, grouped_product, looked_up_product
 from ..capture.rewrite import Rewriter, Rule
-from ..capture.spell_attention import attention, emit_dropout
-from ..capture.spell_composites import COMPOSITE_RULES
-from ..capture.spell_experts import choice, grouped_product, looked_up_product
-from ..capture.spell_groups import repeat_interleave
-from ..capture.spell_pieces import PIECE_RULES
 from ..capture.split_products import split_products
 from ..capture.trace import Traced
 from ..graph import Graph, Node, Value
@@ -293,7 +293,7 @@ CLEAN: dict[str, Rule] = {
         )
     },
     "aten.expand": unchanged,
-    **PIECE_RULES,
+    **SLICE_RULES,
     **COMPOSITE_RULES,
     "aten.cat": cat,
     "aten.dropout": dropout,

@@ -1,4 +1,4 @@
-"""Grouped queries in one spelling: attention reads each head of keys once.
+"""Grouped queries, recognized: attention reads each head of keys once.
 
 Models repeat keys and values for all queries of their group before they attend to them
 (Ainslie 2023, arXiv 2305.13245). Attention itself knows groups; without the copies less
