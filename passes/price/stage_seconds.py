@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..cost import Exchanges, Seconds
-from ..mesh import Mesh
+from ..mesh import PIPELINE, Mesh
 from ..price.account import BACKWARD, FORWARD, WEIGHT, Account, PartCost
 from ..price.cluster import Cluster, Link
 from ..schedule.footprint import Footprint
@@ -141,4 +141,4 @@ def exposed(moving: float, computing: float, blocks: float, cluster: Cluster) ->
 
 def neighbour(cluster: Cluster, mesh: Mesh) -> Link:
     """The link from a pipeline rank to the next."""
-    return cluster.link(mesh, ("pp",))
+    return cluster.link(mesh, (PIPELINE,))
