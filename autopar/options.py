@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_type_hints
 
 from autopar.machine.cluster_file import number
-from autopar.passes.mesh import Mesh, MeshError, usual_split
+from autopar.passes.mesh import CONTEXT, TENSOR_AXES, Mesh, MeshError, usual_split
 from autopar.passes.plan import (
     AUTO,
     BACKENDS,
@@ -238,7 +238,7 @@ def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
             raise PlanError(f"{name}={shown(decisions[name])}", fix="use True or False")
     split = usual_split()
     if not decisions.pop("sequence_parallel", usual("sequence_parallel")):
-        for axis in ("tp", "qp"):
+        for axis in TENSOR_AXES:
             split[axis] = tuple(d for d in split[axis] if d != "seq")
     context_parallel = decisions.pop("context_parallel", usual("context_parallel"))
     if context_parallel not in tuple(CONTEXT_PARALLEL):
@@ -246,13 +246,13 @@ def make_plan(mesh: Any, **options: Unpack[Options]) -> Plan:
             f"context_parallel={context_parallel!r}",
             fix=f"use one of {', '.join(map(repr, CONTEXT_PARALLEL))}",
         )
-    split["cp"] = CONTEXT_PARALLEL[context_parallel]
+    split[CONTEXT] = CONTEXT_PARALLEL[context_parallel]
     where = read_mesh(mesh)
     layout = decisions.pop("cp_layout", None)
     decisions["memory"] = read_bytes(decisions.get("memory", 0))
     decisions["hints"] = _hints(decisions.get("hints") or {})
     hinted = any(hint.endswith("/cp") for hint in decisions["hints"].values())
-    by_rows = where.axis_size("cp") > 1 and context_parallel != "ulysses"
+    by_rows = where.axis_size(CONTEXT) > 1 and context_parallel != "ulysses"
     balances = by_rows and not hinted
     decisions["zigzag"] = _zigzag(context_parallel, layout, balances)
     return Plan(where, split=split, **decisions)
@@ -283,7 +283,7 @@ def _zigzag(
             "where every rank sees all rows",
             fix="leave cp_layout out",
         )
-    return ("cp",) if layout == "zigzag" or (balances and layout is None) else ()
+    return (CONTEXT,) if layout == "zigzag" or (balances and layout is None) else ()
 
 
 def read_bytes(size: int | str) -> int:

@@ -42,7 +42,7 @@ def emit_modules(staged: Staged, watch: Watch) -> tuple[EmittedStage, ...]:
     plan = staged.plan
     halves = splits_backward(plan)
     sizes = {axis: plan.size(axis) for axis in plan.axes}
-    mesh_axes = [(a, n) for a, n in plan.mesh.axes if a != "pp"]
+    mesh_axes = plan.mesh.stage_axes
     known: dict[object, tuple[str, str, LocalStage]] = {}
     emitted = []
     for stage in staged.stages:

@@ -15,7 +15,10 @@ from math import prod
 from .errors import AutoparError
 from .ranges import RANKS, shown
 
-PIPELINE = "pp"
+PIPELINE, DATA, CONTEXT, EXPERT, TENSOR = "pp", "dp", "cp", "ep", "tp"
+SHARDED_DATA, QUERY_GROUP = "fsdp", "qp"
+TENSOR_AXES = (TENSOR, QUERY_GROUP)
+"""Tensor parallel as one axis or two, see `passes.shard.query_groups`."""
 TIME = "time"
 """The axis of microbatches: it splits dims like any other, but no rank lies on it."""
 
@@ -31,15 +34,27 @@ class Axis:
     `passes.shard.routed`.
     shares_parameters: whether its ranks hold the same parameters though they split no
     samples, and ZeRO may share these out. replicated_beside: the axis whose ranks alone
-    share out, where a mesh has that too. holds_experts: whether experts lie on it.
-    searched: whether a search chooses its size.
+    share out, where a mesh has that too. needs_zero: whether it is there to share out.
+    holds_experts: whether experts lie on it. searched: whether a search chooses its
+    size.
     """
 
     splits: tuple[str, ...] = ()
     shares_parameters: bool = False
     replicated_beside: str = ""
+    needs_zero: bool = False
     holds_experts: bool = False
     searched: bool = False
+
+    @property
+    def splits_samples(self) -> bool:
+        """Whether each of its ranks has samples of its own."""
+        return "batch" in self.splits
+
+    @property
+    def splits_only_samples(self) -> bool:
+        """Whether its ranks compute the same, each of its own samples."""
+        return self.splits == ("batch",)
 
 
 # The axes that a mesh may have, outermost first, as a search lays them out (the last
@@ -52,16 +67,18 @@ class Axis:
 # keys.
 AXES: dict[str, Axis] = {
     PIPELINE: Axis(searched=True),
-    "dp": Axis(("batch",), replicated_beside="fsdp", searched=True),
-    "fsdp": Axis(("batch",)),
-    "cp": Axis(("seq",), shares_parameters=True, searched=True),
-    "ep": Axis(
+    DATA: Axis(("batch",), replicated_beside=SHARDED_DATA, searched=True),
+    SHARDED_DATA: Axis(("batch",), needs_zero=True),
+    CONTEXT: Axis(("seq",), shares_parameters=True, searched=True),
+    EXPERT: Axis(
         ("weights:experts", "routed:experts", "expert_linear:experts", "batch"),
         holds_experts=True,
         searched=True,
     ),
-    "tp": Axis(("heads", "kv_heads", "q_per_kv", "ffn", "vocab", "seq"), searched=True),
-    "qp": Axis(("heads", "q_per_kv", "ffn", "vocab", "seq")),
+    TENSOR: Axis(
+        ("heads", "kv_heads", "q_per_kv", "ffn", "vocab", "seq"), searched=True
+    ),
+    QUERY_GROUP: Axis(("heads", "q_per_kv", "ffn", "vocab", "seq")),
 }
 
 
@@ -133,6 +150,47 @@ class Mesh:
     @cached_property
     def _sizes(self) -> dict[str, int]:
         return dict(self.axes)
+
+    @property
+    def pipeline_ranks(self) -> int:
+        """The number of ranks along the pipeline."""
+        return self.axis_size(PIPELINE)
+
+    def pipeline_rank(self, rank: int) -> int:
+        """Where a rank lies on the pipeline."""
+        return self.coords(rank).get(PIPELINE, 0)
+
+    @property
+    def stage_axes(self) -> tuple[tuple[str, int], ...]:
+        """The axes that ranks of one pipeline rank lie on, and their sizes."""
+        return tuple((name, n) for name, n in self.axes if name != PIPELINE)
+
+    @cached_property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes of several ranks that split samples and nothing else."""
+        return tuple(a for a, n in self.axes if n > 1 and AXES[a].splits_only_samples)
+
+    @property
+    def sample_ranks(self) -> int:
+        """The number of parts that a batch is split into."""
+        return prod(n for name, n in self.axes if AXES[name].splits_samples)
+
+    @cached_property
+    def needs_zero(self) -> bool:
+        """Whether ranks lie on an axis that is there for ZeRO alone."""
+        return any(AXES[name].needs_zero for name, n in self.axes if n > 1)
+
+    @cached_property
+    def sharing_axes(self) -> tuple[str, ...]:
+        """The axes of several ranks that would hold the same parameters, which ZeRO
+        shares out; but those that replicate shares, see `Axis.replicated_beside`."""
+        several = {name: AXES[name] for name, n in self.axes if n > 1}
+        return tuple(
+            name
+            for name, axis in several.items()
+            if axis.shares_parameters or axis.splits_samples
+            if axis.replicated_beside not in several
+        )
 
     def coords(self, rank: int) -> dict[str, int]:
         """Where a rank lies on each axis, in mesh order."""

@@ -163,7 +163,7 @@ class Plan:
                 raise PlanError(
                     f"'op_shardings' in the plan has {axis!r}: {shown(own)}",
                     fix='write for instance "tp": {"blocks.*.mlp.up:linear": "ffn"}, '
-                    f"for axes of {', '.join(a for a in AXES if a != 'pp')}",
+                    f"for axes of {', '.join(a for a in AXES if a != PIPELINE)}",
                 )
 
     def _check_shares(self) -> None:
@@ -174,7 +174,7 @@ class Plan:
                 "hold the same parameters",
                 fix="add an axis of data parallel ranks, as dp=2, or use zero=0",
             )
-        if not self.zero and self.mesh.axis_size("fsdp") > 1:
+        if not self.zero and self.mesh.needs_zero:
             raise PlanError(
                 f"mesh '{self.mesh}' has an axis fsdp, but zero=0 shares nothing out",
                 fix="use zero=1, 2 or 3, or name the axis dp",
@@ -209,7 +209,7 @@ class Plan:
 
         Ranks can exchange what they hold of one microbatch, but nothing across them.
         """
-        mesh = [name for name, size in self.mesh.axes if name != PIPELINE and size > 1]
+        mesh = [name for name, size in self.mesh.stage_axes if size > 1]
         # Innermost: what is split by samples can then leave it for experts alone.
         mesh.sort(key=lambda name: AXES[name].holds_experts)
         return (TIME, *mesh) if self.microbatches > 1 else tuple(mesh)
@@ -264,7 +264,7 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        return self.mesh.axis_size(PIPELINE) * self.stages_per_rank
+        return self.mesh.pipeline_ranks * self.stages_per_rank
 
     @property
     def needs_costs(self) -> bool:
@@ -277,7 +277,7 @@ class Plan:
         """The pipeline rank of each stage; none before a schedule is made."""
         if self.schedule == AUTO:
             return ()
-        ranks = self.mesh.axis_size(PIPELINE)
+        ranks = self.mesh.pipeline_ranks
         return place_stages(self.schedule, ranks, self.stages_per_rank)
 
     def size(self, axis: str) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .graph import Part
-from .mesh import Mesh
+from .mesh import PIPELINE, Mesh
 from .plan import Plan
 from .price.account import Account
 from .price.stage_seconds import StageSeconds
@@ -173,7 +173,7 @@ class Program:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank runs, first to last."""
-        pp = self.mesh.coords(rank).get("pp", 0)
+        pp = self.mesh.pipeline_rank(rank)
         return tuple(i for i, r in enumerate(self.schedule.stage_to_rank) if r == pp)
 
     def module_of(self, rank: int, stage: int) -> str:
@@ -186,23 +186,23 @@ class Program:
         Those that differ from `rank` on the axes where it is pending, and for a tied
         weight on the pipeline ranks that hold it too. Ascending; just `rank` if none.
         """
-        axes, held_by = self._gradient_axes(self.parameters[name])
+        axes, held_by = self.gradient_axes(self.parameters[name])
         group = self.mesh.group(rank, axes)
-        return tuple(r for r in group if self.mesh.coords(r).get("pp", 0) in held_by)
+        return tuple(r for r in group if self.mesh.pipeline_rank(r) in held_by)
 
-    def _gradient_axes(
+    def gradient_axes(
         self, spec: ParameterSpec
     ) -> tuple[tuple[str, ...], frozenset[int]]:
         """The axes over which a gradient is summed, and the pipeline ranks that do."""
         held_by = frozenset(self.schedule.stage_to_rank[s] for s in spec.stages)
-        return (*spec.pending, *(["pp"] if len(held_by) > 1 else [])), held_by
+        return (*spec.pending, *([PIPELINE] if len(held_by) > 1 else [])), held_by
 
     def reduction_groups(self) -> list[tuple[int, ...]]:
         """Every set of ranks over which a gradient or the loss is summed, in order."""
-        place = [self.mesh.coords(r).get("pp", 0) for r in range(self.mesh.size)]
+        place = [self.mesh.pipeline_rank(r) for r in range(self.mesh.size)]
         # Few parameters differ in these.
         kinds = {
-            self._gradient_axes(spec)
+            self.gradient_axes(spec)
             for spec in self.parameters.values()
             if spec.trainable and spec.stages
         }
@@ -223,7 +223,7 @@ class Program:
     def forward_flops(self) -> int:
         """Operations of one forward of the whole batch, on all ranks, by those of the
         first rank of each stage."""
-        ranks = self.mesh.size // self.mesh.axis_size("pp")
+        ranks = self.mesh.size // self.mesh.pipeline_ranks
         once = sum(stage.flops for stage in self.stages)
         return once * ranks * self.plan.microbatches
 
@@ -254,7 +254,7 @@ class Program:
 
 def coords_text(coords: Mapping[str, int]) -> str:
     """`dp=0,tp=1`: a rank's place within its stage."""
-    return ",".join(f"{a}={i}" for a, i in coords.items() if a != "pp")
+    return ",".join(f"{a}={i}" for a, i in coords.items() if a != PIPELINE)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -71,7 +71,7 @@ class _Literal:
 
 def _faults(program: Program) -> Iterator[str]:
     """What parts say that other parts contradict."""
-    stages, ranks = len(program.stages), program.mesh.axis_size("pp")
+    stages, ranks = len(program.stages), program.mesh.pipeline_ranks
     placement, specs = program.schedule.stage_to_rank, dict(program.parameters)
     specs |= program.buffers
     if len(program.schedule.ranks) != ranks or not set(placement) <= set(range(ranks)):

@@ -62,7 +62,7 @@ TABLES = {
     "capture/compare_readings.py", "capture/decompose_losses.py",
     "capture/distinct.py", "capture/functionalize.py", "capture/loss.py",
     "capture/normalize.py", "capture/reduce_rows.py",
-    "capture/spell_composites.py", "capture/spell_pieces.py",
+    "capture/decompose_composites.py", "capture/decompose_slices.py",
     "capture/split_products.py", "dims/choose_names.py", "proof/shrink.py",
     "shard/collectives.py", "shard/parameter_sharding.py",
 }  # fmt: skip

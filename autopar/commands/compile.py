@@ -6,7 +6,6 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from autopar.machine.cluster_file import read_cluster
 from autopar.machine.measured_cluster import named_cluster
 from autopar.models.load import LoadedModel, ModelError, example_batch, load_model
 from autopar.options import OPTIONS, make_plan
-from autopar.passes.mesh import AXES, Mesh
+from autopar.passes.mesh import Mesh
 from autopar.passes.plan import Plan, PlanError
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.program import Program
@@ -175,16 +174,11 @@ def _microbatches(batch: Mapping, mesh: Mesh) -> int:
 
     The bubble of p stages is then at most (p-1)/(5p-1) of a step.
     """
-    stages, ranks = mesh.axis_size("pp"), _data_ranks(mesh)
+    stages, ranks = mesh.pipeline_ranks, mesh.sample_ranks
     extents = [len(x) for x in batch.values() if isinstance(x, Tensor) and x.ndim]
     samples = max(extents, key=extents.count, default=1)  # most fields have samples
     fitting = [m for m in range(1, 4 * stages + 1) if samples % (m * ranks) == 0]
     return max(fitting, default=1) if stages > 1 else 1
-
-
-def _data_ranks(mesh: Mesh) -> int:
-    """The ranks that the batch is split over."""
-    return prod(size for axis, size in mesh.axes if "batch" in AXES[axis].splits)
 
 
 def _compile_batch(
@@ -210,7 +204,7 @@ def _compile_batch(
         )
     return example_batch(
         loaded.vocab,
-        arguments.global_batch or max(8, 4 * mesh.axis_size("pp") * _data_ranks(mesh)),
+        arguments.global_batch or max(8, 4 * mesh.pipeline_ranks * mesh.sample_ranks),
         arguments.seq or SEQ,
         arguments.attention_mask,
         loaded.packed,

@@ -19,7 +19,7 @@ from statistics import mean, median
 
 import torch
 
-from autopar.passes.mesh import Mesh
+from autopar.passes.mesh import DATA, PIPELINE, TENSOR, Mesh
 from autopar.passes.price.measured import Messages, Place, Point
 from autopar.runtime.comm.process_groups import ProcessComm
 
@@ -31,7 +31,7 @@ WIDTH = 256  # of the matrices that are multiplied between messages
 LITTLE, MUCH = 1, 24  # times that, before a message, to see what skew it makes
 SKEW_ROUNDS, SKEW_TIMES = 5, 4  # of messages, and of each in a round
 BESIDE = 1 << 20  # elements that are read and written there, so that caches are cold
-AXIS = "pp"  # groups lie along it: NCCL carries messages along that one
+AXIS = PIPELINE  # groups lie along it: NCCL carries messages along that one
 
 Run = Callable[[], None]  # of one message, or of two, one after the other
 
@@ -149,7 +149,7 @@ def _runs(
 ) -> Iterator[tuple[ProcessComm, Place, int, Run]]:
     for size, stride in geometries(world):
         outer = world // (size * stride)
-        mesh = Mesh((("dp", outer), (AXIS, size), ("tp", stride)))
+        mesh = Mesh(((DATA, outer), (AXIS, size), (TENSOR, stride)))
         comm = ProcessComm(mesh, groups=((AXIS,),), device=device)
         for bytes in sizes:
             for kind, run in _kinds(comm, size, bytes).items():

@@ -12,7 +12,7 @@ from autopar.passes.price.cluster import Cluster
 from autopar.passes.price.estimate import Estimate
 from autopar.passes.price.price_layers import Prices
 from autopar.passes.search.by_formula import rough
-from autopar.passes.search.candidates import Space, candidates, meshes, sample_ranks
+from autopar.passes.search.candidates import Space, candidates, meshes
 from autopar.passes.search.search import Ranking, run_on_paper
 
 TIMES = (2, 4, 8, 16, 32, 64)  # as many devices are tried
@@ -129,7 +129,7 @@ def nothing_to_choose(space: Space) -> NothingToChoose:
             f"no mesh of {devices} devices{wished} has a meaning for this model",
             fix="let the sizes of axes divide the devices, and be no more than layers",
         )
-    if all(batch % sample_ranks(m) for m in possible):
+    if all(batch % m.sample_ranks for m in possible):
         return NothingToChoose(
             f"no mesh of {devices} devices divides a batch of {batch} samples{wished}",
             fix="choose a batch that has more divisors, or other axes",

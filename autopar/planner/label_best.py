@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.passes.errors import LossNotSeparable
+from autopar.passes.mesh import AXES
 from autopar.passes.plan import Plan
 from autopar.passes.price.candidate import Candidate
 from autopar.passes.price.cluster import Cluster
@@ -21,7 +22,6 @@ from autopar.passes.price.price_layers import cut_layers, price_cut
 from autopar.passes.search.by_formula import layer_mesh
 from autopar.passes.search.choose_op_shardings import ChosenShardings, ShardingsDoNotFit
 from autopar.passes.search.search import Ranking, simplest_first, stages_of
-from autopar.passes.shard.query_groups import PAIR
 from autopar.planner.planner import ShortModel, label_plan, plan_of
 from autopar.progress import tell
 
@@ -70,7 +70,9 @@ def label_best(
 
 def _inner(candidate: Candidate) -> bool:
     """Whether it has an axis of which labels decide what it splits."""
-    return any(candidate.mesh.axis_size(axis) > 1 for axis in ("cp", *PAIR))
+    return any(
+        n > 1 and not AXES[a].splits_samples for a, n in candidate.mesh.stage_axes
+    )
 
 
 def _labelled(

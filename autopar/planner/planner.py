@@ -76,7 +76,7 @@ class ShortModel:
         return self.layers.starts[:kept]
 
     @property
-    def spells_attention(self) -> bool:
+    def has_attention_scores(self) -> bool:
         """Whether there is anything that selective recomputation leaves out."""
         return bool(squares(self.named.graph.nodes, self.named.dims))
 
@@ -127,7 +127,7 @@ def _make_cuts(
     @lru_cache(maxsize=8)  # candidates in a row have the same, in shares or whole
     def cut(mesh: Mesh, microbatches: int, shares: bool, context: str) -> Cut:
         how = {**options, "context_parallel": context}
-        most = of.batch // mesh.axis_size("ep")
+        most = of.batch // mesh.sample_ranks
         if 1 < microbatches < most and not at_once:
             # Microbatches are of other sizes then, but of what is split alike.
             same = cut(mesh, most, shares, context)
@@ -183,7 +183,7 @@ def make_prices(
         how, differs = (recompute, halves), shares and of.shared is not of.named
         # By a table costs are linear in the samples: two microbatch sizes say it all.
         # What is measured depends on caches: on the line between the sizes next to it.
-        most = of.batch // mesh.axis_size("ep")
+        most = of.batch // mesh.sample_ranks
         low = 1
         while cluster.device.ops.timed and 2 * low <= samples and not most % (4 * low):
             low *= 2
@@ -254,7 +254,7 @@ def make_space(of: ShortModel, cluster: Cluster, batch: int, **decided: Any) -> 
         "tp": tuple(t for t in tp if cluster.devices % t == 0),
         "cp": _context_sizes(of, cluster, batch, node),
         "ep": (1, *(e for e in ep if e > 1 and all(n % e == 0 for n in experts))),
-        "recompute": RECOMPUTE if of.spells_attention else ("none", "full"),
+        "recompute": RECOMPUTE if of.has_attention_scores else ("none", "full"),
     }
     return Space(cluster, batch, of.runs, **{**sizes, **decided}, groups=groups)
 

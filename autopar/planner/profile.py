@@ -144,7 +144,7 @@ def jobs(load: Workload, ranks: int) -> Iterator[Job]:
     space = make_space(of, this_cluster(ranks), SAMPLES)
     limit = this_cluster(busy(ranks)).device.memory * SHARE
     for mesh in sorted({layer_mesh(m) for m in meshes(space)}, key=str):
-        most = of.batch // mesh.axis_size("ep")
+        most = of.batch // mesh.sample_ranks
         for samples in (s for s in (1, 2, 4, 8, 16) if most % s == 0):
             if samples > load.samples:
                 continue

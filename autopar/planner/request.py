@@ -18,7 +18,7 @@ from autopar.options import (
     read_bytes,
     read_mesh,
 )
-from autopar.passes.mesh import AXES, Mesh, MeshError
+from autopar.passes.mesh import AXES, QUERY_GROUP, Mesh, MeshError
 from autopar.passes.plan import AUTO, PlanError
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.ranges import RANKS, shown
@@ -56,12 +56,12 @@ class PlanRequest:
                     fix='leave it out, or decide on a whole mesh, as "pp=2,tp=2"',
                 )
         is_part = self.mesh and self.mesh.size < self.cluster.devices
-        if self.mesh and is_part and self.mesh.axis_size("qp") > 1:
+        if self.mesh and is_part and self.mesh.axis_size(QUERY_GROUP) > 1:
             raise PlanError(
                 f"the planner decides which ranks of '{self.mesh}' share heads of keys",
                 fix="write tp with the product of its size and that of qp",
             )
-        shares = self.mesh is not None and self.mesh.axis_size("fsdp") > 1
+        shares = self.mesh is not None and self.mesh.needs_zero
         usual = {"zero": 1} if shares else {}
         # It raises for wrong values.
         mesh = "fsdp=2" if shares else "dp=2"

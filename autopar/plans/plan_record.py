@@ -154,7 +154,7 @@ def _estimate(where: str, data: Any) -> Estimate:
     candidate = Candidate(**{**decided, "mesh": Mesh.parse(decided["mesh"])})
     _check_candidate(where, candidate)
     e = Estimate(**{**read, "candidate": candidate})
-    ranks = candidate.mesh.axis_size("pp")
+    ranks = candidate.mesh.pipeline_ranks
     counts = {"memory": ranks, "once": ranks, "stages": len(candidate.layers)}
     for key, count in counts.items():
         if len(getattr(e, key)) != count:
@@ -179,7 +179,7 @@ def _check_candidate(where: str, candidate: Candidate) -> None:
                 f"'{name}' of the candidate in {where} is {getattr(candidate, name)!r}",
                 fix=f"use one of {', '.join(known)}",
             )
-    stages = candidate.mesh.axis_size("pp") * candidate.stages_per_rank
+    stages = candidate.mesh.pipeline_ranks * candidate.stages_per_rank
     if len(candidate.layers) != stages or min(candidate.layers) < 0:
         raise EstimateError(
             f"'layers' of the candidate in {where} are not those of {stages} stages",

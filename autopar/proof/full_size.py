@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from autopar.passes.errors import AutoparError
-from autopar.passes.mesh import Mesh
+from autopar.passes.mesh import PIPELINE, Mesh
 from autopar.passes.program import Program, coords_text
 from autopar.passes.proof.proof import CutShort
 from autopar.passes.schedule.check_schedule import check
@@ -249,8 +249,8 @@ def _coords(program: Program, stage: int, text: str) -> dict[str, int]:
     """A rank that runs a stage; text: coordinates that the stage tells, without pp."""
     told = dict(part.split("=") for part in text.split(",") if part)
     coords = {axis: int(told.get(axis, 0)) for axis, _ in program.mesh.axes}
-    if "pp" in coords:
-        coords["pp"] = program.schedule.stage_to_rank[stage]
+    if PIPELINE in coords:
+        coords[PIPELINE] = program.schedule.stage_to_rank[stage]
     return coords
 
 

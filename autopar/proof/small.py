@@ -17,7 +17,7 @@ from autopar.passes.capture.lower_precision import lower_precision
 from autopar.passes.capture.normalize import normalize
 from autopar.passes.capture.trace import Traced
 from autopar.passes.dims.name_dims import name_dims
-from autopar.passes.mesh import TIME
+from autopar.passes.mesh import PIPELINE, TIME
 from autopar.passes.pipeline import compile_program
 from autopar.passes.plan import Plan
 from autopar.passes.program import Program
@@ -122,7 +122,7 @@ def _choose(
 
 def _stages(plan: Plan, few: ChosenLayers) -> dict[str, int]:
     """As many pipeline ranks as run the stages that are kept."""
-    return {"pp": len(few.stages) // plan.stages_per_rank} if few.path else {}
+    return {PIPELINE: len(few.stages) // plan.stages_per_rank} if few.path else {}
 
 
 def _find_splits(traced: Traced, plan: Plan) -> Mapping[int, frozenset[Any]]:

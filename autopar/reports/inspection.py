@@ -211,8 +211,7 @@ def _reductions(program: Program, stage: int) -> list[Communication]:
     coords = program.mesh.coords(first_rank(program, stage))
     total: Counter[tuple[tuple[str, ...], str]] = Counter()
     for spec in program.parameters.values():
-        held_by = {program.schedule.stage_to_rank[s] for s in spec.stages}
-        axes = (*spec.pending, "pp") if len(held_by) > 1 else spec.pending
+        axes, _ = program.gradient_axes(spec)
         if spec.trainable and stage in spec.stages and axes:
             elements = prod(local_shape(spec, program.mesh, coords))
             total[axes, spec.dtype] += elements * _itemsize(spec.dtype)

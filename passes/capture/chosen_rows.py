@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from ..capture.decompose_composites import broadcast_tensors, expand_as
 from ..capture.distinct import one_at_most
 from ..capture.reduce_rows import REDUCTIONS, reduced
 from ..capture.rewrite import Rewriter, Rule
 from ..capture.rows import Rows, along
-from ..capture.spell_composites import broadcast_tensors, expand_as
 from ..capture.values_read import WITHOUT_ROWS
 from ..errors import CaptureError
 from ..graph import Graph, Node, Value, resolve, short
@@ -224,7 +224,7 @@ class Keeper:
 
     def index(self, node: Node, rows: Rows) -> Value | tuple | None:
         """`x[rows]`: all rows of x; `x[rows, place]`: the one at a place of each."""
-        x, indices = node.args
+        x, indices = node.arg("self"), node.arg("indices")
         tensors = [i for i in indices if i is not None]
         first = indices.index(tensors[0])
         last = first + len(tensors)
@@ -288,7 +288,7 @@ class Keeper:
 
     def index_put(self, node: Node, rows: Rows) -> Value | None:
         """`y[rows] = values`, or with `+=`, where values may be of all rows alike."""
-        y, indices, values, *accumulate = node.args
+        y, indices, values, accumulate = arguments(node).values()
         lead = rows.extents
         if self.of(y) or y.shape[: len(lead)] != lead:
             return None
@@ -307,7 +307,7 @@ class Keeper:
         shape = (*lead, *(1 for _ in rest))
         chosen = self.rewriter.reshape(rows.chosen, shape)
         emit = self.rewriter.emit
-        if any(accumulate):
+        if accumulate:
             values = emit("aten.where.ScalarOther", chosen, values, 0)
             return emit("aten.add.Tensor", y, values)
         return emit("aten.where.self", chosen, values, y)
@@ -349,7 +349,7 @@ class Keeper:
 
     def masked_scatter(self, node: Node, rows: Rows) -> Value | None:
         """`y.masked_scatter(mask, values)`, where whole rows are masked."""
-        y, mask, values = node.args
+        y, mask, values = arguments(node).values()
         lead, written = rows.extents, self.of(values)
         count = (rows.count, *y.shape[len(lead) :])
         if self.of(y) or not written or written.dim or values.shape != count:

@@ -171,10 +171,10 @@ def _counts_starts(rewriter: Rewriter, ids: Value, positions: Value) -> bool:
     """Whether ids count where positions are not the one before and 1: with the same id,
     they are in the order of their places."""
     count = rewriter.producer(ids, "aten.cumsum")
-    if count is None or count.args[1] not in (-1, len(ids.shape) - 1):
+    if count is None or count.arg("dim") not in (-1, len(ids.shape) - 1):
         return False
     starts = rewriter.producer(count.operands[0], "aten.ne")
-    if starts is None or starts.args[1] != 1:
+    if starts is None or starts.arg("other") != 1:
         return False
     steps = rewriter.producer(starts.operands[0], "aten.diff")
     if steps is None or steps.operands[0] != positions or arguments(steps)["n"] != 1:

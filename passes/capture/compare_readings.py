@@ -69,7 +69,7 @@ class Keys:
                 zeros.add(node.out.name)
             elif (same := self._same(node, args, read)) is not None:
                 fresh = [same]
-            elif node.name == "aten.mul" and 0 in node.args[1:]:
+            elif node.name == "aten.mul" and node.arg("other") == 0:
                 zeros.add(node.out.name)
             elif zeros.intersection(v.name for v in node.operands):
                 if node.op == CHOOSES:
@@ -173,7 +173,7 @@ def _compared_alike(one: Reading, keys: Mapping[str, int], zeros: Set[str]) -> s
     alike: dict[tuple[int, Any], set[str]] = {}
     for node in one.graph.nodes:
         if node.name == "aten.eq":
-            x, number = source(node.operands[0]), node.args[1]
+            x, number = source(node.operands[0]), node.arg("other")
             if isinstance(number, Value):
                 literal = one.literals.get(source(number).name)
                 number = None if literal is None or literal.ndim else literal.item()
@@ -220,7 +220,7 @@ def _zeros(v: Value, made: Mapping[str, Node]) -> list[str]:
         return _zeros(x, made)
     if node.name == "aten.index" and len(node.operands) > 1 and v.shape:
         return _zeros(node.operands[1], made)
-    if node.name in ("aten.gt", "aten.ne") and node.args[1:] == (0,):
+    if node.name in ("aten.gt", "aten.ne") and node.arg("other") == 0:
         is_zero = node.name == "aten.ne" or _counts(x, made)
         return [v.name, *(_zeros(x, made) if is_zero else [])]
     if node.name in TAKEN_TOGETHER and x.dtype != torch.bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ..capture.function_calls import Apply, has_setup, through_checkpoints
-from ..capture.unseen import spelled
+from ..capture.unseen import derivatives_allowed
 from ..capture.user_frames import at_work
 from ..errors import CaptureError
 
@@ -175,7 +175,7 @@ def _with_backward(cls: Apply, *args: Any) -> Any:
         terms = [dx for dx, _ in pairs], ends, [x for _, x in pairs]
         zs: tuple[Tensor | None, ...] = (None,) * len(ends)
         if pairs:
-            with spelled():
+            with derivatives_allowed():
                 zs = torch.autograd.grad(*terms, create_graph=True, allow_unused=True)
         outs, left = [], iter(zs)
         for y, flow in zip(ys, flows, strict=True):

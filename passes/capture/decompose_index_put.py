@@ -6,6 +6,7 @@ import torch
 
 from ..capture.rewrite import Rewriter
 from ..graph import Node, Value
+from ..ops.arguments import arguments
 
 
 def index_put(rewriter: Rewriter, node: Node) -> Value | None:
@@ -15,9 +16,9 @@ def index_put(rewriter: Rewriter, node: Node) -> Value | None:
     as torch does (`nonzero`): an element gets as many-eth a value as were chosen
     before it.
     """
-    x, indices, values, *accumulate = node.args
+    x, indices, values, accumulate = arguments(node).values()
     masks = [i for i in indices if i is not None]
-    if any(accumulate) or len(masks) != 1 or masks[0].dtype != torch.bool:
+    if accumulate or len(masks) != 1 or masks[0].dtype != torch.bool:
         return None
     (mask,), first = masks, indices.index(masks[0])
     rest = x.shape[first + len(mask.shape) :]

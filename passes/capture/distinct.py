@@ -27,7 +27,7 @@ def one_at_most(v: Value, made: Mapping[str, Node]) -> frozenset[int]:
     x = node.operands[0]
     if op_of(node).elements in KEPT:
         return one_at_most(x, made)
-    if node.name in ("aten.ne", "aten.gt") and node.args[1:] == (0,):
+    if node.name in ("aten.ne", "aten.gt") and node.arg("other") == 0:
         return one_at_most(x, made)
     if node.name == "aten.one_hot":
         return _distinct(x, made)

@@ -95,7 +95,7 @@ def _log_sum_exp(rewriter: Rewriter, x: Value) -> Value:
 
 def logsumexp(rewriter: Rewriter, node: Node) -> Value | None:
     """Along the last dim: of logits, for a loss that keeps them small (z-loss)."""
-    x, dims = node.operands[0], node.args[1]
+    x, dims = node.operands[0], node.arg("dim")
     if dims not in ((-1,), (len(x.shape) - 1,)) or node.out.shape != x.shape[:-1]:
         return None
     return _log_sum_exp(rewriter, x)
@@ -116,7 +116,7 @@ def log_softmax(rewriter: Rewriter, node: Node) -> Value | None:
 
 def gather(rewriter: Rewriter, node: Node) -> Value | None:
     """One element of each row, as a loss by hand looks its targets up."""
-    x, dim, index = node.args[:3]
+    x, dim, index = (node.arg(name) for name in ("self", "dim", "index"))
     rows = (*x.shape[:-1], 1)
     last = len(x.shape) - 1
     if not x.shape or dim % len(x.shape) != last or index.shape != rows:
@@ -134,7 +134,7 @@ def pick_rows(rewriter: Rewriter, x: Value, index: Value, ignored: int | None) -
     rows = x.shape[:-1]
     difference = rewriter.producer(x, "aten.sub")
     if difference is not None and not difference.kwargs:
-        from_, by = difference.args
+        from_, by = difference.arg("self"), difference.arg("other")
         if isinstance(by, Value) and by.shape == (*rows, 1) and from_.shape == x.shape:
             by = rewriter.reshape(by, rows)
             picked = rewriter.emit(PICK, from_, index, ignored, name="picked")

@@ -160,8 +160,8 @@ class _Lowering:
 
 def _without_empty(node: Node) -> Node:
     """A fresh key/value cache, of no elements in float32, makes nothing else wider."""
-    pieces = tuple(v for v in node.args[0] if v.shape != (0,))
-    return replace(node, args=(pieces or node.args[0], *node.args[1:]))
+    pieces = tuple(v for v in node.arg("tensors") if v.shape != (0,))
+    return node.with_args(tensors=pieces) if pieces else node
 
 
 def _typed(node: Node) -> Node:

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import permutations
 
 import torch
 
 from ..builder import prune
+from ..capture.decompose_composites import COMPOSITE_RULES
 from ..capture.decompose_index import index
 from ..capture.decompose_index_put import index_put
+from ..capture.decompose_slices import SLICE_RULES
+from ..capture.grouped_queries import repeat_interleave
 from ..capture.hoist_splits import hoist_splits
 from ..capture.loss import LOSS_RULES
+from ..capture.normalize_attention import attention, emit_dropout
+from ..capture.recognize_experts import choice, grouped_product, looked_up_product
 from ..capture.rewrite import Rewriter, Rule
-from ..capture.spell_attention import attention, emit_dropout
-from ..capture.spell_composites import COMPOSITE_RULES
-from ..capture.spell_experts import choice, grouped_product, looked_up_product
-from ..capture.spell_groups import repeat_interleave
-from ..capture.spell_pieces import PIECE_RULES
 from ..capture.split_products import split_products
 from ..capture.trace import Traced
 from ..graph import Graph, Node, Value
@@ -233,21 +234,24 @@ def tanh_gelu(rewriter: Rewriter, node: Node) -> Value | None:
 
     Hendrycks and Gimpel, arXiv 1606.08415, section 2.
     """
-    for half, bracket in (node.args, node.args[::-1]):
+    for half, bracket in permutations((node.arg("self"), node.arg("other"))):
         h = rewriter.producer(half, "aten.mul")
         b = rewriter.producer(bracket, "aten.add")
-        t = rewriter.producer(b.args[0], "aten.tanh") if b else None
-        scaled = rewriter.producer(t.args[0], "aten.mul") if t else None
-        cubic = rewriter.producer(scaled.args[0], "aten.add") if scaled else None
-        small = rewriter.producer(cubic.args[1], "aten.mul") if cubic else None
-        power = rewriter.producer(small.args[0], "aten.pow") if small else None
+        t = rewriter.producer(b.arg("self"), "aten.tanh") if b else None
+        scaled = rewriter.producer(t.arg("self"), "aten.mul") if t else None
+        cubic = rewriter.producer(scaled.arg("self"), "aten.add") if scaled else None
+        small = rewriter.producer(cubic.arg("other"), "aten.mul") if cubic else None
+        power = rewriter.producer(small.arg("self"), "aten.pow") if small else None
         if not (h and b and scaled and cubic and small and power):
             continue
-        x, inner = power.args[0], _uncast(rewriter, power.args[0])
-        constants = (h.args[1], b.args[1], scaled.args[1], small.args[1], power.args[1])
+        x, inner = power.arg("self"), _uncast(rewriter, power.arg("self"))
+        constants = (
+            *(n.arg("other") for n in (h, b, scaled, small)),
+            power.arg("exponent"),
+        )
         wanted = (0.5, 1.0, math.sqrt(2 / math.pi), 0.044715, 3.0)
         plain = all(isinstance(c, int | float) for c in constants)
-        others = (_uncast(rewriter, h.args[0]), _uncast(rewriter, cubic.args[0]))
+        others = tuple(_uncast(rewriter, n.arg("self")) for n in (h, cubic))
         same_x = others == (inner, inner) and not (cubic.kwargs or b.kwargs)
         if plain and same_x and all(map(math.isclose, constants, wanted)):
             return rewriter.emit("aten.gelu.default", x, approximate="tanh")
@@ -293,7 +297,7 @@ CLEAN: dict[str, Rule] = {
         )
     },
     "aten.expand": unchanged,
-    **PIECE_RULES,
+    **SLICE_RULES,
     **COMPOSITE_RULES,
     "aten.cat": cat,
     "aten.dropout": dropout,

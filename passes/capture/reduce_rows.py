@@ -29,7 +29,7 @@ def total(keeper: Keeper, node: Node, rows: Rows) -> Value | tuple | None:
         return keeper.follow(node, rows)
     counted = keeper.masked(x, rows, along_rows.dim)
     if node.name == "aten.sum":
-        return keeper.rewriter.keep(replace(node, args=(counted, *node.args[1:])))
+        return keeper.rewriter.keep(node.with_args(self=counted))
     kind = bound.get("dtype") or x.dtype
     # As torch's mean does: float16 has no count above 65504.
     wide = torch.promote_types(kind, torch.float32)
@@ -86,7 +86,7 @@ def extreme(keeper: Keeper, node: Node, rows: Rows) -> Value | tuple | None:
         return None
     other = 0 if order else least[node.name.partition(".")[2]]
     masked = keeper.masked(x, rows, rows.dim, other)
-    return keeper.rewriter.keep(replace(node, args=(masked, *node.args[1:])))
+    return keeper.rewriter.keep(node.with_args(self=masked))
 
 
 REDUCTIONS: Mapping[str, Callable[[Keeper, Node, Rows], Value | tuple | None]] = {

@@ -15,8 +15,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..capture.decompose_slices import bounds
 from ..capture.rewrite import Rewriter, Rule
-from ..capture.spell_pieces import bounds
 from ..graph import Graph, Node, Value
 
 LINEAR, MATMUL, ADD = "aten.linear.default", "aten.matmul.default", "aten.add.Tensor"

@@ -32,7 +32,7 @@ DERIVATIVES = {
     torch.autograd.backward: "torch.autograd.backward",
     Tensor.backward: "Tensor.backward",
 }
-SPELLED = ContextVar("spelled", default=False)
+ALLOWED = ContextVar("derivatives_allowed", default=False)
 DATA = Tensor.data.__get__  # type of a getset descriptor's method
 
 
@@ -71,13 +71,13 @@ def _names(hooks: Any) -> str:
 
 
 @contextmanager
-def spelled() -> Iterator[None]:
-    """Within, a derivative is taken to spell what forward computes."""
-    token = SPELLED.set(True)
+def derivatives_allowed() -> Iterator[None]:
+    """Lets forward take derivatives within: they become part of what it computes."""
+    token = ALLOWED.set(True)
     try:
         yield
     finally:
-        SPELLED.reset(token)
+        ALLOWED.reset(token)
 
 
 class Unseen(TorchFunctionMode):
@@ -103,7 +103,7 @@ class Unseen(TorchFunctionMode):
                 fix="let forward say what it does: s * x + ((1 - s) * x).detach() is "
                 "x with s times its gradient",
             )
-        if func in DERIVATIVES and not SPELLED.get():
+        if func in DERIVATIVES and not ALLOWED.get():
             raise CaptureError(
                 f"forward takes a derivative ({DERIVATIVES[func]}), which a graph of "
                 "its operations does not have",

@@ -66,7 +66,7 @@ class _Names:
         for node in by_op.get("autopar.attention", []):
             self.attention(node)
         for node in by_op.get("aten.softmax", []):
-            self.spelled_out_attention(node)
+            self.decomposed_attention(node)
         for node in by_op.get("aten.embedding", []):
             table, ids = node.operands
             from_data = self.origins[ids.name] is not Origin.CONSTANT
@@ -126,7 +126,7 @@ class _Names:
         self.give(q, 3, "head_dim")
         self.give(v, 3, "head_dim")
 
-    def spelled_out_attention(self, node: Node) -> None:
+    def decomposed_attention(self, node: Node) -> None:
         scores = node.out
         if len(scores.shape) == 4:
             heads, rows = (2, 1) if self.is_named(scores, 1, "seq") else (1, 2)

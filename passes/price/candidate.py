@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
-from ..mesh import Mesh
+from ..mesh import AXES, CONTEXT, Mesh
 from ..plan import AUTO
 from ..schedule.make_schedule import SCHEDULES, place_stages
 from ..schedule.order import place_order
@@ -37,16 +38,16 @@ class Candidate:
 
     def __str__(self) -> str:
         """`pp=8,tp=4, 48 microbatches of 1, interleaved x4, zero 1, recompute full`."""
-        schedule = self.schedule
+        mesh, schedule = self.mesh, self.schedule
         if self.stages_per_rank > 1:
             schedule += f" x{self.stages_per_rank}"
-        pipeline = f", {schedule}" if self.mesh.axis_size("pp") > 1 else ""
+        pipeline = f", {schedule}" if mesh.pipeline_ranks > 1 else ""
         zero = f", zero {self.zero}" if self.zero else ""
-        context = f", {self.context_parallel}" if self.mesh.axis_size("cp") > 1 else ""
+        context = f", {self.context_parallel}" if mesh.axis_size(CONTEXT) > 1 else ""
         again = f", recompute {self.recompute}" if self.recompute != "none" else ""
         plural = "es" if self.microbatches > 1 else ""
         return (
-            f"{str(self.mesh) or 'one device'}, {self.microbatches} microbatch{plural} "
+            f"{str(mesh) or 'one device'}, {self.microbatches} microbatch{plural} "
             f"of {self.samples}{context}{pipeline}{zero}{again}"
             f"{', labels' if self.labelled else ''}"
         )
@@ -58,24 +59,19 @@ class Candidate:
 
     @cached_property
     def alike(self) -> int:
-        """The ranks that share out what is not of experts: with those of ep."""
-        return self.data_parallel * self.mesh.axis_size("ep")
-
-    @cached_property
-    def sharing(self) -> str:
-        """The axis of samples that ZeRO shares out over: beside fsdp, dp replicates."""
-        return "fsdp" if self.mesh.axis_size("fsdp") > 1 else "dp"
+        """The ranks that share out what is not of experts."""
+        return prod(map(self.mesh.axis_size, self.mesh.sharing_axes))
 
     @cached_property
     def data_parallel(self) -> int:
-        """The ranks that share out parameters with ZeRO, those of experts too: which
-        would hold the same."""
-        return self.mesh.axis_size(self.sharing) * self.mesh.axis_size("cp")
+        """Those of them that share out experts too."""
+        axes = (a for a in self.mesh.sharing_axes if not AXES[a].holds_experts)
+        return prod(map(self.mesh.axis_size, axes))
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
         """The pipeline rank of each stage."""
-        ranks = self.mesh.axis_size("pp")
+        ranks = self.mesh.pipeline_ranks
         if self.order:
             return place_order(self.order)
         return place_stages(self.schedule, ranks, self.stages_per_rank)

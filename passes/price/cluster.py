@@ -175,7 +175,7 @@ class Cluster:
         """Who shares the cores with whom, for the ranks of a mesh."""
         if not self.cores:
             return ALONE
-        return CoreContention(self.cores, mesh.size // mesh.axis_size("pp"))
+        return CoreContention(self.cores, mesh.size // mesh.pipeline_ranks)
 
     @cached_property
     def link(self) -> Callable[[Mesh, tuple[str, ...]], Link]:

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..mesh import Mesh
+from ..mesh import PIPELINE, Mesh
 from ..plan import AUTO
 from ..price.account import Account, memory_of, once_a_rank
 from ..price.candidate import Candidate
@@ -82,7 +82,7 @@ def moves_beside(term: str) -> str:
     """What moves while a microbatch computes: "gradients" beside the last backward, but
     for a weight of several stages; "parameters" beside the first forward."""
     kind, _, axes = term.partition(" ")
-    return kind if kind in ("gradients", "parameters") and axes != "pp" else ""
+    return kind if kind in ("gradients", "parameters") and axes != PIPELINE else ""
 
 
 def step_parts(
@@ -229,7 +229,7 @@ def step_seconds(
 
 def schedule_of(candidate: Candidate) -> Schedule:
     """With its messages."""
-    ranks, v = candidate.mesh.axis_size("pp"), candidate.stages_per_rank
+    ranks, v = candidate.mesh.pipeline_ranks, candidate.stages_per_rank
     if candidate.schedule == AUTO:
         return _ordered(candidate.order, candidate.microbatches)
     return _named(candidate.schedule, ranks, candidate.microbatches, v)
@@ -302,7 +302,7 @@ def run_accounts(
         tuple(memory),
         _parts_of(slowest, step, timeline, took, steps[slowest], m, cluster),
         timeline.bubble,
-        flops * candidate.mesh.size / candidate.mesh.axis_size("pp"),
+        flops * candidate.mesh.size / candidate.mesh.pipeline_ranks,
         tuple(took),
         tuple(steps),
         find_sources(accounts, candidate.mesh, m, cluster),

@@ -31,7 +31,7 @@ def make_order(
 
     fitted = fit_schedule(
         candidate.microbatches,
-        candidate.mesh.axis_size("pp"),
+        candidate.mesh.pipeline_ranks,
         candidate.stages_per_rank,
         [t.halves for t in took],
         [t.footprint for t in took],

@@ -17,7 +17,7 @@ from ..graph import Node
 from ..ops.op import is_view
 from ..price.cluster import Cluster, Device
 from ..price.price import compute, node_seconds
-from ..price.stage_seconds import part_seconds
+from ..price.stage_seconds import neighbour, part_seconds
 from ..shard.collectives import axes_of
 from ..shard.insert_collectives import Lowered
 from ..stage.differentiate import differentiate
@@ -77,5 +77,4 @@ class OpCosts:
         return Seconds(gathered, gathered + scattered, 0.0)
 
     def send(self, size: int) -> float:
-        link = self.cluster.link(self.lowered.plan.mesh, ("pp",))
-        return link.seconds("send", size)
+        return neighbour(self.cluster, self.lowered.plan.mesh).seconds("send", size)

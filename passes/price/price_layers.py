@@ -16,7 +16,7 @@ from typing import Protocol
 from ..cost import Exchange, join_exchanges
 from ..dims.name_dims import Named
 from ..graph import Node
-from ..mesh import Mesh
+from ..mesh import PIPELINE, Mesh
 from ..plan import Plan
 from ..price.account import Account, Held, by_itself, in_a_row
 from ..price.cluster import Device
@@ -226,7 +226,6 @@ def price_layers(
 
 
 def _stages(lowered: Lowered, *cuts: str) -> tuple[Stage, ...]:
-    others = tuple((a, n) for a, n in lowered.plan.mesh.axes if a != "pp")
-    mesh = Mesh((("pp", len(cuts) + 1), *others))
+    mesh = Mesh(((PIPELINE, len(cuts) + 1), *lowered.plan.mesh.stage_axes))
     plan = replace(lowered.plan, mesh=mesh, stages_per_rank=1, cuts=cuts)
     return split_stages(replace(lowered, plan=plan)).stages

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ..cost import Exchange, join_exchanges, traffic
 from ..graph import Node
-from ..mesh import TIME
+from ..mesh import AXES, TIME
 from ..ops.op import op_of
 from ..ops.products import of_weight_grad
 from ..price.account import Account, Alive, Held, PartCost
@@ -109,9 +109,11 @@ def _by_block(
 
 
 def _experts(local: LocalStage) -> set[str]:
-    """Parameters of which each rank of ep has others."""
+    """Parameters of which each rank that holds experts has others."""
+    axes = [name for name, axis in AXES.items() if axis.holds_experts]
     shardings = local.stage.shardings
-    return {v.name for v in local.params if shardings[v.name].place("ep") is not None}
+    named = ((v.name, axis) for v in local.params for axis in axes)
+    return {name for name, axis in named if shardings[name].place(axis) is not None}
 
 
 def _besides(local: LocalStage, experts: Collection[str]) -> list[Beside]:

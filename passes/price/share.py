@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 
 from ..cost import Exchange, Exchanges, join_exchanges
-from ..mesh import Mesh
+from ..mesh import AXES, Mesh
 from ..price.account import Account, Alive, Held, PartCost
 from ..price.candidate import Candidate
 from ..price.cluster import Device
@@ -38,7 +38,7 @@ def share(account: Account, candidate: Candidate, device: Device) -> Account:
     return account.with_parts(*mine.parts(device)).changed(
         held=mine.held,
         experts=mine.experts,
-        tied=_share_of(account.tied, mine.axes.alike),
+        tied=_share_of(account.tied, candidate.alike),
         pending=mine.pending,
         update=account.update * (mine.held.trained / trained if trained else 1.0),
         gathered=mine.whole,
@@ -48,40 +48,34 @@ def share(account: Account, candidate: Candidate, device: Device) -> Account:
 
 
 def _with_counts(account: Account, mesh: Mesh) -> PartCost:
-    """The step, with numbers that ranks of dp add up as well, each of its own rows."""
-    more = [axis for axis in ("dp", "fsdp") if mesh.axis_size(axis) > 1]
-    if not account.counts or not more:
+    """The step, with numbers that data parallel ranks add up as well, each of its own
+    rows."""
+    if not account.counts or not mesh.data_axes:
         return account.step
     exchanges = list(account.step.exchanges)
     for e in account.counts:
         exchanges += [Exchange(e.kind, e.axes, -e.calls, -e.bytes)] if e.axes else []
-        exchanges.append(replace(e, axes=tuple(sorted({*e.axes, *more}))))
+        exchanges.append(replace(e, axes=tuple(sorted({*e.axes, *mesh.data_axes}))))
     return account.step.changed(exchanges=join_exchanges(exchanges))
 
 
 def _pending_over_dp(account: Account, mesh: Mesh) -> Exchanges:
     """Without ZeRO: over dp, with the axes on which they are pending anyway."""
-    if mesh.axis_size("dp") == 1:
+    if not (axes := mesh.data_axes):
         return account.pending
     return join_exchanges(
-        replace(e, axes=tuple(sorted({*e.axes, "dp"}))) for e in account.pending
+        replace(e, axes=tuple(sorted({*e.axes, *axes}))) for e in account.pending
     )
 
 
 class _Axes:
     """Over which axes ranks share parameters out, and those of experts; over which they
-    replicate shares; and how many ranks there are."""
+    replicate shares."""
 
     def __init__(self, mesh: Mesh) -> None:
-        alone = Candidate(mesh, 1, 1, "", 1, 0, "", ())
-        sizes = {a: n for a, n in mesh.axes if n > 1}
-        own = [a for a in (alone.sharing, "cp") if a in sizes]
-        order = list(sizes)
-        self.of_experts = tuple(sorted(own, key=order.index))
-        both = [*own, *(a for a in ("ep",) if a in sizes)]
-        self.replicated = tuple(a for a in ("dp",) if a in sizes and a not in own)
-        self.of_others = tuple(sorted(both, key=order.index))
-        self.alike, self.data_parallel = alone.alike, alone.data_parallel
+        self.of_others = mesh.sharing_axes
+        self.of_experts = tuple(a for a in self.of_others if not AXES[a].holds_experts)
+        self.replicated = {*mesh.data_axes}.difference(self.of_others)
 
 
 _axes = lru_cache(maxsize=64)(_Axes)  # candidates of a mesh come in a row
@@ -91,17 +85,18 @@ class _Shares:
     """What ranks share out, of one account."""
 
     def __init__(self, account: Account, candidate: Candidate) -> None:
-        self.account, self.axes = account, _axes(candidate.mesh)
-        self.zero = candidate.zero if self.axes.alike > 1 else 0
+        self.account, self.candidate = account, candidate
+        self.axes = _axes(candidate.mesh)
+        self.zero = candidate.shares
 
     @cached_property
     def experts(self) -> Held:
-        parts = self.axes.data_parallel if self.zero else 1
+        parts = self.candidate.data_parallel if self.zero else 1
         return _share_of(self.account.experts, parts)
 
     @cached_property
     def held(self) -> Held:
-        parts = self.axes.alike if self.zero else 1
+        parts = self.candidate.alike if self.zero else 1
         if not self.account.experts.parameters:
             return _share_of(self.account.held, parts)
         others = self.account.held - self.account.experts
@@ -111,7 +106,7 @@ class _Shares:
     def shared(self) -> Held:
         """Bytes, whole, of what is shared out."""
         held = self.account.held
-        return held if self.axes.data_parallel > 1 else held - self.account.experts
+        return held if self.candidate.data_parallel > 1 else held - self.account.experts
 
     @cached_property
     def pending(self) -> Exchanges:
@@ -119,8 +114,8 @@ class _Shares:
         replicate of them."""
         exchanges = []
         for e in self.account.pending:
-            axes = {*e.axes}.difference(self.axes.of_others) | {*self.axes.replicated}
-            whole = e.bytes / self.axes.alike
+            axes = {*e.axes}.difference(self.axes.of_others) | self.axes.replicated
+            whole = e.bytes / self.candidate.alike
             exchanges.append(Exchange(e.kind, tuple(sorted(axes)), e.calls, whole))
         return join_exchanges(exchanges)
 
@@ -130,7 +125,7 @@ class _Shares:
         leave with each microbatch, products add theirs to what is set to 0 before."""
         zero, account = self.zero, self.account
         parts = {**account.microbatch, "step": account.step}
-        among = self.axes.data_parallel > 1
+        among = self.candidate.data_parallel > 1
         for name, part in account.microbatch.items() if zero > 1 else ():
             parts[name] = part.changed(alive=Alive(part.alive.of(zero, among)))
         where = "forward" if zero == 3 else "step"
@@ -190,7 +185,11 @@ class _Shares:
     def edges(self) -> float:
         account = self.account
         block = account.forward.gathered.largest / max(1, account.held.read)
-        least = self.axes.data_parallel if account.experts.trained else self.axes.alike
+        least = (
+            self.candidate.data_parallel
+            if account.experts.trained
+            else self.candidate.alike
+        )
         ends = {
             1: self.whole + (2 + 1 / max(1, least)) * self.shared.trained * block,
             2: self.whole + self.shared.read * block,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..mesh import Mesh
+from ..mesh import PIPELINE, Mesh
 from ..price.account import Account
 from ..price.cluster import Cluster
 from ..price.measured import SOURCES, TABLE
@@ -35,10 +35,10 @@ def find_sources(
                 if e.calls > 0:
                     talk(e.axes, e.kind, e.bytes / e.calls, e.calls * microbatches)
         if sent := account.sent:
-            talk(("pp",), "send", sent, 2 * microbatches)  # forth, and a gradient back
+            # Forth, and a gradient back.
+            talk((PIPELINE,), "send", sent, 2 * microbatches)
         if trained := account.held.trained:
-            data = tuple(a for a in ("dp", "fsdp") if mesh.axis_size(a) > 1)
-            talk(data, "all_reduce", trained, 1)
+            talk(mesh.data_axes, "all_reduce", trained, 1)
     return {COMPUTE: _shares(compute), MESSAGES: _shares(messages)}
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ..cost import Exchanges, Seconds
-from ..mesh import Mesh
+from ..mesh import PIPELINE, Mesh
 from ..price.account import BACKWARD, FORWARD, WEIGHT, Account, PartCost
 from ..price.cluster import Cluster, Link
 from ..schedule.footprint import Footprint
@@ -170,5 +170,5 @@ def exposed(moving: float, computing: float, blocks: float, cluster: Cluster) ->
 
 def neighbour(cluster: Cluster, mesh: Mesh) -> Link:
     """The link from a pipeline rank to the next."""
-    link = cluster.link(mesh, ("pp",))
+    link = cluster.link(mesh, (PIPELINE,))
     return replace(link, ranks=min(2, link.ranks), near=None)

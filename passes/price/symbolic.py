@@ -21,6 +21,7 @@ from ..cost import flops
 from ..dims.name_dims import Dim, Dims, Named
 from ..dims.origins import Origin
 from ..graph import LAYER, Node, Value, live_in
+from ..mesh import DATA
 from ..ops.op import op_of
 from ..plan import Plan
 from ..shard.propagate import propagate
@@ -170,7 +171,7 @@ def state_bytes(count: Expr, zero: int, weights: int = 2, optimizer: int = 12) -
     """
     shares = (optimizer, weights, weights)  # state, gradients, parameters
     whole = sum(shares[zero:])
-    return count * (whole + Integer(sum(shares[:zero])) / size("dp"))
+    return count * (whole + Integer(sum(shares[:zero])) / size(DATA))
 
 
 def _kept(short: ShortModel, policy: str) -> list[tuple[Value, int]]:

@@ -150,10 +150,10 @@ def _moved(node: Node, origins: Mapping[str, set[_Origin]]) -> Iterator[_Origin]
         for value in node.operands:
             for o in _of(value, origins):
                 yield _Origin(o.field, o.shift, guarded=True)
-    elif name in ("add", "sub") and len(node.args) > 1:
-        by = node.args[1]
+    elif name in ("add", "sub"):
+        by = node.arg("other")
         if isinstance(by, int) and not isinstance(by, bool) and not node.kwargs:
-            for o in _of(node.args[0], origins):
+            for o in _of(node.arg("self"), origins):
                 shift = o.shift + (by if name == "add" else -by)
                 yield _Origin(o.field, shift, o.guarded)
 
@@ -175,15 +175,16 @@ def _note_uses(
             uses[o.field].rows.append((-o.shift, classes - o.shift))
             ignored = bound["ignore_index"]
             uses[o.field].ignored.append(ignored - o.shift)
-    if name in COMPARED and isinstance(node.args[1], int):
-        for o in _of(node.args[0], origins):
-            uses[o.field].compared.add(node.args[1] - o.shift)
-            uses[o.field].is_mask |= node.args[1] in (0, 1)
-    if name == "eq" and isinstance(node.args[1], Value):
-        for o in _of(node.args[0], origins) & _of(node.args[1], origins):
+    x, other = bound.get("self"), bound.get("other")
+    if name in COMPARED and isinstance(other, int):
+        for o in _of(x, origins):
+            uses[o.field].compared.add(other - o.shift)
+            uses[o.field].is_mask |= other in (0, 1)
+    if name == "eq":
+        for o in _of(x, origins) & _of(other, origins):
             uses[o.field].is_document = True
-    if (name, node.args[1] if len(node.args) == 2 else None) in SIGNS:
-        for o in _of(node.args[0], origins):
+    if (name, other) in SIGNS:
+        for o in _of(x, origins):
             uses[o.field].compared.add(IGNORED)
     if any(v.dtype is torch.bool for v in node.results):
         moves = name in REARRANGES or name in (

@@ -166,7 +166,7 @@ Change = Callable[[Shrinker, Node, Node], Node]
 
 def _view(_: Shrinker, node: Node, new: Node) -> Node:
     """Any view is a reshape to its result's shape."""
-    args = (new.args[0], new.out.shape)
+    args = (new.operands[0], new.out.shape)
     return replace(new, op="aten.reshape.default", args=args, kwargs={})
 
 
@@ -175,14 +175,11 @@ def _arange(at: Shrinker, node: Node, new: Node) -> Node:
     count = new.out.shape[0] if new.out.shape else 1
     kind = node.op.rpartition(".")[2]
     if kind == "default":
-        stop = node.args[0]
-        return replace(new, args=(type(stop)(count), *new.args[1:]))
-    start = node.args[0]
-    step = node.arg("step") or 1
+        return new.with_args(end=type(node.arg("end"))(count))
+    start, step = node.arg("start"), node.arg("step") or 1
     if isinstance(start, int):
         start = at.number(start)
-    end = start + count * step
-    return replace(new, args=(start, end, *new.args[2:]))
+    return new.with_args(start=start, end=start + count * step)
 
 
 def _repeat(_: Shrinker, node: Node, new: Node) -> Node:
@@ -190,7 +187,7 @@ def _repeat(_: Shrinker, node: Node, new: Node) -> Node:
     ahead = len(out.shape) - len(x.shape)
     padded = (*(1,) * ahead, *x.shape)
     times = tuple(n // max(m, 1) for n, m in zip(out.shape, padded, strict=True))
-    return replace(new, args=(x, times))
+    return new.with_args(repeats=times)
 
 
 def _embedding(_: Shrinker, node: Node, new: Node) -> Node:
@@ -205,17 +202,17 @@ def _embedding(_: Shrinker, node: Node, new: Node) -> Node:
 
 def _comparison(at: Shrinker, node: Node, new: Node) -> Node:
     """Positions are compared with, or shifted by, numbers that speak of sizes."""
-    x, other = node.args[:2]
+    x, other = node.arg("self"), node.arg("other")
     whole = isinstance(x, Value) and not x.dtype.is_floating_point
     if not whole or not isinstance(other, int) or isinstance(other, bool) or other < 0:
         return new
-    return replace(new, args=(new.args[0], at.number(other), *new.args[2:]))
+    return new.with_args(other=at.number(other))
 
 
 def _two_sizes(_: Shrinker, node: Node, new: Node) -> Node:
     """eye: of the shape of its result."""
-    count = 2 if node.op.endswith(".m") else 1
-    return replace(new, args=(*new.out.shape[:count], *new.args[count:]))
+    sizes = dict(zip(("n", "m"), new.out.shape, strict=True))
+    return new.with_args(**sizes if node.op.endswith(".m") else {"n": sizes["n"]})
 
 
 ARGUMENTS: dict[str, Change] = {

@@ -11,7 +11,7 @@ from math import prod
 from typing import TypeVar
 
 from ..graph import LAYER
-from ..mesh import TIME, Mesh
+from ..mesh import PIPELINE, TIME, Mesh
 from ..plan import Plan
 from ..proof.choose_sizes import Candidates, Split
 from ..shard.propagate import Sharded
@@ -107,16 +107,16 @@ def small_sizes(
     """
     sizes = {axis: _few(plan, axis) for axis, _ in plan.mesh.axes}
     if few is not None and few.path:
-        sizes["pp"] = len(few.stages) // plan.stages_per_rank
-    elif "pp" in sizes:
-        sizes["pp"] = plan.mesh.axis_size("pp")
-    sizes[TIME] = _microbatches(plan, sizes.get("pp", 1))
+        sizes[PIPELINE] = len(few.stages) // plan.stages_per_rank
+    elif PIPELINE in sizes:
+        sizes[PIPELINE] = plan.mesh.pipeline_ranks
+    sizes[TIME] = _microbatches(plan, sizes.get(PIPELINE, 1))
     yield from _fit(plan, sizes, splits)
 
 
 def _few(plan: Plan, axis: str) -> int:
     size = plan.mesh.axis_size(axis)
-    chained = axis == "pp" or has_rings(plan, axis)
+    chained = axis == PIPELINE or has_rings(plan, axis)
     return size if size <= CHAIN else CHAIN if chained else FEW
 
 
@@ -171,7 +171,7 @@ def _microbatches(plan: Plan, pp: int) -> int:
         return 1
     if pp == 1:
         return m if m <= CHAIN else FEW
-    large = plan.mesh.axis_size("pp")
+    large = plan.mesh.pipeline_ranks
     if plan.stages_per_rank > 1:
         return min(m, pp if m < 2 * large else 2 * pp)
     return min(m, pp if m <= large else pp + 1)
@@ -272,7 +272,7 @@ def _choose_stages(kinds: Sequence[Sequence[object]], plan: Plan) -> list[int]:
 
     kinds: of each stage those of the layers that it keeps.
     """
-    ranks, last = plan.mesh.axis_size("pp"), len(kinds) - 1
+    ranks, last = plan.mesh.pipeline_ranks, len(kinds) - 1
     inside = range(1, last)
     new = [s for s in inside if kinds[s] not in kinds[1:s]]
     new += [s for s in inside if s not in new]

@@ -27,13 +27,13 @@ def choose_schedule(
     """
     if plan.schedule != AUTO or plan.order:
         return decided_schedule(plan)
-    args = plan.microbatches, plan.mesh.axis_size("pp"), plan.stages_per_rank
+    args = plan.microbatches, plan.mesh.pipeline_ranks, plan.stages_per_rank
     return fit_schedule(*args, seconds, footprints, limits, send).schedule
 
 
 def decided_schedule(plan: Plan) -> Schedule:
     """What a plan names or lists, with its messages. Raises ScheduleError."""
-    args = plan.mesh.axis_size("pp"), plan.microbatches, plan.stages_per_rank
+    args = plan.mesh.pipeline_ranks, plan.microbatches, plan.stages_per_rank
     if plan.schedule == AUTO:
         return read_order(plan.order, *args)
     return add_communication(make_schedule(plan.schedule, *args))

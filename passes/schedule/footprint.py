@@ -16,6 +16,7 @@ import numpy as np
 
 from ..graph import Node
 from ..graph_text import DTYPES
+from ..mesh import PIPELINE
 from ..ops.attention import passed_round, ring_of
 from ..schedule.messages import AHEAD
 from ..schedule.schedule import KINDS, Kind, Schedule
@@ -249,7 +250,7 @@ def communication(local: LocalStage) -> list[Communication]:
                 moved[key] += contributed_bytes(node)
         for v in handed:
             if v is not None:
-                sent = ("send", ("pp",), DTYPES.get(v.dtype, str(v.dtype)))
+                sent = ("send", (PIPELINE,), DTYPES.get(v.dtype, str(v.dtype)))
                 calls[sent] += 1
                 moved[sent] += v.bytes
         rows += [

@@ -23,7 +23,6 @@ from ..schedule.footprint import Footprint, rough_peak
 from ..schedule.make_schedule import SCHEDULES
 from ..search.balance_layers import balance_ranks
 from ..search.candidates import Space
-from ..shard.query_groups import PAIR
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,8 @@ def prices_of(candidate: Candidate, prices: Prices) -> LayerPrices:
 @cache
 def layer_mesh(mesh: Mesh) -> Mesh:
     """The axes that a layer is compiled for."""
-    return Mesh(
-        tuple((a, n) for a, n in mesh.axes if a in ("cp", "ep", *PAIR) and n > 1)
-    )
+    axes = ((a, n) for a, n in mesh.stage_axes if n > 1)
+    return Mesh(tuple((a, n) for a, n in axes if a not in mesh.data_axes))
 
 
 def make_timer(cluster: Cluster) -> Timer:
@@ -101,7 +99,7 @@ def least_bytes(
     without, prices with backwards whole hold for those in halves too."""
     whole = costs.stage(True, runs, True)
     most, beside = costs.least_alive[candidate.shares] if working else (0.0, 0.0)
-    ranks, v = candidate.mesh.axis_size("pp"), candidate.stages_per_rank
+    ranks, v = candidate.mesh.pipeline_ranks, candidate.stages_per_rank
     others = (in_flight(candidate) - 1) * max(whole.saved, whole.weight_saved)
     states, step = timed(candidate).resting(whole)
     average = (states + step + (whole.saved + others) / v) / ranks + beside
@@ -146,7 +144,7 @@ def least_seconds(
     """No more than `rough` finds, by prices of the same layers with nothing computed
     again, or with backwards whole: what microbatches take of ranks on average."""
     took = timed(candidate).seconds(costs.stage(True, runs, True)).total
-    return 0.999 * candidate.microbatches * took / candidate.mesh.axis_size("pp")
+    return 0.999 * candidate.microbatches * took / candidate.mesh.pipeline_ranks
 
 
 @lru_cache(maxsize=4096)  # candidates that differ in what they shard ask for the same
@@ -176,7 +174,7 @@ def rough_seconds(
     """Estimates a step by formula. kinds: stages of the first, an inner and the last
     pipeline rank, of those that there are, as ranks of the whole mesh have them. took:
     their seconds."""
-    ranks, m = candidate.mesh.axis_size("pp"), candidate.microbatches
+    ranks, m = candidate.mesh.pipeline_ranks, candidate.microbatches
     inner = took[min(1, len(took) - 1)]
     typical = inner[0]
     # How long it takes to fill and drain the pipeline, see
@@ -218,7 +216,7 @@ def rough_seconds(
 
 def in_flight(candidate: Candidate) -> int:
     """Counts microbatches in flight at most, on all stages of a rank together."""
-    ranks, m = candidate.mesh.axis_size("pp"), candidate.microbatches
+    ranks, m = candidate.mesh.pipeline_ranks, candidate.microbatches
     v = candidate.stages_per_rank
     named = SCHEDULES.get(candidate.schedule)
     return min(m * v, named.in_flight(ranks, m, v) if named else v * ranks)
@@ -231,7 +229,7 @@ def _balanced(
     timed: Timed,
 ) -> tuple[int, ...] | None:
     """Layers of each stage, so that the slowest rank is as fast as can be."""
-    stages = candidate.mesh.axis_size("pp") * candidate.stages_per_rank
+    stages = candidate.mesh.pipeline_ranks * candidate.stages_per_rank
     if stages == 1:
         return (runs,)
     if stages > runs:

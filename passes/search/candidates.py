@@ -15,7 +15,7 @@ from functools import cache
 from itertools import groupby, product
 from math import prod
 
-from ..mesh import AXES, Mesh
+from ..mesh import AXES, CONTEXT, DATA, EXPERT, PIPELINE, SHARDED_DATA, TENSOR, Mesh
 from ..plan import RECOMPUTE
 from ..price.candidate import Candidate
 from ..price.cluster import Cluster
@@ -25,6 +25,7 @@ from ..shard.query_groups import Groups, with_groups
 
 CONTEXT_PARALLEL = ("gather", "ring", "ulysses")
 ALIKE = 0.05  # estimates that differ by less do not say which is faster
+INNER = (TENSOR, CONTEXT, EXPERT)  # fields of `Space`
 ORDER = tuple(name for name, axis in AXES.items() if axis.searched)
 
 
@@ -75,29 +76,24 @@ def candidates(space: Space) -> Iterator[Candidate]:
                 candidate = Candidate(
                     *decided, schedule, per_rank, zero, recompute, (), context
                 )
-                if zero == candidate.shares and (zero or candidate.sharing != "fsdp"):
+                if zero == candidate.shares and (zero or not mesh.needs_zero):
                     yield candidate
 
 
 def contexts(space: Space, mesh: Mesh) -> tuple[str, ...]:
     """How attention may work on cp. Candidates have the first, as the others make but
     a small difference; it is found out for the best of them."""
-    return space.context_parallel if mesh.axis_size("cp") > 1 else ("gather",)
+    return space.context_parallel if mesh.axis_size(CONTEXT) > 1 else ("gather",)
 
 
 def _microbatches(space: Space, mesh: Mesh) -> Iterator[tuple[int, int]]:
     """(samples, microbatches) of one data parallel rank."""
-    own, rest = divmod(space.batch, sample_ranks(mesh))
+    own, rest = divmod(space.batch, mesh.sample_ranks)
     for samples in () if rest else _divisors(own):
         if own // samples not in RANGES["microbatches"]:
             continue
         if space.microbatches in (None, own // samples):
             yield samples, own // samples
-
-
-def sample_ranks(mesh: Mesh) -> int:
-    """The parts that a batch is split into."""
-    return prod(mesh.axis_size(a) for a in ("dp", "fsdp", "ep"))
 
 
 def meshes(space: Space) -> Iterator[Mesh]:
@@ -115,22 +111,16 @@ def _meshes(space: Space) -> Iterator[Mesh]:
         yield Mesh(tuple((a, n) for a, n in space.mesh.axes if n > 1))
         return
     fixed = dict(space.mesh.axes) if space.mesh else {}
-    sizes = {a: _sizes(space, a, fixed) for a in ("tp", "cp", "ep")}
-    for tp, cp, ep in product(*sizes.values()):
-        rest, left = divmod(space.cluster.devices, tp * cp * ep)
+    for inner in product(*(_sizes(space, a, fixed) for a in INNER)):
+        rest, left = divmod(space.cluster.devices, prod(inner))
+        sizes = dict(zip(INNER, inner, strict=True))
         for pp in () if left else _divisors(rest):
-            for fsdp in _sharing(space, pp, rest // pp, tp * cp * ep, fixed):
-                dp = rest // pp // fsdp
-                sizes_of = {
-                    "pp": pp,
-                    "dp": dp,
-                    "fsdp": fsdp,
-                    "cp": cp,
-                    "ep": ep,
-                    "tp": tp,
-                }
-                if pp <= space.runs and all(sizes_of[a] == n for a, n in fixed.items()):
-                    yield Mesh(tuple((a, n) for a, n in sizes_of.items() if n > 1))
+            for fsdp in _sharing(space, pp, rest // pp, prod(inner), fixed):
+                sizes |= {PIPELINE: pp, DATA: rest // pp // fsdp, SHARDED_DATA: fsdp}
+                if pp <= space.runs and all(sizes[a] == n for a, n in fixed.items()):
+                    yield Mesh(
+                        tuple((a, sizes[a]) for a in AXES if sizes.get(a, 1) > 1)
+                    )
 
 
 def _sharing(
@@ -142,11 +132,11 @@ def _sharing(
 
     ranks: of dp and fsdp together; inner: inside of both.
     """
-    if "fsdp" in fixed:
-        yield from (n for n in (fixed["fsdp"],) if ranks % n == 0)
+    if SHARDED_DATA in fixed:
+        yield from (n for n in (fixed[SHARDED_DATA],) if ranks % n == 0)
         return
     yield 1
-    if pp == 1 and "dp" not in fixed:
+    if pp == 1 and DATA not in fixed:
         yield from _near(space, ranks, inner)
 
 
@@ -160,15 +150,14 @@ def _near(space: Space, ranks: int, inner: int) -> Iterator[int]:
 def hybrids(space: Space, mesh: Mesh) -> Iterator[Mesh]:
     """A mesh with pipelines, with dp as what shares within nodes and what replicates
     between them, unless dp or fsdp is decided."""
-    wished = space.shape or (
-        space.mesh and {"dp", "fsdp"} & dict(space.mesh.axes).keys()
-    )
+    both = {DATA, SHARDED_DATA}
+    wished = space.shape or (space.mesh and both & dict(space.mesh.axes).keys())
     sizes = dict(mesh.axes)
-    if wished or "fsdp" in sizes or not {"pp", "dp"} <= sizes.keys():
+    if wished or SHARDED_DATA in sizes or not {PIPELINE, DATA} <= sizes.keys():
         return
-    dp = sizes["dp"]
-    for near in _near(space, dp, mesh.size // sizes["pp"] // dp):
-        parts = {"dp": (("dp", dp // near), ("fsdp", near))}
+    dp = sizes[DATA]
+    for near in _near(space, dp, mesh.size // sizes[PIPELINE] // dp):
+        parts = {DATA: ((DATA, dp // near), (SHARDED_DATA, near))}
         yield Mesh(tuple(x for a, n in mesh.axes for x in parts.get(a, ((a, n),))))
 
 
@@ -188,8 +177,8 @@ def _meanings(space: Space) -> Iterator[Mesh]:
         if len({name for name, _ in axes}) < len(axes):
             continue
         mesh = Mesh(tuple((a, n) for a, n in axes if n > 1))
-        inner = all(mesh.axis_size(a) in getattr(space, a) for a in ("tp", "cp", "ep"))
-        if inner and mesh.axis_size("pp") <= space.runs:
+        inner = all(mesh.axis_size(a) in getattr(space, a) for a in INNER)
+        if inner and mesh.pipeline_ranks <= space.runs:
             distinct[mesh] = None
     yield from distinct
 
@@ -198,7 +187,7 @@ def _pipelines(
     space: Space, mesh: Mesh, microbatches: int
 ) -> Iterator[tuple[str, int]]:
     """(schedule, stages per rank)."""
-    ranks = mesh.axis_size("pp")
+    ranks = mesh.pipeline_ranks
     if ranks == 1:
         if 1 in (space.stages_per_rank or (1,)):
             yield "1f1b", 1

@@ -279,7 +279,7 @@ def choose_op_shardings(
             f"{cluster.devices}",
             fix="describe the whole cluster",
         )
-    ranks = plan.mesh.axis_size("pp")
+    ranks = plan.mesh.pipeline_ranks
     own = plan.memory or cluster.device.memory
     whole = ranks * (own if limit is None else limit)
     saved = find_saved(named, plan)

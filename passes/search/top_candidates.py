@@ -78,7 +78,7 @@ def made_schedules(best: Sequence[Estimate], fit: Fit) -> list[Estimate]:
     for e in sorted(best, key=lambda e: e.seconds):
         c = e.candidate
         actions = 3 * c.microbatches * len(c.layers)
-        if c.mesh.axis_size("pp") > 1 and actions <= ACTIONS:
+        if c.mesh.pipeline_ranks > 1 and actions <= ACTIONS:
             open_to.setdefault(replace(c, schedule=AUTO), e)
     estimates = []
     for candidate, e in list(open_to.items())[:MOST]:

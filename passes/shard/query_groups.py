@@ -11,11 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..dims.name_dims import Named
-from ..mesh import Mesh
+from ..mesh import QUERY_GROUP, TENSOR, TENSOR_AXES, Mesh
 from ..plan import Plan
 
 KEYS, QUERIES = "kv_heads", "q_per_kv"
-PAIR = ("tp", "qp")
 Groups = frozenset[tuple[int, int]]
 """(heads of keys, heads of queries for each) of the attentions of a model."""
 
@@ -26,8 +25,8 @@ def split_groups(named: Named, plan: Plan) -> Plan:
     One that has op shardings for tp stays as it is; so does one whose tp splits no
     heads of keys.
     """
-    splits = KEYS in plan.split.get("tp", ()) and "qp" in plan.split
-    if plan.op_shardings.get("tp") or not splits:
+    splits = KEYS in plan.split.get(TENSOR, ()) and QUERY_GROUP in plan.split
+    if plan.op_shardings.get(TENSOR) or not splits:
         return plan
     return replace(plan, mesh=with_groups(plan.mesh, find_groups(named)))
 
@@ -45,15 +44,15 @@ def with_groups(mesh: Mesh, groups: Groups) -> Mesh:
     """The mesh with tp=n as tp=a and, inside of it, qp=n/a, where n is more than the
     heads of keys. One that has an axis qp stays as it is.
     """
-    ranks = mesh.axis_size("tp")
+    ranks = mesh.axis_size(TENSOR)
     keys = ranks_of_keys(groups, ranks)
-    if keys == ranks or mesh.axis_size("qp") > 1:
+    if keys == ranks or mesh.axis_size(QUERY_GROUP) > 1:
         return mesh
     axes: list[tuple[str, int]] = []
     for name, size in mesh.axes:
-        pair = [("tp", keys), ("qp", ranks // keys)]
-        axes += pair if name == "tp" else [(name, size)]
-    return Mesh(tuple((name, n) for name, n in axes if n > 1 or name not in PAIR))
+        pair = [(TENSOR, keys), (QUERY_GROUP, ranks // keys)]
+        axes += pair if name == TENSOR else [(name, size)]
+    return Mesh(tuple((a, n) for a, n in axes if n > 1 or a not in TENSOR_AXES))
 
 
 def ranks_of_keys(groups: Groups, ranks: int) -> int:
@@ -83,8 +82,8 @@ def group_remark(named: Named, before: Plan, after: Plan) -> tuple[str, ...]:
         return ()
     groups = sorted(find_groups(named))
     heads = " and ".join(f"{k} {KEYS} x {q} {QUERIES}" for k, q in groups)
-    pair = ",".join(f"{a}={n}" for a, n in after.mesh.axes if a in PAIR)
+    pair = ",".join(f"{a}={n}" for a, n in after.mesh.axes if a in TENSOR_AXES)
     return (
-        f"tp={before.mesh.axis_size('tp')} is {pair}, as there are {heads}: tp splits "
-        "heads of keys, qp the queries of each",
+        f"tp={before.mesh.axis_size(TENSOR)} is {pair}, as there are {heads}: tp "
+        "splits heads of keys, qp the queries of each",
     )

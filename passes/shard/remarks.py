@@ -15,7 +15,7 @@ from ..dims.name_dims import Factor
 from ..dims.origins import Origin
 from ..graph import Node, Value
 from ..graph_text import DTYPES
-from ..mesh import TIME
+from ..mesh import AXES, TIME
 from ..ops.op import op_of
 from ..shard.parameter_sharding import find_casts
 from ..shard.propagate import Sharded
@@ -43,11 +43,13 @@ def find_remarks(sharded: Sharded) -> tuple[str, ...]:
 
 
 def _without_experts(sharded: Sharded) -> list[str]:
-    on_ep = (own.get("ep") for own in sharded.op_shardings)
-    dims = {own.dim.name for own in on_ep if isinstance(own, Factor)}
-    if "ep" not in sharded.plan.axes or "experts" in dims:
-        return []
-    return ["ep splits no experts: only samples, as dp does"]
+    remarks = []
+    for axis in (a for a in sharded.plan.axes if a != TIME and AXES[a].holds_experts):
+        on_axis = (own.get(axis) for own in sharded.op_shardings)
+        dims = {own.dim.name for own in on_axis if isinstance(own, Factor)}
+        if "experts" not in dims:
+            remarks.append(f"{axis} splits no experts: only samples, as dp does")
+    return remarks
 
 
 def _unsplit(sharded: Sharded, axis: str) -> list[str]:

@@ -174,7 +174,7 @@ class Chain:
                         new[j] = option
             best = new
         plan, ends = self.lowered.plan, best[-1][2]
-        many = plan.microbatches >= 2 * plan.mesh.axis_size("pp")
+        many = plan.microbatches >= 2 * plan.mesh.pipeline_ranks
         if plan.placement and plan.stages_per_rank > 1 and many:
             ends = even_ranks(ends, plan.placement, cost)
         return [places[end] for end in ends]

@@ -20,7 +20,7 @@ from ..shard.parameter_sharding import (
     gradient_dtypes,
 )
 from ..stage.check_stage import check_shapes
-from ..stage.fuse import add_together, fuse_bias, spell_masks
+from ..stage.fuse import add_together, fuse_bias, materialize_masks
 from ..stage.local_stage import LocalStage
 from ..stage.localize import Localizer
 from ..stage.outline import gather_runs, passed_on
@@ -122,7 +122,7 @@ def join(
     """Localize a stage and write its backward, see `differentiate`."""
     local = Localizer(stage.dims, stage.shardings, sizes, coords)
     parts, sources, loss = _localized(stage, local)
-    forward = fuse_bias(spell_masks(parts["forward"]))
+    forward = fuse_bias(materialize_masks(parts["forward"]))
     builder = Builder(set(stage.dims) | {v.name for n in forward for v in n.results})
     casts = find_casts(forward, sources["params"])
     standing = _standing(parts["setup"], sources) | casts.keys()
@@ -137,7 +137,7 @@ def join(
     ends = *sources["sends"], *sources["outputs"], *([loss] if loss else ())
     writer.drop_dead(d_receives, {v.name for v in ends})
     once = writer.take_once(casts, standing, gathers=zero in (1, 2))
-    prologue = (*spell_masks(parts["prologue"]), *once)
+    prologue = (*materialize_masks(parts["prologue"]), *once)
     # The cotangents of what is made of the batch all belong to the input half, so that
     # a first stage, which sends none, has one as long as others.
     batch = (*sources["inputs"], *sources["receives"])

@@ -44,13 +44,13 @@ def drop_identities(
     return tuple(map(follow, parts))
 
 
-def spell_masks(nodes: list[Node]) -> list[Node]:
+def materialize_masks(nodes: list[Node]) -> list[Node]:
     """Masks that depend on global positions become values of their own.
 
     dropout -> a mask, and a scaled product with it. Causal attention of some of the
     rows, where these are a product of dims -> attention with the mask of these rows.
     """
-    spelled: list[Node] = []
+    made: list[Node] = []
     args: tuple[Any, ...]
     for node in nodes:
         if node.op == "comm.dropout":
@@ -70,10 +70,10 @@ def spell_masks(nodes: list[Node]) -> list[Node]:
             args = (q, k, v, mask, False, scale)
             used = replace(node, op="autopar.attention", args=args, kwargs={})
         else:
-            spelled.append(node)
+            made.append(node)
             continue
-        spelled += [replace(drawn, location=node.location), used]
-    return spelled
+        made += [replace(drawn, location=node.location), used]
+    return made
 
 
 def fuse_bias(nodes: list[Node]) -> list[Node]:

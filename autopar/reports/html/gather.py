@@ -143,7 +143,7 @@ def tokens_of(program: Program) -> int:
 
 
 def _by_rank(amounts: Sequence[int], placement: Sequence[int], mesh: Mesh) -> list[int]:
-    by_rank = [0] * mesh.axis_size("pp")
+    by_rank = [0] * mesh.pipeline_ranks
     for amount, rank in zip(amounts, placement, strict=True):
         by_rank[rank] += amount
     return by_rank

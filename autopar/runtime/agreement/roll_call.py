@@ -78,7 +78,7 @@ class RollCall:
         # The ranks of each coordinate of the pipeline.
         by_stage: dict[int, list[int]] = {}
         for rank in range(comm.mesh.size):
-            place = comm.mesh.coords(rank).get("pp", 0)
+            place = comm.mesh.pipeline_rank(rank)
             by_stage.setdefault(place, []).append(rank)
         self.stages = list(by_stage.values())
         # What ranks told that was not the same, and yet right.

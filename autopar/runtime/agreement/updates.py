@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.passes.digest import digest_of_text
 from autopar.passes.errors import AutoparError
+from autopar.passes.mesh import PIPELINE
 from autopar.passes.program import Program
 from autopar.runtime.agreement.roll_call import Facts
 from autopar.runtime.parameters.by_element import (
@@ -52,12 +53,12 @@ class Updates:
     ) -> None:
         self.parameters = parameters
         specs = program.parameters.values()
-        split = {a for spec in specs for a in spec.split_axes} | {"pp"}
+        split = {a for spec in specs for a in spec.split_axes} | {PIPELINE}
         parts = ((a, n) for a, n in program.mesh.axes if n > 1 and a in split)
         self._part = ", ".join(f"{coords[a]} of {a}={n}" for a, n in parts)
         self._specs = program.parameters
         self._cut = {name for name in program.parameters if is_cut(program, name)}
-        self.pipelined = program.mesh.axis_size("pp") > 1
+        self.pipelined = program.mesh.pipeline_ranks > 1
         self.partial = self.pipelined or any(
             program.mesh.axis_size(axis) > 1
             for spec in program.parameters.values()

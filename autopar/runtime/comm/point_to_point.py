@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.passes.mesh import Mesh
+from autopar.passes.mesh import PIPELINE, Mesh
 
 # dist.isend or dist.irecv, a tensor, the other rank, a tag
 Message = tuple[Callable[..., Any], Tensor, int, int]
@@ -32,7 +32,7 @@ class PointToPoint:
         self, mesh: Mesh, rank: int, device: torch.device, timeout: timedelta | None
     ) -> None:
         self._group: ref[dist.ProcessGroup] | None = None
-        lines = mesh.groups(("pp",))
+        lines = mesh.groups((PIPELINE,))
         for ranks in sorted(line for line in lines if len(line) > 1):
             group = dist.new_group(list(ranks), timeout=timeout)
             if rank in ranks:

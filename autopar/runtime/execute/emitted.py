@@ -9,7 +9,7 @@ import ast
 from textwrap import fill, indent
 
 from autopar.passes.errors import AutoparError
-from autopar.passes.mesh import PIPELINE, TIME
+from autopar.passes.mesh import TIME
 from autopar.passes.program import Program
 
 Message = tuple[tuple[int, ...], str]  # shape and name of the dtype
@@ -84,7 +84,7 @@ def users_of(program: Program, stage: int) -> dict[str, list[int]]:
     users: dict[str, list[int]] = {}
     place = program.schedule.stage_to_rank[stage]
     for rank in range(program.mesh.size):
-        if program.mesh.coords(rank).get(PIPELINE, 0) == place:
+        if program.mesh.pipeline_rank(rank) == place:
             users.setdefault(program.module_of(rank, stage), []).append(rank)
     return users
 

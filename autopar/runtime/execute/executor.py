@@ -15,6 +15,7 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
+from autopar.passes.mesh import PIPELINE
 from autopar.passes.program import Program
 from autopar.passes.schedule.exchanges import Exchange, exchanges, in_turn, of_kinds
 from autopar.passes.schedule.messages import apart, send_completions
@@ -61,7 +62,7 @@ class Executor:
         self.parameters, self.buffers = dict(parameters), dict(buffers)
         self.seed, self.steps = seed, 0
         self.loss_scale = LossScale() if plan.scales_loss else None
-        self.pp = comm.coords.get("pp", 0)
+        self.pp = comm.coords.get(PIPELINE, 0)
         self.actions = program.schedule.ranks[self.pp]
         self._send_completions = send_completions(program.schedule, self.pp)
         self._order = exchanges(program.schedule)[self.pp] if comm.in_turn else ()
@@ -366,7 +367,7 @@ class Executor:
     def _peer(self, action: Action) -> int:
         mesh = self.program.mesh
         pp = self.program.schedule.peer(action)
-        return mesh.rank({**self.comm.coords, "pp": pp})
+        return mesh.rank({**self.comm.coords, PIPELINE: pp})
 
     def _tag(self, send: Action, n: int) -> int:
         """A number for each message of a step, the same on both ends."""
@@ -382,8 +383,8 @@ class Executor:
         total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         if self._losses:
             total += torch.stack(self._losses).double().sum()
-            for axis, size in program.mesh.axes:
-                if axis != "pp" and axis not in program.loss_pending:
+            for axis, size in program.mesh.stage_axes:
+                if axis not in program.loss_pending:
                     total /= size
         self._losses.clear()
         shares = [total, torch.zeros_like(total) + count, *self.outputs.shares()]

@@ -69,8 +69,7 @@ class Gradients:
             if not p.requires_grad:
                 continue
             ranks = self.program.gradient_ranks(name, self.comm.rank)
-            coords = map(self.program.mesh.coords, ranks)
-            within = len({c.get("pp", 0) for c in coords}) == 1
+            within = len({*map(self.program.mesh.pipeline_rank, ranks)}) == 1
             stages = self.program.parameters[name].stages if within else ()
             ready = tuple(s for s in stages if s in mine) if len(ranks) > 1 else ()
             members[ranks, str(p.dtype), ready].append(name)

@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from autopar.passes.mesh import TIME
+from autopar.passes.mesh import PIPELINE, TIME
 from autopar.passes.program import OutputSpec, Program
 from autopar.runtime.comm.comm import Comm
 
@@ -70,7 +70,7 @@ class Outputs:
         """Parts, each with where it lies; ranks that hold the same, and microbatches,
         give it once."""
         known = {a for dim in spec.slots for axes in dim for a in axes}
-        known |= {*spec.pending, "pp"}
+        known |= {*spec.pending, PIPELINE}
         coords = self.comm.coords
         if any(i for axis, i in coords.items() if axis not in known):
             return

@@ -6,13 +6,12 @@ import os
 import socket
 from dataclasses import dataclass
 
-from autopar.passes.mesh import Mesh
+from autopar.passes.mesh import TENSOR_AXES, Mesh
 from autopar.passes.price.cluster import nodes
 from autopar.passes.ranges import RANKS, Range
 from autopar.read_file import EnvironmentVariableError, read_variable
 
 RANK, PORT = Range(0, RANKS.most - 1), Range(0, (1 << 16) - 1)
-TENSOR = ("tp", "qp")  # axes that talk in every layer, and wait for it
 
 
 def check_launch() -> tuple[int, int]:
@@ -81,7 +80,7 @@ def torchrun_for(ranks: int, most: int | None = None) -> str:
 def straddling(mesh: Mesh, node: int) -> str | None:
     """What to tell of a mesh whose tensor parallel groups leave nodes of so many ranks;
     None where they stay inside."""
-    axes = tuple(axis for axis in TENSOR if mesh.axis_size(axis) > 1)
+    axes = tuple(axis for axis in TENSOR_AXES if mesh.axis_size(axis) > 1)
     over = nodes(mesh, axes, node) if axes and node < mesh.size else None
     if over is None:
         return None

@@ -13,7 +13,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from autopar.passes.mesh import Mesh, balanced, start
+from autopar.passes.mesh import PIPELINE, Mesh, balanced, start
 from autopar.passes.program import ParameterSpec
 
 
@@ -91,12 +91,12 @@ def owns(
 
     ranks: the pipeline ranks of the stages that hold the parameter.
     """
-    if coords.get("pp", 0) != ranks[0]:
+    if coords.get(PIPELINE, 0) != ranks[0]:
         return False
     return all(
         i == 0
         for axis, i in coords.items()
-        if axis != "pp" and axis not in spec.split_axes
+        if axis != PIPELINE and axis not in spec.split_axes
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.passes.errors import AutoparError
+from autopar.passes.mesh import PIPELINE
 from autopar.passes.program import Program
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.parameters.shards import put_shard, take_shard
@@ -138,7 +139,7 @@ class WholeUpdates:
         whole = torch.zeros(spec.part.shape, dtype=like.dtype, device=self.comm.device)
         for name, part in zip(names, parts, strict=True):
             spec = self.program.parameters[name]
-            alike = set(self.comm.coords) - set(spec.split_axes) - {"pp"}
+            alike = set(self.comm.coords) - set(spec.split_axes) - {PIPELINE}
             if not any(self.comm.coords[axis] for axis in alike):
                 put_shard(whole, part.to(whole.device), spec, mesh, self.comm.coords)
         return self.comm.reduce_ranks_(whole, self.ranks).to(like.device)
@@ -164,7 +165,7 @@ def refuse_alike(entry: str, name: str, p: Tensor) -> None:
 
 def beside(program: Program, rank: int) -> tuple[int, ...]:
     """The ranks that run the same stages as this one, ascending."""
-    axes = tuple(axis for axis, _ in program.mesh.axes if axis != "pp")
+    axes = tuple(axis for axis, _ in program.mesh.stage_axes)
     return program.mesh.group(rank, axes)
 
 

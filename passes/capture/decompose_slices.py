@@ -1,4 +1,4 @@
-"""Parts of tensors: what is written into a part, or cut out of what was just joined.
+"""Slices: what is written into one, or cut out of what was just joined.
 
 `y = torch.empty_like(x); y[..., :n] = a; y[..., n:] = b` is cat([a, b], -1).
 """
@@ -167,7 +167,7 @@ def bounds(node: Node, x: Value) -> tuple[Value, int, int, int, int]:
     return (x, dim, *cut.indices(x.shape[dim]))
 
 
-PIECE_RULES: dict[str, Rule] = {
+SLICE_RULES: dict[str, Rule] = {
     "aten.slice": slice_,
     "aten.index": index,
     "aten.narrow": narrow,

@@ -1,4 +1,4 @@
-"""Grouped queries in one spelling: attention reads each head of keys once.
+"""Grouped queries, recognized: attention reads each head of keys once.
 
 Models repeat keys and values for all queries of their group before they attend to them
 (Ainslie 2023, arXiv 2305.13245). Attention itself knows groups; without the copies less
@@ -24,9 +24,7 @@ def without_copies(rewriter: Rewriter, k: Value, v: Value) -> tuple[Value, Value
 
 def repeat_interleave(rewriter: Rewriter, node: Node) -> Value | None:
     """So often in a row along a dim -> an expand, as other models write it."""
-    names = ("self", "repeats", "dim")
-    bound = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    x, times, dim = bound["self"], bound["repeats"], bound.get("dim")
+    x, times, dim = (node.arg(name) for name in ("self", "repeats", "dim"))
     if dim is None or not isinstance(times, int):
         return None
     after = dim % len(x.shape) + 1
@@ -46,7 +44,7 @@ def _before_repeat(rewriter: Rewriter, x: Value, dim: int) -> Value | None:
         return None
     before = dim
     if node.op.startswith("aten.transpose"):
-        one, other = (d % len(x.shape) for d in node.args[1:])
+        one, other = (node.arg(d) % len(x.shape) for d in ("dim0", "dim1"))
         before = {one: other, other: one}.get(dim, dim)
     single = _before_repeat(rewriter, node.operands[0], before)
     if single is None:

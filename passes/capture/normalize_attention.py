@@ -1,4 +1,4 @@
-"""The normal form of attention: one op, or spelled out where dropout needs it."""
+"""The normal form of attention: one op, or decomposed where dropout needs it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from ..capture.causal_masks import causal_window
 from ..capture.column_masks import columns_of
+from ..capture.grouped_queries import without_copies
 from ..capture.rewrite import Rewriter
-from ..capture.spell_groups import without_copies
 from ..graph import Node, Value
 from ..ops.arguments import arguments
 
@@ -19,7 +19,7 @@ from ..ops.arguments import arguments
 def attention(rewriter: Rewriter, node: Node) -> Value:
     """SDPA: a causal mask becomes the flag, one of a sliding window a number with it,
     one of packed documents their ids, one of padding says which columns are none; with
-    dropout it is spelled out."""
+    dropout it is decomposed."""
     bound = arguments(node)
     is_causal, scale = bool(bound["is_causal"]), bound["scale"]
     q, k, v, mask = _with_heads(rewriter, bound)
@@ -56,7 +56,7 @@ def attention(rewriter: Rewriter, node: Node) -> Value:
                 mask, is_causal = None, True
     if bound["dropout_p"] > 0.0:
         p = bound["dropout_p"]
-        y = _explicit_attention(rewriter, (q, k, v), mask, is_causal, scale, p)
+        y = _decompose_attention(rewriter, (q, k, v), mask, is_causal, scale, p)
     else:
         k, v = without_copies(rewriter, k, v)
         args = (q, k, v, mask, is_causal, scale)
@@ -128,7 +128,7 @@ def _with_lead(
     return rewriter.reshape(mask, (1, 1, rows, columns))
 
 
-def _explicit_attention(
+def _decompose_attention(
     rewriter: Rewriter,
     qkv: Three,
     mask: Value | None,

@@ -1,4 +1,4 @@
-"""Experts in one spelling: each token times the weight of the expert that it chose.
+"""Experts, recognized: each token times the weight of the expert that it chose.
 
 Hugging Face's `batched_mm` experts look up a whole weight matrix for every token and
 multiply in a batch, which takes as much memory as there are tokens and weights. As one

@@ -1,4 +1,4 @@
-"""Ops that are others in one, spelled out, so that what these may split is known."""
+"""Ops that are others in one, decomposed, so that what these may split is known."""
 
 from __future__ import annotations
 
