@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from autopar.held_state import HeldState
 from autopar.local_batches import Batch, DataRank, batches
+from autopar.passes.capture.outside import Outside
 from autopar.passes.errors import AutoparError, BatchError
 from autopar.runtime.agreement.agreement import Agreement
 from autopar.runtime.agreement.updates import Updates
@@ -47,6 +48,8 @@ class RankStep(HeldState):
         super().__init__(device)
         self._fixed = NO_FIELDS
         self._originals: Originals | None = None
+        # What the program has the values of, on the rank that compiled it.
+        self._outside: tuple[Outside, ...] = ()
         self._eager = torch.compiler.disable(_call, reason="a step is compiled already")
 
     def start(
@@ -95,6 +98,7 @@ class RankStep(HeldState):
     def _step(self, batch: Mapping[str, Any], local: bool) -> Tensor:
         batch = self._fit(batch, local)
         executor = self.executor  # raises if there is nothing to run yet
+        self._check_outside(executor.steps)
         if self._updates.left_gradients() and self.comm.rank == 0:
             LOG.warning(
                 "gradients that an optimizer has used are added to: call "
@@ -110,6 +114,14 @@ class RankStep(HeldState):
             self._updates.show()
         self._originals = None  # the model may be trained beside, from now on
         return loss.as_subclass(StepLoss)
+
+    def _check_outside(self, steps: int) -> None:
+        """Raises AutoparError if what was compiled with its values has others now; what
+        only these show is looked at in the steps 1, 2, 4, 8 ..."""
+        thorough = steps & (steps - 1) == 0
+        for tensor in self._outside:
+            if tensor.changed(thorough):
+                tensor.refuse()
 
     @overload
     def evaluate(

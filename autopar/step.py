@@ -21,6 +21,7 @@ from autopar.machine.backend import resolve_backend
 from autopar.machine.profile_file import read_profile
 from autopar.options import Options, check_arguments, make_plan
 from autopar.other_shapes import OtherShapes, shapes_of, without_padding
+from autopar.passes.capture.outside import outside_tensors
 from autopar.passes.plan import AUTO, Plan, PlanError
 from autopar.passes.price.cluster import Cluster
 from autopar.passes.program import Program
@@ -251,7 +252,9 @@ class Step(RankStep):
         if compiled is not None and (compiled.proof or not self._prove):
             program = compiled
         else:
-            program = on_first_rank(lambda: self._compile(batch))
+            with outside_tensors() as read:
+                program = on_first_rank(lambda: self._compile(batch))
+            self._outside = tuple(read.values())
         check_model(program, self._model)
         comm = engine(self.device)(
             program.mesh,

@@ -46,7 +46,8 @@ class LossModule(nn.Module):
         self.wanted, self.with_metrics = wanted, with_metrics
         self.beside = Beside()
         self.by_name = False  # see `call_model`
-        self.unseen = Unseen(KnownValues(dict(model.named_buffers())))
+        names = {id(p): name for name, p in model.named_parameters()}
+        self.unseen = Unseen(KnownValues(dict(model.named_buffers())), names)
         self.functions = Functions()
 
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..capture.guards import Guards
 from ..capture.known_values import KnownValues
+from ..capture.outside import note_outside
 from ..capture.user_frames import at_work
 from ..capture.values_read import Read, read_by, tried_by
 from ..errors import CaptureError
@@ -81,12 +82,12 @@ def derivatives_allowed() -> Iterator[None]:
 
 
 class Unseen(TorchFunctionMode):
-    """Around a forward that is captured. read: the last call whose result depends on
-    the values of tensors."""
+    """Around a forward that is captured. names: of the model's own parameters, by their
+    ids. read: the last call whose result depends on the values of tensors."""
 
-    def __init__(self, known: KnownValues) -> None:
+    def __init__(self, known: KnownValues, names: dict[int, str]) -> None:
         super().__init__()
-        self.known = known
+        self.known, self.names = known, names
         self.read: Read | None = None
         self.guards = Guards()
 
@@ -121,6 +122,7 @@ class Unseen(TorchFunctionMode):
         except Exception as error:
             self.read = tried_by(func, args, error) or self.read
             raise
+        note_outside(self.names, (args, kwargs), result)
         self.known.note(func, args, kwargs or {}, result)
         self.read = read_by(func, args, result) or self.read
         return self.guards.note(func, args, kwargs or {}, result)

@@ -137,7 +137,8 @@ def join(
     ends = *sources["sends"], *sources["outputs"], *([loss] if loss else ())
     writer.drop_dead(d_receives, {v.name for v in ends})
     once = writer.take_once(casts, standing, gathers=zero in (1, 2))
-    prologue = (*materialize_masks(parts["prologue"]), *once)
+    before = map(writer.with_results, materialize_masks(parts["prologue"]))
+    prologue = (*before, *once)
     # The cotangents of what is made of the batch all belong to the input half, so that
     # a first stage, which sends none, has one as long as others.
     batch = (*sources["inputs"], *sources["receives"])
@@ -145,7 +146,7 @@ def join(
     input_half = {dy.name for x, dy in writer.cotangents.items() if x in dependent}
     return Joint(
         stage=stage,
-        setup=tuple(parts["setup"]),
+        setup=tuple(map(writer.with_results, parts["setup"])),
         prologue=prologue,
         forward=tuple(writer.forward),
         backward=tuple(writer.backward),

@@ -51,14 +51,19 @@ class Writer:
 
     def run_forward(self, nodes: list[Node]) -> None:
         for node in nodes:
-            op, flows = op_of(node), any(self.tape.wanted(v) for v in node.results)
+            flows = any(self.tape.wanted(v) for v in node.results)
             if flows and self._derivative(node) is None:
                 self.forward += expand_forward(self.tape, node)
             else:
-                node = op.forward(self.tape, node) if op.forward else node
+                node = self.with_results(node)
                 self.forward.append(node)
             if flows:
                 self.through.append(node)
+
+    def with_results(self, node: Node) -> Node:
+        """The node with all results of the function that runs it."""
+        op = op_of(node)
+        return op.forward(self.tape, node) if op.forward else node
 
     def _derivative(self, node: Node) -> Derivative | None:
         """What its declaration has; None for what is traced."""
