@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models import gpt2, llama, plain_gpt, switch_gpt
 
 from autopar.capture.shorten import find_layers, shortened
@@ -86,9 +87,13 @@ def test_part_of_a_pattern_after_its_repeats_is_the_model_s_end() -> None:
     assert compile_program(case.trace(), chosen, PLAIN).mesh == chosen.mesh
 
 
-def test_layers_that_differ_are_not_taken_for_alike() -> None:
+@pytest.mark.parametrize(
+    ("usual", "other"), [(0.0, 0.5), (F.relu, F.gelu), ((8, 0), (4, 0))]
+)
+def test_layers_that_differ_are_not_taken_for_alike(usual, other) -> None:
     model = plain_gpt(layers=5).model
-    model.blocks[3].mlp.dropout = 0.5
+    for i, block in enumerate(model.blocks):
+        block.mlp.own = other if i == 3 else usual
     assert find_layers(model) is None
 
 

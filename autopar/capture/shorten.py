@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
 
 from torch import Tensor, nn
 
 from autopar.passes.capture.find_repeats import LayerList, find_list, only_layers
 
+Function = BuiltinFunctionType | FunctionType
 KEPT = 3  # repeats of the pattern: the first, one inside, and the last
 
 
@@ -81,17 +83,24 @@ Facts = dict[tuple[str, str], object]  # (module path, attribute) -> value
 
 
 def find_facts(module: nn.Module) -> Facts:
-    """What a module computes by: classes, sizes and plain attributes."""
+    """What a module computes by: classes, sizes and plain attributes, functions among
+    them."""
     facts: Facts = {}
     for path, part in module.named_modules():
         facts[path, "class"] = type(part)
         for name, value in vars(part).items():
-            if isinstance(value, bool | int | float | str):
+            if _is_plain(value):
                 facts[path, name] = value
         for name, x in (*part._parameters.items(), *part._buffers.items()):
             if isinstance(x, Tensor):
                 facts[path, name] = (tuple(x.shape), x.dtype, x.requires_grad)
     return facts
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | float | str | Function)
 
 
 def without_index(layers: list[Facts]) -> list[Facts]:

@@ -4,11 +4,17 @@ Whether there are such rows is known only when a program runs. But where the row
 `keep_all_rows` are none, nothing is added; so the model is read as if there were some.
 That it is the same without them is proved: it is read a second time as if there were
 none, and must be, operation by operation, what is left of the first reading.
+
+Where one of the answers makes a user's own code raise an error, as `assert (ids <
+n).all()` does, it is the other one: that computes nothing, and a remark says that
+programs do not check it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..capture.user_frames import asked_by_user, at_work
+from ..capture.user_frames import (
+    asked_by_user,
+    at_work,
+    place_at_work,
+    raised_at,
+    raised_by_user,
+)
 from ..capture.values_read import Read, has_shape, read_here
 from ..errors import CaptureError
 
@@ -38,6 +50,7 @@ NOT = (torch.logical_not, Tensor.logical_not, Tensor.__invert__)
 SHAPE = Tensor.shape.__get__  # type of a getset descriptor's method
 LOGSUMEXP = (torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
 MANY = 2**20
+MOST = 2**14  # times that a line asks: more than experts of all layers
 
 
 def is_unknown(x: Tensor) -> bool:
@@ -51,12 +64,19 @@ class Guards:
 
     What Python wants a number for, as `len`, is given as many as there may be, or one,
     which must make no difference. one: whether it is one. numbered: whether any
-    was given."""
+    was given.
+
+    asked: how often each place in the code did, in one forward. checks: by its place, a
+    question that is there to raise an error: the answer for which it does not, and the
+    line that raises."""
 
     def __init__(self) -> None:
         self.some, self.one = True, False
         self.numbered = False
         self.read: Read | None = None
+        self.checks: dict[tuple[Any, int], tuple[bool, str]] = {}
+        self._last: tuple[tuple[Any, int], bool] | None = None
+        self.asked = Counter[tuple[Any, int]]()
         # Tensors by their id. Of what topk chose: from how many, and as of which write;
         # of what `bincount` counts: what it counts.
         self.chosen: dict[int, tuple[Tensor, int, int]] = {}
@@ -131,9 +151,37 @@ class Guards:
     def answer(self, x: Tensor, rows: str = "") -> bool:
         """x: a number, whether it is other than 0; or rows, whether there are any,
         which a call of this name asks."""
+        place = place_at_work()
+        self.asked[place] += 1
+        read = read_here(rows or "__bool__", bool(rows))
+        if self.asked[place] > MOST:
+            raise read.error()  # a `while` that is told the same each time
+        if place in self.checks:
+            return self.checks[place][0]
         MARK(x)
-        self.read = read_here(rows or "__bool__", bool(rows))
+        self.read = read
+        self._last = place, self.some
         return self.some
+
+    def begin(self) -> None:
+        """Forgets what was asked; checks are known."""
+        self.some, self.one, self.numbered = True, False, False
+        self.read = self._last = None
+
+    def is_check(self, error: Exception) -> bool:
+        """Whether the last answer made a user's own code raise this: from now on it is
+        the other one."""
+        last, self._last = self._last, None
+        if last is None or last[0] in self.checks or not raised_by_user(error):
+            return False
+        place, answer = last
+        self.checks[place] = not answer, raised_at(error)
+        return True
+
+    def remarks(self) -> Iterator[str]:
+        """Yields what is said of checks, a line each."""
+        for line in sorted({line for _, line in self.checks.values()}):
+            yield f"programs leave out what is checked at {os.path.basename(line)}"
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Any, result: Any) -> Any:
         """Its result, or of a number of rows what can be asked about it."""

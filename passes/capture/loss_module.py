@@ -53,6 +53,7 @@ class LossModule(nn.Module):
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         before = dict(self.model.named_buffers())
         self.unseen.known.begin(before)
+        self.unseen.guards.asked.clear()
         with self.unseen, self.functions.reading(), flex_as_attention():
             fields = {**batch, **self.static}
             try:

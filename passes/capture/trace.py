@@ -109,7 +109,7 @@ def trace(
     wrapper = LossModule(model, loss_fn, static, outputs, metrics)
     traced = repeats and _capture_repeats(wrapper, tensors, precision, repeats)
     traced = traced or _capture(wrapper, tensors, precision)
-    _prove_guards(traced, wrapper, tensors, precision)
+    traced = _prove_guards(traced, wrapper, tensors, precision)
     names, count = wrapper.beside.names, wrapper.beside.metrics
     graph = keep_all_rows(traced.graph, traced.autocast.keys())
     remarks = find_loops(traced.graph)
@@ -118,6 +118,7 @@ def trace(
     values = wrapper.unseen.known
     known = {name: digest(values.buffers[name]) for name in sorted(values.asked)}
     traced = replace(traced, graph=graph, outputs=names, metrics=count)
+    remarks = (*remarks, *wrapper.unseen.guards.remarks())
     return replace(traced, remarks=remarks, known=known)
 
 
@@ -126,25 +127,30 @@ def _prove_guards(
     wrapper: LossModule,
     tensors: Mapping[str, torch.Tensor],
     precision: Lowering,
-) -> None:
-    """Refuses a model that asked whether there are rows, if it computes anything else
-    without them, or with one."""
+) -> Traced:
+    """What a model computes that asked whether there are rows. Refuses it, if it
+    computes anything else without them, or with one."""
     guards = wrapper.unseen.guards
-    if guards.read is None:
-        return
-    error, counted = guards.read.error(), guards.numbered
-    if counted:
-        error = CaptureError(error.message, source=error.source, fix=NO_NUMBER)
-    try:
-        guards.some = False
-        same = are_same(traced, _capture(wrapper, tensors, precision))
-        if same and counted:
-            guards.some = guards.one = True
-            same = are_equal(traced, _capture(wrapper, tensors, precision))
-    except CaptureError:
-        same = False
-    if not same:
-        raise error
+    while guards.read is not None:
+        error, counted = guards.read.error(), guards.numbered
+        if counted:
+            error = CaptureError(error.message, source=error.source, fix=NO_NUMBER)
+        checks = len(guards.checks)
+        try:
+            guards.some = False
+            same = are_same(traced, _capture(wrapper, tensors, precision))
+            if same and counted:
+                guards.some = guards.one = True
+                same = are_equal(traced, _capture(wrapper, tensors, precision))
+        except CaptureError:
+            same = False
+        if len(guards.checks) == checks:
+            if not same:
+                raise error
+            break
+        guards.begin()  # what asked was a check: without it there is less to prove
+        traced = _capture(wrapper, tensors, precision)
+    return traced
 
 
 def _capture(
@@ -238,15 +244,17 @@ def _refuse_sources(graph: Graph, names: Sequence[str]) -> None:
 def _export(
     wrapper: LossModule, examples: dict[str, torch.Tensor]
 ) -> torch.export.ExportedProgram:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return _export_once(wrapper, examples)
-    except CaptureError:
-        raise
-    except Exception as error:
-        read = wrapper.unseen.read
-        raise capture_failed(error, wrapper, examples, read) from error
+    while True:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return _export_once(wrapper, examples)
+        except CaptureError:
+            raise
+        except Exception as error:
+            if not wrapper.unseen.guards.is_check(error):
+                read = wrapper.unseen.read
+                raise capture_failed(error, wrapper, examples, read) from error
 
 
 def _export_once(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import os
 from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 
+JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 TORCH = os.path.dirname(torch.__file__) + os.sep
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Methods of tensors that Python has, and what hands calls of them to modes.
@@ -38,6 +41,33 @@ def raised_at(error: BaseException) -> str:
             line = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return line
+
+
+def raised_by_user(error: BaseException) -> bool:
+    """Whether a `raise` or an `assert` of a user's own raised it, or was about to when
+    what it says of the error raised another."""
+    trace = error.__traceback__
+    innermost: TracebackType | None = None
+    while trace is not None:
+        if is_users(trace.tb_frame.f_code.co_filename):
+            innermost = trace
+        trace = trace.tb_next
+    if innermost is None:
+        return False
+    for step in dis.get_instructions(innermost.tb_frame.f_code):
+        if step.offset < innermost.tb_lasti:
+            continue
+        if step.opname == "RAISE_VARARGS":
+            return True
+        if step.opcode in JUMPS or step.opname.startswith(("RETURN", "YIELD")):
+            return False
+    return False
+
+
+def place_at_work() -> tuple[Any, int]:
+    """The code of the innermost frame of a user that is running, and where in it."""
+    frame = _running()
+    return (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
 
 
 def at_work() -> str:
