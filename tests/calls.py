@@ -254,6 +254,9 @@ PIECES: dict[str, Call] = {
     "select": lambda g: g.x.select(1, -2) * g.y[:, 2],
     "narrow": lambda g: g.x.narrow(1, -4, 3) * g.y[:, 1:4],
     "index_put": lambda g: g.x.index_put((g.mask,), g.w),
+    "index_put added": lambda g: g.w.expand(3, -1).index_put(
+        (g.ids % 3,), g.x, accumulate=True
+    )[g.ids % 3] * g.y,
     "index": lambda g: g.x[:, [3, 1, 1]] + g.x[:, [2, 3, 4]] * g.y[:, :3],
     "unbind": lambda g: g.x.unbind(1)[2] * g.y.unbind(2)[1][:, :4],
     "split": lambda g: g.x.split(2, 1)[2] * g.y.split([3, 2, 1], 1)[1],

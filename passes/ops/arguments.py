@@ -54,7 +54,8 @@ def refuse_unread(node: Node) -> None:
         raise CaptureError(
             f"'{node.op}' is called with {name}={text}, which is not supported",
             source=str(node.location),
-            fix=f"leave out '{name}'" if optional else "use other operations here",
+            fix=(f"leave out '{name}', or " if optional else "")
+            + "write what it means by other operations",
         )
 
 

@@ -10,7 +10,7 @@ HEEDED = {
     "broadcast_tensors": "tensors",
     "broadcast_to": "self size",
     "cosine_embedding_loss": "input1 input2 target margin reduction",
-    "index_put": "self indices values",
+    "index_put": "self indices values accumulate",
     "hinge_embedding_loss": "self target margin reduction",
     "margin_ranking_loss": "input1 input2 target margin reduction",
     "multi_margin_loss": "self target p margin weight reduction",

@@ -146,7 +146,7 @@ def _moved(node: Node, origins: Mapping[str, set[_Origin]]) -> Iterator[_Origin]
     to_bool = any(v.dtype is torch.bool for v in node.results)
     if name in REARRANGES and node.operands:
         yield from (o for o in _of(node.operands[0], origins) if not to_bool)
-    elif name in REPLACES and not to_bool:
+    elif name in REPLACES and not to_bool and not _arguments(node).get("accumulate"):
         for value in node.operands:
             for o in _of(value, origins):
                 yield _Origin(o.field, o.shift, guarded=True)

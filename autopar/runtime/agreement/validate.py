@@ -166,6 +166,16 @@ def checked_batch(
             raise BatchError(
                 f"'{name}' is {batch[name]!r}, but the step was compiled for "
                 f"{fixed[name]!r}",
-                fix="compile another step for it",
+                fix=_for_another(batch[name]),
             )
     return tensors
+
+
+def _for_another(value: Any) -> str:
+    """How a step takes a value that is not the one that it was compiled for."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return (
+            "pass a number that changes as a tensor, from the first step on: "
+            f"torch.tensor({value!r}); or compile another step for it"
+        )
+    return "compile another step for it"
