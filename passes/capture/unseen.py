@@ -122,7 +122,8 @@ class Unseen(TorchFunctionMode):
         except Exception as error:
             self.read = tried_by(func, args, error) or self.read
             raise
-        note_outside(self.names, (args, kwargs), result)
+        if not torch.compiler.is_dynamo_compiling():  # a part, as of torch.cond
+            note_outside(self.names, (args, kwargs), result)
         self.known.note(func, args, kwargs or {}, result)
         self.read = read_by(func, args, result) or self.read
         return self.guards.note(func, args, kwargs or {}, result)
