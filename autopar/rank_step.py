@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, DistributedSampler
 
+from autopar.capture.numbers_read import NumbersRead
 from autopar.held_state import HeldState
 from autopar.local_batches import Batch, DataRank, batches
 from autopar.passes.capture.outside import Outside
@@ -48,8 +49,9 @@ class RankStep(HeldState):
         super().__init__(device)
         self._fixed = NO_FIELDS
         self._originals: Originals | None = None
-        # What the program has the values of, on the rank that compiled it.
+        # What the program has the values of: tensors, on the rank that compiled it.
         self._outside: tuple[Outside, ...] = ()
+        self._numbers: NumbersRead | None = None
         self._eager = torch.compiler.disable(_call, reason="a step is compiled already")
 
     def start(
@@ -98,7 +100,6 @@ class RankStep(HeldState):
     def _step(self, batch: Mapping[str, Any], local: bool) -> Tensor:
         batch = self._fit(batch, local)
         executor = self.executor  # raises if there is nothing to run yet
-        self._check_outside(executor.steps)
         if self._updates.left_gradients() and self.comm.rank == 0:
             LOG.warning(
                 "gradients that an optimizer has used are added to: call "
@@ -115,13 +116,15 @@ class RankStep(HeldState):
         self._originals = None  # the model may be trained beside, from now on
         return loss.as_subclass(StepLoss)
 
-    def _check_outside(self, steps: int) -> None:
-        """Raises AutoparError if what was compiled with its values has others now; what
-        only these show is looked at in the steps 1, 2, 4, 8 ..."""
+    def _check_values(self, steps: int) -> None:
+        """Raises AutoparError if what was compiled with its value has another now; what
+        only elements of a tensor show is looked at in the steps 1, 2, 4, 8 ..."""
         thorough = steps & (steps - 1) == 0
         for tensor in self._outside:
             if tensor.changed(thorough):
                 tensor.refuse()
+        if self._numbers is not None:
+            self._numbers.check()
 
     @overload
     def evaluate(
@@ -200,6 +203,7 @@ class RankStep(HeldState):
             if self._saving is not None and self._saving.done():
                 self.finish_saving()
             self._check_autocast()
+            self._check_values(self.executor.steps)
             like = data.whole_like(batch, self.program.inputs) if local else batch
             tensors = checked_batch(self.program, self._fixed, like)
             check_trained(self.program, self._updates.parameters)

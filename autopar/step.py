@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.capture.numbers_read import NumbersRead
 from autopar.checkpoints.save_pretrained import configs_of
 from autopar.checkpoints.state import remember
 from autopar.compiler import compile_offline, proved
@@ -255,6 +256,8 @@ class Step(RankStep):
             with outside_tensors() as read:
                 program = on_first_rank(lambda: self._compile(batch))
             self._outside = tuple(read.values())
+        functions = [] if self._loss_fn is None else [self._loss_fn]
+        self._numbers = NumbersRead(self._model, *functions)
         check_model(program, self._model)
         comm = engine(self.device)(
             program.mesh,

@@ -52,13 +52,17 @@ Watch = Callable[[str], None]
 @dataclass(frozen=True)
 class Workload:
     """What to measure. model: its specification, "" for no ops. seq: tokens of a
-    sample. samples: the most in a microbatch. seconds: for messages, roughly."""
+    sample. samples: the most in a microbatch. seconds: for messages, roughly; 0: none
+    of them. repeats: of each op. backends: whether the model is timed as Inductor
+    compiles it, too."""
 
     model: str = ""
     seed: int = 0
     seq: int = 128
     samples: int = SAMPLES
     seconds: float = 10.0
+    repeats: int = REPEATS
+    backends: bool = True
 
 
 def measure_here(load: Workload, told: Watch = lambda line: None) -> Profile:
@@ -68,14 +72,13 @@ def measure_here(load: Workload, told: Watch = lambda line: None) -> Profile:
     """
     device, world = default_device(), _world()
     messages = {}
-    if world > 1:
+    if world > 1 and load.seconds:
         told(f"messages between {world} ranks")
         tell("messages")
         messages[world] = measure_messages(world, device, load.seconds)
     ops = Ops(measure_ops(load, device, told), _measure_update(device))
-    backends = _from_first(
-        measure_backends(load, device, told) if load.model and _rank() == 0 else {}
-    )
+    compiles = load.backends and load.model and _rank() == 0
+    backends = _from_first(measure_backends(load, device, told) if compiles else {})
     return Profile({busy(world): ops}, messages, backends=backends)
 
 
@@ -86,7 +89,7 @@ def measure_backends(load: Workload, device: torch.device, told: Watch) -> Backe
         return {}
     job = alone(load)
     tell(f"{job.name}, compiled by Inductor")
-    took = measure_compiled(job, device, REPEATS)
+    took = measure_compiled(job, device, load.repeats)
     if took is None:
         told(f"{job.name}: compiling takes too long to be measured")
         return {}
@@ -116,7 +119,7 @@ def measure_ops(load: Workload, device: torch.device, told: Watch) -> dict[str, 
     source = jobs(load, _world()) if load.model and _rank() == 0 else iter(())
     while job := _from_first(next(source, None)):
         tell(f"ops of {job.name}")
-        times = run_job(job, device, REPEATS) if _computes() else None
+        times = run_job(job, device, load.repeats) if _computes() else None
         for ran in _from_all(times):
             for key, timed in ran.timed.items() if ran else ():
                 samples[key].append(timed)

@@ -6,18 +6,19 @@
 Measures this machine as `autopar profile` does, predicts seconds and bytes of varied
 plans (`predicted_plans.py`) the way the planner does, and runs them under gloo, one
 thread a rank: all plans of a number of ranks in the same processes, a step each in
-turn. Seconds are the median of the rounds; bytes are of live tensors, of the rank that
-has the most.
+turn. Bytes are of live tensors, of the rank that has the most.
 
-How fast a machine is that others share changes within minutes. So it is measured once
-more after the runs, and a prediction is the mean of those by both; how far these are
-apart is printed: errors that are as large say nothing.
+How fast a machine is that others share changes within minutes. So the same processes
+measure it again before each round of steps, and each round's prediction is by that: the
+ratio of a plan is the median of its rounds'. How much predictions differ between rounds
+is printed, as that is how much the machine did.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -66,23 +67,12 @@ TIMEOUT = 900.0  # seconds of all ranks of a number
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan of a workload, as the planner sees it. pick: it is the planner's own.
-    again: as it would see it after the runs."""
+    """A plan of a workload, as the planner sees it. pick: it is the planner's own."""
 
     workload: str
     estimate: Estimate
     plan: str
     pick: bool = False
-    again: Estimate | None = None
-
-    @property
-    def seconds(self) -> float:
-        return mean([x.seconds for x in (self.estimate, self.again) if x is not None])
-
-    @property
-    def apart(self) -> float:
-        """What it takes after the runs over what it took before them, less one."""
-        return self.again.seconds / self.estimate.seconds - 1 if self.again else 0.0
 
     @property
     def ranks(self) -> int:
@@ -95,10 +85,12 @@ class Planned:
 
 @dataclass(frozen=True)
 class Row:
-    """A plan, predicted and measured."""
+    """A plan, measured in rounds, and its seconds as predicted by what was measured of
+    the machine in each of them."""
 
     planned: Planned
     measured: Measured
+    predicted: Sequence[float]
 
     @property
     def seconds(self) -> float:
@@ -106,7 +98,14 @@ class Row:
 
     @property
     def time_error(self) -> float:
-        return self.planned.seconds / self.seconds - 1
+        pairs = zip(self.predicted, self.measured.seconds, strict=True)
+        return median(predicted / measured for predicted, measured in pairs) - 1
+
+    @property
+    def drift(self) -> float:
+        """How far a round's prediction is from the median one, in the mean."""
+        usual = median(self.predicted)
+        return mean(abs(seconds / usual - 1) for seconds in self.predicted)
 
     @property
     def memory_error(self) -> float:
@@ -138,35 +137,40 @@ class Planner:
         plans = find_plans(self.of, self.cluster, self.samples)
         return replace(self._planned(plans.best[0].candidate), pick=True)
 
+    def seconds(self, plan: Planned) -> float:
+        """What it predicts of a plan that another one chose."""
+        candidate = plan.estimate.candidate
+        return run_on_paper(candidate, self.prices, self.cluster).seconds
+
     def _planned(self, candidate: Candidate) -> Planned:
         estimate = run_on_paper(candidate, self.prices, self.cluster)
         return Planned(self.workload, estimate, plan_of(candidate, self.of).to_json())
 
 
-def make_planners(profile: Path | None, backend: str) -> dict[tuple[str, int], Planner]:
+def make_planners(
+    profile: Path | None, backend: str, numbers: Sequence[int] = RANKS
+) -> dict[tuple[str, int], Planner]:
     """For each workload and number of ranks, see `predict`."""
     planners = {}
     for workload, spec in WORKLOADS.items():
         loaded = load_model(spec)
         batch = batch_for(loaded, SAMPLES, SEQ)
         of = capture_short(loaded.model, with_samples(batch, SAMPLES), backend=backend)
-        for ranks in RANKS:
+        for ranks in numbers:
             cluster = measured_cluster(ranks, profile)
             planners[workload, ranks] = Planner(of, cluster, workload)
     return planners
 
 
-def predict_again(profile: Path, rows: Sequence[Row], backend: str) -> list[Row]:
-    """The same plans by another profile beside."""
-    planners = make_planners(profile, backend)
-
-    def priced(plan: Planned) -> Planned:
-        planner = planners[plan.workload, plan.ranks]
-        candidate = plan.estimate.candidate
-        again = run_on_paper(candidate, planner.prices, planner.cluster)
-        return replace(plan, again=again)
-
-    return [replace(row, planned=priced(row.planned)) for row in rows]
+def predict_rounds(
+    plans: Sequence[Planned], profiles: Sequence[Path], backend: str
+) -> list[list[float]]:
+    """Seconds of each plan by each of the profiles."""
+    rounds = []
+    for path in profiles:
+        planners = make_planners(path, backend)
+        rounds.append([planners[p.workload, p.ranks].seconds(p) for p in plans])
+    return [list(seconds) for seconds in zip(*rounds, strict=True)]
 
 
 def predict(
@@ -205,19 +209,29 @@ def measure_machine(path: Path, seconds: float) -> None:
         run(command, TIMEOUT)
 
 
-def measure_plans(plans: Sequence[Planned], rounds: int, folder: Path) -> list[Row]:
+def measure_plans(
+    plans: Sequence[Planned], rounds: int, profile: Path | None, backend: str
+) -> list[Row]:
+    """profile: what is known of the machine, to which each round adds its own."""
     rows = []
-    for ranks in sorted({p.ranks for p in plans}):
-        own = [p for p in plans if p.ranks == ranks]
-        source, target = folder / f"jobs{ranks}.json", folder / f"found{ranks}.json"
-        jobs = [Job(WORKLOADS[p.workload], SEQ, BATCH, p.plan) for p in own]
-        source.write_text(json.dumps([asdict(job) for job in jobs]))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(ranks), "-m"]
-        command += ["examples.benchmarks.predicted_runs", str(source), str(target)]
-        run([*command, str(rounds)], TIMEOUT)
-        measured = [Measured(**entry) for entry in json.loads(target.read_text())]
-        rows += [Row(p, m) for p, m in zip(own, measured, strict=True)]
+    with tempfile.TemporaryDirectory() as scratch:
+        for ranks in sorted({p.ranks for p in plans}):
+            own = [p for p in plans if p.ranks == ranks]
+            source, target = Path(scratch) / "jobs.json", Path(scratch) / "found.json"
+            profiles = [Path(scratch) / f"profile{i}.json" for i in range(rounds)]
+            for path in profiles:
+                path.unlink(missing_ok=True)
+                if profile is not None:
+                    shutil.copy(profile, path)
+            jobs = [Job(WORKLOADS[p.workload], SEQ, BATCH, p.plan) for p in own]
+            source.write_text(json.dumps([asdict(job) for job in jobs]))
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command += ["--nproc-per-node", str(ranks), "-m"]
+            command += ["examples.benchmarks.predicted_runs", str(source), str(target)]
+            run([*command, *map(str, profiles)], TIMEOUT)
+            measured = [Measured(**entry) for entry in json.loads(target.read_text())]
+            predicted = predict_rounds(own, profiles, backend)
+            rows += map(Row, own, measured, predicted)
     return rows
 
 
@@ -229,7 +243,7 @@ def table(rows: Sequence[Row]) -> str:
         {
             "model": row.planned.workload,
             "plan (*: the planner's)": row.planned.name,
-            "ms predicted": 1e3 * row.planned.seconds,
+            "ms predicted": 1e3 * median(row.predicted),
             "measured": 1e3 * row.seconds,
             "ratio": 1 + row.time_error,
             "MiB predicted": row.planned.estimate.peak / 2**20,
@@ -248,10 +262,10 @@ def summary(rows: Sequence[Row]) -> str:
         median(abs(error) for error in errors)
         for errors in ([r.time_error for r in rows], [r.memory_error for r in rows])
     )
-    apart = median(abs(row.planned.apart) for row in rows)
+    drift = median(row.drift for row in rows)
     lines = [
         f"{len(rows)} plans: median error {time:.1%} in time, {memory:.1%} in memory; "
-        f"predictions before and after the runs are {apart:.1%} apart"
+        f"predictions of a plan differ by {drift:.1%} between rounds"
     ]
     for workload in WORKLOADS:
         for ranks in RANKS:
@@ -271,7 +285,7 @@ def choosing(rows: Sequence[Row]) -> str:
     (pick,) = [row for row in rows if row.planned.pick]
     behind = pick.seconds / best.seconds - 1
     order = rank_correlation(
-        [row.planned.seconds for row in rows], [row.seconds for row in rows]
+        [median(row.predicted) for row in rows], [row.seconds for row in rows]
     )
     return (
         f"the planner's pick is {behind:.1%} slower than the best measured, "
@@ -306,11 +320,7 @@ def main() -> None:
             measure_machine(profile, options.seconds)
         choices = spread(CHOICES, options.plans)
         plans = list(predict(profile, choices, options.backend))
-        rows = measure_plans(plans, options.rounds, Path(scratch))
-        if options.profile is None:
-            after = Path(scratch) / "after.json"
-            measure_machine(after, options.seconds)
-            rows = predict_again(after, rows, options.backend)
+        rows = measure_plans(plans, options.rounds, profile, options.backend)
     print(table(rows))
     print(summary(rows))
 

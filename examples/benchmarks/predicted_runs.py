@@ -1,8 +1,11 @@
-"""The ranks of `predicted.py`: run plans in turns, and measure steps and bytes.
+"""The ranks of `predicted.py`: run plans in turns, and measure steps and bytes, and in
+each round the machine.
 
-    torchrun --nproc-per-node 2 -m examples.benchmarks.predicted_runs JOB RESULT ROUNDS
+    torchrun --nproc-per-node 2 -m examples.benchmarks.predicted_runs JOB RESULT \\
+        PROFILES
 
 JOB: a JSON file of `Job`s. RESULT: of `Measured`, in their order, written by rank 0.
+PROFILES: files, one a round, to which it adds what it measured of the machine then.
 """
 
 from __future__ import annotations
@@ -22,12 +25,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autopar
+from autopar.machine.profile_file import Profile, save_profile
 from autopar.models.load import load_model
 from autopar.passes.plan import Plan
 from autopar.planner.planned import batch_for
+from autopar.planner.profile import Workload, measure_here
 from examples.benchmarks.live_bytes import peak_bytes
 
 WAIT = timedelta(minutes=3)  # of a rank for another one
+MESSAGES = 4.0  # seconds of a round that messages are measured for
 TOLERANCE = 1e-3  # of a loss, fp32 sums in another order, after some updates
 
 
@@ -89,8 +95,20 @@ def timed(trainer: Trainer) -> tuple[float, float]:
     return time.perf_counter() - begin, float(loss)
 
 
-def measure(jobs: list[Job], rounds: int) -> list[Measured]:
-    """All plans, a step each in turn, so that a slow minute weighs on all."""
+def measure_machine(jobs: list[Job]) -> Profile:
+    """What `autopar profile` measures for the models, in fewer repeats, but for
+    backends."""
+    profile = Profile()
+    for i, job in enumerate({job.model: job for job in jobs}.values()):
+        messages = MESSAGES if i == 0 else 0.0
+        of = Workload(job.model, 0, job.seq, job.samples, messages, 1, backends=False)
+        profile = profile.with_more(measure_here(of))
+    return profile
+
+
+def measure(jobs: list[Job], profiles: list[Path]) -> list[Measured]:
+    """The machine and then all plans, a step each in turn, so that a slow minute weighs
+    on all."""
     trainers, peaks = [], []
     for job in jobs:
         trainer, peak = prepare(job)
@@ -98,7 +116,12 @@ def measure(jobs: list[Job], rounds: int) -> list[Measured]:
         everyone: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(everyone, peak)
         peaks.append(everyone)
-    table = [[timed(trainer) for trainer in trainers] for _ in range(rounds)]
+    table = []
+    for path in profiles:
+        profile = measure_machine(jobs)
+        if dist.get_rank() == 0:
+            save_profile(profile, path)
+        table.append([timed(trainer) for trainer in trainers])
     measured = []
     for i, peak in enumerate(peaks):
         column = [row[i] for row in table]
@@ -118,12 +141,12 @@ def check_losses(jobs: list[Job], results: list[Measured]) -> None:
 
 
 def main() -> None:
-    source, target, rounds = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    source, target, *profiles = map(Path, sys.argv[1:])
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=WAIT)
     jobs = [Job(**entry) for entry in json.loads(source.read_text())]
-    results = measure(jobs, rounds)
+    results = measure(jobs, profiles)
     if dist.get_rank() == 0:
         target.write_text(json.dumps([asdict(m) for m in results]))
     dist.barrier()

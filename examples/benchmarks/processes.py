@@ -11,15 +11,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from autopar.runtime.launch.launch import running
+from autopar.runtime.launch.launch import KEEPS_PAGES, running
 
 ROOT = Path(__file__).parents[2]
 
-# The allocator returns no pages to the system and threads do not spin while they wait.
-# 32 MiB is the most that every glibc accepts for the first.
+# As `autopar run` has it, for both sides: threads do not spin while they wait.
 ENVIRONMENT = {
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    **KEEPS_PAGES,
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
 }

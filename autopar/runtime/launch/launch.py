@@ -17,6 +17,14 @@ from autopar.passes.ranges import RANKS
 ROOT = Path(__file__).parents[3]  # of the checkout, or where we are installed
 GRACE = 40  # seconds: torchrun itself waits up to 30 for ranks that it ends
 
+# A step frees what the next one allocates: glibc gives none of it back to the system,
+# which would clear the pages again (mallopt(3); 32 MiB is the most that every glibc
+# takes for the first).
+KEEPS_PAGES = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+}
+
 
 def rank_threads() -> int:
     """Threads of a rank, as torchrun starts it: one, unless the user says more."""
@@ -49,6 +57,7 @@ def launch_by(
     line += [*flags, "-m", "autopar", *command]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     whole = {
+        **KEEPS_PAGES,
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         # The processes share the cores: threads that wait must not spin.

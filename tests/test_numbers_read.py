@@ -1,0 +1,187 @@
+"""Numbers that a model's code reads are part of what is compiled: a step is refused
+once one has changed, wherever it is kept; what nobody reads may change."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import Case
+from models import Stack, randomize, token_batch
+from torch import Tensor, nn
+
+import autopar
+from autopar.capture.numbers_read import NumbersRead
+from autopar.passes.errors import AutoparError
+
+BETA = 0.5
+UNREAD = 1
+SCALES = {"global": 1.0, "other": 1.0}
+
+
+@dataclass
+class Settings:
+    penalty: float = 0.1
+    printed_every: int = 100
+    betas: list[float] = field(default_factory=lambda: [1.0, 2.0])
+
+
+class Annealed(Stack):
+    """Its loss has numbers of all places where models keep some."""
+
+    weight = 1.0
+    unread_of_class = 1.0
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.settings = Settings()
+        self.table = {"z": 0.1, "unread": 0.2}
+        self.temperature = 1.0
+        self.global_step = 0
+        self.drop = nn.Dropout(0.0)
+
+    @property
+    def sharpness(self) -> float:
+        return 1 / self.temperature
+
+    def penalty(self, x: Tensor) -> Tensor:
+        return self.settings.penalty * x.square().mean() * self.settings.betas[0]
+
+    def log(self) -> str:
+        return f"step {self.global_step} {self.table['unread']} {UNREAD}"
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.drop(super().forward(input_ids)) * self.sharpness
+        z = self.table["z"] * logits.logsumexp(-1).square().mean()
+        return BETA * z + self.weight * self.penalty(logits) + of_file(logits)
+
+
+def of_file(x: Tensor) -> Tensor:
+    return x.mean() * SCALES["global"]
+
+
+class Run:
+    """A compiled step, and what a script has around it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = randomize(Annealed()).double()
+        self.beta, self.seen = 0.1, 0
+        self.config = {"beta": 0.1, "seen": 0}
+        batch = token_batch()
+        self.batch = {k: v for k, v in batch.items() if k in ("input_ids", "labels")}
+        beta, seen = 0.1, 0
+
+        def loss_fn(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+            return out * (1 + beta) + self.config["beta"] * self.beta
+
+        def set_beta(value: float) -> None:
+            nonlocal beta, seen
+            beta, seen = value, seen + 1
+
+        self.set_beta = set_beta
+        self.step = autopar.compile(
+            self.model, "", loss_fn=loss_fn, example_inputs=self.batch
+        )
+
+
+def global_of_file(name: str, value: Any) -> Callable[[Run], None]:
+    return lambda run: globals().__setitem__(name, value)
+
+
+CHANGES: dict[str, tuple[Callable[[Run], Any], str]] = {
+    "a module's": (lambda run: setattr(run.model, "temperature", 0.5), "temperature"),
+    "torch's": (lambda run: setattr(run.model.drop, "p", 0.1), "drop.p"),
+    "config": (
+        lambda run: setattr(run.model.settings, "penalty", 0.2),
+        "settings.penalty",
+    ),
+    "list": (
+        lambda run: run.model.settings.betas.__setitem__(0, 3.0),
+        "settings.betas.0",
+    ),
+    "dict": (lambda run: run.model.table.update(z=0.2), "table.z"),
+    "class": (lambda run: setattr(Annealed, "weight", 2.0), "Annealed.weight"),
+    "global": (global_of_file("BETA", 0.7), "BETA"),
+    "global dict": (lambda run: SCALES.update({"global": 2.0}), "SCALES.global"),
+    "closure": (lambda run: run.set_beta(0.2), "beta"),
+    "dict in a closure": (lambda run: run.config.update(beta=0.2), "config.beta"),
+    "object in a closure": (lambda run: setattr(run, "beta", 0.2), "self.beta"),
+}
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Annealed, "weight", 1.0)
+    monkeypatch.setitem(SCALES, "global", 1.0)
+    monkeypatch.setitem(globals(), "BETA", 0.5)
+    monkeypatch.setitem(globals(), "UNREAD", 1)
+
+
+@pytest.mark.parametrize("where", CHANGES)
+def test_a_number_that_changes_is_refused(where):
+    run = Run()
+    run.step(**run.batch)
+    change, name = CHANGES[where]
+    change(run)
+    with pytest.raises(AutoparError, match=rf"{name}' was \S+ when the step was comp"):
+        run.step(**run.batch)
+    with pytest.raises(AutoparError, match=name):
+        run.step.evaluate(**run.batch)
+
+
+def test_what_nobody_reads_may_change():
+    run = Run()
+    first = run.step(**run.batch)
+    run.model.global_step += 1
+    run.model.table["unread"] = 5.0
+    run.model.settings.printed_every = 7
+    run.config["seen"] += 1
+    run.seen += 1
+    SCALES["other"] = 3.0
+    Annealed.unread_of_class = 2.0
+    globals()["UNREAD"] = 2
+    run.model.eval()
+    assert torch.equal(run.step(**run.batch), first)
+
+
+def test_a_model_is_not_kept_alive():
+    model = Annealed()
+    read, alive = NumbersRead(model), weakref.ref(model.embed)
+    assert any(n.where == "temperature" for n in read.numbers)
+    del model
+    gc.collect()
+    assert alive() is None
+    read.check()
+
+
+def test_the_numbers_of_a_loss_module_are_read():
+    smoothed = nn.CrossEntropyLoss(label_smoothing=0.1)
+
+    def loss_fn(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return smoothed(out.flatten(0, -2), batch["labels"].flatten())
+
+    class Labelled(Stack):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            return super().forward(input_ids)
+
+    torch.manual_seed(0)
+    batch = token_batch()
+    batch = {k: v for k, v in batch.items() if k in ("input_ids", "labels")}
+    case = Case(randomize(Labelled(layers=1)).double(), batch, loss_fn)
+    step = autopar.compile(case.model, "", loss_fn=loss_fn, example_inputs=batch)
+    want = F.cross_entropy(
+        case.model(**batch).flatten(0, -2),
+        batch["labels"].flatten(),
+        label_smoothing=0.1,
+    )
+    assert torch.allclose(step(**batch), want.detach())
+    smoothed.label_smoothing = 0.2
+    with pytest.raises(AutoparError, match=r"label_smoothing' was 0\.1"):
+        step(**batch)
