@@ -169,7 +169,7 @@ def _cells(function: FunctionType) -> dict[str, Any]:
 
 
 def _in_containers(as_found: AsFound, names: _Names) -> Iterator[Number]:
-    """Yields those of attributes, dicts and lists; not the globals of files themselves."""
+    """Yields those of attributes, dicts and lists; not the globals of files."""
     modules = {id(vars(file)): name for name, file in list(sys.modules.items())}
     files = [modules[id(c.container)] for c in as_found.containers if _id(c) in modules]
     for one in as_found.containers:
