@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import AXES
 from autopar.passes.program import Program
 from autopar.proof.expected import expect
@@ -45,8 +46,16 @@ def verify(
     the model as it is. All three take the choices of the model under autocast: a router
     that rounds otherwise may prefer other experts, and is right to. By how much they
     preferred others must be explained by rounding too.
+
+    Raises: AutoparError, for a model on the meta device.
     """
     check_model(program, model)
+    if any(p.is_meta for p in model.parameters()):
+        raise AutoparError(
+            "the model has no weights to run with: it is on the meta device",
+            fix="verify one made on the CPU; compile_offline(..., prove=True) proves "
+            "one on meta by a small copy of it",
+        )
     expected = expect(program, model, batch, loss_fn, seed, tolerance, drawn)
     return prove(program, dict(model.named_buffers()), expected, seed, compiled)
 

@@ -14,6 +14,9 @@ from cases import Case, run_all_ranks
 from models import gpt2, llama, opt, plain_gpt
 from torch import nn
 
+from autopar.compiler import compile_offline
+from autopar.options import make_plan
+from autopar.passes.errors import AutoparError
 from autopar.passes.mesh import TIME
 from autopar.proof.ranks import (
     VerificationFailed,
@@ -220,3 +223,12 @@ class Encoder(nn.Module):
 
 def test_dropout_inside_of_torchs_own_layers_is_compared():
     Case(Encoder(), {"x": torch.randn(2, 4, 8)}).double().verify("dp=2")
+
+
+def test_a_model_without_weights_is_proved_by_a_copy_of_it():
+    model, batch, _ = plain_gpt(layers=2)
+    model, plan = model.to("meta"), make_plan("dp=2,tp=2", microbatches=1)
+    program = compile_offline(model, batch, plan)
+    with pytest.raises(AutoparError, match="no weights to run with: it is on the meta"):
+        verify(program, model, batch)
+    assert compile_offline(model, batch, plan, prove=True).proof
