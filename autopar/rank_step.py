@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, DistributedSampler
 
-from autopar.capture.numbers_read import NumbersRead
+from autopar.capture.frozen_values import FrozenValues
 from autopar.held_state import HeldState
 from autopar.local_batches import Batch, DataRank, batches
 from autopar.passes.capture.outside import Outside
@@ -51,7 +51,7 @@ class RankStep(HeldState):
         self._originals: Originals | None = None
         # What the program has the values of: tensors, on the rank that compiled it.
         self._outside: tuple[Outside, ...] = ()
-        self._numbers: NumbersRead | None = None
+        self._values: FrozenValues | None = None
         self._eager = torch.compiler.disable(_call, reason="a step is compiled already")
 
     def start(
@@ -123,8 +123,8 @@ class RankStep(HeldState):
         for tensor in self._outside:
             if tensor.changed(thorough):
                 tensor.refuse()
-        if self._numbers is not None:
-            self._numbers.check()
+        if self._values is not None:
+            self._values.check()
 
     @overload
     def evaluate(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.capture.numbers_read import NumbersRead
+from autopar.capture.frozen_values import FrozenValues
 from autopar.checkpoints.save_pretrained import configs_of
 from autopar.checkpoints.state import remember
 from autopar.compiler import compile_offline, proved
@@ -257,7 +257,7 @@ class Step(RankStep):
                 program = on_first_rank(lambda: self._compile(batch))
             self._outside = tuple(read.values())
         functions = [] if self._loss_fn is None else [self._loss_fn]
-        self._numbers = NumbersRead(self._model, *functions)
+        self._values = FrozenValues(self._model, *functions)
         check_model(program, self._model)
         comm = engine(self.device)(
             program.mesh,

@@ -90,11 +90,9 @@ class Container:
 
 @dataclass
 class AsFound:
-    """All that is within reach of a model, as it was when this was made. owners: by the
-    ids of their dicts, modules and objects whose attributes are in these."""
+    """All that is within reach of a model, as it was when this was made."""
 
     containers: list[Container] = field(default_factory=list)
-    owners: dict[int, Any] = field(default_factory=dict)
     classes: list[tuple[type, dict[str, Any]]] = field(default_factory=list)
     cached: list[tuple[Any, int]] = field(default_factory=list)
     tensors: list[tuple[Tensor, bool]] = field(default_factory=list)
@@ -164,14 +162,11 @@ class AsFound:
                 yield where, thing.__defaults__
                 yield where, thing.__kwdefaults__
         elif isinstance(thing, nn.Module):
-            self.owners[id(vars(thing))] = thing
             yield where, vars(thing)
             for table in ("_parameters", "_buffers", "_modules"):
                 yield where, vars(thing)[table]  # first, so that names are the model's
         elif not isinstance(thing, (type, ModuleType)) and self._is_near(type(thing)):
-            attributes = getattr(thing, "__dict__", None)
-            self.owners[id(attributes)] = thing
-            yield where, attributes
+            yield where, getattr(thing, "__dict__", None)
 
     def _is_near(self, thing: Any) -> bool:
         """Whether it is looked into a function, or an object of a class."""

@@ -32,14 +32,14 @@ class Outside:
     source: str
 
     def __post_init__(self) -> None:
-        self.version, self.sample = self.x._version, _sample(self.x)
+        self.version, self.sample = self.x._version, sample(self.x)
 
     def changed(self, thorough: bool) -> bool:
         """Whether it was written in place since; thorough: or by way of `.data`, as far
         as a few of its elements tell."""
         if self.x._version != self.version:
             return True
-        return thorough and not torch.equal(_sample(self.x), self.sample)
+        return thorough and not torch.equal(sample(self.x), self.sample)
 
     def refuse(self) -> None:
         """Raises AutoparError: it has changed."""
@@ -53,7 +53,7 @@ class Outside:
         )
 
 
-def _sample(x: Tensor) -> Tensor:
+def sample(x: Tensor) -> Tensor:
     """Some elements, in memory of their own; within a capture, too."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         flat = x.detach().flatten()

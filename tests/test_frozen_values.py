@@ -17,7 +17,7 @@ from models import Stack, randomize, token_batch
 from torch import Tensor, nn
 
 import autopar
-from autopar.capture.numbers_read import NumbersRead
+from autopar.capture.frozen_values import FrozenValues
 from autopar.passes.errors import AutoparError
 
 BETA = 0.5
@@ -107,7 +107,7 @@ CHANGES: dict[str, tuple[Callable[[Run], Any], str]] = {
         "settings.betas.0",
     ),
     "dict": (lambda run: run.model.table.update(z=0.2), "table.z"),
-    "class": (lambda run: setattr(Annealed, "weight", 2.0), "Annealed.weight"),
+    "class": (lambda run: setattr(Annealed, "weight", 2.0), "weight"),
     "global": (global_of_file("BETA", 0.7), "BETA"),
     "global dict": (lambda run: SCALES.update({"global": 2.0}), "SCALES.global"),
     "closure": (lambda run: run.set_beta(0.2), "beta"),
@@ -153,8 +153,8 @@ def test_what_nobody_reads_may_change():
 
 def test_a_model_is_not_kept_alive():
     model = Annealed()
-    read, alive = NumbersRead(model), weakref.ref(model.embed)
-    assert any(n.where == "temperature" for n in read.numbers)
+    read, alive = FrozenValues(model), weakref.ref(model.embed)
+    assert "temperature" in set(read)
     del model
     gc.collect()
     assert alive() is None
