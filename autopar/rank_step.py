@@ -124,7 +124,7 @@ class RankStep(HeldState):
             if tensor.changed(thorough):
                 tensor.refuse()
         if self._values is not None:
-            self._values.check()
+            self._values.check(thorough)
 
     @overload
     def evaluate(

@@ -37,6 +37,9 @@ GLOBAL = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 NAMED = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
 PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, type(None))
 SPACES = (argparse.Namespace, SimpleNamespace)
+GETTERS = frozenset(("getattr", "hasattr"))
+TENSORS = frozenset(dir(Tensor))
+ITSELF = object()
 MOST = 1000  # members: what has more is data, and not looked at
 # What torch keeps on modules. A step trains and `evaluate` evaluates, whatever mode the
 # model is in. The others are of Hugging Face's models, and tell what is kept, not what
@@ -47,10 +50,13 @@ NOT_READ = frozenset((*vars(nn.Module()), "gradient_checkpointing", "use_cache")
 @dataclass(frozen=True)
 class Root:
     """Where values are looked for. where: of messages, "" of the model itself. thing:
-    what is there now; raises ReferenceError, if it is gone."""
+    what is there now; raises ReferenceError, if it is gone. own: only its methods read
+    its attributes. fresh: it is made anew each time."""
 
     where: str
     thing: Callable[[], Any]
+    own: bool = False
+    fresh: bool = False
 
 
 class FrozenValues:
@@ -58,15 +64,15 @@ class FrozenValues:
     this is made. It keeps no model alive."""
 
     def __init__(self, model: nn.Module, *functions: Any) -> None:
-        names = _Names()
+        names = Names()
         for thing in (model, *functions):
             names.follow(thing)
         roots = [Root("", partial(_alive, weakref.ref(model))), *names.roots()]
         for function in functions:
             holder = getattr(function, "__self__", function)  # of a method
             name = getattr(function, "__qualname__", type(function).__name__)
-            roots.append(Root(name, partial(_itself, holder)))
-        self._reader = _Reader(frozenset(names.words - NOT_READ))
+            roots.append(Root(name, partial(_itself, holder), own=True))
+        self._reader = _Reader(names)
         before = [(root, self._reader.read(root)) for root in roots]
         self._before = [(root, values) for root, values in before if values]
 
@@ -75,8 +81,11 @@ class FrozenValues:
         for _, values in self._before:
             yield from values
 
-    def check(self) -> None:
-        """Raises AutoparError, if a value has changed."""
+    def check(self, thorough: bool = True) -> None:
+        """Raises AutoparError, if a value has changed. thorough: or one has come."""
+        if not thorough and all(place.is_same() for place in self._reader.places):
+            return
+        self._reader.places.clear()
         for root, before in self._before:
             try:
                 now = self._reader.read(root)
@@ -102,6 +111,14 @@ def _alive(weak: Callable[[], Any]) -> Any:
     if (thing := weak()) is None:
         raise ReferenceError
     return thing
+
+
+def _holder(thing: Any) -> Callable[[], Any]:
+    """Returns what returns a thing while it is alive."""
+    try:
+        return weakref.ref(thing)
+    except TypeError:
+        return partial(_itself, thing)
 
 
 def _itself(thing: Any) -> Any:
@@ -132,23 +149,60 @@ class Elements:
         return f"a tensor of shape {self.shape}{first}"
 
 
-class _Reader:
-    """Reads what is at a root, by dotted paths. words: the names that code reads."""
+@dataclass(frozen=True)
+class Place:
+    """An attribute or a member, and the id of what was there. holder: what has it, None
+    or ReferenceError if that is gone. name: ITSELF for the holder."""
 
-    def __init__(self, words: frozenset[str]) -> None:
-        self.words = words
+    holder: Callable[[], Any]
+    name: Any
+    known: int
+
+    def is_same(self) -> bool:
+        try:
+            holder = self.holder()
+        except ReferenceError:
+            return True
+        if self.name is ITSELF:
+            return id(holder) == self.known
+        return holder is None or id(_member(holder, self.name)) == self.known
+
+
+def _member(holder: Any, name: Any) -> Any:
+    if isinstance(holder, dict):
+        return dict.get(holder, name)
+    if isinstance(holder, (list, tuple, deque)):
+        return holder[name] if name < len(holder) else None
+    return getattr(holder, name, None)
+
+
+class _Reader:
+    """Reads what is at a root, by dotted paths. places: all that was read last."""
+
+    def __init__(self, names: Names) -> None:
+        self.names, self.attributes = names, frozenset(names.any - NOT_READ)
+        self.places: list[Place] = []
         self._of_classes: dict[type, list[str]] = {}
         self._tensors: dict[int, tuple[Callable[[], Any], Elements]] = {}
 
     def read(self, root: Root) -> dict[str, Any]:
         """Returns values by their paths. Raises: ReferenceError, if it is gone."""
         values: dict[str, Any] = {}
-        self._look(root.where, root.thing(), values, set())
+        thing = root.thing()
+        if not root.fresh:
+            self.places.append(Place(root.thing, ITSELF, id(thing)))
+        self._look(root.where, thing, values, set(), root)
         return values
 
     def _look(
-        self, where: str, thing: Any, values: dict[str, Any], seen: set[int]
+        self,
+        where: str,
+        thing: Any,
+        values: dict[str, Any],
+        seen: set[int],
+        root: Root | None = None,
     ) -> None:
+        """root: whose thing it is."""
         if isinstance(thing, PLAIN):
             values[where] = thing
         elif isinstance(thing, Tensor):
@@ -156,7 +210,12 @@ class _Reader:
                 values[where] = self._elements(thing)
         elif id(thing) not in seen:
             seen.add(id(thing))
+            holder = root.thing if root is not None and root.fresh else _holder(thing)
             for name, value in self._within(thing):
+                if root is not None and root.own and name not in self.names.own:
+                    continue
+                if not isinstance(thing, partial):  # which nobody changes
+                    self.places.append(Place(holder, name, id(value)))
                 self._look(f"{where}.{name}".lstrip("."), value, values, seen)
 
     def _elements(self, x: Tensor) -> Elements:
@@ -173,18 +232,18 @@ class _Reader:
             yield from thing.keywords.items()
         elif isinstance(thing, dict) and len(thing) <= MOST:
             for key, value in list(dict.items(thing)):
-                if not isinstance(key, str) or key in self.words:
+                if not isinstance(key, str) or key in self.names.keys:
                     yield key, value
         elif isinstance(thing, (list, tuple, deque)) and len(thing) <= MOST:
             yield from enumerate(thing)
         elif isinstance(thing, ModuleType):
-            names = self.words & vars(thing).keys() if is_users_file(thing) else ()
+            names = self.attributes & vars(thing).keys() if is_users_file(thing) else ()
             for name in names:
                 if isinstance(vars(thing)[name], PLAIN):
                     yield name, vars(thing)[name]
         elif isinstance(thing, (nn.Module, *SPACES)) or is_users(type(thing)):
             held = getattr(thing, "__dict__", {})
-            for name in self.words & held.keys():
+            for name in self.attributes & held.keys():
                 yield name, held[name]
             for name in self._of_class(type(thing)):
                 if name not in held:
@@ -200,7 +259,7 @@ class _Reader:
                 name
                 for base in type_.__mro__
                 if is_users(base)
-                for name in self.words & vars(base).keys()
+                for name in self.attributes & vars(base).keys()
                 if isinstance(vars(base)[name], kinds)
             ]
         return self._of_classes[type_]
@@ -215,18 +274,26 @@ def is_users_file(file: ModuleType) -> bool:
 # --- names --------------------------------------------------------------------------
 
 
-class _Names:
+class Names:
     """What code reads, of functions and those of the user's that they call.
 
-    words: names of attributes and of variables around functions, and texts, as keys of
-    dicts are. globals: a file and a variable that is read -> the file's variables.
+    own: names of attributes of the object whose method the code is; attributes: those
+    of others; keys: texts, as keys of dicts are, and names of variables around
+    functions. globals: a file and a variable that is read -> the file's variables.
     """
 
     def __init__(self) -> None:
-        self.words: set[str] = set()
+        self.own: set[str] = set()
+        self.attributes: set[str] = set()
+        self.keys: set[str] = set()
         self.globals: dict[tuple[str, str], dict[str, Any]] = {}
         self._functions: dict[CodeType, FunctionType] = {}
         self._types: set[type] = set()
+
+    @property
+    def any(self) -> set[str]:
+        """Names of attributes, of any object but a tensor."""
+        return self.own | (self.attributes - TENSORS)
 
     def follow(self, thing: Any) -> None:
         """Reads a function, or all modules of a model, and the user's that it calls."""
@@ -235,14 +302,15 @@ class _Names:
         while known < len(self._functions):
             known = len(self._functions)
             for type_ in tuple(self._types):
-                named = self.words & vars(type_).keys()
+                named = self.any & vars(type_).keys()
                 self._read([vars(type_)[name] for name in named])
 
     def roots(self) -> Iterator[Root]:
         """The variables around functions, and the globals that they name."""
         for function in self._functions.values():
             if function.__closure__ and is_users(function):
-                yield Root(function.__qualname__, partial(_cells, function))
+                cells = partial(_cells, function)
+                yield Root(function.__qualname__, cells, fresh=True)
         for (file, name), variables in self.globals.items():
             yield Root(f"{file}.{name}", partial(variables.get, name))
 
@@ -251,28 +319,41 @@ class _Names:
         while waiting:
             thing = waiting.pop()
             holder = getattr(thing, "__self__", thing)  # of a method
-            if isinstance(holder, nn.Module) or is_users(type(holder)):
-                self._types.update(type(holder).__mro__)
             if isinstance(holder, nn.Module):
                 waiting += holder.children()
+                waiting += (v for v in vars(holder).values() if is_users(type(v)))
+            if isinstance(holder, nn.Module) or is_users(type(holder)):
+                self._types.update(type(holder).__mro__)
             function = _function(thing)
             if function is None or function.__code__ in self._functions:
                 continue
             self._functions[function.__code__] = function
             waiting += _cells(function).values()
-            for code in _codes(function.__code__):
-                self.words.update(code.co_freevars, _texts(code.co_consts))
-                for step in dis.get_instructions(code):
-                    if step.opname in NAMED:
-                        self.words.add(step.argval)
-                    elif step.opname in GLOBAL and is_users(function):
-                        waiting += self._read_global(function, step.argval)
+            waiting += self._read_code(function)
 
-    def _read_global(self, function: FunctionType, name: str) -> list[Any]:
-        """Notes it; returns it, if its code is the user's."""
-        self.globals[function.__module__, name] = function.__globals__
-        thing = function.__globals__.get(name)
-        return [thing] if is_users(thing) or isinstance(thing, nn.Module) else []
+    def _read_code(self, function: FunctionType) -> list[Any]:
+        """Notes what a function reads; returns the globals that are the user's."""
+        called = []
+        first = next(iter(function.__code__.co_varnames), None)
+        for code in _codes(function.__code__):
+            texts = set(_texts(code.co_consts))
+            self.keys.update(code.co_freevars, texts)
+            if not GETTERS.isdisjoint(code.co_names):
+                self.own |= texts
+            before: Any = None
+            for step in dis.get_instructions(code):
+                if step.opname in NAMED:
+                    (self.own if before == first else self.attributes).add(step.argval)
+                elif step.opname in GLOBAL and is_users(function):
+                    key = function.__module__, step.argval
+                    self.globals[key] = function.__globals__
+                    thing = function.__globals__.get(step.argval)
+                    if is_users(thing) or isinstance(thing, nn.Module):
+                        called.append(thing)
+                loads = step.opname.startswith(("LOAD_FAST", "LOAD_DEREF"))
+                before = step.argval if loads else None
+                before = before[-1] if isinstance(before, tuple) else before
+        return called
 
 
 def _function(thing: Any) -> FunctionType | None:
